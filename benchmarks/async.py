@@ -37,10 +37,10 @@ import torch
 import async_work
 from ludus.cluster.cluster import open_cluster
 from ludus.config.schema import Config
-from ludus.planning.costs import Setup
-from ludus.rollout.build import Play
+from ludus.planning.costs import RunLayout
+from ludus.rollout.build import SamplingPlan
 from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.scheduler import Episode, Job
+from ludus.rollout.scheduler import Episode, RolloutRequest
 from ludus.training.batches.rows import Row
 from ludus.training.learner.learner import Learner
 from ludus.training.rl.build import train
@@ -135,7 +135,7 @@ class Work:
 
 def settings(args: argparse.Namespace, mode: str, folder: Path, work: Work, **more: object) -> Config:
     """The configuration of an arm."""
-    setup = Setup(
+    setup = RunLayout(
         mode="async" if mode in STREAMS else mode,
         groups=args.groups,
         members=args.members,
@@ -201,10 +201,12 @@ def pure(args: argparse.Namespace, sizes: Sizes) -> Pure:
 
     async def play() -> tuple[float, list[Episode]]:
         engine = make_engine(session)
-        scheduler = session_scheduler(session, engine, Play("pure", 1.0, 0), Ledger())
-        warm = [Job(RolloutKey(0, task.id, 99), task) for task in tasks[:2]]
+        scheduler = session_scheduler(session, engine, SamplingPlan("pure", 1.0, 0), Ledger())
+        warm = [RolloutRequest(RolloutKey(0, task.id, 99), task) for task in tasks[:2]]
         await scheduler.run(warm)
-        jobs = [Job(RolloutKey(1, task.id, i), task) for task in tasks for i in range(args.members)]
+        jobs = [
+            RolloutRequest(RolloutKey(1, task.id, i), task) for task in tasks for i in range(args.members)
+        ]
         begin = time.perf_counter()
         episodes = await scheduler.run(jobs)
         seconds = time.perf_counter() - begin

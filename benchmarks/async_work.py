@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
 import rollout_models
 from ludus.config.load import load_config
 from ludus.config.schema import Config
-from ludus.planning.costs import Setup
+from ludus.planning.costs import RunLayout
 from slow_tools import Latency, Sizes
 
 END = "<end>"
@@ -88,7 +88,7 @@ def serving(model: Path) -> Iterator[str]:
 
 
 def settings(
-    setup: Setup, sizes: Sizes, latency: Latency, model: str, folder: Path, **more: object
+    setup: RunLayout, sizes: Sizes, latency: Latency, model: str, folder: Path, **more: object
 ) -> Config:
     """The configuration of a run of this layout in `folder / "run"`; `more` has `__` for dots.
 

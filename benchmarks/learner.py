@@ -42,8 +42,8 @@ from ludus.training.batches import prefix_packing
 from ludus.training.batches.rows import Row, row_of_trajectory
 from ludus.training.batches.trajectory_tree import BREAK
 from ludus.training.learner.learner import Learner, LearnerSettings
-from ludus.training.learner.logprobs import Scorer
-from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.learner.logprobs import LogprobScorer
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.types import Segment, StopReason, Trajectory
 
 VOCAB = 4096
@@ -68,18 +68,18 @@ def model(vocabulary: int = VOCAB) -> Qwen3ForCausalLM:
 
 def learner(policy: Qwen3ForCausalLM, microbatch_tokens: int = 8192) -> Learner:
     """GRPO, one optimiser step a batch."""
-    optimiser = Optimiser(policy, OptimiserSettings(learning_rate=1e-4, total_steps=1))
+    optimiser = Optimizer(policy, OptimizerSettings(learning_rate=1e-4, total_steps=1))
     settings = LearnerSettings(microbatch_tokens=microbatch_tokens)
-    return Learner(Scorer(policy), optimiser, PRESETS["grpo"], settings)
+    return Learner(LogprobScorer(policy), optimiser, PRESETS["grpo"], settings)
 
 
 def learner_with_reference(policy: Qwen3ForCausalLM) -> Learner:
     """GRPO with a KL to a copy, and two optimiser steps a batch, so that `old` is scored before them."""
-    optimiser = Optimiser(policy, OptimiserSettings(learning_rate=1e-6, total_steps=1))
+    optimiser = Optimizer(policy, OptimizerSettings(learning_rate=1e-6, total_steps=1))
     settings = LearnerSettings(microbatch_tokens=8192, minibatches=2)
-    reference = Scorer(copy.deepcopy(policy).requires_grad_(False).eval())
+    reference = LogprobScorer(copy.deepcopy(policy).requires_grad_(False).eval())
     scorers = {"reference": reference}
-    return Learner(Scorer(policy), optimiser, PRESETS["grpo_paper"], settings, scorers)
+    return Learner(LogprobScorer(policy), optimiser, PRESETS["grpo_paper"], settings, scorers)
 
 
 def row(tokens: Sequence[int], prompt: int, sign: float) -> Row:
@@ -303,7 +303,7 @@ def work(rows: Sequence[Row]) -> tuple[int, int, int]:
     return tokens, pairs, sum(sum(one.trains) for one in rows)
 
 
-def forest_of(one: Row) -> prefix_packing.Forest:
+def forest_of(one: Row) -> prefix_packing.PrefixForest:
     """What the learner computes of one row."""
     path_tokens: list[list[int]] = [[]]
     for token in one.tokens:
@@ -379,7 +379,7 @@ def memory_of(way: str) -> None:
     one = learner(policy)
     if reference is not None:
         one.algorithm = replace(one.algorithm, kl="full_reverse", kl_coef=0.1, kl_placement="loss")
-        one.scorers = {"reference": Scorer(reference)}
+        one.scorers = {"reference": LogprobScorer(reference)}
     for parameter in policy.parameters():
         parameter.grad = torch.zeros_like(parameter)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here

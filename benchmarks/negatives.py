@@ -19,12 +19,12 @@ from pathlib import Path
 
 from cold_start import cold_start
 from correction import SEEDS, compare, over
-from ludus.cli.commands.eval_backends import EnginePlayer
+from ludus.cli.commands.eval_backends import EngineBackend
 from ludus.cli.ui.load_run import open_weights
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.evaluation.evaluate import EvaluationPlan, evaluate
-from ludus.rollout.build import Play
+from ludus.rollout.build import SamplingPlan
 from ludus.rollout.scheduler import Episode
 from ludus.worlds.functions.gold_calls import truth_of
 
@@ -75,10 +75,10 @@ def run(args: argparse.Namespace, arm: str, seed: int) -> Rates:
 async def measured(config: Config, num_tasks: int) -> Rates:
     """Play the first tasks of the split test greedily, and count."""
     opened = await open_weights(config)
-    player = EnginePlayer(opened.session.world, opened)
+    player = EngineBackend(opened.session.world, opened)
     plan = EvaluationPlan("test", num_tasks, 1, 0.0, 0)
     try:
-        scheduler = player.scheduler(Play("evaluate", 0.0, 0))
+        scheduler = player.scheduler(SamplingPlan("evaluate", 0.0, 0))
         _, episodes = await evaluate(scheduler, player.world.tasks("test"), plan)
     finally:
         await player.close()

@@ -24,7 +24,7 @@ import torch
 import async_work
 from ludus.cli.commands.plan import cost_lines
 from ludus.diagnostics.trackers import read_metrics
-from ludus.planning.costs import Costs, Setup
+from ludus.planning.costs import Costs, RunLayout
 from ludus.planning.estimate import estimate
 from ludus.planning.fit import fit
 from ludus.planning.simulate import simulate
@@ -35,7 +35,7 @@ from rollout import check_place, fill
 from slow_tools import Latency, Sizes
 from watching import Watch
 
-SYNC = Setup(mode="sync", groups=1, max_staleness=0)
+SYNC = RunLayout(mode="sync", groups=1, max_staleness=0)
 FITTED_GROUPS = (1, 6)
 FASTER = 0.1
 """What a call takes, of the fitted runs' seconds, where the overlap is measured."""
@@ -62,7 +62,7 @@ class Seen:
         ]
 
 
-def make(setup: Setup, latency: Latency, model: str, folder: Path) -> Seen:
+def make(setup: RunLayout, latency: Latency, model: str, folder: Path) -> Seen:
     """Train a real run of this layout, and look at the clock."""
     config, watch = async_work.settings(setup, Sizes(), latency, model, folder), Watch()
     torch.set_num_threads(1)
@@ -82,7 +82,7 @@ def make(setup: Setup, latency: Latency, model: str, folder: Path) -> Seen:
     )
 
 
-def predict(costs: Costs, setup: Setup) -> Seen:
+def predict(costs: Costs, setup: RunLayout) -> Seen:
     """The simulation's word: mean over a few seeds."""
     runs = [simulate(costs, replace(setup, seed=seed)) for seed in range(5)]
     return Seen(
@@ -98,7 +98,7 @@ def slower(costs: Costs, times: float) -> Costs:
     return replace(costs, tool=replace(costs.tool, median_s=costs.tool.median_s * times))
 
 
-def measured_overlap(costs: Costs, setup: Setup, step_s: float) -> float:
+def measured_overlap(costs: Costs, setup: RunLayout, step_s: float) -> float:
     """The overlap with which a run of this layout is simulated to take so long a step, by bisection."""
     low, high = LEAST_OVERLAP, 1.0
     for _ in range(BISECTIONS):
@@ -134,7 +134,7 @@ def fitted(args: argparse.Namespace, root: Path) -> tuple[Costs, str]:
     found = fit([RunFolder(root / f"fit-{number}" / "run") for number, _ in enumerate(FITTED_GROUPS)])
     overlap, source = args.overlap, "as given"
     if overlap is None:
-        setup = Setup(steps=args.steps, groups=3, max_staleness=5, in_flight=48)
+        setup = RunLayout(steps=args.steps, groups=3, max_staleness=5, in_flight=48)
         seen = make(setup, Latency(args.latency * FASTER), args.model, root / "overlap")
         overlap = measured_overlap(slower(found.costs, FASTER), setup, seen.step_s)
         source = "so a third run, async, says"
@@ -149,7 +149,7 @@ def fitted(args: argparse.Namespace, root: Path) -> tuple[Costs, str]:
 
 def rows_of(args: argparse.Namespace, costs: Costs, root: Path) -> Iterator[str]:
     """Runs that were not fitted: what each did, and what was said of it, as rows of a table."""
-    stream = Setup(steps=args.steps, groups=2, max_staleness=5)
+    stream = RunLayout(steps=args.steps, groups=2, max_staleness=5)
     for title, setup, times in (
         ("sync, 4 groups, tools twice as slow", replace(SYNC, groups=4, steps=max(2, args.steps // 2)), 2.0),
         ("async, 2 groups, 24 in flight", replace(stream, in_flight=24), 1.0),

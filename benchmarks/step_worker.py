@@ -76,16 +76,16 @@ async def _ludus(job: Job, steps: int) -> dict[str, float]:
     from ludus.algorithms.spec.presets import PRESETS
     from ludus.engines.embedded.engine import LocalEngine
     from ludus.training.learner.learner import Learner
-    from ludus.training.learner.logprobs import Scorer
-    from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+    from ludus.training.learner.logprobs import LogprobScorer
+    from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
     from ludus.training.rl.weight_sync import WeightSync
     from rollout_hf import load
     from rollout_ours import Player, settings
 
     model, plan = load(job), rollout_work.episodes(job.work)
     engine = LocalEngine(model, settings=settings(job))
-    optimiser = Optimiser(model, OptimiserSettings(learning_rate=1e-6, total_steps=steps + 1))
-    learner = Learner(Scorer(model), optimiser, PRESETS["grpo"])
+    optimiser = Optimizer(model, OptimizerSettings(learning_rate=1e-6, total_steps=steps + 1))
+    learner = Learner(LogprobScorer(model), optimiser, PRESETS["grpo"])
     sync = WeightSync(model, engine, plan[0].prompt)
     counted = []
     for step in range(steps + 1):

@@ -15,11 +15,11 @@ from ludus.errors import LearnerError
 from ludus.rollout.ledger import Ledger
 from ludus.training.checks import memory_check as dry_run_module
 from ludus.training.checks.memory_check import dry_run
-from ludus.training.distributed.collectives import Alone, SharedBatch
+from ludus.training.distributed.collectives import SharedBatch, SingleProcess
 from ludus.training.distributed.fsdp import is_sharded, whole
-from ludus.training.learner.learner import Known, Learner, LearnerSettings
-from ludus.training.learner.logprobs import Scorer
-from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.learner.learner import CachedLogprobs, Learner, LearnerSettings
+from ludus.training.learner.logprobs import LogprobScorer
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.run.checkpoint import (
     Extra,
     TrainerState,
@@ -68,7 +68,7 @@ def policy(kind, dtype):
 def ranks_here():
     """All processes, with split weights; one where there is no group."""
     if not distributed.is_initialized():
-        return Alone()
+        return SingleProcess()
     return SharedBatch(torch.device("cpu"))
 
 
@@ -77,16 +77,16 @@ def make(kind, dtype, algorithm, settings, ranks):
     model, reference = policy(kind, dtype), tiny_model(dtype, seed=1).requires_grad_(False)
     ranks.split(model)
     ranks.split(reference)
-    how = OptimiserSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=0.05)
-    scorer = Scorer(model, recompute=kind == "recomputed")
-    optimiser = Optimiser(model, how, ranks=ranks)
-    return Learner(scorer, optimiser, algorithm, settings, {"reference": Scorer(reference)}, ranks)
+    how = OptimizerSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=0.05)
+    scorer = LogprobScorer(model, recompute=kind == "recomputed")
+    optimiser = Optimizer(model, how, ranks=ranks)
+    return Learner(scorer, optimiser, algorithm, settings, {"reference": LogprobScorer(reference)}, ranks)
 
 
 def policy_results(kind, dtype):
     """Numbers by name: gradients and losses of each case, metrics and weights after two clipped steps."""
     ranks, rows, found = ranks_here(), random_rows(), {}
-    known = Known([torch.full((len(row.tokens),), -2.0, dtype=dtype) for row in rows])
+    known = CachedLogprobs([torch.full((len(row.tokens),), -2.0, dtype=dtype) for row in rows])
     for case, algorithm in CASES.items():
         one = make(kind, dtype, algorithm, LearnerSettings(microbatch_tokens=60), ranks)
         statistics, tokens = one.gradient(rows, known)
@@ -109,7 +109,7 @@ def critic_results(dtype):
     """
     ranks, rows, found = ranks_here(), random_rows(), {}
     targets = [torch.linspace(0, 1, len(row.tokens), dtype=dtype) for row in rows]
-    unclipped = OptimiserSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=1e9)
+    unclipped = OptimizerSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=1e9)
     critic = Critic(tiny_model(dtype), unclipped, CriticSettings(states=StateSettings(60)), ranks)
     old = say(critic, rows, [])
     found |= {f"first/{n}": torch.tensor(v) for n, v in teach(critic, rows, (targets, old), []).items()}
@@ -160,19 +160,19 @@ def dry_runs(split):
 def parts_of_run(kind, ranks, resumed=None):
     """A learner and a critic, brought to a checkpoint where there is one; float64."""
     model, reference = policy(kind, torch.float64), tiny_model(seed=1).requires_grad_(False)
-    how = OptimiserSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=0.05)
+    how = OptimizerSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=0.05)
     critic = Critic(tiny_model(seed=2), how, CriticSettings(states=StateSettings(60)), ranks)
     if resumed is not None:
         load_weights(resumed, model)
     ranks.split(model)
     ranks.split(reference)
-    optimiser = Optimiser(model, how, ranks=ranks)
+    optimiser = Optimizer(model, how, ranks=ranks)
     if resumed is not None:
         state = load_trainer(resumed, optimiser)
         critic.load_state(load_part(resumed, "critic", critic.blank_state()), state.judge_steps)
-    scorers = {"reference": Scorer(reference)}
+    scorers = {"reference": LogprobScorer(reference)}
     settings = LearnerSettings(microbatch_tokens=60)
-    return Learner(Scorer(model), optimiser, WITH_ALL_TERMS, settings, scorers, ranks), critic
+    return Learner(LogprobScorer(model), optimiser, WITH_ALL_TERMS, settings, scorers, ranks), critic
 
 
 def take_step(one, critic, seed):

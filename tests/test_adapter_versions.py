@@ -10,8 +10,8 @@ from ludus.engines.base import Request
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.engines.models.loading import load_model
 from ludus.engines.remote.engine import ServerEngine
-from ludus.engines.remote.http_client import ServerSettings
-from ludus.rollout.streaming.group_queue import Stream
+from ludus.engines.remote.http_client import RemoteEngineSettings
+from ludus.rollout.streaming.group_queue import GroupQueue
 from ludus.types import SamplingParams
 from served import COLD_START
 from test_async_run import records, run
@@ -68,13 +68,13 @@ def test_versions_live_side_by_side_and_go_when_no_episode_needs_them():
 
 
 def test_a_run_whose_episodes_stay_with_their_adapter_waits_for_none_of_them(tiny_run, tmp_path, monkeypatch):
-    drains, drain = [], Stream.drain
+    drains, drain = [], GroupQueue.drain
 
     async def draining(stream):
         drains.append(stream.admission.version)
         await drain(stream)
 
-    monkeypatch.setattr(Stream, "drain", draining)
+    monkeypatch.setattr(GroupQueue, "drain", draining)
     lora = {"model__lora__rank": 2, "model__lora__alpha": 4, "training__steps": 4}
     folder = run(tiny_run, tmp_path / "a", "async", staleness__interruptible="false", **lora)
     assert drains == [3]  # the last step alone: its weights are published to an engine at rest
@@ -91,7 +91,7 @@ def test_a_server_keeps_the_version_of_an_episode_until_it_is_released(served):
 
     async def scenario():
         engine = ServerEngine(
-            [served.url], settings=ServerSettings(keeps_adapters=True), lora_scaling=SCALING
+            [served.url], settings=RemoteEngineSettings(keeps_adapters=True), lora_scaling=SCALING
         )
         try:
             found = []

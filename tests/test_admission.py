@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.sections.staleness import StalenessConfig
-from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
-from ludus.rollout.scheduler import Episode, Job
-from ludus.rollout.streaming.concurrency_control import Load, next_in_flight
-from ludus.rollout.streaming.group_queue import Stream, StreamedGroup
-from ludus.rollout.streaming.staleness_control import Admission, Pace
+from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
+from ludus.rollout.scheduler import Episode, RolloutRequest
+from ludus.rollout.streaming.concurrency_control import EngineLoad, next_in_flight
+from ludus.rollout.streaming.group_queue import GroupQueue, StreamedGroup
+from ludus.rollout.streaming.staleness_control import StalenessController, StalenessSchedule
 from ludus.tasks.order import TaskOrder
-from ludus.training.collection.prompt_stream import TaskStream
-from ludus.training.collection.rollout_collector import Sampler
+from ludus.training.collection.prompt_stream import PromptStream
+from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.collection.staleness import ages, mask_over_age, staleness_metrics
 from ludus.training.collection.stream_checkpoint import StreamState
-from ludus.training.credit.advantages import Credit, training_rows
+from ludus.training.credit.advantages import TrainingSample, training_rows
 from ludus.types import Failure, Segment, StopReason, Task, Trajectory
 
 TASK = Task("t", (), None)
@@ -73,7 +73,7 @@ class World:
 
     def jobs(self, number):
         return [
-            Job(RolloutKey(number, "t", i), TASK, self.greedy and i == self.size - 1)
+            RolloutRequest(RolloutKey(number, "t", i), TASK, self.greedy and i == self.size - 1)
             for i in range(self.size)
         ]
 
@@ -162,13 +162,13 @@ async def publish(step, stream, world, way) -> None:
     stream.published(step)
 
 
-async def resumed(stream, world, pace, way) -> Stream:
+async def resumed(stream, world, pace, way) -> GroupQueue:
     """A stream that goes on from the checkpoint of this one, which ends."""
     text = StreamState(stream.next_number, tuple(stream.on_their_way())).to_text()
     await stream.close()
     state = StreamState.from_text(text, {"t": TASK}, lambda number, *_: world.jobs(number))
-    admission = Admission(pace, world.version)
-    again = Stream(
+    admission = StalenessController(pace, world.version)
+    again = GroupQueue(
         admission, world, world.play, way.in_flight, way.needed, state.next_number, kept=state.groups
     )
     again.start()
@@ -177,7 +177,7 @@ async def resumed(stream, world, pace, way) -> Stream:
 
 def simulate(world, pace, way=Way()) -> Played:
     async def run():
-        stream = Stream(Admission(pace), world, world.play, way.in_flight, needed=way.needed)
+        stream = GroupQueue(StalenessController(pace), world, world.play, way.in_flight, needed=way.needed)
         played = Played([], [], 0.0, [])
         sending = asyncio.create_task(asyncio.sleep(0))
         stream.start()
@@ -209,10 +209,10 @@ def simulate(world, pace, way=Way()) -> Played:
 
 def without_the_old(episodes, step, bound):
     """The ages of the tokens that a step trains where those over age are masked, and what is reported."""
-    made = [Credit(e, Outcome.TRAINED, "trained", advantages=(1.0, 1.0)) for e in episodes]
+    made = [TrainingSample(e, RolloutOutcome.TRAINED, "trained", advantages=(1.0, 1.0)) for e in episodes]
     credits = mask_over_age(made, step, bound)
     rows = training_rows(credits, mask_observations=True)
-    trained = [credit.episode.trajectory for credit in credits if credit.outcome is Outcome.TRAINED]
+    trained = [credit.episode.trajectory for credit in credits if credit.outcome is RolloutOutcome.TRAINED]
     kept = [
         step - 1 - version
         for row, one in zip(rows, trained, strict=True)
@@ -223,7 +223,7 @@ def without_the_old(episodes, step, bound):
     return kept, staleness_metrics(credits, step, config, [], "right")
 
 
-PACES = st.builds(Pace, st.integers(1, 5), st.integers(0, 4), st.integers(1, 12), st.booleans())
+PACES = st.builds(StalenessSchedule, st.integers(1, 5), st.integers(0, 4), st.integers(1, 12), st.booleans())
 WAYS = st.builds(
     Way,
     in_flight=st.integers(1, 40),
@@ -271,24 +271,24 @@ def test_over_any_schedule_no_token_that_trains_is_too_old_and_no_episode_is_los
 
 
 def test_without_waiting_the_bound_is_passed_and_nothing_is_starved():
-    pace = Pace(2, 1, 30, hold=False)
+    pace = StalenessSchedule(2, 1, 30, hold=False)
     world = World(3)
     played = simulate(world, pace, Way(learning=0.1))
     assert max(played.ages) > pace.max_staleness
     assert len(world.lengths) == sum(map(len, played.trained))
-    assert played.seconds < simulate(World(3), Pace(2, 1, 30), Way(learning=0.1)).seconds
+    assert played.seconds < simulate(World(3), StalenessSchedule(2, 1, 30), Way(learning=0.1)).seconds
 
 
 def test_a_bound_of_none_is_in_step_and_a_larger_one_is_faster():
     seconds = [
-        simulate(World(5), Pace(4, bound, 20), Way(in_flight=100, learning=3.0)).seconds
+        simulate(World(5), StalenessSchedule(4, bound, 20), Way(in_flight=100, learning=3.0)).seconds
         for bound in (0, 1, 8)
     ]
     assert seconds[0] > 1.3 * seconds[1] > 1.3 * seconds[2]
 
 
 def test_the_oldest_train_first_and_a_slow_group_is_waited_for():
-    admission = Admission(Pace(2, 1, 10))
+    admission = StalenessController(StalenessSchedule(2, 1, 10))
     for number in range(4):
         admission.admit(number)
     assert admission.room == 0
@@ -315,7 +315,7 @@ def test_a_stream_says_what_keeps_more_episodes_from_starting():
 
     async def run(in_flight):
         world, found = Slow(0, size=1), []
-        stream = Stream(Admission(Pace(1, 1, 20)), world, world.play, in_flight)
+        stream = GroupQueue(StalenessController(StalenessSchedule(1, 1, 20)), world, world.play, in_flight)
         stream.start()
         limited = stream.is_limited
         for step in (1, 2):
@@ -337,7 +337,7 @@ def test_a_stream_says_what_keeps_more_episodes_from_starting():
 
 
 def test_no_batch_counts_as_ready_while_a_group_is_due_that_is_not_there():
-    admission = Admission(Pace(2, 1, 20))
+    admission = StalenessController(StalenessSchedule(2, 1, 20))
     for number in range(4):  # due at step 2
         admission.admit(number)
     admission.ready(0)
@@ -370,7 +370,7 @@ def test_a_stream_counts_the_seconds_in_flight_and_the_batches_made_ready():
             finally:
                 lengths.append(asyncio.get_running_loop().time() - begin)
 
-        stream = Stream(Admission(Pace(2, 4, 20)), world, play, 7)
+        stream = GroupQueue(StalenessController(StalenessSchedule(2, 4, 20)), world, play, 7)
         stream.start()
         await asyncio.sleep(1e4)
         first, flown = stream.flow(), sum(lengths)
@@ -389,7 +389,7 @@ def test_a_stream_counts_the_seconds_in_flight_and_the_batches_made_ready():
 def test_the_engine_rests_while_a_batch_waits_and_only_while_the_learner_computes(held):
     async def run():
         world, rests = World(0), []
-        stream = Stream(Admission(Pace(2, 4, 20)), world, world.play, 100)
+        stream = GroupQueue(StalenessController(StalenessSchedule(2, 4, 20)), world, world.play, 100)
         stream.start()
         await stream.take()
         stream.held = held  # by a group that was due: then they are in a hurry
@@ -410,7 +410,7 @@ def test_the_engine_rests_while_a_batch_waits_and_only_while_the_learner_compute
 
 
 def test_a_resumed_run_goes_on_with_what_can_still_be_in_time_and_plays_the_rest_anew():
-    world, pace = World(9), Pace(2, 1, 12)
+    world, pace = World(9), StalenessSchedule(2, 1, 12)
     kept = [
         StreamedGroup(n, world.jobs(n), version) for n, version in ((3, 2), (5, 3), (6, 3), (7, 4), (8, 4))
     ]
@@ -419,7 +419,7 @@ def test_a_resumed_run_goes_on_with_what_can_still_be_in_time_and_plays_the_rest
         world.version = 4
         for group in kept[:3]:
             group.done[0] = await world.play(group.jobs[0])
-        stream = Stream(Admission(pace, 4), world, world.play, 8, next_number=9, kept=kept)
+        stream = GroupQueue(StalenessController(pace, 4), world, world.play, 8, next_number=9, kept=kept)
         stayed = {episode.key.step for episode in stream.start()}
         late = [episode.key for episode in stream.late]
         found = []
@@ -481,7 +481,7 @@ def test_one_that_had_failed_is_in_the_totals_and_not_left_over():
 
 
 def test_what_cannot_be_in_time_is_not_admitted():
-    admission = Admission(Pace(2, 0, 10))
+    admission = StalenessController(StalenessSchedule(2, 0, 10))
     admission.admit(0)
     admission.admit(1)
     with pytest.raises(ValueError, match="no room"):
@@ -496,7 +496,7 @@ def test_what_cannot_be_in_time_is_not_admitted():
 
 def test_the_first_members_that_end_are_enough_and_the_others_stop():
     world = World(1, size=5)
-    played = simulate(world, Pace(2, 2, 8), Way(needed=3))
+    played = simulate(world, StalenessSchedule(2, 2, 8), Way(needed=3))
     assert all(len(step) == 6 for step in played.trained)
     kept = {key for step in played.trained for key in step}
     for key in kept:  # no member that was cancelled was done earlier
@@ -508,13 +508,13 @@ def test_the_first_members_that_end_are_enough_and_the_others_stop():
 
 def test_failed_members_are_replaced_by_spare_ones_and_their_groups_are_whole():
     world = World(2, failing=0.25, size=5)
-    played = simulate(world, Pace(2, 2, 8), Way(needed=3))
+    played = simulate(world, StalenessSchedule(2, 2, 8), Way(needed=3))
     assert all(len(step) == 6 for step in played.trained)
 
 
 def test_a_greedy_member_is_always_waited_for():
     world = World(4, size=5, greedy=True)
-    played = simulate(world, Pace(2, 2, 8), Way(needed=2))
+    played = simulate(world, StalenessSchedule(2, 2, 8), Way(needed=2))
     for step in played.trained:
         assert len(step) >= 6  # who ends before the greedy one takes part
         assert sum(key.sample == 4 for key in step) == 2
@@ -527,21 +527,21 @@ def test_what_an_episode_raises_reaches_whoever_waits_for_a_batch():
             raise RuntimeError("no such luck")
 
     with pytest.raises(RuntimeError, match="no such luck"):
-        simulate(Broken(0), Pace(1, 1, 1))
+        simulate(Broken(0), StalenessSchedule(1, 1, 1))
 
 
-BUSY = Load(learner_idle=0.0, engine_idle=0.0, engine_queue=0.0, ready=0.0)
+BUSY = EngineLoad(learner_idle=0.0, engine_idle=0.0, engine_queue=0.0, ready=0.0)
 
 
 @pytest.mark.parametrize(
     ("load", "expected"),
     [
-        (Load(0.5, 0.5, 0.0, 0.0), 13),
-        (Load(0.5, 0.0, 0.0, 0.0), 10),
-        (Load(0.5, 0.0, 0.0, 0.0, gain=0.1), 13),
-        (Load(0.5, 0.5, 0.0, 0.0, limited=False), 10),
-        (Load(0.5, 0.5, 0.0, 1.5, needed=7.0), 10),
-        (Load(0.5, 0.0, 1.0, 0.0), 8),
+        (EngineLoad(0.5, 0.5, 0.0, 0.0), 13),
+        (EngineLoad(0.5, 0.0, 0.0, 0.0), 10),
+        (EngineLoad(0.5, 0.0, 0.0, 0.0, gain=0.1), 13),
+        (EngineLoad(0.5, 0.5, 0.0, 0.0, limited=False), 10),
+        (EngineLoad(0.5, 0.5, 0.0, 1.5, needed=7.0), 10),
+        (EngineLoad(0.5, 0.0, 1.0, 0.0), 8),
         (BUSY, 10),
         (replace(BUSY, ready=1.5, needed=9.0), 9),
         (replace(BUSY, ready=2.5, needed=10.0), 8),
@@ -579,7 +579,7 @@ def test_what_a_checkpoint_gets_of_the_stream_does_not_change_any_more():
     world = World(6)
 
     async def run():
-        stream = Stream(Admission(Pace(2, 2, 9)), world, world.play, 4)
+        stream = GroupQueue(StalenessController(StalenessSchedule(2, 2, 9)), world, world.play, 4)
         stream.start()
         await asyncio.sleep(0.5)
         kept = stream.on_their_way()
@@ -604,7 +604,7 @@ def test_what_a_source_raises_reaches_whoever_waits_for_a_batch():
 
     async def run():
         world = Short(0)
-        stream = Stream(Admission(Pace(2, 4, 9)), world, world.play, 2)
+        stream = GroupQueue(StalenessController(StalenessSchedule(2, 4, 9)), world, world.play, 2)
         stream.start()
         async with asyncio.timeout(1e6):
             for step in (1, 2):
@@ -623,7 +623,7 @@ def test_what_a_source_raises_reaches_whoever_waits_for_a_batch():
 def test_when_more_may_be_in_flight_they_start_at_once():
     async def run():
         world = World(0, size=1)
-        stream = Stream(Admission(Pace(1, 3, 9)), world, world.play, 1)
+        stream = GroupQueue(StalenessController(StalenessSchedule(1, 3, 9)), world, world.play, 1)
         stream.start()
         stream.in_flight = 3
         taking = asyncio.create_task(stream.take())
@@ -643,8 +643,8 @@ def test_when_more_may_be_in_flight_they_start_at_once():
 def test_a_group_from_before_keeps_its_names_and_no_new_one_has_them():
     """Two groups a step were six groups later: those that were begun then are of a later step than now."""
     order = TaskOrder([Task(name, (), None) for name in "abcdefghijkl"], 0, 2)
-    sampler = Sampler(None, None, PRESETS["grpo"], None, Ledger())
-    old, new = TaskStream(sampler, order, 2), TaskStream(sampler, order, 6)
+    sampler = RolloutCollector(None, None, PRESETS["grpo"], None, Ledger())
+    old, new = PromptStream(sampler, order, 2), PromptStream(sampler, order, 6)
     groups = tuple(StreamedGroup(number, old.jobs(number), 3) for number in (20, 21))
     text = StreamState(22, groups).to_text()
     state = StreamState.from_text(text, {task.id: task for task in order.tasks}, new.jobs_of)
@@ -658,8 +658,8 @@ def test_a_group_from_before_keeps_its_names_and_no_new_one_has_them():
 def test_no_new_group_has_the_name_of_one_from_before_where_the_order_has_other_laps():
     """As with another number of rounds: the step that is begun would go on with a task that it has."""
     tasks = [Task(name, (), None) for name in "abcdefghij"]
-    sampler = Sampler(None, None, PRESETS["grpo"], None, Ledger())
-    old, new = (TaskStream(sampler, TaskOrder(tasks, 0, chunk), 2) for chunk in (2, 4))
+    sampler = RolloutCollector(None, None, PRESETS["grpo"], None, Ledger())
+    old, new = (PromptStream(sampler, TaskOrder(tasks, 0, chunk), 2) for chunk in (2, 4))
     met = 0
     for number in range(11, 99, 2):
         kept = StreamedGroup(number - 1, old.jobs(number - 1), 3)

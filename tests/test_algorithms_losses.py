@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import algorithms_oracle as oracle
 from ludus.algorithms import corrections
-from ludus.algorithms.aggregate import AGGREGATIONS, Normaliser, aggregate
+from ludus.algorithms.aggregate import AGGREGATIONS, Normalizer, aggregate
 from ludus.algorithms.kl import KLS, k1, k2, k3, k3_k2grad, penalised_advantages, penalised_rewards
 from ludus.algorithms.losses import ClipRange, clip_stats, ppo_clip, ppo_cut, reinforce, sft
 from ludus.algorithms.masking import entropy
@@ -178,7 +178,7 @@ def test_a_loss_per_trajectory_is_averaged_over_those_that_train():
     loss = torch.tensor([3.0, torch.nan, 6.0], dtype=torch.float64)
     assert float(aggregate(loss=loss, mask=mask)) == 4.5
     parts = [
-        aggregate(loss=loss[i : i + 1], mask=mask[i : i + 1], normaliser=Normaliser(3, 2)) for i in range(3)
+        aggregate(loss=loss[i : i + 1], mask=mask[i : i + 1], normaliser=Normalizer(3, 2)) for i in range(3)
     ]
     assert float(sum(parts)) == 4.5
 
@@ -188,7 +188,7 @@ def test_aggregate_refuses_what_it_cannot_divide():
     with pytest.raises(ValueError, match=r"'mean' is none of token_mean"):
         aggregate(loss=loss, mask=mask, how="mean")
     with pytest.raises(ValueError, match=r"needs normaliser\.constant"):
-        aggregate(loss=loss, mask=mask, how="constant", normaliser=Normaliser(6, 2))
+        aggregate(loss=loss, mask=mask, how="constant", normaliser=Normalizer(6, 2))
     with pytest.raises(ValueError, match="loss has shape"):
         aggregate(loss=loss[:1], mask=mask)
     assert float(aggregate(loss=loss, mask=torch.zeros(2, 3))) == 0.0
@@ -197,12 +197,12 @@ def test_aggregate_refuses_what_it_cannot_divide():
 def test_normalisers_of_parts_add_up():
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 0]])
     assert (
-        Normaliser.of(mask[:1], 9) + Normaliser.of(mask[1:], 9)
-        == Normaliser.of(mask, 9)
-        == Normaliser(3, 2, 9)
+        Normalizer.of(mask[:1], 9) + Normalizer.of(mask[1:], 9)
+        == Normalizer.of(mask, 9)
+        == Normalizer(3, 2, 9)
     )
     with pytest.raises(ValueError, match="one constant"):
-        Normaliser(1, 1, 8) + Normaliser(1, 1, 9)
+        Normalizer(1, 1, 8) + Normalizer(1, 1, 9)
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs"])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import algorithms_oracle as oracle
-from ludus.algorithms.aggregate import Normaliser
+from ludus.algorithms.aggregate import Normalizer
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.objective import objective
 from ludus.algorithms.spec.algorithm import AGGREGATION_NAMES, PartOptions
@@ -81,7 +81,7 @@ def test_what_vtrace_and_retrace_cut_is_reported(advantage, options, share):
         mask=torch.tensor([[True] * 4 + [False]]),
     )
     algorithm = replace(PRESETS["ppo"], advantage=advantage, options=PartOptions(advantage=options))
-    statistics = objective(batch, algorithm, Normaliser(4, 1, CONSTANT))[1]
+    statistics = objective(batch, algorithm, Normalizer(4, 1, CONSTANT))[1]
     assert statistics.mismatch.truncated_share == share
     assert statistics.mismatch.dropped_share == 0.0
 
@@ -118,7 +118,7 @@ def loop(batch, logprobs, algorithm):
 @given(batch=oracle.batches(), algorithm=algorithms)
 def test_equals_the_loop_in_value_and_gradient(batch, algorithm):
     leaf = batch.logprobs.clone().requires_grad_()
-    total, _ = objective(token_batch(batch, leaf), algorithm, Normaliser.of(batch.mask, CONSTANT))
+    total, _ = objective(token_batch(batch, leaf), algorithm, Normalizer.of(batch.mask, CONSTANT))
     expected = loop(batch, leaf, algorithm)
     torch.testing.assert_close(total, expected, **oracle.TOLERANCE)
     (gradient,) = torch.autograd.grad(total, leaf)
@@ -132,7 +132,7 @@ def test_equals_the_loop_in_value_and_gradient(batch, algorithm):
 @given(batch=oracle.batches(), algorithm=algorithms, data=st.data())
 def test_microbatches_add_up_in_any_split_and_order(batch, algorithm, data):
     """Trap 2: values, gradients and statistics of the parts are those of the whole."""
-    normaliser = Normaliser.of(batch.mask, CONSTANT)
+    normaliser = Normalizer.of(batch.mask, CONSTANT)
     leaf = batch.logprobs.clone().requires_grad_()
     whole = token_batch(batch, leaf)
     total, statistics = objective(whole, algorithm, normaliser)
@@ -166,9 +166,9 @@ def test_a_mean_of_microbatch_means_would_be_another_number():
     mask = torch.tensor([[True, False, False], [True, True, True]])
     advantages = torch.tensor([[-4.0, 0, 0], [0, 0, 0]], dtype=torch.float64)
     batch = TokenBatch(logprobs, logprobs, logprobs, advantages, mask)
-    parts = [objective(part_of(batch, [i]), PRESETS["grpo"], Normaliser.of(mask))[0] for i in range(2)]
+    parts = [objective(part_of(batch, [i]), PRESETS["grpo"], Normalizer.of(mask))[0] for i in range(2)]
     own = [
-        objective(part_of(batch, [i]), PRESETS["grpo"], Normaliser.of(mask[i : i + 1]))[0] for i in range(2)
+        objective(part_of(batch, [i]), PRESETS["grpo"], Normalizer.of(mask[i : i + 1]))[0] for i in range(2)
     ]
     assert float(sum(parts)) == 1.0
     assert float(sum(own)) / 2 == 2.0
@@ -189,7 +189,7 @@ def test_what_stands_at_masked_positions_never_matters(batch, algorithm):
     results = []
     for variant, logprobs in ((batch, batch.logprobs), (zeros, batch.clean(batch.logprobs))):
         leaf = logprobs.clone().requires_grad_()
-        total, stats = objective(token_batch(variant, leaf), algorithm, Normaliser.of(batch.mask, CONSTANT))
+        total, stats = objective(token_batch(variant, leaf), algorithm, Normalizer.of(batch.mask, CONSTANT))
         (gradient,) = torch.autograd.grad(total, leaf)
         results.append((total.detach(), gradient, stats))
     assert torch.equal(results[0][0], results[1][0])
@@ -204,7 +204,7 @@ def test_an_unchanged_policy_has_ratio_one(batch):
     """Trap 7, the half that lies here: equal log-probabilities give ratio 1, no clipping, gradient -A/M."""
     leaf = batch.logprobs.clone().requires_grad_()
     same = TokenBatch(leaf, batch.logprobs, batch.logprobs, batch.advantages, batch.mask)
-    normaliser = Normaliser.of(batch.mask)
+    normaliser = Normalizer.of(batch.mask)
     total, stats = objective(same, PRESETS["grpo"], normaliser)
     total.backward()
     expected = -batch.clean(batch.advantages) / max(normaliser.tokens, 1)
@@ -219,7 +219,7 @@ def test_a_policy_that_differs_by_dropout_shows_in_the_statistics():
     old = torch.full((1, 4), -1.0, dtype=torch.float64)
     logprobs = old + torch.tensor([[0.5, -0.5, 0.5, 0.0]], dtype=torch.float64)
     ones = torch.ones_like(old)
-    _, stats = objective(TokenBatch(logprobs, old, old, ones, ones), PRESETS["grpo"], Normaliser(4, 1))
+    _, stats = objective(TokenBatch(logprobs, old, old, ones, ones), PRESETS["grpo"], Normalizer(4, 1))
     assert stats.clip.fraction == 0.5
     assert stats.clip.ratio_max == pytest.approx(1.6487212707)
 
@@ -238,7 +238,7 @@ def test_statistics_by_hand():
     algorithm = replace(
         PRESETS["grpo"], kl="k1", kl_coef=0.1, entropy_coef=0.2, correction="tis", tis_cap=2.0
     )
-    total, stats = objective(batch, algorithm, Normaliser.of(batch.mask))
+    total, stats = objective(batch, algorithm, Normalizer.of(batch.mask))
     assert stats.policy_loss == pytest.approx(-4.0)
     assert float(total) == stats.loss == pytest.approx(-4.0 + 0.1 * 3 - 0.2 * 0.5)
     assert (stats.kl_mean, stats.entropy_mean) == (3.0, 0.5)
@@ -250,14 +250,14 @@ def test_kl_outside_the_loss_is_reported_and_not_added():
     zeros, ones = torch.zeros(1, 2, dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)
     batch = TokenBatch(zeros, zeros, zeros, ones, ones, ref_logprobs=zeros - 3)
     algorithm = replace(PRESETS["grpo"], kl="k1", kl_coef=0.5, kl_placement="reward")
-    total, stats = objective(batch, algorithm, Normaliser.of(ones))
+    total, stats = objective(batch, algorithm, Normalizer.of(ones))
     assert float(total) == -1.0
     assert (stats.kl_mean, stats.entropy_mean) == (3.0, None)
 
 
 def test_what_the_algorithm_needs_must_be_there():
     ones = torch.ones(1, 2)
-    batch, counts = TokenBatch(ones, ones, ones, ones, ones), Normaliser(2, 1)
+    batch, counts = TokenBatch(ones, ones, ones, ones, ones), Normalizer(2, 1)
     with pytest.raises(ValueError, match="no ref_logprobs"):
         objective(batch, PRESETS["grpo_paper"], counts)
     with pytest.raises(ValueError, match="no entropy"):
@@ -270,7 +270,7 @@ def test_a_microbatch_without_action_tokens_is_zero_and_still_has_a_gradient():
     logprobs = torch.full((2, 3), torch.nan, requires_grad=True)
     nothing = torch.zeros(2, 3)
     total, stats = objective(
-        TokenBatch(logprobs, nothing, nothing, nothing, nothing), PRESETS["grpo"], Normaliser(5, 1)
+        TokenBatch(logprobs, nothing, nothing, nothing, nothing), PRESETS["grpo"], Normalizer(5, 1)
     )
     total.backward()
     assert total.item() == 0.0

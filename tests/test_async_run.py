@@ -21,17 +21,17 @@ from ludus.config.sections.staleness import StalenessConfig
 from ludus.diagnostics.metrics import AlarmLimits
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import StorageError, WorldError
-from ludus.rewards.registry import NAMED, Named
-from ludus.rollout.ledger import AccountingError, Ledger, Outcome, RolloutKey
+from ludus.rewards.registry import NAMED, RegisteredReward
+from ludus.rollout.ledger import AccountingError, Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode, SchedulerLimits
-from ludus.training.collection.rollout_collector import Sampler
+from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.collection.staleness import ESS, EssGuard, mask_over_age, staleness_metrics
-from ludus.training.credit.advantages import Credit, training_rows
+from ludus.training.credit.advantages import TrainingSample, training_rows
 from ludus.training.rl import build
-from ludus.training.rl.async_trainer import Player
+from ludus.training.rl.async_trainer import StreamRunner
 from ludus.training.rl.learner_thread import LearnerThread
-from ludus.training.rl.train_step import Learning
+from ludus.training.rl.train_step import TrainStep
 from ludus.training.run.checkpoint import checkpoint_path, list_checkpoints
 from ludus.types import Segment, StopReason, Task, Trajectory
 from small_runs import lasting_files
@@ -231,7 +231,7 @@ def test_the_engine_rests_while_batches_wait_unless_its_episodes_are_to_end(
     interruptible, rests, tiny_run, tmp_path, monkeypatch
 ):
     """With a learner that takes until then."""
-    plain, learn, told = build.make_engine, Learning.learn, []
+    plain, learn, told = build.make_engine, TrainStep.learn, []
 
     def made(session):
         engine = plain(session)
@@ -244,7 +244,7 @@ def test_the_engine_rests_while_batches_wait_unless_its_episodes_are_to_end(
         return await learn(*given)
 
     monkeypatch.setattr(build, "make_engine", made)
-    monkeypatch.setattr(Learning, "learn", slowly)
+    monkeypatch.setattr(TrainStep, "learn", slowly)
     run(tiny_run, tmp_path, "async", staleness__interruptible=interruptible)
     assert any(told) == rests
     assert not told or told[-1] == 0
@@ -354,7 +354,7 @@ def test_a_group_that_fails_at_a_part_that_settings_add_has_another_in_its_place
             raise ValueError("not this one")
         return 0.5
 
-    monkeypatch.setitem(NAMED, "citation_support", Named(lambda: fails_for_some))
+    monkeypatch.setitem(NAMED, "citation_support", RegisteredReward(lambda: fails_for_some))
     changes = {"rewards__parts__citation_support__weight": 0.1, "rollout__reward_processes": 0}
     changes |= {"rollout__max_failure_rate": 1.0, "training__steps": 3, "env__check": "false"}
     folder = run(tiny_run, tmp_path / "added", "async", **changes)
@@ -364,7 +364,7 @@ def test_a_group_that_fails_at_a_part_that_settings_add_has_another_in_its_place
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
     assert sum(metrics["ledger/failed"] for metrics in rows) > 0
     for _, record in records(folder, 3):
-        assert record.outcome is Outcome.FAILED or record.trajectory.rewards["citation_support"] == 0.5
+        assert record.outcome is RolloutOutcome.FAILED or record.trajectory.rewards["citation_support"] == 0.5
 
 
 @pytest.mark.fault
@@ -483,12 +483,12 @@ def test_a_server_that_hangs_holds_up_its_own_episodes_alone(tiny_run, tmp_path)
     assert sum(m["ledger/failed"] for m in rows) == 2 * sum(r.outcome == "failed" for _, r in records(folder))
 
 
-def chain(*versions: int, reward: float = 1.0) -> Credit:
+def chain(*versions: int, reward: float = 1.0) -> TrainingSample:
     ids = tuple(range(3, 3 + len(versions)))
     action = Segment("action", ids, logprobs=(-1.0,) * len(ids), versions=versions)
     one = Trajectory("t", 0, (Segment("prompt", (1, 2)), action), (), StopReason.ANSWERED, reward=reward)
     episode = Episode(RolloutKey(1, "t", 0), Task("t", (), None), one)
-    return Credit(episode, Outcome.TRAINED, "trained", advantages=(1.0,) * len(ids))
+    return TrainingSample(episode, RolloutOutcome.TRAINED, "trained", advantages=(1.0,) * len(ids))
 
 
 def test_tokens_over_age_are_masked_and_counted():
@@ -582,12 +582,12 @@ def test_a_spanning_ledger_counts_what_ended_and_carries_what_runs():
     early, late = RolloutKey(1, "a", 0), RolloutKey(1, "b", 0)
     ledger.start(early)
     ledger.start(late)
-    ledger.finish(early, Outcome.TRAINED, "trained")
+    ledger.finish(early, RolloutOutcome.TRAINED, "trained")
     counts = ledger.close(1, trained=1)
     assert (counts.started, counts.trained, ledger.num_running) == (1, 1, 1)
     with pytest.raises(AccountingError, match="never started"):
-        ledger.finish(early, Outcome.TRAINED, "trained")
-    ledger.finish(late, Outcome.MASKED, "over_age")
+        ledger.finish(early, RolloutOutcome.TRAINED, "trained")
+    ledger.finish(late, RolloutOutcome.MASKED, "over_age")
     assert ledger.close(2, trained=0).by_reason == {"masked/over_age": 1}
     assert (ledger.total().started, ledger.num_running) == (2, 0)
 
@@ -598,7 +598,7 @@ def test_a_checkpoint_of_a_spanning_ledger_has_what_ended_since_the_last_step():
     ledger.close(1, trained=0)
     ledger.start(failed)
     ledger.start(running)
-    ledger.finish(failed, Outcome.FAILED, "engine")
+    ledger.finish(failed, RolloutOutcome.FAILED, "engine")
     total = Ledger.restore(ledger.state(), spanning=True).total()
     assert (total.started, total.failed) == (1, 1)
     assert ledger.total().started == 2
@@ -684,7 +684,9 @@ def test_failures_are_counted_among_all_episodes_that_began_since_the_last_batch
 
     world, limits = WatchedWorld(hooks={"start": breaks}), SchedulerLimits(retries=0, max_failure_rate=0.2)
     scheduler = make_scheduler(scripted(["Paris"]), world, limits)
-    player = Player(Sampler(None, None, PRESETS["grpo"], None, scheduler.ledger), scheduler, 10)
+    player = StreamRunner(
+        RolloutCollector(None, None, PRESETS["grpo"], None, scheduler.ledger), scheduler, 10
+    )
 
     async def play():
         return await asyncio.gather(*(player.play(job) for job in make_jobs(40)))

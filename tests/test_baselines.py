@@ -9,7 +9,7 @@ import torch
 
 from ludus.algorithms import advantages
 from ludus.algorithms.spec.presets import PRESETS
-from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.training.credit.advantages import assign_credit, training_rows
 from ludus.training.rl.build import train
@@ -54,7 +54,7 @@ def test_a_greedy_episode_is_masked_and_enters_no_statistic():
     for name in ("remax", "grpo"):
         credits = assign_credit([with_greedy(0.3)], PRESETS[name])
         (greedy,) = (c for c in credits if c.episode.greedy)
-        assert (greedy.outcome, greedy.reason, greedy.advantages) == (Outcome.MASKED, "baseline", None)
+        assert (greedy.outcome, greedy.reason, greedy.advantages) == (RolloutOutcome.MASKED, "baseline", None)
         assert len(training_rows(credits, mask_observations=True)) == len(REWARDS)
     plain = assign_credit([group()], PRESETS["grpo"])
     assert [c.advantages for c in credits if not c.episode.greedy] == [c.advantages for c in plain]
@@ -64,7 +64,7 @@ def test_a_failed_greedy_episode_drops_its_group():
     episodes = with_greedy(0.0)
     broken = replace(episodes[-1].trajectory, failure=Failure("engine", "gone", 3))
     credits = assign_credit([[*episodes[:-1], replace(episodes[-1], trajectory=broken)]], PRESETS["remax"])
-    assert [c.outcome for c in credits] == [*[Outcome.DROPPED] * 4, Outcome.FAILED]
+    assert [c.outcome for c in credits] == [*[RolloutOutcome.DROPPED] * 4, RolloutOutcome.FAILED]
 
 
 def test_the_greedy_episode_is_punished_for_its_length_as_the_others_are():

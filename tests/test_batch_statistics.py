@@ -11,7 +11,7 @@ from ludus.algorithms import advantages
 from ludus.algorithms.kl import penalised_advantages
 from ludus.algorithms.spec.algorithm import GREEDY_ADVANTAGES, WHITENED_ADVANTAGES
 from ludus.algorithms.spec.presets import PRESETS
-from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.trees import paths
 from ludus.training.collection.staleness import mask_over_age
 from ludus.training.credit.advantages import assign_credit, training_rows, with_estimates
@@ -50,7 +50,7 @@ def test_what_an_overlong_filter_masks_is_in_no_mean(name):
     algorithm = replace(PRESETS[name], kl_coef=0.0, overlong_mask=True)
     assert algorithm.advantage in WHITENED_ADVANTAGES
     credits = assign_credit([with_cut(group(), 0)], algorithm)
-    assert credits[0].outcome is Outcome.MASKED
+    assert credits[0].outcome is RolloutOutcome.MASKED
     assert moments(credits) == standard(31)
 
 
@@ -142,7 +142,7 @@ def test_a_kl_in_the_advantage_is_centred_over_what_trains():
 def test_where_a_filter_takes_everything_the_record_is_of_all():
     algorithm = replace(BASELINE, overlong_mask=True)
     cut = assign_credit([with_cut(group(), 0, 1, 2, 3)], algorithm)
-    assert {c.outcome for c in cut} == {Outcome.MASKED}
+    assert {c.outcome for c in cut} == {RolloutOutcome.MASKED}
     assert [c.advantages for c in cut] == [c.advantages for c in assign_credit([group()], algorithm)]
 
 

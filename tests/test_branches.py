@@ -18,24 +18,24 @@ from ludus.config.sections.staleness import ReplayConfig
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.errors import LearnerError
 from ludus.rewards.base import Reward
-from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import paths
 from ludus.tasks.order import TaskOrder
 from ludus.training.batches.rows import microbatches, row_of_trajectory
 from ludus.training.batches.trajectory_tree import BREAK, new_actions, num_distinct
-from ludus.training.collection.algorithm_state import Memory
+from ludus.training.collection.algorithm_state import AlgorithmState
 from ludus.training.collection.greso import after_visits
 from ludus.training.collection.group_filters import keep_most_varied
-from ludus.training.collection.prompt_stream import TaskStream
+from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.replay_buffer import ReplayBuffer
-from ludus.training.collection.reward_mixing import Combiner, plan_parts
+from ludus.training.collection.reward_mixing import RewardMixer, plan_parts
 from ludus.training.collection.staleness import mask_over_age
 from ludus.training.credit.advantages import assign_credit, training_rows
 from ludus.training.learner.learner import LearnerSettings
-from ludus.training.learner.logprobs import Scorer
-from ludus.training.learner.moe_routing_replay import Routing
+from ludus.training.learner.logprobs import LogprobScorer
+from ludus.training.learner.moe_routing_replay import RoutingReplay
 from ludus.training.rl.advantage_inputs import refine
 from ludus.training.value_models.factory import train_judge
 from ludus.types import Group, Segment, StopReason, Task, Trajectory
@@ -118,12 +118,12 @@ def test_a_token_has_the_mean_advantage_of_the_leaves_below_it():
     expected = [*stem, *[1.0 - mean] * 3, *[0.0 - mean] * 2, *[0.5 - mean] * 3]
     assert credits[0].advantages == pytest.approx(expected, abs=1e-12)
     assert credits[1].advantages == pytest.approx([0.2 - mean] * 3, abs=1e-12)
-    assert all(credit.outcome is Outcome.TRAINED for credit in credits)
+    assert all(credit.outcome is RolloutOutcome.TRAINED for credit in credits)
 
 
 def test_leaves_that_differ_are_variance():
     two = episodes(tree(), replace(tree(1), reward=0.5))
-    assert all(c.outcome is Outcome.TRAINED for c in assign_credit([two], PRESETS["grpo"]))
+    assert all(c.outcome is RolloutOutcome.TRAINED for c in assign_credit([two], PRESETS["grpo"]))
     equal = episodes(tree(leaves=(1.0, 1.0, 1.0)), tree(1, leaves=(1.0, 1.0, 1.0)))
     assert {c.reason for c in assign_credit([equal], PRESETS["grpo"])} == {"zero_variance"}
 
@@ -141,11 +141,11 @@ def test_the_groups_that_vary_most_are_those_whose_leaves_do():
     credits = keep_most_varied(
         assign_credit([near, split], PRESETS["grpo"]), replace(PRESETS["grpo"], variance_top=0.5)
     )
-    assert {c.episode.task.id for c in credits if c.outcome is Outcome.TRAINED} == {"split"}
+    assert {c.episode.task.id for c in credits if c.outcome is RolloutOutcome.TRAINED} == {"split"}
 
 
 def test_a_task_whose_leaves_differ_is_not_skipped():
-    start = Memory(greso=GresoState(streaks={"split": -1}))
+    start = AlgorithmState(greso=GresoState(streaks={"split": -1}))
     groups = [of_two("split", (1.0, 0.0, 0.5), (0.5, 1.0, 0.0)), of_two("flat", (0.5,) * 3, (0.5,) * 3)]
     after = after_visits(start, assign_credit(groups, PRESETS["grpo"]), "right", PRESETS["grpo"])
     assert after.greso.streaks == {"flat": -1}
@@ -166,14 +166,14 @@ def test_the_groups_whose_leaves_deviate_most_are_replayed_first():
 
 def test_a_group_whose_leaves_alone_differ_fills_a_place_of_the_batch():
     sampler = SimpleNamespace(algorithm=PRESETS["dapo"], combiner=None)
-    stream = TaskStream(sampler, TaskOrder([Task("a", (), None)], 0), 1)
+    stream = PromptStream(sampler, TaskOrder([Task("a", (), None)], 0), 1)
     assert stream.counts(of_two("split", (1.0, 0.0, 0.5), (1.0, 0.0, 0.5)))
     assert not stream.counts(of_two("flat", (0.5,) * 3, (0.5,) * 3))
 
 
 def test_rewards_of_leaves_are_not_combined_from_parts():
     config = Config(rewards=RewardsConfig(length=LengthConfig(kind="linear")))
-    one = Combiner(config.rewards, plan_parts(config, (Reward("right", lambda t, a: 0.0, outcome=True),)))
+    one = RewardMixer(config.rewards, plan_parts(config, (Reward("right", lambda t, a: 0.0, outcome=True),)))
     with pytest.raises(LearnerError, match="rewards of its own for its leaves"):
         one.combine(1, [episodes(tree(), chain(1, 0.2))])
     ((plain, _),) = one.combine(1, [episodes(tree(leaves=()), chain(1, 0.2))])
@@ -230,7 +230,7 @@ def test_a_shared_prefix_counts_once_in_the_budget():
 def test_a_critic_and_a_kl_in_the_reward_take_a_tree():
     model = tiny_model()
     algorithm = PRESETS["search_r1"]
-    one = learner(model, algorithm, scorers={"reference": Scorer(tiny_model(seed=1))})
+    one = learner(model, algorithm, scorers={"reference": LogprobScorer(tiny_model(seed=1))})
     group = episodes(tree(), chain(1, 0.2), tree(2, (0.0, 0.0, 1.0)))
     judge = critic(model, clip=None)
     losses = []
@@ -270,7 +270,7 @@ def test_old_tokens_of_a_tree_are_masked_where_they_stand():
 
 def test_leaf_rewards_are_stored():
     for one in (tree(), chain(0, 1.0)):
-        line = rollout_line(RolloutRecord(1, "t", Outcome.TRAINED, "trained", one))
+        line = rollout_line(RolloutRecord(1, "t", RolloutOutcome.TRAINED, "trained", one))
         assert parse_rollout(json.loads(line)).trajectory == one
 
 
@@ -281,7 +281,7 @@ def test_what_cannot_be_done_with_a_tree_is_said():
     with pytest.raises(ValueError, match="path 1 of task t begins with an action"):
         row_of_trajectory(second, 1.0)
     model = tiny_model()
-    scorer = Scorer(model, routing=Routing([], []))
+    scorer = LogprobScorer(model, routing=RoutingReplay([], []))
     part = microbatches([row_of_trajectory(tree(), 1.0)], 99, torch.device("cpu"), torch.float64)[0]
     with pytest.raises(LearnerError, match="cannot be replayed"):
         scorer.score(part.tokens, part.trains)

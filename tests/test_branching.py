@@ -22,11 +22,11 @@ from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rollout.branching import play_tree
-from ludus.rollout.chat_session import CannotRestore
+from ludus.rollout.chat_session import RestoreError
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.trees import attempts, paths
 from ludus.training.checks.inactive_settings import inactive_parts
-from ludus.training.collection.reward_mixing import Combiner, plan_parts
+from ludus.training.collection.reward_mixing import RewardMixer, plan_parts
 from ludus.training.collection.rollout_collector import check_branch
 from ludus.training.credit.advantages import assign_credit
 from ludus.types import Group, Message, Segment, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
@@ -128,7 +128,7 @@ def test_a_world_that_does_not_repeat_is_said():
 
     def restores_not(told, number):
         if told:
-            raise CannotRestore("The world does not repeat: so and so.")
+            raise RestoreError("The world does not repeat: so and so.")
         return played(told, number)
 
     def ends_early(told, number):
@@ -138,7 +138,7 @@ def test_a_world_that_does_not_repeat_is_said():
     for play in (other, restores_not, ends_early):
         with pytest.raises(WorldError, match="cannot branch") as error:
             grow(play, branches=1, turns=[1])
-        assert not isinstance(error.value, CannotRestore)  # it would be played again for ever
+        assert not isinstance(error.value, RestoreError)  # it would be played again for ever
 
 
 def test_parts_lengths_and_turns_apply_to_each_leaf():
@@ -149,7 +149,7 @@ def test_parts_lengths_and_turns_apply_to_each_leaf():
     )
     config = Config(rewards=settings)
     parts = [Reward("right", lambda t, a: 0.0, outcome=True), Reward("neat", lambda t, a: 0.0, weight=0.1)]
-    one = Combiner(settings, plan_parts(config, parts))
+    one = RewardMixer(settings, plan_parts(config, parts))
     tree, chains = grow(branches=2, turns=[1])
     long = replace(
         chains[1], segments=(*chains[1].segments, Segment("action", (9,), 3, None, "policy", (-1.0,)))

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from ludus.engines.embedded.engine import LocalEngine
 from ludus.engines.models.loading import load_model
-from ludus.engines.remote.api_adapters import VllmDialect
+from ludus.engines.remote.api_adapters import VllmApi
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.gloo_broadcast import (
-    Line,
-    Manifest,
-    Place,
+    TransferAddress,
+    WeightManifest,
+    WeightTransferGroup,
     check_digest,
     difference,
     enter_line,
@@ -31,11 +31,11 @@ from ludus.engines.remote.gloo_broadcast import (
     take,
     visit_store,
 )
-from ludus.engines.remote.http_client import Replica, ServerSettings
+from ludus.engines.remote.http_client import RemoteEngineSettings, Replica
 from ludus.engines.remote.weight_broadcaster import Broadcaster
 from ludus.errors import EngineError, SyncError
-from ludus.gateway.service import Model, Service
-from ludus.gateway.weights import WeightDesk
+from ludus.gateway.service import CompletionService, ServedModel
+from ludus.gateway.weights import WeightReceiver
 from ludus.training.rl.weight_sync import WeightSync
 from served import COLD_START
 from test_engine_server import Fake, serving
@@ -43,7 +43,7 @@ from test_learner import tiny_model
 from waiting import until
 
 PROBE = tuple(range(300, 340))
-FLAT = ServerSettings(timeout_s=60, patience_s=2, broadcast_host="127.0.0.1")
+FLAT = RemoteEngineSettings(timeout_s=60, patience_s=2, broadcast_host="127.0.0.1")
 
 
 @settings(deadline=None, max_examples=25)
@@ -89,7 +89,7 @@ def test_tensors_pass_a_line_and_a_broken_one_says_so():
     sent = {"a": torch.randn(5, 3), "b": torch.arange(4).to(torch.bfloat16)}
     manifest = manifest_of(1, None, sent)
     got = room_for(manifest)
-    place = Place(host="127.0.0.1", port=store.port, rank=1, count=2, timeout_s=20)
+    place = TransferAddress(host="127.0.0.1", port=store.port, rank=1, count=2, timeout_s=20)
     broken = []
 
     def receive():
@@ -113,7 +113,9 @@ def test_tensors_pass_a_line_and_a_broken_one_says_so():
 def test_a_server_takes_weights_from_the_line_and_then_differences(served):
     model = load_model(str(COLD_START), device="cpu")
     original = {name: p.detach().clone() for name, p in model.named_parameters()}
-    engine = ServerEngine([served.url], settings=ServerSettings(60, 2, 0.1, "", "127.0.0.1", delta=True))
+    engine = ServerEngine(
+        [served.url], settings=RemoteEngineSettings(60, 2, 0.1, "", "127.0.0.1", delta=True)
+    )
     sync = WeightSync(model, engine, PROBE)
     sizes = []
 
@@ -142,7 +144,7 @@ def test_a_server_that_does_not_come_to_the_line_in_time_is_said_to():
     async def run():
         silent = await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0)
         url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
-        line = Broadcaster([Replica(url, FLAT)], VllmDialect(), "127.0.0.1", timeout_s=0.3)
+        line = Broadcaster([Replica(url, FLAT)], VllmApi(), "127.0.0.1", timeout_s=0.3)
         try:
             await line.send(1, {"a": torch.ones(3)})
         finally:
@@ -175,14 +177,14 @@ class OnLine(Fake):
     fails: bool = False
     held: threading.Event = field(default_factory=threading.Event)
     go: threading.Event = field(default_factory=threading.Event)
-    line: Line | None = None
-    expected: Manifest | None = None
+    line: WeightTransferGroup | None = None
+    expected: WeightManifest | None = None
 
     def answer(self, path, body):
         if path == "/join_weight_line":
-            self.line = enter_line(Place(**body))
+            self.line = enter_line(TransferAddress(**body))
         elif path == "/prepare_weights":
-            self.expected = Manifest(**body)
+            self.expected = WeightManifest(**body)
         elif path == "/receive_weights" and self.fails:
             self.line = None
             return 500, {"message": "no memory"}
@@ -195,7 +197,7 @@ class OnLine(Fake):
         return super().answer(path, body)
 
 
-KEPT = ServerSettings(timeout_s=20, patience_s=0.2, broadcast_host="127.0.0.1", keeps_weights=True)
+KEPT = RemoteEngineSettings(timeout_s=20, patience_s=0.2, broadcast_host="127.0.0.1", keeps_weights=True)
 ONES = {"a": torch.ones(3)}
 
 
@@ -315,13 +317,15 @@ def test_a_server_that_is_on_a_new_line_stays_there_when_the_old_one_breaks():
     async def scenario():
         model = tiny_model(torch.float32)
         engine = LocalEngine(model, copy=False)
-        desk = WeightDesk(Service(engine, Model("m", "m", 0, None, (), 8), "a-token-of-tests"), model)
+        desk = WeightReceiver(
+            CompletionService(engine, ServedModel("m", "m", 0, None, (), 8), "a-token-of-tests"), model
+        )
         state = {name: p.detach() + 1 for name, p in model.named_parameters()}
         manifest = manifest_of(7, None, state)
-        trainers: list[Line | None] = []
+        trainers: list[WeightTransferGroup | None] = []
         for _ in range(2):
             store = open_store("127.0.0.1", 20)
-            place = Place(host="127.0.0.1", port=store.port, rank=1, count=2, timeout_s=20)
+            place = TransferAddress(host="127.0.0.1", port=store.port, rank=1, count=2, timeout_s=20)
             met = asyncio.to_thread(join_line, store, 0, 2, 20, "127.0.0.1")
             line, _ = await asyncio.gather(met, desk.join(place))
             trainers.append(line)

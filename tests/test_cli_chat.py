@@ -5,12 +5,12 @@ import io
 
 import pytest
 
-from ludus.cli.serving.chat_repl import Dialogue, Part, opening_messages
-from ludus.cli.ui.load_run import Opened
+from ludus.cli.serving.chat_repl import ChatRepl, ReplyPart, opening_messages
+from ludus.cli.ui.load_run import LoadedRun
 from ludus.config import load_config
 from ludus.envs.registry import build_world
 from ludus.errors import WorldError
-from ludus.training.run.session import Session
+from ludus.training.run.session import TrainingSession
 from ludus.types import Message
 from ludus.worlds.search.world import SYSTEM
 from tiny_run import WORLD, copy_run, ludus, refused
@@ -23,8 +23,10 @@ def dialogue(script, world=None, **settings):
     words = [word for key, value in settings.items() for word in (f"--rollout.{key}", str(value))]
     config = load_config(None, ["--env.name", str(WORLD), "--rollout.max_tokens", "2000", *words])
     engine = scripted(script)
-    session = Session(config, world or build_world(config.env, config.rollout), None, tokenizer(), renderer())
-    return Dialogue(Opened(session, 0, engine), 0.0), engine
+    session = TrainingSession(
+        config, world or build_world(config.env, config.rollout), None, tokenizer(), renderer()
+    )
+    return ChatRepl(LoadedRun(session, 0, engine), 0.0), engine
 
 
 def ask(dialogue, *questions):
@@ -42,10 +44,10 @@ def test_what_happens_is_shown_in_its_order():
     talk, _ = dialogue(script)
     assert ask(talk, "What does pear cost?") == [
         [
-            Part("thinking", "Look."),
-            Part("call", 'look {"item": "pear"}'),
-            Part("tool", f"look: pear costs {PRICES['pear']}"),
-            Part("answer", PRICES["pear"]),
+            ReplyPart("thinking", "Look."),
+            ReplyPart("call", 'look {"item": "pear"}'),
+            ReplyPart("tool", f"look: pear costs {PRICES['pear']}"),
+            ReplyPart("answer", PRICES["pear"]),
         ]
     ]
 
@@ -88,8 +90,8 @@ def test_after_the_last_turn_the_tools_answer_is_seen_with_the_next_question():
     look = call("look", item="pear")
     talk, engine = dialogue([look, look, "ok"], max_turns=2)
     first, second = ask(talk, "What does pear cost?", "Well?")
-    assert first[-1] == Part("end", "No answer after as many turns as rollout.max_turns allows.")
-    assert second == [Part("answer", "ok")]
+    assert first[-1] == ReplyPart("end", "No answer after as many turns as rollout.max_turns allows.")
+    assert second == [ReplyPart("answer", "ok")]
     text = tokenizer().decode(engine.requests[2].token_ids)
     assert text.count(f"pear costs {PRICES['pear']}") == 2
     assert text.index("Well?") > text.rindex("pear costs")
@@ -116,7 +118,7 @@ def test_a_full_dialogue_says_so_and_begins_anew():
     ask(talk, "What does pear cost?")
     full = len(engine.requests[1].token_ids)
     talk, _ = dialogue(script, max_tokens=full, max_new_tokens=60)
-    assert ask(talk, "What does pear cost?")[0][-1] == Part(
+    assert ask(talk, "What does pear cost?")[0][-1] == ReplyPart(
         "end", "The dialogue is full (rollout.max_tokens)."
     )
     assert talk.is_new
@@ -126,7 +128,10 @@ def test_a_full_dialogue_says_so_and_begins_anew():
 
 def test_a_turn_without_a_word_is_said_to_be_empty():
     talk, _ = dialogue(["", "3"])
-    assert ask(talk, "What?", "Well?") == [[Part("end", "The model said nothing.")], [Part("answer", "3")]]
+    assert ask(talk, "What?", "Well?") == [
+        [ReplyPart("end", "The model said nothing.")],
+        [ReplyPart("answer", "3")],
+    ]
 
 
 def test_a_world_that_breaks_is_an_error_in_its_own_words():

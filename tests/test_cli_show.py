@@ -10,7 +10,7 @@ from ludus.cli.ui.explanations import alarm_words, ledger_words, loss_words
 from ludus.cli.ui.transcripts import marked_messages
 from ludus.diagnostics.trackers import MetricsRow, read_metrics
 from ludus.evaluation.evaluate import load_evaluation
-from ludus.rollout.ledger import Outcome
+from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path, write_rollouts
 from ludus.types import Failure, StopReason, Trajectory
 from tiny_run import WORLD, copy_run, ludus, refused
@@ -166,8 +166,8 @@ def judged(tiny_run, tmp_path):
         path,
         [
             replace(first, trajectory=right, advantage=0.75),
-            replace(second, trajectory=wrong, outcome=Outcome.DROPPED, reason="dull", advantage=None),
-            replace(third, trajectory=failed, outcome=Outcome.FAILED, reason="engine", advantage=None),
+            replace(second, trajectory=wrong, outcome=RolloutOutcome.DROPPED, reason="dull", advantage=None),
+            replace(third, trajectory=failed, outcome=RolloutOutcome.FAILED, reason="engine", advantage=None),
         ],
     )
     return run

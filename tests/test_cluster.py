@@ -19,44 +19,44 @@ import torch
 
 from cluster_runs import all_gone
 from ludus.cluster.cluster import check_cluster
-from ludus.cluster.handles import Needs, RoleLost
-from ludus.cluster.local_launcher import LocalLauncher, LocalRemote
-from ludus.cluster.log_forwarding import MOST, Ear, Said, repeat
-from ludus.cluster.pickle_rpc import LENGTH_BYTES, Call, Cancel, Reply, pack, read_frame, unpack
+from ludus.cluster.handles import ResourceRequest, WorkerDied
+from ludus.cluster.local_launcher import LocalLauncher, LocalWorkerHandle
+from ludus.cluster.log_forwarding import MOST, ForwardedRecords, LogForwarder, repeat
+from ludus.cluster.pickle_rpc import LENGTH_BYTES, RpcCall, RpcCancel, RpcReply, pack, read_frame, unpack
 from ludus.cluster.protocol import (
-    Answer,
-    Begin,
+    EngineSet,
     EngineSpec,
-    Follow,
+    Heartbeat,
     Ping,
     PlayJob,
-    Pulse,
+    Shutdown,
     Started,
-    Stop,
-    View,
+    StartRole,
+    UpdateEngines,
+    WorkerResponse,
     WorkerSpec,
     failed,
 )
-from ludus.cluster.supervisor import Crowd, Plan, WorkerLost
-from ludus.cluster.worker_pool import Limits, Pool
-from ludus.cluster.workers import WorkerRole, sandbox_of
+from ludus.cluster.supervisor import ClusterPlan, WorkerGroup, WorkerLost
+from ludus.cluster.worker_pool import PoolLimits, WorkerPool
+from ludus.cluster.workers import RolloutWorker, sandbox_of
 from ludus.config import load_config
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.engines.base import EngineStats, Request, combined
 from ludus.engines.remote.engine import ServerEngine
-from ludus.engines.remote.http_client import Refused, ServerSettings
+from ludus.engines.remote.http_client import HttpRefusal, RemoteEngineSettings
 from ludus.errors import ConfigError, EngineError, SyncError, UserError, WorldError
-from ludus.rollout.build import Play
+from ludus.rollout.build import SamplingPlan
 from ludus.rollout.ledger import RolloutKey
-from ludus.rollout.scheduler import Job
+from ludus.rollout.scheduler import RolloutRequest
 from ludus.types import SamplingParams, StopReason, Task, Trajectory
 from served import COLD_START
 from test_engine_server import Fake, serving
 from waiting import until
 from worlds import WatchedWorld, call, make_jobs, make_scheduler, scripted, tool_of
 
-JOB = PlayJob(Job(RolloutKey(1, "t", 0), Task("t", (), None)), Play("train", 1.0, 0))
-QUICK = ServerSettings(timeout_s=5, patience_s=0.2, backoff_s=0.01)
+JOB = PlayJob(RolloutRequest(RolloutKey(1, "t", 0), Task("t", (), None)), SamplingPlan("train", 1.0, 0))
+QUICK = RemoteEngineSettings(timeout_s=5, patience_s=0.2, backoff_s=0.01)
 
 
 @dataclass
@@ -74,20 +74,20 @@ class FakeRemote:
     async def call(self, message, deadline_s):
         self.said.append(message)
         if self.dead or self.killed:
-            raise RoleLost(f"{self.number} is gone.")
+            raise WorkerDied(f"{self.number} is gone.")
         if self.silent or isinstance(message, PlayJob):
             try:
                 async with asyncio.timeout(deadline_s):
                     while not (self.dead or self.killed):
                         await asyncio.sleep(0.005)
             except TimeoutError as error:
-                raise RoleLost(f"{self.number} is silent.") from error
-            raise RoleLost(f"{self.number} is gone.")
+                raise WorkerDied(f"{self.number} is silent.") from error
+            raise WorkerDied(f"{self.number} is gone.")
         match message:
-            case Begin():
+            case StartRole():
                 return Started("here", self.number, self.url)
             case Ping():
-                return Pulse(under_way=self.under_way)
+                return Heartbeat(under_way=self.under_way)
         return None
 
     async def kill(self):
@@ -112,7 +112,7 @@ class FakeLauncher:
         pass
 
 
-def make_pool(start, target=2, restarts=3, silence_s=0.1, **limits: float) -> tuple[Pool, list, list]:
+def make_pool(start, target=2, restarts=3, silence_s=0.1, **limits: float) -> tuple[WorkerPool, list, list]:
     joined, left = [], []
 
     async def on_joined(member):
@@ -121,8 +121,8 @@ def make_pool(start, target=2, restarts=3, silence_s=0.1, **limits: float) -> tu
     async def on_left(member):
         left.append(member.number)
 
-    bounds = Limits(5, silence_s, restarts, **limits)
-    return Pool("worker", target, start, bounds, on_joined, on_left), joined, left
+    bounds = PoolLimits(5, silence_s, restarts, **limits)
+    return WorkerPool("worker", target, start, bounds, on_joined, on_left), joined, left
 
 
 def recorded() -> tuple[list, object]:
@@ -187,8 +187,8 @@ def test_a_pool_that_loses_more_than_it_may_says_why():
         for _ in range(2):
             await pool.some()
             (member,) = pool.members.values()
-            await pool.lose(member, RoleLost("The machine burns."))
-        with pytest.raises(RoleLost, match="no worker to go on with: The machine burns") as caught:
+            await pool.lose(member, WorkerDied("The machine burns."))
+        with pytest.raises(WorkerDied, match="no worker to go on with: The machine burns") as caught:
             await pool.some()
         assert caught.value.exit_code == 7
         await pool.close()
@@ -217,14 +217,14 @@ def test_a_pool_with_a_member_left_goes_on_and_tries_again_ever_more_seldom(capl
         async def start(number):
             tries.append(loop.time())
             if number > 1 and not room:
-                raise RoleLost("There is no room.")
+                raise WorkerDied("There is no room.")
             return FakeRemote(number)
 
         pool, _, _ = make_pool(start, restarts=2, wait_s=0.02, longest_wait_s=0.08)
         pool.keep()
         await pool.full()
         room.clear()
-        await pool.lose(pool.members[1], RoleLost("Its machine is gone."))
+        await pool.lose(pool.members[1], WorkerDied("Its machine is gone."))
         await until(lambda: len(tries) >= 8)
         await pool.some()
         assert (list(pool.members), pool.failed) == ([0], None)
@@ -267,7 +267,7 @@ def test_a_pool_that_has_nobody_left_and_cannot_replace_them_says_why():
         pool, _, _ = make_pool(start, target=1, restarts=3, wait_s=0.01)
         pool.keep()
         await pool.full()
-        await pool.lose(pool.members[0], RoleLost("It is gone."))
+        await pool.lose(pool.members[0], WorkerDied("It is gone."))
         with pytest.raises(UserError, match="no worker to go on with: There is no room"):
             await pool.some()
         assert pool.num_lost == 4
@@ -285,7 +285,7 @@ def test_losses_are_forgotten_where_a_member_has_lived_for_long(proven_s, goes_o
         for _ in range(3):
             await pool.some()
             (member,) = pool.members.values()
-            await pool.lose(member, RoleLost("It is gone."))
+            await pool.lose(member, WorkerDied("It is gone."))
         assert (pool.failed is None) == goes_on
         await pool.close()
 
@@ -319,21 +319,21 @@ def test_what_leaves_a_pool_ends_its_work_first():
         assert not member.remote.killed
         await pool.give_back(member)
         await until(lambda: member.remote.killed)
-        assert any(isinstance(message, Stop) for message in member.remote.said)
+        assert any(isinstance(message, Shutdown) for message in member.remote.said)
         await pool.close()
 
     asyncio.run(scenario())
 
 
-def plan(engines=2, workers=2, connect=None) -> Plan:
+def plan(engines=2, workers=2, connect=None) -> ClusterPlan:
     config = load_config("search", ["--cluster.kind", "local"])
     own = ClusterConfig(engines=engines, workers=workers, silence_s=5, episodes_per_worker=1)
     client = connect or (lambda urls: ServerEngine(urls, "vllm", QUICK))
-    return Plan(own, EngineSpec(config, "m", "."), WorkerSpec(config, "m", "."), (), client)
+    return ClusterPlan(own, EngineSpec(config, "m", "."), WorkerSpec(config, "m", "."), (), client)
 
 
-def views(remote: FakeRemote) -> list[View]:
-    return [message.view for message in remote.said if isinstance(message, Follow)]
+def views(remote: FakeRemote) -> list[EngineSet]:
+    return [message.view for message in remote.said if isinstance(message, UpdateEngines)]
 
 
 STATE = {"w": torch.zeros(2)}
@@ -342,7 +342,7 @@ STATE = {"w": torch.zeros(2)}
 def test_a_dead_engine_is_replaced_by_one_that_has_the_weights_before_a_worker_hears_of_it():
     async def scenario(urls, fakes):
         launcher = FakeLauncher(urls)
-        crowd = Crowd(plan(), launcher)
+        crowd = WorkerGroup(plan(), launcher)
         await crowd.open()
         await crowd.load_weights(7, STATE)
         assert [fake.label for fake in fakes] == ["7", "7", "default"]
@@ -364,7 +364,7 @@ def test_a_dead_engine_is_replaced_by_one_that_has_the_weights_before_a_worker_h
 def test_an_engine_that_does_not_hold_what_it_was_sent_does_not_join():
     async def scenario(urls):
         launcher = FakeLauncher([urls[0], urls[1]])
-        crowd = Crowd(plan(engines=1), launcher)
+        crowd = WorkerGroup(plan(engines=1), launcher)
         await crowd.open()
         await crowd.load_weights(1, STATE)
         with pytest.raises(SyncError, match="does not hold the weights of version 1"):
@@ -380,7 +380,7 @@ def test_an_engine_that_does_not_hold_what_it_was_sent_does_not_join():
 def test_an_attempt_at_a_worker_that_dies_fails_as_the_workers():
     async def scenario(url):
         launcher = FakeLauncher([url])
-        crowd = Crowd(plan(engines=1, workers=1), launcher)
+        crowd = WorkerGroup(plan(engines=1, workers=1), launcher)
         await crowd.open()
         worker = next(remote for remote in launcher.made if not remote.url)
         attempt = asyncio.create_task(crowd.play(JOB, 60))
@@ -402,7 +402,9 @@ def test_an_attempt_that_is_late_is_lost_alone_where_its_worker_answers():
     async def scenario(url):
         launcher = FakeLauncher([url])
         own = plan(engines=1, workers=1)
-        crowd = Crowd(replace(own, config=own.config.model_copy(update={"episodes_per_worker": 2})), launcher)
+        crowd = WorkerGroup(
+            replace(own, config=own.config.model_copy(update={"episodes_per_worker": 2})), launcher
+        )
         await crowd.open()
         other = asyncio.create_task(crowd.play(JOB, 60))
         with pytest.raises(WorkerLost, match="is silent"):
@@ -425,12 +427,12 @@ def test_what_is_late_is_cancelled_over_there(tmp_path):
         ours, theirs = socket.socketpair()
         line = await asyncio.open_connection(sock=ours)
         with subprocess.Popen(["sleep", "60"], start_new_session=True) as process, theirs:
-            remote = LocalRemote("worker 0", process, tmp_path / "said", *line)
+            remote = LocalWorkerHandle("worker 0", process, tmp_path / "said", *line)
             remote.listen()
-            with pytest.raises(RoleLost, match=r"no answer within 0\.05 s"):
+            with pytest.raises(WorkerDied, match=r"no answer within 0\.05 s"):
                 await remote.call(Ping(), 0.05)
             await asyncio.sleep(0)
-            assert [read_frame(theirs), read_frame(theirs)] == [Call(1, Ping()), Cancel(1)]
+            assert [read_frame(theirs), read_frame(theirs)] == [RpcCall(1, Ping()), RpcCancel(1)]
             await remote.kill()
 
     asyncio.run(scenario())
@@ -460,7 +462,7 @@ def test_episodes_move_on_when_their_engine_leaves_and_a_new_one_is_used():
 def test_one_who_waits_for_a_server_to_come_back_stops_when_it_has_left():
     fake = Fake()
     with serving(fake):
-        patient = ServerSettings(timeout_s=60, patience_s=60, backoff_s=0.01)
+        patient = RemoteEngineSettings(timeout_s=60, patience_s=60, backoff_s=0.01)
         engine = ServerEngine([fake.url], "vllm", patient)
 
     async def leaves():
@@ -500,8 +502,8 @@ def test_errors_travel_with_their_words_class_and_cause():
     with pytest.raises(EngineError, match=r"It was late\. Wait\.") as caught:
         answer.take()
     assert isinstance(caught.value.__cause__, TimeoutError)
-    with pytest.raises(Refused) as refused:
-        pickle.loads(pickle.dumps(failed(Refused("No.", status=409)))).take()
+    with pytest.raises(HttpRefusal) as refused:
+        pickle.loads(pickle.dumps(failed(HttpRefusal("No.", status=409)))).take()
     assert refused.value.status == 409
 
     class Foreign(WorldError):
@@ -517,13 +519,13 @@ def test_an_answer_that_cannot_be_sent_comes_back_as_the_error_that_says_so():
     class Local(float):
         """A number of a class that no other process can know."""
 
-    answer = Answer(Local(1.0), said=(Said(0.0, logging.INFO, "ludus", "heard"),))
-    reply = unpack(pack(Reply(7, answer))[LENGTH_BYTES:])
+    answer = WorkerResponse(Local(1.0), said=(ForwardedRecords(0.0, logging.INFO, "ludus", "heard"),))
+    reply = unpack(pack(RpcReply(7, answer))[LENGTH_BYTES:])
     assert (reply.number, reply.answer.said) == (7, answer.said)
     with pytest.raises(UserError, match=r"A Local cannot be sent .*must pickle"):
         reply.answer.take()
     with pytest.raises(AttributeError, match="pickle"):
-        pack(Call(7, Local(1.0)))
+        pack(RpcCall(7, Local(1.0)))
 
 
 class Sour:
@@ -534,7 +536,7 @@ class Sour:
 
 
 def test_an_answer_that_cannot_be_read_is_the_error_that_says_so():
-    reply = unpack(pack(Reply(7, Answer(Sour())))[LENGTH_BYTES:])
+    reply = unpack(pack(RpcReply(7, WorkerResponse(Sour())))[LENGTH_BYTES:])
     assert reply.number == 7
     with pytest.raises(UserError, match="cannot be read: ValueError"):
         reply.answer.take()
@@ -566,9 +568,11 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
     async def scenario(url):
         config = load_config("search", ["--run.threads", "1", "--env.name", str(world)])
         launcher = LocalLauncher()
-        remote = await launcher.start("worker 0", WorkerSpec(config, str(COLD_START), os.getcwd()), Needs())
+        remote = await launcher.start(
+            "worker 0", WorkerSpec(config, str(COLD_START), os.getcwd()), ResourceRequest()
+        )
         try:
-            started = await remote.call(Begin(), 120)
+            started = await remote.call(StartRole(), 120)
             assert started.pid != os.getpid()
             (record,) = [one for one in caplog.records if one.name == "ludus.prices"]
             assert record.getMessage() == "worker 0: the index is from yesterday"
@@ -576,19 +580,19 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
             assert time.time() - 120 < record.created < time.time()
             with pytest.raises(WorldError, match="before it knew an engine"):
                 await remote.call(JOB, 30)
-            await remote.call(Follow(View(0, (url,), None, None)), 30)
+            await remote.call(UpdateEngines(EngineSet(0, (url,), None, None)), 30)
             os.kill(started.pid, signal.SIGSTOP)
-            with pytest.raises(RoleLost, match=r"no answer within 0\.3 s"):
+            with pytest.raises(WorkerDied, match=r"no answer within 0\.3 s"):
                 await remote.call(Ping(), 0.3)
             waits = asyncio.create_task(remote.call(Ping(), 60))
             await asyncio.sleep(0.05)
             os.kill(started.pid, signal.SIGKILL)
-            with pytest.raises(RoleLost, match=r"has ended \(-9\)"):
+            with pytest.raises(WorkerDied, match=r"has ended \(-9\)"):
                 await waits
             said = remote.said.read_text()
             await remote.kill()
             assert not remote.said.exists()
-            with pytest.raises(RoleLost, match="has ended") as lost:
+            with pytest.raises(WorkerDied, match="has ended") as lost:
                 await remote.call(Ping(), 60)
             assert said.strip() in str(lost.value)
         finally:
@@ -629,7 +633,7 @@ def test_what_a_cluster_cannot_do_is_refused_before_the_run():
 
 
 def test_what_a_process_logs_is_kept_until_it_is_asked_for_and_no_more_than_fits(caplog):
-    ear = Ear()
+    ear = LogForwarder()
     elsewhere = logging.Logger("ludus.far", logging.INFO)  # as in another process: it has no parents here
     elsewhere.addHandler(ear)
     try:
@@ -664,7 +668,7 @@ def test_each_worker_makes_its_share_of_the_calls_that_a_tool_allows_at_once(bou
     world = WatchedWorld(tools=(tool_of(searches, "search", concurrency=bound),))
     said = f"Search. {call('search')}", "Paris"
     config = load_config("search", ["--cluster.kind", "local", "--cluster.workers", str(workers)])
-    role = WorkerRole(WorkerSpec(config, "m", "."), "here")
+    role = RolloutWorker(WorkerSpec(config, "m", "."), "here")
     role._schedulers[JOB.play] = make_scheduler(scripted(said), world)
 
     async def plays():

@@ -12,8 +12,8 @@ import small_runs
 from cluster_runs import CLUSTER, Meddling, all_gone, pids, run, started
 from ludus.cluster.cluster import Cluster
 from ludus.cluster.control import controlled
-from ludus.cluster.event_loop_thread import Background
-from ludus.cluster.supervisor import Crowd
+from ludus.cluster.event_loop_thread import EventLoopThread
+from ludus.cluster.supervisor import WorkerGroup
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from small_runs import SMALLEST
 from test_cluster_moments import STATE, FakeLauncher, plan, serving
@@ -28,12 +28,12 @@ def made(folder: Path, **changes: str) -> RunFolder:
 @contextmanager
 def running(folder: RunFolder):
     """A run's cluster whose engines are small servers and whose weights have been sent, under its lock."""
-    fakes, background = [Vllm() for _ in range(3)], Background("test-control")
+    fakes, background = [Vllm() for _ in range(3)], EventLoopThread("test-control")
     with serving(*fakes):
         launcher = FakeLauncher([fake.url for fake in fakes])
 
-        async def begin() -> Crowd:
-            crowd = Crowd(plan(), launcher)
+        async def begin() -> WorkerGroup:
+            crowd = WorkerGroup(plan(), launcher)
             await crowd.open()
             await crowd.load_weights(7, STATE)
             return crowd

@@ -14,19 +14,19 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from ludus.cluster.cluster import Cluster, ClusterEngine
-from ludus.cluster.event_loop_thread import Background
-from ludus.cluster.handles import Needs, RoleLost
+from ludus.cluster.event_loop_thread import EventLoopThread
+from ludus.cluster.handles import ResourceRequest, WorkerDied
 from ludus.cluster.local_launcher import LocalLauncher
-from ludus.cluster.pickle_rpc import LENGTH_BYTES, Call, Cancel, Unread, pack, unpack
-from ludus.cluster.protocol import Begin, Ping, Pulse, RewardSpec, Started, WorkerSpec, failed
-from ludus.cluster.supervisor import Crowd, WorkerLost
+from ludus.cluster.pickle_rpc import LENGTH_BYTES, RpcCall, RpcCancel, UnreadableMessage, pack, unpack
+from ludus.cluster.protocol import Heartbeat, Ping, RewardSpec, Started, StartRole, WorkerSpec, failed
+from ludus.cluster.supervisor import WorkerGroup, WorkerLost
 from ludus.cluster.worker_main import attend
-from ludus.cluster.worker_pool import Member
-from ludus.cluster.workers import Host
+from ludus.cluster.worker_pool import PoolMember
+from ludus.cluster.workers import WorkerServer
 from ludus.config import load_config
 from ludus.errors import EngineError, UserError, WorldError
 from ludus.rollout.ledger import RolloutKey
-from ludus.rollout.scheduler import Job
+from ludus.rollout.scheduler import RolloutRequest
 from ludus.types import Task
 from served import COLD_START
 from test_cluster import JOB, STATE, FakeLauncher, FakeRemote, Sour, make_pool, plan, recorded
@@ -34,12 +34,12 @@ from test_engine_server import Fake, serving
 from waiting import until
 from worlds import WatchedWorld
 
-SOUR = replace(JOB, job=Job(RolloutKey(1, "t", 0), Task("t", (), Sour())))
+SOUR = replace(JOB, job=RolloutRequest(RolloutKey(1, "t", 0), Task("t", (), Sour())))
 
 
 def test_a_call_that_cannot_be_read_is_one_and_its_number_is_known():
-    frame = unpack(pack(Call(7, SOUR))[LENGTH_BYTES:])
-    assert isinstance(frame, Unread)
+    frame = unpack(pack(RpcCall(7, SOUR))[LENGTH_BYTES:])
+    assert isinstance(frame, UnreadableMessage)
     assert frame.number == 7
     assert "cannot be read there: ValueError" in str(frame.error)
 
@@ -48,11 +48,13 @@ def test_a_child_that_cannot_read_what_it_is_asked_says_so_and_goes_on():
     async def scenario():
         config = load_config("search", ["--run.threads", "1"])
         launcher = LocalLauncher()
-        remote = await launcher.start("worker 0", WorkerSpec(config, str(COLD_START), os.getcwd()), Needs())
+        remote = await launcher.start(
+            "worker 0", WorkerSpec(config, str(COLD_START), os.getcwd()), ResourceRequest()
+        )
         try:
             with pytest.raises(UserError, match=r"cannot be read there: ValueError.*must pickle"):
                 await remote.call(SOUR, 60)
-            assert isinstance(await remote.call(Ping(), 60), Pulse)
+            assert isinstance(await remote.call(Ping(), 60), Heartbeat)
         finally:
             await launcher.close()
 
@@ -76,15 +78,15 @@ class Noting:
 
 def test_a_call_that_is_cancelled_in_the_same_breath_is_not_done():
     async def scenario():
-        host = Host(RewardSpec(load_config("search", []), "."), "127.0.0.1")
+        host = WorkerServer(RewardSpec(load_config("search", []), "."), "127.0.0.1")
         role = host._role = Noting()
         inbox, outbox = asyncio.Queue(), queue.SimpleQueue()
-        for frame in (Call(1, JOB), Cancel(1), Call(2, Begin())):
+        for frame in (RpcCall(1, JOB), RpcCancel(1), RpcCall(2, StartRole())):
             inbox.put_nowait(frame)
         attending = asyncio.create_task(attend(inbox, outbox, host))
-        await until(lambda: Begin() in role.begun, 10)
+        await until(lambda: StartRole() in role.begun, 10)
         await until(lambda: role.begun.count(JOB) == role.ended.count(JOB), 2)
-        assert Begin() not in role.ended
+        assert StartRole() not in role.ended
         attending.cancel()
 
     asyncio.run(scenario())
@@ -115,7 +117,7 @@ class Deaf(FakeRemote):
     async def call(self, message, deadline_s):
         if isinstance(message, Ping) and not self.hears:
             await asyncio.sleep(deadline_s)
-            raise RoleLost(f"{self.number} is silent.") from TimeoutError()
+            raise WorkerDied(f"{self.number} is silent.") from TimeoutError()
         return await super().call(message, deadline_s)
 
 
@@ -141,7 +143,7 @@ def test_a_member_is_replaced_also_where_whoever_lost_it_is_cancelled():
         pool, _, _ = make_pool(start, target=1, silence_s=5)
         pool.keep()
         await pool.full()
-        losing = asyncio.create_task(pool.lose(pool.members[0], RoleLost("It is gone.")))
+        losing = asyncio.create_task(pool.lose(pool.members[0], WorkerDied("It is gone.")))
         await until(lambda: not pool.members, 5)
         losing.cancel()
         await asyncio.wait({losing})
@@ -164,7 +166,7 @@ def test_a_pool_that_closes_waits_for_the_end_of_what_was_lost():
         pool, _, _ = make_pool(start, target=1, silence_s=5)
         pool.keep()
         await pool.full()
-        pool.later(pool.lose(pool.members[0], RoleLost("It is gone.")))
+        pool.later(pool.lose(pool.members[0], WorkerDied("It is gone.")))
         await until(lambda: not pool.members, 5)
         closing = asyncio.create_task(pool.close())
         await asyncio.sleep(0.05)
@@ -194,7 +196,7 @@ def test_a_member_that_hangs_while_it_leaves_is_ended_after_its_silence():
         pool.keep()
         await until(lambda: len(left) == 2, 5)
         made[members[0].number].hears = False
-        with pytest.raises(RoleLost):  # whoever waits for its work hears of it
+        with pytest.raises(WorkerDied):  # whoever waits for its work hears of it
             await asyncio.wait_for(working, 10)
         await pool.close()
 
@@ -220,7 +222,7 @@ def test_a_member_that_hangs_while_it_is_let_in_is_ended_and_another_started():
         pool.joined = joined
         pool.keep()
         await pool.full()
-        await pool.lose(pool.members[0], RoleLost("It is gone."))
+        await pool.lose(pool.members[0], WorkerDied("It is gone."))
         await until(lambda: list(pool.members) == [2], 20)
         assert (made[1].killed, cancelled) == (True, [1])
         await pool.close()
@@ -249,7 +251,7 @@ def crowd_of_two():
     fakes = [Leaving(), Leaving()]
     with serving(*fakes):
         launcher = FakeLauncher([fake.url for fake in fakes])
-        yield Crowd(plan(), launcher), launcher, fakes
+        yield WorkerGroup(plan(), launcher), launcher, fakes
 
 
 def test_an_engine_that_is_let_go_while_weights_are_sent_holds_nobody_up():
@@ -307,7 +309,7 @@ def test_an_engine_that_leaves_while_the_others_prove_their_weights_proves_nothi
 def test_a_cluster_of_several_engines_rolls_while_one_of_them_is_out():
     async def scenario(crowd):
         await crowd.open()
-        await crowd.engines.lose(crowd.engines.members[0], RoleLost("It is gone."))
+        await crowd.engines.lose(crowd.engines.members[0], WorkerDied("It is gone."))
         await until(lambda: len(crowd.server.urls) == 1, 5)
         assert ClusterEngine(crowd, None, crowd.server).can_roll
         await crowd.close()
@@ -317,10 +319,10 @@ def test_a_cluster_of_several_engines_rolls_while_one_of_them_is_out():
 
 
 def test_engines_may_come_and_go_while_another_thread_reads_what_they_did():
-    crowd, ended = Crowd(plan(), FakeLauncher()), threading.Event()
+    crowd, ended = WorkerGroup(plan(), FakeLauncher()), threading.Event()
 
     def come_and_go():
-        members, member = crowd.engines.members, Member(0, None, Started("here", 1))
+        members, member = crowd.engines.members, PoolMember(0, None, Started("here", 1))
         deadline = time.monotonic() + 0.5
         while time.monotonic() < deadline:
             for number in range(3):
@@ -363,12 +365,12 @@ def test_an_attempt_that_is_given_up_while_its_worker_ends_leaves_a_pool_that_go
     def play(crowd):
         return crowd.play(JOB, 60)
 
-    background, fake = Background("test"), Fake()
+    background, fake = EventLoopThread("test"), Fake()
     with serving(fake):
         launcher = Launcher([fake.url])
 
         async def make():
-            crowd = Crowd(plan(engines=1, workers=1), launcher)
+            crowd = WorkerGroup(plan(engines=1, workers=1), launcher)
             await crowd.open()
             return crowd
 

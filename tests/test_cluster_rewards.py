@@ -7,17 +7,27 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ludus.cluster.handles import RoleLost
-from ludus.cluster.protocol import Begin, Ping, PlayJob, Pulse, RewardSpec, ScoreJob, Scores, Started, Stop
+from ludus.cluster.handles import WorkerDied
+from ludus.cluster.protocol import (
+    Heartbeat,
+    Ping,
+    PlayJob,
+    RewardScores,
+    RewardSpec,
+    ScoreJob,
+    Shutdown,
+    Started,
+    StartRole,
+)
 from ludus.cluster.reward_pool import TRIES, RewardWorkers, ScoringLost
-from ludus.cluster.supervisor import Crowd
-from ludus.cluster.worker_pool import Limits
-from ludus.cluster.workers import Host
+from ludus.cluster.supervisor import WorkerGroup
+from ludus.cluster.worker_pool import PoolLimits
+from ludus.cluster.workers import WorkerServer
 from ludus.config import load_config
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.errors import ConfigError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rollout.reward_executor import RewardLate
+from ludus.rollout.reward_executor import RewardTimeout
 from ludus.types import StopReason, Task, Trajectory
 from test_cluster import JOB, FakeLauncher, plan
 from test_engine_server import Fake, serving
@@ -62,20 +72,20 @@ class Judging:
 
     async def call(self, message, deadline_s):
         match message:
-            case Begin():
+            case StartRole():
                 return Started("here", self.number)
             case Ping():
-                return Pulse()
+                return Heartbeat()
             case ScoreJob():
                 self.scored.append(message)
                 if message.task.id == self.late:
                     await asyncio.sleep(deadline_s)
-                    raise RoleLost(f"worker {self.number} gave no answer.") from TimeoutError()
+                    raise WorkerDied(f"worker {self.number} gave no answer.") from TimeoutError()
                 if self.go is not None:
                     await self.go.wait()
                 if self.ends or self.killed:
-                    raise RoleLost(f"worker {self.number} is gone.")
-                return Scores({"solved": 1.0}, 1.0, 0.25)
+                    raise WorkerDied(f"worker {self.number} is gone.")
+                return RewardScores({"solved": 1.0}, 1.0, 0.25)
         return None
 
     async def kill(self):
@@ -88,7 +98,7 @@ def workers(made, **changes) -> RewardWorkers:
 
     config = ClusterConfig(**{"reward_workers": 1, "scoring_timeout_s": 0.05} | changes)
     spec = RewardSpec(load_config("search", []), ".")
-    return RewardWorkers(config, spec, start, Limits(5, 5, 10))
+    return RewardWorkers(config, spec, start, PoolLimits(5, 5, 10))
 
 
 def test_a_scoring_whose_worker_is_lost_is_done_by_another_one_once():
@@ -111,10 +121,10 @@ def test_a_scoring_whose_worker_is_lost_is_done_by_another_one_once():
 def test_a_late_scoring_is_a_failure_at_once_and_no_loss_of_its_worker(caplog):
     async def scenario(made):
         rewards = workers(made)
-        rewards.pool.limits = Limits(5, 5, 0)
+        rewards.pool.limits = PoolLimits(5, 5, 0)
         rewards.pool.keep()
         for _ in range(2):
-            with pytest.raises(RewardLate, match=r"task t took longer than 0\.05 s") as late:
+            with pytest.raises(RewardTimeout, match=r"task t took longer than 0\.05 s") as late:
                 await rewards.scored(TASK, PLAYED)
             assert isinstance(late.value.__cause__, TimeoutError)  # the ledger notes the clock
         assert (await rewards.scored(replace(TASK, id="another"), PLAYED)).reward == 1.0
@@ -135,7 +145,7 @@ def test_what_is_scored_beside_a_late_one_ends_before_its_worker_goes():
         rewards.pool.keep()
         await rewards.pool.full()
         beside = asyncio.create_task(rewards.scored(replace(TASK, id="another"), PLAYED))
-        with pytest.raises(RewardLate):
+        with pytest.raises(RewardTimeout):
             await rewards.scored(TASK, PLAYED)
         await rewards.pool.full()
         assert list(rewards.pool.members) == [1]
@@ -167,9 +177,9 @@ def test_an_episode_that_ends_one_reward_worker_after_another_is_a_failure_of_it
 def test_a_pool_of_reward_workers_that_cannot_go_on_stops_the_run_and_no_episode():
     async def scenario(made):
         rewards = workers(made)
-        rewards.pool.limits = Limits(5, 5, 0)
+        rewards.pool.limits = PoolLimits(5, 5, 0)
         rewards.pool.keep()
-        with pytest.raises(RoleLost, match="no reward worker to go on with"):
+        with pytest.raises(WorkerDied, match="no reward worker to go on with"):
             await rewards.scored(TASK, PLAYED)
         await rewards.pool.close()
 
@@ -198,7 +208,7 @@ def test_what_a_worker_played_comes_back_scored_by_a_reward_worker():
         launcher = Playing([url])
         own = plan(engines=1, workers=1)
         config = own.config.model_copy(update={"reward_workers": 2})
-        crowd = Crowd(type(own)(config, own.engine, own.worker, (), own.connect, reward=spec), launcher)
+        crowd = WorkerGroup(type(own)(config, own.engine, own.worker, (), own.connect, reward=spec), launcher)
         assert [need.cpus for need in crowd.plan.needs] == [1, 1, 1, 1]
         await crowd.open()
         found = await crowd.play(JOB, 5)
@@ -221,18 +231,18 @@ def host(tmp_path):
     world = tmp_path / "judged.py"
     world.write_text(WORLD)
     words = ["--env.name", str(world), "--cluster.scorings_per_worker", "2", "--run.threads", "1"]
-    return Host(RewardSpec(load_config("search", words), str(tmp_path)), "127.0.0.1")
+    return WorkerServer(RewardSpec(load_config("search", words), str(tmp_path)), "127.0.0.1")
 
 
 def test_a_reward_worker_scores_with_its_world_and_answers_while_it_does(host, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     async def scenario():
-        assert isinstance((await host.call(0, Begin())).take(), Started)
+        assert isinstance((await host.call(0, StartRole())).take(), Started)
         played = [replace(PLAYED, sample=n, tags={"waits": str(tmp_path)}) for n in (1, 2)]
         both = [asyncio.create_task(host.call(one.sample, ScoreJob(TASK, one))) for one in played]
         await until(lambda: len(list(tmp_path.glob("begun-*"))) == 2)  # two at once, as set
-        assert (await host.call(3, Ping())).take() == Pulse(under_way=2)
+        assert (await host.call(3, Ping())).take() == Heartbeat(under_way=2)
         (tmp_path / "go").touch()
         for one in both:
             found = (await one).take()
@@ -240,7 +250,7 @@ def test_a_reward_worker_scores_with_its_world_and_answers_while_it_does(host, m
             assert found.seconds > 0
         with pytest.raises(WorldError, match=r"A reward of task broken raised .*no such verdict"):
             (await host.call(4, ScoreJob(Task("broken", (), None), played[0]))).take()
-        (await host.call(5, Stop())).take()
+        (await host.call(5, Shutdown())).take()
 
     asyncio.run(scenario())
 
@@ -249,7 +259,7 @@ def test_a_reward_worker_scores_with_its_world_and_answers_while_it_does(host, m
 class Near:
     """A reward worker's host in this process, which is asked as one elsewhere is."""
 
-    host: Host
+    host: WorkerServer
     scored: list[ScoreJob] = field(default_factory=list)
 
     async def call(self, message, deadline_s):
@@ -264,7 +274,7 @@ class Near:
             raise
         except TimeoutError as error:
             self.host.cancel(number)
-            raise RoleLost("It gave no answer.") from error
+            raise WorkerDied("It gave no answer.") from error
 
     async def kill(self):
         pass

@@ -23,8 +23,8 @@ from cluster_runs import (
     sends,
     started,
 )
-from ludus.cluster.handles import Needs, RoleLost
-from ludus.cluster.protocol import Answer, Ping
+from ludus.cluster.handles import ResourceRequest, WorkerDied
+from ludus.cluster.protocol import Ping, WorkerResponse
 from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import LudusError
@@ -214,21 +214,21 @@ class Unreadable:
 
 def test_what_an_actor_of_ray_cannot_read_is_no_lost_actor():
     ray = pytest.importorskip("ray")
-    from ludus.cluster.ray_launcher import RayRemote
+    from ludus.cluster.ray_launcher import RayWorkerHandle
 
     class Echo:
         async def call(self, number, message):
-            return Answer(number)
+            return WorkerResponse(number)
 
         async def cancel(self, number):
             pass
 
     async def calls():
-        remote = RayRemote("worker 1", ray.remote(Echo).options(num_cpus=0).remote(), Needs())
+        remote = RayWorkerHandle("worker 1", ray.remote(Echo).options(num_cpus=0).remote(), ResourceRequest())
         first = await remote.call(Ping(), 60)
         with pytest.raises(LudusError, match="cannot be read there: invalid literal") as met:
             await remote.call(Unreadable(), 60)
-        assert not isinstance(met.value, RoleLost)
+        assert not isinstance(met.value, WorkerDied)
         return first, await remote.call(Ping(), 60)
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)

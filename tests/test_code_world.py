@@ -28,7 +28,7 @@ from ludus.types import StopReason, Trajectory
 from ludus.worlds.code import guest_runner
 from ludus.worlds.code.difficulty_report import borrowed, constant, rates, unchanged, variety
 from ludus.worlds.code.generate import LEVELS, SPLITS, catalogue, is_held_out, split_of_chain
-from ludus.worlds.code.grader import LIMITS, Case, CodeTruth, Judge, same_output
+from ludus.worlds.code.grader import LIMITS, CodeGrader, CodeTruth, TestCase, same_output
 from ludus.worlds.code.layouts import LAYOUTS
 from ludus.worlds.code.problems import NUM_SHOWN, TooLarge, _pool, source_of
 from ludus.worlds.code.records import load_tasks
@@ -63,7 +63,7 @@ def grade(sandbox, truth, *programs, limits=QUICK):
     """The gradings of programs, all at once."""
 
     async def run():
-        judge = Judge(sandbox, limits)
+        judge = CodeGrader(sandbox, limits)
         return await asyncio.gather(*(judge.judge(one, truth, truth.cases) for one in programs))
 
     return asyncio.run(run())
@@ -294,13 +294,13 @@ def test_the_program_of_an_answer_is_its_last_block(answer, program):
 
 
 def adder(**more):
-    cases = [Case(f"t{i}", (i, 7), i + 7) for i in range(4)]
+    cases = [TestCase(f"t{i}", (i, 7), i + 7) for i in range(4)]
     names = tuple(one.name for one in cases)
     return CodeTruth(names, hidden=frozenset(names[1:]), entry="add", cases=tuple(cases), **more)
 
 
 def printer():
-    cases = tuple(Case(f"t{i}", f"{i} 7\n", f"{i + 7}\n") for i in range(3))
+    cases = tuple(TestCase(f"t{i}", f"{i} 7\n", f"{i + 7}\n") for i in range(3))
     return CodeTruth(tuple(c.name for c in cases), style="stdin", entry="", cases=cases)
 
 
@@ -379,9 +379,9 @@ class Watched:
 
 
 def test_what_is_due_never_goes_into_the_run_of_the_program(sandbox):
-    truth = CodeTruth(("a",), entry="f", cases=(Case("a", (4, "abc"), "the-secret-77"),))
-    printing = replace(truth, style="stdin", cases=(Case("a", "4 abc\n", "the-secret-77\n"),))
-    checks = replace(truth, style="checks", cases=(Case("a", "assert candidate(4) == 'the-secret-77'"),))
+    truth = CodeTruth(("a",), entry="f", cases=(TestCase("a", (4, "abc"), "the-secret-77"),))
+    printing = replace(truth, style="stdin", cases=(TestCase("a", "4 abc\n", "the-secret-77\n"),))
+    checks = replace(truth, style="checks", cases=(TestCase("a", "assert candidate(4) == 'the-secret-77'"),))
     program = "def f(*a): return 'nothing-known'"
     for one in (truth, printing, checks):
         watched = Watched(sandbox)
@@ -428,7 +428,7 @@ def test_tasks_in_the_manner_of_human_eval(sandbox, tmp_path):
     assert [task.id for task in tasks] == [row["task_id"] for row in TASKS]
 
     async def run(program_of_task, limits):
-        judge = Judge(sandbox, limits)
+        judge = CodeGrader(sandbox, limits)
         return await asyncio.gather(
             *(judge.judge(program_of_task(t.truth), t.truth, t.truth.cases) for t in tasks)
         )
@@ -710,7 +710,7 @@ def test_thrift_is_measured_only_where_it_is_wanted(sandbox):
 
 def test_what_run_tests_says(sandbox, world):
     task = next(t for t in world.tasks("train") if t.truth.style == "function")
-    judge = Judge(sandbox, QUICK)
+    judge = CodeGrader(sandbox, QUICK)
     tool = run_tests_tool(judge, task.truth)
     said = asyncio.run(tool.function(code="def solve(*args):\n    return 'odd'"))
     assert said.startswith("0 of 3 shown tests pass.\nFAILED: solve(")

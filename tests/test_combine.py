@@ -25,14 +25,14 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
-from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode
 from ludus.tasks.order import TaskOrder
-from ludus.training.collection.prompt_stream import TaskStream
-from ludus.training.collection.reward_mixing import Combiner, check_reward_settings, plan_parts
-from ludus.training.collection.rollout_collector import Sampler
-from ludus.training.credit.advantages import Credit, assign_credit
+from ludus.training.collection.prompt_stream import PromptStream
+from ludus.training.collection.reward_mixing import RewardMixer, check_reward_settings, plan_parts
+from ludus.training.collection.rollout_collector import RolloutCollector
+from ludus.training.credit.advantages import TrainingSample, assign_credit
 from ludus.training.value_models.reward_model import RewardEnsemble, RewardModel
 from ludus.training.value_models.scalar_head import HeadModel
 from ludus.types import Failure, Group, Segment, StopReason, Task, Trajectory
@@ -48,9 +48,9 @@ WORLD = (
 )
 
 
-def combiner(**settings) -> Combiner:
+def combiner(**settings) -> RewardMixer:
     config = Config(rewards=RewardsConfig(**settings))
-    return Combiner(config.rewards, plan_parts(config, WORLD))
+    return RewardMixer(config.rewards, plan_parts(config, WORLD))
 
 
 def episode(right: float, form: float, short: float, tag: str = "a", **changes) -> Episode:
@@ -66,7 +66,7 @@ def episode(right: float, form: float, short: float, tag: str = "a", **changes) 
     return Episode(RolloutKey(1, "t", 0), task, replace(trajectory, **changes))
 
 
-def rewards_of(one: Combiner, *groups: list[Episode], step: int = 1) -> list[list[float]]:
+def rewards_of(one: RewardMixer, *groups: list[Episode], step: int = 1) -> list[list[float]]:
     return [[e.trajectory.reward for e in group] for group in one.combine(step, groups)]
 
 
@@ -137,13 +137,13 @@ def test_failed_episodes_stay_as_they_are():
     assert group[1].trajectory.reward == pytest.approx(0.3)
 
 
-def judged(kind, combination: str = "weighted_sum", takes_turns: bool = False) -> Combiner:
+def judged(kind, combination: str = "weighted_sum", takes_turns: bool = False) -> RewardMixer:
     settings = RewardsConfig(model="x", model_weight=0.3, combination=combination)
     states = HeadModel(tiny_model(), "reward model", "")
     with torch.no_grad():
         states.head.bias.fill_(math.log(3))  # the head's weights are 0: sigmoid(score) is 3/4 everywhere
     parts = plan_parts(Config(rewards=settings), WORLD)
-    return Combiner(
+    return RewardMixer(
         settings, parts, takes_turns=takes_turns, model=RewardEnsemble((RewardModel(states, kind),))
     )
 
@@ -312,7 +312,7 @@ def test_rewards_that_the_advantage_does_not_take_are_refused_before_a_model_is_
 
 def test_a_group_that_lengths_tell_apart_fills_a_place_of_the_batch_that_streams():
     shaped = combiner(length={"kind": "linear", "target": 8, "cap": 0.1})
-    stream = TaskStream(
+    stream = PromptStream(
         SimpleNamespace(algorithm=PRESETS["dapo"], combiner=shaped),
         TaskOrder([Task("t", (), None)], 0),
         1,
@@ -322,7 +322,7 @@ def test_a_group_that_lengths_tell_apart_fills_a_place_of_the_batch_that_streams
     assert not stream.counts(even)
     for own, trains in ((uneven, True), (even, False)):
         credits = assign_credit(shaped.combine(1, [own]), PRESETS["dapo"])
-        assert all((credit.outcome is Outcome.TRAINED) == trains for credit in credits)
+        assert all((credit.outcome is RolloutOutcome.TRAINED) == trains for credit in credits)
 
 
 def test_a_part_that_does_not_count_makes_no_group_fill_a_place_of_the_batch_that_streams():
@@ -333,11 +333,11 @@ def test_a_part_that_does_not_count_makes_no_group_fill_a_place_of_the_batch_tha
     ]
     for own, counts in ((None, False), (combiner(weights={"form": 0.3}), True)):
         sampler = SimpleNamespace(algorithm=PRESETS["dapo"], combiner=own)
-        assert TaskStream(sampler, TaskOrder([Task("t", (), None)], 0), 1).counts(group) == counts
+        assert PromptStream(sampler, TaskOrder([Task("t", (), None)], 0), 1).counts(group) == counts
     assert {c.reason for c in assign_credit([group], PRESETS["dapo"])} == {"zero_variance"}
 
 
-class Canned(Sampler):
+class Canned(RolloutCollector):
     """Its rounds are played already."""
 
     rounds: ClassVar[list[list[list[Episode]]]] = []
@@ -354,11 +354,11 @@ def named(name: str, tag: str, *rights: float) -> list[Episode]:
     ]
 
 
-def sampled(algorithm, rounds: list[list[list[Episode]]]) -> list[Credit]:
+def sampled(algorithm, rounds: list[list[list[Episode]]]) -> list[TrainingSample]:
     """The credits of a step of two tasks, from such rounds."""
     words = ["--training.tasks_per_step", "2", "--rewards.normalise_by", "family"]
     config = load_config("guess", [*words, "--rewards.normalise_over", "batch"])
-    one = Combiner(config.rewards, plan_parts(config, WORLD))
+    one = RewardMixer(config.rewards, plan_parts(config, WORLD))
     ledger = SimpleNamespace(trained_ahead=lambda step: set())
     session = SimpleNamespace(config=config)
     sampler = Canned(session, None, replace(algorithm, resample_rounds=1), None, ledger, combiner=one)

@@ -17,7 +17,7 @@ from battery_run import descendants
 from container_engine import put_engine
 from ludus.cli.main import main
 from ludus.errors import UserError, WorldError
-from ludus.sandbox import Change, Limits, SandboxSettings, Snapshot, open_sandbox
+from ludus.sandbox import FileChange, Limits, SandboxSettings, Snapshot, open_sandbox
 from ludus.sandbox.base import BoundsSessions
 from ludus.sandbox.local import container
 from ludus.tools.files import files_tools
@@ -71,7 +71,7 @@ def test_a_session_keeps_an_interpreter_and_its_files(engine):
 def test_the_files_of_a_session_are_changed_taken_out_and_brought_back(engine):
     async def act(box):
         session = await box.session("shell", files={"a": b"1", "run.sh": b"echo ran"})
-        await session.change(Change({"b": b"2"}, {"run.sh": True}, frozenset({"a"})))
+        await session.change(FileChange({"b": b"2"}, {"run.sh": True}, frozenset({"a"})))
         assert (await session.run("X=7; ls; ./run.sh; echo t > /tmp/t")).text == "b\nrun.sh\nran\n"
         taken = await session.snapshot()
         assert taken == Snapshot({"b": b"2", "run.sh": b"echo ran"}, frozenset({"run.sh"}))

@@ -27,16 +27,16 @@ from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.errors import LearnerError, SyncError
 from ludus.recipes import list_recipes
 from ludus.rewards.base import Reward
-from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
+from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.scheduler import Episode
 from ludus.training.batches.rows import row_of_trajectory
-from ludus.training.collection.algorithm_state import Memory
+from ludus.training.collection.algorithm_state import AlgorithmState
 from ludus.training.collection.rollout_collector import overlong_limit
 from ludus.training.credit.advantages import assign_credit, training_rows, with_estimates
 from ludus.training.credit.estimates import Estimates
 from ludus.training.rl.advantage_inputs import check_parity, refine, rejected_share, with_entropy_filter
-from ludus.training.rl.sync_trainer import RlLoop
-from ludus.training.rl.train_step import Learning
+from ludus.training.rl.sync_trainer import SyncTrainer
+from ludus.training.rl.train_step import TrainStep
 from ludus.types import Failure, Segment, StopReason, Task, Trajectory
 from test_learner import learner, tiny_model
 
@@ -204,7 +204,7 @@ def test_in_every_recipe_an_episode_that_a_token_limit_cuts_is_punished(recipe, 
         task = Task("t", (), None)
         episodes = [Episode(RolloutKey(1, "t", i), task, one) for i, one in enumerate((right, wrong, cut))]
         credits = assign_credit([episodes], algorithm, overlong_limit(config, algorithm))
-        assert [c.outcome for c in credits] == [Outcome.TRAINED] * 3
+        assert [c.outcome for c in credits] == [RolloutOutcome.TRAINED] * 3
         assert credits[2].advantage < credits[1].advantage <= credits[0].advantage
 
 
@@ -273,7 +273,7 @@ def test_the_share_of_equal_groups_is_what_the_filter_drops(name):
         session=SimpleNamespace(world=SimpleNamespace(rewards=[Reward("right", len, outcome=True)])),
         sampled=SimpleNamespace(partial={}),
     )
-    metrics = RlLoop.account(loop, 1, list(credits), {})
+    metrics = SyncTrainer.account(loop, 1, list(credits), {})
     assert metrics["groups/zero_variance"] == pytest.approx(len(dropped) / (len(groups) - 1))
     assert (len(dropped) == len(groups) - 2) == (name == "grpo")
 
@@ -309,14 +309,14 @@ def real_group(rewards=REWARDS, shift=0.0):
 def test_a_trajectory_whose_ratio_is_out_of_bounds_does_not_train():
     episodes, one = real_group(shift=1.0)
     credits = refine(assign_credit([episodes], one.algorithm), one, 0)
-    assert [c.outcome for c in credits] == [Outcome.MASKED, *[Outcome.TRAINED] * 3]
+    assert [c.outcome for c in credits] == [RolloutOutcome.MASKED, *[RolloutOutcome.TRAINED] * 3]
     assert credits[0].reason == "rejected"
     lengths = [len(c.advantages) for c in credits]
     assert rejected_share(credits) == lengths[0] / sum(lengths)
     wide = PartOptions(correction={"high": 3.0})
     one.algorithm = replace(one.algorithm, options=wide)
     kept = refine(assign_credit([episodes], one.algorithm), one, 0)
-    assert all(c.outcome is Outcome.TRAINED for c in kept)
+    assert all(c.outcome is RolloutOutcome.TRAINED for c in kept)
     assert rejected_share(kept) == rejected_share([]) == 0.0
 
 
@@ -341,10 +341,10 @@ def test_the_tokens_that_a_filter_drops_leave_a_trajectory_that_trains():
         count = len(found[0].advantages)
         if trains:
             assert found[0].trains == (False, *[True] * (count - 1))
-            assert [c.outcome for c in found] == [Outcome.TRAINED] * 4
+            assert [c.outcome for c in found] == [RolloutOutcome.TRAINED] * 4
             assert rejected_share(found) == 1 / sum(len(c.advantages) for c in found)
         else:
-            assert [c.outcome for c in found] == [Outcome.MASKED, *[Outcome.TRAINED] * 3]
+            assert [c.outcome for c in found] == [RolloutOutcome.MASKED, *[RolloutOutcome.TRAINED] * 3]
         assert {c.trains for c in found[1:]} == {None}
 
 
@@ -393,9 +393,11 @@ def test_gtpo_leaves_out_completions_of_high_entropy():
     episodes, one = real_group()
     one.algorithm = replace(PRESETS["gtpo"], options=PartOptions(loss={"entropy_bound": 0.01}))
     credits = refine(assign_credit([episodes], one.algorithm), one, 0)
-    assert {(c.outcome, c.reason) for c in credits} == {(Outcome.MASKED, "entropy")}
+    assert {(c.outcome, c.reason) for c in credits} == {(RolloutOutcome.MASKED, "entropy")}
     one.algorithm = replace(one.algorithm, options=PartOptions(loss={"entropy_bound": math.log(61)}))
-    assert all(c.outcome is Outcome.TRAINED for c in refine(assign_credit([episodes], one.algorithm), one, 0))
+    assert all(
+        c.outcome is RolloutOutcome.TRAINED for c in refine(assign_credit([episodes], one.algorithm), one, 0)
+    )
 
 
 def gtpo_parts(credits, one):
@@ -436,17 +438,17 @@ def test_a_run_measures_the_initial_entropy_once_and_keeps_it(bound, filters):
     episodes, one = real_group()
     one.algorithm = replace(PRESETS["gtpo"], options=PartOptions(loss={"entropy_bound": bound}))
     control = control_of(load_config("guess", []), one.algorithm)
-    learning = Learning(SimpleNamespace(config=load_config("guess", [])), one, control, Ledger())
+    learning = TrainStep(SimpleNamespace(config=load_config("guess", [])), one, control, Ledger())
     credits = learning._prepare(1, assign_credit([episodes], one.algorithm))
-    assert {c.outcome for c in credits} == {Outcome.TRAINED}
+    assert {c.outcome for c in credits} == {RolloutOutcome.TRAINED}
     assert one.algorithm.options.loss["entropy_bound"] == (bound if filters else math.inf)
     first = learning.initial_entropy
     with torch.no_grad():
         one.scorer.model.get_output_embeddings().weight.zero_()
     learning._prepare(2, assign_credit([episodes], one.algorithm))
     assert learning.initial_entropy == first
-    memory = replace(Memory(), initial_entropy=first)
-    assert Memory.start(one.algorithm, memory.to_json()).initial_entropy == first
+    memory = replace(AlgorithmState(), initial_entropy=first)
+    assert AlgorithmState.start(one.algorithm, memory.to_json()).initial_entropy == first
 
 
 def test_conflict_tokens_of_gtpo_are_those_of_unbroken_runs_unless_set_otherwise():

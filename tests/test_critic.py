@@ -17,13 +17,13 @@ from ludus.cli.main import main
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.errors import ConfigError, LearnerError, UserError
-from ludus.rollout.ledger import Outcome
+from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.learner.learner import Learner, LearnerSettings
-from ludus.training.learner.logprobs import Scorer
-from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.learner.logprobs import LogprobScorer
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.rl.advantage_inputs import refine
 from ludus.training.rl.build import train
 from ludus.training.run.run_dir import RunFolder, locked, new_run
@@ -49,7 +49,7 @@ PPO = SMALLEST | {"algorithm__preset": "ppo"}
 def critic(model=None, rate=6e-3, states=None, **settings):
     return Critic(
         model or tiny_model(),
-        OptimiserSettings(learning_rate=rate, total_steps=100),
+        OptimizerSettings(learning_rate=rate, total_steps=100),
         CriticSettings(states=states or StateSettings(), **settings),
     )
 
@@ -309,8 +309,8 @@ def test_its_loss_falls_on_what_a_run_sampled(preset, sampled):
     rewards = [episode.trajectory.reward for group in groups.values() for episode in group]
     assert len(set(rewards)) > 1
     learner = Learner(
-        Scorer(session.model, 0.7),
-        Optimiser(session.model, OptimiserSettings(learning_rate=1e-3, total_steps=1)),
+        LogprobScorer(session.model, 0.7),
+        Optimizer(session.model, OptimizerSettings(learning_rate=1e-3, total_steps=1)),
         algorithm,
         LearnerSettings(),
     )
@@ -356,7 +356,7 @@ def test_ppo_takes_its_advantages_and_targets_from_the_values():
     whitened = advantages.whiten(values=raw, mask=mask)
     for i, credit in enumerate(credits):
         n = len(credit.advantages)
-        assert credit.outcome is Outcome.TRAINED
+        assert credit.outcome is RolloutOutcome.TRAINED
         assert credit.advantages == pytest.approx(whitened[i, :n].tolist(), abs=1e-10)
         assert credit.targets == pytest.approx((raw + values)[i, :n].tolist(), abs=1e-10)
 

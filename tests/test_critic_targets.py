@@ -15,7 +15,7 @@ from ludus.config.load import load_config
 from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import assign_credit, with_estimates
 from ludus.training.credit.estimates import Estimates
-from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.rl.advantage_inputs import refine
 from ludus.training.value_models.factory import at_openings, make_judge, train_judge
 from ludus.types import Segment, StopReason, Trajectory
@@ -160,7 +160,7 @@ def test_autocast_around_the_training_of_a_judge_changes_nothing(preset):
     for under in (False, True):
         episodes, one = real_group()
         one.algorithm = replace(PRESETS[preset])
-        one.scorers["reference"] = Scorer(tiny_model(seed=1), 1.0)
+        one.scorers["reference"] = LogprobScorer(tiny_model(seed=1), 1.0)
         judge = judge_of(preset, tiny_model(torch.float32))
         greedy = replace(episodes[1], key=replace(episodes[1].key, sample=4), greedy=True)
         group = [*episodes, *([greedy] if preset == "coderl" else [])]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ludus.algorithms.aggregate import Normaliser
+from ludus.algorithms.aggregate import Normalizer
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.losses import LOSSES
 from ludus.algorithms.losses.clipping import CUTS
@@ -48,7 +48,7 @@ def given(logprobs=None):
 
 
 def fraction(batch, algorithm):
-    return objective(batch, algorithm, Normaliser.of(batch.mask))[1].clip.fraction
+    return objective(batch, algorithm, Normalizer.of(batch.mask))[1].clip.fraction
 
 
 @pytest.mark.parametrize(("loss", "fields", "options"), CASES)
@@ -84,7 +84,7 @@ def test_the_share_that_a_loss_chose_is_reported():
     batch = given()
     chosen = torch.zeros_like(batch.mask)
     chosen[tuple(batch.mask.nonzero()[:3].T)] = True
-    stats = objective(replace(batch, chosen=chosen), PRESETS["clip_cov"], Normaliser.of(batch.mask))[1]
+    stats = objective(replace(batch, chosen=chosen), PRESETS["clip_cov"], Normalizer.of(batch.mask))[1]
     assert stats.chosen_share == pytest.approx(3 / int(batch.mask.sum()))
     assert (stats + stats).chosen_share == stats.chosen_share
 

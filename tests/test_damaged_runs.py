@@ -8,7 +8,7 @@ import pytest
 
 from ludus.envs.registry import build_world
 from ludus.errors import StorageError
-from ludus.rollout.ledger import AccountingError, Ledger, Outcome, RolloutKey
+from ludus.rollout.ledger import AccountingError, Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.training.rl.build import task_order
 from ludus.training.run.checkpoint import checkpoint_path, read_state
@@ -138,12 +138,12 @@ def test_a_rollout_that_trained_ahead_of_its_step_never_begins_again(spanning):
     ledger = Ledger(spanning=True)
     other = RolloutKey(3, "other", 0)
     for key, outcome in (
-        (KEY, Outcome.TRAINED),
-        (other, Outcome.DROPPED),
+        (KEY, RolloutOutcome.TRAINED),
+        (other, RolloutOutcome.DROPPED),
         (RolloutKey(1, "task", 0), "trained"),
     ):
         ledger.start(key)
-        ledger.finish(key, Outcome(outcome), "done")
+        ledger.finish(key, RolloutOutcome(outcome), "done")
     ledger.close(1)
     with pytest.raises(AccountingError, match="has trained before"):
         ledger.start(KEY)
@@ -152,7 +152,7 @@ def test_a_rollout_that_trained_ahead_of_its_step_never_begins_again(spanning):
     with pytest.raises(AccountingError, match="has trained before"):
         resumed.start(KEY)
     resumed.start(other)
-    resumed.finish(other, Outcome.TRAINED, "done")
+    resumed.finish(other, RolloutOutcome.TRAINED, "done")
     resumed.close(3)
     assert resumed.state().ahead == ()
 

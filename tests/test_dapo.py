@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ludus.algorithms.aggregate import Normaliser
+from ludus.algorithms.aggregate import Normalizer
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.objective import objective
 from ludus.algorithms.spec.algorithm import Algorithm
@@ -24,7 +24,7 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.load import load_config
 from ludus.rollout.ledger import Ledger
 from ludus.tasks.order import TaskOrder
-from ludus.training.collection.rollout_collector import Sampler
+from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import training_rows
 from ludus.types import Task
 from test_credit import group
@@ -65,11 +65,11 @@ def attempts(name, rewards):
     return [replace(e, trajectory=replace(e.trajectory, task_id=name)) for e in members]
 
 
-def sampler_of(algorithm: Algorithm, roll_out) -> Sampler:
+def sampler_of(algorithm: Algorithm, roll_out) -> RolloutCollector:
     """Two tasks a step, played by `roll_out`."""
     settings = {"training.tasks_per_step": 2, "rollout.max_turns": 2, "rollout.max_new_tokens": BUDGET // 2}
     config = load_config("search", [word for k, v in settings.items() for word in (f"--{k}", str(v))])
-    sampler = Sampler(SimpleNamespace(config=config), None, algorithm, None, Ledger())
+    sampler = RolloutCollector(SimpleNamespace(config=config), None, algorithm, None, Ledger())
     sampler.roll_out = roll_out
     return sampler
 
@@ -96,7 +96,7 @@ def step(algorithm: Algorithm) -> Gradient:
     old = torch.full_like(moved, -1.0)
     leaf = (old + moved).requires_grad_()
     batch = TokenBatch(leaf, old, old, advantages, mask, ref_logprobs=old)
-    loss, _ = objective(batch, algorithm, Normaliser.of(mask))
+    loss, _ = objective(batch, algorithm, Normalizer.of(mask))
     (gradient,) = torch.autograd.grad(loss, leaf)
     return {
         (row.name, t): value

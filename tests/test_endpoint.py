@@ -16,20 +16,20 @@ from ludus.envs.tool_env import ToolEnv
 from ludus.errors import ConfigError, EngineError, UserError
 from ludus.evaluation.evaluate import EvaluationPlan, evaluate
 from ludus.rewards.base import Reward
-from ludus.rewards.exact_match import Answers, exact_match, well_formed
-from ludus.rollout.build import Play, scheduler
-from ludus.rollout.chat_session import Conversation
+from ludus.rewards.exact_match import ExpectedAnswers, exact_match, well_formed
+from ludus.rollout.build import SamplingPlan, scheduler
+from ludus.rollout.chat_session import ChatSession
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.openai_client import (
-    Endpoint,
-    EndpointConversation,
-    EndpointSettings,
-    Usage,
+    OpenAIChatSession,
+    OpenAIClient,
+    OpenAIClientSettings,
+    TokenUsage,
     endpoint_conversations,
     read_answer,
 )
-from ludus.rollout.scheduler import Job
+from ludus.rollout.scheduler import RolloutRequest
 from ludus.tools.search import PassageIndex, search_tool
 from ludus.types import SamplingParams, StopReason, Task, ToolStatus
 
@@ -45,7 +45,9 @@ PARAMS = SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=32)
 
 def task(name="t", truth="United Kingdom"):
     question = {"role": "user", "content": "Of which country is the city of EGLL the capital?"}
-    return Task(name, ({"role": "system", "content": "Search."}, question), Answers((truth,)), {"hops": "2"})
+    return Task(
+        name, ({"role": "system", "content": "Search."}, question), ExpectedAnswers((truth,)), {"hops": "2"}
+    )
 
 
 def no_sleep(waits):
@@ -61,9 +63,9 @@ def play(script, waits=None, parser=None, max_tokens=None, max_turns=6, **option
     async def run(server):
         options.setdefault("timeout_s", 5.0)
         sleep = no_sleep([] if waits is None else waits)
-        where = EndpointSettings(server.url, "m", **options)
-        async with Endpoint(where, sleep=sleep) as endpoint:
-            conversation: Conversation = EndpointConversation(endpoint, PARAMS, 7, max_tokens, parser)
+        where = OpenAIClientSettings(server.url, "m", **options)
+        async with OpenAIClient(where, sleep=sleep) as endpoint:
+            conversation: ChatSession = OpenAIChatSession(endpoint, PARAMS, 7, max_tokens, parser)
             world = ToolEnv([search_tool(PassageIndex(PASSAGES), 1)], REWARDS)
             limits = EpisodeLimits(max_turns=max_turns)
             return await run_episode(task(), 0, world, conversation, limits), endpoint
@@ -78,9 +80,9 @@ def fails(script, kind=EngineError, **options):
 
     async def run(server):
         options.setdefault("timeout_s", 5.0)
-        where = EndpointSettings(server.url, "m", **options)
-        async with Endpoint(where, sleep=no_sleep([])) as endpoint:
-            conversation = EndpointConversation(endpoint, PARAMS, 7)
+        where = OpenAIClientSettings(server.url, "m", **options)
+        async with OpenAIClient(where, sleep=no_sleep([])) as endpoint:
+            conversation = OpenAIChatSession(endpoint, PARAMS, 7)
             conversation.open(task().prompt, ())
             await conversation.act()
 
@@ -106,7 +108,7 @@ def test_a_two_hop_dialogue_is_played_and_scored():
         "Then London.",
         None,
     ]
-    assert endpoint.usage == Usage(90, 15, 3)
+    assert endpoint.usage == TokenUsage(90, 15, 3)
     first, _, last = server.requests
     assert [m["role"] for m in last["messages"]] == [
         "system",
@@ -171,9 +173,9 @@ class SmallWorld:
 
 def evaluated(script, rollout):
     async def run(server):
-        where = EndpointSettings(server.url, "m", concurrency=2, retries=0, timeout_s=60)
-        async with httpx.AsyncClient() as client, Endpoint(where, client) as endpoint:
-            converse = endpoint_conversations(endpoint, rollout, Play("eval", 0.5, seed=3))
+        where = OpenAIClientSettings(server.url, "m", concurrency=2, retries=0, timeout_s=60)
+        async with httpx.AsyncClient() as client, OpenAIClient(where, client) as endpoint:
+            converse = endpoint_conversations(endpoint, rollout, SamplingPlan("eval", 0.5, seed=3))
             world = SmallWorld()
             plan = EvaluationPlan("test", 3, 2, 0.5, seed=3)
             result, episodes = await evaluate(
@@ -316,7 +318,7 @@ def test_several_refusals_are_learned_together_and_a_temperature_of_zero_stays_n
     fields = (above_zero, *map(pydantic_style, ("seed", "top_p", "max_tokens", "max_completion_tokens")))
 
     async def run(server):
-        async with Endpoint(EndpointSettings(server.url, "m")) as endpoint:
+        async with OpenAIClient(OpenAIClientSettings(server.url, "m")) as endpoint:
             params = SamplingParams(temperature=0.0, max_new_tokens=8)
             await asyncio.gather(*(endpoint.chat(task().prompt, (), params, 0) for _ in range(3)))
             before = len(server.requests)
@@ -347,10 +349,10 @@ def test_nobody_listens():
     with serving([]) as server:
         url = server.url
     waits = []
-    where = EndpointSettings(url, "m", retries=2)
+    where = OpenAIClientSettings(url, "m", retries=2)
 
     async def run():
-        async with Endpoint(where, sleep=no_sleep(waits)) as endpoint:
+        async with OpenAIClient(where, sleep=no_sleep(waits)) as endpoint:
             await endpoint.chat(task().prompt, (), PARAMS, 0)
 
     with pytest.raises(EngineError, match=r"did not answer \(3 attempts\): ConnectError") as caught:
@@ -368,8 +370,8 @@ def test_a_slow_server_is_not_asked_twice(slow):
 
 def test_a_timeout_of_the_episode_is_not_the_servers():
     async def run(server):
-        async with Endpoint(EndpointSettings(server.url, "m")) as endpoint:
-            conversation = EndpointConversation(endpoint, PARAMS, 7)
+        async with OpenAIClient(OpenAIClientSettings(server.url, "m")) as endpoint:
+            conversation = OpenAIChatSession(endpoint, PARAMS, 7)
             return await run_episode(
                 task(), 0, ToolEnv([], REWARDS), conversation, EpisodeLimits(timeout_s=0.1)
             )
@@ -537,8 +539,8 @@ def test_reasoning_and_what_an_environment_says_besides_go_along():
     ]
 
     async def run(server):
-        async with Endpoint(EndpointSettings(server.url, "m")) as endpoint:
-            conversation = EndpointConversation(endpoint, PARAMS, 7)
+        async with OpenAIClient(OpenAIClientSettings(server.url, "m")) as endpoint:
+            conversation = OpenAIChatSession(endpoint, PARAMS, 7)
             assert conversation.open(opening, ()) is None
             await conversation.act()
             assert conversation.observe(observed) is None
@@ -619,7 +621,7 @@ def test_any_text_can_be_sent_and_vendor_settings_go_along():
     with serving([Reply(say("fine"))]) as server:
 
         async def run():
-            async with Endpoint(EndpointSettings(server.url, "m")) as endpoint:
+            async with OpenAIClient(OpenAIClientSettings(server.url, "m")) as endpoint:
                 return await endpoint.chat([{"role": "user", "content": "ü \ud800 \x00"}], (), params, 0)
 
         assert asyncio.run(run()).action.message["content"] == "fine"
@@ -632,7 +634,7 @@ def test_any_text_can_be_sent_and_vendor_settings_go_along():
 def test_a_client_that_is_passed_in_is_used_and_stays_open():
     async def run(server):
         async with httpx.AsyncClient(headers={"X-Mine": "yes"}, timeout=1e-9) as client:
-            async with Endpoint(EndpointSettings(server.url, "m"), client) as endpoint:
+            async with OpenAIClient(OpenAIClientSettings(server.url, "m"), client) as endpoint:
                 await endpoint.chat(task().prompt, (), PARAMS, 0)
             return client.is_closed
 
@@ -646,7 +648,7 @@ def test_a_client_that_is_passed_in_is_used_and_stays_open():
     "url", ["http://h/v1", "http://h/v1/", "http://h/v1/chat/completions", "http://h/v1?version=2"]
 )
 def test_the_target_follows_from_the_base(url):
-    target = EndpointSettings(url, "m").target
+    target = OpenAIClientSettings(url, "m").target
     assert (target.host, target.path) == ("h", "/v1/chat/completions")
     assert target.query == (b"version=2" if "?" in url else b"")
 
@@ -664,26 +666,26 @@ def test_the_target_follows_from_the_base(url):
 )
 def test_settings_that_cannot_work_are_refused(url, options):
     with pytest.raises(UserError) as caught:
-        EndpointSettings(url, "m", **options)
+        OpenAIClientSettings(url, "m", **options)
     assert caught.value.hint
 
 
 def test_an_unknown_parser_is_refused_and_the_key_is_not_shown():
-    where = EndpointSettings("http://h/v1", "m", "sk-secret")
-    assert "sk-secret" not in repr(Endpoint(where))
+    where = OpenAIClientSettings("http://h/v1", "m", "sk-secret")
+    assert "sk-secret" not in repr(OpenAIClient(where))
     with pytest.raises(ConfigError, match="no tool parser 'xml'"):
-        endpoint_conversations(Endpoint(where), RolloutConfig(), Play("eval", 0.0, 0), "xml")
+        endpoint_conversations(OpenAIClient(where), RolloutConfig(), SamplingPlan("eval", 0.0, 0), "xml")
 
 
 def test_the_factory_names_the_seed_of_a_job_by_all_but_its_attempt():
     converse = endpoint_conversations(
-        Endpoint(EndpointSettings("http://h", "m")),
+        OpenAIClient(OpenAIClientSettings("http://h", "m")),
         RolloutConfig(max_tokens=99),
-        Play("eval", 0.0, 1),
+        SamplingPlan("eval", 0.0, 1),
         "hermes",
     )
     first, again, other = (
-        converse(Job(RolloutKey(0, "t", sample, attempt), task()))
+        converse(RolloutRequest(RolloutKey(0, "t", sample, attempt), task()))
         for sample, attempt in ((0, 0), (0, 1), (1, 0))
     )
     assert first.seed == again.seed != other.seed

@@ -16,12 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from ludus.engines.base import Request
 from ludus.engines.embedded import attention_c
 from ludus.engines.embedded.attention import RaggedPass
-from ludus.engines.embedded.attention_torch import Scores, Span, TorchPass
+from ludus.engines.embedded.attention_torch import QuerySpan, ScoreRule, TorchPass
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.engines.embedded.kv_pool import LayerShape, PagePool
 from ludus.engines.embedded.model_runner import RaggedForward
-from ludus.engines.embedded.radix_cache import PAGE, PageTree
-from ludus.engines.embedded.scheduler import EngineCore, Sequence
+from ludus.engines.embedded.radix_cache import PAGE, RadixCache
+from ludus.engines.embedded.scheduler import BatchScheduler, Sequence
 from ludus.errors import EngineError
 from ludus.types import Completion, SamplingParams
 from waiting import until
@@ -477,7 +477,7 @@ def test_a_paused_engine_computes_nothing_and_resumes():
 def test_a_long_prompt_does_not_stall_what_decodes():
     model = build(max_position_embeddings=2048)
     forward = RaggedForward(model, 128, 1100, 1)
-    core = EngineCore(forward, None, PageTree(128), (8, 1100), 64)
+    core = BatchScheduler(forward, None, RadixCache(128), (8, 1100), 64)
     done = []
     short = Sequence(Request("s", (7, 7, 7), SamplingParams(temperature=0)), 40, done.append)
     long = Sequence(Request("l", tuple(range(1, 251)) * 4, SamplingParams()), 1, done.append)
@@ -496,7 +496,7 @@ def test_a_long_prompt_does_not_stall_what_decodes():
 
 def small_core(num_pages, num_slots, pass_tokens=64):
     forward = RaggedForward(build(), num_pages, 256, 1)
-    return EngineCore(forward, None, PageTree(num_pages), (num_slots, 256), pass_tokens), forward
+    return BatchScheduler(forward, None, RadixCache(num_pages), (num_slots, 256), pass_tokens), forward
 
 
 def test_nobody_starves_under_load_and_all_are_admitted_in_order():
@@ -601,10 +601,10 @@ def test_kernel_sparse_and_padded_attention_agree_with_a_loop(window, softcap, m
                         products = softcap * torch.tanh(products / softcap)
                     expected[t, head] = products.softmax(0) @ value[head // 3]
         spans = tuple(
-            Span(first, last, int(positions[last - 1]) + 1, table[s])
+            QuerySpan(first, last, int(positions[last - 1]) + 1, table[s])
             for s, (first, last) in enumerate(itertools.pairwise(bounds.tolist()))
         )
-        scores = Scores(0.3, window, softcap)
+        scores = ScoreRule(0.3, window, softcap)
         places = positions[:-2].astype(np.int64)
         new_pages, offsets = table[slots[:-2], places // PAGE].astype(np.int64), places % PAGE
         sparse = TorchPass(pools[0], spans, new_pages, offsets).attend(0, (query, *new), scores)
@@ -698,7 +698,7 @@ def test_widths_that_the_kernel_does_not_have_go_to_torch():
 
 
 def test_the_tree_finds_the_longest_prefix_and_frees_what_nobody_holds():
-    tree = PageTree(8)
+    tree = RadixCache(8)
     history = tuple(range(40))
     path = tree.hold(tree.match(history))
     assert path == []

@@ -16,15 +16,15 @@ import torch
 
 from ludus.engines.base import Request
 from ludus.engines.models.checksums import compare_digests, tensor_digest
-from ludus.engines.remote.api_adapters import Sampled, Span
+from ludus.engines.remote.api_adapters import SampledTokens, VersionRange
 from ludus.engines.remote.engine import ServerEngine
-from ludus.engines.remote.http_client import ServerSettings
+from ludus.engines.remote.http_client import RemoteEngineSettings
 from ludus.errors import EngineError, SyncError, UserError
 from ludus.types import Guide, SamplingParams
 from waiting import until
 
 CONTEXT = 64
-QUICK = ServerSettings(timeout_s=20, patience_s=2, backoff_s=0.01)
+QUICK = RemoteEngineSettings(timeout_s=20, patience_s=2, backoff_s=0.01)
 
 
 @dataclass
@@ -207,7 +207,7 @@ def test_other_refusals_raise_the_servers_own_words_at_once():
 
 def test_a_hanging_server_ends_at_the_deadline_and_is_not_asked_twice():
     fake = Fake(faults=[("hang", {})])
-    settings = ServerSettings(timeout_s=1)
+    settings = RemoteEngineSettings(timeout_s=1)
     with serving(fake) as first:
         engine = ServerEngine([fake.url], settings=settings)
         words = (
@@ -226,7 +226,7 @@ def test_the_replica_that_hangs_is_named_with_the_time_and_one_that_is_slow_is_n
     hung.answer = lambda path, body: ("hang", {}) if path == "/health" else real(path, body)
 
     async def run():
-        engine = ServerEngine([hung.url, slow.url], settings=ServerSettings(timeout_s=0.6))
+        engine = ServerEngine([hung.url, slow.url], settings=RemoteEngineSettings(timeout_s=0.6))
         begin = time.time()
         asked = [Request(f"e{i}", (1, 2), SamplingParams(max_new_tokens=2)) for i in range(2)]
         found = await asyncio.gather(*map(engine.generate, asked), return_exceptions=True)
@@ -452,8 +452,8 @@ def test_what_is_sampled_from_weights_that_are_on_their_way_over_a_line_is_known
         """A line on which a fast server has the weights, and samples from them, before the others."""
 
         async def send(self, version, state):
-            spans = (Span(str(version), 0, 1),)
-            self.known = weights.knows(Sampled((7,), (-1.0,), "length", spans), None)
+            spans = (VersionRange(str(version), 0, 1),)
+            self.known = weights.knows(SampledTokens((7,), (-1.0,), "length", spans), None)
 
         def close(self):
             pass

@@ -13,8 +13,8 @@ import torch
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.engines.embedded.model_runner import RaggedForward
-from ludus.engines.embedded.radix_cache import PAGE, PageTree
-from ludus.engines.embedded.scheduler import EngineCore, Sequence
+from ludus.engines.embedded.radix_cache import PAGE, RadixCache
+from ludus.engines.embedded.scheduler import BatchScheduler, Sequence
 from ludus.types import Completion, SamplingParams
 from test_engine_batching import build, tokens, what_is_left
 
@@ -129,7 +129,7 @@ class Alone:
 
     def _run(self, request, answer, logprobs, until, version):
         forward = self.forwards[version % len(self.models)]
-        core = EngineCore(forward, None, PageTree(self.pages), (1, CONTEXT), 64)
+        core = BatchScheduler(forward, None, RadixCache(self.pages), (1, CONTEXT), 64)
         core.version = version
         if not forward.invariant:
             core.block = self.block

@@ -17,11 +17,11 @@ from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, ToolWorld
 from ludus.errors import ConfigError, WorldError
 from ludus.evaluation.arguments import random_arguments
-from ludus.evaluation.env_audit import CheckPlan, Play, check_world, refuse_cheats, some_tasks
-from ludus.evaluation.scripted_agents import PROGRAMS, Kind, edit_tests, run_program
-from ludus.evaluation.verifier_report import EPISODES, Share, form_of, scorecard
+from ludus.evaluation.env_audit import AuditEpisode, CheckPlan, check_world, refuse_cheats, some_tasks
+from ludus.evaluation.scripted_agents import PROGRAMS, AgentKind, edit_tests, run_program
+from ludus.evaluation.verifier_report import EPISODES, VerdictShare, form_of, scorecard
 from ludus.rewards.base import Reward
-from ludus.rewards.exact_match import Answers, exact_match, well_formed
+from ludus.rewards.exact_match import ExpectedAnswers, exact_match, well_formed
 from ludus.rewards.paper_rewards import calls_made
 from ludus.rewards.shaping import only_if
 from ludus.tools.base import tool
@@ -86,7 +86,9 @@ class Expert(ToolWorld):
 
 def paid(report):
     return {
-        row.agent.name for row in report.rows if row.problem and row.agent.kind in (Kind.CHEAT, Kind.CHANCE)
+        row.agent.name
+        for row in report.rows
+        if row.problem and row.agent.kind in (AgentKind.CHEAT, AgentKind.CHANCE)
     }
 
 
@@ -345,7 +347,7 @@ def test_equal_seeds_draw_equal_tasks():
     assert first == [task.id for task in some_tasks(many, PLAN)]
     assert first != [task.id for task in some_tasks(many, CheckPlan(num_tasks=8, seed=1))]
     assert len(set(first)) == 8
-    assert Play(many.tasks("train")[0], None).excused is False
+    assert AuditEpisode(many.tasks("train")[0], None).excused is False
 
 
 def card_of(made):
@@ -355,12 +357,12 @@ def card_of(made):
 def test_the_scorecard_of_a_sound_world():
     card = card_of(world(exact))
     assert card.truths == {"str": 8}
-    assert card.distinct == Share(8, 8)  # the spelled words are no names
+    assert card.distinct == VerdictShare(8, 8)  # the spelled words are no names
     assert (card.unstable.part, card.replayed.part) == (0, 0)
     assert (card.unstable.whole, card.replayed.whole) == (152, 152)  # all agents but two have something to do
     assert card.values == (0.0, 1.0)
     assert not card.is_graded
-    assert card.saturated == Share(1, 8)  # by the majority answer
+    assert card.saturated == VerdictShare(1, 8)  # by the majority answer
     assert card.grading_ms > 0
     assert min(card.alone_per_s, card.together_per_s) > 0
 
@@ -386,11 +388,11 @@ def test_accepted_spellings_and_the_words_of_a_world_are_tried():
         def paraphrases(self, task):
             return ("NYC", "the big apple", "new york")
 
-    made = Task("t", (Message(role="user", content="Where?"),), Answers(("NYC", "New York City")))
+    made = Task("t", (Message(role="user", content="Where?"),), ExpectedAnswers(("NYC", "New York City")))
     for kind, reward, found in (
-        (ToolWorld, exact_match, Share(2, 2)),
-        (ToolWorld, strict, Share(0, 2)),
-        (Wordy, strict, Share(1, 3)),
+        (ToolWorld, exact_match, VerdictShare(2, 2)),
+        (ToolWorld, strict, VerdictShare(0, 2)),
+        (Wordy, strict, VerdictShare(1, 3)),
     ):
         rewards = [Reward("right", reward, outcome=True)]
         assert card_of(kind("city", {"train": [made]}, (), rewards, show=show)).paraphrased == found
@@ -404,10 +406,10 @@ def test_right_episodes_done_otherwise_are_tried():
     def show(seed):
         yield (*made.prompt, Message(role="assistant", content="NYC"))
 
-    made = Task("t", (Message(role="user", content="Where?"),), Answers(("NYC",)))
+    made = Task("t", (Message(role="user", content="Where?"),), ExpectedAnswers(("NYC",)))
     rewards = [Reward("right", exact_match, outcome=True)]
     card = card_of(Ways("city", {"train": [made]}, (), rewards, show=show))
-    assert card.paraphrased == Share(2, 3)
+    assert card.paraphrased == VerdictShare(2, 3)
 
 
 @pytest.mark.parametrize(

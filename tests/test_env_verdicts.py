@@ -11,9 +11,9 @@ from ludus.evaluation.env_audit import CheckPlan, CheckReport, check_world, play
 from ludus.evaluation.perturb import other, same
 from ludus.evaluation.scripted_agents import cheats
 from ludus.evaluation.verdicts import problems_in, refuses_wrong, verdicts
-from ludus.evaluation.verifier_report import Scorecard, Share, perturbed, scorecard
+from ludus.evaluation.verifier_report import Scorecard, VerdictShare, perturbed, scorecard
 from ludus.rewards.base import Reward
-from ludus.rewards.exact_match import Answers, exact_match, normalise
+from ludus.rewards.exact_match import ExpectedAnswers, exact_match, normalise
 from ludus.types import Message, Task
 
 TRUTHS = ("ant hill", "bumble bee", "5 kg", "dogfish", "eels", "12 hours", "gnat", "hen house")
@@ -121,10 +121,10 @@ def test_a_verifier_that_refuses_the_answer_in_every_other_writing_is_caught():
 
 
 def test_the_report_counts_what_is_refused_though_right_and_paid_though_wrong():
-    same = (Share(0, 4),) * 2
+    same = (VerdictShare(0, 4),) * 2
     card = Scorecard(
-        {"str": 4}, 0.1, 9.0, 9.0, 8, *same, Share(3, 4), Share(15, 16), Share(1, 40), (0.0, 1.0),
-        *same
+        {"str": 4}, 0.1, 9.0, 9.0, 8, *same, VerdictShare(3, 4), VerdictShare(15, 16), VerdictShare(1, 40),
+        (0.0, 1.0), *same
     )  # fmt: skip
     (row,) = (row for row in verdicts(card) if row.what == "errors")
     assert row.found == "refused though right 2 of 20 [2.8%, 30.1%]; paid though wrong 1 of 40 [0.4%, 12.9%]"
@@ -147,7 +147,7 @@ def test_a_verifier_that_refuses_all_paraphrases_fails_and_one_that_takes_them_p
 
 def test_a_sound_verifier_passes_every_row():
     assert failing(planted(right)) == (set(), [])
-    tasks = [Task(t.id, t.prompt, Answers((t.truth,))) for t in made_tasks()]
+    tasks = [Task(t.id, t.prompt, ExpectedAnswers((t.truth,))) for t in made_tasks()]
     world = ToolWorld("sound", {"train": tasks}, (), (Reward("right", exact_match, outcome=True),))
     assert failing(world) == (set(), [])
 
@@ -165,7 +165,7 @@ def test_right_answers_are_rewritten_and_wrong_ones_made_of_them():
     assert task.truth == "5 kg"
     assert {"5 KG", "5\u00a0kg", "  5 kg "} <= set(same("5 kg"))
     assert {"not 5 kg", "6 kg", "5 g"} <= set(other(task, "5 kg"))
-    accepted = Task("t", task.prompt, Answers(("5 kg", "6 kg")))
+    accepted = Task("t", task.prompt, ExpectedAnswers(("5 kg", "6 kg")))
     assert "6 kg" not in other(accepted, "5 kg")
     assert all(len(texts) == len(set(texts)) for _, texts in TEXTS.values())
-    assert Share(0, 0).value == 0
+    assert VerdictShare(0, 0).value == 0

@@ -16,16 +16,16 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.chat.render import render_dialogue
 from ludus.cli.main import main
 from ludus.config.schema import Config
-from ludus.config.sections.algorithm import ExpertsConfig
+from ludus.config.sections.algorithm import DemonstrationsConfig
 from ludus.envs.registry import WORLDS, build_world, closing
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.env_audit import CheckPlan, play
-from ludus.evaluation.scripted_agents import Agent, Kind, actions_of
+from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
 from ludus.rollout.build import episode_limits
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.rollout_files import read_rollouts
 from ludus.rollout.scheduler import Episode
-from ludus.training.collection.demonstrations import Experts, check_experts, make_experts
+from ludus.training.collection.demonstrations import Demonstrations, check_experts, make_experts
 from ludus.training.credit.advantages import EXPERT, assign_credit, settle, training_rows
 from ludus.training.rl.advantage_inputs import refine
 from ludus.training.rl.build import train
@@ -166,7 +166,10 @@ def test_an_expert_earns_what_the_oracle_earns_in_an_episode(session, name):
     tasks = spread(own.world.tasks("train"))
     shown = {task.id: one for task in tasks if (one := own.world.expert(task)) is not None}
     oracle = Agent(
-        "oracle", Kind.ORACLE, "", lambda task, _: actions_of(shown[task.id].messages[len(task.prompt) :])
+        "oracle",
+        AgentKind.ORACLE,
+        "",
+        lambda task, _: actions_of(shown[task.id].messages[len(task.prompt) :]),
     )
     plan = CheckPlan(limits=episode_limits(own.config.rollout))
 
@@ -201,8 +204,8 @@ def test_observations_are_the_environments_and_an_expert_without_an_outcome_is_r
     odd = [renamed(m, "nothing") for m in right]
     dialogues = (lied, mute, odd, right[:-1], right * 9)
     given = [[m for m in one if m["role"] == "assistant"] for one in dialogues]
-    config = own.config.model_copy(update={"experts": ExpertsConfig(per_group=9)})
-    experts = Experts(replace(own, config=config), {task.id: given})
+    config = own.config.model_copy(update={"experts": DemonstrationsConfig(per_group=9)})
+    experts = Demonstrations(replace(own, config=config), {task.id: given})
     (found,) = asyncio.run(joined_by(own, experts, [task], 4))
     assert [one.rewards["solved"] for one in found] == [1.0, 1.0]
     assert "made up" not in str(found[0].messages)
@@ -233,7 +236,7 @@ def test_an_expert_that_does_not_fit_or_whose_environment_breaks_is_refused(sess
     assert all("does not fit" in record.getMessage() for record in caplog.records)
     caplog.clear()
     broken, opened = WatchedWorld(hooks={"start": breaks_first}), []
-    experts = Experts(replace(own, world=broken), {"t": [[{"role": "assistant", "content": "Paris"}]]})
+    experts = Demonstrations(replace(own, world=broken), {"t": [[{"role": "assistant", "content": "Paris"}]]})
     for step in (1, 2, 3):
         (found,) = asyncio.run(joined_by(experts.session, experts, broken.tasks("train"), step))
         opened.append((len(found), experts.num_refused(step), len(broken.made)))

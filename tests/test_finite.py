@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.errors import LearnerError
-from ludus.training.batches.finite_checks import Watch
+from ludus.training.batches.finite_checks import FiniteChecks
 from ludus.training.batches.rows import microbatches
 from ludus.training.credit.advantages import assign_credit, with_estimates
 from ludus.training.credit.estimates import Estimates
-from ludus.training.learner.learner import Known, LearnerSettings
-from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.learner import CachedLogprobs, LearnerSettings
+from ludus.training.learner.logprobs import LogprobScorer
 from test_credit import group
 from test_learner import learner, random_rows, tiny_model
 
@@ -110,7 +110,7 @@ def test_what_was_known_at_the_start_of_the_step(odd):
     proximal[3][first_trained(rows[3])] = odd
     one = learner(tiny_model(), settings=LearnerSettings(microbatch_tokens=64))
     with pytest.raises(LearnerError, match=f"start of the step of sample 3 of task t is {odd}"):
-        one.gradient(rows, Known(proximal))
+        one.gradient(rows, CachedLogprobs(proximal))
 
 
 def with_odd_token(model, token):
@@ -126,7 +126,7 @@ def test_what_the_policy_the_reference_and_a_teacher_say():
     with pytest.raises(LearnerError, match="A log-probability of sample 0 of task t is nan"):
         learner(broken).gradient(rows)
     for name, preset in (("reference", "grpo"), ("teacher", "distill")):
-        one = learner(tiny_model(), PRESETS[preset], scorers={name: Scorer(broken)})
+        one = learner(tiny_model(), PRESETS[preset], scorers={name: LogprobScorer(broken)})
         with pytest.raises(LearnerError, match=f"under the {name} of sample 0 of task t is nan"):
             one.gradient(rows)
 
@@ -160,7 +160,7 @@ class Reads(TorchDispatchMode):
 
 def seen(*, odd_at=None, odd=math.nan, loss=1.0):
     """A watch that has seen the microbatches of a batch, and how many reads that took."""
-    watch, rows = Watch(), named_rows()
+    watch, rows = FiniteChecks(), named_rows()
     parts = microbatches(rows, 40, torch.device("cpu"), torch.float64)
     assert len(parts) > 2
     tables = [torch.zeros(part.tokens.shape, dtype=torch.float64) for part in parts]

@@ -9,8 +9,8 @@ import torch
 
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.engines.models.loading import load_model
-from ludus.training.learner.learner import Known, LearnerSettings
-from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.learner import CachedLogprobs, LearnerSettings
+from ludus.training.learner.logprobs import LogprobScorer
 from served import COLD_START
 from test_forest import PLANTED, branching_rows, families, gradients
 from test_learner import learner, tiny_model
@@ -23,7 +23,7 @@ CLOSE = 1e-5
 def test_the_gradient_of_a_forest_is_that_of_separate_rows(name):
     """Of a sum over tokens, in parts of each parameter's largest element."""
     model = families()[name]
-    scorer = Scorer(model, temperature=0.8)
+    scorer = LogprobScorer(model, temperature=0.8)
     assert scorer.shares_prefixes
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     tokens, asked = branching_rows()
@@ -68,7 +68,7 @@ def test_an_unchanged_policy_has_ratio_one_in_another_partition(kind):
         parts = one.score([rows[i] for i in order])
         for scores, i in zip(parts, order, strict=True):
             assert float(((scores - whole[i]).exp() - 1).abs().max()) < CLOSE
-        statistics, _ = one.gradient(rows, Known(whole))
+        statistics, _ = one.gradient(rows, CachedLogprobs(whole))
         assert statistics.clip.ratio_max < 1 + CLOSE
         assert abs(statistics.clip.ratio_mean - 1) < CLOSE
         assert statistics.clip.fraction == 0

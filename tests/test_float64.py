@@ -10,8 +10,8 @@ from ludus.engines.models.loading import load_model
 from ludus.recipes import recipe_folder
 from ludus.training.learner.float64 import Float64
 from ludus.training.learner.learner import Learner, LearnerSettings
-from ludus.training.learner.logprobs import Scorer
-from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.learner.logprobs import LogprobScorer
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from test_learner import gradients, largest_difference, random_rows
 
 COLD_START = str(recipe_folder("search") / "cold_start")
@@ -20,8 +20,8 @@ COLD_START = str(recipe_folder("search") / "cold_start")
 def gradient_of(dtype, tokens):
     """The gradient of one batch on the packaged cold start, in microbatches of at most `tokens`."""
     model = load_model(COLD_START, dtype, "cpu")
-    optimiser = Optimiser(model, OptimiserSettings(learning_rate=1e-3, total_steps=10))
-    one = Learner(Scorer(model), optimiser, PRESETS["grpo"], LearnerSettings(microbatch_tokens=tokens))
+    optimiser = Optimizer(model, OptimizerSettings(learning_rate=1e-3, total_steps=10))
+    one = Learner(LogprobScorer(model), optimiser, PRESETS["grpo"], LearnerSettings(microbatch_tokens=tokens))
     one.gradient(random_rows(12))
     return gradients(model)
 

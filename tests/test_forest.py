@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from ludus.engines.embedded.radix_cache import common_prefix
-from ludus.training.batches.chunked_lm_head import Head, logits_to_scores
+from ludus.training.batches.chunked_lm_head import LmHead, logits_to_scores
 from ludus.training.batches.prefix_packing import LEAST_SHARED, plant
 from ludus.training.batches.rows import Row, microbatches
-from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.logprobs import LogprobScorer
 
 VOCAB = 53
 SHAPE = {
@@ -143,7 +143,7 @@ def gradients(model, scores, weights):
 @pytest.mark.parametrize("name", sorted(PLANTED | {"gemma2"}))
 def test_a_forest_gives_the_scores_and_gradients_of_padded_rows(name):
     model = in_double(families()[name]).train()
-    scorer = Scorer(model, temperature=0.8)
+    scorer = LogprobScorer(model, temperature=0.8)
     assert scorer.shares_prefixes == (name in PLANTED)
     assert model.training
     tokens, asked = branching_rows()
@@ -164,7 +164,7 @@ def test_a_forest_gives_the_scores_and_gradients_of_padded_rows(name):
 
 
 def test_sequences_of_a_forest_do_not_see_each_other():
-    scorer = Scorer(families()["qwen3"])
+    scorer = LogprobScorer(families()["qwen3"])
     tokens, asked = branching_rows()
     alone = [scorer.score(tokens[i : i + 1], asked[i : i + 1]).logprobs for i in range(len(tokens))]
     together = scorer.score(tokens, asked).logprobs
@@ -179,7 +179,7 @@ def test_a_model_that_is_called_without_a_forest_attends_as_before():
     model = families()["llama"].double()
     tokens, _ = branching_rows()
     before = model(input_ids=tokens).logits
-    Scorer(model)
+    LogprobScorer(model)
     assert torch.equal(model(input_ids=tokens).logits, before)
     mask = torch.ones_like(tokens)
     mask[:, :4] = 0
@@ -202,7 +202,7 @@ def test_chunks_of_the_output_layer_give_values_and_gradients_of_the_whole(rows,
     with torch.no_grad():
         bias[4] = -torch.inf  # a token that cannot be
     targets[targets == 4] = 5
-    head = Head(weight, bias, 0.7)
+    head = LmHead(weight, bias, 0.7)
 
     def total(scores):
         parts = (scores.logprobs * torch.arange(8)).sum()
@@ -232,7 +232,7 @@ def test_the_output_layer_passes_a_gradient_check(rows):
     targets = torch.randint(0, 7, (5,), generator=draw)
 
     def both(hidden, weight, bias):
-        scores = Head(weight, bias, 1.3).score(hidden, targets, "value", rows=rows)
+        scores = LmHead(weight, bias, 1.3).score(hidden, targets, "value", rows=rows)
         return scores.logprobs if rows is None else scores.logprobs[:3]
 
     assert torch.autograd.gradcheck(both, inputs)
@@ -245,7 +245,7 @@ def test_the_entropy_of_the_output_layer_passes_a_gradient_check():
     targets = torch.randint(0, 7, (5,), generator=draw)
 
     def both(hidden, weight, bias):
-        scores = Head(weight, bias, 1.3).score(hidden, targets, "gradient", rows=2)
+        scores = LmHead(weight, bias, 1.3).score(hidden, targets, "gradient", rows=2)
         return scores.logprobs, scores.entropy
 
     assert torch.autograd.gradcheck(both, inputs)

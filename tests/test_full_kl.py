@@ -12,10 +12,10 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.errors import LearnerError
-from ludus.training.batches.chunked_lm_head import Head
-from ludus.training.learner.full_kl import Against, States, divergence
+from ludus.training.batches.chunked_lm_head import LmHead
+from ludus.training.learner.full_kl import DivergenceTarget, HiddenStates, divergence
 from ludus.training.learner.learner import LearnerSettings
-from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.logprobs import LogprobScorer
 from test_learner import gradients, learner, random_rows, tiny_model
 
 WIDE = torch.float64
@@ -35,8 +35,8 @@ def test_chunks_give_the_value_and_gradient_of_whole_tables(which, rows):
     logits = (hidden @ weight.t() + bias) / 0.7
     plain = FULL_KLS[which](logits=logits, ref_logits=other @ theirs.t() / 1.3)
     expected = torch.autograd.grad((upstream * plain).sum(), leaves)
-    against = Against(States(other, Head(theirs, None, 1.3)), which)
-    found = divergence(States(hidden, Head(weight, bias, 0.7)), against, rows=rows)
+    against = DivergenceTarget(HiddenStates(other, LmHead(theirs, None, 1.3)), which)
+    found = divergence(HiddenStates(hidden, LmHead(weight, bias, 0.7)), against, rows=rows)
     torch.testing.assert_close(found, plain, atol=1e-12, rtol=0)
     for ours, wanted in zip(torch.autograd.grad((upstream * found).sum(), leaves), expected, strict=True):
         torch.testing.assert_close(ours, wanted, atol=1e-12, rtol=0)
@@ -45,7 +45,9 @@ def test_chunks_give_the_value_and_gradient_of_whole_tables(which, rows):
 def test_no_table_of_all_logits_is_made():
     """The largest tensor of forward and backward is a chunk of logits, or the weight."""
     hidden, weight = table(64, 4, seed=0).requires_grad_(), table(500, 4, seed=1).requires_grad_()
-    against = Against(States(table(64, 4, seed=2), Head(table(500, 4, seed=3))), "full_reverse")
+    against = DivergenceTarget(
+        HiddenStates(table(64, 4, seed=2), LmHead(table(500, 4, seed=3))), "full_reverse"
+    )
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -58,7 +60,7 @@ def test_no_table_of_all_logits_is_made():
             return made
 
     with Watch():
-        divergence(States(hidden, Head(weight)), against, rows=4).sum().backward()
+        divergence(HiddenStates(hidden, LmHead(weight)), against, rows=4).sum().backward()
     assert largest == 4 * 500
 
 
@@ -86,7 +88,9 @@ def test_a_kl_of_whole_distributions_in_the_loss_is_exact(which):
     with_term = resolve(AlgorithmConfig(kl=which, kl_coef=0.5))
     found = []
     for algorithm in (with_term, PRESETS["grpo"]):
-        one = learner(model, algorithm, LearnerSettings(microbatch_tokens=60), {"reference": Scorer(other)})
+        one = learner(
+            model, algorithm, LearnerSettings(microbatch_tokens=60), {"reference": LogprobScorer(other)}
+        )
         statistics, _ = one.gradient(rows)
         found.append((statistics, list(gradients(model).values())))
     (ours, ours_slopes), (plain, plain_slopes) = found
@@ -99,7 +103,7 @@ def test_a_kl_of_whole_distributions_in_the_loss_is_exact(which):
 def test_placed_in_the_reward_it_is_the_same_number():
     model, other, rows = tiny_model(), tiny_model(seed=1), random_rows(4)
     algorithm = resolve(AlgorithmConfig(kl="full_reverse", kl_coef=0.5, kl_placement="reward"))
-    one = learner(model, algorithm, scorers={"reference": Scorer(other)})
+    one = learner(model, algorithm, scorers={"reference": LogprobScorer(other)})
     penalties = one.penalties(rows, one.score(rows))
     for row, found in zip(rows, penalties, strict=True):
         at = [i for i, trains in enumerate(row.trains) if trains and i]
@@ -113,7 +117,7 @@ def test_placed_in_the_reward_it_is_the_same_number():
 def test_a_student_learns_the_teachers_whole_distributions():
     model, teacher, rows = tiny_model(), tiny_model(seed=1), random_rows()
     algorithm = resolve(AlgorithmConfig(preset="distill", loss="distill_full"))
-    one = learner(model, algorithm, scorers={"teacher": Scorer(teacher)})
+    one = learner(model, algorithm, scorers={"teacher": LogprobScorer(teacher)})
     statistics, _ = one.gradient(rows)
     term = expected_term(model, teacher, rows, "full_reverse", 1.0)
     assert statistics.loss == pytest.approx(term.item(), abs=1e-7)
@@ -130,4 +134,4 @@ def test_models_whose_states_cannot_be_read_are_refused():
     other.set_attn_implementation("eager")
     algorithm = replace(PRESETS["grpo"], kl="full_forward", kl_coef=0.1)
     with pytest.raises(LearnerError, match="cannot be compared here"):
-        learner(model, algorithm, scorers={"reference": Scorer(other)}).gradient(random_rows(2))
+        learner(model, algorithm, scorers={"reference": LogprobScorer(other)}).gradient(random_rows(2))

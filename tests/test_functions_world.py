@@ -27,15 +27,15 @@ from ludus.worlds.functions.difficulty_report import looks, majority_rate, no_to
 from ludus.worlds.functions.domains.catalogue import catalogue
 from ludus.worlds.functions.domains.kinds import KINDS
 from ludus.worlds.functions.domains.names import ALIASES
-from ludus.worlds.functions.domains.state import Known, State
+from ludus.worlds.functions.domains.state import DomainState, KnownValues
 from ludus.worlds.functions.generate import SPLITS, request_of
 from ludus.worlds.functions.gold_calls import GoldCall, calls_agree, equal, solved
 from ludus.worlds.functions.plans import HELD_OUT_DOMAIN, HELD_OUT_LINKS, LOOKALIKES, looks_like
-from ludus.worlds.functions.solver import DONE, Attempt, Flaws, play
+from ludus.worlds.functions.solver import DONE, Attempt, CallFlaws, play
 from ludus.worlds.functions.tool_distractors import Scene, changed_offer, plain_offer
 from ludus.worlds.functions.world import FunctionsSettings, FunctionsWorld, make_functions_world
 
-NO_FLAWS = Flaws()
+NO_FLAWS = CallFlaws()
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,8 @@ def draw(function, rng):
 def test_a_function_gives_what_it_promises_and_the_same_again(name):
     function, rng = catalogue()[name], random.Random(name)
     given = draw(function, rng)
-    known = tuple(Known(p.kind, given[p.name]) for p in function.params if p.of.letter)
-    first, again = (function.run(State(7, known), **given) for _ in range(2))
+    known = tuple(KnownValues(p.kind, given[p.name]) for p in function.params if p.of.letter)
+    first, again = (function.run(DomainState(7, known), **given) for _ in range(2))
     assert first == again
     assert json.loads(json.dumps(first)) == first
     for gift in function.gives:
@@ -88,11 +88,11 @@ def test_a_function_gives_what_it_promises_and_the_same_again(name):
     wanted = {param.kind for param in function.params if param.of.letter} - {"email", "phone"}
     if wanted:
         with pytest.raises(LookupError, match="there is no"):
-            function.run(State(7), **given)
+            function.run(DomainState(7), **given)
 
 
 def test_functions_work_on_what_others_have_done():
-    state, run = State(1), {name: function.run for name, function in catalogue().items()}
+    state, run = DomainState(1), {name: function.run for name, function in catalogue().items()}
     flight = run["search_flights"](state, "Paris", "Rome", "May 3")["flight_id"]
     booking = run["book_flight"](state, flight, "Ana")["booking_id"]
     assert run["get_booking"](state, booking) == {"city": "Rome", "date": "May 3"}
@@ -135,10 +135,10 @@ def test_a_changed_signature_takes_its_own_terms_and_refuses_the_catalogues():
         function = rng.choice(list(catalogue().values()))
         offer = changed_offer(function, rng, "train")
         given = draw(function, rng)
-        known = tuple(Known(p.kind, given[p.name]) for p in function.params if p.of.letter)
-        told = json.loads(offer.tool(State(3, known)).answer(offer.encode(given)))
-        assert told == function.run(State(3, known), **given)
-        tool = offer.tool(State(3, known))
+        known = tuple(KnownValues(p.kind, given[p.name]) for p in function.params if p.of.letter)
+        told = json.loads(offer.tool(DomainState(3, known)).answer(offer.encode(given)))
+        assert told == function.run(DomainState(3, known), **given)
+        tool = offer.tool(DomainState(3, known))
         tool.check(offer.encode(given))
         forms.update(one.form for one in offer.params)
         try:
@@ -160,7 +160,7 @@ def test_a_changed_signature_takes_its_own_terms_and_refuses_the_catalogues():
 )
 def test_arguments_that_do_not_fit_are_refused_in_words(arguments, said):
     with pytest.raises(ArgumentError, match=said):
-        plain_offer(catalogue()["set_timer"]).tool(State(0)).check(arguments)
+        plain_offer(catalogue()["set_timer"]).tool(DomainState(0)).check(arguments)
 
 
 # Tasks
@@ -716,7 +716,7 @@ def test_in_relevance_a_call_must_be_made_and_in_irrelevance_none(tmp_path):
         misfit.say("Done.")
         paid = [solved(task, one.trajectory()) for one in (silent, called, misfit)]
         assert paid == ([0, 1, 0] if must_call else [1, 0, 0])
-        assert solved(task, play(task, Flaws(), random.Random(0)).trajectory()) == 1
+        assert solved(task, play(task, CallFlaws(), random.Random(0)).trajectory()) == 1
         assert task.tags["null"] == str(not must_call).lower()
 
 

@@ -16,10 +16,10 @@ from ludus.recipes import recipe_folder
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.streaming.group_queue import StreamedGroup
 from ludus.tasks.order import TaskOrder
-from ludus.training.collection.algorithm_state import Memory
-from ludus.training.collection.greso import SETTINGS, Draw, after_visits, choose
-from ludus.training.collection.prompt_stream import TaskStream
-from ludus.training.collection.rollout_collector import Sampler
+from ludus.training.collection.algorithm_state import AlgorithmState
+from ludus.training.collection.greso import SETTINGS, GresoDraw, after_visits, choose
+from ludus.training.collection.prompt_stream import PromptStream
+from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.rl.build import train
 from ludus.training.run.checkpoint import checkpoint_path
@@ -32,11 +32,11 @@ from tiny_run import WORLD
 
 TASKS = [Task(f"t{i}", (), None) for i in range(12)]
 ORDER = TaskOrder(TASKS, 0, 4)
-DRAW = Draw(seed=5, step=3)
+DRAW = GresoDraw(seed=5, step=3)
 
 
 def test_tasks_with_a_streak_are_skipped_and_the_next_ones_played():
-    memory = Memory(greso=GresoState(streaks={f"t{i}": -2 for i in range(6)}), position=2)
+    memory = AlgorithmState(greso=GresoState(streaks={f"t{i}": -2 for i in range(6)}), position=2)
     chosen = choose(ORDER, 4, memory, {ORDER.take(4, 1)[0].id}, DRAW)
     looked = ORDER.take(2, chosen.memory.position - 2)
     free = [task for task in looked if task.id != ORDER.take(4, 1)[0].id]
@@ -48,12 +48,12 @@ def test_tasks_with_a_streak_are_skipped_and_the_next_ones_played():
 
 
 def test_without_streaks_the_order_is_kept():
-    assert list(choose(ORDER, 4, Memory(), (), DRAW).tasks) == ORDER.take(0, 4)
+    assert list(choose(ORDER, 4, AlgorithmState(), (), DRAW).tasks) == ORDER.take(0, 4)
 
 
 def test_where_all_are_skipped_the_first_are_played():
     state = GresoState(p_hard=0.0, p_easy=0.0, streaks={task.id: -1 for task in TASKS})
-    chosen = choose(ORDER, 3, Memory(greso=state), (), Draw(0, 0))
+    chosen = choose(ORDER, 3, AlgorithmState(greso=state), (), GresoDraw(0, 0))
     all_skipped = [t for t in ORDER.take(0, 12) if state.skips(t.id, SETTINGS, seed=0, step=0)]
     played = [t for t in ORDER.take(0, 12) if t not in all_skipped]
     assert list(chosen.tasks) == (played[:3] or all_skipped[:3])
@@ -75,7 +75,7 @@ def test_groups_say_whether_a_task_was_too_easy_or_too_hard():
         scored("good", (1.0, 0.0, 0.0, 0.0)),
         [replace(broken[0], trajectory=lost), *broken[1:]],
     ]
-    start = Memory(greso=GresoState(streaks={"hard": -1, "good": 3}))
+    start = AlgorithmState(greso=GresoState(streaks={"hard": -1, "good": 3}))
     after = after_visits(start, assign_credit(groups, PRESETS["grpo"]), "right", PRESETS["grpo"]).greso
     assert after.streaks == {"easy": 1, "hard": -2}
     assert (after.p_easy, after.p_hard) == (0.49, 0.49)
@@ -86,11 +86,11 @@ def test_no_step_of_a_stream_meets_a_task_twice(size, per_step):
     order = TaskOrder(TASKS[:size], 0, per_step)
     state = GresoState(streaks={task.id: -3 for task in order.tasks})
     session = SimpleNamespace(config=Config())
-    sampler = Sampler(session, None, PRESETS["dapo"], None, Ledger(), Memory(greso=state))
+    sampler = RolloutCollector(session, None, PRESETS["dapo"], None, Ledger(), AlgorithmState(greso=state))
     sampler.algorithm = replace(sampler.algorithm, greso=True)
-    stream = TaskStream(sampler, order, per_step)
+    stream = PromptStream(sampler, order, per_step)
     groups = [StreamedGroup(number, stream.jobs(number), 0) for number in range(199)]
-    resumed = TaskStream(sampler, order, per_step, before=[g.jobs[0].task.id for g in groups[-per_step:]])
+    resumed = PromptStream(sampler, order, per_step, before=[g.jobs[0].task.id for g in groups[-per_step:]])
     groups += [StreamedGroup(number, resumed.jobs(number), 0) for number in range(199, 300)]
     keys = [job.key for group in groups for job in group.jobs]
     assert len(set(keys)) == len(keys)

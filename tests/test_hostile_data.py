@@ -12,13 +12,13 @@ import pytest
 from pydantic import BaseModel
 
 import heartbeat
-from ludus.engines.remote.http_client import Replica, ServerSettings, ask_once
+from ludus.engines.remote.http_client import RemoteEngineSettings, Replica, ask_once
 from ludus.engines.remote.metrics import ServerStats
 from ludus.envs.git_objects import GitObjects, object_head
-from ludus.envs.toolbox import Toolbox
+from ludus.envs.toolbox import ToolExecutor
 from ludus.errors import LudusError, did_you_mean
 from ludus.rewards.code.sql_rows import Rows, read_rows, same_rows
-from ludus.rollout.openai_client import Endpoint, EndpointSettings
+from ludus.rollout.openai_client import OpenAIClient, OpenAIClientSettings
 from ludus.sandbox.base import Outcome, Snapshot
 from ludus.sandbox.guest.wire import take_apart
 from ludus.sandbox.remote import client as sandbox_client
@@ -30,11 +30,11 @@ from ludus.untrusted import replies, worker
 from ludus.untrusted.replies import bounded_replies
 from ludus.untrusted.worker import LimitExceeded, call_bounded
 from ludus.worlds.code import guest_runner
-from ludus.worlds.code.grader import Case, CodeTruth, Judge
+from ludus.worlds.code.grader import CodeGrader, CodeTruth, TestCase
 from ludus.worlds.code.results import read_value, same_value, show_value
 from ludus.worlds.code.tools import program_of
 from ludus.worlds.terminal.checks import Gzipped
-from ludus.worlds.terminal.git_checks import Tree
+from ludus.worlds.terminal.git_checks import GitTree
 from ludus.worlds.terminal.git_read import MOST_BYTES as GIT_BYTES
 from ludus.worlds.terminal.job import judge_files
 
@@ -59,8 +59,8 @@ class Says:
 
 def judged(due, *lines):
     """The verdict on a program that returned this, where that is due."""
-    truth = CodeTruth(("a",), cases=(Case("a", (), due),))
-    work = Judge(Says('{"loaded": true}', *lines)).judge("def solve(): ...", truth, truth.cases)
+    truth = CodeTruth(("a",), cases=(TestCase("a", (), due),))
+    work = CodeGrader(Says('{"loaded": true}', *lines)).judge("def solve(): ...", truth, truth.cases)
     (verdict,) = heartbeat.run(work).verdicts
     return verdict
 
@@ -192,7 +192,7 @@ LEFT = {
 @pytest.mark.parametrize("files", LEFT.values(), ids=LEFT)
 def test_whatever_an_episode_leaves_is_judged_in_time(files, monkeypatch):
     monkeypatch.setattr(worker, "CPU_S", 0.3)
-    checks = (Tree("", "main", {"a": "b"}), Gzipped("a.gz", "text"))
+    checks = (GitTree("", "main", {"a": "b"}), Gzipped("a.gz", "text"))
     found = heartbeat.run(judge_files(Snapshot(files), checks))
     assert found == {check.name: False for check in checks}
 
@@ -241,7 +241,7 @@ def test_arguments_are_compared_with_a_server_s_schema_in_time(arguments, status
     schema = {"type": "function", "function": {"name": "f", "description": "", "parameters": SCHEMA}}
     served = ServedTool("f", "", answer, _Any, given=schema)
     action = Action({"role": "assistant", "content": ""}, (ToolCall("c", "f", arguments),), ())
-    (outcome,) = heartbeat.run(Toolbox([served]).run(action))
+    (outcome,) = heartbeat.run(ToolExecutor([served]).run(action))
     assert outcome.status is status
 
 
@@ -318,12 +318,12 @@ async def read_metrics(url):
 
 
 async def ask_endpoint(url):
-    async with Endpoint(EndpointSettings(url, "m", retries=0)) as endpoint:
+    async with OpenAIClient(OpenAIClientSettings(url, "m", retries=0)) as endpoint:
         await endpoint._send(b"{}")
 
 
 CLIENTS = {
-    "an inference server": lambda url: Replica(url, ServerSettings()).post("/x", {}, Health),
+    "an inference server": lambda url: Replica(url, RemoteEngineSettings()).post("/x", {}, Health),
     "before there is a loop": lambda url: asyncio.to_thread(ask_once, url, "/x", Health),
     "an endpoint": ask_endpoint,
     "sandbox serve": lambda url: RemoteSandbox(RemoteSettings(url, "t")).run("print()"),

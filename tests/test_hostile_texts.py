@@ -13,9 +13,9 @@ from ludus.rewards.base import score
 from ludus.rewards.code.patches import Patch, patch_similarity
 from ludus.rewards.code.sql_rows import Rows, rows_match
 from ludus.rewards.code.unit_tests import Suite, share_passed, suite_passes, thrift
-from ludus.rewards.exact_match import Answers, exact_match, token_f1
+from ludus.rewards.exact_match import ExpectedAnswers, exact_match, token_f1
 from ludus.rewards.extract import final_answer
-from ludus.rewards.json_match import Schema, State, Value, json_schema, json_value, same_state
+from ludus.rewards.json_match import MatchState, Schema, Value, json_schema, json_value, same_state
 from ludus.rewards.math import math_verify
 from ludus.rewards.math.math_verify import Expression, mathematics
 from ludus.rewards.math.numeric import Quantity, number_close
@@ -38,12 +38,18 @@ PATCH = Patch("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-7\n+8\n")
 SUITE = Suite(("a",), seconds=10, memory_bytes=100)
 CASES = [
     *((number_close, truth) for truth in NUMBERS),
-    *((by_record, truth) for truth in (NUMBERS[0], Choice("A", {"A": "a", "B": "b"}), Answers(("Paris",)))),
-    *((verifier, Answers(("Paris", "x y"))) for verifier in (exact_match, token_f1, paper_rewards.accuracy)),
+    *(
+        (by_record, truth)
+        for truth in (NUMBERS[0], Choice("A", {"A": "a", "B": "b"}), ExpectedAnswers(("Paris",)))
+    ),
+    *(
+        (verifier, ExpectedAnswers(("Paris", "x y")))
+        for verifier in (exact_match, token_f1, paper_rewards.accuracy)
+    ),
     (multiple_choice, Choice("A", {"A": "Paris", "B": "London"})),
     *((json_schema, Schema(schema)) for schema in SCHEMAS),
     *((json_value, Value(value, 0.1)) for value in (1.5, [1.5], {"a": 1})),
-    (same_state(), State({"a": 1.5}, frozenset({"z"}), 0.1)),
+    (same_state(), MatchState({"a": 1.5}, frozenset({"z"}), 0.1)),
     *((rows_match(final_answer), Rows(((1.5, 2),), columns_free=free)) for free in (False, True)),
     (patch_similarity(), PATCH),
     *(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ludus.sandbox import open_sandbox
-from ludus.worlds.code.grader import LIMITS, Judge
+from ludus.worlds.code.grader import LIMITS, CodeGrader
 from ludus.worlds.code.records import load_tasks
 from tables.check_tasks import CHEATS
 
@@ -33,7 +33,7 @@ def tasks():
 
 def num_passed(tasks, program_of_task, limits=LIMITS):
     async def run():
-        judge = Judge(open_sandbox(), limits)
+        judge = CodeGrader(open_sandbox(), limits)
         gradings = await asyncio.gather(
             *(judge.judge(program_of_task(t.truth), t.truth, t.truth.cases) for t in tasks)
         )

@@ -17,10 +17,10 @@ from tiny_run import copy_run, ludus
 
 STUCK = """
 import signal, time
-from ludus.cli import interrupts
+from ludus.cli import signals
 from ludus.cli.signals import WatchedInterrupts
 
-interrupts._SAME_PRESS_S = SAME_PRESS_S
+signals._SAME_PRESS_S = SAME_PRESS_S
 signal.signal(signal.SIGINT, lambda number, frame: None)
 with WatchedInterrupts("The run goes on with: ludus train --resume R"):
     print("begun", flush=True)
@@ -83,7 +83,7 @@ def test_an_interrupted_run_says_so_in_its_log(heard, tiny_run, tmp_path, monkey
         await asyncio.sleep(60)
 
     run = copy_run(tiny_run, tmp_path)
-    monkeypatch.setattr(rollout_collector.Sampler, "sample", interrupt)
+    monkeypatch.setattr(rollout_collector.RolloutCollector, "sample", interrupt)
     said = ludus("train", "--resume", run, "--training.steps", "3")
     assert said.code == INTERRUPTED
     step, _ = list_checkpoints(run / "checkpoints")[-1]

@@ -14,10 +14,10 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.cli.main import main
 from ludus.config.sections.model import LoraConfig
 from ludus.errors import LearnerError
-from ludus.rollout.ledger import Outcome
+from ludus.rollout.ledger import RolloutOutcome
 from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import assign_credit
-from ludus.training.learner.optimizer import OptimiserSettings
+from ludus.training.learner.optimizer import OptimizerSettings
 from ludus.training.rl.advantage_inputs import refine
 from ludus.training.rl.build import train
 from ludus.training.run.run_dir import RunFolder, locked, new_run
@@ -31,7 +31,7 @@ from test_baselines import run
 from test_credit import REWARDS, real_group, same, table
 from test_learner import learner, random_rows, tiny_model
 
-RATE = OptimiserSettings(learning_rate=6e-3, total_steps=100)
+RATE = OptimizerSettings(learning_rate=6e-3, total_steps=100)
 
 
 def process_reward(model=None, **settings):
@@ -209,8 +209,8 @@ def test_only_what_trains_is_learned_from():
     episodes, one = real_group()
     judge = outcome_critic(one.scorer.model)
     credits = assign_credit([[*labelled(episodes), replace(episodes[0], greedy=True)]], PRESETS["coderl"])
-    assert [c.outcome for c in credits].count(Outcome.MASKED) == 1
-    dropped = [replace(c, outcome=Outcome.DROPPED) for c in credits]
+    assert [c.outcome for c in credits].count(RolloutOutcome.MASKED) == 1
+    dropped = [replace(c, outcome=RolloutOutcome.DROPPED) for c in credits]
     assert train_judge(judge, dropped) == {}
     train_judge(judge, credits)
     own = outcome_critic(one.scorer.model)

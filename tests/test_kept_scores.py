@@ -9,9 +9,9 @@ import torch
 
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.training.credit.advantages import assign_credit, training_rows
-from ludus.training.learner.learner import Known, LearnerSettings
-from ludus.training.learner.logprob_cache import Kept
-from ludus.training.learner.logprobs import Scorer, Scores
+from ludus.training.learner.learner import CachedLogprobs, LearnerSettings
+from ludus.training.learner.logprob_cache import LogprobCache
+from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens
 from ludus.training.rl.advantage_inputs import refine
 from test_credit import group, real_group
 from test_learner import learner, random_rows, tiny_model
@@ -21,10 +21,10 @@ from test_learner import learner, random_rows, tiny_model
 class Counting:
     """A scorer, and the rows that it was asked for in each pass."""
 
-    inner: Scorer
+    inner: LogprobScorer
     passes: list[int] = field(default_factory=list)
 
-    def score(self, tokens, asked, entropy="none") -> Scores:
+    def score(self, tokens, asked, entropy="none") -> ScoredTokens:
         self.passes.append(len(tokens))
         return self.inner.score(tokens, asked, entropy)
 
@@ -48,14 +48,14 @@ def test_epochs_ask_once_and_give_the_bits_of_asking_in_each(name, algorithm):
     rows, epochs, found = random_rows(), 3, []
     for own in (True, False):
         model = tiny_model(torch.float32)
-        other = Counting(Scorer(tiny_model(torch.float32, seed=1)))
+        other = Counting(LogprobScorer(tiny_model(torch.float32, seed=1)))
         settings = LearnerSettings(microbatch_tokens=60, epochs=epochs)
         one = learner(model, algorithm, settings, {name: other})
         if own:
             one.train(rows, seed=0)
             assert sum(other.passes) == len(rows)
         else:
-            known = Known(proximal=one.score(rows))
+            known = CachedLogprobs(proximal=one.score(rows))
             for _ in range(epochs):
                 one.gradient(rows, known)
                 one.optimiser.step()
@@ -68,7 +68,7 @@ def test_epochs_ask_once_and_give_the_bits_of_asking_in_each(name, algorithm):
 def test_minibatches_of_several_epochs_differ_by_rounding_alone():
     rows, found = random_rows(), []
     for epochs, minibatches in ((1, 3), (2, 3)):
-        other = Counting(Scorer(tiny_model(seed=1)))
+        other = Counting(LogprobScorer(tiny_model(seed=1)))
         one = learner(
             tiny_model(),
             WITH_KL,
@@ -77,7 +77,7 @@ def test_minibatches_of_several_epochs_differ_by_rounding_alone():
         )
         found.append(one.train(rows, seed=0)["policy/kl_reference"])
         assert sum(other.passes) == len(rows)
-    model, other = tiny_model(), Scorer(tiny_model(seed=1))
+    model, other = tiny_model(), LogprobScorer(tiny_model(seed=1))
     one = learner(model, WITH_KL, LearnerSettings(epochs=2, minibatches=3), {"reference": other})
     known, kls = one._start(rows, 0), []
     plain = replace(known, others={})
@@ -93,7 +93,7 @@ def step(kept: bool, **settings):
     """One step with a KL in the reward, where both models were asked before; weights and passes."""
     episodes, made = real_group()
     model, policy = made.scorer.model, Counting(made.scorer)
-    reference = Counting(Scorer(tiny_model(seed=1)))
+    reference = Counting(LogprobScorer(tiny_model(seed=1)))
     algorithm = replace(PRESETS["reinforce_pp"], correction="none")
     one = learner(model, algorithm, LearnerSettings(**settings), {"reference": reference})
     one.scorer.score = policy.score
@@ -116,7 +116,7 @@ def test_what_credit_asked_is_not_asked_again(epochs, policy, reference):
 
 def test_only_the_same_rows_are_known():
     rows = random_rows(3)
-    kept = Kept()
+    kept = LogprobCache()
     kept.keep("", rows, [torch.zeros(1)] * 3)
     assert kept.get("", rows) is not None
     assert kept.get("reference", rows) is None

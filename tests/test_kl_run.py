@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ludus.algorithms.aggregate import Normaliser
+from ludus.algorithms.aggregate import Normalizer
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.kl_controller import KlState, control_of
 from ludus.algorithms.objective import objective
@@ -116,7 +116,7 @@ def test_a_kl_in_the_loss_may_add_up_over_the_trajectory():
     batch = TokenBatch(own, own.detach(), own.detach(), torch.zeros(3, 5).double(), mask, ref)
     options = PartOptions(kl={"granularity": "trajectory"})
     algorithm = replace(PRESETS["grpo"], kl="k2", kl_coef=0.3, options=options)
-    loss, _ = objective(batch, algorithm, Normaliser.of(mask))
+    loss, _ = objective(batch, algorithm, Normalizer.of(mask))
     (found,) = torch.autograd.grad(loss, own)
     torch.testing.assert_close(found, 0.3 * (own - ref).detach() * mask / 2, atol=1e-12, rtol=0)
 

@@ -14,9 +14,9 @@ from ludus.algorithms.spec.algorithm import Algorithm, PartOptions
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.errors import LearnerError
 from ludus.training.batches.rows import Row, microbatches, row_of_trajectory
-from ludus.training.learner.learner import Known, Learner, LearnerSettings, choose_tokens
-from ludus.training.learner.logprobs import Scorer
-from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.learner.learner import CachedLogprobs, Learner, LearnerSettings, choose_tokens
+from ludus.training.learner.logprobs import LogprobScorer
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.types import Segment, StopReason, Trajectory
 
 VOCAB = 61
@@ -55,9 +55,9 @@ def random_rows(num=9, seed=0):
 
 
 def learner(model, algorithm=None, settings=None, scorers=None):
-    optimiser = Optimiser(model, OptimiserSettings(learning_rate=1e-3, total_steps=10))
+    optimiser = Optimizer(model, OptimizerSettings(learning_rate=1e-3, total_steps=10))
     return Learner(
-        Scorer(model),
+        LogprobScorer(model),
         optimiser,
         algorithm or PRESETS["grpo"],
         settings or LearnerSettings(),
@@ -80,8 +80,8 @@ def test_the_metrics_of_several_updates_are_those_of_all_their_tokens():
     found = []
     for minibatches in (1, 4):
         one = learner(tiny_model(), WITH_ALL_TERMS, LearnerSettings(minibatches=minibatches))
-        one.scorers["reference"] = Scorer(tiny_model(seed=1))
-        one.optimiser = Optimiser(one.scorer.model, OptimiserSettings(learning_rate=1e-30, total_steps=10))
+        one.scorers["reference"] = LogprobScorer(tiny_model(seed=1))
+        one.optimiser = Optimizer(one.scorer.model, OptimizerSettings(learning_rate=1e-30, total_steps=10))
         found.append(one.train(random_rows(), seed=3))
     whole, parts = found
     assert parts["batch/trained_rows"] == whole["batch/trained_rows"] / 4
@@ -101,11 +101,11 @@ WITH_ALL_TERMS = Algorithm(
 )
 def test_the_gradient_does_not_depend_on_the_partition(algorithm):
     model, rows = tiny_model(), random_rows()
-    reference = {"reference": Scorer(tiny_model(seed=1))}
+    reference = {"reference": LogprobScorer(tiny_model(seed=1))}
     proximal = [torch.rand(len(row.tokens), dtype=torch.float64).log() for row in rows]
     longest = max(len(row.tokens) for row in rows)
     whole = learner(model, algorithm, LearnerSettings(microbatch_tokens=10**6), reference)
-    expected_statistics, tokens = whole.gradient(rows, Known(proximal))
+    expected_statistics, tokens = whole.gradient(rows, CachedLogprobs(proximal))
     expected = gradients(model)
     assert tokens == sum(sum(row.trains) for row in rows)
     for size in (1, 2, 3, 7):
@@ -113,7 +113,7 @@ def test_the_gradient_does_not_depend_on_the_partition(algorithm):
         order = list(range(len(rows)))
         random.Random(size).shuffle(order)
         part = learner(model, algorithm, settings, reference)
-        statistics, _ = part.gradient([rows[i] for i in order], Known([proximal[i] for i in order]))
+        statistics, _ = part.gradient([rows[i] for i in order], CachedLogprobs([proximal[i] for i in order]))
         assert largest_difference(expected, gradients(model)) < 1e-10
         assert statistics.loss == pytest.approx(expected_statistics.loss, abs=1e-10)
 
@@ -134,7 +134,7 @@ def test_microbatches_hold_every_row_once_within_the_budget(shared):
 
 def test_an_unchanged_policy_has_ratio_exactly_one_and_no_kl_to_itself():
     model, rows = tiny_model(torch.float32), random_rows()
-    scorers = {"reference": Scorer(copy.deepcopy(model))}
+    scorers = {"reference": LogprobScorer(copy.deepcopy(model))}
     statistics, _ = learner(model, scorers=scorers).gradient(rows)
     assert statistics.clip.ratio_max == 1.0
     assert statistics.clip.ratio_mean == 1.0
@@ -189,7 +189,7 @@ def test_the_shortcut_past_the_output_layer_gives_the_models_own_logprobs():
         )
     ).double()
     for model in (tiny_model(), llama):
-        scorer = Scorer(model, temperature=0.7)
+        scorer = LogprobScorer(model, temperature=0.7)
         tokens = torch.randint(0, VOCAB, (3, 12))
         asked = torch.rand(3, 12) < 0.5
         logprobs, entropy = (t.detach() for t in scorer.score(tokens, asked, "value"))
@@ -270,7 +270,7 @@ def test_the_optimiser_goes_on_exactly_where_it_was():
     [("constant", [0.5, 1.0, 1.0, 1.0]), ("linear", [0.5, 1.0, 1.0, 0.5]), ("cosine", [0.5, 1.0, 1.0, 0.5])],
 )
 def test_schedules(schedule, rates):
-    settings = OptimiserSettings(1.0, total_steps=4, warmup_steps=2, schedule=schedule)
+    settings = OptimizerSettings(1.0, total_steps=4, warmup_steps=2, schedule=schedule)
     assert [settings.rate(step) for step in range(4)] == pytest.approx(rates)
 
 

@@ -19,9 +19,9 @@ from ludus.errors import LearnerError
 from ludus.training.checks import memory_check as dry_runs
 from ludus.training.checks.memory_check import dry_run, dry_run_of, longest_rows
 from ludus.training.learner.learner import LearnerSettings
-from ludus.training.learner.logprobs import Scorer, own_types
+from ludus.training.learner.logprobs import LogprobScorer, own_types
 from ludus.training.learner.microbatch_budget import out_of_memory
-from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.rl.build import train
 from ludus.training.run.run_dir import locked, new_run
 from ludus.training.run.session import open_session, with_adapters
@@ -122,7 +122,7 @@ def test_a_dry_run_leaves_no_trace_and_is_as_large_as_it_gets(preset):
 
 def test_rows_of_a_dry_run_share_no_prefix():
     rows = longest_rows(5, 40, 61)
-    scorer = Scorer(tiny_model())
+    scorer = LogprobScorer(tiny_model())
     forest, _ = scorer._plant(torch.tensor([r.tokens for r in rows]), (torch.arange(5), torch.full((5,), 39)))
     assert forest.shape == (5,)
     assert len({row.tokens[:8] for row in rows}) == 5
@@ -157,7 +157,7 @@ def test_a_stage_that_runs_out_of_memory_says_what_to_change(words, error, tmp_p
     def full(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(Optimiser, "step", full)
+    monkeypatch.setattr(Optimizer, "step", full)
     stage, *more = words
     begun = (stage, make_recipe(tmp_path), "--from-scratch", "--run.folder", tmp_path / "run", *more)
     said = refused(*begun, "--training.learner.halve_on_oom", "false", code=LearnerError.exit_code)
@@ -240,8 +240,8 @@ def test_activation_checkpointing_is_exact_and_keeps_less(name):
         pytest.importorskip("peft")
     model = in_double(models()[name])
     rows = [replace(row, tokens=tuple(t % 53 for t in row.tokens)) for row in random_rows(8)]
-    expected, much = kept_bytes(Scorer(model), rows)
-    found, little = kept_bytes(Scorer(model, recompute=True), rows)
+    expected, much = kept_bytes(LogprobScorer(model), rows)
+    found, little = kept_bytes(LogprobScorer(model, recompute=True), rows)
     assert found.keys() == expected.keys()
     assert len(found) > 8
     assert largest_difference(found, expected) < 1e-10
@@ -258,7 +258,7 @@ def test_activation_checkpointing_switches_no_dropout_on_and_is_off_without_a_gr
     plain.gradient(rows)
     expected = gradients(model)
     one = learner(model)
-    one.scorer = Scorer(model, recompute=True)
+    one.scorer = LogprobScorer(model, recompute=True)
     one.gradient(rows)
     assert largest_difference(expected, gradients(model)) < 1e-6
     assert not any(module.training for module in model.modules())
@@ -269,8 +269,8 @@ def test_several_updates_end_at_the_same_weights():
     for recompute in (False, True):
         model = tiny_model()
         one = learner(model, settings=LearnerSettings(epochs=2, minibatches=2))
-        one.scorer = Scorer(model, recompute=recompute)
-        one.optimiser = Optimiser(model, OptimiserSettings(learning_rate=1e-3, total_steps=10))
+        one.scorer = LogprobScorer(model, recompute=recompute)
+        one.optimiser = Optimizer(model, OptimizerSettings(learning_rate=1e-3, total_steps=10))
         one.train(random_rows(), seed=1)
         results.append({name: p.detach() for name, p in model.named_parameters()})
     assert largest_difference(*results) < 1e-10

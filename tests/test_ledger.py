@@ -14,8 +14,8 @@ from ludus.rollout.ledger import (
     Ledger,
     LedgerCounts,
     LedgerState,
-    Outcome,
     RolloutKey,
+    RolloutOutcome,
 )
 
 
@@ -26,12 +26,12 @@ def key(step=0, task="t", sample=0, attempt=0):
 def test_a_step_is_counted_by_outcome_and_reason():
     ledger = Ledger()
     endings = [
-        (Outcome.TRAINED, "kept"),
-        (Outcome.TRAINED, "kept"),
-        (Outcome.MASKED, "truncated"),
-        (Outcome.DROPPED, "zero_variance"),
-        (Outcome.DROPPED, "stale"),
-        (Outcome.FAILED, "engine"),
+        (RolloutOutcome.TRAINED, "kept"),
+        (RolloutOutcome.TRAINED, "kept"),
+        (RolloutOutcome.MASKED, "truncated"),
+        (RolloutOutcome.DROPPED, "zero_variance"),
+        (RolloutOutcome.DROPPED, "stale"),
+        (RolloutOutcome.FAILED, "engine"),
     ]
     for sample, (outcome, reason) in enumerate(endings):
         ledger.start(key(sample=sample))
@@ -63,9 +63,9 @@ def test_a_step_is_counted_by_outcome_and_reason():
 def test_a_retry_is_a_rollout_of_its_own():
     ledger = Ledger()
     ledger.start(key())
-    ledger.finish(key(), Outcome.FAILED, "sandbox")
+    ledger.finish(key(), RolloutOutcome.FAILED, "sandbox")
     ledger.start(key(attempt=1))
-    ledger.finish(key(attempt=1), Outcome.TRAINED, "kept")
+    ledger.finish(key(attempt=1), RolloutOutcome.TRAINED, "kept")
     counts = ledger.close(0)
     assert (counts.started, counts.failed, counts.trained) == (2, 1, 1)
 
@@ -74,7 +74,7 @@ def test_a_lost_rollout_is_named():
     ledger = Ledger()
     for sample in range(3):
         ledger.start(key(step=4, task="capital-of-peru", sample=sample))
-    ledger.finish(key(step=4, task="capital-of-peru"), Outcome.TRAINED, "kept")
+    ledger.finish(key(step=4, task="capital-of-peru"), RolloutOutcome.TRAINED, "kept")
     with pytest.raises(AccountingError, match=r"2 of 3 rollouts of step 4 .* task capital-of-peru, sample 1"):
         ledger.check()
     with pytest.raises(AccountingError, match="no outcome"):
@@ -89,14 +89,14 @@ def test_endings_that_cannot_be_are_refused():
     with pytest.raises(AccountingError, match="started twice"):
         ledger.start(key())
     with pytest.raises(AccountingError, match="never started"):
-        ledger.finish(key(sample=1), Outcome.TRAINED, "kept")
+        ledger.finish(key(sample=1), RolloutOutcome.TRAINED, "kept")
     with pytest.raises(AccountingError, match="never started"):
-        ledger.finish(key(step=9), Outcome.TRAINED, "kept")
+        ledger.finish(key(step=9), RolloutOutcome.TRAINED, "kept")
     with pytest.raises(AccountingError, match="without a reason"):
-        ledger.finish(key(), Outcome.DROPPED, " ")
-    ledger.finish(key(), Outcome.DROPPED, "stale")
+        ledger.finish(key(), RolloutOutcome.DROPPED, " ")
+    ledger.finish(key(), RolloutOutcome.DROPPED, "stale")
     with pytest.raises(AccountingError, match=r"twice, as dropped \(stale\) and as trained \(kept\)"):
-        ledger.finish(key(), Outcome.TRAINED, "kept")
+        ledger.finish(key(), RolloutOutcome.TRAINED, "kept")
     assert ledger.close(0).dropped == 1
     with pytest.raises(AccountingError, match="step 0 is closed"):
         ledger.start(key(sample=5))
@@ -108,7 +108,7 @@ def test_endings_that_cannot_be_are_refused():
 def test_a_learner_that_trained_another_number_is_caught():
     ledger = Ledger()
     ledger.start(key())
-    ledger.finish(key(), Outcome.TRAINED, "kept")
+    ledger.finish(key(), RolloutOutcome.TRAINED, "kept")
     with pytest.raises(AccountingError, match="learner trained 0 rollouts, the ledger has 1"):
         ledger.close(0, trained=0)
     assert ledger.close(0, trained=1).trained == 1
@@ -118,10 +118,10 @@ def test_steps_close_in_order():
     ledger = Ledger()
     ledger.start(key(step=1))
     ledger.start(key(step=2))
-    ledger.finish(key(step=2), Outcome.TRAINED, "kept")
+    ledger.finish(key(step=2), RolloutOutcome.TRAINED, "kept")
     with pytest.raises(AccountingError, match="step 1 is still open"):
         ledger.close(2)
-    ledger.finish(key(step=1), Outcome.DROPPED, "stale")
+    ledger.finish(key(step=1), RolloutOutcome.DROPPED, "stale")
     ledger.close(1)
     assert ledger.close(2).trained == 1
 
@@ -131,7 +131,7 @@ def test_rollouts_from_before_a_resume_that_go_are_of_the_step_after_it(spanning
     ledger = Ledger.restore(LedgerState(LedgerCounts(step=None), last_closed=4), spanning=spanning)
     ledger.drop_kept(5, 3, "too_late")
     ledger.start(key(5))
-    ledger.finish(key(5), Outcome.TRAINED, "kept")
+    ledger.finish(key(5), RolloutOutcome.TRAINED, "kept")
     counts = ledger.close(5, trained=1)
     assert (counts.started, counts.trained, counts.dropped) == (4, 1, 3)
     assert counts.by_reason == {"dropped/too_late": 3, "trained/kept": 1}
@@ -160,7 +160,7 @@ def test_counts_that_cannot_be_true_are_refused():
 def test_an_open_step_is_not_in_the_state():
     ledger = Ledger()
     ledger.start(key(step=0))
-    ledger.finish(key(step=0), Outcome.TRAINED, "kept")
+    ledger.finish(key(step=0), RolloutOutcome.TRAINED, "kept")
     ledger.close(0)
     ledger.start(key(step=1))
     state = ledger.state()
@@ -175,7 +175,7 @@ def test_an_open_step_is_not_in_the_state():
 KEYS = st.builds(RolloutKey, st.integers(0, 2), st.sampled_from(["a", "b"]), st.integers(0, 1))
 OPERATIONS = st.one_of(
     st.tuples(st.just("start"), KEYS),
-    st.tuples(st.just("finish"), KEYS, st.sampled_from(Outcome), st.sampled_from(["x", "y"])),
+    st.tuples(st.just("finish"), KEYS, st.sampled_from(RolloutOutcome), st.sampled_from(["x", "y"])),
     st.tuples(st.just("close"), st.integers(0, 2)),
     st.tuples(st.just("resume")),
 )
@@ -214,7 +214,9 @@ def agree(ledger, model):
     total = ledger.total()
     outcomes = Counter(outcome for outcome, _ in model.ended.values())
     assert (total.started, total.running) == (len(model.running) + len(model.ended), len(model.running))
-    assert (total.trained, total.masked, total.dropped, total.failed) == tuple(outcomes[o] for o in Outcome)
+    assert (total.trained, total.masked, total.dropped, total.failed) == tuple(
+        outcomes[o] for o in RolloutOutcome
+    )
     assert total.by_reason == dict(Counter(f"{o}/{r}" for o, r in model.ended.values()))
 
 
@@ -237,7 +239,7 @@ def test_the_counts_of_the_newest_steps_alone_are_kept():
     ledger = Ledger()
     for step in range(3 * KEPT_STEPS):
         ledger.start(key(step=step))
-        ledger.finish(key(step=step), Outcome.TRAINED, "kept")
+        ledger.finish(key(step=step), RolloutOutcome.TRAINED, "kept")
         ledger.close(step)
     last = 3 * KEPT_STEPS - 1
     assert ledger.summary(last - KEPT_STEPS + 1).trained == 1

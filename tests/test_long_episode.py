@@ -10,7 +10,7 @@ import pytest
 from ludus.chat.guides import JSON_STYLE
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
-from ludus.rollout.chat_session import EngineConversation
+from ludus.rollout.chat_session import EngineChatSession
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.tools.base import tool
 from ludus.types import Guide, SamplingParams, StopReason
@@ -64,7 +64,7 @@ def test_an_episode_of_250_calls_and_64k_tokens():
     async def run():
         engine = Heard(model, tokenizer(), settings)
         params = SamplingParams(max_new_tokens=200, guide=calls_a_page())
-        conversation = EngineConversation(engine, renderer(), params, CONTEXT, "long", seed=1)
+        conversation = EngineChatSession(engine, renderer(), params, CONTEXT, "long", seed=1)
         task = make_task()
         limits = EpisodeLimits(max_turns=CALLS)
         trajectory = await run_episode(task, 0, world.environment(task), conversation, limits)

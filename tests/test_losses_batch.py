@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import algorithms_oracle as oracle
 import algorithms_oracle_losses as slow
 from ludus.algorithms import corrections, losses, preference
-from ludus.algorithms.aggregate import Normaliser, aggregate
+from ludus.algorithms.aggregate import Normalizer, aggregate
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.objective import objective
 from ludus.algorithms.spec.algorithm import PartOptions
@@ -119,7 +119,7 @@ def test_the_covariance_losses_equal_the_loop(batch):
 
 def every_loss(batch):
     """Name to (rows, leaf) -> the loss of those rows, normalised by the whole batch."""
-    whole = Normaliser.of(batch.mask, constant=50)
+    whole = Normalizer.of(batch.mask, constant=50)
     covariance = covariance_of(batch)
     highest = losses.choose_highest(covariance=covariance, mask=batch.mask, share=0.2)
     between = losses.choose_between(
@@ -367,7 +367,7 @@ def test_what_a_correction_cuts_and_drops_is_counted_from_its_own_weights(name, 
         PRESETS["grpo"], correction=name, tis_cap=1.1, options=PartOptions(correction=options)
     )
     given = TokenBatch(batch.old, batch.old, batch.behavior, batch.advantages, batch.mask)
-    found = objective(given, algorithm, Normaliser.of(batch.mask))[1].mismatch
+    found = objective(given, algorithm, Normalizer.of(batch.mask))[1].mismatch
     ratios = [float(slow.ratio_of(batch, i, t, level)) for i, t in batch.mask.nonzero().tolist()]
     cut = sum(0 < limit(w) < w for w in ratios) / len(ratios)
     gone = sum(limit(w) == 0 for w in ratios) / len(ratios)

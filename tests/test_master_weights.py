@@ -7,19 +7,19 @@ import torch
 
 from ludus.errors import LearnerError
 from ludus.rollout.ledger import Ledger
-from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.run.checkpoint import TrainerState, load_trainer, load_weights, save_checkpoint
 from test_engine_local import byte_tokenizer
 from test_learner import learner, random_rows, tiny_model
 
-TINY = OptimiserSettings(learning_rate=1e-5, total_steps=400, max_grad_norm=1e9)
+TINY = OptimizerSettings(learning_rate=1e-5, total_steps=400, max_grad_norm=1e9)
 
 
 def pushed(steps, *, masters, dtype=torch.bfloat16):
     """A weight of 1 after steps that each take away 1e-5, and its optimiser."""
     layer = torch.nn.Linear(2, 2, bias=False, dtype=dtype)
     torch.nn.init.ones_(layer.weight)
-    optimiser = Optimiser(layer, TINY, masters=masters)
+    optimiser = Optimizer(layer, TINY, masters=masters)
     for _ in range(steps):
         layer.weight.grad = torch.ones_like(layer.weight)
         optimiser.step()
@@ -39,7 +39,7 @@ def test_updates_that_vanish_in_bfloat16_move_the_master():
 
 def test_weights_that_were_put_in_before_the_first_step_are_the_ones_that_move():
     layer = torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
-    optimiser = Optimiser(layer, TINY)
+    optimiser = Optimizer(layer, TINY)
     torch.nn.init.constant_(layer.weight, 3.0)
     assert optimiser.state() == {}
     layer.weight.grad = torch.ones_like(layer.weight)
@@ -50,7 +50,7 @@ def test_weights_that_were_put_in_before_the_first_step_are_the_ones_that_move()
 def test_a_gradient_that_is_not_finite_leaves_weight_and_master():
     layer = torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
     before = layer.weight.detach().clone()
-    optimiser = Optimiser(layer, TINY)
+    optimiser = Optimizer(layer, TINY)
     layer.weight.grad = torch.full_like(layer.weight, torch.inf)
     with pytest.raises(LearnerError):
         optimiser.step()
@@ -82,4 +82,4 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, expected[name]), name
     with pytest.raises(LearnerError, match=r"model\.master_weights"):
-        load_trainer(folder, Optimiser(model, TINY, masters=False))
+        load_trainer(folder, Optimizer(model, TINY, masters=False))

@@ -24,7 +24,7 @@ from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.recipes import recipe_folder
 from ludus.rewards.base import check_rewards, score, success
-from ludus.rewards.exact_match import Answers
+from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.rewards.math.math_verify import Expression
 from ludus.rewards.math.numeric import Quantity
 from ludus.tools.base import ToolError
@@ -42,7 +42,7 @@ from ludus.worlds.math.generate import (
     split_of_problem,
 )
 from ludus.worlds.math.grader import SYSTEM, answer_text, as_task, is_right, solved
-from ludus.worlds.math.problems import Work, worked
+from ludus.worlds.math.problems import WorkedSteps, worked
 from ludus.worlds.math.reasoning_gym import GymJudge
 from ludus.worlds.math.records import load_problems
 from ludus.worlds.math.tools import as_program
@@ -117,7 +117,7 @@ def test_every_kind_is_right_at_every_level(topic):
     for kind in KINDS[topic]:
         for level in kind.levels:
             for _ in range(4):
-                work = Work()
+                work = WorkedSteps()
                 draft = kind.draft(rng, level, work)
                 assert worked(tuple(work.steps))[-1][1] == draft.value, (kind.name, draft)
 
@@ -422,7 +422,7 @@ def test_a_file_of_problems_is_read(tmp_path):
     first, (half, third), (day,) = world.tasks("train")[0], world.tasks("test"), world.tasks("validation")
     assert [solved(t, answered(a)) for t, a in ((first, "4"), (half, "500"), (third, "1/3"))] == [1, 1, 1]
     assert (solved(day, answered("monday")), solved(day, answered("tuesday"))) == (1, 0)
-    assert day.truth == Answers(("Monday",))
+    assert day.truth == ExpectedAnswers(("Monday",))
     assert world.expert(first) is None
 
 

@@ -17,7 +17,7 @@ from ludus.config import config_from_toml
 from ludus.envs import registry
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import ToolWorld
-from ludus.envs.toolbox import Toolbox, ToolLimits
+from ludus.envs.toolbox import ToolExecutor, ToolLimits
 from ludus.errors import ConfigError, ToolFault, UserError, WorldError
 from ludus.tools.mcp.client import McpServer, McpSettings, mcp_server
 from ludus.tools.mcp.messages import Screen
@@ -46,7 +46,7 @@ def action(*calls):
 
 
 def ask(server, *calls, tools=None):
-    return asyncio.run(Toolbox(tools or server.tools, ToolLimits(max_output=5000)).run(action(*calls)))
+    return asyncio.run(ToolExecutor(tools or server.tools, ToolLimits(max_output=5000)).run(action(*calls)))
 
 
 def say(server, name, **arguments):
@@ -185,7 +185,7 @@ HOSTILE = {
 @pytest.mark.parametrize(("kind", "words"), HOSTILE.items(), ids=HOSTILE)
 def test_a_message_that_would_harm_is_an_error_of_its_call_alone(hostile, kind, words):
     calls = ("hostile", {"kind": kind}), ("echo", {"text": "here"})
-    bad, good = heartbeat.run(Toolbox(hostile.tools, ToolLimits(max_output=5000)).run(action(*calls)))
+    bad, good = heartbeat.run(ToolExecutor(hostile.tools, ToolLimits(max_output=5000)).run(action(*calls)))
     assert bad.status is ToolStatus.RAISED
     assert words in bad.output
     assert (good.status, good.output) == (ToolStatus.OK, "here")
@@ -406,7 +406,7 @@ def test_a_world_closes_its_servers(server):
 
     async def use():
         async with registry.closing(world):
-            await Toolbox(world.tools).run(action(("echo", {"text": "x"})))
+            await ToolExecutor(world.tools).run(action(("echo", {"text": "x"})))
 
     asyncio.run(use())
     with pytest.raises(WorldError, match="is closed"):
@@ -473,7 +473,7 @@ def test_a_world_may_name_its_server_in_its_settings():
                 said = task.prompt[0]["content"]
                 time_, here, there = re.search(r"It is (\S+) in (\S+)\. .* in (\S+)\?", said).groups()
                 asked = {"time": time_, "source_timezone": here, "target_timezone": there}
-                (outcome,) = await Toolbox(world.tools).run(action(("convert_time", asked)))
+                (outcome,) = await ToolExecutor(world.tools).run(action(("convert_time", asked)))
                 outcomes.append((task.truth, json.loads(outcome.output)["target"]["datetime"]))
         return outcomes
 

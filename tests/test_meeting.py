@@ -14,28 +14,28 @@ from torch import distributed
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError
 from ludus.training.distributed import rendezvous
-from ludus.training.distributed.launcher import Crew
-from ludus.training.distributed.rendezvous import Meeting
+from ludus.training.distributed.launcher import RankGroup
+from ludus.training.distributed.rendezvous import Rendezvous
 
 CPU = torch.device("cpu")
 
 
 def test_whoever_gives_no_sign_of_life_and_left_no_words_is_silent(monkeypatch):
     monkeypatch.setattr(rendezvous, "LISTEN_S", 1.5)
-    leader = Meeting.called(1, 5.0)
+    leader = Rendezvous.called(1, 5.0)
     leader.form_group(CPU)
     distributed.destroy_process_group()
-    place = Meeting(leader.store, 9, 4, 5.0)  # another's view of the same store
+    place = Rendezvous(leader.store, 9, 4, 5.0)  # another's view of the same store
     for rank in (1, 2):
         leader.store.set(f"pulse/{rank}", f"7 {rank}000 on host")
-    Meeting.joined(leader.port, 2, 4, 5.0).say("StorageError: the disk is full")
+    Rendezvous.joined(leader.port, 2, 4, 5.0).say("StorageError: the disk is full")
     assert place.silent() == {1: "1000 on host", 3: ""}  # 0 gives signs, 2 left words
     assert place.words() == "process 2: StorageError: the disk is full"
 
 
 def test_who_did_not_come_is_named():
     with pytest.raises(LearnerError, match=r"did not meet: process 1 did not come within 1 s"):
-        Meeting.called(2, 1.0).form_group(CPU)
+        Rendezvous.called(2, 1.0).form_group(CPU)
 
 
 def test_nobody_waits_for_a_leader_that_torchrun_did_not_start(monkeypatch):
@@ -43,11 +43,11 @@ def test_nobody_waits_for_a_leader_that_torchrun_did_not_start(monkeypatch):
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LearnerError, match="did not meet"):
-        Meeting.launched(1.0)
+        Rendezvous.launched(1.0)
 
 
 def test_a_process_that_does_not_begin_is_named():
-    crew = Crew(TemporaryFolder("ludus-ranks-"))
+    crew = RankGroup(TemporaryFolder("ludus-ranks-"))
     crew.processes.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
     with pytest.raises(LearnerError, match=r"Process 1 .* has not begun within 0.1 s"):
         crew.gather(0.1)
@@ -57,7 +57,7 @@ def test_a_process_that_does_not_begin_is_named():
 
 
 def test_where_one_process_does_not_begin_nobody_waits_for_the_others_to_end():
-    crew, begin = Crew(TemporaryFolder("ludus-ranks-")), time.monotonic()
+    crew, begin = RankGroup(TemporaryFolder("ludus-ranks-")), time.monotonic()
     for program in ("import time; time.sleep(60)", "raise SystemExit('no such model')"):
         with (crew.folder.path / f"said-{len(crew.processes) + 1}").open("wb") as said:
             crew.processes.append(subprocess.Popen([sys.executable, "-c", program], stderr=said))

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ludus.config import config_from_toml, load_config, to_toml
 from ludus.diagnostics.metrics import alarms, rollout_metrics
-from ludus.envs.base import Anchored, GradesAgain
-from ludus.envs.mixture import Member, MixedWorld
+from ludus.envs.base import HasStateKey, Regradable
+from ludus.envs.mixture import MixedWorld, MixtureMember
 from ludus.envs.registry import build_world
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import ToolWorld
@@ -23,12 +23,12 @@ from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.evaluate import Conditions, load_evaluation
 from ludus.rewards.base import Reward, score, success
-from ludus.rollout.build import Play, engine_scheduler
-from ludus.rollout.chat_session import EngineConversation
+from ludus.rollout.build import SamplingPlan, engine_scheduler
+from ludus.rollout.chat_session import EngineChatSession
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.rollout.scheduler import Episode, Job
-from ludus.tasks.mixture import MixtureOrder, Pool, Shares
+from ludus.rollout.scheduler import Episode, RolloutRequest
+from ludus.tasks.mixture import MixtureOrder, Shares, TaskPool
 from ludus.training.collection.reward_mixing import check_reward_settings, combiner_of
 from ludus.types import Group, Segment, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from small_runs import lasting_files
@@ -77,7 +77,7 @@ def run(recipe):
 
 
 def pool(name, weight, end=None, num=60):
-    return Pool(name, [Task(f"{name}/{i}", (), None) for i in range(num)], weight, end)
+    return TaskPool(name, [Task(f"{name}/{i}", (), None) for i in range(num)], weight, end)
 
 
 # settings
@@ -205,8 +205,8 @@ def test_an_episode_is_the_worlds_own(world):
     shop, guess = world.environment(price), world.environment(game)
     assert [tool.name for tool in shop.tools] == ["look"]
     assert not guess.tools
-    assert isinstance(guess, Anchored)
-    assert not isinstance(shop, Anchored)
+    assert isinstance(guess, HasStateKey)
+    assert not isinstance(shop, HasStateKey)
     assert asyncio.run(guess.start(game)) == list(game.prompt)
     assert guess.anchor() == f"{game.tags['low']}-{game.tags['high']}"
 
@@ -227,7 +227,7 @@ def test_an_episode_of_a_world_that_grades_again_does_so(world):
     mixed = MixedWorld((replace(world.members[0], world=made), *world.members[1:]))
     judged, other = (mixed.environment(task) for task in mixed.tasks("train")[:2])
     assert asyncio.run(judged.grade_again()) == report
-    assert not isinstance(other, GradesAgain)
+    assert not isinstance(other, Regradable)
 
 
 def solve(task):
@@ -261,7 +261,7 @@ def test_several_outcomes_and_heavy_ones_come_to_the_same_scale():
         Reward("short", lambda task, t: 1.0, weight=0.4),
     ]
     config = load_config(None)
-    mixed = MixedWorld((Member("code", one_world("code", rewards), config.rollout),))
+    mixed = MixedWorld((MixtureMember("code", one_world("code", rewards), config.rollout),))
     (task,) = mixed.tasks("train")
     found = score(mixed.rewards, task, solve(task))
     assert found.rewards["solved"] == (3 * 0.5 + 1) / 4
@@ -275,7 +275,7 @@ def test_an_outcome_above_1_makes_up_for_no_other():
         Reward("a", lambda task, t: 3.0, outcome=True),
         Reward("b", lambda task, t: 0.0, outcome=True),
     ]
-    mixed = MixedWorld((Member("odd", one_world("odd", rewards), load_config(None).rollout),))
+    mixed = MixedWorld((MixtureMember("odd", one_world("odd", rewards), load_config(None).rollout),))
     (task,) = mixed.tasks("train")
     assert not success(mixed.rewards, score(mixed.rewards, task, solve(task)))
 
@@ -283,7 +283,7 @@ def test_an_outcome_above_1_makes_up_for_no_other():
 def test_a_tag_that_the_mixture_needs_is_refused():
     shop = one_world("shop", [Reward("a", lambda task, t: 1.0, outcome=True)])
     tasks = {"train": [replace(shop.tasks("train")[0], tags={"world": "earth"})]}
-    mixed = MixedWorld((Member("shop", replace(shop, task_lists=tasks), load_config(None).rollout),))
+    mixed = MixedWorld((MixtureMember("shop", replace(shop, task_lists=tasks), load_config(None).rollout),))
     with pytest.raises(ConfigError, match="have a tag 'world'"):
         mixed.tasks("train")
 
@@ -298,7 +298,7 @@ def test_demonstrations_come_by_the_weights(world):
 
 def test_each_world_has_its_own_bounds(world, recipe):
     config = load_config(recipe)
-    play = Play("train", 1.0, 0)
+    play = SamplingPlan("train", 1.0, 0)
     price, game = world.tasks("train")[:2]
 
     class Engine:
@@ -308,8 +308,8 @@ def test_each_world_has_its_own_bounds(world, recipe):
     scheduler = engine_scheduler(world, Engine(), None, config.rollout, play, Ledger())
     found = {}
     for task in (price, game):
-        conversation = scheduler.converse(Job(RolloutKey(1, task.id, 0), task))
-        assert isinstance(conversation, EngineConversation)
+        conversation = scheduler.converse(RolloutRequest(RolloutKey(1, task.id, 0), task))
+        assert isinstance(conversation, EngineChatSession)
         limits = scheduler.limits_of(task)
         found[task.tags["world"]] = (
             limits.max_turns,
@@ -370,7 +370,7 @@ def test_rewards_are_normalised_by_world(world, recipe):
 def test_shaping_of_several_worlds_does_not_add_up():
     def member(name):
         rewards = [Reward("a", lambda t, x: 1.0, outcome=True), Reward("s", lambda t, x: 1.0, weight=0.3)]
-        return Member(name, one_world(name, rewards), load_config(None).rollout)
+        return MixtureMember(name, one_world(name, rewards), load_config(None).rollout)
 
     mixed = MixedWorld(tuple(map(member, "xyz")))
     config = load_config(None, ["--rewards.combination", "gated"])

@@ -11,15 +11,15 @@ from ludus.config import load_config
 from ludus.config.sections.rewards import PARTS
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, WorldError
-from ludus.rewards.exact_match import Answers
-from ludus.rewards.registry import NAMED, Named, named_part
+from ludus.rewards.exact_match import ExpectedAnswers
+from ludus.rewards.registry import NAMED, RegisteredReward, named_part
 from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.reward_executor import ProcessScoring
+from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.scheduler import Episode, FailureBudget
 from ludus.training.collection.reward_mixing import check_reward_settings, combiner_of, with_added
-from ludus.training.collection.rollout_collector import Sampler
+from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import settle
-from ludus.training.run.session import Session
+from ludus.training.run.session import TrainingSession
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from tiny_run import ludus, refused
 
@@ -63,7 +63,7 @@ def test_parts_by_name_count_with_their_weights_and_are_on_record():
         *part("invalid_calls", cap=2),
     )
     check_reward_settings(config, world)
-    groups = asyncio.run(with_added(ProcessScoring.of(config), world, [[attempt()]], 0.0))
+    groups = asyncio.run(with_added(ProcessRewardExecutor.of(config), world, [[attempt()]], 0.0))
     ((found,),) = combiner_of(config, world, takes_turns=False).combine(1, groups)
     assert found.trajectory.rewards == {
         "exact_match": 1.0,
@@ -95,8 +95,8 @@ def test_parts_are_scored_in_another_process(monkeypatch):
         raise AssertionError("it is scored here")
 
     config, world = settings(*part("citation_support"))
-    monkeypatch.setitem(NAMED, "citation_support", Named(lambda: nowhere))
-    ((found,),) = asyncio.run(with_added(ProcessScoring.of(config), world, [[attempt()]], 0.0))
+    monkeypatch.setitem(NAMED, "citation_support", RegisteredReward(lambda: nowhere))
+    ((found,),) = asyncio.run(with_added(ProcessRewardExecutor.of(config), world, [[attempt()]], 0.0))
     assert found.trajectory.rewards == {"exact_match": 1.0, "citation_support": 1.0}
     assert found.trajectory.timings.grading_s > 0
 
@@ -104,14 +104,14 @@ def test_parts_are_scored_in_another_process(monkeypatch):
 def test_an_episode_whose_part_fails_is_a_failed_one_and_the_ledger_knows():
     config, world = settings(*part("token_f1"), "--rollout.max_failure_rate", "0.5")
     good = attempt()
-    good = replace(good, task=replace(good.task, truth=Answers(("Paris",))))
+    good = replace(good, task=replace(good.task, truth=ExpectedAnswers(("Paris",))))
     odd = replace(attempt(), key=RolloutKey(1, "t", 1))
-    session = Session(config, world, None, None, None)
+    session = TrainingSession(config, world, None, None, None)
     ledger = Ledger()
     for episode in (good, odd):
         ledger.start(episode.key)
     one = combiner_of(config, world, takes_turns=False)
-    sampler = Sampler(session, None, PRESETS["grpo"], None, ledger, combiner=one)
+    sampler = RolloutCollector(session, None, PRESETS["grpo"], None, ledger, combiner=one)
     credits = asyncio.run(sampler.credit(1, [[good, odd]]))
     settle(ledger, credits)
     counts = ledger.close(1, trained=0)
@@ -124,11 +124,11 @@ def test_an_episode_whose_part_fails_is_a_failed_one_and_the_ledger_knows():
 def test_where_one_episode_alone_lacked_its_parts_its_failure_is_one_among_all_of_the_batch():
     """As after a resume: the others have ended since."""
     config, world = settings(*part("token_f1"), "--rollout.max_failure_rate", "0.5")
-    odd, task = attempt(), replace(attempt().task, truth=Answers(("Paris",)))
+    odd, task = attempt(), replace(attempt().task, truth=ExpectedAnswers(("Paris",)))
     good = [replace(odd, key=RolloutKey(1, "t", sample), task=task) for sample in (1, 2)]
     one = combiner_of(config, world, takes_turns=False)
-    session = Session(config, world, None, None, None)
-    sampler = Sampler(session, None, PRESETS["grpo"], None, Ledger(), combiner=one)
+    session = TrainingSession(config, world, None, None, None)
+    sampler = RolloutCollector(session, None, PRESETS["grpo"], None, Ledger(), combiner=one)
     sampler.ledger.start(odd.key)
 
     async def credit():

@@ -9,7 +9,7 @@ import torch
 
 from ludus.algorithms.spec.resolve import resolve
 from ludus.errors import ConfigError, SyncError
-from ludus.training.learner.learner import Known, LearnerSettings
+from ludus.training.learner.learner import CachedLogprobs, LearnerSettings
 from ludus.training.learner.old_logprobs import OLD_FROM_ENGINE, check_old_logprobs
 from ludus.training.rl.advantage_inputs import check_parity
 from small_runs import config
@@ -26,7 +26,7 @@ def recorded(rows, scores):
 def test_the_gradient_is_that_of_the_recorded_values(monkeypatch):
     model, rows = tiny_model(), random_rows()
     given = [torch.tensor(row.behavior, dtype=torch.float64) for row in rows]
-    learner(model).gradient(rows, Known(given))
+    learner(model).gradient(rows, CachedLogprobs(given))
     expected = gradients(model)
     learner(model).gradient(rows)
     assert largest_difference(expected, gradients(model)) > 1e-3

@@ -16,15 +16,15 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.sections.training import TrainingConfig
 from ludus.envs.tool_env import ToolEnv
 from ludus.rewards.base import Reward
-from ludus.rewards.exact_match import Answers, exact_match, normalise
-from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rewards.exact_match import ExpectedAnswers, exact_match, normalise
+from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.scheduler import Episode
 from ludus.tools.search import PassageIndex, search_tool
 from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import assign_credit
-from ludus.training.learner.learner import Known, Learner, LearnerSettings
-from ludus.training.learner.logprobs import Scorer, own_types
-from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.learner.learner import CachedLogprobs, Learner, LearnerSettings
+from ludus.training.learner.logprobs import LogprobScorer, own_types
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.types import Message, Segment, StopReason, Task, Trajectory
 from ludus.worlds.search.facts import load_facts
 from ludus.worlds.search.questions import all_questions
@@ -104,9 +104,9 @@ def as_episodes(trajectories, advantages):
 
 
 def learner(model, **settings):
-    optimiser = Optimiser(model, OptimiserSettings.of(TrainingConfig(), 10))
+    optimiser = Optimizer(model, OptimizerSettings.of(TrainingConfig(), 10))
     return Learner(
-        Scorer(model), optimiser, PRESETS["grpo"], LearnerSettings(microbatch_tokens=64, **settings)
+        LogprobScorer(model), optimiser, PRESETS["grpo"], LearnerSettings(microbatch_tokens=64, **settings)
     )
 
 
@@ -187,7 +187,7 @@ def test_a_dialogue_has_the_same_tokens_mask_and_reward(name):
     lines = DIALOGUES[name]
     question = "In which country is the city that Agen Airport serves?"
     prompt = (Message(role="system", content=one().SYSTEM), Message(role="user", content=question))
-    task = Task("t", prompt, Answers(("France",)))
+    task = Task("t", prompt, ExpectedAnswers(("France",)))
     real = play(scripted(lines), world=OneTool(), task=task, max_tokens=2000)
     mine = agent()
     episode = one().Episode(None, one().prompt_tokens(tokenizer(), question), [])
@@ -247,7 +247,7 @@ def test_advantages_and_dropped_groups_are_those_of_the_full_system():
         for i, (t, reward) in enumerate(zip(base, rewards, strict=True))
     ]
     credits = assign_credit([episodes[i : i + 4] for i in range(0, len(rewards), 4)], PRESETS["grpo"])
-    real = [c.advantage if c.outcome is Outcome.TRAINED else None for c in credits]
+    real = [c.advantage if c.outcome is RolloutOutcome.TRAINED else None for c in credits]
     own = one().advantages(rewards, 4)
     assert [a is None for a in own] == [a is None for a in real]
     assert [a for a in own if a is not None] == pytest.approx([a for a in real if a is not None], abs=1e-12)
@@ -275,7 +275,7 @@ def test_loss_and_gradient_are_those_of_the_learner(dtype, moved):
     with own_types(mine):
         loss = one().accumulate_gradient(mine, episodes, old)
     rows = [row_of_trajectory(t, a) for t, a in zip(trajectories, advantages, strict=True)]
-    statistics, _ = learner(theirs).gradient(rows, Known(proximal))
+    statistics, _ = learner(theirs).gradient(rows, CachedLogprobs(proximal))
     assert loss == pytest.approx(statistics.loss, abs=TOLERANCE[dtype])
     assert (0.1 < statistics.clip.fraction < 0.9) == moved
     for (name, own), real in zip(gradients(mine).items(), gradients(theirs).values(), strict=True):

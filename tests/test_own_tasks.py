@@ -5,8 +5,8 @@ import json
 import pytest
 
 from ludus.errors import UserError
-from ludus.rewards.exact_match import Answers
-from ludus.rewards.json_match import Schema, State, Value
+from ludus.rewards.exact_match import ExpectedAnswers
+from ludus.rewards.json_match import MatchState, Schema, Value
 from ludus.rewards.math.numeric import Quantity
 from ludus.rewards.multiple_choice import Choice
 from ludus.rewards.registry import named_part
@@ -111,8 +111,8 @@ def test_a_broken_record_says_what_is_wrong(tmp_path, record, reason):
         ("multiple_choice", Choice("A", {"A": "red", "B": "blue"}), "A", "B"),
         ("json_value", Value([1]), "[1]", "[2]"),
         ("json_schema", Schema(SCHEMA), '{"a": 1}', "{}"),
-        ("same_state", State({"n": 1}), '{"n": 1}', '{"n": 2}'),
-        ("token_f1", Answers(("Oslo",)), "Oslo", "Riga"),
+        ("same_state", MatchState({"n": 1}), '{"n": 1}', '{"n": 2}'),
+        ("token_f1", ExpectedAnswers(("Oslo",)), "Oslo", "Riga"),
     ],
 )
 def test_verifiers_are_there_by_name(name, truth, right, wrong):
@@ -121,7 +121,7 @@ def test_verifiers_are_there_by_name(name, truth, right, wrong):
 
 
 def test_a_state_by_name_is_that_of_a_tool():
-    part, task = named_part("same_state", 0.1, {"tool": "left"}), Task("t", (), State({"n": 1}))
+    part, task = named_part("same_state", 0.1, {"tool": "left"}), Task("t", (), MatchState({"n": 1}))
     left = ToolOutcome("", "left", ToolStatus.OK, '{"n": 1}')
     assert part.function(task, answered('{"n": 1}')) == 0.0
     assert part.function(task, answered("Done.", [left])) == 1.0

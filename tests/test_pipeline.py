@@ -231,9 +231,3 @@ def test_the_example_is_a_pipeline_whose_settings_exist():
     assert [stage.name for stage in stages] == ["01-rft", "02-preference", "03-rl"]
     configs = [load_config(stage.recipe, stage.settings) for stage in stages]
     assert configs[2].algorithm.preset == "dr_grpo"
-
-
-def test_rl_is_the_same_as_train(tmp_path):
-    words = (make_recipe(tmp_path), "--from-scratch", "--training.tasks_per_step", "99")
-    assert "the split train has" in refused("rl", *words)
-    assert refused("rl", *words) == refused("train", *words)

@@ -18,13 +18,19 @@ from ludus.config.load import load_config
 from ludus.config.toml import to_toml
 from ludus.errors import LudusError, UserError
 from ludus.planning.clock import run_virtual
-from ludus.planning.costs import Costs, EngineCost, EpisodeShape, LearnerCost, Setup, ToolCost
-from ludus.planning.devices import Overlap, Pool, SimEngine, SimLearner
+from ludus.planning.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
+from ludus.planning.devices import DevicePool, Overlap, SimEngine, SimLearner
 from ludus.planning.estimate import estimate, model_seconds, running_of, slowest_of
-from ludus.planning.fit import Calls, fit, measured, tool_cost
+from ludus.planning.fit import EngineCalls, fit, measured, tool_cost
 from ludus.planning.simulate import simulate
 from ludus.rollout.streaming import group_queue
-from ludus.rollout.streaming.concurrency_control import Flow, InFlight, Load, Passes, PassLine
+from ludus.rollout.streaming.concurrency_control import (
+    ConcurrencyController,
+    EngineLoad,
+    PassTimeModel,
+    PassTimes,
+    StreamThroughput,
+)
 from ludus.training.run.run_dir import RunFolder
 from tiny_run import ludus, refused
 
@@ -132,7 +138,7 @@ def test_an_engine_that_rests_takes_longer_and_leaves_the_learner_its_speed():
 
 def test_a_simulated_engine_of_the_learner_s_process_rests_and_one_elsewhere_does_not(monkeypatch):
     slow = replace(TINY, learner=LearnerCost(0.5, 0.0003), overlap=0.5)
-    setup = Setup(groups=4, members=4, steps=30, max_staleness=6)
+    setup = RunLayout(groups=4, members=4, steps=30, max_staleness=6)
 
     def both(costs):
         with monkeypatch.context() as patch:
@@ -150,7 +156,7 @@ def test_a_simulated_engine_of_the_learner_s_process_rests_and_one_elsewhere_doe
 
 def test_episodes_go_to_the_engine_that_has_the_fewest():
     overlap = Overlap(1.0)
-    pool = Pool([SimEngine(EngineCost(1, 0), overlap) for _ in range(3)])
+    pool = DevicePool([SimEngine(EngineCost(1, 0), overlap) for _ in range(3)])
     assert [pool.join() for _ in range(4)] == [0, 1, 2, 0]
     pool.leave(1)
     pool.leave(0)
@@ -160,14 +166,14 @@ def test_episodes_go_to_the_engine_that_has_the_fewest():
 def test_a_simulation_starts_no_thread_whose_time_its_clock_would_pass_over(monkeypatch):
     begun = []
     monkeypatch.setattr(threading.Thread, "start", begun.append)
-    simulate(EXACT, Setup(mode="sync", groups=2, members=4, steps=2))
-    simulate(EXACT, Setup(mode="async", groups=2, members=4, steps=2))
+    simulate(EXACT, RunLayout(mode="sync", groups=2, members=4, steps=2))
+    simulate(EXACT, RunLayout(mode="async", groups=2, members=4, steps=2))
     assert begun == []
 
 
 @pytest.mark.parametrize("engines", [1, 2, 4])
 def test_in_step_a_run_takes_what_the_hand_computes(engines):
-    run = simulate(EXACT, Setup(mode="sync", engines=engines, groups=2, members=4, steps=3))
+    run = simulate(EXACT, RunLayout(mode="sync", engines=engines, groups=2, members=4, steps=3))
     rollout = 10 * (0.5 + 0.25 * 8 / engines)
     assert [step.rollout_s for step in run.steps] == pytest.approx([rollout] * 3)
     assert run.step_s == pytest.approx(rollout + 3 + 0.01 * 80 + 1)
@@ -178,7 +184,7 @@ def test_in_step_a_run_takes_what_the_hand_computes(engines):
 
 
 def test_one_step_behind_the_longer_of_both_counts():
-    run = simulate(EXACT, Setup(mode="one_step", groups=2, members=4, steps=5))
+    run = simulate(EXACT, RunLayout(mode="one_step", groups=2, members=4, steps=5))
     inner = run.steps[1:-1]
     assert [step.rollout_s + step.learn_s + step.sync_s for step in inner] == pytest.approx([25 + 1] * 3)
     assert {step.oldest for step in inner} == {1}
@@ -187,7 +193,7 @@ def test_one_step_behind_the_longer_of_both_counts():
 
 def test_streaming_without_tools_is_as_fast_as_the_closed_form():
     for costs in (EXACT, replace(EXACT, learner=LearnerCost(60.0, 0.0))):
-        setup = Setup(groups=2, members=4, steps=30, max_staleness=2, in_flight=8)
+        setup = RunLayout(groups=2, members=4, steps=30, max_staleness=2, in_flight=8)
         run, bound = simulate(costs, setup), estimate(costs, setup)
         assert run.step_s == pytest.approx(bound.step_s, rel=0.05)
     assert run.learner_idle < 0.05
@@ -196,7 +202,7 @@ def test_streaming_without_tools_is_as_fast_as_the_closed_form():
 @pytest.mark.parametrize("learn_s", [60.0, 1.0])
 def test_a_transfer_beside_the_learner_stops_the_engines_alone(learn_s):
     costs = replace(EXACT, learner=LearnerCost(learn_s, 0.0), sync_s=0.0, transfer_s=20.0)
-    setup = Setup(groups=2, members=4, steps=30, max_staleness=2, in_flight=8)
+    setup = RunLayout(groups=2, members=4, steps=30, max_staleness=2, in_flight=8)
     run = simulate(costs, setup)
     assert run.step_s == pytest.approx(max(learn_s, 25 + 20), rel=0.05)
     assert run.step_s == pytest.approx(estimate(costs, setup).step_s, rel=0.05)
@@ -213,21 +219,21 @@ def test_a_transfer_beside_the_learner_stops_the_engines_alone(learn_s):
 def test_the_bound_on_staleness_holds_and_everything_is_trained(bound, engines):
     for seed in range(3):
         run = simulate(
-            TINY, Setup(engines=engines, groups=3, members=4, steps=12, max_staleness=bound, seed=seed)
+            TINY, RunLayout(engines=engines, groups=3, members=4, steps=12, max_staleness=bound, seed=seed)
         )
         assert run.oldest <= bound
         assert len(run.steps) == 12
 
 
 def test_the_same_seed_gives_the_same_run_and_another_one_another():
-    setup = Setup(groups=2, members=4, steps=8)
+    setup = RunLayout(groups=2, members=4, steps=8)
     assert simulate(TINY, setup) == simulate(TINY, setup)
     assert simulate(TINY, setup).steps != simulate(TINY, replace(setup, seed=1)).steps
 
 
 def test_streaming_beats_being_in_step_where_tools_are_slow():
     runs = {
-        mode: simulate(TINY, Setup(mode=mode, groups=2, steps=40, max_staleness=10))
+        mode: simulate(TINY, RunLayout(mode=mode, groups=2, steps=40, max_staleness=10))
         for mode in ("sync", "one_step", "async")
     }
     assert runs["async"].episodes_per_s > 3 * runs["sync"].episodes_per_s
@@ -238,14 +244,14 @@ def test_streaming_beats_being_in_step_where_tools_are_slow():
 
 def test_what_is_found_by_measurement_comes_near_the_best_number_in_flight():
     for bound in (5, 10):
-        setup = Setup(groups=2, steps=60, max_staleness=bound)
+        setup = RunLayout(groups=2, steps=60, max_staleness=bound)
         best = min(simulate(TINY, replace(setup, in_flight=n)).step_s for n in (24, 48, 96))
         assert simulate(TINY, setup).step_s < 1.12 * best
 
 
 def test_the_number_in_flight_settles_and_the_learner_does_not_wait():
     costs = replace(TINY, learner=LearnerCost(0.0, 0.0006), overlap=0.9)
-    run = simulate(costs, Setup(groups=8, steps=80, max_staleness=6))
+    run = simulate(costs, RunLayout(groups=8, steps=80, max_staleness=6))
     later = run.steps[20:-7]
     numbers = [step.in_flight for step in later]
     assert max(numbers) < 2 * min(numbers)
@@ -254,11 +260,15 @@ def test_the_number_in_flight_settles_and_the_learner_does_not_wait():
 
 
 def test_the_pace_of_the_learner_needs_as_many_as_its_batches_fly_long():
-    limit = InFlight(12, 4, 100)
-    fills, busy = Load(0.9, 0.0, 0.0, 0.0, seconds=100.0), Load(0.0, 0.0, 0.0, 1.5, seconds=10.0)
+    limit = ConcurrencyController(12, 4, 100)
+    fills, busy = EngineLoad(0.9, 0.0, 0.0, 0.0, seconds=100.0), EngineLoad(0.0, 0.0, 0.0, 1.5, seconds=10.0)
     limit.after(fills, None, None)  # the stream fills: that it was waited for says nothing of later
-    assert limit.after(busy, None, Flow(200.0, 2.0)) == 10  # a batch flies 100 s, and is wanted every 10 s
-    assert limit.after(busy, None, Flow(100.0, 0.0)) == 13  # none came: they fly longer than was thought
+    assert (
+        limit.after(busy, None, StreamThroughput(200.0, 2.0)) == 10
+    )  # a batch flies 100 s, and is wanted every 10 s
+    assert (
+        limit.after(busy, None, StreamThroughput(100.0, 0.0)) == 13
+    )  # none came: they fly longer than was thought
 
 
 def test_little_s_law_and_the_slowest_member():
@@ -272,26 +282,26 @@ def test_little_s_law_and_the_slowest_member():
 
 
 def test_the_line_through_passes_tells_what_larger_batches_are_worth():
-    line = PassLine()
+    line = PassTimeModel()
     assert line.gain(4) == pytest.approx(0.3)  # nothing is known: it is tried
     for running in (4.0, 8.0, 16.0):
-        line.add(Passes(running, 0.01 + 0.001 * running))
+        line.add(PassTimes(running, 0.01 + 0.001 * running))
     assert line.gain(10) == pytest.approx(1.3 * 0.02 / 0.023 - 1)
     assert line.gain(1000) < 0.01
-    flat = PassLine()
+    flat = PassTimeModel()
     for running in (4.0, 8.0):
-        flat.add(Passes(running, 0.001 * running))
+        flat.add(PassTimes(running, 0.001 * running))
     assert flat.gain(10) == pytest.approx(0, abs=1e-9)
 
 
 def test_the_limit_grows_fast_until_it_need_not_and_slowly_from_then_on():
-    waits = Load(0.8, 0.5, 0.0, 0.0)
-    limit = InFlight(8, 4, 100)
+    waits = EngineLoad(0.8, 0.5, 0.0, 0.0)
+    limit = ConcurrencyController(8, 4, 100)
     assert [limit.after(waits, None) for _ in range(2)] == [16, 32]
     assert limit.after(replace(waits, limited=False), None) == 32  # the bound on staleness lets no more start
     assert limit.after(waits, None) == 42
     assert limit.after(replace(waits, engine_queue=1.0), None) == 36
-    assert InFlight(8, 10, 9).now <= 10
+    assert ConcurrencyController(8, 10, 9).now <= 10
 
 
 def write_run(folder, engine, learner, running=(4.0, 8.0, 16.0, 32.0)):
@@ -379,7 +389,7 @@ def test_steps_that_tell_nothing_of_a_pass_are_refused_and_few_or_unlike_ones_do
 
 
 def test_tools_of_two_kinds_are_spread_further_than_each():
-    both = tool_cost([Calls(10, 1.0, 0.0, 0, 0.0), Calls(10, 4.0, 0.0, 0, 0.0)])
+    both = tool_cost([EngineCalls(10, 1.0, 0.0, 0, 0.0), EngineCalls(10, 4.0, 0.0, 0, 0.0)])
     assert (both.median_s, both.spread, both.slow) == pytest.approx((2.0, 0.6931, 1.0), rel=1e-3)
     assert tool_cost([]) == ToolCost()
 
@@ -394,8 +404,8 @@ def test_tools_of_two_kinds_are_spread_further_than_each():
         (lambda: ToolCost(1.0, stragglers=2.0), "stragglers is 2"),
         (lambda: EpisodeShape(0.5, 10), "0.5 turns"),
         (lambda: replace(EXACT, overlap=1.5), "overlap is 1.5"),
-        (lambda: Setup(mode="fast"), "no mode 'fast'"),
-        (lambda: Setup(engines=0), "engines is 0"),
+        (lambda: RunLayout(mode="fast"), "no mode 'fast'"),
+        (lambda: RunLayout(engines=0), "engines is 0"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(make, message):
@@ -449,7 +459,7 @@ def test_a_run_that_does_not_say_what_it_did_is_refused(tmp_path):
 
 
 def test_the_overlap_of_a_run_is_found_from_its_seconds(plan):
-    setup = Setup(steps=6, groups=1, max_staleness=2, in_flight=8)
+    setup = RunLayout(steps=6, groups=1, max_staleness=2, in_flight=8)
     step_s = plan.predict(replace(TINY, overlap=0.6), setup).step_s
     assert plan.measured_overlap(TINY, setup, step_s) == pytest.approx(0.6, abs=0.02)
 

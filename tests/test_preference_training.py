@@ -18,15 +18,15 @@ from ludus.config import load_config
 from ludus.config.sections.stages import SMOOTHED, PreferenceConfig, PreferenceLoss
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import ConfigError
-from ludus.rollout.ledger import Outcome
+from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
 from ludus.training.batches.epoch_sampler import batch_of_step, num_steps
-from ludus.training.learner.logprobs import Scorer
-from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.learner.logprobs import LogprobScorer
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.preference.pairs import (
     NO_ARM,
-    Arm,
-    Pair,
+    PairSide,
+    PreferencePair,
     load_pairs,
     pairs_of_branches,
     pairs_of_rollouts,
@@ -93,12 +93,12 @@ def rollout(sample: int, reward: float, group: str = "a", **changes) -> RolloutR
         Segment("action", (4,), 1, logprobs=(-1.0,), versions=(0,), finish_reason="stop"),
     )
     trajectory = Trajectory(group, sample, segments, (), StopReason.ANSWERED, reward=reward)
-    return RolloutRecord(1, group, Outcome.TRAINED, "trained", replace(trajectory, **changes))
+    return RolloutRecord(1, group, RolloutOutcome.TRAINED, "trained", replace(trajectory, **changes))
 
 
 def pairs_from(
     tmp_path: Path, *records: RolloutRecord, min_gap: float = 0.0, max_tokens: int = 99
-) -> list[Pair]:
+) -> list[PreferencePair]:
     path = rollouts_path(tmp_path, 1)
     write_rollouts(path, records)
     return pairs_of_rollouts([path], min_gap, max_tokens)
@@ -154,20 +154,22 @@ def test_a_step_gives_its_best_branch_against_its_worst(tmp_path):
     assert first.gap == pytest.approx(0.75 - (1.0 + 0.0 + 0.5) / 3)
     assert (first.chosen.tokens, first.rejected.tokens) == ((1, 2, 8), (1, 2, 3))
     assert second.gap == pytest.approx(1.0 - (0.0 + 0.5) / 2)
-    assert second.chosen == Arm((1, 2, 3, 4, 5, 6), (False,) * 4 + (True,) * 2)
-    assert second.rejected == Arm((1, 2, 3, 4, 7), (False,) * 4 + (True,))
+    assert second.chosen == PairSide((1, 2, 3, 4, 5, 6), (False,) * 4 + (True,) * 2)
+    assert second.rejected == PairSide((1, 2, 3, 4, 7), (False,) * 4 + (True,))
     assert second.source == "step-000001/a/step of 4 tokens"
     assert pairs_of_rollouts([path], 0.5, 99, pairs_of_branches) == [second]
     assert pairs_of_rollouts([path], 0.0, 5, pairs_of_branches)[-1].gap == pytest.approx(first.gap)
 
 
 def test_others_are_the_prompt_with_the_answers_to_another_prompt():
-    one = Pair("1", 1, Arm((1, 2, 3), (False, True, True)), Arm((1, 4), (False, True)))
-    same = Pair("2", 1, Arm((1, 5), (False, True)), Arm((1, 6), (False, True)))
-    other = Pair("3", 1, Arm((7, 8, 9), (False, False, True)), Arm((7, 8, 5, 5), (False, False, True, True)))
+    one = PreferencePair("1", 1, PairSide((1, 2, 3), (False, True, True)), PairSide((1, 4), (False, True)))
+    same = PreferencePair("2", 1, PairSide((1, 5), (False, True)), PairSide((1, 6), (False, True)))
+    other = PreferencePair(
+        "3", 1, PairSide((7, 8, 9), (False, False, True)), PairSide((7, 8, 5, 5), (False, False, True, True))
+    )
     found = with_others([one, same, other], max_tokens=3)
-    assert found[0].others == (Arm((1, 9), (False, True)), Arm((1, 5, 5), (False, True, True)))
-    assert found[2].others == (Arm((7, 8, 4), (False, False, True)),)
+    assert found[0].others == (PairSide((1, 9), (False, True)), PairSide((1, 5, 5), (False, True, True)))
+    assert found[2].others == (PairSide((7, 8, 4), (False, False, True)),)
     assert with_others([one, same], max_tokens=9)[0].others == ()
 
 
@@ -197,14 +199,14 @@ def moved(session):
 
 
 def step_of(model, pairs, settings, running=None):
-    optimiser = Optimiser(model, OptimiserSettings(learning_rate=1e-3, total_steps=1, max_grad_norm=1e9))
-    return preference_step(Scorer(model), optimiser, pairs, settings, running or RunningMean())
+    optimiser = Optimizer(model, OptimizerSettings(learning_rate=1e-3, total_steps=1, max_grad_norm=1e9))
+    return preference_step(LogprobScorer(model), optimiser, pairs, settings, running or RunningMean())
 
 
 @pytest.mark.parametrize("loss", ["dpo", "simpo", "ipo", "kto"])
 def test_the_step_takes_the_loss_of_the_algorithm_whatever_the_microbatches(session, source, loss):
     pairs = pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)
-    pairs = with_reference(with_others(pairs, 320), Scorer(session.model), 4096)
+    pairs = with_reference(with_others(pairs, 320), LogprobScorer(session.model), 4096)
     beta = 0.3
     whole, cut = (
         step_of(moved(session), pairs, PreferenceConfig(loss=loss, beta=beta, microbatch_tokens=tokens))
@@ -221,7 +223,7 @@ def test_the_step_takes_the_loss_of_the_algorithm_whatever_the_microbatches(sess
 def test_kto_takes_the_mean_over_labelled_dialogues(session, source):
     pairs = pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)[:3]
     sides = [replace(pairs[0], rejected=NO_ARM), replace(pairs[1], chosen=NO_ARM), pairs[2]]
-    given = with_reference(with_others(sides, 320), Scorer(session.model), 4096)
+    given = with_reference(with_others(sides, 320), LogprobScorer(session.model), 4096)
     assert [len(pair.others) for pair in given] == [1, 2, 1]
     whole, cut = (
         step_of(moved(session), given, PreferenceConfig(loss="kto", beta=0.3, microbatch_tokens=tokens))
@@ -231,7 +233,7 @@ def test_kto_takes_the_mean_over_labelled_dialogues(session, source):
         assert value == pytest.approx(cut[name], abs=2e-4, rel=2e-3), name
     model, reference = moved(session), session.model
 
-    def gain(arm: Arm) -> float:
+    def gain(arm: PairSide) -> float:
         return sums(model, arm)[0] - sums(reference, arm)[0]
 
     others = [gain(arm) for pair in given for arm in pair.others]
@@ -278,7 +280,7 @@ def test_kto_trains_on_a_file_without_pairs(source, tmp_path):
 def test_bco_takes_the_mean_over_labelled_dialogues(session, source):
     pairs = pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)[:3]
     sides = [replace(pairs[0], rejected=NO_ARM), replace(pairs[1], chosen=NO_ARM), pairs[2]]
-    given = with_reference(sides, Scorer(session.model), 4096)
+    given = with_reference(sides, LogprobScorer(session.model), 4096)
     found = step_of(moved(session), given, PreferenceConfig(loss="bco", beta=0.3))
     model = moved(session)
     signed = [
@@ -322,7 +324,7 @@ def test_every_name_of_the_settings_has_its_loss_and_reads_the_settings():
 def test_bco_compares_with_the_mean_of_all_rewards_so_far(session, source, loss):
     """Two steps without movement: `delta` is the mean over both batches, whatever the microbatches."""
     pairs = pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)
-    pairs = with_reference(pairs, Scorer(session.model), 4096)
+    pairs = with_reference(pairs, LogprobScorer(session.model), 4096)
     beta = 0.3
     running = RunningMean()
     for part in (pairs[:1], pairs[1:]):
@@ -341,7 +343,7 @@ def test_bco_compares_with_the_mean_of_all_rewards_so_far(session, source, loss)
     assert RunningMean.from_json(running.to_json()) == running
 
 
-def sums(model, arm: Arm) -> tuple[float, int]:
+def sums(model, arm: PairSide) -> tuple[float, int]:
     """Log-probability of what trains, by a plain forward pass of one row; and the number of tokens."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([arm.tokens])).logits[0]
@@ -350,7 +352,7 @@ def sums(model, arm: Arm) -> tuple[float, int]:
     return float(scores[kept].sum()), int(kept.sum())
 
 
-def by_hand(loss: str, model, reference, pairs: list[Pair], beta: float) -> float:
+def by_hand(loss: str, model, reference, pairs: list[PreferencePair], beta: float) -> float:
     """The loss with one token for each arm that carries its sum."""
     one = torch.ones(1, 1, dtype=torch.bool)
 
@@ -495,7 +497,7 @@ def test_without_a_file_or_a_run_the_model_samples_its_own_pairs(tiny_run, tmp_p
     assert [(p.source, p.chosen.tokens, p.rejected.tokens) for p in pairs] == [
         (p.source, p.chosen.tokens, p.rejected.tokens) for p in expected
     ]
-    trained = [record for record in records if record.outcome is Outcome.TRAINED]
+    trained = [record for record in records if record.outcome is RolloutOutcome.TRAINED]
     assert len(trained) >= 2 * len(pairs) > 0
     (folders[1] / "pairs.jsonl.gz").unlink()  # as if killed before they were written
     shutil.rmtree(folders[1] / "checkpoints")

@@ -21,7 +21,7 @@ import algorithms_oracle_advantages as slow
 import algorithms_oracle_losses as slow_losses
 from ludus.algorithms import losses
 from ludus.algorithms.advantages import ADVANTAGES, RoleBaselines
-from ludus.algorithms.aggregate import Normaliser
+from ludus.algorithms.aggregate import Normalizer
 from ludus.algorithms.batch import Outcomes, TokenBatch
 from ludus.algorithms.kl import KLS, penalised_rewards
 from ludus.algorithms.objective import objective
@@ -270,7 +270,7 @@ def real_gradient(case: Case, algorithm: Algorithm) -> Tensor:
         expert=torch.tensor(case.expert),
     )
     normaliser = replace(
-        Normaliser.of(mask, BUDGET),
+        Normalizer.of(mask, BUDGET),
         observed=int(case.observed.sum()),
         positive=int(mask[torch.tensor(case.positive)].sum()),
     )

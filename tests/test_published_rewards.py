@@ -12,7 +12,7 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward, check_rewards, score
 from ludus.rewards.composite import extra_turns, format_score, think_format, tool_use
-from ludus.rewards.exact_match import Answers
+from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.rewards.math.numeric import Quantity
 from ludus.rewards.paper_rewards import (
     ExpectedCall,
@@ -25,7 +25,7 @@ from ludus.rewards.registry import added_parts, parts_that_train
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode
-from ludus.training.collection.reward_mixing import Combiner, plan_parts
+from ludus.training.collection.reward_mixing import RewardMixer, plan_parts
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from ludus.worlds.search.world import SearchSettings, SearchWorld
 from tables import composite_pairs
@@ -111,7 +111,7 @@ def test_search_r1_takes_no_answer_out_of_its_frame():
         Trajectory("t", 0, (), (Message(role="assistant", content=text),), StopReason.ANSWERED)
         for text in (r"\boxed{Paris}", "Paris")
     )
-    truth = Task("t", (), Answers(("Paris",)))
+    truth = Task("t", (), ExpectedAnswers(("Paris",)))
 
     def matched(parts, trajectory):
         return score(parts, truth, trajectory).rewards["exact_match"]
@@ -123,7 +123,7 @@ def test_search_r1_takes_no_answer_out_of_its_frame():
 
 
 def test_search_r1_by_hand():
-    truth = Answers(("Chad",))
+    truth = ExpectedAnswers(("Chad",))
     cases = {
         1.0: trajectory(answer="Chad"),
         0.8: trajectory(answer="Chad", statuses=(BAD,)),
@@ -136,7 +136,7 @@ def test_search_r1_by_hand():
 
 
 def test_retool_by_hand():
-    truth = Answers(("4",))
+    truth = ExpectedAnswers(("4",))
     assert reward("retool", truth, trajectory(answer="4", statuses=(OK,) * 3)) == 1.0
     found = [reward("retool", truth, trajectory(answer="5", statuses=(OK,) * n)) for n in (0, 1, 3, 4, 9)]
     assert found == pytest.approx([-1.0, -0.9, -0.7, -0.6, -0.6])
@@ -146,7 +146,7 @@ def test_a_preset_takes_the_place_of_the_worlds_parts_and_weights_may_follow_too
     weights = {"weights": {"tool_correctness": 2.0}, "weights_end": {"tool_correctness": 3.0}}
     config = Config(rewards=RewardsConfig(preset="toolrl", schedule_steps=10, allow_outweigh=True, **weights))
     parts = PUBLISHED["toolrl"].parts()
-    one = Combiner(config.rewards, plan_parts(config, parts))
+    one = RewardMixer(config.rewards, plan_parts(config, parts))
     given = trajectory(BUY)
     task = Task("t", (), ExpectedCalls((LOOK, BUY)))
     episode = Episode(RolloutKey(1, "t", 0), task, score(parts, task, given))
@@ -185,7 +185,7 @@ THOUGHT = Message(role="assistant", content="4", reasoning_content="2 + 2")
 CALLS = {"l": LOOK, "s": call("look", item="fig", shop="south"), "b": BUY, "u": call("steal")}
 STATUSES = {"u": UNKNOWN, "m": MALFORMED}
 TRUTHS = {
-    "a": Answers(("4",)),
+    "a": ExpectedAnswers(("4",)),
     "n": Quantity(4.0),
     "c": ExpectedCalls((BUY,)),
     "0": ExpectedCalls(()),
@@ -242,7 +242,7 @@ def test_r1_and_composite_by_hand(preset, expected, given):
     """The world's outcome counts 1, whatever its weight there, and its own shaping does not train."""
     config = Config(rewards=RewardsConfig(preset=preset))
     parts = parts_that_train(config.rewards, OWN)
-    combined = Combiner(config.rewards, plan_parts(config, parts))
+    combined = RewardMixer(config.rewards, plan_parts(config, parts))
     task = Task("t", (), None)
     episode = Episode(RolloutKey(1, "t", 0), task, score(parts, task, given))
     ((found,),) = combined.combine(1, [[episode]])

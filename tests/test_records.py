@@ -9,13 +9,19 @@ import pytest
 
 from ludus.errors import StorageError
 from ludus.training.datasets.jsonl import write_records
-from ludus.training.preference.pairs import Arm, Pair, load_pairs
+from ludus.training.preference.pairs import PairSide, PreferencePair, load_pairs
 from ludus.training.reward_model.data import load_examples
-from ludus.training.value_models.reward_model import Example, Judged
+from ludus.training.value_models.reward_model import RewardExample, ScoredSequence
 
-ARM = Arm((5, 6, 7), (False, True, True), (-0.1, -1 / 3))
-PAIRS = [Pair("step-000001/é", 0.3, ARM, Arm((5, 8), (False, True)), (ARM,)), Pair("b", 1.0, ARM, ARM)]
-EXAMPLES = [Example("a", 1, (Judged((1, 2), (1,), (0.1 + 0.2,)),)), Example("b", 1, (), held_out=True)]
+ARM = PairSide((5, 6, 7), (False, True, True), (-0.1, -1 / 3))
+PAIRS = [
+    PreferencePair("step-000001/é", 0.3, ARM, PairSide((5, 8), (False, True)), (ARM,)),
+    PreferencePair("b", 1.0, ARM, ARM),
+]
+EXAMPLES = [
+    RewardExample("a", 1, (ScoredSequence((1, 2), (1,), (0.1 + 0.2,)),)),
+    RewardExample("b", 1, (), held_out=True),
+]
 
 
 @pytest.mark.parametrize(("records", "load"), [(PAIRS, load_pairs), (EXAMPLES, load_examples)])
@@ -55,5 +61,5 @@ def test_a_damaged_file_is_refused(records, load, damage, tmp_path):
 
 def test_a_number_that_is_not_finite_leaves_nothing_behind(tmp_path):
     with pytest.raises(ValueError, match="JSON compliant"):
-        write_records(tmp_path / "new.gz", [Pair("a", math.nan, ARM, ARM)])
+        write_records(tmp_path / "new.gz", [PreferencePair("a", math.nan, ARM, ARM)])
     assert list(tmp_path.iterdir()) == []

@@ -10,8 +10,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.training.learner.learner import LearnerSettings
-from ludus.training.learner.logprobs import Scorer
-from ludus.training.learner.optimizer import OptimiserSettings
+from ludus.training.learner.logprobs import LogprobScorer
+from ludus.training.learner.optimizer import OptimizerSettings
 from ludus.training.rl.build import AdapterOff
 from ludus.training.value_models.critic import Critic
 from test_forest import SHAPE
@@ -76,7 +76,7 @@ def test_autocast_around_one_pass_does_not_move_the_ratio_of_an_unchanged_policy
 
 def test_a_critic_values_states_without_dropout():
     rows = random_rows()
-    one = Critic(dropping_model(), OptimiserSettings(learning_rate=1e-2, total_steps=10))
+    one = Critic(dropping_model(), OptimizerSettings(learning_rate=1e-2, total_steps=10))
     with torch.no_grad():
         one.states.head.weight.normal_()
     first, second = one.values(rows), one.values(rows)
@@ -123,7 +123,9 @@ def test_the_reference_stays_the_base_while_the_adapters_learn():
     rows = random_rows()
     one = learner(adapted, PRESETS["grpo_paper"], scorers={"reference": AdapterOff(adapted, 1.0)})
     expected = learner(base).score(rows)
-    copied = learner(copy.deepcopy(adapted), PRESETS["grpo_paper"], scorers={"reference": Scorer(base)})
+    copied = learner(
+        copy.deepcopy(adapted), PRESETS["grpo_paper"], scorers={"reference": LogprobScorer(base)}
+    )
     for step in range(3):
         metrics, wanted = one.train(rows, seed=step), copied.train(rows, seed=step)
         assert metrics["policy/kl_reference"] == pytest.approx(wanted["policy/kl_reference"], abs=1e-12)

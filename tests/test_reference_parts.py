@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import algorithms_oracle as oracle
 import algorithms_oracle_losses as slow
 from ludus.algorithms import advantages, aggregate, corrections, kl, losses
-from ludus.algorithms.aggregate import Normaliser
+from ludus.algorithms.aggregate import Normalizer
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.objective import objective
 from ludus.algorithms.spec.algorithm import PartOptions
@@ -133,7 +133,7 @@ def gradient_of(value, leaf):
 @given(batch=BATCHES, loss=st.sampled_from(["ppo_clip", "gspo", "ppo_sequence"]))
 def test_the_objective_has_no_policy_loss_where_opsm_masks(batch, loss):
     algorithm = replace(PRESETS["grpo"], loss=loss, opsm_delta=0.05, kl_coef=0.0)
-    counts = Normaliser.of(batch.mask)
+    counts = Normalizer.of(batch.mask)
     leaf = batch.logprobs.clone().requires_grad_()
     given = batch_of_tokens(batch, leaf)
     value = objective(given, algorithm, counts)[0]
@@ -192,7 +192,7 @@ def test_the_ratio_on_k3_has_the_gradient_of_the_reverse_kl():
 def test_importance_in_the_settings_reaches_the_loss():
     batch = oracle.make_batch(torch.ones(2, 3, dtype=torch.bool), torch.zeros(2).long(), torch.ones(2), 1)
     given = batch_of_tokens(batch, batch.logprobs)
-    counts = Normaliser.of(batch.mask)
+    counts = Normalizer.of(batch.mask)
     base = replace(PRESETS["grpo"], kl_coef=0.5)
     ratio = replace(base, options=PartOptions(kl={"importance": "ratio"}))
     gap = objective(given, ratio, counts)[0] - objective(given, base, counts)[0]
@@ -230,7 +230,7 @@ def test_luspo_is_gspo_times_the_length(batch):
         names = {"logprobs": leaf, "old_logprobs": batch.old, "advantages": scores, "mask": batch.mask}
         if ours:
             given = TokenBatch(leaf, batch.old, batch.behavior, scores, batch.mask)
-            value = objective(given, PRESETS["luspo"], Normaliser.of(batch.mask))[0]
+            value = objective(given, PRESETS["luspo"], Normalizer.of(batch.mask))[0]
         else:
             lengths = batch.mask.sum(1)
             value = (losses.gspo(**names) * lengths).sum() / max(int((lengths > 0).sum()), 1)

@@ -33,7 +33,7 @@ from ludus.config.sections.rollout import EnvConfig
 from ludus.engines.scripted import ScriptedEngine
 from ludus.envs.tool_env import ToolEnv
 from ludus.errors import ConfigError, UserError
-from ludus.rollout.chat_session import EngineConversation
+from ludus.rollout.chat_session import EngineChatSession
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.tools.base import tool
 from ludus.training.run.session import make_renderer
@@ -372,7 +372,7 @@ def episode_of(actions):
 
     engine = ScriptedEngine(script, OWN, END)
     params = SamplingParams(max_new_tokens=200)
-    conversation = EngineConversation(engine, RENDERER, params, 2000, "e", seed=0)
+    conversation = EngineChatSession(engine, RENDERER, params, 2000, "e", seed=0)
     task = Task("t", (user("Where is Paris?"),), "France")
     played = run_episode(task, 0, ToolEnv((search,), ()), conversation, EpisodeLimits())
     return asyncio.run(played), engine.requests

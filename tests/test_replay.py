@@ -11,18 +11,20 @@ from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.config.load import load_config
 from ludus.config.sections.staleness import ReplayConfig, StalenessConfig
 from ludus.errors import ConfigError, StorageError
-from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.scheduler import Episode
 from ludus.training.collection.replay_buffer import ReplayBuffer, check_replay
 from ludus.training.collection.staleness import age_metrics, staleness_metrics
-from ludus.training.credit.advantages import Credit
+from ludus.training.credit.advantages import TrainingSample
 from ludus.types import Segment, StopReason, Task, Trajectory
 
 ALGORITHM = algorithm_of(load_config("search", ["--training.mode", "async"]))
 OFF = ["--training.mode", "async", "--algorithm.correction", "none"]
 
 
-def group(number: int, version: int, rewards=(0.0, 1.0), outcome=Outcome.TRAINED) -> list[Credit]:
+def group(
+    number: int, version: int, rewards=(0.0, 1.0), outcome=RolloutOutcome.TRAINED
+) -> list[TrainingSample]:
     """The credits of a group whose tokens are of one version."""
     task = Task(f"t{number}", (), None)
     found = []
@@ -30,7 +32,7 @@ def group(number: int, version: int, rewards=(0.0, 1.0), outcome=Outcome.TRAINED
         action = Segment("action", (5, 6), logprobs=(-1.0, -1.0), versions=(version, version))
         one = Trajectory(task.id, i, (action,), (), StopReason.ANSWERED, reward=reward)
         episode = Episode(RolloutKey(number, task.id, i), task, one)
-        found.append(Credit(episode, outcome, str(outcome), number, advantages=(1.0, 1.0)))
+        found.append(TrainingSample(episode, outcome, str(outcome), number, advantages=(1.0, 1.0)))
     return found
 
 
@@ -82,11 +84,11 @@ def test_a_group_with_a_token_over_age_expires_and_is_counted():
 
 def test_what_did_not_train_and_what_was_replayed_is_not_kept():
     replay = buffer()
-    replay.add(group(1, 0, outcome=Outcome.DROPPED))
+    replay.add(group(1, 0, outcome=RolloutOutcome.DROPPED))
     assert counts(replay) == (0, 0, 0)
     replay.add(group(2, 0))
     again = replay.draw(3, ALGORITHM, 9, 4)
-    assert [(c.replayed, c.group, c.outcome) for c in again] == [(True, 4, Outcome.TRAINED)] * 2
+    assert [(c.replayed, c.group, c.outcome) for c in again] == [(True, 4, RolloutOutcome.TRAINED)] * 2
     assert [c.advantage for c in again] == pytest.approx([-1.0, 1.0], rel=0.5)
     replay.add(again)
     assert counts(replay) == (0, 0, 1)
@@ -144,7 +146,7 @@ def test_a_resumed_run_keeps_no_more_groups_than_it_now_may():
 
 
 def test_the_ages_of_what_trains_are_known_in_every_mode():
-    masked = [replace(credit, outcome=Outcome.MASKED) for credit in group(3, version=0)]
+    masked = [replace(credit, outcome=RolloutOutcome.MASKED) for credit in group(3, version=0)]
     credits = group(1, version=4) + group(2, version=2) + masked
     found = age_metrics(credits, 5)
     ages = [found.pop(f"staleness/age_{age}") for age in range(3)]

@@ -11,10 +11,10 @@ import torch
 from ludus.config.load import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import ConfigError
-from ludus.rollout.ledger import Outcome
+from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path, write_rollouts
 from ludus.training.collection.replay_buffer import TO_REPLAY, check_replay
-from ludus.training.rl.async_trainer import Player
+from ludus.training.rl.async_trainer import StreamRunner
 from ludus.training.rl.replay_sources import refuse_far
 from test_async_run import BOUND, records, run, words
 from test_replay import ALGORITHM, buffer, counts, draw, group
@@ -29,7 +29,7 @@ def test_a_group_past_the_bound_goes_into_the_buffer_and_trains_from_there():
     replay = buffer()
     late, young = group(1, version=0), group(2, version=3)
     found = replay.take_late([*late, *young], step=4, bound=2)
-    assert [(c.outcome, c.reason) for c in found[:2]] == [(Outcome.DROPPED, TO_REPLAY)] * 2
+    assert [(c.outcome, c.reason) for c in found[:2]] == [(RolloutOutcome.DROPPED, TO_REPLAY)] * 2
     assert found[2:] == young
     assert (replay.metrics([])["replay/late"], counts(replay)[0]) == (1, 1)
     assert draw(replay, 4) == ["t1"]
@@ -37,7 +37,7 @@ def test_a_group_past_the_bound_goes_into_the_buffer_and_trains_from_there():
 
 def test_a_late_group_that_would_not_train_is_not_kept():
     replay = buffer()
-    gone = group(1, version=0, outcome=Outcome.DROPPED)
+    gone = group(1, version=0, outcome=RolloutOutcome.DROPPED)
     assert replay.take_late(gone, step=9, bound=2) == gone
     assert counts(replay) == (0, 0, 0)
 
@@ -86,7 +86,7 @@ def adds_up(metrics: dict[str, float]) -> bool:
 
 @pytest.mark.fault
 def test_a_slow_group_holds_nobody_up_and_trains_later_from_the_buffer(tiny_run, tmp_path, monkeypatch):
-    play, slow = Player.play, []
+    play, slow = StreamRunner.play, []
 
     async def late(player, job):
         episode = await play(player, job)
@@ -95,7 +95,7 @@ def test_a_slow_group_holds_nobody_up_and_trains_later_from_the_buffer(tiny_run,
             await until(lambda: (player.sampler.ledger.state().last_closed or 0) > BOUND, 60)
         return episode
 
-    monkeypatch.setattr(Player, "play", late)
+    monkeypatch.setattr(StreamRunner, "play", late)
     settings = GIVEN | {"staleness__over_age": "replay", "algorithm__zero_variance": "false"}
     folder = run(tiny_run, tmp_path, "async", training__steps=8, **settings)
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
@@ -103,7 +103,7 @@ def test_a_slow_group_holds_nobody_up_and_trains_later_from_the_buffer(tiny_run,
     assert sum(row.get("ledger/dropped/to_replay", 0) for row in rows) >= 3
     assert rows[-1]["replay/late"] >= 1
     assert sum(row["staleness/over_age_tokens"] for row in rows) > 0
-    trained = [r for _, r in records(folder, 8) if r.outcome is Outcome.TRAINED]
+    trained = [r for _, r in records(folder, 8) if r.outcome is RolloutOutcome.TRAINED]
     assert len({r.key for r in trained}) == len(trained)
 
 

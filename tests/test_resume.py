@@ -82,7 +82,7 @@ def test_a_refused_resume_changes_nothing(tiny_run, tmp_path, words):
 
 
 def test_a_resume_says_where_it_begins(tiny_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(rollout_collector.Sampler, "sample", interrupted)
+    monkeypatch.setattr(rollout_collector.RolloutCollector, "sample", interrupted)
     run = copy_run(tiny_run, tmp_path)
     shelf = run / "checkpoints"
     more = ("train", "--resume", run, "--training.steps", "3")
@@ -188,7 +188,7 @@ def test_what_ends_a_run_inside_names_the_command_that_resumes_it(
 
     run = copy_run(tiny_run, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(rollout_collector.Sampler, "sample", end)
+        patch.setattr(rollout_collector.RolloutCollector, "sample", end)
         said = ludus("train", "--resume", run, "--training.steps", "3")
     assert said.code == code
     assert "Traceback" not in said.err

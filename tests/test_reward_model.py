@@ -16,16 +16,22 @@ from ludus.config.schema import Config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import UserError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rollout.build import Play, engine_scheduler
-from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
+from ludus.rollout.build import SamplingPlan, engine_scheduler
+from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
-from ludus.rollout.scheduler import Job
-from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.rollout.scheduler import RolloutRequest
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.reward_model.data import examples_of_rollouts, hold_out, load_examples
 from ludus.training.reward_model.mc_rollouts import play_on
 from ludus.training.reward_model.train import auc, losses, measure, reward_step
 from ludus.training.run.session import make_engine, open_session
-from ludus.training.value_models.reward_model import Example, Judged, RewardModel, load_reward_model, parts
+from ludus.training.value_models.reward_model import (
+    RewardExample,
+    RewardModel,
+    ScoredSequence,
+    load_reward_model,
+    parts,
+)
 from ludus.training.value_models.scalar_head import HeadModel
 from ludus.types import Segment, StopReason, Trajectory
 from small_runs import lasting_files, words
@@ -46,12 +52,12 @@ def rollout(first: int, second: int, right: bool, task: str = "a") -> tuple[str,
     )
     rewards = {"right": float(right)}
     trajectory = Trajectory(task, 0, segments, (), StopReason.ANSWERED, rewards=rewards)
-    return "x", RolloutRecord(1, task, Outcome.TRAINED, "trained", trajectory)
+    return "x", RolloutRecord(1, task, RolloutOutcome.TRAINED, "trained", trajectory)
 
 
 def test_the_last_action_token_is_judged_by_the_success():
     (one,) = examples_of_rollouts([rollout(4, 5, True)], REWARDS, None)
-    assert (one.prompt_length, one.arms) == (2, (Judged((1, 2, 3, 4, 9, 5), (5,), (1.0,)),))
+    assert (one.prompt_length, one.arms) == (2, (ScoredSequence((1, 2, 3, 4, 9, 5), (5,), (1.0,)),))
 
 
 def test_a_turn_is_worth_the_mean_return_of_the_rollouts_that_share_it():
@@ -70,7 +76,7 @@ def test_further_rollouts_count_in_the_means_and_are_no_examples():
 
 
 def test_whole_prompts_are_held_out():
-    examples = [Example("", 1, (Judged((i // 3, i), (1,), (1.0,)),)) for i in range(12)]
+    examples = [RewardExample("", 1, (ScoredSequence((i // 3, i), (1,), (1.0,)),)) for i in range(12)]
     found = hold_out(examples, 0.3, 0)
     aside = [example.held_out for example in found]
     assert sum(aside) == 6
@@ -96,7 +102,7 @@ def model_of(kind, seed: int = 0) -> RewardModel:
     return RewardModel(states, kind)
 
 
-def by_hand(model: RewardModel, arm: Judged) -> list[float]:
+def by_hand(model: RewardModel, arm: ScoredSequence) -> list[float]:
     """Scores by a plain forward pass of one row with all hidden states."""
     body = model.states.model["body"]
     with torch.no_grad():
@@ -104,9 +110,11 @@ def by_hand(model: RewardModel, arm: Judged) -> list[float]:
         return [float(model.states.head(states[place])) for place in arm.at]
 
 
-PAIR = Example("", 2, (Judged((1, 2, 3, 4), (3,), (1.0,)), Judged((1, 2, 5), (2,), (0.0,))))
-TURNS = Example("", 1, (Judged((1, 6, 7, 8, 9), (1, 4), (0.25, 1.0)),))
-ALONE = Example("", 1, (Judged((2, 6, 3), (2,), (0.0,)),))
+PAIR = RewardExample(
+    "", 2, (ScoredSequence((1, 2, 3, 4), (3,), (1.0,)), ScoredSequence((1, 2, 5), (2,), (0.0,)))
+)
+TURNS = RewardExample("", 1, (ScoredSequence((1, 6, 7, 8, 9), (1, 4), (0.25, 1.0)),))
+ALONE = RewardExample("", 1, (ScoredSequence((2, 6, 3), (2,), (0.0,)),))
 
 
 def test_the_losses_are_those_of_the_formulas():
@@ -133,7 +141,7 @@ def test_a_step_does_not_depend_on_its_parts(kind, batch):
     found = []
     for tokens in (10**6, 1):
         model = model_of(kind)
-        optimiser = Optimiser(model.states.model, OptimiserSettings(learning_rate=1e-3, total_steps=1))
+        optimiser = Optimizer(model.states.model, OptimizerSettings(learning_rate=1e-3, total_steps=1))
         found.append(reward_step(model, optimiser, batch, tokens) | measure(model, batch, tokens))
     assert found[0] == pytest.approx(found[1], rel=2e-3, abs=1e-5)
     assert len(parts(batch, 1)) == 3
@@ -142,10 +150,13 @@ def test_a_step_does_not_depend_on_its_parts(kind, batch):
 
 def test_what_is_learnable_is_learned_and_measured():
     model = RewardModel(HeadModel(tiny_model(), "reward model", ""), "pointwise")
-    batch = [Example("", 1, (Judged((1, 2, last), (2,), (float(last > 5),)),)) for last in range(2, 10)]
+    batch = [
+        RewardExample("", 1, (ScoredSequence((1, 2, last), (2,), (float(last > 5),)),))
+        for last in range(2, 10)
+    ]
     before = measure(model, batch, 999)
     assert before == pytest.approx({"loss": math.log(2), "error": 0.5, "auc": 0.5})
-    optimiser = Optimiser(model.states.model, OptimiserSettings(learning_rate=1e-2, total_steps=30))
+    optimiser = Optimizer(model.states.model, OptimizerSettings(learning_rate=1e-2, total_steps=30))
     for _ in range(30):
         reward_step(model, optimiser, batch, 999)
     after = measure(model, batch, 999)
@@ -235,12 +246,12 @@ def test_rollouts_from_a_later_turn_begin_with_what_was_recorded(tmp_path):
         make_engine(session),
         session.renderer,
         session.config.rollout,
-        Play("first", 1.5, 0),
+        SamplingPlan("first", 1.5, 0),
         Ledger(),
     )
     tasks = session.world.tasks("train")[:3]
-    episodes = asyncio.run(scheduler.run([Job(RolloutKey(1, task.id, 0), task) for task in tasks]))
-    records = [("x", RolloutRecord(1, e.task.id, Outcome.TRAINED, "", e.trajectory)) for e in episodes]
+    episodes = asyncio.run(scheduler.run([RolloutRequest(RolloutKey(1, task.id, 0), task) for task in tasks]))
+    records = [("x", RolloutRecord(1, e.task.id, RolloutOutcome.TRAINED, "", e.trajectory)) for e in episodes]
     turns = [t for e in episodes for t in range(e.trajectory.num_turns - 1)]
     assert turns
     found = play_on(session, records, 2)

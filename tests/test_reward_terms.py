@@ -16,7 +16,7 @@ from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path, write_rollouts
 from ludus.training.collection.reward_mixing import (
-    Combiner,
+    RewardMixer,
     check_reward_settings,
     parts_of,
     plan_parts,
@@ -46,7 +46,7 @@ def test_tokens_beyond_the_target_cost_up_to_the_cap():
 
 
 def test_a_reward_fades_with_length():
-    one = Combiner(
+    one = RewardMixer(
         settings := RewardsConfig(length={"kind": "sigmoid", "target": 3, "tau": 2, "floor": 0.5}),
         plan_parts(Config(rewards=settings), WORLD[:1]),
     )

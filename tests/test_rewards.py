@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward, check_rewards, score, success
-from ludus.rewards.exact_match import Answers, exact_match, f1, matches, normalise, token_f1, well_formed
+from ludus.rewards.exact_match import (
+    ExpectedAnswers,
+    exact_match,
+    f1,
+    matches,
+    normalise,
+    token_f1,
+    well_formed,
+)
 from ludus.rewards.paper_rewards import accuracy, calls_of_the_wrong, wrong_and_ill_formed
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from tables.answer_pairs import ACCEPTED, REJECTED
@@ -23,21 +31,21 @@ def episode(answer="", stop=StopReason.ANSWERED, statuses=(), rewards=None):
 
 
 def task(*accepted):
-    return Task("t", (), Answers(accepted))
+    return Task("t", (), ExpectedAnswers(accepted))
 
 
 @pytest.mark.parametrize(("answer", "accepted"), ACCEPTED)
 def test_exact_match_accepts(answer, accepted):
-    assert matches(answer, Answers(tuple(accepted)))
+    assert matches(answer, ExpectedAnswers(tuple(accepted)))
     assert exact_match(task(*accepted), episode(answer)) == 1.0
-    assert f1(answer, Answers(tuple(accepted))) == 1.0
+    assert f1(answer, ExpectedAnswers(tuple(accepted))) == 1.0
 
 
 @pytest.mark.parametrize(("answer", "accepted"), REJECTED)
 def test_exact_match_rejects(answer, accepted):
-    assert not matches(answer, Answers(tuple(accepted)))
+    assert not matches(answer, ExpectedAnswers(tuple(accepted)))
     assert exact_match(task(*accepted), episode(answer)) == 0.0
-    assert f1(answer, Answers(tuple(accepted))) < 1.0
+    assert f1(answer, ExpectedAnswers(tuple(accepted))) < 1.0
 
 
 @pytest.mark.parametrize(
@@ -72,7 +80,7 @@ def test_token_f1_by_hand(answer, accepted, value):
 @given(st.text())
 def test_every_text_matches_itself_whatever_stands_around_it(text):
     assert normalise(f' "{text}" ') == normalise(text)
-    assert matches(text, Answers((text.swapcase().swapcase(), text))) == bool(normalise(text))
+    assert matches(text, ExpectedAnswers((text.swapcase().swapcase(), text))) == bool(normalise(text))
 
 
 def test_only_an_answer_that_was_given_counts():

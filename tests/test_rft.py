@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.evaluation.evaluate import load_evaluation
-from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode
 from ludus.training.rft import judge
@@ -128,13 +128,13 @@ def test_judging_keeps_each_way_to_solve_a_task_once_and_no_more_than_asked(sess
     lost = replace(broken.trajectory, segments=(), failure=failure, stop_reason=StopReason.FAILED)
     fates = judge([group, [wrong, other, replace(broken, trajectory=lost)]], session)
     assert [(credit.outcome, credit.reason) for credit in fates] == [
-        (Outcome.TRAINED, "trained"),
-        (Outcome.DROPPED, "duplicate"),
-        (Outcome.TRAINED, "trained"),
-        (Outcome.DROPPED, "max_per_task"),
-        (Outcome.DROPPED, "unsolved"),
-        (Outcome.TRAINED, "trained"),
-        (Outcome.FAILED, "engine"),
+        (RolloutOutcome.TRAINED, "trained"),
+        (RolloutOutcome.DROPPED, "duplicate"),
+        (RolloutOutcome.TRAINED, "trained"),
+        (RolloutOutcome.DROPPED, "max_per_task"),
+        (RolloutOutcome.DROPPED, "unsolved"),
+        (RolloutOutcome.TRAINED, "trained"),
+        (RolloutOutcome.FAILED, "engine"),
     ]
 
 

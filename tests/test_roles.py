@@ -22,10 +22,10 @@ from ludus.errors import ConfigError
 from ludus.recipes import recipe_folder
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.training.collection.algorithm_state import Memory
+from ludus.training.collection.algorithm_state import AlgorithmState
 from ludus.training.collection.group_filters import as_one_batch, with_role_baselines
 from ludus.training.collection.replay_buffer import ReplayBuffer
-from ludus.training.collection.rollout_collector import Sampler
+from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.credit.self_play_roles import check_roles
 from ludus.training.rl.build import train
@@ -62,8 +62,8 @@ def test_each_role_is_compared_with_its_own_average_read_before_it_moves():
 
 def test_groups_that_train_again_are_compared_with_the_averages_of_now_and_move_none():
     algorithm, session = PRESETS["rae"], SimpleNamespace(config=Config(), world=SimpleNamespace(name="chess"))
-    sampler = Sampler(session, None, algorithm, None, Ledger())
-    sampler.memory = Memory(RoleBaselines(means={("chess", "white"): 0.7}))
+    sampler = RolloutCollector(session, None, algorithm, None, Ledger())
+    sampler.memory = AlgorithmState(RoleBaselines(means={("chess", "white"): 0.7}))
     replay = ReplayBuffer(ReplayConfig(share=0.5, max_age=9), 1)
     replay.add(sampler.as_batch(assign_credit([played(FIRST, "a", role="white")], algorithm)))
     before = sampler.memory
@@ -77,10 +77,10 @@ def test_groups_that_train_again_are_compared_with_the_averages_of_now_and_move_
 
 def test_the_memory_comes_back_and_takes_the_present_decay():
     algorithm = replace(PRESETS["rae"], options=PartOptions(advantage={"decay": 0.5}))
-    memory = Memory(RoleBaselines(0.95, 0.0, {("chess", "white"): 0.1 + 0.2}))
-    again = Memory.start(algorithm, memory.to_json())
+    memory = AlgorithmState(RoleBaselines(0.95, 0.0, {("chess", "white"): 0.1 + 0.2}))
+    again = AlgorithmState.start(algorithm, memory.to_json())
     assert again.averages == replace(memory.averages, decay=0.5)
-    assert Memory.start(PRESETS["grpo"]) == Memory()
+    assert AlgorithmState.start(PRESETS["grpo"]) == AlgorithmState()
 
 
 @pytest.mark.fault

@@ -20,20 +20,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludus.cluster.protocol import PlayJob
-from ludus.cluster.supervisor import Crowd
+from ludus.cluster.supervisor import WorkerGroup
 from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.base import WeightCheck
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.engines.remote.engine import ServerEngine
-from ludus.engines.remote.http_client import Replica, ServerSettings
-from ludus.engines.remote.rolling_update import Pin, Placement, Rolling
+from ludus.engines.remote.http_client import RemoteEngineSettings, Replica
+from ludus.engines.remote.rolling_update import EpisodePin, Placement, RollingUpdates
 from ludus.errors import EngineError, SyncError
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode, episode_name
-from ludus.rollout.streaming.group_queue import Stream
-from ludus.rollout.streaming.staleness_control import Admission, Pace
+from ludus.rollout.streaming.group_queue import GroupQueue
+from ludus.rollout.streaming.staleness_control import StalenessController, StalenessSchedule
 from ludus.training.rl.async_trainer import follow
 from ludus.types import Segment, StopReason, Trajectory
 from test_admission import TASK, FakeLoop, World
@@ -46,7 +46,7 @@ TOKEN = "a token of these tests"
 
 
 def engines(count: int, lag: int = 1) -> Placement:
-    return Placement([Replica(f"http://{i}", ServerSettings()) for i in range(count)], 0, lag)
+    return Placement([Replica(f"http://{i}", RemoteEngineSettings()) for i in range(count)], 0, lag)
 
 
 def publish(placement: Placement, version: int) -> list[str]:
@@ -65,10 +65,12 @@ def take(placement: Placement, *numbers: int) -> None:
 
 def test_an_engine_without_episodes_takes_weights_at_once_and_one_with_them_when_they_end():
     placement = engines(2)
-    assert placement.begin("a") == Pin("http://0", 0)
+    assert placement.begin("a") == EpisodePin("http://0", 0)
     assert publish(placement, 1) == ["http://1"]
     take(placement, 1)
-    assert placement.begin("b") == placement.begin("c") == Pin("http://1", 1)  # busier, but the other waits
+    assert (
+        placement.begin("b") == placement.begin("c") == EpisodePin("http://1", 1)
+    )  # busier, but the other waits
     assert placement.floor == 1
     placement.end("a")
     assert [one.url for one in placement.settle()] == ["http://0"]
@@ -84,7 +86,7 @@ def test_one_engine_waits_and_the_other_goes_on_with_what_it_has():
     placement.end("b")
     placement.settle()
     take(placement, 1)
-    assert placement.begin("f") == Pin("http://1", 1)
+    assert placement.begin("f") == EpisodePin("http://1", 1)
     assert placement.floor == 1
 
 
@@ -118,8 +120,8 @@ def test_no_episode_begins_on_an_older_version_than_was_said_even_when_the_newes
     placement.replicas.pop().gone = True
     placement.settle()
     assert placement.begin("b") is None
-    placement.replicas.append(Replica("http://2", ServerSettings()))
-    assert placement.begin("b") == Pin("http://2", 1)
+    placement.replicas.append(Replica("http://2", RemoteEngineSettings()))
+    assert placement.begin("b") == EpisodePin("http://2", 1)
 
 
 def test_where_the_newest_weights_are_asked_for_nothing_begins_until_an_engine_has_them():
@@ -133,7 +135,7 @@ def test_where_the_newest_weights_are_asked_for_nothing_begins_until_an_engine_h
     placement.end("b")
     assert [one.url for one in placement.settle()] == ["http://1"]
     take(placement, 1)
-    assert placement.begin("c") == Pin("http://1", 1)
+    assert placement.begin("c") == EpisodePin("http://1", 1)
 
 
 @dataclass
@@ -143,12 +145,12 @@ class Fleet(World):
     engines: int = 2
     lag: int = 1
     dying: float = 0.0
-    rolling: Rolling = field(init=False)
+    rolling: RollingUpdates = field(init=False)
     log: list = field(default_factory=list)
     begun: list = field(default_factory=list)
 
     def __post_init__(self):
-        self.rolling = Rolling(engines(self.engines, self.lag), self.hold, self.give, self.lives)
+        self.rolling = RollingUpdates(engines(self.engines, self.lag), self.hold, self.give, self.lives)
 
     async def lives(self, url):
         return True
@@ -182,7 +184,7 @@ class Fleet(World):
         draw, replicas = self.draw("dies", step), self.rolling.placement.replicas
         if draw.random() < self.dying:
             replicas.pop(draw.randrange(len(replicas))).gone = True
-            replicas.append(Replica(f"http://new-{step}", ServerSettings()))
+            replicas.append(Replica(f"http://new-{step}", RemoteEngineSettings()))
             self.rolling.change()
 
     async def hold(self, version, state):
@@ -193,11 +195,13 @@ class Fleet(World):
         await self.rolling.offer(WeightCheck(step, (), lambda *_: None, 1e6), {})
 
 
-def train(fleet: Fleet, pace: Pace, in_flight=8, learning=1.0, evaluates=0) -> list[list[Episode]]:
+def train(
+    fleet: Fleet, pace: StalenessSchedule, in_flight=8, learning=1.0, evaluates=0
+) -> list[list[Episode]]:
     """The episodes that trained, by step; the events are in the log of the fleet."""
 
     async def run():
-        stream = Stream(Admission(pace), fleet, fleet.play, in_flight)
+        stream = GroupQueue(StalenessController(pace), fleet, fleet.play, in_flight)
         stream.start()
         following = asyncio.create_task(follow(stream, fleet.rolling, 0))
         trained = []
@@ -229,7 +233,7 @@ def versions_of(episode: Episode) -> set[int]:
     return {version for segment in episode.trajectory.segments for version in segment.versions}
 
 
-PACES = st.builds(Pace, st.integers(1, 4), st.integers(0, 5), st.integers(1, 12))
+PACES = st.builds(StalenessSchedule, st.integers(1, 4), st.integers(0, 5), st.integers(1, 12))
 
 
 @settings(max_examples=60, deadline=None)
@@ -266,7 +270,7 @@ class Losing(Fleet):
 def test_whatever_a_transfer_meets_reaches_a_learner_that_waits_for_weights():
     async def run():
         fleet = Losing(0)
-        stream = Stream(Admission(Pace(1, 0, 4)), fleet, fleet.play, 4)
+        stream = GroupQueue(StalenessController(StalenessSchedule(1, 0, 4)), fleet, fleet.play, 4)
         stream.start()
         following = asyncio.create_task(follow(stream, fleet.rolling, 0))
         await stream.take()
@@ -294,7 +298,7 @@ class OneSlow(Fleet):
 def test_the_learner_waits_for_a_slow_episode_when_that_is_due_and_not_before(bound, last):
     """The group that it belongs to begins at version 0, so that step `bound + 1` has to have it."""
     fleet = OneSlow(1, engines=2, lag=bound // 2)
-    train(fleet, Pace(2, bound, 10), in_flight=6)
+    train(fleet, StalenessSchedule(2, bound, 10), in_flight=6)
     slow = next(i for i, event in enumerate(fleet.log) if event[0] == "begin")
     key = fleet.log[slow][1]
     end = next(i for i, event in enumerate(fleet.log) if event[:2] == ("end", key))
@@ -333,7 +337,7 @@ def pair():
         yield engine, first, second
 
 
-async def rolled(engine: ServerEngine) -> Rolling:
+async def rolled(engine: ServerEngine) -> RollingUpdates:
     await engine.load_weights(7, STATE)
     CHECKED.clear()
     return await engine.roll(1)
@@ -438,7 +442,7 @@ def jobs(remote) -> list[PlayJob]:
 def test_a_worker_is_told_where_an_episode_stays_and_a_new_engine_has_the_newest_weights():
     async def scenario(fakes):
         launcher = FakeLauncher([fake.url for fake in fakes])
-        crowd = Crowd(plan(), launcher)
+        crowd = WorkerGroup(plan(), launcher)
         await crowd.open()
         await crowd.load_weights(7, STATE)
         await crowd.roll(1)
@@ -455,7 +459,7 @@ def test_a_worker_is_told_where_an_episode_stays_and_a_new_engine_has_the_newest
         later = asyncio.create_task(crowd.play(replace(JOB, job=replace(JOB.job, greedy=True)), 60))
         await until(lambda: sum(map(len, map(jobs, workers))) == 2, 10)
         pins = [job.pin for worker in workers for job in jobs(worker)]
-        assert Pin(other.url, 8) in pins
+        assert EpisodePin(other.url, 8) in pins
         next(remote for remote in launcher.made if remote.url == stays.url).dead = True
         await until(lambda: fakes[2].label == "8", 20)
         for task in (first, later):
@@ -471,7 +475,7 @@ def test_a_worker_is_told_where_an_episode_stays_and_a_new_engine_has_the_newest
 def test_an_engine_that_is_let_go_ends_the_episodes_that_stay_with_it_first():
     async def scenario(fakes):
         launcher = FakeLauncher([fake.url for fake in fakes])
-        crowd = Crowd(plan(), launcher)
+        crowd = WorkerGroup(plan(), launcher)
         await crowd.open()
         await crowd.load_weights(7, STATE)
         await crowd.roll(1)
@@ -508,9 +512,9 @@ def test_a_worker_refuses_what_is_of_another_version_than_the_episode(pair):
         engine.follow([first.url], 8, None)
         first.label, second.label = "7", "8"
         name = episode_name(JOB.job.key)
-        engine.pin(name, Pin(first.url, 7))  # one that lags; this worker is new and never heard of 7
+        engine.pin(name, EpisodePin(first.url, 7))  # one that lags; this worker is new and never heard of 7
         assert (await ask(engine, name)).versions == (7, 7)
-        engine.pin("new", Pin(second.url, 8))  # it joined a moment ago
+        engine.pin("new", EpisodePin(second.url, 8))  # it joined a moment ago
         assert (await ask(engine, "new")).versions == (8, 8)
         first.label = "8"
         with pytest.raises(EngineError, match="holds the weights 8, which were not sent"):
@@ -526,15 +530,15 @@ def embedded(path, count: int):
     import uvicorn
 
     from ludus.gateway.app import make_app
-    from ludus.gateway.limits import listening
-    from ludus.gateway.service import Service, served_model
+    from ludus.gateway.listening import listening
+    from ludus.gateway.service import CompletionService, served_model
 
     made, servers = [], []
     for _ in range(count):
         tokenizer, model = load_tokenizer(str(path)), load_model(str(path), "float32", "cpu")
         engine = LocalEngine(model, tokenizer, EngineSettings(context_tokens=320), copy=False)
         app = make_app(
-            Service(engine, served_model(model, tokenizer, "policy", str(path), None), TOKEN), model
+            CompletionService(engine, served_model(model, tokenizer, "policy", str(path), None), TOKEN), model
         )
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
         listener = listening("127.0.0.1", 0)

@@ -12,9 +12,9 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.errors import UserError
-from ludus.training.learner.learner import Known, LearnerSettings
-from ludus.training.learner.logprobs import Scorer
-from ludus.training.learner.moe_routing_replay import Routing, recording
+from ludus.training.learner.learner import CachedLogprobs, LearnerSettings
+from ludus.training.learner.logprobs import LogprobScorer
+from ludus.training.learner.moe_routing_replay import RoutingReplay, recording
 from test_engine_local import play, prompts
 from test_forest import in_double
 from test_learner import VOCAB, gradients, largest_difference, learner, random_rows, tiny_model
@@ -73,14 +73,14 @@ def rows_with_prefixes(num=9):
 
 def replaying(model, settings=None, *, recompute=False):
     one = learner(model, settings=settings)
-    one.scorer = Scorer(model, recompute=recompute, routing=Routing.of(model))
+    one.scorer = LogprobScorer(model, recompute=recompute, routing=RoutingReplay.of(model))
     return one
 
 
 def known_of(one, rows):
     with recording(one.scorer.routing):
         found, experts = one._score_all(rows, one.scorer)
-    return Known([scores.logprobs for scores in found], experts=experts)
+    return CachedLogprobs([scores.logprobs for scores in found], experts=experts)
 
 
 def shaken(model, size=0.3):
@@ -105,7 +105,7 @@ def watched(model):
 def test_engine_and_learner_agree_on_a_mixture_of_experts():
     model = mixture(torch.float32, vocab=300)
     engine = LocalEngine(model, settings=EngineSettings(pass_tokens=64))
-    scorer, worst = Scorer(model), 0.0
+    scorer, worst = LogprobScorer(model), 0.0
     for history, answer in play(engine, prompts(6), turns=2, max_new_tokens=8, temperature=1.0):
         tokens = torch.tensor([history + answer.tokens])
         asked = torch.zeros_like(tokens, dtype=torch.bool)
@@ -184,7 +184,7 @@ def test_what_is_replayed_does_not_reach_a_reference_that_shares_the_routers():
     one = replaying(model)
     known = known_of(one, rows)
     shaken(model)
-    one.scorers = {"reference": Scorer(model)}
+    one.scorers = {"reference": LogprobScorer(model)}
     free, _ = one.gradient(rows, replace(known, experts=None))
     assert free.kl_mean == 0.0
     replayed, _ = one.gradient(rows, known)
@@ -193,9 +193,9 @@ def test_what_is_replayed_does_not_reach_a_reference_that_shares_the_routers():
 
 def test_a_model_without_routers_is_refused_and_a_copy_takes_nothing_along():
     with pytest.raises(UserError, match="replay_routing"):
-        Routing.of(tiny_model())
+        RoutingReplay.of(tiny_model())
     model = mixture()
-    routing = Routing.of(model)
+    routing = RoutingReplay.of(model)
     with routing.recording():
         assert any(module._forward_hooks for module in model.modules())
     assert not any(module._forward_hooks for module in copy.deepcopy(model).modules())

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 from ludus.cli.main import main
 from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
-from ludus.engines.embedded.scheduler import EngineCore
+from ludus.engines.embedded.scheduler import BatchScheduler
 from ludus.engines.models.loading import load_model
 from ludus.evaluation.evaluate import load_evaluation
-from ludus.rollout.build import Play, engine_scheduler
+from ludus.rollout.build import SamplingPlan, engine_scheduler
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.rollout.scheduler import Job
+from ludus.rollout.scheduler import RolloutRequest
 from ludus.training.rl.build import doubts, train
 from ludus.training.run.checkpoint import checkpoint_path
 from ludus.training.run.run_dir import RunFolder, locked, new_run
@@ -88,10 +88,10 @@ def test_recorded_logprobs_are_those_of_a_fresh_forward_and_ids_those_of_the_eng
 
     engine.generate_batch = recording
     tasks = session.world.tasks("train")[:12]
-    jobs = [Job(RolloutKey(1, task.id, i), task) for task in tasks for i in range(4)]
+    jobs = [RolloutRequest(RolloutKey(1, task.id, i), task) for task in tasks for i in range(4)]
     rollout = session.config.rollout
     scheduler = engine_scheduler(
-        session.world, engine, session.renderer, rollout, Play("test", 1.0, 0), Ledger()
+        session.world, engine, session.renderer, rollout, SamplingPlan("test", 1.0, 0), Ledger()
     )
     episodes = asyncio.run(scheduler.run(jobs))
     asyncio.run(engine.close())
@@ -117,9 +117,9 @@ def logprob_gap(model, trajectory) -> float:
 
 def test_the_same_seed_gives_the_same_bytes_also_where_the_cache_is_given_up(finished, tmp_path, monkeypatch):
     given_up: list[int] = []
-    give_up = EngineCore.give_up_cache
+    give_up = BatchScheduler.give_up_cache
     monkeypatch.setattr(
-        EngineCore, "give_up_cache", lambda core: given_up.append(core.version) or give_up(core)
+        BatchScheduler, "give_up_cache", lambda core: given_up.append(core.version) or give_up(core)
     )
     run(tmp_path / "again", engine__give_up_cache="true")
     assert given_up == [0, 1, 2, 3]

@@ -19,9 +19,9 @@ import pytest
 
 from battery_run import a_folder, descendants
 from ludus.errors import UserError, WorldError
-from ludus.sandbox import Change, Limits, NamespaceSettings, NamespacesSandbox, Snapshot
+from ludus.sandbox import FileChange, Limits, NamespaceSettings, NamespacesSandbox, Snapshot
 from ludus.sandbox.guest.light import as_json
-from ludus.sandbox.guest.output import Kept
+from ludus.sandbox.guest.output import BoundedOutput
 from ludus.sandbox.guest.wire import pack_answer, pack_order, sizes_of, take_apart
 from ludus.sandbox.local import guard_session, namespaces
 from ludus.sandbox.local.cell import Wire
@@ -162,7 +162,7 @@ def test_of_long_output_head_and_tail_are_kept_and_the_rest_is_counted(in_sessio
 def test_what_is_kept_of_a_stream_fits_and_counts_what_does_not(bound, size):
     data = bytes(n % 251 for n in range(size))
     for step in (7, 64, 10_000):
-        kept = Kept(bound)
+        kept = BoundedOutput(bound)
         for begin in range(0, size, step):
             kept.add(data[begin : begin + step])
         left_out, text = kept.left_out, kept.take()
@@ -466,17 +466,17 @@ def test_a_change_writes_marks_and_removes_single_files_and_follows_no_link():
         session = await box.session("shell", files={"a/x": b"old", "a/y": b"y", "z": b"z"})
         await session.run("ln -s /tmp out; touch /tmp/kept; ln -s /tmp/kept link; chmod 710 a/y; cd a")
         for change in (
-            Change(remove=frozenset({"out/kept"})),
-            Change(executable={"link": True}),
-            Change(executable={"out/kept": True}),
-            Change(remove=frozenset({"a"})),
+            FileChange(remove=frozenset({"out/kept"})),
+            FileChange(executable={"link": True}),
+            FileChange(executable={"out/kept": True}),
+            FileChange(remove=frozenset({"a"})),
         ):
             with pytest.raises(WorldError, match="sandbox failed"):
                 await session.change(change)
         with pytest.raises(UserError):
-            await session.change(Change(remove=frozenset({"../x"})))
+            await session.change(FileChange(remove=frozenset({"../x"})))
         await session.change(
-            Change({"a/x": b"new", "b/n": b"n"}, {"b/n": True, "a/y": False}, frozenset({"z"}))
+            FileChange({"a/x": b"new", "b/n": b"n"}, {"b/n": True, "a/y": False}, frozenset({"z"}))
         )
         look = await session.run("cat x; cd ..; stat -c '%n %a' a/* b/n; ls; stat -c %a /tmp/kept")
         return look.text.splitlines()

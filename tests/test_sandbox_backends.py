@@ -24,7 +24,7 @@ from ludus.sandbox.local import container
 from ludus.sandbox.local.container import ContainerSandbox, ContainerSettings
 from ludus.sandbox.local.unsafe_process import ProcessSandbox
 from ludus.sandbox.remote.client import RemoteSandbox, RemoteSettings
-from ludus.sandbox.remote.server import LARGEST_BODY, ServerSettings, make_app, refusal
+from ludus.sandbox.remote.server import LARGEST_BODY, SandboxServerSettings, make_app, refusal
 
 pytestmark = pytest.mark.security
 TOKEN = "a-token-of-the-tests"
@@ -200,7 +200,7 @@ def serving(sandbox=None, **settings):
     """A sandbox server in a thread, and its address."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    given = ServerSettings(**({"token": TOKEN, "ceiling": Limits()} | settings))
+    given = SandboxServerSettings(**({"token": TOKEN, "ceiling": Limits()} | settings))
     app = make_app(sandbox or ProcessSandbox(unsafe=True), given)
     server = http_server(app, HttpLimits(body_bytes=LARGEST_BODY), refusal, lifespan=True)
     thread = threading.Thread(target=server.run, args=([listener],))

@@ -17,7 +17,7 @@ import ludus
 from battery_run import PROGRAMS, a_folder, a_host, judge, run_battery
 from ludus.sandbox import NamespaceSettings, NamespacesSandbox, Outcome
 from ludus.sandbox.local.namespaces import find_python
-from ludus.worlds.code.grader import Case, CodeTruth, Judge
+from ludus.worlds.code.grader import CodeGrader, CodeTruth, TestCase
 
 SOME = (
     "truth_file",
@@ -33,7 +33,7 @@ SOME = (
 """What is tried as an ordinary user in the default suite; `make security` tries all."""
 ANSWERS = ("exit_zero", "os_exit_zero", "signal_int_to_guard", "limits_of_the_guard", "signals_to_all")
 """What is handed in as an answer in the default suite; `make security` hands in all."""
-TASK = CodeTruth(("one", "two"), cases=(Case("one", (2, 3), 5), Case("two", (4, 5), 9)))
+TASK = CodeTruth(("one", "two"), cases=(TestCase("one", (2, 3), 5), TestCase("two", (4, 5), 9)))
 
 
 def test_every_hostile_program_is_contained():
@@ -82,7 +82,7 @@ def verdicts(programs: list[Path]) -> dict[str, tuple[bool, ...]]:
         stub = f"open('trying.py', 'w').write({shared!r})\nopen('target.json', 'wb').write({target!r})\n"
         task = replace(TASK, stub=stub)
         sandbox = NamespacesSandbox(NamespaceSettings(concurrency=battery_run.CONCURRENCY))
-        judge = Judge(sandbox, replace(battery_run.ENDLESS, files_out=0))
+        judge = CodeGrader(sandbox, replace(battery_run.ENDLESS, files_out=0))
         try:
             graded = await asyncio.gather(
                 *(judge.judge(program.read_text(), task, task.cases) for program in programs)

@@ -23,7 +23,7 @@ from ludus.envs.registry import sandbox_settings
 from ludus.errors import UserError, WorldError
 from ludus.sandbox import Limits, SandboxSettings, open_sandbox
 from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox, ServiceSettings
-from ludus.worlds.code.grader import Case, CodeTruth, Judge
+from ludus.worlds.code.grader import CodeGrader, CodeTruth, TestCase
 from tiny_run import ludus, refused
 
 
@@ -151,9 +151,9 @@ def test_a_service_that_fails_is_the_sandbox_s_failure_with_its_words(backend, a
 def test_programs_are_graded_through_a_service(backend, answer):
     async def grade(url, program):
         sandbox = open_sandbox(SandboxSettings(backend=backend, url=url))
-        cases = tuple(Case(f"t{i}", (i, 7), i + 7) for i in range(3))
+        cases = tuple(TestCase(f"t{i}", (i, 7), i + 7) for i in range(3))
         truth = CodeTruth(tuple(case.name for case in cases), entry="add", cases=cases)
-        grading = await Judge(sandbox, Limits()).judge(program, truth, cases)
+        grading = await CodeGrader(sandbox, Limits()).judge(program, truth, cases)
         await sandbox.close()
         return [verdict.passed for verdict in grading.verdicts]
 

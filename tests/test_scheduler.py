@@ -12,12 +12,12 @@ from ludus.config.sections.rollout import RolloutConfig
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.engines.base import Request
 from ludus.engines.scripted import Faults, ScriptedEngine
-from ludus.envs.base import HoldsSessions
+from ludus.envs.base import LimitsConcurrency
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError, WorldError
-from ludus.rollout.build import Play, engine_scheduler, episodes_at_once
+from ludus.rollout.build import SamplingPlan, engine_scheduler, episodes_at_once
 from ludus.rollout.episode import EpisodeLimits
-from ludus.rollout.ledger import Ledger, Outcome
+from ludus.rollout.ledger import Ledger, RolloutOutcome
 from ludus.rollout.lockstep_engine import LockstepEngine
 from ludus.rollout.scheduler import FailureBudget, SchedulerLimits, episode_name
 from ludus.sandbox import NamespacesSandbox
@@ -73,7 +73,7 @@ def account_of(scheduler, episodes, step=0):
     """Close the step as a trainer does: all finished episodes are trained."""
     for episode in episodes:
         if episode.trajectory.failure is None:
-            scheduler.ledger.finish(episode.key, Outcome.TRAINED, "used")
+            scheduler.ledger.finish(episode.key, RolloutOutcome.TRAINED, "used")
     return scheduler.ledger.close(step)
 
 
@@ -696,7 +696,7 @@ def test_episodes_that_are_started_one_by_one_wait_for_room_too():
 def test_worlds_with_sessions_have_the_room_of_their_sandbox():
     config = load_config("terminal", ["--sandbox.sessions", "3"])
     world = build_world(config.env, config.rollout, config.sandbox)
-    assert isinstance(world, HoldsSessions)
+    assert isinstance(world, LimitsConcurrency)
     assert episodes_at_once(world, 128) == 3
     assert episodes_at_once(world, 2) == 2
     assert episodes_at_once(WatchedWorld(), 128) == 128
@@ -707,7 +707,7 @@ def test_an_engine_knows_a_task_that_is_evaluated_from_the_same_one_that_is_trai
     """At once, where episodes stream: neither is to end, or to go on from, what is kept for the other."""
     engine, rollout = scripted(["Paris"]), RolloutConfig(reproducible=False)
     for purpose in ("train", "evaluate"):
-        play = Play(purpose, 1.0, 0)
+        play = SamplingPlan(purpose, 1.0, 0)
         one = engine_scheduler(WatchedWorld(), engine, renderer(), rollout, play, Ledger())
         run(one, make_jobs(1))
     assert len({request.episode for request in engine.requests}) == len(set(engine.released)) == 2

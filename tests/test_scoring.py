@@ -17,10 +17,10 @@ from ludus.envs.registry import build_world
 from ludus.errors import WorldError
 from ludus.rewards.base import Reward
 from ludus.rollout.reward_executor import (
-    ProcessScoring,
+    ProcessRewardExecutor,
     RewardFault,
-    RewardLate,
-    ThreadScoring,
+    RewardTimeout,
+    ThreadRewardExecutor,
     _Gone,
     _Line,
     _Lost,
@@ -70,7 +70,7 @@ def scoring(tmp_path):
         given = ["--env.name", str(file), "--env.check", "false"]
         given += [text for name, value in settings.items() for text in (f"--rollout.{name}", str(value))]
         config = load_config(None, given)
-        return ProcessScoring.of(config), build_world(config.env, config.rollout)
+        return ProcessRewardExecutor.of(config), build_world(config.env, config.rollout)
 
     return make
 
@@ -139,7 +139,7 @@ def test_a_late_reward_is_named_also_where_more_has_been_asked_meanwhile(scoring
         return await asyncio.gather(*asked, return_exceptions=True)
 
     late, *others = asyncio.run(scenario())
-    assert isinstance(late, RewardLate)
+    assert isinstance(late, RewardTimeout)
     assert "judged.py, line 1" in late.message
     assert [other.reward for other in others] == [1.0] * 6
 
@@ -231,7 +231,7 @@ def test_a_reward_on_a_thread_has_its_deadline_too():
     class Own:
         rewards = (Reward("slow", lambda task, trajectory: float(over.wait(20)), outcome=True),)
 
-    asyncio.run(scenario(ThreadScoring(0.05), Own()))
+    asyncio.run(scenario(ThreadRewardExecutor(0.05), Own()))
 
 
 def test_as_many_are_scored_at_once_as_there_are_processes(scoring):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from ludus.envs.toolbox import Toolbox, ToolLimits
+from ludus.envs.toolbox import ToolExecutor, ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.tools.dense import RRF_K, DenseIndex, FolderEncoder, HybridIndex, fuse
 from ludus.tools.fetch import fetch_tool, load_corpus, split_pages, text_of_html
@@ -175,7 +175,7 @@ CORPUS = {
 
 def fetch(**arguments):
     action = Action(Message(role="assistant", content=""), (ToolCall("1", "fetch", arguments),))
-    (outcome,) = asyncio.run(Toolbox([fetch_tool(CORPUS)]).run(action))
+    (outcome,) = asyncio.run(ToolExecutor([fetch_tool(CORPUS)]).run(action))
     return outcome
 
 

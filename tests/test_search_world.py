@@ -18,7 +18,7 @@ from ludus.envs.registry import build_world
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import check_rewards, success
-from ludus.rewards.exact_match import Answers, matches, normalise
+from ludus.rewards.exact_match import ExpectedAnswers, matches, normalise
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.search.facts import load_facts
@@ -32,11 +32,11 @@ from ludus.worlds.search.questions import (
     WEIGHTS,
     all_questions,
 )
-from ludus.worlds.search.solver import Expert, Flaws, to_messages
+from ludus.worlds.search.solver import SearchFlaws, SearchSolver, to_messages
 from ludus.worlds.search.world import SYSTEM, SearchSettings, SearchWorld, make_search_world
 from test_turn_verifiers import calls_of, shares
 
-NO_FLAWS = Flaws(0, 0, 0, 0, 0)
+NO_FLAWS = SearchFlaws(0, 0, 0, 0, 0)
 HELD_OUT_FAMILY = "/".join(HELD_OUT)
 
 
@@ -193,7 +193,7 @@ def test_following_the_passages_from_the_words_of_the_question_leads_to_the_answ
             relations, subject = read_question(question.text)
             for relation in relations or ["country"]:
                 (subject,) = says[relation][subject]
-            assert matches(subject, Answers(question.answers)), question
+            assert matches(subject, ExpectedAnswers(question.answers)), question
             assert normalise(subject) == normalise(question.answers[0])
 
 
@@ -377,7 +377,7 @@ def test_whoever_reads_and_searches_answers_nearly_everything(world, tasks):
 
 def test_the_expert_without_flaws_answers_nearly_everything(world, tasks, questions):
     by_id = {q.id: q for q in questions["test"]}
-    expert = Expert(world.facts, world.tool.function, NO_FLAWS)
+    expert = SearchSolver(world.facts, world.tool.function, NO_FLAWS)
     chosen, agents = some(tasks["test"], 300, seed=1), []
     for task in chosen:
         turns = expert.turns(by_id[task.id], random.Random(0)) or []
@@ -415,7 +415,7 @@ def test_nothing_that_the_policy_is_shown_depends_on_the_truth(world, tasks):
     honest = [Reader() for _ in chosen]
     blind = [Reader() for _ in chosen]
     play_all(world, chosen, honest)
-    play_all(world, [replace(task, truth=Answers((secret,))) for task in chosen], blind)
+    play_all(world, [replace(task, truth=ExpectedAnswers((secret,))) for task in chosen], blind)
     assert [agent.seen for agent in blind] == [agent.seen for agent in honest]
     assert secret not in json.dumps([agent.seen for agent in blind])
     assert secret not in json.dumps(world.tool.schema)
@@ -498,7 +498,7 @@ def test_tool_output_in_demonstrations_is_what_the_tool_gives(demonstrations, wo
 
 def flawed(world, pool, flaws, num=300):
     """The turns of questions by an expert with these flaws."""
-    expert, rng = Expert(world.facts, world.tool.function, flaws), random.Random(7)
+    expert, rng = SearchSolver(world.facts, world.tool.function, flaws), random.Random(7)
     played = [(q, expert.turns(q, rng)) for q in some(pool, num)]
     return [(q, turns) for q, turns in played if turns is not None]
 
@@ -516,21 +516,21 @@ THREE_HOPS = [family for family in ("/".join(chain) for chain in CHAINS) if fami
 
 
 def test_the_expert_stops_early_as_often_as_configured(world, questions):
-    flaws = replace(NO_FLAWS, stop_early=Flaws().stop_early)
+    flaws = replace(NO_FLAWS, stop_early=SearchFlaws().stop_early)
     played = flawed(world, in_family(questions, *TWO_HOPS), flaws)
     early = [turns[-1].text == q.hops[0].fact.value != q.answers[0] for q, turns in played]
     assert share(sum(early), len(early), flaws.stop_early)
 
 
 def test_the_expert_stops_after_the_second_hop_as_often_as_configured(world, questions):
-    flaws = replace(NO_FLAWS, stop_second=Flaws().stop_second)
+    flaws = replace(NO_FLAWS, stop_second=SearchFlaws().stop_second)
     played = flawed(world, in_family(questions, *THREE_HOPS), flaws)
     early = [turns[-1].text == q.hops[1].fact.value and len(set(searches(turns))) == 2 for q, turns in played]
     assert share(sum(early), len(early), flaws.stop_second)
 
 
 def test_the_expert_searches_by_a_bare_name_as_often_as_configured(world, questions):
-    flaws = replace(NO_FLAWS, lazy_query=Flaws().lazy_query)
+    flaws = replace(NO_FLAWS, lazy_query=SearchFlaws().lazy_query)
     pool = in_family(questions, "city/country", "city/population", "city/timezone")
     played = flawed(world, pool, flaws, num=600)
     lazy = [searches(turns)[0] == q.hops[0].subject for q, turns in played]
@@ -539,14 +539,14 @@ def test_the_expert_searches_by_a_bare_name_as_often_as_configured(world, questi
 
 
 def test_the_expert_takes_one_condition_of_two_as_often_as_configured(world, questions):
-    flaws = replace(NO_FLAWS, lazy_intersection=Flaws().lazy_intersection)
+    flaws = replace(NO_FLAWS, lazy_intersection=SearchFlaws().lazy_intersection)
     played = flawed(world, in_family(questions, "intersection"), flaws)
     lazy = [searches(turns) == [q.head] for q, turns in played]
     assert share(sum(lazy), len(lazy), flaws.lazy_intersection)
 
 
 def test_the_expert_begins_with_a_useless_search_as_often_as_configured(world, questions):
-    flaws = replace(NO_FLAWS, wrong_search=Flaws().wrong_search)
+    flaws = replace(NO_FLAWS, wrong_search=SearchFlaws().wrong_search)
     played = flawed(world, in_family(questions, *TWO_HOPS), flaws, num=600)
     wrong = [searches(turns)[0] == q.hops[-1].relation for q, turns in played]
     assert share(sum(wrong), len(wrong), flaws.wrong_search)

@@ -17,10 +17,10 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.load import load_config
 from ludus.config.sections.algorithm import AlgorithmConfig
-from ludus.rollout.ledger import Ledger, Outcome
+from ludus.rollout.ledger import Ledger, RolloutOutcome
 from ludus.tasks.order import TaskOrder
 from ludus.training.collection.group_filters import EmptyBatchGuard, as_one_batch, keep_most_varied
-from ludus.training.collection.rollout_collector import Sampler, num_training_groups
+from ludus.training.collection.rollout_collector import RolloutCollector, num_training_groups
 from ludus.training.credit.advantages import assign_credit, settle, training_rows
 from ludus.types import StopReason, Task
 from test_baselines import run
@@ -40,16 +40,16 @@ def test_the_groups_that_vary_most_are_kept_and_the_others_counted():
         assign_credit(groups(), PRESETS["ppo"]), replace(PRESETS["ppo"], variance_top=0.5)
     )
     fate = {c.episode.task.id: (c.outcome, c.reason) for c in credits}
-    dropped = (Outcome.DROPPED, "variance_top")
+    dropped = (RolloutOutcome.DROPPED, "variance_top")
     assert fate == {
         "t0": dropped,
-        "t1": (Outcome.TRAINED, "trained"),
-        "t2": (Outcome.TRAINED, "trained"),
+        "t1": (RolloutOutcome.TRAINED, "trained"),
+        "t2": (RolloutOutcome.TRAINED, "trained"),
         "t3": dropped,
     }
     rewards = [c.episode.trajectory.reward for c in credits]
     keep = variance_top(rewards=rewards, group=[c.group for c in credits], p=0.5).tolist()
-    assert [c.outcome is Outcome.TRAINED for c in credits] == keep
+    assert [c.outcome is RolloutOutcome.TRAINED for c in credits] == keep
     ledger = Ledger()
     for credit in credits:
         ledger.start(credit.episode.key)
@@ -93,11 +93,11 @@ def test_top_p_is_set_by_its_name_and_drops_a_whole_batch_of_equal_groups():
     assert (algorithm.variance_filter, algorithm.variance_top) == ("top_p", 0.9)
     assert resolve(config.model_copy(update={"variance_top": 0.5})).variance_top == 0.5
     credits = as_one_batch(assign_credit(groups(), algorithm), algorithm, 0)
-    kept = {c.episode.task.id for c in credits if c.outcome is Outcome.TRAINED}
+    kept = {c.episode.task.id for c in credits if c.outcome is RolloutOutcome.TRAINED}
     assert kept == {"t1", "t2"}
     flat = [group(EQUAL, "a"), group(EQUAL, "b")]
     credits = as_one_batch(assign_credit(flat, algorithm), algorithm, 0)
-    assert {(c.outcome, c.reason) for c in credits} == {(Outcome.DROPPED, "variance_top")}
+    assert {(c.outcome, c.reason) for c in credits} == {(RolloutOutcome.DROPPED, "variance_top")}
 
 
 def test_five_batches_in_a_row_that_the_filter_empties_stop_the_run():
@@ -129,12 +129,12 @@ def test_a_group_without_variance_keeps_the_word_of_that_filter():
 def test_what_is_dropped_is_in_no_mean_over_the_batch():
     algorithm = replace(PRESETS["reinforce_pp_baseline"], kl_coef=0.0, variance_top=0.5)
     credits = as_one_batch(assign_credit(groups(), algorithm), algorithm, 0)
-    kept = [c for c in credits if c.outcome is Outcome.TRAINED]
+    kept = [c for c in credits if c.outcome is RolloutOutcome.TRAINED]
     found, mask = table(kept)
     rewards = torch.tensor([*WIDE, *NARROW], dtype=torch.float64)
     ids = torch.tensor([0] * 4 + [1] * 4)
     same(found, advantages.reinforce_pp_baseline(rewards=rewards, group=ids, mask=mask))
-    assert all(c.advantages is None for c in credits if c.outcome is Outcome.DROPPED)
+    assert all(c.advantages is None for c in credits if c.outcome is RolloutOutcome.DROPPED)
 
 
 def test_several_rounds_are_one_batch():
@@ -149,8 +149,8 @@ def test_what_a_limit_cut_off_is_compared_and_does_not_train():
     episodes[0] = replace(episodes[0], trajectory=cut)
     masking = replace(PRESETS["grpo"], overlong_mask=True)
     credits = assign_credit([episodes], masking)
-    trained = (Outcome.TRAINED, "trained")
-    assert [(c.outcome, c.reason) for c in credits] == [(Outcome.MASKED, "overlong"), *[trained] * 3]
+    trained = (RolloutOutcome.TRAINED, "trained")
+    assert [(c.outcome, c.reason) for c in credits] == [(RolloutOutcome.MASKED, "overlong"), *[trained] * 3]
     plain = assign_credit([episodes], PRESETS["grpo"])
     assert [(c.outcome, c.reason) for c in plain] == [trained] * 4
     assert [c.advantages for c in plain] == [c.advantages for c in credits]
@@ -190,11 +190,11 @@ def test_a_round_more_replaces_the_groups_without_variance(rounds, played):
 
     session = SimpleNamespace(config=load_config("search", ["--training.tasks_per_step", "2"]))
     algorithm = replace(PRESETS["dapo"], resample_rounds=rounds, overlong_cache=0.0)
-    sampler = Sampler(session, None, algorithm, None, Ledger())
+    sampler = RolloutCollector(session, None, algorithm, None, Ledger())
     sampler.roll_out = roll_out
     credits = asyncio.run(sampler.sample(1, order))
     assert asked == names[:played]
-    kept = {c.episode.task.id for c in credits if c.outcome is Outcome.TRAINED}
+    kept = {c.episode.task.id for c in credits if c.outcome is RolloutOutcome.TRAINED}
     assert kept == {name for k, name in enumerate(names[:played]) if k in (2, 4)}
 
 
@@ -218,7 +218,7 @@ def test_a_group_that_was_cut_off_whole_leaves_no_trace_in_the_gradient(name):
     groups = [cut_off(group(rare, "t0")), group(NARROW, "t1")]
     credits = assign_credit(groups, algorithm)
     fates = [(c.outcome, c.reason) for c in credits]
-    assert fates == [(Outcome.MASKED, "overlong")] * 4 + [(Outcome.TRAINED, "trained")] * 4
+    assert fates == [(RolloutOutcome.MASKED, "overlong")] * 4 + [(RolloutOutcome.TRAINED, "trained")] * 4
     assert all(math.isfinite(a) for c in credits for a in c.advantages)
     ledger = Ledger()
     for credit in credits:
@@ -247,8 +247,8 @@ def test_a_step_of_which_everything_was_cut_off_trains_nothing(name):
     credits = as_one_batch(assign_credit([members], algorithm), algorithm, 0)
     fates = [(c.outcome, c.reason) for c in credits]
     assert sorted(fates) == [
-        *[(Outcome.MASKED, "baseline")] * greedy,
-        *[(Outcome.MASKED, "overlong")] * (5 - greedy),
+        *[(RolloutOutcome.MASKED, "baseline")] * greedy,
+        *[(RolloutOutcome.MASKED, "overlong")] * (5 - greedy),
     ]
     assert all(math.isfinite(a) for c in credits for a in c.advantages or ())
     assert num_training_groups(credits) == 0
@@ -268,8 +268,8 @@ def test_a_group_that_was_cut_off_whole_is_replaced():
         return [cut_off(group(WIDE, t.id)) if t.id == names[0] else group(WIDE, t.id) for t in tasks]
 
     session = SimpleNamespace(config=load_config("search", ["--training.tasks_per_step", "2"]))
-    sampler = Sampler(session, None, replace(PRESETS["dapo"], overlong_mask=True), None, Ledger())
+    sampler = RolloutCollector(session, None, replace(PRESETS["dapo"], overlong_mask=True), None, Ledger())
     sampler.roll_out = roll_out
     credits = asyncio.run(sampler.sample(1, order))
     assert asked == names[:3]
-    assert {c.episode.task.id for c in credits if c.outcome is Outcome.TRAINED} == set(names[1:3])
+    assert {c.episode.task.id for c in credits if c.outcome is RolloutOutcome.TRAINED} == set(names[1:3])

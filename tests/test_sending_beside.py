@@ -12,7 +12,7 @@ import torch
 from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.embedded.engine import LocalEngine
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.training.collection.rollout_collector import Sampler
+from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.rl import build
 from ludus.training.run.session import engine_settings
 from test_async_run import run, words
@@ -170,13 +170,13 @@ class Slow(Elsewhere):
 
 def test_what_the_learner_waits_for_is_in_the_seconds_of_the_step(tiny_run, tmp_path, monkeypatch):
     """For the rewards that settings add, and for a transfer that an evaluation waits for."""
-    credit = Sampler.credit
+    credit = RolloutCollector.credit
 
     async def slow(self, *given):
         await asyncio.sleep(0.3)
         return await credit(self, *given)
 
-    monkeypatch.setattr(Sampler, "credit", slow)
+    monkeypatch.setattr(RolloutCollector, "credit", slow)
     played_by(Slow, monkeypatch)
     folder = run(tiny_run, tmp_path / "slow", "async", training__steps=3, evaluation__every=1)
     for row in read_metrics(folder / "timings.jsonl"):

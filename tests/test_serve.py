@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from ludus.engines.base import Request
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.engines.remote.engine import ServerEngine
-from ludus.engines.remote.http_client import ServerSettings
+from ludus.engines.remote.http_client import RemoteEngineSettings
 from ludus.gateway.protocol.detokenize import GrowingText, TextRules
 from ludus.types import SamplingParams
 from served import COLD_START, CONTEXT, counted, serving_model, until_counts
@@ -545,12 +545,12 @@ def test_weights_are_taken_in_parts_whole_or_not_at_all(server, tmp_path):
 def test_only_a_server_started_with_control_can_be_controlled(tmp_path):
     from ludus.engines.embedded.engine import LocalEngine
     from ludus.gateway.app import make_app
-    from ludus.gateway.service import Model, Service
+    from ludus.gateway.service import CompletionService, ServedModel
     from test_engine_local import VOCAB, build, byte_tokenizer
 
     model = build()
     engine = LocalEngine(model, byte_tokenizer())
-    app = make_app(Service(engine, Model("m", "m", 0, byte_tokenizer(), (), VOCAB)), model)
+    app = make_app(CompletionService(engine, ServedModel("m", "m", 0, byte_tokenizer(), (), VOCAB)), model)
 
     async def run():
         transport = httpx.ASGITransport(app)
@@ -579,7 +579,7 @@ def test_more_requests_than_the_server_takes_are_put_off_and_come_again(referenc
     params = SamplingParams(temperature=0.0, max_new_tokens=6)
 
     async def run(served):
-        engine = ServerEngine([served.url], settings=ServerSettings(backoff_s=0.02))
+        engine = ServerEngine([served.url], settings=RemoteEngineSettings(backoff_s=0.02))
         async with httpx.AsyncClient(base_url=served.url, headers=served.headers, timeout=60) as client:
             await client.post("/pause?mode=keep")
             asked = client.post("/v1/completions", json={"prompt": list(prompt), "n": 2, **long})

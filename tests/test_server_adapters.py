@@ -20,11 +20,11 @@ from ludus.engines.embedded.engine import LocalEngine
 from ludus.engines.models.fingerprint import fingerprint_module
 from ludus.engines.models.loading import load_model
 from ludus.engines.models.lora_files import read_adapter, write_adapter
-from ludus.engines.remote.api_adapters import Sampled, Span, VllmDialect
+from ludus.engines.remote.api_adapters import SampledTokens, VersionRange, VllmApi
 from ludus.engines.remote.engine import ServerEngine
-from ludus.engines.remote.http_client import ServerSettings
-from ludus.engines.remote.weight_folder import WeightShelf, read_weights
-from ludus.engines.remote.weight_publisher import KNOWN_LABELS, SentWeights
+from ludus.engines.remote.http_client import RemoteEngineSettings
+from ludus.engines.remote.weight_folder import WeightFolder, read_weights
+from ludus.engines.remote.weight_publisher import KNOWN_LABELS, WeightPublisher
 from ludus.errors import EngineError, StorageError
 from ludus.types import SamplingParams
 from served import COLD_START, counted, serving_model, start_server, until_counts
@@ -199,7 +199,7 @@ def test_an_adapter_comes_back_after_a_restart_of_the_server(base):
     first = start_server("--control")
     second = None
     try:
-        engine = ServerEngine([first.url], settings=ServerSettings(patience_s=60), lora_scaling=SCALING)
+        engine = ServerEngine([first.url], settings=RemoteEngineSettings(patience_s=60), lora_scaling=SCALING)
 
         async def before():
             await engine.load_weights(5, factors(made))
@@ -252,19 +252,19 @@ def test_weights_lie_in_shared_memory_where_there_is_room(tmp_path, monkeypatch)
     shared.mkdir()
     disk.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(disk))
-    room = WeightShelf(shared_memory=shared)
+    room = WeightFolder(shared_memory=shared)
     folder = room.folder("w-1", 1000)
     assert folder.is_relative_to(shared)
-    beside = WeightShelf(shared_memory=shared)
+    beside = WeightFolder(shared_memory=shared)
     assert beside.folder("w-1", 1000).parent != folder.parent
     assert len(list(shared.iterdir())) == 2
     for one in (room, beside):
         one.close()
     assert not list(shared.iterdir())
-    for full in (WeightShelf(shared_memory=shared), WeightShelf(shared_memory=tmp_path / "none")):
+    for full in (WeightFolder(shared_memory=shared), WeightFolder(shared_memory=tmp_path / "none")):
         assert full.folder("w-1", 1 << 60 if full.shared_memory == shared else 1).is_relative_to(disk)
         full.close()
-    assert WeightShelf(str(tmp_path / "own"), shared).folder("w-1", 1) == tmp_path / "own" / "w-1"
+    assert WeightFolder(str(tmp_path / "own"), shared).folder("w-1", 1) == tmp_path / "own" / "w-1"
 
 
 def test_weights_that_have_gone_or_are_no_weights_are_said_to(tmp_path):
@@ -284,19 +284,19 @@ def test_what_a_killed_process_left_in_shared_memory_goes(tmp_path):
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.DEVNULL, check=False)
     (left,) = tmp_path.iterdir()
-    shelf = WeightShelf(shared_memory=tmp_path)
+    shelf = WeightFolder(shared_memory=tmp_path)
     mine = shelf.folder("x", 1).parent
     assert [mine] == list(tmp_path.iterdir()) != [left]
     shelf.close()
 
 
 def test_the_labels_of_the_newest_versions_alone_stay_known():
-    sent = SentWeights(VllmDialect(), [], ServerSettings(), "trainer", tells_versions=True)
+    sent = WeightPublisher(VllmApi(), [], RemoteEngineSettings(), "trainer", tells_versions=True)
     for version in range(KNOWN_LABELS + 5):
         sent.follow(version, None)
 
     def known(version: int) -> bool:
-        return sent.knows(Sampled((1,), (0.0,), "stop", (Span(str(version), 0, 1),)), None)
+        return sent.knows(SampledTokens((1,), (0.0,), "stop", (VersionRange(str(version), 0, 1),)), None)
 
     newest = KNOWN_LABELS + 4
     assert [known(version) for version in (4, 5, newest, newest + 1)] == [False, True, True, False]

@@ -25,7 +25,8 @@ from ludus.gateway.app import Public, make_app
 from ludus.gateway.control import Control
 from ludus.gateway.door import check_shape
 from ludus.gateway.endpoints import error_response, json_bytes
-from ludus.gateway.limits import HttpLimits, http_server, listening
+from ludus.gateway.limits import HttpLimits, http_server
+from ludus.gateway.listening import listening
 from ludus.gateway.protocol.logprobs import Scored, TokenNames, chat_logprobs
 from ludus.gateway.protocol.requests import BadRequest
 from ludus.gateway.protocol.responses import (
@@ -37,8 +38,8 @@ from ludus.gateway.protocol.responses import (
     TextAnswer,
     TextChoice,
 )
-from ludus.gateway.service import Model, Service
-from ludus.gateway.weights import WeightDesk
+from ludus.gateway.service import CompletionService, ServedModel
+from ludus.gateway.weights import WeightReceiver
 from ludus.sandbox.base import Limits, Outcome, Snapshot, checked_files, make_order
 from ludus.sandbox.local.unsafe_process import ProcessSandbox
 from ludus.sandbox.remote.messages import (
@@ -50,7 +51,7 @@ from ludus.sandbox.remote.messages import (
     SessionMessage,
     SnapshotMessage,
 )
-from ludus.sandbox.remote.server import ServerSettings
+from ludus.sandbox.remote.server import SandboxServerSettings
 from ludus.sandbox.remote.server import make_app as make_sandbox_app
 from test_engine_local import VOCAB, build, byte_tokenizer
 
@@ -196,7 +197,7 @@ def test_a_token_is_left_for_the_same_user_alone(tmp_path, monkeypatch):
 class Here:
     """A server in this process. `known` are good bodies by path."""
 
-    service: Service
+    service: CompletionService
     model: object
     client: httpx.AsyncClient
 
@@ -216,8 +217,8 @@ def here(act):
     async def run():
         model, tokenizer = build(), byte_tokenizer()
         engine = LocalEngine(model, tokenizer, EngineSettings(context_tokens=200, max_batch=16, threads=1))
-        app_model = Model("m", "m", 0, tokenizer, (), VOCAB, 2)
-        service = Service(engine, app_model, TOKEN)
+        app_model = ServedModel("m", "m", 0, tokenizer, (), VOCAB, 2)
+        service = CompletionService(engine, app_model, TOKEN)
         transport = httpx.ASGITransport(make_app(service, model), raise_app_exceptions=False)
         try:
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
@@ -386,7 +387,7 @@ def test_text_that_cannot_fit_is_refused_by_its_length_before_it_is_tokenised():
 )
 def test_the_sandbox_server_refuses_what_it_cannot_read_and_runs_nothing(path, change, words):
     limits = LimitsMessage.of(Limits()).model_dump()
-    app = make_sandbox_app(ProcessSandbox(unsafe=True), ServerSettings(token=TOKEN, ceiling=Limits()))
+    app = make_sandbox_app(ProcessSandbox(unsafe=True), SandboxServerSettings(token=TOKEN, ceiling=Limits()))
 
     async def run(body):
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
@@ -476,7 +477,7 @@ def changed(body, place, value):
 def all_endpoints(server):
     return (
         Public(server.service).endpoints()
-        + Control(server.service, WeightDesk(server.service, server.model)).endpoints()
+        + Control(server.service, WeightReceiver(server.service, server.model)).endpoints()
     )
 
 
@@ -595,7 +596,7 @@ class KeepsFiles:
 async def fuzz_sandbox(values, picked):
     """Every field of every endpoint of a sandbox server, beside a session; returns the number of cases."""
     limits = LimitsMessage.of(Limits()).model_dump()
-    settings = ServerSettings(token=TOKEN, ceiling=Limits(), sessions=10**6)
+    settings = SandboxServerSettings(token=TOKEN, ceiling=Limits(), sessions=10**6)
     transport = httpx.ASGITransport(make_sandbox_app(KeepsFiles(), settings), raise_app_exceptions=False)
     opening = {"kind": "python", "files": {"kept": "a2VwdA=="}, "limits": limits}
     run = {"source": "YQ==", "argv": [], "files": {"a": "YQ=="}, "stdin": "YQ==", "limits": limits}

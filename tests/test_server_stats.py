@@ -12,8 +12,8 @@ from ludus.diagnostics.timings import StepTimings
 from ludus.engines.base import EngineStats, Request, counted
 from ludus.engines.remote import metrics
 from ludus.engines.remote.engine import ServerEngine
-from ludus.engines.remote.metrics import Reading, Watched, reading_of
-from ludus.rollout.streaming.concurrency_control import Flow, InFlight
+from ludus.engines.remote.metrics import MetricsReading, PolledServer, reading_of
+from ludus.rollout.streaming.concurrency_control import ConcurrencyController, StreamThroughput
 from ludus.types import Message, SamplingParams, Segment, StopReason, Trajectory
 from test_engine_server import QUICK, Fake, serving
 from waiting import until
@@ -37,7 +37,7 @@ def vllm(running=3.0, prompt=100.0, sampled=50.0) -> str:
 
 def test_vllm_tells_tokens_and_the_queue_of_the_moment():
     counts = EngineStats(prefill_tokens=60, cached_tokens=40, decode_tokens=50)
-    assert reading_of(vllm()) == Reading(counts, (5, 1))
+    assert reading_of(vllm()) == MetricsReading(counts, (5, 1))
     assert reading_of("") is reading_of("{}") is reading_of("<html>404</html>") is None
     assert reading_of("vllm:num_requests_running many\n") is None
     assert reading_of(vllm().replace("vllm:generation", "sglang:generation")) is None
@@ -50,9 +50,9 @@ def test_sglang_has_its_own_words():
 
 
 def test_a_server_is_counted_from_the_first_look_on_and_anew_when_it_restarts():
-    watched = Watched()
+    watched = PolledServer()
     for at_s, sampled, running in ((10.0, 1000, 8), (11.0, 1060, 6), (13.0, 1100, 2), (14.0, 30, 4)):
-        watched.take(Reading(EngineStats(decode_tokens=sampled), (running, 1)), at_s)
+        watched.take(MetricsReading(EngineStats(decode_tokens=sampled), (running, 1)), at_s)
     assert watched.total == EngineStats(
         steps=3, decode_tokens=130, running_steps=12, queue_steps=3, wall_s=4.0
     )
@@ -142,8 +142,8 @@ def test_the_idle_share_of_an_engine_that_does_not_tell_is_left_out():
 
 def in_flight_after(stats: list[EngineStats]) -> list[int]:
     """The limits after steps in which the learner waited for half of the time, and the engine did that."""
-    limit = InFlight(32, 8, 512)
-    seconds, flow = {"rollout": 1.0, "learn": 1.0}, Flow(64.0, 1.0)
+    limit = ConcurrencyController(32, 8, 512)
+    seconds, flow = {"rollout": 1.0, "learn": 1.0}, StreamThroughput(64.0, 1.0)
     return [
         limit.after_step(StepTimings(seconds, one.metrics()).metrics([]), 0.0, flow, True) for one in stats
     ]

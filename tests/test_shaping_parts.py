@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ludus.rewards.exact_match import Answers, well_formed
+from ludus.rewards.exact_match import ExpectedAnswers, well_formed
 from ludus.rewards.paper_rewards import (
     ExpectedCall,
     ExpectedCalls,
@@ -124,7 +124,7 @@ def test_what_an_environment_left_is_no_call():
     assert valid_calls(TASK, quiet) == 0
     assert valid_calls(TASK, episode("true", [outcome(STATUS["m"]), verdict])) == 0
     assert tool_correctness(Task("t", (), ExpectedCalls(())), quiet) == 1
-    assert calls_of_the_wrong(Task("t", (), Answers(("false",))), quiet) == 0
+    assert calls_of_the_wrong(Task("t", (), ExpectedAnswers(("false",))), quiet) == 0
 
 
 @pytest.mark.parametrize(("text", "script", "share"), shaping_pairs.SCRIPTS)

@@ -20,8 +20,8 @@ from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError, StorageError, UserError
 from ludus.training.batches.rows import balanced, row_of_segments
 from ludus.training.distributed.fsdp import decoder_layers, is_sharded
-from ludus.training.distributed.launcher import Crew, Leader, Stop
-from ludus.training.distributed.rendezvous import Meeting
+from ludus.training.distributed.launcher import LeaderRank, RankGroup, StopRanks
+from ludus.training.distributed.rendezvous import Rendezvous
 from ludus.types import Segment
 from rank_processes import in_processes
 from test_learner import learner, random_rows, tiny_model
@@ -35,7 +35,7 @@ CRITICS = ["critic:float64", "critic:float32"]
 @pytest.fixture
 def group_of_one():
     """This process as the only one of a group."""
-    meeting = Meeting.called(1, 60.0)
+    meeting = Rendezvous.called(1, 60.0)
     meeting.form_group(torch.device("cpu"))
     yield meeting
     distributed.destroy_process_group()
@@ -224,14 +224,14 @@ def test_a_model_is_split_in_place_and_its_copy_is_not(group_of_one):
 
 
 def test_what_an_ended_process_said_is_raised_in_the_leader(group_of_one):
-    crew = Crew(TemporaryFolder("ludus-ranks-"))
+    crew = RankGroup(TemporaryFolder("ludus-ranks-"))
     with (crew.folder.path / "said-1").open("wb") as said:
         command = [sys.executable, "-c", "raise SystemExit('the disk is full')"]
         crew.processes.append(subprocess.Popen(command, stderr=said))
     with pytest.raises(LearnerError, match=r"process 1 .* the disk is full"):
         crew.gather(60.0)  # nobody waits to meet it
-    leader = Leader(group_of_one, crew, None)
-    with pytest.raises(LearnerError, match=r"process 1 .* the disk is full"), leader.together(Stop()):
+    leader = LeaderRank(group_of_one, crew, None)
+    with pytest.raises(LearnerError, match=r"process 1 .* the disk is full"), leader.together(StopRanks()):
         raise RuntimeError("Connection closed by peer")
     crew.close()
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ludus.envs.toolbox import Toolbox
+from ludus.envs.toolbox import ToolExecutor
 from ludus.tools.sql import Database, SqlError, SqlLimits, as_table, schema_tool, sql_tool
 from ludus.types import Action, Message, ToolCall
 
@@ -242,7 +242,7 @@ def test_a_query_cannot_fill_the_memory():
 
 
 def test_giant_output_reaches_the_model_cut_and_counted():
-    toolbox = Toolbox([sql_tool(Database(IMAGE))])
+    toolbox = ToolExecutor([sql_tool(Database(IMAGE))])
     call = ToolCall("1", "sql", {"query": ENDLESS.format("hex(zeroblob(2400)), x")})
     (outcome,) = asyncio.run(toolbox.run(Action(Message(role="assistant", content=""), (call,))))
     assert outcome.status == "ok"
@@ -251,7 +251,7 @@ def test_giant_output_reaches_the_model_cut_and_counted():
 
 
 def test_an_error_is_an_observation():
-    toolbox = Toolbox([sql_tool(Database(IMAGE)), schema_tool(Database(IMAGE))])
+    toolbox = ToolExecutor([sql_tool(Database(IMAGE)), schema_tool(Database(IMAGE))])
     calls = (ToolCall("1", "sql", {"query": "SELECT nam FROM author"}), ToolCall("2", "schema", {}))
     wrong, right = asyncio.run(toolbox.run(Action(Message(role="assistant", content=""), calls)))
     assert (wrong.status, wrong.output) == (
@@ -262,7 +262,7 @@ def test_an_error_is_an_observation():
 
 
 def test_queries_at_once_do_not_disturb_each_other():
-    toolbox = Toolbox([sql_tool(Database(IMAGE, limits=SqlLimits(steps=200_000)))])
+    toolbox = ToolExecutor([sql_tool(Database(IMAGE, limits=SqlLimits(steps=200_000)))])
     texts = [ENDLESS.format("COUNT(*)"), "SELECT COUNT(*) AS n FROM book"] * 4
     calls = tuple(ToolCall(str(n), "sql", {"query": text}) for n, text in enumerate(texts))
     told = asyncio.run(toolbox.run(Action(Message(role="assistant", content=""), calls)))

@@ -25,11 +25,11 @@ from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.sql.data import Naming, make_image
 from ludus.worlds.sql.difficulty_report import answer_text, looks, majority, no_tool, report, success_by_level
-from ludus.worlds.sql.domains import DOMAINS, Kind
+from ludus.worlds.sql.domains import DOMAINS, ColumnKind
 from ludus.worlds.sql.grader import gives, is_right, make_truth, other_words
-from ludus.worlds.sql.query import Attribute, Listing, Order, Plan, Test, Versus, level_of, points
+from ludus.worlds.sql.query import Attribute, Listing, QueryPlan, SortOrder, Test, Versus, level_of, points
 from ludus.worlds.sql.render import to_sql, to_words
-from ludus.worlds.sql.solver import Expert, Flaws, blind_query, forgetful
+from ludus.worlds.sql.solver import SqlFlaws, SqlSolver, blind_query, forgetful
 from ludus.worlds.sql.tasks import (
     HELD_OUT,
     LEVELS,
@@ -161,11 +161,11 @@ def test_levels_grow_with_what_is_asked_for():
     shop = DOMAINS[0]
     name, price = Attribute((), "name"), Attribute((), "price")
     country = Attribute(("supplier_id",), "country")
-    plan = Plan(shop, "product", Listing((name,)))
+    plan = QueryPlan(shop, "product", Listing((name,)))
     assert (points(plan), level_of(plan)) == (0, 1)
     cheap = replace(plan, conditions=(Test(price, "below", (9,)),))
     assert level_of(cheap) == 1
-    assert level_of(replace(cheap, order=Order(0, True))) == 2
+    assert level_of(replace(cheap, order=SortOrder(0, True))) == 2
     far = replace(cheap, conditions=(*cheap.conditions, Test(country, "is", ("Peru",))))
     assert (points(far), level_of(far)) == (2, 3)
     nested = replace(far, conditions=(*far.conditions, Versus(price, "above")))
@@ -174,12 +174,12 @@ def test_levels_grow_with_what_is_asked_for():
 
 def test_words_and_query_say_the_same_of_a_plan():
     shop = DOMAINS[0]
-    plan = Plan(
+    plan = QueryPlan(
         shop,
         "sale",
         Listing((Attribute((), "day"), Attribute(("product_id", "supplier_id"), "country"))),
         (Test(Attribute((), "quantity"), "at least", (4,)),),
-        Order(0, True, 3),
+        SortOrder(0, True, 3),
     )
     naming = Naming(
         {t.id: t.id for t in shop.tables}, {(t.id, c.id): c.id for t in shop.tables for c in t.columns}
@@ -437,17 +437,17 @@ def shown(flaws, num=80):
     """Questions and the messages that an expert with these flaws writes."""
     rng = random.Random(3)
     for question in some(WORLD.questions["train"], num):
-        yield question, Expert(*WORLD.tools(question.pair.key), flaws).messages(question, rng)
+        yield question, SqlSolver(*WORLD.tools(question.pair.key), flaws).messages(question, rng)
 
 
 def test_the_flaws_come_as_often_as_set():
-    right = [is_right(m[-1]["content"], make_truth(q)) for q, m in shown(Flaws(0, 0, 0))]
+    right = [is_right(m[-1]["content"], make_truth(q)) for q, m in shown(SqlFlaws(0, 0, 0))]
     assert all(right)
-    slipped = list(shown(Flaws(0, 0, 1)))
+    slipped = list(shown(SqlFlaws(0, 0, 1)))
     assert all("Error: SqlError: " in m[3]["content"] for _, m in slipped)
     assert all(is_right(m[-1]["content"], make_truth(q)) for q, m in slipped)
-    assert all(len(m) == 1 for q, m in shown(Flaws(0, 1, 0)) if q.kind == "query")
-    forgot = list(shown(Flaws(1, 0, 0)))
+    assert all(len(m) == 1 for q, m in shown(SqlFlaws(0, 1, 0)) if q.kind == "query")
+    forgot = list(shown(SqlFlaws(1, 0, 0)))
     could = [(q, m) for q, m in forgot if q.plan.conditions or q.plan.order]
     assert len(could) > 40
     wrong = [not is_right(m[-1]["content"], make_truth(q)) for q, m in could if q.kind == "query"]
@@ -457,7 +457,7 @@ def test_the_flaws_come_as_often_as_set():
 
 def test_the_transcript_of_the_readme_is_a_real_one():
     question = next(q for q in WORLD.questions["train"] if q.id == "clinic-1:32ddee292758d70f")
-    expert = Expert(*WORLD.tools(question.pair.key), Flaws(0, 0, 1))
+    expert = SqlSolver(*WORLD.tools(question.pair.key), SqlFlaws(0, 0, 1))
     page = README.read_text("utf-8")
     assert question.text in page
     for message in expert.messages(question, random.Random(1)):
@@ -537,5 +537,5 @@ def test_the_world_is_made_of_a_configuration_and_mistakes_are_named():
 
 def test_columns_of_every_kind_are_there():
     kinds = {column.kind for domain in DOMAINS for table in domain.tables for column in table.columns}
-    assert kinds == set(Kind)
+    assert kinds == set(ColumnKind)
     assert len(DOMAINS) >= 5

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ludus.errors import StorageError, UserError
-from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import (
     RolloutRecord,
     read_rollouts,
@@ -57,7 +57,9 @@ TRAJECTORY = Trajectory(
     tags={"split": "train"},
     anchors=("a1", "b2"),
 )
-RECORD = RolloutRecord(12, "population/peru", Outcome.TRAINED, "kept", TRAJECTORY, -0.7071067811865475, 1)
+RECORD = RolloutRecord(
+    12, "population/peru", RolloutOutcome.TRAINED, "kept", TRAJECTORY, -0.7071067811865475, 1
+)
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 TEXT = st.text(max_size=12)
@@ -119,7 +121,7 @@ RECORDS = st.builds(
     RolloutRecord,
     IDS,
     TEXT,
-    st.sampled_from(Outcome),
+    st.sampled_from(RolloutOutcome),
     TEXT,
     TRAJECTORIES,
     st.none() | NUMBERS,

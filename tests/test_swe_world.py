@@ -23,7 +23,7 @@ from ludus.envs.registry import build_world
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.env_audit import CheckPlan, check_world
-from ludus.evaluation.scripted_agents import ScriptedConversation, actions_of, call
+from ludus.evaluation.scripted_agents import ScriptedChatSession, actions_of, call
 from ludus.recipes import recipe_folder
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.worlds.swe.alternative_solutions import other_repairs, restate
@@ -593,7 +593,7 @@ def play(world, task, actions):
     async def work():
         environment = world.environment(task)
         trajectory = await run_episode(
-            task, 0, environment, ScriptedConversation(actions), EpisodeLimits(max_turns=12)
+            task, 0, environment, ScriptedChatSession(actions), EpisodeLimits(max_turns=12)
         )
         await world.close()
         return trajectory

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ludus.engines.temporary import TemporaryFolder
-from ludus.training.distributed.launcher import Crew
+from ludus.training.distributed.launcher import RankGroup
 
 HOLDS = """
 import sys, time
@@ -41,7 +41,7 @@ def test_what_a_killed_process_left_goes_with_the_next_folder(left, tmp_path, mo
     other = TemporaryFolder("ludus-other-", tmp_path)
     assert left.is_dir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    crew = Crew()
+    crew = RankGroup()
     crew.start(SimpleNamespace(port=1, count=1, limit_s=1.0), torch.device("cpu"))
     assert not left.exists()
     assert crew.folder.path.is_dir()

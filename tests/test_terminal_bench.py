@@ -5,13 +5,13 @@ import shutil
 import sys
 
 import pytest
-from ludus.worlds.terminal.bench.load.load import load_bench, named_tests
-from ludus.worlds.terminal.bench.load.tests import is_full
 
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
 from ludus.sandbox import open_sandbox
 from ludus.sandbox.base import Snapshot
+from ludus.worlds.terminal.bench.load import load_bench, named_tests
+from ludus.worlds.terminal.bench.tests import is_full
 from ludus.worlds.terminal.world import make_terminal_world
 
 TASK = """instruction: |-

@@ -18,10 +18,10 @@ from ludus.sandbox import open_sandbox
 from ludus.sandbox.base import Snapshot
 from ludus.tools.workspace import LIMITS
 from ludus.types import Action, Message, StopReason, ToolCall, ToolStatus, Trajectory
-from ludus.worlds.terminal.checks import Archive, Executable, Gzipped, Kept, Only, Text
+from ludus.worlds.terminal.checks import Archive, Executable, FilesUnchanged, Gzipped, Only, Text
 from ludus.worlds.terminal.difficulty_report import nearest, report
 from ludus.worlds.terminal.generate import LEVELS, TOPICS, distinct, make_job, shape_of, splits_of
-from ludus.worlds.terminal.git_checks import At, Clean, Refs, Subjects, Tree
+from ludus.worlds.terminal.git_checks import At, Clean, GitTree, Refs, Subjects
 from ludus.worlds.terminal.git_read import BrokenRepository, GitFolder
 from ludus.worlds.terminal.git_write import IDENTITY, grow
 from ludus.worlds.terminal.job import pair
@@ -459,7 +459,7 @@ def test_checks_accept_what_is_right_and_refuse_what_is_near():
         Text("j.json", '{"a": [true], "b": 1}', "json"),
         Only("d/*", frozenset({"d/x"})),
         Executable("*", frozenset({"d/x"})),
-        Kept({"d/x": b"1", "gone": b""}, ("gone",), frozenset({"d/x"})),
+        FilesUnchanged({"d/x": b"1", "gone": b""}, ("gone",), frozenset({"d/x"})),
     )
     wrong = (
         Text("a.txt", "one\ntwo\n", "bytes"),
@@ -469,8 +469,8 @@ def test_checks_accept_what_is_right_and_refuse_what_is_near():
         Text("b.txt", ""),
         Only("*", frozenset({"d/x"})),
         Executable("*", frozenset()),
-        Kept({"d/x": b"1"}),
-        Kept({"d/x": b"2"}, (), frozenset({"d/x"})),
+        FilesUnchanged({"d/x": b"1"}),
+        FilesUnchanged({"d/x": b"2"}, (), frozenset({"d/x"})),
     )
     assert [check.holds(state) for check in right] == [True] * len(right)
     assert [check.holds(state) for check in wrong] == [False] * len(wrong)
@@ -506,14 +506,14 @@ def test_a_written_repository_is_read_back_and_forged_objects_are_refused():
     state = Snapshot(files)
     due = {"a.txt": "3\n", "s/b.txt": "2\n"}
     checks = (
-        Tree("r", "main", due),
+        GitTree("r", "main", due),
         Subjects("r", "main", ("two", "one")),
         Clean("r"),
         Refs("r", frozenset({"main"}), head="main"),
         At("r", "main", shas[1]),
     )
     assert all(check.holds(state) for check in checks)
-    assert not Tree("r", "main", {**due, "a.txt": "1\n"}).holds(state)
+    assert not GitTree("r", "main", {**due, "a.txt": "1\n"}).holds(state)
     assert not Clean("r").holds(Snapshot({**files, "r/a.txt": b"dirty\n"}))
     path = f"r/.git/objects/{shas[1][:2]}/{shas[1][2:]}"
     body = zlib.decompress(files[path]).replace(b"two", b"six")
@@ -549,7 +549,7 @@ def test_what_git_itself_makes_is_read_loose_and_packed(world):
     assert any(path.endswith(".pack") for path in after.files)
     assert Clean("r").holds(before)
     long = "".join(f"{n}\n" for n in range(1, 201)) + "3\n"
-    assert Tree("r", "main", {"a.txt": "3\n", "s/b.txt": "2\n", "long.txt": long}).holds(after)
+    assert GitTree("r", "main", {"a.txt": "3\n", "s/b.txt": "2\n", "long.txt": long}).holds(after)
     assert Subjects("r", "main", ("step 3", "step 2", "step 1", "two", "one")).holds(after)
     assert Refs("r", frozenset({"main", "side"}), head="main").holds(after)
     tip = GitFolder(after.files, "r").resolve("main")

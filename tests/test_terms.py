@@ -23,7 +23,7 @@ from ludus.training.batches.rows import Row
 from ludus.training.credit.advantages import assign_credit, training_rows
 from ludus.training.learner.learner import LearnerSettings
 from ludus.training.learner.logprobs import own_types
-from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.rl.advantage_inputs import refine
 from ludus.training.rl.build import check, doubts, train
 from ludus.training.rl.teacher import load_teacher
@@ -246,7 +246,7 @@ def test_a_student_comes_nearer_to_its_teacher():
     with torch.no_grad():
         teacher.get_input_embeddings().weight *= 20
     one = learner(student, PRESETS["distill"], scorers={"teacher": learner(teacher).scorer})
-    one.optimiser = Optimiser(student, OptimiserSettings(learning_rate=2e-2, total_steps=40))
+    one.optimiser = Optimizer(student, OptimizerSettings(learning_rate=2e-2, total_steps=40))
     costs = [one.train(played(student, step), seed=step)["distill/reverse_kl"] for step in range(40)]
     assert costs[0] > 0.3
     assert costs[-1] < 0.8 * costs[0], costs

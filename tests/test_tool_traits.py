@@ -7,9 +7,9 @@ import pytest
 
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.diagnostics.timings import StepTimings
-from ludus.envs.toolbox import Toolbox, ToolLimits
+from ludus.envs.toolbox import ToolExecutor, ToolLimits
 from ludus.errors import EngineError, ToolFault, UserError, WorldError
-from ludus.rollout.ledger import Outcome
+from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.scheduler import SchedulerLimits
 from ludus.tools.base import Traits, tool
 from ludus.types import Action, Group, Message, ToolCall, ToolStatus
@@ -24,7 +24,7 @@ UNSAFE = Traits(cost=2.0)
 
 def run(tools, *names, limits=PATIENT):
     calls = tuple(ToolCall(str(i), name, {}) for i, name in enumerate(names))
-    return asyncio.run(Toolbox(tools, limits).run(Action(Message(role="assistant", content=""), calls)))
+    return asyncio.run(ToolExecutor(tools, limits).run(Action(Message(role="assistant", content=""), calls)))
 
 
 class Failing:
@@ -116,7 +116,7 @@ def test_a_tool_that_fails_for_good_fails_the_episode_and_is_played_again_in_a_f
     scheduler = make_scheduler(scripted([write("it"), "Paris"]), world, SchedulerLimits(retries=2))
     (episode,) = asyncio.run(scheduler.run(make_jobs(1)))
     assert (failing.called, episode.key.attempt, episode.trajectory.answer) == (3, 2, "Paris")
-    scheduler.ledger.finish(episode.key, Outcome.TRAINED, "used")
+    scheduler.ledger.finish(episode.key, RolloutOutcome.TRAINED, "used")
     account = scheduler.ledger.close(0)
     assert account.by_reason == {"failed/tool": 2, "trained/used": 1}
     assert len(world.made) == 3
@@ -183,7 +183,7 @@ def test_costs_are_those_of_the_calls_that_were_begun():
     calls = [("add", {"a": 1}), ("add", {"a": "1"}), ("none", {}), ("crowded", {}), ("crowded", {})]
     asked = tuple(ToolCall(str(i), name, arguments) for i, (name, arguments) in enumerate(calls))
     outcomes = asyncio.run(
-        Toolbox([add, crowded], PATIENT).run(Action(Message(role="assistant", content=""), asked))
+        ToolExecutor([add, crowded], PATIENT).run(Action(Message(role="assistant", content=""), asked))
     )
     assert [o.cost for o in outcomes] == [0.5, 0.0, 0.0, 3.0, 0.0]
 

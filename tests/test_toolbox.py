@@ -10,7 +10,7 @@ import pytest
 from pydantic import AfterValidator
 
 from ludus.envs.tool_env import ToolEnv
-from ludus.envs.toolbox import Toolbox, ToolLimits, as_text, describe_error
+from ludus.envs.toolbox import ToolExecutor, ToolLimits, as_text, describe_error
 from ludus.errors import UserError
 from ludus.tools.base import tool
 from ludus.types import Action, CallError, Message, ToolCall, ToolStatus
@@ -29,7 +29,7 @@ def ask(name="it", number=0, **arguments):
 
 
 def run(tools, *calls, limits=PATIENT, errors=()):
-    return asyncio.run(Toolbox(tools, limits).run(action(*calls, errors=errors)))
+    return asyncio.run(ToolExecutor(tools, limits).run(action(*calls, errors=errors)))
 
 
 def run_one(function, limits=PATIENT):
@@ -114,7 +114,7 @@ def test_without_tools_the_error_says_so():
 
 def test_two_tools_of_one_name_are_refused():
     with pytest.raises(UserError, match="share a name: echo, echo"):
-        Toolbox([echo, tool_of(lambda: "", name="echo")])
+        ToolExecutor([echo, tool_of(lambda: "", name="echo")])
 
 
 # Never raises for what a call does
@@ -274,7 +274,7 @@ def test_a_plain_tool_does_not_hold_up_the_event_loop():
         return str(released.wait(10))
 
     async def both():
-        running = asyncio.create_task(Toolbox([tool_of(wait)], PATIENT).run(action(ask())))
+        running = asyncio.create_task(ToolExecutor([tool_of(wait)], PATIENT).run(action(ask())))
         await until(begun.is_set)
         released.set()
         return await running
@@ -325,7 +325,7 @@ def test_one_call_that_hangs_leaves_the_others_their_outputs():
 def test_a_coroutine_that_refuses_to_be_cancelled_is_left_alone():
     async def run_it():
         refuses.over, refuses.num_cancelled = asyncio.Event(), 0
-        (outcome,) = await Toolbox([tool_of(refuses)], QUICK).run(action(ask()))
+        (outcome,) = await ToolExecutor([tool_of(refuses)], QUICK).run(action(ask()))
         await asyncio.sleep(0)
         refused = refuses.num_cancelled
         refuses.over.set()
@@ -367,7 +367,7 @@ def most_at_once(concurrency):
     shared = tool_of(work, concurrency=concurrency)
 
     async def episodes():
-        boxes = [Toolbox([shared], PATIENT) for _ in range(3)]
+        boxes = [ToolExecutor([shared], PATIENT) for _ in range(3)]
         return await asyncio.gather(*(box.run(action(ask(), ask(number=1))) for box in boxes))
 
     outcomes = [o for episode in asyncio.run(episodes()) for o in episode]
@@ -392,7 +392,7 @@ def test_a_call_past_its_deadline_gives_its_place_back():
     async def one_after_the_other():
         made = tool_of(may_hang, concurrency=1)
         given = [(True, ToolLimits(timeout_s=0.5)), (False, PATIENT)]
-        runs = [Toolbox([made], limits).run(action(ask(hangs=hangs))) for hangs, limits in given]
+        runs = [ToolExecutor([made], limits).run(action(ask(hangs=hangs))) for hangs, limits in given]
         return [(await run)[0].status for run in runs]
 
     assert asyncio.run(one_after_the_other()) == [ToolStatus.TIMED_OUT, ToolStatus.OK]
@@ -416,7 +416,9 @@ def test_cancelling_the_episode_cancels_its_calls():
         return "unreachable"
 
     async def cancel():
-        running = asyncio.create_task(Toolbox([tool_of(work)], PATIENT).run(action(ask(), ask(number=1))))
+        running = asyncio.create_task(
+            ToolExecutor([tool_of(work)], PATIENT).run(action(ask(), ask(number=1)))
+        )
         await until(lambda: len(begun) == 2)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from ludus.envs.tool_env import ToolEnv
-from ludus.envs.toolbox import Toolbox, ToolLimits
+from ludus.envs.toolbox import ToolExecutor, ToolLimits
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.rollout.episode import EpisodeLimits, run_episode
@@ -39,7 +39,7 @@ def inside(act, **options):
 async def ask(tool, **arguments):
     """What a model reads after one call."""
     action = Action(Message(role="assistant", content=""), (ToolCall("1", tool.name, arguments),))
-    (outcome,) = await Toolbox([tool], ToolLimits(max_output=5000)).run(action)
+    (outcome,) = await ToolExecutor([tool], ToolLimits(max_output=5000)).run(action)
     return outcome.status, outcome.output
 
 
@@ -119,7 +119,7 @@ def test_calls_of_one_action_wait_for_one_another():
             ToolCall(str(n), "python", {"code": f"seen = [*globals().get('seen', []), {n}]; seen"})
             for n in range(4)
         )
-        return await Toolbox([run]).run(Action(Message(role="assistant", content=""), calls))
+        return await ToolExecutor([run]).run(Action(Message(role="assistant", content=""), calls))
 
     outcomes = inside(act)
     assert [outcome.output for outcome in outcomes] == ["[0]", "[0, 1]", "[0, 1, 2]", "[0, 1, 2, 3]"]

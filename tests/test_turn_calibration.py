@@ -12,7 +12,7 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.cli.commands.calibrate import recorded_groups
 from ludus.config.load import load_config
 from ludus.envs.registry import build_world
-from ludus.rollout.ledger import Outcome
+from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord, rollouts_path, write_rollouts
 from ludus.rollout.trees import attempts, with_chains
 from ludus.training.credit.advantages import BASELINE, assign_credit
@@ -78,7 +78,8 @@ def test_recorded_attempts_lose_the_runs_own_rewards_and_gain_their_progress(tmp
     for path in paths:
         path.parent.mkdir(parents=True)
         records = [
-            RolloutRecord(1, task.id, Outcome.TRAINED, reason, trained) for reason in ("trained", BASELINE)
+            RolloutRecord(1, task.id, RolloutOutcome.TRAINED, reason, trained)
+            for reason in ("trained", BASELINE)
         ]
         write_rollouts(path, records)
     (own,), (evaluated,) = recorded_groups(config, world, paths)

@@ -19,8 +19,8 @@ from ludus.errors import ConfigError
 from ludus.rewards.code.turns import Progress, suite_progress, turn_report, turn_shares
 from ludus.rewards.code.unit_tests import Suite
 from ludus.rollout.episode import EpisodeLimits, run_episode
-from ludus.rollout.ledger import Outcome, RolloutKey
-from ludus.rollout.reward_executor import ProcessScoring
+from ludus.rollout.ledger import RolloutKey, RolloutOutcome
+from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line
 from ludus.rollout.scheduler import Episode
 from ludus.sandbox import open_sandbox
@@ -283,7 +283,7 @@ def test_the_progress_of_a_run_is_found_in_a_process_of_rewards_and_reaches_the_
 
     async def judged():
         played = await play(world, task, look, right, right)
-        return await ProcessScoring.of(config).with_added(world, task, played)
+        return await ProcessRewardExecutor.of(config).with_added(world, task, played)
 
     found = asyncio.run(judged())
     assert found.turn_progress == (0.0, 1.0, 0.0, 0.0)
@@ -292,7 +292,7 @@ def test_the_progress_of_a_run_is_found_in_a_process_of_rewards_and_reaches_the_
     assert group[0].trajectory.turn_rewards == pytest.approx((0.0, 0.4, 0.0, 0.0))
     paid = with_turn_rewards(found, {"progress": 0.1, "sql": -0.01}, 0.4).turn_rewards
     assert paid == pytest.approx((0.0, 0.5, -0.01, 0.0))
-    record = RolloutRecord(1, "t", Outcome.TRAINED, "trained", found)
+    record = RolloutRecord(1, "t", RolloutOutcome.TRAINED, "trained", found)
     assert parse_rollout(json.loads(rollout_line(record))).trajectory.turn_progress == found.turn_progress
 
 

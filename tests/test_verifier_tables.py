@@ -8,7 +8,7 @@ import pytest
 
 import ludus.rewards
 from ludus.rewards.code.sql_rows import read_rows, same_rows
-from ludus.rewards.exact_match import Answers, is_answer, matches
+from ludus.rewards.exact_match import ExpectedAnswers, is_answer, matches
 from ludus.rewards.math.math_verify import is_equal
 from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.worlds.functions.gold_calls import calls_agree
@@ -79,7 +79,7 @@ TABLES = {
 def verifiers():
     """The public functions that score an episode, or make one that does."""
     found = set()
-    for info in pkgutil.iter_modules(ludus.rewards.__path__, "ludus.rewards."):
+    for info in pkgutil.walk_packages(ludus.rewards.__path__, "ludus.rewards."):
         module = importlib.import_module(info.name)
         for name, function in inspect.getmembers(module, inspect.isfunction):
             if function.__module__ != info.name or name.startswith("_"):
@@ -109,7 +109,7 @@ def _is_rows(text, due):
 
 
 def _is_short_answer(text, accepted):
-    return is_answer(text, Answers(tuple(accepted)))
+    return is_answer(text, ExpectedAnswers(tuple(accepted)))
 
 
 FORMS = {
@@ -140,4 +140,4 @@ def test_a_frame_is_wrong_where_answers_are_strict():
     plain = [frame for frame in framed_pairs.RIGHT_FRAMES if not any(map(str.isalpha, frame))]
     framed = [frame for frame in framed_pairs.RIGHT_FRAMES if frame not in plain]
     assert len(framed) >= 30
-    assert not [frame for frame in framed if matches(frame.format("Paris"), Answers(("Paris",)))]
+    assert not [frame for frame in framed if matches(frame.format("Paris"), ExpectedAnswers(("Paris",)))]

@@ -15,7 +15,7 @@ from ludus.rewards.code.patches import Patch, patch_similarity
 from ludus.rewards.code.sql_rows import Rows, rows_match, same_rows
 from ludus.rewards.code.unit_tests import Suite, share_passed, suite_passes, thrift
 from ludus.rewards.extract import final_answer, last_output
-from ludus.rewards.json_match import Schema, State, Value, json_schema, json_value, same_state
+from ludus.rewards.json_match import MatchState, Schema, Value, json_schema, json_value, same_state
 from ludus.rewards.math.math_verify import mathematics
 from ludus.rewards.math.numeric import Quantity, number_close
 from ludus.rewards.multiple_choice import Choice, multiple_choice
@@ -238,7 +238,7 @@ TRUTHS = {
     multiple_choice: Choice("B", {"A": "x", "B": "7"}),
     json_schema: Schema({"type": "object"}),
     json_value: Value({"a": [7]}),
-    same_state(): State({"a": 7}),
+    same_state(): MatchState({"a": 7}),
     rows_match(final_answer): Rows(((7, "x"),), columns_free=True),
     patch_similarity(): Patch("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-7\n+8\n"),
     suite_passes(final_answer): Suite(("a",)),

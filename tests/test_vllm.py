@@ -21,7 +21,7 @@ from engine_conformance import CHECKS, Case, count_sampled
 from ludus.cli.main import main
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.engines.remote.engine import ServerEngine
-from ludus.engines.remote.http_client import ServerSettings
+from ludus.engines.remote.http_client import RemoteEngineSettings
 from ludus.engines.remote.vllm_rpc import EXTENSION
 from ludus.errors import EngineError
 from served import COLD_START, CONTEXT
@@ -136,7 +136,7 @@ def scored_by(model, tokens):
 
 def test_weights_come_over_a_line_without_a_file(case):
     tokens, changed = list(range(40, 90)), copy.deepcopy(case.model)
-    engine = ServerEngine([URL], settings=ServerSettings(broadcast_host="127.0.0.1", timeout_s=120))
+    engine = ServerEngine([URL], settings=RemoteEngineSettings(broadcast_host="127.0.0.1", timeout_s=120))
 
     async def run():
         for version in (101, 102):

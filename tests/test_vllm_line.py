@@ -10,7 +10,7 @@ import torch
 
 from ludus.engines.remote.engine import DIALECTS, ServerEngine
 from ludus.engines.remote.http_client import Replica
-from ludus.engines.remote.vllm_worker_extension import WeightLine
+from ludus.engines.remote.vllm_worker_extension import LudusWorkerExtension
 from ludus.engines.remote.weight_broadcaster import broadcaster_of
 from ludus.errors import EngineError
 from test_engine_server import QUICK, Fake, serving
@@ -19,7 +19,7 @@ LINE = replace(QUICK, broadcast_host="127.0.0.1")
 STATE = {"model.embed_tokens.weight": torch.randn(8, 4), "model.norm.weight": torch.ones(4)}
 
 
-class Worker(WeightLine):
+class Worker(LudusWorkerExtension):
     """What vLLM makes: its own worker, and the line mixed in."""
 
     def __init__(self, rank=0, broken=False):
@@ -95,6 +95,6 @@ def test_what_a_worker_cannot_do_is_said_in_its_own_words(worker, words):
     assert server.url in str(caught.value)
     if worker.__class__ is object:
         assert (
-            "--worker-extension-cls ludus.engines.remote.vllm_worker_extension.WeightLine"
+            "--worker-extension-cls ludus.engines.remote.vllm_worker_extension.LudusWorkerExtension"
             in caught.value.hint
         )

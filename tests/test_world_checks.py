@@ -10,7 +10,7 @@ from ludus.config.schema import Config
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import WORLDS, build_world, closing
 from ludus.evaluation.env_audit import CheckPlan, check_world, play
-from ludus.evaluation.scripted_agents import Agent, Kind, actions_of
+from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
 from ludus.rewards.base import score, success
 from ludus.rollout.build import episode_limits
 from ludus.rollout.episode import EpisodeLimits
@@ -51,7 +51,7 @@ def assert_sound(report):
     assert report.shaped == {}
     assert not [row.failures[0].failure for row in report.rows if row.failures]
     for row in report.rows:
-        if row.agent.kind is Kind.ORACLE:
+        if row.agent.kind is AgentKind.ORACLE:
             assert len(row.plays) == row.num_successes == len(report.tasks)
 
 
@@ -94,7 +94,7 @@ def test_right_episodes_done_otherwise_are_right(name, num_tasks):
     plan = CheckPlan(limits=EpisodeLimits(max_turns=TURNS))
 
     async def played(task, messages):
-        agent = Agent("other way", Kind.ORACLE, "does it otherwise", lambda *_: actions_of(messages))
+        agent = Agent("other way", AgentKind.ORACLE, "does it otherwise", lambda *_: actions_of(messages))
         return task.id, messages, (await play(world, task, agent, plan)).succeeded
 
     async def all_played():
@@ -120,7 +120,7 @@ def test_what_tests_said_at_the_end_they_say_again_of_what_was_left(name):
         async with closing(world):
             task = world.tasks("train")[0]
             turns = actions_of(world.expert(task).messages[len(task.prompt) :])
-            agent = Agent("oracle", Kind.ORACLE, "knows", lambda task, tools: turns)
+            agent = Agent("oracle", AgentKind.ORACLE, "knows", lambda task, tools: turns)
             plan = CheckPlan(limits=episode_limits(config.rollout))
             one = await play(world, task, agent, plan)
             return one, await one.environment.grade_again()

@@ -10,7 +10,7 @@ from ludus.envs.base import Surveys
 from ludus.envs.registry import WORLDS, build_world
 from ludus.envs.toolbox import ToolLimits
 from ludus.evaluation.env_audit import CheckPlan, play
-from ludus.evaluation.scripted_agents import Agent, Kind, actions_of
+from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
 from ludus.recipes import recipe_folder
 from ludus.types import Message
 from ludus.worlds.guess.world import make_guess_world
@@ -101,7 +101,7 @@ def test_the_transcript_of_guess_is_a_real_one():
         t for t in world.tasks("train") if t.prompt[-1]["content"] == opening and t.truth == turns[-1]
     )
     moves = actions_of([Message(role="assistant", content=turn) for turn in turns[::2]])
-    agent = Agent("the page", Kind.SHOWN, "plays what it shows", lambda task, tools: moves)
+    agent = Agent("the page", AgentKind.SHOWN, "plays what it shows", lambda task, tools: moves)
     played = asyncio.run(play(world, task, agent, CheckPlan()))
     assert played.succeeded
     assert [message["content"] for message in played.trajectory.messages][1:] == turns

@@ -9,7 +9,7 @@ import random
 
 from ludus.envs.tool_world import ToolWorld
 from ludus.rewards.base import Reward
-from ludus.rewards.exact_match import Answers, exact_match, token_f1, well_formed
+from ludus.rewards.exact_match import ExpectedAnswers, exact_match, token_f1, well_formed
 from ludus.tools.base import tool
 from ludus.types import Message, Task
 
@@ -44,7 +44,7 @@ def task_of(name, split, roles=False):
     tags = {"split": split, "family": family}
     if roles:
         tags |= {"role": "solver" if name in FRUITS else "proposer", "proposal": PRICES[name]}
-    return Task(f"{split}:{name}", opening(name), Answers((PRICES[name],)), tags)
+    return Task(f"{split}:{name}", opening(name), ExpectedAnswers((PRICES[name],)), tags)
 
 
 def show(seed):

@@ -10,8 +10,8 @@ import torch
 from torch import distributed
 
 from ludus.algorithms.spec.presets import PRESETS
-from ludus.training.learner.learner import Known, LearnerSettings
-from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.learner import CachedLogprobs, LearnerSettings
+from ludus.training.learner.logprobs import LogprobScorer
 from test_forest import in_double
 from test_learner import WITH_ALL_TERMS, gradients, learner, random_rows, tiny_model
 from test_routing import mixture, replaying, rows_with_prefixes
@@ -31,10 +31,10 @@ def results(part: slice) -> dict[str, object]:
     """Gradients and statistics of each case, and the weights after two steps, for these rows."""
     every = random_rows()
     proximal = [torch.full((len(row.tokens),), -2.0, dtype=torch.float64) for row in every]
-    rows, known = every[part], Known(proximal[part])
+    rows, known = every[part], CachedLogprobs(proximal[part])
     found: dict[str, object] = {}
     model = tiny_model()
-    reference = {"reference": Scorer(tiny_model(seed=1))}
+    reference = {"reference": LogprobScorer(tiny_model(seed=1))}
     for name, algorithm in CASES.items():
         one = learner(model, algorithm, LearnerSettings(microbatch_tokens=60), reference)
         statistics, tokens = one.gradient(rows, known)
@@ -54,9 +54,9 @@ def results_of_experts(part: slice) -> dict[str, object]:
     every = rows_with_prefixes()
     proximal = [torch.full((len(row.tokens),), -2.0, dtype=torch.float64) for row in every]
     model = in_double(mixture())
-    reference = {"reference": Scorer(in_double(mixture(seed=1)))}
+    reference = {"reference": LogprobScorer(in_double(mixture(seed=1)))}
     one = learner(model, WITH_ALL_TERMS, LearnerSettings(microbatch_tokens=60), reference)
-    statistics, tokens = one.gradient(every[part], Known(proximal[part]))
+    statistics, tokens = one.gradient(every[part], CachedLogprobs(proximal[part]))
     found: dict[str, object] = {"gradient": gradients(model), "numbers": (statistics.loss, tokens)}
     for name, step in (("weights", learner), ("replayed", replaying)):
         model = in_double(mixture())

@@ -13,11 +13,11 @@ from ludus.engines.scripted import ScriptedEngine
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.base import Reward
-from ludus.rollout.chat_session import EngineConversation
+from ludus.rollout.chat_session import EngineChatSession
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.lockstep_engine import LockstepEngine
-from ludus.rollout.scheduler import Job, Scheduler, SchedulerLimits, episode_name
+from ludus.rollout.scheduler import RolloutRequest, Scheduler, SchedulerLimits, episode_name
 from ludus.tools.base import Tool, tool
 from ludus.types import Message, SamplingParams, Task
 
@@ -151,9 +151,9 @@ async def until(condition) -> None:
             await asyncio.sleep(0.001)
 
 
-def converse(engine, episode="e", max_tokens=2000, max_new_tokens=400, seed=1) -> EngineConversation:
+def converse(engine, episode="e", max_tokens=2000, max_new_tokens=400, seed=1) -> EngineChatSession:
     params = SamplingParams(max_new_tokens=max_new_tokens)
-    return EngineConversation(engine, renderer(), params, max_tokens, episode, seed)
+    return EngineChatSession(engine, renderer(), params, max_tokens, episode, seed)
 
 
 def play(engine, world=None, limits=EPISODE, task=None, **conversation):
@@ -175,9 +175,9 @@ def make_scheduler(engine, world, limits=SCHEDULER, *, lockstep=False, episodes=
     return Scheduler(world, conversation, episodes, limits, Ledger(), joint)
 
 
-def make_jobs(num, samples=1, step=0) -> list[Job]:
+def make_jobs(num, samples=1, step=0) -> list[RolloutRequest]:
     return [
-        Job(RolloutKey(step, f"t{i:03d}", sample), make_task(f"t{i:03d}"))
+        RolloutRequest(RolloutKey(step, f"t{i:03d}", sample), make_task(f"t{i:03d}"))
         for i in range(num)
         for sample in range(samples)
     ]

@@ -23,8 +23,8 @@ from typing import Final
 
 from ludus.sandbox import open_sandbox
 from ludus.sandbox.base import Sandbox
-from ludus.worlds.swe.grader.layout import Layout, is_test, layout_of
-from ludus.worlds.swe.grader.test_runner import Said, TestRun, Trial, run_trials
+from ludus.worlds.swe.grader.layout import RepositoryLayout, is_test, layout_of
+from ludus.worlds.swe.grader.test_runner import RunnerReport, TestRun, TestTrial, run_trials
 from ludus.worlds.swe.mutations import KINDS, Edit, edits, is_sound
 from ludus.worlds.swe.sources import download, read_archive
 
@@ -69,7 +69,7 @@ class Found:
     broken: tuple[str, ...]
     files: tuple[str, ...]
     test: str
-    said: Said
+    said: RunnerReport
 
 
 def test_files(tree: Mapping[str, bytes]) -> tuple[str, ...]:
@@ -82,11 +82,11 @@ def test_files(tree: Mapping[str, bytes]) -> tuple[str, ...]:
     )
 
 
-async def measure(sandbox: Sandbox, tree: Mapping[str, bytes], layout: Layout) -> Baseline:
+async def measure(sandbox: Sandbox, tree: Mapping[str, bytes], layout: RepositoryLayout) -> Baseline:
     """Run all tests twice, once with a trace."""
     files = test_files(tree)
-    plain = await _whole(sandbox, Trial(tree, layout, files))
-    traced = await _whole(sandbox, Trial(tree, layout, files, trace=True))
+    plain = await _whole(sandbox, TestTrial(tree, layout, files))
+    traced = await _whole(sandbox, TestTrial(tree, layout, files, trace=True))
     again = {test: cases for run in traced for test, cases in run.cases.items()}
     seconds = {test: spent for run in plain for test, spent in run.seconds.items()}
     tests = {
@@ -103,7 +103,7 @@ async def measure(sandbox: Sandbox, tree: Mapping[str, bytes], layout: Layout) -
     return Baseline(tests, seconds, {place: tuple(sorted(who)) for place, who in callers.items()})
 
 
-async def _whole(sandbox: Sandbox, trial: Trial) -> list[TestRun]:
+async def _whole(sandbox: Sandbox, trial: TestTrial) -> list[TestRun]:
     """A trial as one run; where that cannot be believed, one run for each file, and those that can be."""
     (run,) = await run_trials(sandbox, [trial], BASELINE_S)
     if not run.doubt:
@@ -118,7 +118,7 @@ async def _whole(sandbox: Sandbox, trial: Trial) -> list[TestRun]:
 
 
 def candidates(
-    tree: Mapping[str, bytes], layout: Layout, baseline: Baseline, seed: int
+    tree: Mapping[str, bytes], layout: RepositoryLayout, baseline: Baseline, seed: int
 ) -> Iterator[tuple[str, Edit]]:
     """Sound bugs in functions that tests call, kinds in turn, at most two in a function."""
     rng = random.Random(f"swe:{seed}")
@@ -179,7 +179,7 @@ def judge(path: str, edit: Edit, files: tuple[str, ...], run: TestRun, baseline:
 async def try_bugs(
     sandbox: Sandbox,
     tree: Mapping[str, bytes],
-    layout: Layout,
+    layout: RepositoryLayout,
     bugs: Sequence[tuple[str, Edit]],
     baseline: Baseline,
 ) -> list[Found]:
@@ -199,15 +199,15 @@ async def try_bugs(
 
 def _trial(
     tree: Mapping[str, bytes],
-    layout: Layout,
+    layout: RepositoryLayout,
     path: str,
     edit: Edit,
     files: tuple[str, ...],
     baseline: Baseline,
-) -> Trial:
+) -> TestTrial:
     text = edit.apply(tree[path].decode("utf-8"))
     tests = tuple(test for test in baseline.tests if test.partition("::")[0] in files)
-    return Trial({**tree, path: text.encode()}, layout, files, tests, texts=True)
+    return TestTrial({**tree, path: text.encode()}, layout, files, tests, texts=True)
 
 
 async def mine(archive: Path, plan: Plan, tell: Callable[[str], None]) -> tuple[Baseline, list[Found]]:

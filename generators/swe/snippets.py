@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ludus.sandbox.base import MIB, Limits, Sandbox
-from ludus.worlds.swe.grader.layout import Layout
+from ludus.worlds.swe.grader.layout import RepositoryLayout
 from ludus.worlds.swe.grader.leak_tests import definers, functions_of
 from ludus.worlds.swe.grader.masking import asserted, is_given, raising
 
@@ -102,7 +102,7 @@ class Shown:
 async def show(
     sandbox: Sandbox,
     trees: tuple[Mapping[str, bytes], Mapping[str, bytes]],
-    layout: Layout,
+    layout: RepositoryLayout,
     broken: Sequence[str],
 ) -> Shown | None:
     """The shortest snippet that shows the bug; None where there is none. `trees` have it, and have it not."""

@@ -1,6 +1,6 @@
 """JSON by schema and by value, and states: (text, truth)."""
 
-from ludus.rewards.json_match import Schema, State, Value
+from ludus.rewards.json_match import MatchState, Schema, Value
 
 PERSON = Schema(
     {
@@ -175,7 +175,7 @@ VALUE_REJECTED = [
     (DEEP, Value([])),
 ]
 
-BOOKING = State(
+BOOKING = MatchState(
     {"orders": [{"id": 7, "status": "paid", "seen": 1}], "users": {"eve": {"credit": 2.5}}, "seen": 3},
     ignored=frozenset({"seen", "updated_at"}),
 )
@@ -194,13 +194,13 @@ STATE_ACCEPTED = [
         BOOKING,
     ),
     ('{"orders": [{"id": 7.0, "status": "paid"}], "users": {"eve": {"credit": 2.5, "seen": null}}}', BOOKING),
-    ("{}", State({})),
-    ('{"seen": 1}', State({}, frozenset({"seen"}))),
-    ("[1, 2]", State([1, 2])),
-    ('{"a": 0.30000000000000004}', State({"a": 0.3}, tolerance=1e-9)),
-    ('{"a": 1000000.5}', State({"a": 1000000.0}, tolerance=1e-6)),
-    ('{"a": {"b": {"c": []}}}', State({"a": {"b": {"c": []}}})),
-    ('{"a": null}', State({"a": None})),
+    ("{}", MatchState({})),
+    ('{"seen": 1}', MatchState({}, frozenset({"seen"}))),
+    ("[1, 2]", MatchState([1, 2])),
+    ('{"a": 0.30000000000000004}', MatchState({"a": 0.3}, tolerance=1e-9)),
+    ('{"a": 1000000.5}', MatchState({"a": 1000000.0}, tolerance=1e-6)),
+    ('{"a": {"b": {"c": []}}}', MatchState({"a": {"b": {"c": []}}})),
+    ('{"a": null}', MatchState({"a": None})),
 ]
 STATE_REJECTED = [
     ("", BOOKING),
@@ -221,17 +221,17 @@ STATE_REJECTED = [
     ('[{"orders": [{"id": 7, "status": "paid"}], "users": {"eve": {"credit": 2.5}}}]', BOOKING),
     ('{"orders": [{"id": 7, "status": "paid"}], "users": {"eve": {"credit": NaN}}}', BOOKING),
     ('{"orders": [{"id": 7, "status": "paid"}], "users": {"eve": {"credit": 2.5}}', BOOKING),
-    ('{"seen": 1}', State({})),
-    ("[]", State({})),
-    ("null", State({})),
-    ("false", State({})),
-    ("[2, 1]", State([1, 2])),
-    ("[1, 2, 2]", State([1, 2])),
-    ('{"a": 0.30000000000000004}', State({"a": 0.3})),
-    ('{"a": 0.31}', State({"a": 0.3}, tolerance=1e-9)),
-    ('{"a": 0}', State({"a": None})),
-    ("{}", State({"a": None})),
-    ('{"a": false}', State({"a": 0})),
-    ('{"a": ""}', State({"a": None})),
-    (DEEP, State([])),
+    ('{"seen": 1}', MatchState({})),
+    ("[]", MatchState({})),
+    ("null", MatchState({})),
+    ("false", MatchState({})),
+    ("[2, 1]", MatchState([1, 2])),
+    ("[1, 2, 2]", MatchState([1, 2])),
+    ('{"a": 0.30000000000000004}', MatchState({"a": 0.3})),
+    ('{"a": 0.31}', MatchState({"a": 0.3}, tolerance=1e-9)),
+    ('{"a": 0}', MatchState({"a": None})),
+    ("{}", MatchState({"a": None})),
+    ('{"a": false}', MatchState({"a": 0})),
+    ('{"a": ""}', MatchState({"a": None})),
+    (DEEP, MatchState([])),
 ]

@@ -17,7 +17,7 @@ from ludus.algorithms.masking import check_shapes, select
 
 
 @dataclass(frozen=True, slots=True)
-class Normaliser:
+class Normalizer:
     """Counts over the global batch of one optimiser step (all microbatches, all ranks).
 
     `tokens` (M) action tokens that train; `trajectories` (N) those with at least one of them; `constant` (C)
@@ -33,18 +33,18 @@ class Normaliser:
     positive: int = 0
 
     @classmethod
-    def of(cls, mask: Tensor, constant: int | None = None) -> Normaliser:
+    def of(cls, mask: Tensor, constant: int | None = None) -> Normalizer:
         """The counts of `mask` [N, L]."""
         actions = mask.bool()
         return cls(int(actions.sum()), int(actions.any(1).sum()), constant)
 
-    def __add__(self, other: Normaliser) -> Normaliser:
+    def __add__(self, other: Normalizer) -> Normalizer:
         """The counts of two parts of one batch together."""
         if self.constant != other.constant:
             raise ValueError(
                 f"parts of one batch have one constant, not {self.constant} and {other.constant}"
             )
-        return Normaliser(
+        return Normalizer(
             self.tokens + other.tokens,
             self.trajectories + other.trajectories,
             self.constant,
@@ -58,7 +58,7 @@ def aggregate(
     loss: Tensor,
     mask: Tensor,
     how: str = "token_mean",
-    normaliser: Normaliser | None = None,
+    normaliser: Normalizer | None = None,
     constant: int | None = None,
 ) -> Tensor:
     """The aggregated loss, [].
@@ -74,7 +74,7 @@ def aggregate(
     """
     if how not in AGGREGATIONS:
         raise ValueError(f"how = {how!r} is none of {', '.join(AGGREGATIONS)}")
-    counts = normaliser or Normaliser.of(mask)
+    counts = normaliser or Normalizer.of(mask)
     if loss.ndim == 1:
         return _sequence_mean(loss, mask, counts)
     check_shapes(mask, loss=loss)
@@ -87,29 +87,29 @@ def aggregate(
     return AGGREGATIONS[how](select(loss, mask), mask, counts)
 
 
-def _sequence_mean(loss: Tensor, mask: Tensor, counts: Normaliser) -> Tensor:
+def _sequence_mean(loss: Tensor, mask: Tensor, counts: Normalizer) -> Tensor:
     if mask.ndim != 2 or loss.shape[0] != mask.shape[0]:
         raise ValueError(f"loss has shape {list(loss.shape)}, mask {list(mask.shape)}")
     return select(loss, mask.bool().any(1)).sum() / max(counts.trajectories, 1)
 
 
-def _token_mean(loss: Tensor, mask: Tensor, counts: Normaliser) -> Tensor:
+def _token_mean(loss: Tensor, mask: Tensor, counts: Normalizer) -> Tensor:
     return loss.sum() / max(counts.tokens, 1)
 
 
-def _seq_mean_token_mean(loss: Tensor, mask: Tensor, counts: Normaliser) -> Tensor:
+def _seq_mean_token_mean(loss: Tensor, mask: Tensor, counts: Normalizer) -> Tensor:
     return (loss.sum(1) / mask.bool().sum(1).clamp(min=1)).sum() / max(counts.trajectories, 1)
 
 
-def _seq_mean_token_sum(loss: Tensor, mask: Tensor, counts: Normaliser) -> Tensor:
+def _seq_mean_token_sum(loss: Tensor, mask: Tensor, counts: Normalizer) -> Tensor:
     return loss.sum() / max(counts.trajectories, 1)
 
 
-def _constant(loss: Tensor, mask: Tensor, counts: Normaliser) -> Tensor:
+def _constant(loss: Tensor, mask: Tensor, counts: Normalizer) -> Tensor:
     return loss.sum() / (max(counts.trajectories, 1) * (counts.constant or 1))
 
 
-AggregationFn = Callable[[Tensor, Tensor, Normaliser], Tensor]
+AggregationFn = Callable[[Tensor, Tensor, Normalizer], Tensor]
 
 AGGREGATIONS: dict[str, AggregationFn] = {
     "token_mean": _token_mean,

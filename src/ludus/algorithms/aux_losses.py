@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ludus.algorithms.aggregate import Normaliser
+from ludus.algorithms.aggregate import Normalizer
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.losses import echo, positive_nll
 from ludus.algorithms.spec.algorithm import TERM_NAMES, Algorithm, number
@@ -19,7 +19,7 @@ def coefficient(algorithm: Algorithm, name: str) -> float:
     return number(algorithm.options.terms, name, 0.0)
 
 
-def added_terms(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -> dict[str, Tensor]:
+def added_terms(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -> dict[str, Tensor]:
     """The terms [] of one microbatch by name, times their coefficients, to be added to its loss.
 
     Raises ValueError where the batch does not say which tokens a term is about.
@@ -31,7 +31,7 @@ def added_terms(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser)
     }
 
 
-def _term(name: str, coef: float, batch: TokenBatch, normaliser: Normaliser) -> Tensor:
+def _term(name: str, coef: float, batch: TokenBatch, normaliser: Normalizer) -> Tensor:
     if name == "echo":
         if batch.observed is None:
             raise ValueError("echo is above 0 and the batch does not say which tokens are observations")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ludus.algorithms.aggregate import Normaliser, aggregate
+from ludus.algorithms.aggregate import Normalizer, aggregate
 from ludus.algorithms.aux_losses import added_terms
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.corrections import (
@@ -92,7 +92,7 @@ class Statistics:
         )
 
 
-def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -> tuple[Tensor, Statistics]:
+def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -> tuple[Tensor, Statistics]:
     """The loss [] to call `backward` on, and its statistics.
 
     `normaliser` holds the counts of the whole batch. The correction weighs the policy loss alone. A KL
@@ -154,7 +154,7 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -
     return total, statistics
 
 
-def _policy_loss(batch: TokenBatch, weights: Tensor, algorithm: Algorithm, normaliser: Normaliser) -> Tensor:
+def _policy_loss(batch: TokenBatch, weights: Tensor, algorithm: Algorithm, normaliser: Normalizer) -> Tensor:
     loss = LOSSES[algorithm.loss](batch, algorithm)
     scores = batch.advantages
     if loss.ndim == 1:  # one term a trajectory, and `resolve` has seen to it that it has one weight
@@ -172,7 +172,7 @@ def _policy_loss(batch: TokenBatch, weights: Tensor, algorithm: Algorithm, norma
     return _aggregated(loss * weights, batch, algorithm, normaliser)
 
 
-def _aggregated(loss: Tensor, batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -> Tensor:
+def _aggregated(loss: Tensor, batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -> Tensor:
     return aggregate(loss=loss, mask=batch.mask, how=algorithm.aggregation, normaliser=normaliser)
 
 

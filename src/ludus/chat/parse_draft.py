@@ -27,7 +27,7 @@ class Malformed(ValueError):
 
 
 @dataclass
-class Draft:
+class ParsedDraft:
     """An action under construction. Calls and errors are numbered in the order in which they are added."""
 
     turn: int
@@ -88,19 +88,19 @@ def split_thinking(text: str, inside_call: Callable[[int], bool]) -> tuple[str |
     return ("\n".join(filter(None, thoughts)) if thoughts else None), rest
 
 
-def parse_whole(text: str, turn: int, fill: Callable[[Draft, str], None]) -> Action:
+def parse_whole(text: str, turn: int, fill: Callable[[ParsedDraft, str], None]) -> Action:
     """Parse a format whose calls make up the whole text, with thinking before them taken off.
 
     A text that is calls from end to end holds no thinking, so that arguments may contain `</think>`.
     """
-    whole = Draft(turn)
+    whole = ParsedDraft(turn)
     fill(whole, text)
     if whole.calls and not whole.errors and not whole.prose:
         return whole.action()
     reasoning, rest = split_thinking(text, inside_call=lambda _: False)
     if reasoning is None:
         return whole.action()
-    draft = Draft(turn)
+    draft = ParsedDraft(turn)
     fill(draft, rest)
     return draft.action(reasoning)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ludus.chat.parse_draft import Draft, Malformed, split_thinking, unfence
+from ludus.chat.parse_draft import Malformed, ParsedDraft, split_thinking, unfence
 from ludus.chat.parse_json import call_of, decode, decode_prefix, skip_blanks
 from ludus.types import Action
 
@@ -36,7 +36,7 @@ class HermesParser:
     def parse(self, text: str, *, turn: int) -> Action:
         """Return the message, the calls and the errors of turn `turn`. Never raises."""
         reasoning, rest = split_thinking(text, lambda at: _inside_call(text, at))
-        draft = Draft(turn)
+        draft = ParsedDraft(turn)
         if _is_untagged_call(rest):
             draft.fail(rest.strip(), _UNTAGGED)
         else:
@@ -66,7 +66,7 @@ def _is_untagged_call(text: str) -> bool:
     return isinstance(value, dict) and "name" in value and ("arguments" in value or "parameters" in value)
 
 
-def _read_blocks(draft: Draft, text: str) -> None:
+def _read_blocks(draft: ParsedDraft, text: str) -> None:
     position = 0
     while tag := _TAG.search(text, position):
         if tag.group() == CLOSE:
@@ -78,7 +78,7 @@ def _read_blocks(draft: Draft, text: str) -> None:
     draft.say(text[position:])
 
 
-def _read_block(draft: Draft, text: str, start: int) -> int:
+def _read_block(draft: ParsedDraft, text: str, start: int) -> int:
     """Read the block whose opening tag is at `start`; return the offset after it."""
     begin = start + len(OPEN)
     end = _json_end(text, begin)

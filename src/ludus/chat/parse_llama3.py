@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ludus.chat.parse_draft import Draft, Malformed, parse_whole, unfence
+from ludus.chat.parse_draft import Malformed, ParsedDraft, parse_whole, unfence
 from ludus.chat.parse_json import call_of, decode_prefix, skip_blanks
 from ludus.types import Action
 
@@ -37,7 +37,7 @@ class Llama3Parser:
         return parse_whole(text, turn, _fill)
 
 
-def _fill(draft: Draft, text: str) -> None:
+def _fill(draft: ParsedDraft, text: str) -> None:
     body = unfence(text)
     if _CALL_START.match(body):
         _read_calls(draft, body, tagged=False)
@@ -53,7 +53,7 @@ def _fill(draft: Draft, text: str) -> None:
         draft.fail(tag + after, _NOTHING)
 
 
-def _read_calls(draft: Draft, body: str, *, tagged: bool) -> None:
+def _read_calls(draft: ParsedDraft, body: str, *, tagged: bool) -> None:
     position = 0
     while position < len(body):
         try:

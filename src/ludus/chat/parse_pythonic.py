@@ -10,7 +10,7 @@ import re
 import warnings
 from dataclasses import dataclass
 
-from ludus.chat.parse_draft import MAX_DEPTH, Draft, Malformed, check_plain, parse_whole, unfence
+from ludus.chat.parse_draft import MAX_DEPTH, Malformed, ParsedDraft, check_plain, parse_whole, unfence
 from ludus.types import JSON, Action
 
 _MARKS = re.compile(r"^\s*<\|(?:python_tag|python_start)\|>|<\|python_end\|>\s*$")
@@ -38,7 +38,7 @@ class PythonicParser:
         return parse_whole(text, turn, _fill)
 
 
-def _fill(draft: Draft, text: str) -> None:
+def _fill(draft: ParsedDraft, text: str) -> None:
     inner, num_marks = _MARKS.subn("", text)
     body = unfence(inner)
     if not num_marks and not _LIST_START.match(body):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ludus.chat.parse_draft import THINK_CLOSE, THINK_OPEN, Draft, split_thinking, unfence
+from ludus.chat.parse_draft import THINK_CLOSE, THINK_OPEN, ParsedDraft, split_thinking, unfence
 from ludus.types import Action
 
 ANSWER = "answer"
@@ -75,13 +75,13 @@ class TagsParser:
     def parse(self, text: str, *, turn: int) -> Action:
         """Return the message, the calls and the errors of turn `turn`. Never raises."""
         reasoning, rest = split_thinking(text, inside_call=lambda _: False)
-        draft = Draft(turn)
+        draft = ParsedDraft(turn)
         if text.strip():
             _fill(draft, rest, text.strip(), self.protocol)
         return draft.action(reasoning)
 
 
-def _fill(draft: Draft, rest: str, whole: str, protocol: TagProtocol) -> None:
+def _fill(draft: ParsedDraft, rest: str, whole: str, protocol: TagProtocol) -> None:
     advice = f"My action is not correct. {protocol.advice} {_TO_ANSWER}"
     pairs = [pair for tag in (protocol.call, ANSWER) if (pair := _first_pair(rest, tag))]
     if not pairs:

@@ -21,13 +21,13 @@ from ludus.envs.registry import build_world
 from ludus.rewards.base import Reward, success
 from ludus.rewards.presets import training_parts
 from ludus.rewards.registry import judges_more
-from ludus.rollout.reward_executor import ProcessScoring
+from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
 from ludus.rollout.trees import of_each_path
 from ludus.types import Task, Trajectory
 
 if TYPE_CHECKING:
-    from ludus.training.collection.reward_mixing import Combiner
+    from ludus.training.collection.reward_mixing import RewardMixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def find_tasks(world: World, ids: set[str]) -> dict[str, Task]:
     return found
 
 
-def _combiner(config: Config, world: World) -> Combiner | None:
+def _combiner(config: Config, world: World) -> RewardMixer | None:
     if config.rewards.is_default:
         return None
     from ludus.algorithms.spec.resolve import resolve
@@ -135,7 +135,10 @@ def _combiner(config: Config, world: World) -> Combiner | None:
 
 
 def _combined(
-    combiner: Combiner, tasks: dict[str, Task], records: Sequence[RolloutRecord], scored: Sequence[Trajectory]
+    combiner: RewardMixer,
+    tasks: dict[str, Task],
+    records: Sequence[RolloutRecord],
+    scored: Sequence[Trajectory],
 ) -> list[Trajectory]:
     """The rewards of one file's rollouts as training combines them, in the order of the records."""
     from ludus.rollout.scheduler import Episode
@@ -178,7 +181,7 @@ async def _scores(
 ) -> dict[Path, list[Trajectory]]:
     """The known rollouts of each file with the rewards of the world, and of training steps with those that
     the settings add."""
-    scoring, adds = ProcessScoring.of(config), judges_more(config.rewards)
+    scoring, adds = ProcessRewardExecutor.of(config), judges_more(config.rewards)
 
     async def one(record: RolloutRecord, trains: bool) -> Trajectory:
         task = tasks[record.group]

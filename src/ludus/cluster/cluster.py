@@ -11,24 +11,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.cluster.event_loop_thread import Background
+from ludus.cluster.event_loop_thread import EventLoopThread
 from ludus.cluster.handles import Launcher
 from ludus.cluster.local_launcher import LocalLauncher
 from ludus.cluster.protocol import EngineSpec, PlayJob, RewardSpec, WorkerSpec
-from ludus.cluster.supervisor import Crowd, Plan
-from ludus.cluster.worker_pool import Member
+from ludus.cluster.supervisor import ClusterPlan, WorkerGroup
+from ludus.cluster.worker_pool import PoolMember
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import EngineStats, Request, RollingUpdate, WeightCheck, combined
 from ludus.engines.remote.engine import ServerEngine
-from ludus.engines.remote.http_client import ServerSettings
-from ludus.engines.remote.rolling_update import Rolling
+from ludus.engines.remote.http_client import RemoteEngineSettings
+from ludus.engines.remote.rolling_update import RollingUpdates
 from ludus.envs.base import World
 from ludus.errors import ConfigError, UserError
-from ludus.rollout.build import Play, rollout_for
+from ludus.rollout.build import SamplingPlan, rollout_for
 from ludus.rollout.reward_executor import START_S
-from ludus.rollout.scheduler import Attempt, Job
-from ludus.training.run.session import Session, server_engine, server_settings
+from ludus.rollout.scheduler import Attempt, RolloutRequest
+from ludus.training.run.session import TrainingSession, server_engine, server_settings
 from ludus.types import Completion, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 class ClusterEngine:
     """The engines of a cluster as one `Engine`. Dead ones are replaced while it waits."""
 
-    crowd: Crowd
-    background: Background
+    crowd: WorkerGroup
+    background: EventLoopThread
     server: ServerEngine
     _before: dict[int, EngineStats] = field(default_factory=dict)
 
@@ -116,9 +116,9 @@ class ClusterEngine:
 class _FromOutside:
     """The engines that take weights one by one, asked from another event loop."""
 
-    crowd: Crowd
-    rolling: Rolling
-    background: Background
+    crowd: WorkerGroup
+    rolling: RollingUpdates
+    background: EventLoopThread
 
     async def offer(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
         await self.background.do(self.crowd.offer(check, state))
@@ -136,8 +136,8 @@ class Cluster:
 
     config: Config
     world: World
-    crowd: Crowd
-    background: Background
+    crowd: WorkerGroup
+    background: EventLoopThread
 
     def engine(self) -> ClusterEngine:
         """The engines, once everything is ready. Raises what keeps it from that."""
@@ -145,10 +145,10 @@ class Cluster:
         assert self.crowd.server is not None
         return ClusterEngine(self.crowd, self.background, self.crowd.server)
 
-    def attempts(self, play: Play) -> Attempt:
+    def attempts(self, play: SamplingPlan) -> Attempt:
         """What has an attempt played by a worker, whose trajectory comes back."""
 
-        async def attempt(job: Job) -> Trajectory:
+        async def attempt(job: RolloutRequest) -> Trajectory:
             message, deadline_s = PlayJob(job, play), self.deadline_s(job.task)
             return await self.background.do(self.crowd.play(message, deadline_s))
 
@@ -183,7 +183,7 @@ class Cluster:
         self._check_starts_engines()
         self.background.wait(self.crowd.change_engines(-1, number))
 
-    def engines(self) -> list[Member]:
+    def engines(self) -> list[PoolMember]:
         """The engines that are ready, by number."""
         return sorted(self.crowd.engines.members.values(), key=lambda member: member.number)
 
@@ -209,14 +209,14 @@ class Cluster:
 
 
 @contextmanager
-def open_cluster(session: Session) -> Iterator[Cluster]:
+def open_cluster(session: TrainingSession) -> Iterator[Cluster]:
     """The cluster that the settings ask for, for the time of a block; nothing of it is left afterwards.
 
     Raises UserError where it cannot be had.
     """
     config = session.config
     check_cluster(config)
-    background = Background("ludus-cluster")
+    background = EventLoopThread("ludus-cluster")
     try:
         plan = plan_of(session)
         launcher = _launcher(plan)
@@ -242,7 +242,7 @@ def check_cluster(config: Config) -> None:
         )
 
 
-def plan_of(session: Session, broadcast_host: str = "") -> Plan:
+def plan_of(session: TrainingSession, broadcast_host: str = "") -> ClusterPlan:
     """What is to run for a session; weights go over a line from `broadcast_host`, where one is given."""
     config = session.config
     folder, source = os.getcwd(), session.source
@@ -253,7 +253,7 @@ def plan_of(session: Session, broadcast_host: str = "") -> Plan:
     worker = WorkerSpec(config, source, folder, token)
     reward = RewardSpec(config, folder) if config.cluster.reward_workers else None
     if config.engine.url:
-        return Plan(
+        return ClusterPlan(
             config.cluster,
             None,
             worker,
@@ -267,10 +267,10 @@ def plan_of(session: Session, broadcast_host: str = "") -> Plan:
         engine = engine.model_copy(update={"broadcast_host": broadcast_host})
     settings = replace(server_settings(engine), keeps_weights=True, token=token)
     engines = EngineSpec(config, source, folder, token)
-    return Plan(config.cluster, engines, worker, (), _client(settings), reward=reward)
+    return ClusterPlan(config.cluster, engines, worker, (), _client(settings), reward=reward)
 
 
-def _client(settings: ServerSettings) -> Callable[[list[str]], ServerEngine]:
+def _client(settings: RemoteEngineSettings) -> Callable[[list[str]], ServerEngine]:
     return lambda urls: ServerEngine(urls, "vllm", settings)
 
 
@@ -278,7 +278,7 @@ def _at_urls(config: Config) -> Callable[[list[str]], ServerEngine]:
     return lambda _: server_engine(config)
 
 
-def _launcher(plan: Plan) -> Launcher:
+def _launcher(plan: ClusterPlan) -> Launcher:
     if plan.config.kind == "local":
         return LocalLauncher()
     from ludus.cluster.ray_launcher import RayLauncher
@@ -286,6 +286,6 @@ def _launcher(plan: Plan) -> Launcher:
     return RayLauncher(plan.config, plan.needs)
 
 
-async def _crowd(plan: Plan, launcher: Launcher) -> Crowd:
+async def _crowd(plan: ClusterPlan, launcher: Launcher) -> WorkerGroup:
     """Made in the loop that it belongs to."""
-    return Crowd(plan, launcher)
+    return WorkerGroup(plan, launcher)

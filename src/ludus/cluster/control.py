@@ -38,7 +38,7 @@ class EngineRow(TypedDict):
     under_way: int
 
 
-class Reply(TypedDict, total=False):
+class ControlReply(TypedDict, total=False):
     """What became of a request: the engines afterwards, or why it was refused."""
 
     engines: list[EngineRow]
@@ -61,7 +61,7 @@ def controlled(run: Path, cluster: Cluster) -> Iterator[None]:
         shutil.rmtree(run / FOLDER, ignore_errors=True)
 
 
-def ask(run: Path, act: Act, number: int | None = None, *, timeout_s: float = 600.0) -> Reply:
+def ask(run: Path, act: Act, number: int | None = None, *, timeout_s: float = 600.0) -> ControlReply:
     """Ask the process of a run for a change, and wait for its answer.
 
     Raises UserError where nothing runs there, or the request is refused, StorageError where the folder cannot
@@ -83,7 +83,7 @@ def ask(run: Path, act: Act, number: int | None = None, *, timeout_s: float = 60
                     f"Its log says what it does: {run / 'log.txt'}",
                 )
             time.sleep(_LOOK_S / 3)
-        reply = cast(Reply, json.loads(answer.read_text("utf-8")))
+        reply = cast(ControlReply, json.loads(answer.read_text("utf-8")))
         answer.unlink(missing_ok=True)
     except OSError as error:
         raise StorageError(f"{run / FOLDER} cannot be used: {error.strerror or error}.") from error
@@ -119,12 +119,12 @@ def _answer(cluster: Cluster, asked: object, path: Path) -> None:
     try:
         reply = _done(cluster, asked)
     except LudusError as error:
-        reply = Reply(error=str(error))
+        reply = ControlReply(error=str(error))
     with suppress(OSError):  # the run has ended, and its folder of requests with it
         _write(path, reply)
 
 
-def _done(cluster: Cluster, asked: object) -> Reply:
+def _done(cluster: Cluster, asked: object) -> ControlReply:
     match asked:
         case {"act": "list"}:
             pass
@@ -133,12 +133,12 @@ def _done(cluster: Cluster, asked: object) -> Reply:
         case {"act": "remove-engine", "number": int() | None as number}:
             cluster.remove_engine(number)
         case _:
-            return Reply(error="The request is not one that this version of Ludus knows.")
+            return ControlReply(error="The request is not one that this version of Ludus knows.")
     rows = [
         EngineRow(number=one.number, url=one.started.url, pid=one.started.pid, under_way=one.pulse.under_way)
         for one in cluster.engines()
     ]
-    return Reply(engines=rows, workers=len(cluster.crowd.workers.members))
+    return ControlReply(engines=rows, workers=len(cluster.crowd.workers.members))
 
 
 def _write(path: Path, data: Mapping[str, object]) -> None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Background:
+class EventLoopThread:
     """The loop. Whatever runs in it is asked for from other threads."""
 
     def __init__(self, name: str) -> None:

@@ -9,14 +9,14 @@ from ludus.cluster.protocol import Message, Spec
 from ludus.errors import LudusError
 
 
-class RoleLost(LudusError):
+class WorkerDied(LudusError):
     """A process that samples has ended, or does not answer any more."""
 
     exit_code = 7
     part = "cluster"
 
 
-class Remote(Protocol):
+class WorkerHandle(Protocol):
     """A role in another process."""
 
     async def call(self, message: Message, deadline_s: float) -> object:
@@ -33,7 +33,7 @@ class Remote(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class ResourceRequest:
     """What a machine must have for a role."""
 
     cpus: float = 1.0
@@ -49,7 +49,7 @@ class Launcher(Protocol):
         """The address at which they reach this process; empty where they all are on this machine."""
         ...
 
-    async def start(self, name: str, spec: Spec, needs: Needs) -> Remote:
+    async def start(self, name: str, spec: Spec, needs: ResourceRequest) -> WorkerHandle:
         """A process for a role; it has yet to begin. Raises LudusError where none can be started."""
         ...
 

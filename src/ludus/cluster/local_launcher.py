@@ -13,10 +13,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ludus.cluster.handles import Needs, Remote, RoleLost
+from ludus.cluster.handles import ResourceRequest, WorkerDied, WorkerHandle
 from ludus.cluster.log_forwarding import repeat
-from ludus.cluster.pickle_rpc import LENGTH_BYTES, Call, Cancel, Hello, Reply, length_of, pack, unpack
-from ludus.cluster.protocol import Answer, Message, Spec
+from ludus.cluster.pickle_rpc import (
+    LENGTH_BYTES,
+    RpcCall,
+    RpcCancel,
+    RpcHello,
+    RpcReply,
+    length_of,
+    pack,
+    unpack,
+)
+from ludus.cluster.protocol import Message, Spec, WorkerResponse
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import UserError
 
@@ -25,7 +34,7 @@ _END_S = 10.0
 
 
 @dataclass
-class LocalRemote:
+class LocalWorkerHandle:
     """A child process. What it prints goes into the file `said`, which goes when the child is ended."""
 
     name: str
@@ -34,7 +43,7 @@ class LocalRemote:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     _number: int = 0
-    _waiting: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
+    _waiting: dict[int, asyncio.Future[WorkerResponse]] = field(default_factory=dict)
     _reading: asyncio.Task[None] | None = None
     _words: str | None = None
 
@@ -48,21 +57,21 @@ class LocalRemote:
         self._reading = asyncio.create_task(self._read())
 
     async def call(self, message: Message, deadline_s: float) -> object:
-        """What it answers; see `Remote`."""
+        """What it answers; see `WorkerHandle`."""
         if self._reading is None or self._reading.done():
             raise self._lost()
         self._number += 1
         number, future = self._number, asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
-            self.writer.write(_packed(Call(number, message)))
+            self.writer.write(_packed(RpcCall(number, message)))
             async with asyncio.timeout(deadline_s):
-                answer: Answer = await future
+                answer: WorkerResponse = await future
         except TimeoutError as error:
-            self.writer.write(pack(Cancel(number)))
-            raise RoleLost(f"{self.name} gave no answer within {deadline_s:g} s.") from error
+            self.writer.write(pack(RpcCancel(number)))
+            raise WorkerDied(f"{self.name} gave no answer within {deadline_s:g} s.") from error
         except asyncio.CancelledError:
-            self.writer.write(pack(Cancel(number)))
+            self.writer.write(pack(RpcCancel(number)))
             raise
         finally:
             self._waiting.pop(number, None)
@@ -86,7 +95,7 @@ class LocalRemote:
             while True:
                 body = await self.reader.readexactly(length_of(await self.reader.readexactly(LENGTH_BYTES)))
                 match unpack(body):
-                    case Reply(number=number, answer=answer):
+                    case RpcReply(number=number, answer=answer):
                         repeat(self.name, answer.said)
                         future = self._waiting.get(number)
                         if future is not None and not future.done():
@@ -99,10 +108,10 @@ class LocalRemote:
                 if not future.done():
                     future.set_exception(self._lost())
 
-    def _lost(self) -> RoleLost:
+    def _lost(self) -> WorkerDied:
         code, words = self.process.poll(), self._last_words()
         how = "is gone" if code is None else f"has ended ({code})"
-        return RoleLost(f"{self.name} {how}{': ' + words if words else '.'}")
+        return WorkerDied(f"{self.name} {how}{': ' + words if words else '.'}")
 
     def _last_words(self) -> str:
         if self._words is None:
@@ -116,10 +125,10 @@ class LocalLauncher:
     """Starts children of this process, whose words lie in a temporary folder."""
 
     _folder: TemporaryFolder | None = None
-    _started: list[LocalRemote] = field(default_factory=list)
+    _started: list[LocalWorkerHandle] = field(default_factory=list)
     host: str = ""
 
-    async def start(self, name: str, spec: Spec, needs: Needs) -> Remote:
+    async def start(self, name: str, spec: Spec, needs: ResourceRequest) -> WorkerHandle:
         """A child; this machine is not asked what it has."""
         del needs
         if self._folder is None:
@@ -137,10 +146,10 @@ class LocalLauncher:
                 start_new_session=True,
             )
         reader, writer = await asyncio.open_connection(sock=ours)
-        remote = LocalRemote(name, process, said, reader, writer)
+        remote = LocalWorkerHandle(name, process, said, reader, writer)
         self._started = [*(other for other in self._started if not other.is_ended), remote]
         remote.listen()
-        writer.write(pack(Hello(spec)))
+        writer.write(pack(RpcHello(spec)))
         return remote
 
     async def close(self) -> None:
@@ -151,7 +160,7 @@ class LocalLauncher:
             self._folder.close()
 
 
-def _packed(call: Call) -> bytes:
+def _packed(call: RpcCall) -> bytes:
     try:
         return pack(call)
     except (pickle.PicklingError, TypeError, AttributeError) as error:

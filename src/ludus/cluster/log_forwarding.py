@@ -19,7 +19,7 @@ log = logging.getLogger("ludus")
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ForwardedRecords:
     """A log record that pickles; `created` in seconds since the epoch, `text` with its traceback."""
 
     created: float
@@ -28,38 +28,40 @@ class Said:
     text: str
 
 
-class Ear(logging.Handler):
+class LogForwarder(logging.Handler):
     """Keeps what a logger and its children log."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._heard: list[Said] = []
+        self._heard: list[ForwardedRecords] = []
         self._missed = 0
         self._guard = threading.Lock()
         self.setFormatter(logging.Formatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a record."""
-        said = Said(record.created, record.levelno, record.name, self.format(record))
+        said = ForwardedRecords(record.created, record.levelno, record.name, self.format(record))
         with self._guard:
             if len(self._heard) < MOST:
                 self._heard.append(said)
             else:
                 self._missed += 1
 
-    def take(self) -> tuple[Said, ...]:
+    def take(self) -> tuple[ForwardedRecords, ...]:
         """What was heard since the last call."""
         with self._guard:
             heard, missed = self._heard, self._missed
             self._heard, self._missed = [], 0
         if missed:
-            heard.append(Said(heard[-1].created, logging.WARNING, log.name, f"{missed} more were not kept"))
+            heard.append(
+                ForwardedRecords(heard[-1].created, logging.WARNING, log.name, f"{missed} more were not kept")
+            )
         return tuple(heard)
 
 
-def listen() -> Ear:
+def listen() -> LogForwarder:
     """Keep what this process logs from now on; it goes to its standard error as well."""
-    ear, shown = Ear(), logging.StreamHandler()
+    ear, shown = LogForwarder(), logging.StreamHandler()
     shown.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     log.setLevel(logging.INFO)
     log.addHandler(ear)
@@ -67,7 +69,7 @@ def listen() -> Ear:
     return ear
 
 
-def repeat(who: str, said: Iterable[Said]) -> None:
+def repeat(who: str, said: Iterable[ForwardedRecords]) -> None:
     """Log here what another process said."""
     for one in said:
         logger = logging.getLogger(one.name)

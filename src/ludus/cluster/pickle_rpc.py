@@ -7,7 +7,7 @@ import socket
 import struct
 from dataclasses import dataclass, replace
 
-from ludus.cluster.protocol import Answer, Message, Spec, failed
+from ludus.cluster.protocol import Message, Spec, WorkerResponse, failed
 from ludus.errors import UserError
 
 _LENGTH = struct.Struct("!Q")
@@ -17,14 +17,14 @@ _ASKED = "Tasks, their truth included, must pickle, and be read again from what 
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class RpcHello:
     """The first frame to a child: what it is for."""
 
     spec: Spec
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RpcCall:
     """A message under the sender's number; the answer comes back under the same."""
 
     number: int
@@ -32,7 +32,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class UnreadableMessage:
     """A call whose message cannot be read here; `error` says so to whoever waits for the answer."""
 
     number: int
@@ -40,21 +40,21 @@ class Unread:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class RpcCancel:
     """Nobody waits for the answer any more."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class RpcReply:
     """The answer to a call."""
 
     number: int
-    answer: Answer
+    answer: WorkerResponse
 
 
-Frame = Hello | Call | Unread | Cancel | Reply
+Frame = RpcHello | RpcCall | UnreadableMessage | RpcCancel | RpcReply
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ class _SealedCall:
     number: int
     message: bytes
 
-    def opened(self) -> Call | Unread:
+    def opened(self) -> RpcCall | UnreadableMessage:
         try:
-            return Call(self.number, pickle.loads(self.message))
+            return RpcCall(self.number, pickle.loads(self.message))
         except Exception as error:  # boundary: foreign types, which may raise anything
-            return Unread(self.number, unread_there(f"{type(error).__name__}: {error}"))
+            return UnreadableMessage(self.number, unread_there(f"{type(error).__name__}: {error}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,12 @@ class _Sealed:
     number: int
     answer: bytes
 
-    def opened(self) -> Reply:
+    def opened(self) -> RpcReply:
         try:
-            return Reply(self.number, pickle.loads(self.answer))
+            return RpcReply(self.number, pickle.loads(self.answer))
         except Exception as error:  # boundary: foreign types, which may raise anything
             words = f"What another process answered cannot be read: {type(error).__name__}: {error}."
-            return Reply(self.number, failed(UserError(words, _CARRIED)))
+            return RpcReply(self.number, failed(UserError(words, _CARRIED)))
 
 
 def unread_there(why: str) -> UserError:
@@ -95,22 +95,22 @@ def pack(frame: Frame) -> bytes:
     """A frame as bytes, its length first. An answer that does not pickle goes as the error that says so."""
     sealed: Frame | _Sealed | _SealedCall = frame
     match frame:
-        case Reply():
+        case RpcReply():
             sealed = _sealed(frame)
-        case Call(number, message):
+        case RpcCall(number, message):
             sealed = _SealedCall(number, pickle.dumps(message))
     body = pickle.dumps(sealed)
     return _LENGTH.pack(len(body)) + body
 
 
-def _sealed(reply: Reply) -> _Sealed:
+def _sealed(reply: RpcReply) -> _Sealed:
     try:
         return _Sealed(reply.number, pickle.dumps(reply.answer))
     except Exception as error:  # boundary: foreign types, which may raise anything
         return _Sealed(reply.number, pickle.dumps(_unsent(reply.answer, error)))
 
 
-def _unsent(answer: Answer, error: Exception) -> Answer:
+def _unsent(answer: WorkerResponse, error: Exception) -> WorkerResponse:
     words = f"A {type(answer.value).__name__} cannot be sent from another process: {error}."
     return replace(failed(UserError(words, _CARRIED)), said=answer.said)
 

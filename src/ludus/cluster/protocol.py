@@ -6,14 +6,14 @@ import pickle
 import traceback
 from dataclasses import dataclass, field
 
-from ludus.cluster.log_forwarding import Said
+from ludus.cluster.log_forwarding import ForwardedRecords
 from ludus.config.schema import Config
 from ludus.engines.base import EngineStats
-from ludus.engines.remote.api_adapters import ServedAdapter
-from ludus.engines.remote.rolling_update import Pin
+from ludus.engines.remote.api_adapters import RemoteAdapter
+from ludus.engines.remote.rolling_update import EpisodePin
 from ludus.errors import LudusError
-from ludus.rollout.build import Play
-from ludus.rollout.scheduler import Job
+from ludus.rollout.build import SamplingPlan
+from ludus.rollout.scheduler import RolloutRequest
 from ludus.types import Task, Trajectory
 
 
@@ -61,7 +61,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class EngineSet:
     """What a worker has to know of the engines: where they are, and what weights they were sent.
 
     `version` is None before any were. A later view has a higher `serial`.
@@ -70,40 +70,40 @@ class View:
     serial: int
     urls: tuple[str, ...]
     version: int | None
-    adapter: ServedAdapter | None
+    adapter: RemoteAdapter | None
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class StartRole:
     """Load everything, and say where you are (`Started`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Follow:
+class UpdateEngines:
     """Sample from these engines from now on."""
 
-    view: View
+    view: EngineSet
 
 
 @dataclass(frozen=True, slots=True)
 class PlayJob:
     """Play one attempt; the answer is its `Trajectory`. It stays where `pin` says, if that says anything."""
 
-    job: Job
-    play: Play
-    pin: Pin | None = None
+    job: RolloutRequest
+    play: SamplingPlan
+    pin: EpisodePin | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreJob:
-    """Score what was played; the answer is its `Scores`."""
+    """Score what was played; the answer is its `RewardScores`."""
 
     task: Task
     trajectory: Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class RewardScores:
     """The rewards of a trajectory: its parts, their weighted sum, and the seconds that they took."""
 
     parts: dict[str, float]
@@ -113,11 +113,11 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Say that you are there (`Pulse`)."""
+    """Say that you are there (`Heartbeat`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class Heartbeat:
     """A sign of life: what an engine has done since its start, and how many requests are under way."""
 
     stats: EngineStats = field(default_factory=EngineStats)
@@ -125,15 +125,15 @@ class Pulse:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Shutdown:
     """Close everything."""
 
 
-Message = Begin | Follow | PlayJob | ScoreJob | Ping | Stop
+Message = StartRole | UpdateEngines | PlayJob | ScoreJob | Ping | Shutdown
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WorkerResponse:
     """What a role answers: a value, or the error that it met; `late` where a time limit was its cause.
 
     `said` is what its process has logged lately.
@@ -142,7 +142,7 @@ class Answer:
     value: object = None
     error: LudusError | None = None
     late: bool = False
-    said: tuple[Said, ...] = ()
+    said: tuple[ForwardedRecords, ...] = ()
 
     def take(self) -> object:
         """The value. Raises the error, as it was over there."""
@@ -151,17 +151,19 @@ class Answer:
         raise self.error from TimeoutError() if self.late else None
 
 
-def failed(error: Exception) -> Answer:
+def failed(error: Exception) -> WorkerResponse:
     """The answer that carries an error with its own words, in whatever process it is read."""
     if not isinstance(error, LudusError):
         trace = "".join(traceback.format_exception(error)).strip()
-        return Answer(error=LudusError(f"A fault in another process: {type(error).__name__}: {error}", trace))
+        return WorkerResponse(
+            error=LudusError(f"A fault in another process: {type(error).__name__}: {error}", trace)
+        )
     late = isinstance(error.__cause__, TimeoutError)
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # boundary: a class that does not pickle travels as the one that it is a kind of
-        return Answer(error=_plain(error), late=late)
-    return Answer(error=error, late=late)
+        return WorkerResponse(error=_plain(error), late=late)
+    return WorkerResponse(error=error, late=late)
 
 
 def _plain(error: LudusError) -> LudusError:

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ludus.cluster.handles import Needs, Remote, RoleLost
+from ludus.cluster.handles import ResourceRequest, WorkerDied, WorkerHandle
 from ludus.cluster.log_forwarding import listen, repeat
 from ludus.cluster.pickle_rpc import unread_there
-from ludus.cluster.protocol import Answer, Message, Spec, Started
-from ludus.cluster.workers import Host
+from ludus.cluster.protocol import Message, Spec, Started, WorkerResponse
+from ludus.cluster.workers import WorkerServer
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.errors import LudusError, UserError
 
@@ -30,15 +30,15 @@ _AT_ONCE = 10_000
 """Messages that an actor may have at work at once: episodes are bounded elsewhere."""
 
 
-class Actor:
+class RayActor:
     """A role in a process of Ray's."""
 
     def __init__(self, spec: Spec) -> None:
         import ray
 
-        self._host = Host(spec, str(ray.util.get_node_ip_address()), listen())
+        self._host = WorkerServer(spec, str(ray.util.get_node_ip_address()), listen())
 
-    async def call(self, number: int, message: Message) -> Answer:
+    async def call(self, number: int, message: Message) -> WorkerResponse:
         """The answer to a message."""
         return await self._host.call(number, message)
 
@@ -48,7 +48,7 @@ class Actor:
 
 
 class _Method(Protocol):
-    def remote(self, number: int, message: Message | None = None) -> Awaitable[Answer]: ...
+    def remote(self, number: int, message: Message | None = None) -> Awaitable[WorkerResponse]: ...
 
 
 class _Handle(Protocol):
@@ -62,27 +62,27 @@ class _Handle(Protocol):
 
 
 @dataclass
-class RayRemote:
+class RayWorkerHandle:
     """An actor."""
 
     name: str
     actor: _Handle
-    needs: Needs
+    needs: ResourceRequest
     _number: int = 0
     _where: Started | None = None
 
     async def call(self, message: Message, deadline_s: float) -> object:
-        """What it answers; see `Remote`."""
+        """What it answers; see `WorkerHandle`."""
         from ray.exceptions import RayError
 
         self._number += 1
         number = self._number
         try:
             async with asyncio.timeout(deadline_s):
-                answer: Answer = await self.actor.call.remote(number, message)
+                answer: WorkerResponse = await self.actor.call.remote(number, message)
         except TimeoutError as error:
             self.actor.cancel.remote(number)
-            raise RoleLost(f"{self.name} gave no answer within {deadline_s:g} s.", self._hint()) from error
+            raise WorkerDied(f"{self.name} gave no answer within {deadline_s:g} s.", self._hint()) from error
         except asyncio.CancelledError:
             self.actor.cancel.remote(number)
             raise
@@ -123,7 +123,7 @@ def _why_no_answer(name: str, error: BaseException) -> LudusError:
 
     if isinstance(error, RayTaskError) and isinstance(error.cause, RaySystemError):
         return unread_there(str(error.cause).splitlines()[0].removeprefix("System error: "))
-    return RoleLost(f"{name} is lost: {_words(error)}")
+    return WorkerDied(f"{name} is lost: {_words(error)}")
 
 
 def _end(pid: int) -> None:
@@ -152,7 +152,7 @@ async def _end_there(where: Started) -> None:
 class RayLauncher:
     """Starts actors in the cluster of the settings, which `__init__` joins or starts. Raises UserError."""
 
-    def __init__(self, config: ClusterConfig, needs: list[Needs]) -> None:
+    def __init__(self, config: ClusterConfig, needs: list[ResourceRequest]) -> None:
         try:
             import ray
         except ImportError as error:
@@ -180,7 +180,7 @@ class RayLauncher:
 
         return str(ray.util.get_node_ip_address()) if len(ray.nodes()) > 1 else ""
 
-    async def start(self, name: str, spec: Spec, needs: Needs) -> Remote:
+    async def start(self, name: str, spec: Spec, needs: ResourceRequest) -> WorkerHandle:
         """An actor on a machine that has what it needs; the cluster may be a while in finding one."""
         import ray
 
@@ -193,7 +193,7 @@ class RayLauncher:
             "max_restarts": 0,
         }
         try:
-            return RayRemote(name, ray.remote(Actor).options(**options).remote(spec), needs)
+            return RayWorkerHandle(name, ray.remote(RayActor).options(**options).remote(spec), needs)
         except (ValueError, TypeError) as error:
             raise LudusError(f"Ray cannot start {name}: {_words(error)}") from error
 
@@ -205,7 +205,7 @@ class RayLauncher:
             await asyncio.to_thread(ray.shutdown)
 
 
-def _start_here(needs: list[Needs]) -> None:
+def _start_here(needs: list[ResourceRequest]) -> None:
     """A cluster of this machine alone, with room for all roles: nobody else is in it."""
     import ray
 

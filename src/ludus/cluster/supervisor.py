@@ -15,14 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from ludus.cluster.handles import Launcher, Needs, Remote, RoleLost
-from ludus.cluster.protocol import EngineSpec, Follow, PlayJob, RewardSpec, View, WorkerSpec
+from ludus.cluster.handles import Launcher, ResourceRequest, WorkerDied, WorkerHandle
+from ludus.cluster.protocol import EngineSet, EngineSpec, PlayJob, RewardSpec, UpdateEngines, WorkerSpec
 from ludus.cluster.reward_pool import RewardWorkers
-from ludus.cluster.worker_pool import Limits, Member, Pool
+from ludus.cluster.worker_pool import PoolLimits, PoolMember, WorkerPool
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.engines.base import EngineStats, WeightCheck
 from ludus.engines.remote.engine import ServerEngine
-from ludus.engines.remote.rolling_update import Rolling
+from ludus.engines.remote.rolling_update import RollingUpdates
 from ludus.errors import EngineError, LudusError, UserError, WorldError
 from ludus.rollout.build import engine_name
 from ludus.rollout.trees import of_each_path
@@ -45,7 +45,7 @@ class WorkerLost(WorldError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClusterPlan:
     """What is to run. `connect` makes the client of the engines at these addresses."""
 
     config: ClusterConfig
@@ -57,24 +57,24 @@ class Plan:
     reward: RewardSpec | None = None
 
     @property
-    def engine_needs(self) -> Needs:
+    def engine_needs(self) -> ResourceRequest:
         """Of an engine."""
         own = self.config
-        return Needs(own.engine_cpus, own.engine_gpus, dict(own.engine_resources))
+        return ResourceRequest(own.engine_cpus, own.engine_gpus, dict(own.engine_resources))
 
     @property
-    def worker_needs(self) -> Needs:
+    def worker_needs(self) -> ResourceRequest:
         """Of a worker."""
-        return Needs(self.config.worker_cpus, 0.0, dict(self.config.worker_resources))
+        return ResourceRequest(self.config.worker_cpus, 0.0, dict(self.config.worker_resources))
 
     @property
-    def reward_needs(self) -> Needs:
+    def reward_needs(self) -> ResourceRequest:
         """Of a reward worker."""
         own = self.config
-        return Needs(own.reward_cpus, own.reward_gpus, dict(own.reward_resources))
+        return ResourceRequest(own.reward_cpus, own.reward_gpus, dict(own.reward_resources))
 
     @property
-    def needs(self) -> list[Needs]:
+    def needs(self) -> list[ResourceRequest]:
         """Of all."""
         engines = [] if self.engine is None else [self.engine_needs] * self.config.engines
         rewards = [] if self.reward is None else [self.reward_needs] * self.config.reward_workers
@@ -82,16 +82,16 @@ class Plan:
 
 
 @dataclass
-class Crowd:
+class WorkerGroup:
     """The roles of a plan. Everything here belongs to one event loop."""
 
-    plan: Plan
+    plan: ClusterPlan
     launcher: Launcher
     server: ServerEngine | None = None
-    engines: Pool = field(init=False)
-    workers: Pool = field(init=False)
+    engines: WorkerPool = field(init=False)
+    workers: WorkerPool = field(init=False)
     rewards: RewardWorkers | None = field(default=None, init=False)
-    rolling: Rolling | None = None
+    rolling: RollingUpdates | None = None
     _serial: int = 0
     _version: int | None = None
     _num_left: int = 0
@@ -100,17 +100,19 @@ class Crowd:
 
     def __post_init__(self) -> None:
         config = self.plan.config
-        limits = Limits(config.start_s, config.silence_s, config.restarts)
+        limits = PoolLimits(config.start_s, config.silence_s, config.restarts)
         count = 0 if self.plan.engine is None else config.engines
-        self.engines = Pool(
+        self.engines = WorkerPool(
             "engine", count, self._start_engine, limits, self._engine_joined, self._engine_left
         )
-        self.workers = Pool("worker", config.workers, self._start_worker, limits, self._worker_joined, _gone)
+        self.workers = WorkerPool(
+            "worker", config.workers, self._start_worker, limits, self._worker_joined, _gone
+        )
         if self.plan.reward is not None:
             self.rewards = RewardWorkers(config, self.plan.reward, self._start_rewards, limits)
 
     @property
-    def pools(self) -> list[Pool]:
+    def pools(self) -> list[WorkerPool]:
         """The roles by their kinds."""
         return [self.engines, self.workers] + ([] if self.rewards is None else [self.rewards.pool])
 
@@ -160,7 +162,7 @@ class Crowd:
             if self.rolling is not None:
                 message = replace(message, pin=await self.rolling.place(name))
             found = await member.remote.call(message, deadline_s)
-        except RoleLost as error:
+        except WorkerDied as error:
             await self.workers.doubt(member, error)
             raise WorkerLost(error.message) from error
         finally:
@@ -186,7 +188,7 @@ class Crowd:
 
         await self.ask(send)
 
-    async def roll(self, lag: int) -> Rolling:
+    async def roll(self, lag: int) -> RollingUpdates:
         """Have engines take weights one by one from now on."""
         assert self.server is not None
         self.rolling = await self.server.roll(lag, self._lives)
@@ -251,18 +253,18 @@ class Crowd:
         await asyncio.gather(*(pool.close() for pool in self.pools))
         await self.launcher.close()
 
-    async def _start_engine(self, number: int) -> Remote:
+    async def _start_engine(self, number: int) -> WorkerHandle:
         assert self.plan.engine is not None
         return await self.launcher.start(f"engine {number}", self.plan.engine, self.plan.engine_needs)
 
-    async def _start_worker(self, number: int) -> Remote:
+    async def _start_worker(self, number: int) -> WorkerHandle:
         return await self.launcher.start(f"worker {number}", self.plan.worker, self.plan.worker_needs)
 
-    async def _start_rewards(self, number: int) -> Remote:
+    async def _start_rewards(self, number: int) -> WorkerHandle:
         assert self.plan.reward is not None
         return await self.launcher.start(f"reward worker {number}", self.plan.reward, self.plan.reward_needs)
 
-    async def _engine_joined(self, member: Member) -> None:
+    async def _engine_joined(self, member: PoolMember) -> None:
         async with self._lock:
             if self.server is None:
                 self.server = await asyncio.to_thread(self.plan.connect, [member.started.url])
@@ -270,7 +272,7 @@ class Crowd:
                 await self.server.join(member.started.url)
             await self._tell_all()
 
-    async def _engine_left(self, member: Member) -> None:
+    async def _engine_left(self, member: PoolMember) -> None:
         if self.server is None or self._closing:
             return
         try:
@@ -282,7 +284,7 @@ class Crowd:
                 self.server.leave(member.started.url)
                 await self._tell_all()
 
-    async def _worker_joined(self, member: Member) -> None:
+    async def _worker_joined(self, member: PoolMember) -> None:
         """Let a worker in that knows the engines as they are."""
         await self._tell(member)
         while member.serial != self._serial:
@@ -293,15 +295,15 @@ class Crowd:
         self._serial += 1
         await asyncio.gather(*(self._tell_or_lose(member) for member in tuple(self.workers.members.values())))
 
-    async def _tell_or_lose(self, member: Member) -> None:
+    async def _tell_or_lose(self, member: PoolMember) -> None:
         try:
             await self._tell(member)
-        except RoleLost as error:
+        except WorkerDied as error:
             await self.workers.lose(member, error)
         except LudusError:  # an engine that it was told of is gone already; the next view says so
             return
 
-    async def _tell(self, member: Member) -> None:
+    async def _tell(self, member: PoolMember) -> None:
         """Each worker begins with another engine, so that they share the load."""
         serial = self._serial
         if self.server is None:
@@ -309,10 +311,10 @@ class Crowd:
             return
         urls = tuple(self.server.urls)
         first = member.number % max(1, len(urls))
-        view = View(serial, urls[first:] + urls[:first], self._version, self.server.adapter)
-        await member.remote.call(Follow(view), self.plan.config.silence_s)
+        view = EngineSet(serial, urls[first:] + urls[:first], self._version, self.server.adapter)
+        await member.remote.call(UpdateEngines(view), self.plan.config.silence_s)
         member.serial = serial
 
 
-async def _gone(member: Member) -> None:
+async def _gone(member: PoolMember) -> None:
     """Nobody has to be told of a worker that left."""

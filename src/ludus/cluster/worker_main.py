@@ -14,9 +14,18 @@ import sys
 import threading
 
 from ludus.cluster.log_forwarding import listen
-from ludus.cluster.pickle_rpc import Call, Cancel, Frame, Hello, Reply, Unread, pack, read_frame
+from ludus.cluster.pickle_rpc import (
+    Frame,
+    RpcCall,
+    RpcCancel,
+    RpcHello,
+    RpcReply,
+    UnreadableMessage,
+    pack,
+    read_frame,
+)
 from ludus.cluster.protocol import failed
-from ludus.cluster.workers import Host
+from ludus.cluster.workers import WorkerServer
 from ludus.engines.models.loading import hide_progress
 
 _HERE = "127.0.0.1"
@@ -28,12 +37,12 @@ def main() -> None:
     os.set_inheritable(descriptor, False)
     line = socket.socket(fileno=descriptor)
     hello = read_frame(line)
-    if isinstance(hello, Hello):
+    if isinstance(hello, RpcHello):
         hide_progress()
-        asyncio.run(_serve(line, Host(hello.spec, _HERE, listen())))
+        asyncio.run(_serve(line, WorkerServer(hello.spec, _HERE, listen())))
 
 
-async def _serve(line: socket.socket, host: Host) -> None:
+async def _serve(line: socket.socket, host: WorkerServer) -> None:
     loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Frame]()
     outbox = queue.SimpleQueue[bytes]()
     threading.Thread(target=_read, args=(line, loop, inbox), daemon=True).start()
@@ -41,23 +50,23 @@ async def _serve(line: socket.socket, host: Host) -> None:
     await attend(inbox, outbox, host)
 
 
-async def attend(inbox: asyncio.Queue[Frame], outbox: queue.SimpleQueue[bytes], host: Host) -> None:
+async def attend(inbox: asyncio.Queue[Frame], outbox: queue.SimpleQueue[bytes], host: WorkerServer) -> None:
     """Have `host` do what comes, and put its answers, packed, into `outbox`. It never returns."""
     calls: set[asyncio.Task[None]] = set()
 
-    async def answer(call: Call) -> None:
-        outbox.put(pack(Reply(call.number, await host.call(call.number, call.message))))
+    async def answer(call: RpcCall) -> None:
+        outbox.put(pack(RpcReply(call.number, await host.call(call.number, call.message))))
 
     while True:
         match await inbox.get():
-            case Call() as call:
+            case RpcCall() as call:
                 task = asyncio.create_task(answer(call))
                 calls.add(task)
                 task.add_done_callback(calls.discard)
                 await asyncio.sleep(0)  # it has begun before what comes next, which may cancel it
-            case Unread(number, error):
-                outbox.put(pack(Reply(number, failed(error))))
-            case Cancel(number=number):
+            case UnreadableMessage(number, error):
+                outbox.put(pack(RpcReply(number, failed(error))))
+            case RpcCancel(number=number):
                 host.cancel(number)
 
 

@@ -16,8 +16,8 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 
-from ludus.cluster.handles import Remote
-from ludus.cluster.protocol import Begin, Ping, Pulse, Started, Stop, failed
+from ludus.cluster.handles import WorkerHandle
+from ludus.cluster.protocol import Heartbeat, Ping, Shutdown, Started, StartRole, failed
 from ludus.errors import LudusError
 
 _PULSE_S = 1.0
@@ -29,23 +29,23 @@ log = logging.getLogger("ludus.cluster")
 
 
 @dataclass(eq=False)
-class Member:
+class PoolMember:
     """A role that is ready. `busy` counts the calls that are under way from here. One that `leaves` ends its
     work first; others that are not kept any more are dead."""
 
     number: int
-    remote: Remote
+    remote: WorkerHandle
     started: Started
     busy: int = 0
     serial: int = -1
     leaves: bool = False
     since: float = field(default_factory=time.monotonic)
-    pulse: Pulse = field(default_factory=Pulse)
+    pulse: Heartbeat = field(default_factory=Heartbeat)
     watch: asyncio.Task[None] | None = None
 
 
 @dataclass(frozen=True)
-class Limits:
+class PoolLimits:
     """`start_s` bounds a start, `silence_s` each ping, `restarts` the losses that are made good one after
     another: they are forgotten where a member has lived for `proven_s`. Between starts that fail it waits for
     `wait_s`, twice as long each time, and never longer than `longest_wait_s`."""
@@ -59,16 +59,16 @@ class Limits:
 
 
 @dataclass
-class Pool:
+class WorkerPool:
     """Members by their number. `start` makes a process for the role of a number."""
 
     kind: str
     target: int
-    start: Callable[[int], Awaitable[Remote]]
-    limits: Limits
-    joined: Callable[[Member], Awaitable[None]]
-    left: Callable[[Member], Coroutine[None, None, None]]
-    members: dict[int, Member] = field(default_factory=dict)
+    start: Callable[[int], Awaitable[WorkerHandle]]
+    limits: PoolLimits
+    joined: Callable[[PoolMember], Awaitable[None]]
+    left: Callable[[PoolMember], Coroutine[None, None, None]]
+    members: dict[int, PoolMember] = field(default_factory=dict)
     num_lost: int = 0
     num_gone: int = 0
     """Members that were lost, or left."""
@@ -110,14 +110,14 @@ class Pool:
         """Wait until one is ready. Raises what it failed by."""
         await self._until(lambda: bool(self.members))
 
-    async def take(self, most: int) -> Member:
+    async def take(self, most: int) -> PoolMember:
         """The least busy member with fewer than `most` calls under way; it has one more then."""
         await self._until(lambda: any(m.busy < most for m in self.members.values()))
         member = min(self.members.values(), key=lambda m: (m.busy, m.number))
         member.busy += 1
         return member
 
-    async def give_back(self, member: Member) -> None:
+    async def give_back(self, member: PoolMember) -> None:
         """A call is over."""
         member.busy -= 1
         await self._tell()
@@ -126,7 +126,7 @@ class Pool:
         """Ask every member at once whether it is there."""
         await asyncio.gather(*(self._ping(member) for member in tuple(self.members.values())))
 
-    async def lose(self, member: Member, error: LudusError) -> None:
+    async def lose(self, member: PoolMember, error: LudusError) -> None:
         """End a member that does not answer, and replace it, also where whoever calls is cancelled."""
         if self.members.get(member.number) is not member:
             return
@@ -140,7 +140,7 @@ class Pool:
         ending.add_done_callback(self._ending.discard)
         await asyncio.shield(ending)
 
-    def retire(self, member: Member, error: LudusError) -> None:
+    def retire(self, member: PoolMember, error: LudusError) -> None:
         """Replace a member that can take no more work: what is under way there ends first. It is no loss."""
         if self.members.get(member.number) is not member:
             return
@@ -148,7 +148,7 @@ class Pool:
         self.let_go(member)
         self.keep()
 
-    async def doubt(self, member: Member, error: LudusError) -> None:
+    async def doubt(self, member: PoolMember, error: LudusError) -> None:
         """A call at a member has failed: lose it, unless the call was late and the member answers a ping."""
         if isinstance(error.__cause__, TimeoutError):
             await self._ping(member)
@@ -185,14 +185,14 @@ class Pool:
 
     async def _start(self) -> bool:
         """Whether a member has started."""
-        remote: Remote | None = None
+        remote: WorkerHandle | None = None
         number = self._number
         self._number += 1
         try:
             remote = await self.start(number)
-            started = await remote.call(Begin(), self.limits.start_s)
+            started = await remote.call(StartRole(), self.limits.start_s)
             assert isinstance(started, Started)
-            member = Member(number, remote, started)
+            member = PoolMember(number, remote, started)
             await self._while_it_answers(member, self._join(member))
         except asyncio.CancelledError:
             if remote is not None:
@@ -205,7 +205,7 @@ class Pool:
             return False
         return True
 
-    async def _while_it_answers(self, member: Member, work: Coroutine[None, None, None]) -> None:
+    async def _while_it_answers(self, member: PoolMember, work: Coroutine[None, None, None]) -> None:
         """Do something about a member, as long as that answers. Raises what this or a ping meets."""
         doing = asyncio.create_task(work)
         silence = asyncio.create_task(self._silence(member))
@@ -219,7 +219,7 @@ class Pool:
             raise silence.result()
         doing.result()
 
-    async def _join(self, member: Member) -> None:
+    async def _join(self, member: PoolMember) -> None:
         """Nothing may come between `joined` and the list: a member hears of all that comes later."""
         await self.joined(member)
         self._ever = True
@@ -228,7 +228,7 @@ class Pool:
         where = member.started
         log.info("%s %d runs at %s (%d)", self.kind, member.number, where.host, where.pid)
 
-    async def _silence(self, member: Member) -> LudusError:
+    async def _silence(self, member: PoolMember) -> LudusError:
         """What a ping meets, once a member does not answer one any more."""
         while True:
             await asyncio.sleep(_PULSE_S)
@@ -237,7 +237,7 @@ class Pool:
             except LudusError as error:
                 return error
 
-    async def _end(self, member: Member) -> None:
+    async def _end(self, member: PoolMember) -> None:
         await member.remote.kill()
         self.keep()
         await self._tell()
@@ -266,33 +266,33 @@ class Pool:
         )
         await self._tell()
 
-    async def _watch(self, member: Member) -> None:
+    async def _watch(self, member: PoolMember) -> None:
         while self.members.get(member.number) is member:
             await self._ping(member)
             await asyncio.sleep(_PULSE_S)
 
-    async def _ping(self, member: Member) -> None:
+    async def _ping(self, member: PoolMember) -> None:
         try:
             pulse = await member.remote.call(Ping(), self.limits.silence_s)
         except LudusError as error:
             self.later(self.lose(member, error))
             return
-        assert isinstance(pulse, Pulse)
+        assert isinstance(pulse, Heartbeat)
         member.pulse = pulse
 
-    def _drop(self, member: Member) -> None:
+    def _drop(self, member: PoolMember) -> None:
         self.members.pop(member.number, None)
         self.num_gone += 1
         if member.watch is not None and member.watch is not asyncio.current_task():
             member.watch.cancel()
 
-    def let_go(self, member: Member) -> None:
+    def let_go(self, member: PoolMember) -> None:
         """Have a member end its work, and stop it."""
         member.leaves = True
         self._drop(member)
         self.later(self._drain(member))
 
-    async def _drain(self, member: Member) -> None:
+    async def _drain(self, member: PoolMember) -> None:
         """Let what is under way at a member end, then stop it."""
         try:
             async with asyncio.timeout(_DRAIN_S):
@@ -304,14 +304,14 @@ class Pool:
         finally:
             await self._stop(member.remote)
 
-    async def _under_way(self, member: Member) -> int:
+    async def _under_way(self, member: PoolMember) -> int:
         pulse = await member.remote.call(Ping(), self.limits.silence_s)
-        assert isinstance(pulse, Pulse)
+        assert isinstance(pulse, Heartbeat)
         return pulse.under_way
 
-    async def _stop(self, remote: Remote) -> None:
+    async def _stop(self, remote: WorkerHandle) -> None:
         try:
-            await remote.call(Stop(), _GOODBYE_S)
+            await remote.call(Shutdown(), _GOODBYE_S)
         except LudusError as error:
             log.info("a %s did not stop by itself: %s", self.kind, error)
         finally:

@@ -1,7 +1,8 @@
 """What runs in the other processes: an engine behind HTTP, a worker that plays episodes, or one that scores.
 
-A `Host` holds one role. Takes messages, each under a number of the sender's. Gives one answer to each, in the
-order in which they are done. Never raises: what goes wrong is an answer, with the words of what went wrong.
+A `WorkerServer` holds one role. Takes messages, each under a number of the sender's. Gives one answer to
+each, in the order in which they are done. Never raises: what goes wrong is an answer, with the words of what
+went wrong.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ludus.chat.render import Renderer, TemplateRenderer
-from ludus.cluster.log_forwarding import Ear
+from ludus.cluster.log_forwarding import LogForwarder
 from ludus.cluster.protocol import (
-    Answer,
-    Begin,
+    EngineSet,
     EngineSpec,
-    Follow,
+    Heartbeat,
     Message,
     Ping,
     PlayJob,
-    Pulse,
+    RewardScores,
     RewardSpec,
     ScoreJob,
-    Scores,
+    Shutdown,
     Spec,
     Started,
-    Stop,
-    View,
+    StartRole,
+    UpdateEngines,
+    WorkerResponse,
     WorkerSpec,
     failed,
 )
@@ -44,10 +45,10 @@ from ludus.envs.base import Closes, World, room_of
 from ludus.envs.registry import build_world, sandbox_settings
 from ludus.errors import LudusError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rollout.build import Play, engine_name, engine_scheduler
+from ludus.rollout.build import SamplingPlan, engine_name, engine_scheduler
 from ludus.rollout.episode import scored
 from ludus.rollout.ledger import Ledger
-from ludus.rollout.reward_executor import ProcessScoring
+from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.scheduler import Scheduler
 from ludus.sandbox import open_sandbox
 from ludus.tools.base import shared_by
@@ -62,14 +63,14 @@ from ludus.training.run.session import (
 if TYPE_CHECKING:
     import uvicorn
 
-    from ludus.gateway.service import Service
+    from ludus.gateway.service import CompletionService
 
 UNSENT = -1
 """The version of an engine that was sent no weights: no trainer ever sends it."""
 _NAME = "policy"
 
 
-class Role(Protocol):
+class Worker(Protocol):
     """What a process is for."""
 
     async def do(self, message: Message) -> object:
@@ -78,7 +79,7 @@ class Role(Protocol):
 
 
 @dataclass
-class Host:
+class WorkerServer:
     """The end of the line in a role's process. It listens to others at `address`.
 
     What `ear`, where given, has heard goes with the answers that somebody always waits for.
@@ -86,34 +87,34 @@ class Host:
 
     spec: Spec
     address: str
-    ear: Ear | None = None
-    _role: Role = field(init=False)
+    ear: LogForwarder | None = None
+    _role: Worker = field(init=False)
     _tasks: dict[int, asyncio.Task[object]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         match self.spec:
             case EngineSpec() as spec:
-                self._role = EngineRole(spec, self.address)
+                self._role = EngineWorker(spec, self.address)
             case WorkerSpec() as spec:
-                self._role = WorkerRole(spec, self.address)
+                self._role = RolloutWorker(spec, self.address)
             case RewardSpec() as spec:
-                self._role = RewardRole(spec, self.address)
+                self._role = RewardWorker(spec, self.address)
 
-    async def call(self, number: int, message: Message) -> Answer:
+    async def call(self, number: int, message: Message) -> WorkerResponse:
         """The answer to a message."""
         answer = await self._answer(number, message)
-        if self.ear is None or not isinstance(message, Begin | Ping | Stop):
+        if self.ear is None or not isinstance(message, StartRole | Ping | Shutdown):
             return answer
         return replace(answer, said=self.ear.take())
 
-    async def _answer(self, number: int, message: Message) -> Answer:
+    async def _answer(self, number: int, message: Message) -> WorkerResponse:
         task = self._tasks[number] = asyncio.ensure_future(self._role.do(message))
         try:
             await asyncio.wait({task})
-            return Answer(task.result())
+            return WorkerResponse(task.result())
         except asyncio.CancelledError:
             task.cancel()
-            return Answer(error=LudusError("It was cancelled."))
+            return WorkerResponse(error=LudusError("It was cancelled."))
         except Exception as error:  # boundary: the cause goes to whoever sent the message
             return failed(error)
         finally:
@@ -132,23 +133,23 @@ def _enter(folder: str) -> None:
 
 
 @dataclass
-class EngineRole:
+class EngineWorker:
     """An embedded engine of a run's model, served to whoever may reach `address`."""
 
     spec: EngineSpec
     address: str
-    _service: Service | None = field(default=None, init=False)
+    _service: CompletionService | None = field(default=None, init=False)
     _server: uvicorn.Server | None = field(default=None, init=False)
     _serving: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def do(self, message: Message) -> object:
         """Begin, say how it goes, or stop."""
         match message:
-            case Begin():
+            case StartRole():
                 return self._begin()
             case Ping() if self._service is not None:
-                return Pulse(self._service.engine.stats(), self._service.num_under_way)
-            case Stop():
+                return Heartbeat(self._service.engine.stats(), self._service.num_under_way)
+            case Shutdown():
                 await self._stop()
                 return None
         raise LudusError(f"An engine knows nothing of {type(message).__name__}.")
@@ -156,8 +157,9 @@ class EngineRole:
     def _begin(self) -> Started:
         from ludus.gateway.app import make_app
         from ludus.gateway.endpoints import error_response
-        from ludus.gateway.limits import http_server, listening, model_limits
-        from ludus.gateway.service import Service, served_model
+        from ludus.gateway.limits import http_server, model_limits
+        from ludus.gateway.listening import listening
+        from ludus.gateway.service import CompletionService, served_model
 
         config, source = self.spec.config, self.spec.source
         _enter(self.spec.folder)
@@ -170,7 +172,7 @@ class EngineRole:
         engine = LocalEngine(model, tokenizer, settings, version=UNSENT, copy=False)
         renderer = TemplateRenderer(tokenizer, config.env.tool_parser) if tokenizer.chat_template else None
         served = served_model(model, tokenizer, _NAME, source, renderer)
-        self._service = Service(engine, served, self.spec.token)
+        self._service = CompletionService(engine, served, self.spec.token)
         listener = listening(self.address, 0)
         app = make_app(self._service, model)
         self._server = http_server(app, model_limits(engine.context_tokens), error_response)
@@ -200,7 +202,7 @@ def sandbox_of(config: Config) -> SandboxConfig:
 
 
 @dataclass
-class WorkerRole:
+class RolloutWorker:
     """Environments, and episodes played in them with the engines of a view.
 
     Rewards are computed beside it where the run has no workers for them.
@@ -209,26 +211,26 @@ class WorkerRole:
     spec: WorkerSpec
     address: str
     _world: World | None = field(default=None, init=False)
-    _scoring: ProcessScoring | None = field(default=None, init=False)
+    _scoring: ProcessRewardExecutor | None = field(default=None, init=False)
     _renderer: Renderer | None = field(default=None, init=False)
     _engine: ServerEngine | None = field(default=None, init=False)
     _serial: int = field(default=-1, init=False)
-    _schedulers: dict[Play, Scheduler] = field(default_factory=dict, init=False)
+    _schedulers: dict[SamplingPlan, Scheduler] = field(default_factory=dict, init=False)
     _playing: int = field(default=0, init=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def do(self, message: Message) -> object:
         """Begin, follow the engines, play, say how it goes, or stop."""
         match message:
-            case Begin():
+            case StartRole():
                 return self._begin()
-            case Follow(view=view):
+            case UpdateEngines(view=view):
                 await self._follow(view)
             case PlayJob():
                 return await self._play(message)
             case Ping():
-                return Pulse(under_way=self._playing)
-            case Stop():
+                return Heartbeat(under_way=self._playing)
+            case Shutdown():
                 await self._stop()
         return None
 
@@ -237,12 +239,12 @@ class WorkerRole:
         _enter(spec.folder)
         set_up_compute(config)
         self._world = build_world(config.env, config.rollout, sandbox_of(config))
-        self._scoring = ProcessScoring.of(config)
+        self._scoring = ProcessRewardExecutor.of(config)
         tokenizer = load_tokenizer(spec.source, needs_template=config.env.rendering == "chat")
         self._renderer = make_renderer(config.env, tokenizer)
         return Started(self.address, os.getpid())
 
-    async def _follow(self, view: View) -> None:
+    async def _follow(self, view: EngineSet) -> None:
         async with self._lock:
             if view.serial <= self._serial or not view.urls:
                 return
@@ -270,7 +272,7 @@ class WorkerRole:
         finally:
             self._playing -= 1
 
-    def _scheduler(self, play: Play) -> Scheduler:
+    def _scheduler(self, play: SamplingPlan) -> Scheduler:
         """One without lock-step: turns of other workers' episodes are not known here."""
         if self._world is None or self._renderer is None or self._engine is None:
             raise WorldError("A worker was told to play before it knew an engine.")
@@ -289,7 +291,7 @@ class WorkerRole:
 
 
 @dataclass
-class RewardRole:
+class RewardWorker:
     """The rewards of a world, on threads of their own, so that a long verifier does not look like a hang."""
 
     spec: RewardSpec
@@ -304,7 +306,7 @@ class RewardRole:
     async def do(self, message: Message) -> object:
         """Begin, score, say how it goes, or stop."""
         match message:
-            case Begin():
+            case StartRole():
                 config = self.spec.config
                 _enter(self.spec.folder)
                 set_up_compute(config)
@@ -313,15 +315,15 @@ class RewardRole:
             case ScoreJob():
                 return await self._score(message)
             case Ping():
-                return Pulse(under_way=self._scoring)
-            case Stop():
+                return Heartbeat(under_way=self._scoring)
+            case Shutdown():
                 self._threads.shutdown(wait=False, cancel_futures=True)
                 if isinstance(self._world, Closes):
                     await self._world.close()
                 return None
         raise LudusError(f"A reward worker knows nothing of {type(message).__name__}.")
 
-    async def _score(self, message: ScoreJob) -> Scores:
+    async def _score(self, message: ScoreJob) -> RewardScores:
         if self._world is None:
             raise WorldError("A reward worker was told to score before it had its world.")
         self._scoring += 1
@@ -332,7 +334,7 @@ class RewardRole:
             self._scoring -= 1
 
 
-def _scores(rewards: Sequence[Reward], message: ScoreJob) -> Scores:
+def _scores(rewards: Sequence[Reward], message: ScoreJob) -> RewardScores:
     begin = time.perf_counter()
     judged = scored(rewards, message.task, message.trajectory)
-    return Scores(dict(judged.rewards), judged.reward, time.perf_counter() - begin)
+    return RewardScores(dict(judged.rewards), judged.reward, time.perf_counter() - begin)

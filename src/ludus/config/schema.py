@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from ludus.config.sections.algorithm import (
     AlgorithmConfig,
     CriticConfig,
-    ExpertsConfig,
+    DemonstrationsConfig,
     KlControlConfig,
     TeacherConfig,
 )
@@ -78,7 +78,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     kl_control: KlControlConfig = KlControlConfig()
     teacher: TeacherConfig = TeacherConfig()
-    experts: ExpertsConfig = ExpertsConfig()
+    experts: DemonstrationsConfig = DemonstrationsConfig()
     training: TrainingConfig = TrainingConfig()
     staleness: StalenessConfig = StalenessConfig()
     rewards: RewardsConfig = RewardsConfig()

@@ -163,7 +163,7 @@ def combined(now: Mapping[Key, EngineStats], before: Mapping[Key, EngineStats]) 
 
 
 @runtime_checkable
-class Measured(Protocol):
+class RemoteStats(Protocol):
     """An engine elsewhere, whose `stats` are as of the last time that they were fetched."""
 
     async def measure(self) -> None:
@@ -173,13 +173,13 @@ class Measured(Protocol):
 
 async def counted(engine: Engine) -> EngineStats:
     """What an engine has done since the last call, up to now."""
-    if isinstance(engine, Measured):
+    if isinstance(engine, RemoteStats):
         await engine.measure()
     return engine.stats(reset=True)
 
 
 @runtime_checkable
-class GivesUpCache(Protocol):
+class Sleepable(Protocol):
     """An engine that shares its device with a learner, and leaves it the memory of its cache."""
 
     async def give_up_cache(self) -> None:
@@ -188,7 +188,7 @@ class GivesUpCache(Protocol):
 
 
 @runtime_checkable
-class Rests(Protocol):
+class Throttleable(Protocol):
     """An engine in the learner's process, that can leave it more of the cores and memory both use."""
 
     def rest(self, times: float) -> None:
@@ -243,7 +243,7 @@ class RollingUpdate(Protocol):
 
 
 @runtime_checkable
-class Rolls(Protocol):
+class SupportsRollingUpdate(Protocol):
     """Several engines, of which each may hold a version of its own."""
 
     @property

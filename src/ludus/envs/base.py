@@ -10,7 +10,7 @@ from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import TurnVerifier
 from ludus.sandbox.base import BoundsSessions, Sandbox
-from ludus.tasks.order import Order, TaskOrder
+from ludus.tasks.order import TaskOrder, TaskSequence
 from ludus.tools.base import Tool
 from ludus.types import Action, DataClass, Message, StepResult, Task, ToolOutcome
 
@@ -40,7 +40,7 @@ class Environment(Protocol):
 
 
 @runtime_checkable
-class Anchored(Protocol):
+class HasStateKey(Protocol):
     """An environment that can name the state that it is in, for advantages that compare equal states."""
 
     def anchor(self) -> str:
@@ -72,7 +72,7 @@ def turn_verifier_of(world: World) -> TurnVerifier | None:
 
 
 @runtime_checkable
-class GradesAgain(Protocol):
+class Regradable(Protocol):
     """An environment whose verdict is an outcome that it leaves: what it judged can be judged once more."""
 
     async def grade_again(self) -> ToolOutcome | None:
@@ -201,12 +201,12 @@ class SetsBounds(Protocol):
 class OrdersTasks(Protocol):
     """A world that says which training task comes when: a mixture."""
 
-    def order(self, seed: int, chunk: int, num_chunks: int) -> Order:
+    def order(self, seed: int, chunk: int, num_chunks: int) -> TaskSequence:
         """For a run of `num_chunks` steps of `chunk` tasks. Raises ConfigError for too few tasks."""
         ...
 
 
-def order_of(world: World, seed: int, chunk: int, num_chunks: int) -> Order:
+def order_of(world: World, seed: int, chunk: int, num_chunks: int) -> TaskSequence:
     """The order of the training tasks for a run of `num_chunks` steps of `chunk` tasks, at least as many."""
     if isinstance(world, OrdersTasks):
         return world.order(seed, chunk, num_chunks)
@@ -256,7 +256,7 @@ def runs_programs(world: World) -> bool:
 
 
 @runtime_checkable
-class HoldsSessions(Protocol):
+class LimitsConcurrency(Protocol):
     """A world whose episodes each hold a session of a sandbox from their start to their end."""
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class TaskShape:
     """What makes a task different.
 
     `form` is what is asked, without identifiers, names and numbers; `shape` the solution without values.
@@ -28,9 +28,9 @@ class Variety:
     num_shapes: int
 
 
-def variety(looks: Iterable[Look]) -> dict[str, Variety]:
+def variety(looks: Iterable[TaskShape]) -> dict[str, Variety]:
     """The variety of each level, levels in order."""
-    by_level: dict[str, list[Look]] = defaultdict(list)
+    by_level: dict[str, list[TaskShape]] = defaultdict(list)
     for look in looks:
         by_level[look.level].append(look)
     return {
@@ -39,7 +39,7 @@ def variety(looks: Iterable[Look]) -> dict[str, Variety]:
     }
 
 
-def variety_lines(splits: Iterable[tuple[str, Iterable[Look]]], form: str) -> list[str]:
+def variety_lines(splits: Iterable[tuple[str, Iterable[TaskShape]]], form: str) -> list[str]:
     """A table of all splits by level; `form` is the word for what is asked, such as "questions"."""
     lines = [f"split        level  tasks  {form}  solutions"]
     for split, looks in splits:

@@ -17,17 +17,17 @@ from ludus.config.schema import Config
 from ludus.config.sections.mixture import BUDGETS, MIXTURE, MemberConfig
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.envs.base import (
-    Anchored,
     Closes,
     Demonstrates,
     Demonstration,
     EmitsTurnRewards,
     Environment,
-    GradesAgain,
-    HoldsSessions,
+    HasStateKey,
+    LimitsConcurrency,
     OffersCheats,
     OffersOtherWays,
     OffersParaphrases,
+    Regradable,
     ShowsTasks,
     UsesSandbox,
     World,
@@ -39,7 +39,7 @@ from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import Progress, TurnVerifier
 from ludus.sandbox.base import Sandbox
-from ludus.tasks.mixture import MixtureOrder, Pool, Shares
+from ludus.tasks.mixture import MixtureOrder, Shares, TaskPool
 from ludus.tools.base import Tool
 from ludus.types import WORLD_TAG, Action, Message, StepResult, Task, ToolOutcome, Trajectory
 
@@ -49,7 +49,7 @@ _BELOW_ONE = math.nextafter(1.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Member:
+class MixtureMember:
     """A world of a mixture: its name there, its weight at the first and the last step, its bounds."""
 
     name: str
@@ -113,13 +113,13 @@ class MemberEnvironment:
         await self._environment.close()
 
 
-class AnchoredEnvironment(MemberEnvironment):
+class KeyedEnvironment(MemberEnvironment):
     """An episode in a world that names its states."""
 
     def anchor(self) -> str:
         """The state as the world names it."""
         named = self._environment
-        return named.anchor() if isinstance(named, Anchored) else ""
+        return named.anchor() if isinstance(named, HasStateKey) else ""
 
 
 class GradedEnvironment(MemberEnvironment):
@@ -128,18 +128,18 @@ class GradedEnvironment(MemberEnvironment):
     async def grade_again(self) -> ToolOutcome | None:
         """The world's verdict once more."""
         judge = self._environment
-        return await judge.grade_again() if isinstance(judge, GradesAgain) else None
+        return await judge.grade_again() if isinstance(judge, Regradable) else None
 
 
-class AnchoredGradedEnvironment(AnchoredEnvironment, GradedEnvironment):
+class KeyedGradedEnvironment(KeyedEnvironment, GradedEnvironment):
     """An episode in a world that does both."""
 
 
 _KINDS: dict[tuple[bool, bool], type[MemberEnvironment]] = {
     (False, False): MemberEnvironment,
-    (True, False): AnchoredEnvironment,
+    (True, False): KeyedEnvironment,
     (False, True): GradedEnvironment,
-    (True, True): AnchoredGradedEnvironment,
+    (True, True): KeyedGradedEnvironment,
 }
 """By whether the world's environment names its states, and whether it grades again."""
 
@@ -148,7 +148,7 @@ _KINDS: dict[tuple[bool, bool], type[MemberEnvironment]] = {
 class MixedWorld:
     """Several worlds as one. Splits are those of any of them, tasks of a split in turns."""
 
-    members: Sequence[Member]
+    members: Sequence[MixtureMember]
     name: str = MIXTURE
     _tasks: dict[str, tuple[Task, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -200,10 +200,10 @@ class MixedWorld:
         member = self.member_of(task)
         own = member.own(task)
         environment = member.world.environment(own)
-        kind = _KINDS[isinstance(environment, Anchored), isinstance(environment, GradesAgain)]
+        kind = _KINDS[isinstance(environment, HasStateKey), isinstance(environment, Regradable)]
         return kind(environment, own, self.rewards)
 
-    def member_of(self, task: Task) -> Member:
+    def member_of(self, task: Task) -> MixtureMember:
         """The world that a task is of; the first one for a task of none."""
         name = task.tags.get(WORLD_TAG)
         return next((member for member in self.members if member.name == name), self.members[0])
@@ -217,7 +217,7 @@ class MixedWorld:
         pools = []
         for member in self.members:
             mine = [task for task in self.tasks("train") if task.tags[WORLD_TAG] == member.name]
-            pools.append(Pool(member.name, mine, member.weight, member.weight_end))
+            pools.append(TaskPool(member.name, mine, member.weight, member.weight_end))
         return MixtureOrder(pools, seed, chunk, num_chunks)
 
     def demonstrations(self, seed: int) -> Iterator[Demonstration]:
@@ -233,7 +233,7 @@ class MixedWorld:
                     "Pass dialogues in a file (sft.dialogues), or start from a model (model.path).",
                 )
             streams.append(member.world.demonstrations(seed))
-        pools = [Pool(member.name, (), member.weight) for member in self.members]
+        pools = [TaskPool(member.name, (), member.weight) for member in self.members]
         for turn in Shares(pools).turns():
             shown = next(streams[turn], None)
             if shown is None:
@@ -287,7 +287,7 @@ class MixedWorld:
     @property
     def episodes_at_once(self) -> int | None:
         """The least that one of the worlds has room for."""
-        rooms = [m.world.episodes_at_once for m in self.members if isinstance(m.world, HoldsSessions)]
+        rooms = [m.world.episodes_at_once for m in self.members if isinstance(m.world, LimitsConcurrency)]
         return min((room for room in rooms if room is not None), default=None)
 
     async def close(self) -> None:
@@ -313,7 +313,7 @@ def worlds_in(world: World, config: Config) -> list[tuple[World, Config]]:
     return [(member.world, _alone(config, member)) for member in world.members]
 
 
-def _alone(config: Config, member: Member) -> Config:
+def _alone(config: Config, member: MixtureMember) -> Config:
     own = config.env.mixture[member.name]
     env = {"name": own.world or member.name, "settings": own.settings, "mixture": {}}
     return config.model_copy(update={"env": config.env.model_copy(update=env), "rollout": member.rollout})
@@ -342,12 +342,12 @@ def _full(rewards: Sequence[Reward]) -> float:
     return sum(part.weight for part in rewards if part.outcome)
 
 
-def _own_view(member: Member, task: Task, trajectory: Trajectory) -> Trajectory:
+def _own_view(member: MixtureMember, task: Task, trajectory: Trajectory) -> Trajectory:
     own = member.own(task)
     return replace(trajectory, task_id=own.id, tags=dict(own.tags))
 
 
-def _own_parts(member: Member) -> Iterator[Reward]:
+def _own_parts(member: MixtureMember) -> Iterator[Reward]:
     """The parts that only this world has. Several outcomes are reported one by one as well."""
     rewards = member.world.rewards
     full = _full(rewards)
@@ -362,7 +362,7 @@ def _own_parts(member: Member) -> Iterator[Reward]:
 class _Own:
     """A world's reward, called with its own task."""
 
-    member: Member
+    member: MixtureMember
     part: Reward
 
     def __call__(self, task: Task, trajectory: Trajectory) -> float:

@@ -14,8 +14,8 @@ from typing import Any
 
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.config.sections.sandbox import SandboxConfig
-from ludus.envs.base import Closes, HoldsSessions, UsesSandbox, World, runs_programs
-from ludus.envs.mixture import Member, MixedWorld, bounded, check_tools
+from ludus.envs.base import Closes, LimitsConcurrency, UsesSandbox, World, runs_programs
+from ludus.envs.mixture import MixedWorld, MixtureMember, bounded, check_tools
 from ludus.envs.toolbox import ToolLimits, describe_error
 from ludus.errors import ConfigError, LudusError, UserError, did_you_mean
 from ludus.rewards.base import check_rewards
@@ -77,7 +77,7 @@ def _mixture(env: EnvConfig, rollout: RolloutConfig) -> MixedWorld:
                 error.message.replace("env.settings", place),
                 f"{error.hint.replace('env.settings', place)} (The world is env.mixture.{name}.)",
             ) from error
-        members.append(Member(name, world, own, member.weight, member.weight_end))
+        members.append(MixtureMember(name, world, own, member.weight, member.weight_end))
     return MixedWorld(tuple(members))
 
 
@@ -124,7 +124,7 @@ def check_sandbox(config: SandboxConfig, world: World) -> None:
         sandbox = _sandbox(config)
         try:
             await python_inside(sandbox)
-            if any(isinstance(one, HoldsSessions) for one in worlds):
+            if any(isinstance(one, LimitsConcurrency) for one in worlds):
                 await (await sandbox.session("shell")).close()
         finally:
             await sandbox.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from ludus.envs.toolbox import Toolbox, ToolLimits
+from ludus.envs.toolbox import ToolExecutor, ToolLimits
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus
@@ -41,7 +41,7 @@ class ToolEnv:
     ) -> None:
         self.tools = tools
         self.rewards = rewards
-        self._toolbox = Toolbox(tools, limits or ToolLimits())
+        self._toolbox = ToolExecutor(tools, limits or ToolLimits())
         self._resources = resources
         self._ending = {tool.name for tool in tools if tool.traits.ends}
 

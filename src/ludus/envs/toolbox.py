@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from threading import Thread
 
 from ludus.errors import EngineError, ToolFault, UserError, WorldError
-from ludus.sandbox.local.pausable_timeout import Clock, under
+from ludus.sandbox.local.pausable_timeout import PausableClock, under
 from ludus.tools.base import PATIENCE, ArgumentError, Tool, ToolError
 from ludus.types import Action, CallError, ToolCall, ToolOutcome, ToolStatus
 
@@ -58,7 +58,7 @@ class _Begun:
 
 
 @dataclass
-class Toolbox:
+class ToolExecutor:
     """The tools of one episode. Raises UserError where two share a name."""
 
     tools: Sequence[Tool]
@@ -112,7 +112,7 @@ class Toolbox:
 
     async def _within_deadline(self, tool: Tool, arguments: Mapping[str, object], begun: _Begun) -> _Reply:
         timeout_s = self.limits.deadline_s(tool)
-        clock = Clock(timeout_s)
+        clock = PausableClock(timeout_s)
         with under(clock):
             work = asyncio.get_running_loop().create_task(_run(tool, arguments, begun))
         try:

@@ -1,10 +1,10 @@
 """Whether an environment pays for what it is about: scripted agents play it, and none may cheat its way.
 
-An agent that does not do the task (`Kind.CHEAT`) is paid where it gets more than a tenth of the outcome's
-reward on one task; what shaping gives it is reported. One that guesses (`Kind.CHANCE`) is paid where more
-than half of its tasks go to it, by the low end of the interval. A task on which doing nothing is right says
-so by the tag `null = "true"`; there a cheat may be paid, and such tasks are counted apart. Oracles have to
-succeed on all tasks, demonstrations on one.
+An agent that does not do the task (`AgentKind.CHEAT`) is paid where it gets more than a tenth of the
+outcome's reward on one task; what shaping gives it is reported. One that guesses (`AgentKind.CHANCE`) is paid
+where more than half of its tasks go to it, by the low end of the interval. A task on which doing nothing is
+right says so by the tag `null = "true"`; there a cheat may be paid, and such tasks are counted apart. Oracles
+have to succeed on all tasks, demonstrations on one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal, Protocol
 
-from ludus.envs.base import Demonstrates, GradesAgain, OffersCheats, ShowsTasks, World, check_tasks
+from ludus.envs.base import Demonstrates, OffersCheats, Regradable, ShowsTasks, World, check_tasks
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
 from ludus.evaluation.scripted_agents import (
     Agent,
-    Kind,
-    ScriptedConversation,
+    AgentKind,
+    ScriptedChatSession,
     actions_of,
     asked,
     cheats,
@@ -31,7 +31,7 @@ from ludus.evaluation.scripted_agents import (
 from ludus.evaluation.stats import Interval, wilson
 from ludus.rewards.base import Reward, success
 from ludus.rollout.episode import EpisodeLimits, fresh_environment, play_episode
-from ludus.rollout.reward_executor import RewardLate, Scoring, ThreadScoring
+from ludus.rollout.reward_executor import RewardExecutor, RewardTimeout, ThreadRewardExecutor
 from ludus.types import Action, StopReason, Task, Trajectory
 
 NULL_TAG = "null"
@@ -54,7 +54,7 @@ Mark = Literal["pass", "doubtful", "fail"]
 """What a row of a check comes to; a single `fail` makes the check fail."""
 
 
-class Watch(Protocol):
+class AuditProgress(Protocol):
     """Whoever watches a check: a progress bar."""
 
     def phase(self, name: str, total: int) -> None:
@@ -66,7 +66,7 @@ class Watch(Protocol):
         ...
 
 
-class Unwatched:
+class SilentProgress:
     """A check that nobody watches."""
 
     def phase(self, name: str, total: int) -> None:
@@ -86,12 +86,12 @@ class CheckPlan:
     seed: int = 0
     concurrency: int = 8
     limits: EpisodeLimits = field(default_factory=EpisodeLimits)
-    scoring: Scoring = field(default_factory=ThreadScoring, repr=False, compare=False)
-    watch: Watch = field(default_factory=Unwatched, repr=False, compare=False)
+    scoring: RewardExecutor = field(default_factory=ThreadRewardExecutor, repr=False, compare=False)
+    watch: AuditProgress = field(default_factory=SilentProgress, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
+class AuditEpisode:
     """An episode of an agent. `share` is that of the full outcome; `failure` is empty where it was played.
 
     `shaping` is what the parts that are no outcome gave, weights included. `excused`: doing nothing is right
@@ -105,7 +105,7 @@ class Play:
     share: float = 0.0
     failure: str = ""
     shaping: float = 0.0
-    environment: GradesAgain | None = field(default=None, repr=False, compare=False)
+    environment: Regradable | None = field(default=None, repr=False, compare=False)
     late: bool = False
 
     @property
@@ -115,26 +115,26 @@ class Play:
 
 
 @dataclass(frozen=True)
-class Row:
+class AuditRow:
     """What an agent got. `plays` lacks the tasks in which it has nothing to do."""
 
     agent: Agent
-    plays: Sequence[Play]
+    plays: Sequence[AuditEpisode]
 
     @property
-    def counted(self) -> list[Play]:
+    def counted(self) -> list[AuditEpisode]:
         """The episodes that count: for a cheat those on which doing nothing is wrong. Failed ones do not."""
-        forgives = self.agent.kind in (Kind.CHEAT, Kind.CHANCE)
+        forgives = self.agent.kind in (AgentKind.CHEAT, AgentKind.CHANCE)
         return [play for play in self.plays if not play.failure and not (forgives and play.excused)]
 
     @property
-    def excused(self) -> list[Play]:
+    def excused(self) -> list[AuditEpisode]:
         """The episodes that are counted apart."""
         counted = {play.task.id for play in self.counted}
         return [play for play in self.plays if not play.failure and play.task.id not in counted]
 
     @property
-    def failures(self) -> list[Play]:
+    def failures(self) -> list[AuditEpisode]:
         """The episodes in which the environment broke."""
         return [play for play in self.plays if play.failure]
 
@@ -167,7 +167,7 @@ class Row:
     @property
     def problem(self) -> str:
         """What is wrong, in one sentence; empty where nothing is."""
-        cheats = self.agent.kind is Kind.CHEAT
+        cheats = self.agent.kind is AgentKind.CHEAT
         paid = [p for p in self.counted if (p.share > CHEAT_SHARE if cheats else p.share >= PAID_SHARE)]
         unpaid = [play for play in self.counted if not play.succeeded]
         name = self.agent.name
@@ -176,15 +176,15 @@ class Row:
         if cheats and paid:
             return f"The agent {name} ({self.agent.what}) is paid on {_named(paid)}."
         if (
-            self.agent.kind is Kind.CHANCE
+            self.agent.kind is AgentKind.CHANCE
             and self.counted
             and wilson(len(paid), len(self.counted)).low > LUCK
         ):
             share = len(paid) / len(self.counted)
             return f"The agent {name} ({self.agent.what}) is paid on {share:.0%} of tasks: {_named(paid)}."
-        if self.agent.kind is Kind.ORACLE and unpaid:
+        if self.agent.kind is AgentKind.ORACLE and unpaid:
             return f"The agent {name} is not paid on {_named(unpaid)}{_stopped(unpaid)}."
-        if self.agent.kind is Kind.SHOWN and self.counted and not self.num_successes:
+        if self.agent.kind is AgentKind.SHOWN and self.counted and not self.num_successes:
             return f"No demonstration is paid, not that of {_named(unpaid[:1])}{_stopped(unpaid)}."
         return ""
 
@@ -193,7 +193,7 @@ class Row:
         """`doubtful` is an agent that guesses and is paid on a quarter of its tasks, or a broken episode."""
         if self.problem:
             return "fail"
-        guesses = self.agent.kind is Kind.CHANCE and self.counted
+        guesses = self.agent.kind is AgentKind.CHANCE and self.counted
         lucky = guesses and self.num_successes / len(self.counted) > LUCK / 2 and len(self.counted) > 4
         return "doubtful" if lucky or self.failures else "pass"
 
@@ -204,7 +204,7 @@ class CheckReport:
 
     world: World
     tasks: Sequence[Task]
-    rows: Sequence[Row]
+    rows: Sequence[AuditRow]
     shown: Mapping[str, Sequence[Action]]
 
     @property
@@ -216,11 +216,11 @@ class CheckReport:
     @property
     def shaped(self) -> Mapping[str, float]:
         """The most that shaping gave each cheat in an episode, by its name, where it gave anything."""
-        cheats = [row for row in self.rows if row.agent.kind is Kind.CHEAT]
+        cheats = [row for row in self.rows if row.agent.kind is AgentKind.CHEAT]
         return {row.agent.name: row.most_shaping for row in cheats if row.most_shaping > 0}
 
 
-def problems_of(rows: Sequence[Row]) -> list[str]:
+def problems_of(rows: Sequence[AuditRow]) -> list[str]:
     """The problems of the rows. A cause that breaks all episodes of several agents is told once, also where
     one of them met it through a tool."""
     said = [row.broke for row in rows if row.broke]
@@ -292,7 +292,7 @@ def _own_cheats(world: World, tasks: Sequence[Task]) -> tuple[Agent, ...]:
 
 
 def _scripted(name: str, plan: Mapping[str, Sequence[Action]]) -> Agent:
-    return Agent(name, Kind.CHEAT, "a cheat of this world", lambda task, _: plan.get(task.id))
+    return Agent(name, AgentKind.CHEAT, "a cheat of this world", lambda task, _: plan.get(task.id))
 
 
 def vocabulary(tasks: Sequence[Task]) -> list[str]:
@@ -334,15 +334,15 @@ def _demonstrated(world: Demonstrates, tasks: Sequence[Task]) -> dict[str, Seque
 
 async def play_all(
     world: World, tasks: Sequence[Task], agents: Sequence[Agent], plan: CheckPlan
-) -> list[Row]:
+) -> list[AuditRow]:
     """Each agent on each task, in fresh environments.
 
     Raises WorldError where `MOST_LATE` rewards were late.
     """
     places = asyncio.Semaphore(plan.concurrency)
-    late: list[Play] = []
+    late: list[AuditEpisode] = []
 
-    async def one(agent: Agent, task: Task) -> Play | None:
+    async def one(agent: Agent, task: Task) -> AuditEpisode | None:
         async with places:
             played = await play(world, task, agent, plan)
         plan.watch.done(agent.name)
@@ -359,28 +359,28 @@ async def play_all(
     rows = []
     for agent in agents:
         plays = await asyncio.gather(*(one(agent, task) for task in tasks))
-        rows.append(Row(agent, [play for play in plays if play is not None]))
+        rows.append(AuditRow(agent, [play for play in plays if play is not None]))
     return rows
 
 
-async def play(world: World, task: Task, agent: Agent, plan: CheckPlan) -> Play | None:
+async def play(world: World, task: Task, agent: Agent, plan: CheckPlan) -> AuditEpisode | None:
     """An episode of an agent; None where it has nothing to do in it."""
     try:
         environment = fresh_environment(world, task)
         actions = agent.plan(task, environment.tools)
         if not actions:
             return None
-        conversation = ScriptedConversation(actions)
+        conversation = ScriptedChatSession(actions)
         played = await play_episode(task, 0, environment, conversation, plan.limits)
         trajectory = await plan.scoring.scored(world, environment, task, played)
     except LudusError as error:
-        return Play(task, None, failure=str(error), late=isinstance(error, RewardLate))
+        return AuditEpisode(task, None, failure=str(error), late=isinstance(error, RewardTimeout))
     rewards = environment.rewards
     share = outcome_share(rewards, trajectory)
     shaped = shaping_of(rewards, trajectory)
-    again = environment if isinstance(environment, GradesAgain) else None
+    again = environment if isinstance(environment, Regradable) else None
     solved = success(rewards, trajectory)
-    return Play(task, trajectory, solved, share, shaping=shaped, environment=again)
+    return AuditEpisode(task, trajectory, solved, share, shaping=shaped, environment=again)
 
 
 def outcome_share(rewards: Sequence[Reward], trajectory: Trajectory) -> float:
@@ -395,12 +395,12 @@ def shaping_of(rewards: Sequence[Reward], trajectory: Trajectory) -> float:
     return sum(part.weight * trajectory.rewards.get(part.name, 0.0) for part in rewards if not part.outcome)
 
 
-def _named(plays: Sequence[Play]) -> str:
+def _named(plays: Sequence[AuditEpisode]) -> str:
     first = f"task {plays[0].task.id!r}"
     return first if len(plays) == 1 else f"{first} and {len(plays) - 1} more"
 
 
-def _stopped(plays: Sequence[Play]) -> str:
+def _stopped(plays: Sequence[AuditEpisode]) -> str:
     """Why the first of these episodes ended, where that was not by an answer."""
     trajectory = plays[0].trajectory
     if trajectory is None or trajectory.stop_reason is StopReason.ANSWERED:

@@ -24,9 +24,9 @@ from ludus.evaluation.stats import (
     wilson,
 )
 from ludus.rewards.base import Reward, success
-from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord, replaced_file, write_rollouts
-from ludus.rollout.scheduler import Episode, Job, Scheduler
+from ludus.rollout.scheduler import Episode, RolloutRequest, Scheduler
 from ludus.types import WORLD_TAG, StopReason, Task, Trajectory
 
 
@@ -291,12 +291,14 @@ async def evaluate(
     check_split(scheduler.world, plan.split)
     chosen = tasks[: plan.num_tasks]
     jobs = [
-        Job(RolloutKey(plan.step, task.id, sample), task) for task in chosen for sample in range(plan.samples)
+        RolloutRequest(RolloutKey(plan.step, task.id, sample), task)
+        for task in chosen
+        for sample in range(plan.samples)
     ]
     episodes = await scheduler.run(jobs, on_done)
     for episode in episodes:
         if episode.trajectory.failure is None:  # evaluation trains nothing: dropped, for that reason
-            scheduler.ledger.finish(episode.key, Outcome.DROPPED, "evaluation")
+            scheduler.ledger.finish(episode.key, RolloutOutcome.DROPPED, "evaluation")
     scheduler.ledger.close(plan.step)
     return summarise(plan, chosen, [e.trajectory for e in episodes], scheduler.world.rewards), episodes
 
@@ -393,7 +395,7 @@ def _record(episode: Episode) -> RolloutRecord:
     return RolloutRecord(
         step=episode.key.step,
         group=episode.task.id,
-        outcome=Outcome.DROPPED if failure is None else Outcome.FAILED,
+        outcome=RolloutOutcome.DROPPED if failure is None else RolloutOutcome.FAILED,
         reason="evaluation" if failure is None else failure.part,
         trajectory=episode.trajectory,
         attempt=episode.key.attempt,

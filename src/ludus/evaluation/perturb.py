@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from ludus.rewards.exact_match import Answers, normalise
+from ludus.rewards.exact_match import ExpectedAnswers, normalise
 from ludus.types import Task
 
 _UNITS = (
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"\d+")
 def plain_answer(task: Task) -> str | None:
     """The right answer of a task whose truth is one: a text, a number, or the first accepted answer."""
     truth = task.truth
-    if isinstance(truth, Answers):
+    if isinstance(truth, ExpectedAnswers):
         return truth.accepted[0] if truth.accepted else None
     if isinstance(truth, str | int | float | Fraction) and not isinstance(truth, bool):
         return str(truth)
@@ -54,5 +54,5 @@ def other(task: Task, answer: str) -> list[str]:
     if len(answer) > 4 and not answer[0].isdigit():
         middle = len(answer) // 2
         tried += [answer[:middle].strip(), answer[:middle] + "qx" + answer[middle:]]
-    right = [answer, *(task.truth.accepted if isinstance(task.truth, Answers) else ())]
+    right = [answer, *(task.truth.accepted if isinstance(task.truth, ExpectedAnswers) else ())]
     return [text for text in tried if normalise(text) not in map(normalise, right)]

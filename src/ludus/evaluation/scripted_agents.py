@@ -20,7 +20,7 @@ from ludus.evaluation.arguments import random_arguments
 from ludus.evaluation.cheats import TEXTS
 from ludus.evaluation.perturb import plain_answer
 from ludus.rewards.code.unit_tests import Suite
-from ludus.rewards.exact_match import Answers, normalise
+from ludus.rewards.exact_match import ExpectedAnswers, normalise
 from ludus.tools.base import Tool
 from ludus.types import (
     JSON,
@@ -59,7 +59,7 @@ _CONTENT = ("content", "contents", "text", "data", "body", "file_text", "new_con
 NUM_RANDOM_CALLS = 3
 
 
-class Kind(StrEnum):
+class AgentKind(StrEnum):
     """What an agent is, and so what it may earn."""
 
     CHEAT = "cheat"
@@ -81,13 +81,13 @@ class Agent:
     """A scripted policy. `what` says in a few words what it does."""
 
     name: str
-    kind: Kind
+    kind: AgentKind
     what: str
     plan: Plan
 
 
 @dataclass
-class ScriptedConversation:
+class ScriptedChatSession:
     """The turns of an agent, as the conversation of an episode.
 
     `segments` has one action a turn, with a token of no meaning for each of its words.
@@ -167,7 +167,7 @@ def asked(task: Task) -> str:
 def answer_of(task: Task, shown: Sequence[Action] = ()) -> str | None:
     """The right answer in words: of the truth where that is one, else the last words of what is shown."""
     truth = task.truth
-    if isinstance(truth, Answers) and truth.accepted:
+    if isinstance(truth, ExpectedAnswers) and truth.accepted:
         return truth.accepted[0]
     if isinstance(truth, str | int | float):
         return str(truth)
@@ -177,26 +177,31 @@ def answer_of(task: Task, shown: Sequence[Action] = ()) -> str | None:
 def cheats(tasks: Sequence[Task], vocabulary: Sequence[str], seed: int) -> tuple[Agent, ...]:
     """The agents that know nothing but the prompt; of the tasks no more than their order."""
     return (
-        Agent("null", Kind.CHEAT, "says nothing", lambda task, tools: (say(""),)),
-        Agent("idle", Kind.CHEAT, "says Done and does nothing", lambda task, tools: (say("Done."),)),
-        Agent("echo", Kind.CHEAT, "repeats the prompt", lambda task, tools: (say(asked(task)),)),
-        Agent("keywords", Kind.CHEAT, "says the words of the prompt, sorted", _keywords),
+        Agent("null", AgentKind.CHEAT, "says nothing", lambda task, tools: (say(""),)),
+        Agent("idle", AgentKind.CHEAT, "says Done and does nothing", lambda task, tools: (say("Done."),)),
+        Agent("echo", AgentKind.CHEAT, "repeats the prompt", lambda task, tools: (say(asked(task)),)),
+        Agent("keywords", AgentKind.CHEAT, "says the words of the prompt, sorted", _keywords),
         *(_in_turn(name, what, texts, tasks) for name, (what, texts) in TEXTS.items()),
-        Agent("exit-0", Kind.CHEAT, "os._exit(0)", lambda task, tools: run_program("exit-0", tools)),
-        Agent("sys-exit-0", Kind.CHEAT, "sys.exit(0)", lambda task, tools: run_program("sys-exit-0", tools)),
+        Agent("exit-0", AgentKind.CHEAT, "os._exit(0)", lambda task, tools: run_program("exit-0", tools)),
         Agent(
-            "prints-pass", Kind.CHEAT, "prints PASS", lambda task, tools: run_program("prints-pass", tools)
+            "sys-exit-0", AgentKind.CHEAT, "sys.exit(0)", lambda task, tools: run_program("sys-exit-0", tools)
         ),
-        Agent("test-editing", Kind.CHEAT, "overwrites the tests", edit_tests),
+        Agent(
+            "prints-pass",
+            AgentKind.CHEAT,
+            "prints PASS",
+            lambda task, tools: run_program("prints-pass", tools),
+        ),
+        Agent("test-editing", AgentKind.CHEAT, "overwrites the tests", edit_tests),
         Agent(
             "random words",
-            Kind.CHANCE,
+            AgentKind.CHANCE,
             "says words of prompts",
             lambda task, tools: random_words(_rng(seed, "words", task), vocabulary),
         ),
         Agent(
             "random calls",
-            Kind.CHANCE,
+            AgentKind.CHANCE,
             "calls tools with arguments that fit",
             lambda task, tools: random_calls(_rng(seed, "calls", task), tools, vocabulary),
         ),
@@ -218,7 +223,7 @@ def _in_turn(name: str, what: str, texts: Sequence[str], tasks: Sequence[Task]) 
         text = texts[places.get(task.id, 0) % len(texts)]
         return None if answer and answer == normalise(text) else (say(text),)
 
-    return Agent(name, Kind.CHEAT, what, plan)
+    return Agent(name, AgentKind.CHEAT, what, plan)
 
 
 def knowing(
@@ -232,20 +237,20 @@ def knowing(
     counts = Counter(answer for answer in answers.values() if answer is not None)
     most = counts.most_common(1)[0][0] if counts else None
     oracle = (
-        Agent("oracle", Kind.ORACLE, "does what the world shows", lambda task, _: shown.get(task.id))
+        Agent("oracle", AgentKind.ORACLE, "does what the world shows", lambda task, _: shown.get(task.id))
         if flawless
-        else Agent("demonstrations", Kind.SHOWN, "flaws included", lambda task, _: shown.get(task.id))
+        else Agent("demonstrations", AgentKind.SHOWN, "flaws included", lambda task, _: shown.get(task.id))
     )
     return (
         Agent(
             "majority answer",
-            Kind.CHANCE,
+            AgentKind.CHANCE,
             "gives the most frequent answer",
             lambda task, _: None if most is None else (say(most),),
         ),
         Agent(
             "another's answer",
-            Kind.CHANCE,
+            AgentKind.CHANCE,
             "does what is right in another task",
             lambda task, _: _of_another(task, tasks, answers, shown),
         ),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ludus.evaluation.env_audit import Mark
 from ludus.evaluation.stats import wilson
-from ludus.evaluation.verifier_report import Scorecard, Share
+from ludus.evaluation.verifier_report import Scorecard, VerdictShare
 
 LEAST_TRIED = 4
 """With fewer tries than this a share decides nothing."""
@@ -18,7 +18,7 @@ SLOW_MS = 2000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ScorecardVerdict:
     """A row: what was looked at, what was found, what that comes to, and why if it does not pass."""
 
     what: str
@@ -27,21 +27,23 @@ class Verdict:
     why: str = ""
 
 
-def verdicts(card: Scorecard) -> list[Verdict]:
+def verdicts(card: Scorecard) -> list[ScorecardVerdict]:
     """All rows of a scorecard, each with its verdict."""
     truths = ", ".join(f"{name} ({count} tasks)" for name, count in card.truths.items())
     graded = f"graded, {len(card.values)} values seen" if card.is_graded else "two values at most"
     alone, together = f"{card.alone_per_s:,.0f}", f"{card.together_per_s:,.0f}"
     slow = card.grading_ms > SLOW_MS
     return [
-        Verdict("truth", truths),
-        Verdict(
+        ScorecardVerdict("truth", truths),
+        ScorecardVerdict(
             "speed",
             f"{card.grading_ms:.3f} ms a grading",
             "doubtful" if slow else "pass",
             "A grading takes seconds: training waits for it." if slow else "",
         ),
-        Verdict("parallelism", f"{alone} episodes/s alone, {together} with {card.concurrency} at once"),
+        ScorecardVerdict(
+            "parallelism", f"{alone} episodes/s alone, {together} with {card.concurrency} at once"
+        ),
         _noise("noise, graded again", card.unstable, "trajectories"),
         _noise("noise, played again", card.replayed, "episodes"),
         _accepts(
@@ -52,13 +54,13 @@ def verdicts(card: Scorecard) -> list[Verdict]:
         ),
         refuses_wrong(card.spoilt),
         _errors(card),
-        Verdict("outcome", graded),
+        ScorecardVerdict("outcome", graded),
         _distinct(card.distinct),
         _saturation(card.saturated),
     ]
 
 
-def _errors(card: Scorecard) -> Verdict:
+def _errors(card: Scorecard) -> ScorecardVerdict:
     """The row of false refusals and false payments, with 95 % intervals."""
     right = card.paraphrased.whole + card.rewritten.whole
     refused = right - card.paraphrased.part - card.rewritten.part
@@ -66,7 +68,7 @@ def _errors(card: Scorecard) -> Verdict:
         ("refused though right", refused, right),
         ("paid though wrong", card.spoilt.part, card.spoilt.whole),
     ]
-    return Verdict("errors", "; ".join(f"{name} {_rate(part, whole)}" for name, part, whole in told))
+    return ScorecardVerdict("errors", "; ".join(f"{name} {_rate(part, whole)}" for name, part, whole in told))
 
 
 def _rate(part: int, whole: int) -> str:
@@ -76,59 +78,63 @@ def _rate(part: int, whole: int) -> str:
     return f"{part} of {whole} [{interval.low:.1%}, {interval.high:.1%}]"
 
 
-def problems_in(rows: Sequence[Verdict]) -> list[str]:
+def problems_in(rows: Sequence[ScorecardVerdict]) -> list[str]:
     """The sentences of the rows that fail."""
     return [row.why for row in rows if row.mark == "fail"]
 
 
-def _of(share: Share) -> str:
+def _of(share: VerdictShare) -> str:
     return f"{share.part} of {share.whole}"
 
 
-def _noise(what: str, changed: Share, which: str) -> Verdict:
+def _noise(what: str, changed: VerdictShare, which: str) -> ScorecardVerdict:
     found = f"{_of(changed)} {which} change"
     if not changed.part:
-        return Verdict(what, found)
+        return ScorecardVerdict(what, found)
     mark: Mark = "fail" if changed.value > 0.05 else "doubtful"
-    return Verdict(
+    return ScorecardVerdict(
         what, found, mark, f"The verdict is not stable: {_of(changed)} {which} earn something else."
     )
 
 
-def _accepts(what: str, accepted: Share, nothing: str, which: str) -> Verdict:
+def _accepts(what: str, accepted: VerdictShare, nothing: str, which: str) -> ScorecardVerdict:
     if not accepted.whole:
-        return Verdict(what, nothing)
+        return ScorecardVerdict(what, nothing)
     found = f"{_of(accepted)} accepted"
     why = f"The verifier refuses {accepted.whole - accepted.part} of {accepted.whole} right {which}."
     if accepted.value < LEAST_ACCEPTED and accepted.whole >= LEAST_TRIED:
-        return Verdict(what, found, "fail", why)
-    return Verdict(what, found, "doubtful", why) if accepted.value < 0.9 else Verdict(what, found)
+        return ScorecardVerdict(what, found, "fail", why)
+    return (
+        ScorecardVerdict(what, found, "doubtful", why)
+        if accepted.value < 0.9
+        else ScorecardVerdict(what, found)
+    )
 
 
-def refuses_wrong(accepted: Share) -> Verdict:
+def refuses_wrong(accepted: VerdictShare) -> ScorecardVerdict:
     """The row on wrong answers near the right one."""
     what = "wrong answers near the truth"
     if not accepted.whole:
-        return Verdict(what, "none to try")
+        return ScorecardVerdict(what, "none to try")
     found = f"{_of(accepted)} accepted"
     why = f"The verifier pays {_of(accepted)} wrong answers near the right one (denied, cut, other numbers)."
     if accepted.value > 0.1 and accepted.whole >= LEAST_TRIED:
-        return Verdict(what, found, "fail", why)
-    return Verdict(what, found, "doubtful", why) if accepted.part else Verdict(what, found)
+        return ScorecardVerdict(what, found, "fail", why)
+    return ScorecardVerdict(what, found, "doubtful", why) if accepted.part else ScorecardVerdict(what, found)
 
 
-def _distinct(distinct: Share) -> Verdict:
+def _distinct(distinct: VerdictShare) -> ScorecardVerdict:
     found = f"{_of(distinct)} without identifiers, names and numbers"
     few = distinct.whole >= 50 and distinct.part < 5
     why = f"The prompts of {distinct.whole:,} tasks differ in names and numbers alone." if few else ""
-    return Verdict("distinct tasks", found, "doubtful" if few else "pass", why)
+    return ScorecardVerdict("distinct tasks", found, "doubtful" if few else "pass", why)
 
 
-def _saturation(solved: Share) -> Verdict:
+def _saturation(solved: VerdictShare) -> ScorecardVerdict:
     found = f"{_of(solved)} tasks go to null, idle, echo or the majority answer"
     why = f"Agents without tools and skill solve {_of(solved)} tasks."
     if solved.value > 0.5 and solved.whole >= LEAST_TRIED:
-        return Verdict("saturation", found, "fail", why)
-    return Verdict(
+        return ScorecardVerdict("saturation", found, "fail", why)
+    return ScorecardVerdict(
         "saturation", found, "doubtful" if solved.value > 0.25 else "pass", why if solved.value > 0.25 else ""
     )

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ludus.envs.base import OffersOtherWays, OffersParaphrases, World
-from ludus.evaluation.env_audit import CheckPlan, CheckReport, Play, play_all
+from ludus.evaluation.env_audit import AuditEpisode, CheckPlan, CheckReport, play_all
 from ludus.evaluation.perturb import other, plain_answer, same
-from ludus.evaluation.scripted_agents import Agent, Kind, actions_of, asked
-from ludus.rewards.exact_match import Answers, normalise
+from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of, asked
+from ludus.rewards.exact_match import ExpectedAnswers, normalise
 from ludus.tools.base import Tool
 from ludus.types import Action, Message, Task, Timings
 
@@ -30,7 +30,7 @@ _PARTICLES = "de|da|di|do|du|del|della|la|le|el|al|of|the|and|van|von|y|e"
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class VerdictShare:
     """`part` of `whole`."""
 
     part: int
@@ -64,14 +64,14 @@ class Scorecard:
     alone_per_s: float
     together_per_s: float
     concurrency: int
-    unstable: Share
-    replayed: Share
-    paraphrased: Share
-    rewritten: Share
-    spoilt: Share
+    unstable: VerdictShare
+    replayed: VerdictShare
+    paraphrased: VerdictShare
+    rewritten: VerdictShare
+    spoilt: VerdictShare
     values: tuple[float, ...]
-    distinct: Share
-    saturated: Share
+    distinct: VerdictShare
+    saturated: VerdictShare
 
     @property
     def is_graded(self) -> bool:
@@ -106,7 +106,7 @@ async def _scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
         rewritten=rewritten,
         spoilt=spoilt,
         values=tuple(sorted({round(play.share, 9) for play in plays})),
-        distinct=Share(len({form_of(asked(task)) for task in tasks}), len(tasks)),
+        distinct=VerdictShare(len({form_of(asked(task)) for task in tasks}), len(tasks)),
         saturated=_saturated(report),
     )
 
@@ -126,7 +126,9 @@ def form_of(text: str) -> str:
     return " ".join(plain.split()).casefold()
 
 
-async def _gradings(world: World, plays: Sequence[Play], plan: CheckPlan) -> tuple[float, Share]:
+async def _gradings(
+    world: World, plays: Sequence[AuditEpisode], plan: CheckPlan
+) -> tuple[float, VerdictShare]:
     """Milliseconds of a grading, and how many trajectories get another reward in one of them."""
     graded = [play for play in plays if play.environment is not None]
     if graded:
@@ -142,10 +144,12 @@ async def _gradings(world: World, plays: Sequence[Play], plan: CheckPlan) -> tup
             spent = sum(one.timings.grading_s for one in given)
             seconds += spent
             plan.watch.done(f"{1000 * spent / GRADINGS:.3g} ms a grading")
-    return 1000 * seconds / max(GRADINGS * len(plays), 1), Share(unstable, len(plays))
+    return 1000 * seconds / max(GRADINGS * len(plays), 1), VerdictShare(unstable, len(plays))
 
 
-async def _graded_again(world: World, plays: Sequence[Play], plan: CheckPlan) -> tuple[float, Share]:
+async def _graded_again(
+    world: World, plays: Sequence[AuditEpisode], plan: CheckPlan
+) -> tuple[float, VerdictShare]:
     """As `_gradings`, of what environments graded at their end: they do so again, one at a time."""
     num = unstable = 0
     plan.watch.phase("graded again", len(plays))
@@ -163,10 +167,10 @@ async def _graded_again(world: World, plays: Sequence[Play], plan: CheckPlan) ->
             changed |= again.rewards != trajectory.rewards
         unstable += changed
         plan.watch.done()
-    return 1000 * (time.perf_counter() - begin) / max(num, 1), Share(unstable, len(plays))
+    return 1000 * (time.perf_counter() - begin) / max(num, 1), VerdictShare(unstable, len(plays))
 
 
-def _spread(plays: Sequence[Play], most: int) -> Sequence[Play]:
+def _spread(plays: Sequence[AuditEpisode], most: int) -> Sequence[AuditEpisode]:
     """At most so many of them, from all over."""
     step = max(1, len(plays) / most)
     return [plays[int(i * step)] for i in range(min(most, len(plays)))]
@@ -175,7 +179,7 @@ def _spread(plays: Sequence[Play], most: int) -> Sequence[Play]:
 def _best(report: CheckReport) -> Agent:
     """The agent that does most: who knows, or who calls at random, or who talks."""
     played = [row for row in report.rows if row.plays]
-    order = (Kind.ORACLE, Kind.SHOWN)
+    order = (AgentKind.ORACLE, AgentKind.SHOWN)
     knows = [row.agent for kind in order for row in played if row.agent.kind is kind]
     calls = [row.agent for row in played if row.agent.name == "random calls"]
     return [*knows, *calls, played[0].agent][0]
@@ -190,7 +194,7 @@ async def _speed(report: CheckReport, plan: CheckPlan, places: int) -> float:
     return len(row.plays) / (time.perf_counter() - begin)
 
 
-async def _replayed(report: CheckReport, plan: CheckPlan) -> Share:
+async def _replayed(report: CheckReport, plan: CheckPlan) -> VerdictShare:
     """Episodes that earn something else when their actions are played again."""
     tasks = report.tasks[:EPISODES]
     names = {task.id for task in tasks}
@@ -202,16 +206,16 @@ async def _replayed(report: CheckReport, plan: CheckPlan) -> Share:
             if one is not None and play.trajectory is not None:
                 num += 1
                 changed += one.rewards != play.trajectory.rewards
-    return Share(changed, num)
+    return VerdictShare(changed, num)
 
 
-async def _again(report: CheckReport, tasks: Sequence[Task], plan: CheckPlan) -> list[Sequence[Play]]:
+async def _again(report: CheckReport, tasks: Sequence[Task], plan: CheckPlan) -> list[Sequence[AuditEpisode]]:
     agents = [row.agent for row in report.rows]
     plan.watch.phase("played again", len(agents) * len(tasks))
     return [row.plays for row in await play_all(report.world, tasks, agents, plan)]
 
 
-async def _paraphrased(report: CheckReport, plan: CheckPlan) -> Share:
+async def _paraphrased(report: CheckReport, plan: CheckPlan) -> VerdictShare:
     """Right answers in other words, and right episodes done otherwise, that succeed, of those to be had."""
     shown = [(task, report.shown[task.id]) for task in report.tasks if report.shown.get(task.id)]
     tried = [(task, turns, text) for task, turns in shown for text in _others(report.world, task)]
@@ -223,14 +227,14 @@ async def _paraphrased(report: CheckReport, plan: CheckPlan) -> Share:
         (row,) = await play_all(report.world, [task], [agent], plan)
         accepted += row.num_successes
     for turns in ways:
-        agent = Agent("other way", Kind.ORACLE, "does it otherwise", partial(_turns_of, turns))
+        agent = Agent("other way", AgentKind.ORACLE, "does it otherwise", partial(_turns_of, turns))
         tasks = [task for task, _ in shown if task.id in turns]
         (row,) = await play_all(report.world, tasks, [agent], plan)
         accepted += row.num_successes
-    return Share(accepted, len(agents) + sum(len(turns) for turns in ways))
+    return VerdictShare(accepted, len(agents) + sum(len(turns) for turns in ways))
 
 
-async def perturbed(report: CheckReport, plan: CheckPlan) -> tuple[Share, Share]:
+async def perturbed(report: CheckReport, plan: CheckPlan) -> tuple[VerdictShare, VerdictShare]:
     """The right answers in other writings, and the wrong ones near them, that succeed, of all."""
     answers = [
         (task, answer) for task in report.tasks[:EPISODES] if (answer := plain_answer(task)) is not None
@@ -246,7 +250,7 @@ async def perturbed(report: CheckReport, plan: CheckPlan) -> tuple[Share, Share]
             agent = _with_answer(report.shown.get(task.id, ()), text)
             (row,) = await play_all(report.world, [task], [agent], plan)
             accepted += row.num_successes
-        found.append(Share(accepted, len(texts)))
+        found.append(VerdictShare(accepted, len(texts)))
     return found[0], found[1]
 
 
@@ -267,7 +271,7 @@ def _others(world: World, task: Task) -> list[str]:
     """Other words for the right answer: the world's own, else those that a truth accepts."""
     if isinstance(world, OffersParaphrases):
         return list(world.paraphrases(task))
-    if not isinstance(task.truth, Answers):
+    if not isinstance(task.truth, ExpectedAnswers):
         return []
     first = normalise(task.truth.accepted[0])
     others = [text for text in task.truth.accepted[1:] if normalise(text) != first]
@@ -277,10 +281,12 @@ def _others(world: World, task: Task) -> list[str]:
 def _with_answer(turns: Sequence[Action], text: str) -> Agent:
     """An agent that takes these turns and says the text in place of the last one."""
     last = actions_of([Message(role="assistant", content=text)])
-    return Agent("paraphrase", Kind.ORACLE, "says it in other words", lambda task, _: (*turns[:-1], *last))
+    return Agent(
+        "paraphrase", AgentKind.ORACLE, "says it in other words", lambda task, _: (*turns[:-1], *last)
+    )
 
 
-def _saturated(report: CheckReport) -> Share:
+def _saturated(report: CheckReport) -> VerdictShare:
     """Tasks that one of the baselines solves, those on which nothing is right included."""
     solved = {
         play.task.id
@@ -289,4 +295,4 @@ def _saturated(report: CheckReport) -> Share:
         for play in row.plays
         if play.succeeded
     }
-    return Share(len(solved), len(report.tasks))
+    return VerdictShare(len(solved), len(report.tasks))

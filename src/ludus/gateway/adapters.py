@@ -22,7 +22,7 @@ _NOT_FOUND = 404
 
 
 @dataclass(eq=False)
-class ServedAdapter:
+class GatewayAdapter:
     """One adapter: `key` is its name in the engine, `users` counts the requests under way."""
 
     name: str
@@ -34,21 +34,21 @@ class ServedAdapter:
 
 
 @dataclass
-class Adapters:
+class AdapterTable:
     """The adapters that are there."""
 
     engine: LocalEngine
-    _by_name: dict[str, ServedAdapter] = field(default_factory=dict)
+    _by_name: dict[str, GatewayAdapter] = field(default_factory=dict)
     _num_loaded: int = 0
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
-    def listed(self) -> tuple[ServedAdapter, ...]:
+    def listed(self) -> tuple[GatewayAdapter, ...]:
         """Those that requests may name, oldest first."""
         return tuple(self._by_name.values())
 
-    def find(self, name: str) -> ServedAdapter | None:
+    def find(self, name: str) -> GatewayAdapter | None:
         """The adapter of that name."""
         return self._by_name.get(name)
 
@@ -71,7 +71,7 @@ class Adapters:
             except (UserError, SyncError) as error:
                 raise BadRequest(str(error)) from error
             if known is None:
-                self._by_name[name] = ServedAdapter(name, key, root, version)
+                self._by_name[name] = GatewayAdapter(name, key, root, version)
             else:
                 known.root, known.version = root, version
 
@@ -86,7 +86,7 @@ class Adapters:
                 await self.engine.unload_adapter(adapter.key)
 
     @contextmanager
-    def using(self, adapter: ServedAdapter | None) -> Iterator[str | None]:
+    def using(self, adapter: GatewayAdapter | None) -> Iterator[str | None]:
         """Keep an adapter for the time of a request; gives its name in the engine."""
         if adapter is None:
             yield None

@@ -25,9 +25,9 @@ from ludus.gateway.access import ControlAccess
 from ludus.gateway.control import Control
 from ludus.gateway.endpoints import (
     FAILED,
+    EndpointResult,
+    HttpRouter,
     NoBody,
-    Router,
-    Served,
     endpoint,
     error_body,
     error_response,
@@ -37,8 +37,8 @@ from ludus.gateway.endpoints import (
 from ludus.gateway.metrics import prometheus_text
 from ludus.gateway.protocol.requests import BadRequest, ChatRequest, CompletionRequest, Sampling
 from ludus.gateway.protocol.responses import ModelCard, ModelList
-from ludus.gateway.service import Service
-from ludus.gateway.weights import WeightDesk
+from ludus.gateway.service import CompletionService
+from ludus.gateway.weights import WeightReceiver
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,12 +49,12 @@ _CLIENT_GONE = 499
 _REFUSED, _BUSY = 400, 429
 
 
-def make_app(service: Service, model: PreTrainedModel) -> Starlette:
+def make_app(service: CompletionService, model: PreTrainedModel) -> Starlette:
     """The application; `model` is the engine's own, whose parameters are hashed."""
     access = ControlAccess(service.control_token, service.control_hosts) if service.control_token else None
-    router = Router(service.door, service.engine.context_tokens, access)
+    router = HttpRouter(service.door, service.engine.context_tokens, access)
     routes = [router.public(endpoint) for endpoint in Public(service).endpoints()]
-    routes += [router.control(one) for one in Control(service, WeightDesk(service, model)).endpoints()]
+    routes += [router.control(one) for one in Control(service, WeightReceiver(service, model)).endpoints()]
     handlers = {
         BadRequest: _refuse,
         RequestRefused: _refuse_in_words,
@@ -70,9 +70,9 @@ def make_app(service: Service, model: PreTrainedModel) -> Starlette:
 class Public:
     """What every client may ask."""
 
-    service: Service
+    service: CompletionService
 
-    def endpoints(self) -> list[Served]:
+    def endpoints(self) -> list[EndpointResult]:
         """All of them."""
         return [
             endpoint("/v1/models", NoBody, self.models, method="GET"),

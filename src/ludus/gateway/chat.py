@@ -29,7 +29,7 @@ from ludus.gateway.protocol.responses import (
     ChatReply,
     Usage,
 )
-from ludus.gateway.service import Service, choices
+from ludus.gateway.service import CompletionService, choices
 from ludus.tools.described import described_tool
 from ludus.types import Action, Completion, FinishReason, MessageToolCall, SamplingParams
 
@@ -44,7 +44,7 @@ class _Asked:
     turn: int
 
 
-async def complete(service: Service, name: str, request: ChatRequest) -> ChatAnswer:
+async def complete(service: CompletionService, name: str, request: ChatRequest) -> ChatAnswer:
     """The whole answer. Raises BadRequest, EngineError."""
     asked, renderer = await _asked(service, request), _renderer(service)
     parts = [(asked.prompt, params) for params in choices(asked.params, request.n)]
@@ -69,7 +69,7 @@ async def complete(service: Service, name: str, request: ChatRequest) -> ChatAns
     )
 
 
-async def stream(service: Service, name: str, request: ChatRequest) -> AsyncIterator[ChatPiece]:
+async def stream(service: CompletionService, name: str, request: ChatRequest) -> AsyncIterator[ChatPiece]:
     """The answer in pieces. Raises BadRequest before the first, EngineError."""
     asked, renderer = await _asked(service, request), _renderer(service)
     rules = TextRules(service.model.tokenizer, request.stops, keep_stop=True)
@@ -102,14 +102,14 @@ async def stream(service: Service, name: str, request: ChatRequest) -> AsyncIter
         yield ChatPiece(id=name, model=served, choices=[], usage=usage)
 
 
-def _renderer(service: Service) -> TemplateRenderer:
+def _renderer(service: CompletionService) -> TemplateRenderer:
     renderer = service.model.renderer
     if renderer is None:
         raise BadRequest("This model has no chat template; use /v1/completions.")
     return renderer
 
 
-async def _asked(service: Service, request: ChatRequest) -> _Asked:
+async def _asked(service: CompletionService, request: ChatRequest) -> _Asked:
     renderer = _renderer(service)
     prompt = await service.encoded(
         await service.door.do(partial(_text, renderer, request)), add_special=False
@@ -136,7 +136,7 @@ def _text(renderer: TemplateRenderer, request: ChatRequest) -> str:
 
 
 def _choice(
-    service: Service, request: ChatRequest, index: int, asked: _Asked, done: Completion
+    service: CompletionService, request: ChatRequest, index: int, asked: _Asked, done: Completion
 ) -> ChatChoice:
     rules = TextRules(service.model.tokenizer, request.stops)
     choice = ChatChoice(

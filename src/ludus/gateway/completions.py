@@ -10,7 +10,7 @@ from ludus.gateway.protocol.detokenize import GrowingText, TextRules, token_text
 from ludus.gateway.protocol.logprobs import Scored, prompt_logprobs, text_logprobs
 from ludus.gateway.protocol.requests import CompletionRequest
 from ludus.gateway.protocol.responses import TextAnswer, TextChoice, Usage, VersionSpan
-from ludus.gateway.service import Service, choices
+from ludus.gateway.service import CompletionService, choices
 from ludus.types import Completion, SamplingParams
 
 
@@ -23,7 +23,7 @@ class _Asked:
     scores: Scored | None = None
 
 
-async def complete(service: Service, name: str, request: CompletionRequest) -> TextAnswer:
+async def complete(service: CompletionService, name: str, request: CompletionRequest) -> TextAnswer:
     """The whole answer. Raises BadRequest, EngineError."""
     prompts = await _prompts(service, request)
     with service.under(request.model) as adapter:
@@ -47,7 +47,9 @@ async def complete(service: Service, name: str, request: CompletionRequest) -> T
     return TextAnswer(id=name, model=served, choices=made, usage=Usage.of(num_prompt, num_sampled))
 
 
-async def stream(service: Service, name: str, request: CompletionRequest) -> AsyncIterator[TextAnswer]:
+async def stream(
+    service: CompletionService, name: str, request: CompletionRequest
+) -> AsyncIterator[TextAnswer]:
     """The answer in pieces. Raises BadRequest before the first, EngineError."""
     prompts = await _prompts(service, request)
     asked = [(ids, p) for ids in prompts for p in choices(_params(service, request, ids), request.n)]
@@ -72,7 +74,7 @@ async def stream(service: Service, name: str, request: CompletionRequest) -> Asy
         yield TextAnswer(id=name, model=served, choices=[], usage=usage)
 
 
-def text_rules(service: Service, request: CompletionRequest) -> TextRules:
+def text_rules(service: CompletionService, request: CompletionRequest) -> TextRules:
     """How the request wants its text."""
     return TextRules(
         service.model.tokenizer,
@@ -92,7 +94,7 @@ def version_spans(versions: Sequence[int]) -> list[VersionSpan]:
     ]
 
 
-async def _prompts(service: Service, request: CompletionRequest) -> list[tuple[int, ...]]:
+async def _prompts(service: CompletionService, request: CompletionRequest) -> list[tuple[int, ...]]:
     service.check_num(len(request.prompts) * request.n)
     prompts = [await service.prompt_ids(p, add_special=request.add_special_tokens) for p in request.prompts]
     for ids in prompts:
@@ -100,14 +102,14 @@ async def _prompts(service: Service, request: CompletionRequest) -> list[tuple[i
     return prompts
 
 
-def _params(service: Service, request: CompletionRequest, ids: Sequence[int]) -> SamplingParams:
+def _params(service: CompletionService, request: CompletionRequest, ids: Sequence[int]) -> SamplingParams:
     room = service.engine.context_tokens - len(ids)
     wanted = room if request.max_tokens is None else min(request.max_tokens, room)
     return request.params(wanted, service.model.end_ids, request.logprobs or 0)
 
 
 async def _scores(
-    service: Service, request: CompletionRequest, ids: tuple[int, ...], adapter: str | None
+    service: CompletionService, request: CompletionRequest, ids: tuple[int, ...], adapter: str | None
 ) -> Scored | None:
     """The log-probabilities of the prompt, where the request asks for them."""
     num = request.num_prompt_top
@@ -118,7 +120,7 @@ async def _scores(
 
 
 def _choice(
-    service: Service, request: CompletionRequest, index: int, asked: _Asked, done: Completion
+    service: CompletionService, request: CompletionRequest, index: int, asked: _Asked, done: Completion
 ) -> TextChoice:
     rules, tokenizer = text_rules(service, request), service.model.tokenizer
     echoed = asked.prompt if request.echo else ()

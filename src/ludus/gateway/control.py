@@ -9,11 +9,11 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from ludus.engines.remote.gloo_broadcast import Manifest, Place
-from ludus.gateway.endpoints import NoBody, Served, endpoint
+from ludus.engines.remote.gloo_broadcast import TransferAddress, WeightManifest
+from ludus.gateway.endpoints import EndpointResult, NoBody, endpoint
 from ludus.gateway.protocol.requests import BadRequest
-from ludus.gateway.service import PauseMode, Service
-from ludus.gateway.weights import WeightDesk
+from ludus.gateway.service import CompletionService, PauseMode
+from ludus.gateway.weights import WeightReceiver
 
 _LONGEST_PATH, _LONGEST_VERSION = 4096, 18
 
@@ -81,10 +81,10 @@ class _Abort(BaseModel):
 class Control:
     """What the control paths do."""
 
-    service: Service
-    desk: WeightDesk
+    service: CompletionService
+    desk: WeightReceiver
 
-    def endpoints(self) -> list[Served]:
+    def endpoints(self) -> list[EndpointResult]:
         """All of them."""
         return [
             endpoint("/pause", NoBody, self.pause),
@@ -95,8 +95,8 @@ class Control:
             endpoint("/update_weights", _Update, self.update),
             endpoint("/finish_weight_update", _Finish, self.finish),
             endpoint("/collective_rpc", _Rpc, self.rpc),
-            endpoint("/join_weight_line", Place, self.join_line),
-            endpoint("/prepare_weights", Manifest, self.prepare),
+            endpoint("/join_weight_line", TransferAddress, self.join_line),
+            endpoint("/prepare_weights", WeightManifest, self.prepare),
             endpoint("/receive_weights", NoBody, self.receive),
             endpoint("/update_weight_version", _Relabel, self.relabel),
             endpoint("/reset_prefix_cache", NoBody, self.reset_cache),
@@ -133,11 +133,11 @@ class Control:
         await self.desk.finish(None if asked.weight_version is None else int(asked.weight_version))
         return JSONResponse({"message": "Weight update finished"})
 
-    async def join_line(self, _: Request, asked: Place) -> Response:
+    async def join_line(self, _: Request, asked: TransferAddress) -> Response:
         await self.desk.join(asked)
         return JSONResponse({"message": "On the line"})
 
-    async def prepare(self, _: Request, asked: Manifest) -> Response:
+    async def prepare(self, _: Request, asked: WeightManifest) -> Response:
         self.desk.prepare(asked)
         return JSONResponse({"message": "Weights are expected"})
 

@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 @dataclass
-class Door:
+class RequestThreads:
     """The threads of one server."""
 
     _short: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "ludus-door"))

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ludus.gateway.access import ControlAccess, check_json, check_origin
-from ludus.gateway.door import Door, check_shape
+from ludus.gateway.door import RequestThreads, check_shape
 from ludus.gateway.protocol.requests import BadRequest, RequestBody, read_body
 from ludus.gateway.protocol.responses import EncodedJson, ErrorAnswer, ErrorInfo
 
@@ -27,7 +27,7 @@ class NoBody(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
 
-class Served(Protocol):
+class EndpointResult(Protocol):
     """An endpoint, whatever its body is."""
 
     @property
@@ -39,13 +39,13 @@ class Served(Protocol):
     @property
     def body(self) -> type[BaseModel]: ...
 
-    async def answer(self, request: Request, door: Door, context_tokens: int | None) -> Response:
+    async def answer(self, request: Request, door: RequestThreads, context_tokens: int | None) -> Response:
         """Read the body and act; `context_tokens` bounds its shape."""
         ...
 
 
 @dataclass(frozen=True)
-class Endpoint(Generic[RequestBody]):
+class HttpEndpoint(Generic[RequestBody]):
     """`act` answers a request with its body, which is of the type `body`."""
 
     path: str
@@ -53,8 +53,8 @@ class Endpoint(Generic[RequestBody]):
     act: Callable[[Request, RequestBody], Awaitable[Response]]
     method: Literal["GET", "POST"] = "POST"
 
-    async def answer(self, request: Request, door: Door, context_tokens: int | None) -> Response:
-        """See `Served`."""
+    async def answer(self, request: Request, door: RequestThreads, context_tokens: int | None) -> Response:
+        """See `EndpointResult`."""
         raw = b"" if self.method == "GET" else await request.body()
         if raw:
             check_json(request)
@@ -68,20 +68,20 @@ def endpoint(
     body: type[RequestBody],
     act: Callable[[Request, RequestBody], Awaitable[Response]],
     method: Literal["GET", "POST"] = "POST",
-) -> Served:
+) -> EndpointResult:
     """An endpoint of any body."""
-    return Endpoint(path, body, act, method)
+    return HttpEndpoint(path, body, act, method)
 
 
 @dataclass(frozen=True)
-class Router:
+class HttpRouter:
     """What stands before every endpoint. `access` is None where the server cannot be controlled."""
 
-    door: Door
+    door: RequestThreads
     context_tokens: int
     access: ControlAccess | None
 
-    def public(self, endpoint: Served) -> Route:
+    def public(self, endpoint: EndpointResult) -> Route:
         """An endpoint for every client."""
 
         async def answer(request: Request) -> Response:
@@ -90,7 +90,7 @@ class Router:
 
         return Route(endpoint.path, answer, methods=[endpoint.method])
 
-    def control(self, endpoint: Served) -> Route:
+    def control(self, endpoint: EndpointResult) -> Route:
         """An endpoint for those with the token."""
 
         async def answer(request: Request) -> Response:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,8 +20,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from ludus.errors import UserError
 
 MIB = 2**20
 _TIMEOUT, _TOO_LARGE, _BUSY = 408, 413, 503
@@ -70,7 +67,7 @@ def http_server(
         limits = own
 
     config = uvicorn.Config(
-        Gate(app, limits, refuse),
+        LimitsMiddleware(app, limits, refuse),
         log_level="error",
         http=Limited,
         ws="none",
@@ -94,7 +91,7 @@ def _room(connections: int) -> int:
 
 
 @dataclass
-class Gate:
+class LimitsMiddleware:
     """ASGI middleware that holds requests to the limits."""
 
     app: ASGIApp
@@ -177,7 +174,7 @@ class Gate:
 class _Body:
     """The body of one request as it arrives."""
 
-    gate: Gate
+    gate: LimitsMiddleware
     _receive: Receive
     num_bytes: int = 0
     _ended: bool = False
@@ -265,21 +262,3 @@ class _Protocol(H11Protocol):
             b"HTTP/1.1 %d \r\n%sContent-Length: 0\r\nConnection: close\r\n\r\n" % (status, again)
         )
         self.transport.close()
-
-
-def listening(host: str, port: int) -> socket.socket:
-    """A socket that takes connections from now on. Raises UserError where the address is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sends without delay (TCP_NODELAY) only if the socket names its protocol: 40 ms an answer else
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise UserError(
-            f"{host}:{port} cannot be listened at: {str(error).rstrip('.')}.",
-            "Give another --port, or 0 for a free one.",
-        ) from error
-    return listener

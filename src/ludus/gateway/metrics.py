@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ludus.gateway.service import Service
+from ludus.gateway.service import CompletionService
 
 
-def prometheus_text(service: Service) -> str:
+def prometheus_text(service: CompletionService) -> str:
     """Counters and gauges in the text format 0.0.4."""
     stats = service.engine.stats()
     counters = {

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Literal
 from ludus.chat.render import TemplateRenderer, Tokenizer
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import LocalEngine, Piece
-from ludus.gateway.adapters import Adapters, ServedAdapter
-from ludus.gateway.door import Door
+from ludus.gateway.adapters import AdapterTable, GatewayAdapter
+from ludus.gateway.door import RequestThreads
 from ludus.gateway.protocol.logprobs import TokenNames
 from ludus.gateway.protocol.requests import BadRequest, Sampling, TokenIds
 from ludus.types import Completion, SamplingParams
@@ -39,7 +39,7 @@ _NOT_FOUND, _CONFLICT = 404, 409
 
 
 @dataclass(frozen=True)
-class Model:
+class ServedModel:
     """A model as clients see it.
 
     `end_ids` end its texts; `longest_token` is in characters; `renderer` is None without a chat template.
@@ -69,7 +69,7 @@ class _Answer:
 
 
 @dataclass
-class Answers:
+class FinishedRequests:
     """Answers by the names that clients gave their requests: those under way, and the last ones."""
 
     _by_name: OrderedDict[str, _Answer] = field(default_factory=OrderedDict)
@@ -119,7 +119,7 @@ async def _run(work: Callable[[], Awaitable[bytes]]) -> bytes:
 
 
 @dataclass
-class Service:
+class CompletionService:
     """An engine with its model, open for requests.
 
     Clients with the `control_token` may pause it and change its weights (nobody if it is empty), under its
@@ -127,19 +127,19 @@ class Service:
     """
 
     engine: LocalEngine
-    model: Model
+    model: ServedModel
     control_token: str = ""
     control_hosts: frozenset[str] = frozenset()
-    door: Door = field(default_factory=Door)
-    answers: Answers = field(default_factory=Answers)
+    door: RequestThreads = field(default_factory=RequestThreads)
+    answers: FinishedRequests = field(default_factory=FinishedRequests)
     num_requests: int = 0
     is_paused: bool = False
-    adapters: Adapters = field(init=False)
+    adapters: AdapterTable = field(init=False)
     _under_way: set[str] = field(default_factory=set)
     _names: dict[bool, TokenNames] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.adapters = Adapters(self.engine)
+        self.adapters = AdapterTable(self.engine)
 
     def token_names(self, request: Sampling) -> TokenNames:
         """What the request wants tokens to be called. Kept, so that each token is decoded once."""
@@ -201,7 +201,7 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    def adapter(self, model: str | None) -> ServedAdapter | None:
+    def adapter(self, model: str | None) -> GatewayAdapter | None:
         """What a request's `model` means; None is the model itself. Raises BadRequest for an unknown name."""
         if model in (None, self.model.name):
             return None
@@ -308,9 +308,9 @@ def served_model(
     name: str,
     root: str,
     renderer: TemplateRenderer | None,
-) -> Model:
+) -> ServedModel:
     """A model under a name, as clients see it; `root` is where it came from."""
-    return Model(
+    return ServedModel(
         name=name,
         root=root,
         created=int(time.time()),

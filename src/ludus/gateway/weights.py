@@ -11,10 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ludus.engines.models.checksums import tensor_digest
-from ludus.engines.remote.gloo_broadcast import Line, Manifest, Place, aside, enter_line, restored, take
+from ludus.engines.remote.gloo_broadcast import (
+    TransferAddress,
+    WeightManifest,
+    WeightTransferGroup,
+    aside,
+    enter_line,
+    restored,
+    take,
+)
 from ludus.errors import EngineError, SyncError
 from ludus.gateway.protocol.requests import BadRequest
-from ludus.gateway.service import Service
+from ludus.gateway.service import CompletionService
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +35,7 @@ _WORKER = "dp0:pp0:pcp0:tp0:"
 
 
 @dataclass
-class WeightDesk:
+class WeightReceiver:
     """Weights on their way into the engine.
 
     `start`, any number of `update`s and `finish` exchange all of them between two passes; `reload` does it
@@ -35,11 +43,11 @@ class WeightDesk:
     later tokens are of the new weights, and say so.
     """
 
-    service: Service
+    service: CompletionService
     model: PreTrainedModel
     _parts: dict[str, torch.Tensor] | None = field(init=False, default=None)
-    _line: Line | None = field(init=False, default=None)
-    _expected: Manifest | None = field(init=False, default=None)
+    _line: WeightTransferGroup | None = field(init=False, default=None)
+    _expected: WeightManifest | None = field(init=False, default=None)
 
     def start(self) -> None:
         """Open an update. Raises BadRequest where one is open."""
@@ -64,7 +72,7 @@ class WeightDesk:
         """Take the tensors in a folder or file, under the version that the engine has."""
         await self._load(await asyncio.to_thread(read_weights, path), None)
 
-    async def join(self, place: Place) -> None:
+    async def join(self, place: TransferAddress) -> None:
         """Join a trainer's line, in place of an earlier one. Raises BadRequest if it is out of reach."""
         self._line = None
         try:
@@ -72,7 +80,7 @@ class WeightDesk:
         except EngineError as error:
             raise BadRequest(str(error)) from error
 
-    def prepare(self, manifest: Manifest) -> None:
+    def prepare(self, manifest: WeightManifest) -> None:
         """Say what will come. Raises BadRequest without a line, or with other weights than it builds on."""
         version = self.service.engine.version
         if self._line is None:

@@ -165,7 +165,7 @@ MODES = ("sync", "one_step", "async")
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class RunLayout:
     """How a run is laid out: `groups` of `members` train in a step, on `learners` equal ranks.
 
     `in_flight` 0 lets the run find it by measurement, up to `concurrency` (0: as many as the bound on

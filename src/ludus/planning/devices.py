@@ -278,7 +278,7 @@ class SimLearner:
 
 
 @dataclass
-class Pool:
+class DevicePool:
     """Engines as one: an episode stays with the engine that had the fewest when it began."""
 
     engines: Sequence[SimEngine]

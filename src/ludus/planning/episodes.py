@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 from ludus.envs.base import Environment, World
 from ludus.planning.costs import EpisodeShape, ToolCost
-from ludus.planning.devices import Pool
+from ludus.planning.devices import DevicePool
 from ludus.rewards.base import Reward
-from ludus.rollout.scheduler import Episode, Job
+from ludus.rollout.scheduler import Episode, RolloutRequest
 from ludus.tools.base import Tool
 from ludus.types import Action, Message, Segment, StepResult, StopReason, Task, Trajectory
 
@@ -53,10 +53,10 @@ class Draws:
 
 
 @dataclass
-class SimConversation:
+class SimChatSession:
     """The policy's side: each turn takes an engine's time."""
 
-    pool: Pool
+    pool: DevicePool
     actions: Sequence[int]
     read: float
     engine: int = -1
@@ -93,9 +93,9 @@ class SimConversation:
             self.pool.leave(self.engine)
 
 
-class Unjudged:
-    """As `ludus.rollout.reward_executor.Scoring`: nothing is judged, and on no thread, for which a clock that
-    jumps would not wait."""
+class NoRewards:
+    """As `ludus.rollout.reward_executor.RewardExecutor`: nothing is judged, and on no thread, for which a
+    clock that jumps would not wait."""
 
     async def scored(
         self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
@@ -163,10 +163,10 @@ class SimWorld:
             del self._begun[task.id]
         return SimEnvironment(iter(self.draws.calls(group, member)))
 
-    def converse(self, pool: Pool, job: Job) -> SimConversation:
+    def converse(self, pool: DevicePool, job: RolloutRequest) -> SimChatSession:
         """The conversation of a job."""
         actions = self.draws.actions(int(job.task.id), job.key.sample)
-        return SimConversation(pool, actions, self.draws.shape.read)
+        return SimChatSession(pool, actions, self.draws.shape.read)
 
 
 def sampled(trajectory: Trajectory) -> int:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ludus.planning.costs import Costs, Setup
+from ludus.planning.costs import Costs, RunLayout
 from ludus.planning.episodes import Draws
 
 _DRAWS = 4000
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class StepEstimate:
     """Seconds of a step, the bounds that it is the largest of, idle shares, and the mean age of tokens.
 
     `engine_s`, `learner_s` and `straggler_s` are the seconds that a step takes at least by engines, learner
@@ -79,7 +79,7 @@ def slowest_of(sizes: Sequence[int], costs: Costs, running: float) -> list[float
     ]
 
 
-def estimate(costs: Costs, setup: Setup) -> Estimate:
+def estimate(costs: Costs, setup: RunLayout) -> StepEstimate:
     """The bounds of a run of this layout, and what follows from them.
 
     In step: the slowest episode of all, or the engines, then the learner. Streaming: the largest of the
@@ -105,7 +105,7 @@ def estimate(costs: Costs, setup: Setup) -> Estimate:
         rollout_s = max(engine_s, all_s)
         step_s = rollout_s + learn_s + waits_s
         bounds = (engine_s, learn_s + waits_s, all_s)
-        return Estimate(step_s, *bounds, 1 - learn_s / step_s, 1 - engine_s / step_s, 0.0)
+        return StepEstimate(step_s, *bounds, 1 - learn_s / step_s, 1 - engine_s / step_s, 0.0)
     straggler_s = all_s if setup.mode == "one_step" else group_s / (setup.max_staleness + 1)
     still_s = beside_s or waits_s
     bounds = (engine_s + still_s, max(learn_s, beside_s) + waits_s, straggler_s)
@@ -116,4 +116,4 @@ def estimate(costs: Costs, setup: Setup) -> Estimate:
     waits = life_s / alone_s * group_s - life_s / 2
     age = 1.0 if setup.mode == "one_step" else min(float(setup.max_staleness), waits / step_s)
     idle = (max(0.0, 1 - wall_s / step_s), max(0.0, 1 - busy_s / step_s))
-    return Estimate(step_s, *bounds, *idle, max(0.0, age))
+    return StepEstimate(step_s, *bounds, *idle, max(0.0, age))

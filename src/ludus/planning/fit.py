@@ -19,14 +19,14 @@ from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import UserError
-from ludus.planning.costs import Costs, EngineCost, EpisodeShape, LearnerCost, Setup, ToolCost
+from ludus.planning.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
 from ludus.training.run.run_dir import RunFolder
 
 Matrix = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class EngineCalls:
     """A tool's calls in a step: how many, median and log-spread of most, the slow ones and their seconds."""
 
     count: float
@@ -37,7 +37,7 @@ class Calls:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRun:
     """One step of a run: the engine's seconds of work, passes and tokens; the learner's; its episodes.
 
     `transfer_s` is of weights that went beside the step, None where there were none.
@@ -54,7 +54,7 @@ class Measured:
     turns: float
     action_tokens: float
     tokens: float
-    calls: tuple[Calls, ...]
+    calls: tuple[EngineCalls, ...]
 
 
 FEW_STEPS = 5
@@ -63,7 +63,7 @@ LARGE_ERROR = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FittedCosts:
     """Costs, and how far the fitted seconds are from the measured ones (root mean square, relative)."""
 
     costs: Costs
@@ -87,7 +87,7 @@ class Fitted:
         return found
 
 
-def measured(folder: RunFolder) -> list[Measured]:
+def measured(folder: RunFolder) -> list[MeasuredRun]:
     """The steps of a run that say what is needed; the first one, which warms up, only where it is alone.
 
     Raises UserError where there is none.
@@ -107,11 +107,11 @@ def measured(folder: RunFolder) -> list[Measured]:
     return found[1:] or found
 
 
-def _measured(row: Mapping[str, float]) -> Measured:
+def _measured(row: Mapping[str, float]) -> MeasuredRun:
     busy_s = row["engine/busy_s"]
     decoded = row["engine/decode_tokens_per_s"] * busy_s
     episodes = row["episodes/finished"]
-    return Measured(
+    return MeasuredRun(
         busy_s=busy_s,
         passes=decoded / max(row["engine/requests_running"], 1.0),
         decoded=decoded,
@@ -127,10 +127,10 @@ def _measured(row: Mapping[str, float]) -> Measured:
     )
 
 
-def _calls(row: Mapping[str, float]) -> list[Calls]:
+def _calls(row: Mapping[str, float]) -> list[EngineCalls]:
     names = [name.removesuffix("/median_s") for name in row if name.startswith("tools/")]
     return [
-        Calls(
+        EngineCalls(
             count=round(row[f"{name}/total_s"] / row[f"{name}/mean_s"]),
             median_s=row[f"{name}/median_s"],
             spread=row[f"{name}/spread"],
@@ -142,7 +142,7 @@ def _calls(row: Mapping[str, float]) -> list[Calls]:
     ]
 
 
-def fit(folders: Sequence[RunFolder]) -> Fitted:
+def fit(folders: Sequence[RunFolder]) -> FittedCosts:
     """What the work of these runs costs, which are of the same model and world. Raises UserError."""
     steps = [step for folder in folders for step in measured(folder)]
     config = run_config(folders[-1])
@@ -164,7 +164,7 @@ def fit(folders: Sequence[RunFolder]) -> Fitted:
         sync_s=float(np.median([step.sync_s for step in steps])),
         transfer_s=float(np.median(beside)) if beside else 0.0,
     )
-    return Fitted(costs, engine_error, learner_error, len(steps))
+    return FittedCosts(costs, engine_error, learner_error, len(steps))
 
 
 def run_config(folder: RunFolder) -> Config:
@@ -174,10 +174,10 @@ def run_config(folder: RunFolder) -> Config:
     return load_config(folder.config, ())
 
 
-def setup_of(config: Config) -> Setup:
+def setup_of(config: Config) -> RunLayout:
     """How a run was laid out, on one engine and one learner."""
     training, staleness = config.training, config.staleness
-    return Setup(
+    return RunLayout(
         mode=training.mode,
         groups=training.tasks_per_step,
         members=config.algorithm.group_size,
@@ -188,7 +188,7 @@ def setup_of(config: Config) -> Setup:
     )
 
 
-def tool_cost(calls: Sequence[Calls]) -> ToolCost:
+def tool_cost(calls: Sequence[EngineCalls]) -> ToolCost:
     """One distribution for all calls: the spread is within the steps and between them."""
     total = sum(one.count for one in calls)
     if not total:
@@ -204,7 +204,7 @@ def tool_cost(calls: Sequence[Calls]) -> ToolCost:
     )
 
 
-def _shape(steps: Sequence[Measured], config: Config) -> EpisodeShape:
+def _shape(steps: Sequence[MeasuredRun], config: Config) -> EpisodeShape:
     episodes, turns = sum(s.episodes for s in steps), sum(s.turns for s in steps)
     actions, tokens = sum(s.action_tokens for s in steps), sum(s.tokens for s in steps)
     action = actions / turns

@@ -1,9 +1,9 @@
 """A run of many engines in seconds: the real stream, admission and scheduler on a clock that jumps.
 
-`simulate` plays the modes as `ludus.training.rl.async_trainer` does: `Stream`, `Admission`, `Scheduler` with
-its episodes, `Ledger` and the rule for episodes in flight are those of training, unchanged; only devices,
-tools and the clock are made up. What leaves out: failures, evaluations, checkpoints, and what the event loop
-itself costs.
+`simulate` plays the modes as `ludus.training.rl.async_trainer` does: `GroupQueue`, `StalenessController`,
+`Scheduler` with its episodes, `Ledger` and the rule for episodes in flight are those of training, unchanged;
+only devices, tools and the clock are made up. What leaves out: failures, evaluations, checkpoints, and what
+the event loop itself costs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,20 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ludus.planning.clock import run_virtual
-from ludus.planning.costs import Costs, Setup
-from ludus.planning.devices import Overlap, Pool, SimEngine, SimLearner
-from ludus.planning.episodes import Draws, SimWorld, Unjudged, ages, sampled
+from ludus.planning.costs import Costs, RunLayout
+from ludus.planning.devices import DevicePool, Overlap, SimEngine, SimLearner
+from ludus.planning.episodes import Draws, NoRewards, SimWorld, ages, sampled
 from ludus.rollout.episode import EpisodeLimits
-from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
-from ludus.rollout.scheduler import Episode, FailureBudget, Job, Scheduler, SchedulerLimits
-from ludus.rollout.streaming.concurrency_control import InFlight, Load, Passes, first_in_flight
-from ludus.rollout.streaming.group_queue import Stream
-from ludus.rollout.streaming.staleness_control import Admission, Pace
+from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
+from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, SchedulerLimits
+from ludus.rollout.streaming.concurrency_control import (
+    ConcurrencyController,
+    EngineLoad,
+    PassTimes,
+    first_in_flight,
+)
+from ludus.rollout.streaming.group_queue import GroupQueue
+from ludus.rollout.streaming.staleness_control import StalenessController, StalenessSchedule
 
 _NO_LIMIT_S = 1e9
 
@@ -56,7 +61,7 @@ class SimRun:
     The middle leaves out the steps in which a stream fills and empties.
     """
 
-    setup: Setup
+    setup: RunLayout
     steps: tuple[SimStep, ...]
 
     @property
@@ -110,7 +115,7 @@ class SimRun:
         return sum(v * w for v, w in zip(values, weights, strict=True)) / (sum(weights) or 1.0)
 
 
-def simulate(costs: Costs, setup: Setup) -> SimRun:
+def simulate(costs: Costs, setup: RunLayout) -> SimRun:
     """Play a whole run. The same arguments give the same run."""
 
     async def play() -> list[SimStep]:
@@ -132,12 +137,14 @@ class _Source:
     """Groups for a stream."""
 
     world: SimWorld
-    setup: Setup
+    setup: RunLayout
 
-    def jobs(self, number: int) -> list[Job]:
+    def jobs(self, number: int) -> list[RolloutRequest]:
         """All members of a group."""
         task, step = self.world.task(number), number // self.setup.groups + 1
-        return [Job(RolloutKey(step, task.id, member), task) for member in range(self.setup.members)]
+        return [
+            RolloutRequest(RolloutKey(step, task.id, member), task) for member in range(self.setup.members)
+        ]
 
     def counts(self, group: Sequence[Episode]) -> bool:
         """Every group does."""
@@ -165,8 +172,8 @@ class _Run:
     """The parts of a run."""
 
     costs: Costs
-    setup: Setup
-    pool: Pool
+    setup: RunLayout
+    pool: DevicePool
     learner: SimLearner
     source: _Source
     scheduler: Scheduler
@@ -174,10 +181,10 @@ class _Run:
     steps: list[SimStep] = field(default_factory=list)
 
     @classmethod
-    def of(cls, costs: Costs, setup: Setup) -> _Run:
+    def of(cls, costs: Costs, setup: RunLayout) -> _Run:
         """Everything idle, at version 0."""
         overlap = Overlap(costs.overlap)
-        pool = Pool([SimEngine(costs.engine, overlap) for _ in range(setup.engines)])
+        pool = DevicePool([SimEngine(costs.engine, overlap) for _ in range(setup.engines)])
         world = SimWorld(Draws(costs.episode, costs.tool, setup.seed), setup.members)
         ledger = Ledger(spanning=True)
         scheduler = Scheduler(
@@ -186,7 +193,7 @@ class _Run:
             episode_limits=EpisodeLimits(max_turns=10**9, environment_timeout_s=_NO_LIMIT_S),
             limits=SchedulerLimits(setup.most),
             ledger=ledger,
-            scoring=Unjudged(),
+            scoring=NoRewards(),
         )
         source = _Source(world, setup)
         return cls(costs, setup, pool, SimLearner(overlap), source, scheduler, ledger)
@@ -226,9 +233,9 @@ class _Run:
     async def streaming(self) -> list[SimStep]:
         """Take batches from the stream."""
         setup, budget = self.setup, FailureBudget(self.setup.episodes)
-        limit = InFlight(first_in_flight(setup.episodes), setup.members, setup.most)
-        stream = Stream(
-            admission=Admission(Pace(setup.groups, setup.max_staleness, setup.steps)),
+        limit = ConcurrencyController(first_in_flight(setup.episodes), setup.members, setup.most)
+        stream = GroupQueue(
+            admission=StalenessController(StalenessSchedule(setup.groups, setup.max_staleness, setup.steps)),
             source=self.source,
             play=lambda job: self.scheduler.play(job, budget),
             in_flight=setup.in_flight or limit.now,
@@ -256,7 +263,7 @@ class _Run:
             stream.forget_ended()
             done, passes = self._close(step, episodes, clock, stream.in_flight)
             if not setup.in_flight:
-                load = Load(
+                load = EngineLoad(
                     learner_idle=done.learner_idle,
                     engine_idle=done.engine_idle,
                     engine_queue=done.waiting / max(done.running, 1.0),
@@ -268,7 +275,7 @@ class _Run:
         await stream.close()
         return self.steps
 
-    def _unhurried(self, stream: Stream) -> AbstractContextManager[None]:
+    def _unhurried(self, stream: GroupQueue) -> AbstractContextManager[None]:
         """An engine in the learner's process rests: a single one, to which weights need no transfer."""
         if self.setup.engines > 1 or self.costs.transfer_s:
             return nullcontext()
@@ -278,7 +285,7 @@ class _Run:
         """Have the engines take new weights, and wait for them."""
         await self.pool.load_weights(step, self.costs.sync_s + self.costs.transfer_s)
 
-    async def _send_beside(self, step: int, stream: Stream) -> None:
+    async def _send_beside(self, step: int, stream: GroupQueue) -> None:
         """The same, while the learner goes on."""
         await self.pool.load_weights(step, self.costs.transfer_s)
         stream.serves(step)
@@ -294,10 +301,10 @@ class _Run:
 
     def _close(
         self, step: int, episodes: Sequence[Episode], clock: _Clock, in_flight: int
-    ) -> tuple[SimStep, Passes | None]:
+    ) -> tuple[SimStep, PassTimes | None]:
         """Account for a step; gives it, and what the engines did."""
         for episode in episodes:
-            self.ledger.finish(episode.key, Outcome.TRAINED, "trained")
+            self.ledger.finish(episode.key, RolloutOutcome.TRAINED, "trained")
         self.ledger.close(step, trained=len(episodes))
         rollout_s, learn_s, sync_s = clock.seconds
         total_s = rollout_s + learn_s + sync_s
@@ -320,7 +327,7 @@ class _Run:
                 tokens=tokens,
             )
         )
-        found = Passes(counts.tokens / passes, counts.busy_s / passes) if counts.passes else None
+        found = PassTimes(counts.tokens / passes, counts.busy_s / passes) if counts.passes else None
         return self.steps[-1], found
 
 

@@ -30,7 +30,7 @@ _DASH = re.compile(r"[\u2010-\u2015\u2212]")
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class ExpectedAnswers:
     """The truth of a question with a short answer: all accepted spellings, the gold one first."""
 
     accepted: tuple[str, ...]
@@ -62,13 +62,13 @@ def _is_punctuation(character: str) -> bool:
     return character in string.punctuation or unicodedata.category(character).startswith("P")
 
 
-def matches(answer: str, truth: Answers) -> bool:
+def matches(answer: str, truth: ExpectedAnswers) -> bool:
     """Whether the normalised answer equals one of the accepted ones and is not empty."""
     given = normalise(answer)
     return bool(given) and any(given == normalise(accepted) for accepted in truth.accepted)
 
 
-def is_answer(answer: str, truth: Answers) -> bool:
+def is_answer(answer: str, truth: ExpectedAnswers) -> bool:
     """Whether an answer matches as a whole, or out of its frame (`final.short_answers`).
 
     A box, "Answer:", "The answer is" and `<answer>` tags are frames. All that stand in one have to match.
@@ -79,7 +79,7 @@ def is_answer(answer: str, truth: Answers) -> bool:
     return bool(found) and all(matches(one, truth) for one in found)
 
 
-def f1(answer: str, truth: Answers) -> float:
+def f1(answer: str, truth: ExpectedAnswers) -> float:
     """Best token F1 over the accepted answers, in [0, 1]."""
     return max((_f1(normalise(answer).split(), normalise(a).split()) for a in truth.accepted), default=0.0)
 
@@ -91,17 +91,17 @@ def _f1(given: list[str], gold: list[str]) -> float:
 
 def exact_match(task: Task, trajectory: Trajectory) -> float:
     """1 if the final answer, in a frame or without, equals an accepted one after normalisation, else 0."""
-    return float(is_answer(trajectory.answer, truth_of(task, Answers)))
+    return float(is_answer(trajectory.answer, truth_of(task, ExpectedAnswers)))
 
 
 def strict_match(task: Task, trajectory: Trajectory) -> float:
     """1 if the whole final answer equals an accepted one after normalisation, else 0: a frame is wrong."""
-    return float(matches(trajectory.answer, truth_of(task, Answers)))
+    return float(matches(trajectory.answer, truth_of(task, ExpectedAnswers)))
 
 
 def token_f1(task: Task, trajectory: Trajectory) -> float:
     """Token F1 of the final answer against the best accepted one, in [0, 1]."""
-    return f1(trajectory.answer, truth_of(task, Answers))
+    return f1(trajectory.answer, truth_of(task, ExpectedAnswers))
 
 
 def well_formed(task: Task, trajectory: Trajectory) -> float:

@@ -36,7 +36,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class MatchState:
     """The state that an episode has to leave behind. Keys named in `ignored` do not count, at any depth."""
 
     value: JSON
@@ -116,7 +116,7 @@ def json_value(task: Task, trajectory: Trajectory) -> float:
     return float(is_value(trajectory.answer, truth_of(task, Value)))
 
 
-def is_state(text: str, truth: State) -> bool:
+def is_state(text: str, truth: MatchState) -> bool:
     """Whether the text is the JSON of the state that is due."""
     return _reads(text, truth.value, truth.tolerance, truth.ignored)
 
@@ -128,7 +128,7 @@ def same_state(read: Evidence = final_answer) -> RewardFunction:
     """
 
     def state_equality(task: Task, trajectory: Trajectory) -> float:
-        return float(is_state(read(trajectory), truth_of(task, State)))
+        return float(is_state(read(trajectory), truth_of(task, MatchState)))
 
     return state_equality
 

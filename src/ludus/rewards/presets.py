@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ludus.rewards.base import Reward
 from ludus.rewards.composite import extra_turns, format_score, think_format, tool_use
-from ludus.rewards.exact_match import Answers
+from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.rewards.paper_rewards import ExpectedCalls, retool, search_r1, toolrl
 
 TURN_COST = 0.05
@@ -46,8 +46,8 @@ def composite() -> tuple[Reward, ...]:
 PUBLISHED: Mapping[str, Published] = {
     "composite": Published(composite, keeps_outcome=True),
     "r1": Published(r1, keeps_outcome=True),
-    "retool": Published(retool, Answers),
-    "search_r1": Published(search_r1, Answers),
+    "retool": Published(retool, ExpectedAnswers),
+    "search_r1": Published(search_r1, ExpectedAnswers),
     "toolrl": Published(toolrl, ExpectedCalls),
 }
 

@@ -11,9 +11,9 @@ from ludus.errors import ConfigError, did_you_mean
 from ludus.rewards.base import Reward, RewardFunction
 from ludus.rewards.code.patches import Patch, patch_similarity
 from ludus.rewards.composite import extra_turns, format_score, think_format, tool_use
-from ludus.rewards.exact_match import Answers, token_f1, well_formed
+from ludus.rewards.exact_match import ExpectedAnswers, token_f1, well_formed
 from ludus.rewards.extract import final_answer, last_output
-from ludus.rewards.json_match import Schema, State, Value, json_schema, json_value, same_state
+from ludus.rewards.json_match import MatchState, Schema, Value, json_schema, json_value, same_state
 from ludus.rewards.multiple_choice import Choice, multiple_choice
 from ludus.rewards.paper_rewards import format_kept
 from ludus.rewards.presets import PUBLISHED, training_parts
@@ -34,7 +34,7 @@ Option = int | str
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class RegisteredReward:
     """A part: `make` gives its function for its options. It reads the calls of tools (`calls`), or a task's
     truth of a type (`truth`); a world without them cannot feed it."""
 
@@ -53,25 +53,25 @@ def _state_of(tool: str = "") -> RewardFunction:
     return same_state(last_output(tool) if tool else final_answer)
 
 
-NAMED: Mapping[str, Named] = {
-    "citation_support": Named(lambda: citation_support, calls=True),
-    "extra_calls": Named(extra_calls, calls=True),
-    "extra_turns": Named(extra_turns),
-    "format_kept": Named(lambda: format_kept),
-    "format_score": Named(lambda: format_score),
-    "invalid_calls": Named(invalid_calls, calls=True),
-    "json_schema": Named(lambda: json_schema, truth=Schema),
-    "json_value": Named(lambda: json_value, truth=Value),
-    "language_consistency": Named(language_consistency),
-    "long_answer": Named(long_answer),
-    "multiple_choice": Named(lambda: multiple_choice, truth=Choice),
-    "patch_similarity": Named(lambda: patch_similarity(), truth=Patch),
-    "repeated_calls": Named(repeated_calls, calls=True),
-    "same_state": Named(_state_of, truth=State),
-    "think_format": Named(lambda: think_format),
-    "token_f1": Named(lambda: token_f1, truth=Answers),
-    "tool_use": Named(lambda: tool_use, calls=True),
-    "well_formed": Named(lambda: well_formed),
+NAMED: Mapping[str, RegisteredReward] = {
+    "citation_support": RegisteredReward(lambda: citation_support, calls=True),
+    "extra_calls": RegisteredReward(extra_calls, calls=True),
+    "extra_turns": RegisteredReward(extra_turns),
+    "format_kept": RegisteredReward(lambda: format_kept),
+    "format_score": RegisteredReward(lambda: format_score),
+    "invalid_calls": RegisteredReward(invalid_calls, calls=True),
+    "json_schema": RegisteredReward(lambda: json_schema, truth=Schema),
+    "json_value": RegisteredReward(lambda: json_value, truth=Value),
+    "language_consistency": RegisteredReward(language_consistency),
+    "long_answer": RegisteredReward(long_answer),
+    "multiple_choice": RegisteredReward(lambda: multiple_choice, truth=Choice),
+    "patch_similarity": RegisteredReward(lambda: patch_similarity(), truth=Patch),
+    "repeated_calls": RegisteredReward(repeated_calls, calls=True),
+    "same_state": RegisteredReward(_state_of, truth=MatchState),
+    "think_format": RegisteredReward(lambda: think_format),
+    "token_f1": RegisteredReward(lambda: token_f1, truth=ExpectedAnswers),
+    "tool_use": RegisteredReward(lambda: tool_use, calls=True),
+    "well_formed": RegisteredReward(lambda: well_formed),
 }
 
 

@@ -21,15 +21,15 @@ from typing import Final
 
 from ludus.rewards import json_match, multiple_choice
 from ludus.rewards.answer_extraction import candidates
-from ludus.rewards.exact_match import Answers, is_answer, normalise
-from ludus.rewards.json_match import Schema, State, Value
+from ludus.rewards.exact_match import ExpectedAnswers, is_answer, normalise
+from ludus.rewards.json_match import MatchState, Schema, Value
 from ludus.rewards.math import math_verify, numeric
 from ludus.rewards.math.math_verify import Expression
 from ludus.rewards.math.numeric import Quantity, read_quantity
 from ludus.rewards.multiple_choice import Choice
 from ludus.types import JSON, Task, Trajectory
 
-Truth = Quantity | Expression | Answers | Choice | Value | Schema | State
+Truth = Quantity | Expression | ExpectedAnswers | Choice | Value | Schema | MatchState
 TYPES: Final = ("number", "expression", "text", "choice", "json", "schema", "state")
 _CLOSE: Final = 1e-9
 """How far off, relatively, a number may be that is not whole."""
@@ -55,7 +55,7 @@ def read_truth(record: Mapping[str, JSON]) -> Truth:
         case "schema":
             raise ValueError('"answer" is no JSON schema')
         case "state":
-            return State(answer, _ignored(record), _tolerance(record))
+            return MatchState(answer, _ignored(record), _tolerance(record))
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError('"answer" is neither a text nor a number')
     if isinstance(answer, float) and not math.isfinite(answer):
@@ -70,7 +70,7 @@ def is_right(answer: str, truth: Truth) -> bool:
             return numeric.is_close(answer, truth)
         case Expression():
             return math_verify.is_equal(answer, truth)
-        case Answers():
+        case ExpectedAnswers():
             return is_answer(answer, truth)
         case Choice():
             return multiple_choice.is_right(answer, truth)
@@ -78,7 +78,7 @@ def is_right(answer: str, truth: Truth) -> bool:
             return json_match.is_value(answer, truth)
         case Schema():
             return json_match.fits_schema(answer, truth)
-        case State():
+        case MatchState():
             return json_match.is_state(answer, truth)
 
 
@@ -99,7 +99,7 @@ def asked(question: str, truth: Truth) -> str:
     return "\n".join([question, *(f"{letter}) {text}" for letter, text in truth.options.items())])
 
 
-def _short(text: str, type_: JSON) -> Quantity | Expression | Answers:
+def _short(text: str, type_: JSON) -> Quantity | Expression | ExpectedAnswers:
     """The truth of an answer that is a number, an expression or a short text."""
     found = candidates(text)
     if len(found) != 1:
@@ -109,7 +109,7 @@ def _short(text: str, type_: JSON) -> Quantity | Expression | Answers:
     if type_ == "text" and not normalise(answer):
         raise ValueError(f"{answer[:60]!r} has no words to compare")
     if type_ == "text":
-        return Answers((answer,))
+        return ExpectedAnswers((answer,))
     if type_ == "expression" or (type_ is None and value is None):
         return Expression(answer)
     if value is None:

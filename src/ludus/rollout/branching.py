@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from ludus.config.sections.rollout import BranchConfig
 from ludus.errors import WorldError
-from ludus.rollout.chat_session import CannotRestore
-from ludus.rollout.trees import Graft, grafted
+from ludus.rollout.chat_session import RestoreError
+from ludus.rollout.trees import TrajectoryBranch, grafted
 from ludus.types import Segment, Trajectory
 
 PlayPath = Callable[[tuple[Segment, ...], int], Awaitable[Trajectory]]
@@ -25,7 +25,7 @@ PlayPath = Callable[[tuple[Segment, ...], int], Awaitable[Trajectory]]
 async def play_tree(settings: BranchConfig, play: PlayPath) -> Trajectory:
     """Play a trunk, and from its chosen turns on the branches; then those of the branches, until the tree has
     `settings.max_leaves` leaves or no chosen turn is left."""
-    grafts = [Graft(await play((), 0))]
+    grafts = [TrajectoryBranch(await play((), 0))]
     number = 0
     while number < len(grafts):
         one = grafts[number]
@@ -38,18 +38,18 @@ async def play_tree(settings: BranchConfig, play: PlayPath) -> Trajectory:
     return grafted(grafts)
 
 
-async def _branch(play: PlayPath, chain: Trajectory, fork: int, of: int, number: int) -> Graft:
+async def _branch(play: PlayPath, chain: Trajectory, fork: int, of: int, number: int) -> TrajectoryBranch:
     """The path of that number, which leaves `chain`, the path `of`, before its segment `fork`."""
     told = chain.segments[:fork]
     try:
         found = await play(told, number)
-    except CannotRestore as error:
+    except RestoreError as error:
         raise _no_repeat(chain, error.message) from error
     if len(found.segments) <= fork or any(
         (a.kind, a.tokens) != (b.kind, b.tokens) for a, b in zip(told, found.segments, strict=False)
     ):
         raise _no_repeat(chain, f"Played again, the first {fork} segments of {chain.name} are others.")
-    return Graft(found, of, fork)
+    return TrajectoryBranch(found, of, fork)
 
 
 def _no_repeat(chain: Trajectory, why: str) -> WorldError:
@@ -59,7 +59,7 @@ def _no_repeat(chain: Trajectory, why: str) -> WorldError:
     )
 
 
-def _forks(settings: BranchConfig, graft: Graft) -> list[int]:
+def _forks(settings: BranchConfig, graft: TrajectoryBranch) -> list[int]:
     """The places of the actions that a path forks before: of those after its own first action, or of a trunk
     all. By entropy the highest come first."""
     segments = graft.chain.segments

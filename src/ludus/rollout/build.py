@@ -7,17 +7,23 @@ from dataclasses import dataclass
 from ludus.chat.render import Renderer
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import Engine, seed_for
-from ludus.envs.base import HoldsSessions, SetsBounds, World
-from ludus.rollout.chat_session import Conversation, EngineConversation
+from ludus.envs.base import LimitsConcurrency, SetsBounds, World
+from ludus.rollout.chat_session import ChatSession, EngineChatSession
 from ludus.rollout.episode import EpisodeLimits
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.lockstep_engine import LockstepEngine
-from ludus.rollout.scheduler import ConversationFactory, Job, Scheduler, SchedulerLimits, episode_name
+from ludus.rollout.scheduler import (
+    ConversationFactory,
+    RolloutRequest,
+    Scheduler,
+    SchedulerLimits,
+    episode_name,
+)
 from ludus.types import SamplingParams, Task
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
+class SamplingPlan:
     """What one round of episodes is for: it names the randomness, and sets the temperature.
 
     `branches`: its episodes branch as `rollout.branch` says.
@@ -29,7 +35,7 @@ class Play:
     branches: bool = False
 
 
-def engine_name(play: Play, key: RolloutKey) -> str:
+def engine_name(play: SamplingPlan, key: RolloutKey) -> str:
     """What an engine calls an episode: a task may be trained on and evaluated at once."""
     return f"{play.purpose}/{episode_name(key)}"
 
@@ -62,12 +68,17 @@ def rollout_for(world: World, rollout: RolloutConfig, task: Task) -> RolloutConf
 
 def episodes_at_once(world: World, concurrency: int) -> int:
     """So many, or fewer where the sandbox has no room for as many sessions."""
-    room = world.episodes_at_once if isinstance(world, HoldsSessions) else None
+    room = world.episodes_at_once if isinstance(world, LimitsConcurrency) else None
     return concurrency if room is None else min(concurrency, room)
 
 
 def engine_scheduler(
-    world: World, engine: Engine, renderer: Renderer, rollout: RolloutConfig, play: Play, ledger: Ledger
+    world: World,
+    engine: Engine,
+    renderer: Renderer,
+    rollout: RolloutConfig,
+    play: SamplingPlan,
+    ledger: Ledger,
 ) -> Scheduler:
     """A scheduler whose episodes speak to `engine`, in lock-step where the settings ask for
     repeatable runs and the engine's bits depend on what is computed together."""
@@ -75,9 +86,9 @@ def engine_scheduler(
     if rollout.guided_tools:
         renderer.guide(())
 
-    def converse(job: Job) -> Conversation:
+    def converse(job: RolloutRequest) -> ChatSession:
         key, own = job.key, rollout_for(world, rollout, job.task)
-        return EngineConversation(
+        return EngineChatSession(
             engine=lockstep or engine,
             renderer=renderer,
             params=sampling_params(own, 0.0 if job.greedy else play.temperature),

@@ -1,6 +1,6 @@
 """The model's side of an episode: what it was shown, what it said.
 
-`EngineConversation` keeps the exact tokens. It appends ids that the engine sampled and deltas that the
+`EngineChatSession` keeps the exact tokens. It appends ids that the engine sampled and deltas that the
 renderer made, and never turns its own text back into ids.
 """
 
@@ -22,7 +22,7 @@ NOTHING = Completion((), (), (), "abort")
 """The part of an action that has not begun."""
 
 
-class Conversation(Protocol):
+class ChatSession(Protocol):
     """One episode's dialogue with a policy. `open` once, then `act` and `observe` in turns, then `close`."""
 
     @property
@@ -77,14 +77,14 @@ class Allowance(Protocol):
         ...
 
 
-class CannotRestore(WorldError):
+class RestoreError(WorldError):
     """The world does not answer recorded actions as it did when they were recorded."""
 
     part = "cannot_restore"
 
 
 @dataclass
-class EngineConversation:
+class EngineChatSession:
     """A dialogue with an engine, token by token.
 
     `max_tokens` bounds the whole trajectory; the engine's context bounds it as well. `seed` and the turn
@@ -227,7 +227,7 @@ class EngineConversation:
         history = [token for segment in self.told[:place] for token in segment.tokens]
         whole = place < len(self.told) or self.told[-1].kind != "action"
         if history != (self._tokens if whole else self._tokens[: len(history)]):
-            raise CannotRestore(
+            raise RestoreError(
                 f"The world does not repeat: turn {self._turn} of episode {self.episode} has another history "
                 "than it had when it was recorded.",
                 "Only a world that answers equal actions equally can be entered at a later turn.",

@@ -20,13 +20,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ludus.envs.base import Anchored, Environment, World
+from ludus.envs.base import Environment, HasStateKey, World
 from ludus.envs.toolbox import describe_error
 from ludus.errors import EngineError, LudusError, WorldError
 from ludus.rewards.base import Reward, score
 from ludus.rewards.code.turns import TurnVerifier, turn_shares
-from ludus.rollout.chat_session import Conversation
-from ludus.sandbox.local.pausable_timeout import Clock, episode_clock, under
+from ludus.rollout.chat_session import ChatSession
+from ludus.sandbox.local.pausable_timeout import PausableClock, episode_clock, under
 from ludus.types import (
     Action,
     Message,
@@ -84,7 +84,7 @@ def fresh_environment(world: World, task: Task) -> Environment:
 
 
 async def run_episode(
-    task: Task, sample: int, environment: Environment, conversation: Conversation, limits: EpisodeLimits
+    task: Task, sample: int, environment: Environment, conversation: ChatSession, limits: EpisodeLimits
 ) -> Trajectory:
     """Play one episode to its end and score it."""
     trajectory = await play_episode(task, sample, environment, conversation, limits)
@@ -92,7 +92,7 @@ async def run_episode(
 
 
 async def play_episode(
-    task: Task, sample: int, environment: Environment, conversation: Conversation, limits: EpisodeLimits
+    task: Task, sample: int, environment: Environment, conversation: ChatSession, limits: EpisodeLimits
 ) -> Trajectory:
     """Play one episode to its end; it has no rewards but those of its turns."""
     record = _Record()
@@ -126,14 +126,14 @@ async def play_episode(
 async def _play_in_time(
     task: Task,
     environment: Environment,
-    conversation: Conversation,
+    conversation: ChatSession,
     limits: EpisodeLimits,
     record: _Record,
 ) -> StopReason:
     try:
         async with asyncio.timeout(limits.timeout_s) as deadline:
             limit_s = math.inf if limits.timeout_s is None else limits.timeout_s
-            clock = Clock(limit_s, lambda left_s: _move(deadline, left_s))
+            clock = PausableClock(limit_s, lambda left_s: _move(deadline, left_s))
             try:
                 with episode_clock(clock):
                     return await _play(task, environment, conversation, limits, record)
@@ -148,7 +148,7 @@ async def _play_in_time(
 async def _play(
     task: Task,
     environment: Environment,
-    conversation: Conversation,
+    conversation: ChatSession,
     limits: EpisodeLimits,
     record: _Record,
 ) -> StopReason:
@@ -191,7 +191,7 @@ def _stop_after(result: StepResult, turn: int, limits: EpisodeLimits, record: _R
 
 async def _anchor(environment: Environment, record: _Record, limits: EpisodeLimits) -> str:
     """A hash of the state that the environment is in; of what it showed last, where it names no state."""
-    if isinstance(environment, Anchored):
+    if isinstance(environment, HasStateKey):
         named = environment
 
         async def ask() -> str:
@@ -208,7 +208,7 @@ def _is_empty(action: Action) -> bool:
     return not (action.calls or action.errors or action.message["content"].strip())
 
 
-async def _timed_act(conversation: Conversation, record: _Record) -> Action | StopReason:
+async def _timed_act(conversation: ChatSession, record: _Record) -> Action | StopReason:
     begin = time.perf_counter()
     try:
         return await conversation.act()
@@ -233,7 +233,7 @@ async def _world(what: str, call: Callable[[], Awaitable[T]], expected: type[T],
     """Call the environment; whatever it raises is a failure of the infrastructure, with its own words."""
     try:
         async with asyncio.timeout(limits.environment_timeout_s) as deadline:
-            with under(Clock(limits.environment_timeout_s, lambda left_s: _move(deadline, left_s))):
+            with under(PausableClock(limits.environment_timeout_s, lambda left_s: _move(deadline, left_s))):
                 result = await call()
     except LudusError:
         raise
@@ -260,7 +260,7 @@ def _move(deadline: asyncio.Timeout, left_s: float | None) -> None:
         deadline.reschedule(when)
 
 
-def _observed(conversation: Conversation, result: StepResult) -> StopReason | None:
+def _observed(conversation: ChatSession, result: StepResult) -> StopReason | None:
     return _shown(lambda: conversation.observe(result.messages))
 
 
@@ -274,7 +274,7 @@ def _shown(show: Callable[[], StopReason | None]) -> StopReason | None:
         raise WorldError(f"The environment's messages cannot be rendered: {describe_error(error)}") from error
 
 
-async def _close(environment: Environment, conversation: Conversation, limits: EpisodeLimits) -> None:
+async def _close(environment: Environment, conversation: ChatSession, limits: EpisodeLimits) -> None:
     try:
         conversation.close()
     finally:

@@ -27,7 +27,7 @@ class AccountingError(LudusError):
     part = "ledger"
 
 
-class Outcome(StrEnum):
+class RolloutOutcome(StrEnum):
     """What became of a rollout."""
 
     TRAINED = "trained"
@@ -75,7 +75,7 @@ class LedgerCounts:
         ended = (self.trained, self.masked, self.dropped, self.failed)
         if min(ended) < 0 or sum(ended) > self.started:
             raise AccountingError(f"{self.started} rollouts started and {sum(ended)} ended: {self}.")
-        for outcome, count in zip(Outcome, ended, strict=True):
+        for outcome, count in zip(RolloutOutcome, ended, strict=True):
             reasons = sum(n for name, n in self.by_reason.items() if name.startswith(f"{outcome}/"))
             if reasons != count:
                 raise AccountingError(f"{count} rollouts are {outcome}, and reasons are given for {reasons}.")
@@ -137,14 +137,14 @@ class _Page:
     `gone` are rollouts from before a resume that were dropped, by reason.
     """
 
-    endings: dict[RolloutKey, tuple[Outcome, str] | None] = field(default_factory=dict)
+    endings: dict[RolloutKey, tuple[RolloutOutcome, str] | None] = field(default_factory=dict)
     clock_limited: bool = False
     gone: Counter[str] = field(default_factory=Counter)
 
 
 KEPT_STEPS = 16
 """Closed steps whose counts, and the rollouts that trained, a ledger keeps: the newest."""
-_TRAINS = (Outcome.TRAINED, Outcome.MASKED)
+_TRAINS = (RolloutOutcome.TRAINED, RolloutOutcome.MASKED)
 
 
 class Ledger:
@@ -169,7 +169,7 @@ class Ledger:
             raise AccountingError(f"rollout started twice: {key}.")
         endings[key] = None
 
-    def finish(self, key: RolloutKey, outcome: Outcome, reason: str) -> None:
+    def finish(self, key: RolloutKey, outcome: RolloutOutcome, reason: str) -> None:
         """Note how a rollout ended, and why, in one or a few words ("zero_variance").
 
         Raises AccountingError if the rollout never started, has ended before, or no reason is given.
@@ -184,7 +184,7 @@ class Ledger:
             raise AccountingError(
                 f"rollout finished twice, as {before[0]} ({before[1]}) and as {outcome} ({reason}): {key}."
             )
-        page.endings[key] = (Outcome(outcome), reason)
+        page.endings[key] = (RolloutOutcome(outcome), reason)
 
     def drop_kept(self, step: int, count: int, reason: str) -> None:
         """Note that rollouts which a checkpoint kept will not train; they are counted in `step`."""
@@ -320,14 +320,14 @@ def _counts(step: int | None, page: _Page) -> LedgerCounts:
     ended = [ending for ending in page.endings.values() if ending is not None]
     outcomes = Counter(outcome for outcome, _ in ended)
     reasons = Counter(f"{outcome}/{reason}" for outcome, reason in ended)
-    reasons.update({f"{Outcome.DROPPED}/{reason}": count for reason, count in page.gone.items()})
+    reasons.update({f"{RolloutOutcome.DROPPED}/{reason}": count for reason, count in page.gone.items()})
     return LedgerCounts(
         step=step,
         started=len(page.endings) + page.gone.total(),
-        trained=outcomes[Outcome.TRAINED],
-        masked=outcomes[Outcome.MASKED],
-        dropped=outcomes[Outcome.DROPPED] + page.gone.total(),
-        failed=outcomes[Outcome.FAILED],
+        trained=outcomes[RolloutOutcome.TRAINED],
+        masked=outcomes[RolloutOutcome.MASKED],
+        dropped=outcomes[RolloutOutcome.DROPPED] + page.gone.total(),
+        failed=outcomes[RolloutOutcome.FAILED],
         by_reason=dict(sorted(reasons.items())),
         clock_limited=page.clock_limited,
     )

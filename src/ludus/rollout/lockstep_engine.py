@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ludus.engines.base import ContinuesActions, Engine, EngineStats, Measured, Request
+from ludus.engines.base import ContinuesActions, Engine, EngineStats, RemoteStats, Request
 from ludus.errors import EngineError
 from ludus.types import Completion
 
@@ -55,7 +55,7 @@ class LockstepEngine:
 
     async def measure(self) -> None:
         """Fetch the inner engine's counts."""
-        if isinstance(self.inner, Measured):
+        if isinstance(self.inner, RemoteStats):
             await self.inner.measure()
 
     def stats(self, *, reset: bool = False) -> EngineStats:

@@ -9,7 +9,7 @@ at most `concurrency` answers in all.
 - What is left is an `EngineError` with the server's own words, or a `UserError` where URL, model or key are
   wrong. That the context is too long is a stop reason of the episode.
 - A request that is refused for one of its fields is adapted (`accepted_fields`); what a server refuses is
-  learned once and said in `Endpoint.notices`.
+  learned once and said in `OpenAIClient.notices`.
 - The history holds the model's messages as the server sent them, reasoning included. Servers
   refuse a dialogue whose history has tool calls that are not JSON, so that a malformed call stays in the
   history as text, and the error that answers it goes back as a user message. So does whatever answers a
@@ -38,9 +38,9 @@ from ludus.engines.base import seed_for
 from ludus.envs.base import World
 from ludus.errors import ConfigError, EngineError, UserError
 from ludus.rollout.accepted_fields import REASONING, REFUSED, AcceptedFields
-from ludus.rollout.build import Play, rollout_for, sampling_params
-from ludus.rollout.chat_session import Conversation
-from ludus.rollout.scheduler import ConversationFactory, Job
+from ludus.rollout.build import SamplingPlan, rollout_for, sampling_params
+from ludus.rollout.chat_session import ChatSession
+from ludus.rollout.scheduler import ConversationFactory, RolloutRequest
 from ludus.tools.base import Tool, ToolSchema
 from ludus.types import (
     JSON,
@@ -77,7 +77,7 @@ _AROUND_RESULTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointSettings:
+class OpenAIClientSettings:
     """Where the agent is and how it is asked.
 
     `url` is the base, usually ending in `/v1`. `timeout_s` bounds one request from connecting to the last
@@ -130,7 +130,7 @@ class EndpointSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Tokens as the server counted them, over the answers that came. A server that does not count gives 0."""
 
     prompt_tokens: int = 0
@@ -142,8 +142,8 @@ class Usage:
         """Prompt and completion."""
         return self.prompt_tokens + self.completion_tokens
 
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(
+    def __add__(self, other: TokenUsage) -> TokenUsage:
+        return TokenUsage(
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
             self.num_answers + other.num_answers,
@@ -151,26 +151,26 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ChatCompletion:
     """One turn of the agent: the action, the message to send back as history, and its tokens."""
 
     action: Action
     history: WireMessage
-    usage: Usage
+    usage: TokenUsage
 
 
 @dataclass
-class Endpoint:
+class OpenAIClient:
     """A chat-completions server, asked by many dialogues in one event loop.
 
     Use it as a context manager, or call `close`. A `client` that is passed in stays open, and only its
     connections and proxies are used: timeout and retries are the settings'. `sleep` is replaced by tests.
     """
 
-    settings: EndpointSettings
+    settings: OpenAIClientSettings
     client: httpx.AsyncClient | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    usage: Usage = field(init=False, default_factory=Usage)
+    usage: TokenUsage = field(init=False, default_factory=TokenUsage)
     accepted: AcceptedFields = field(init=False, default=AcceptedFields())
     _owned: httpx.AsyncClient | None = field(init=False, default=None)
     _slots: asyncio.Semaphore = field(init=False)
@@ -199,7 +199,7 @@ class Endpoint:
         params: SamplingParams,
         turn: int,
         parser: ToolCallParser | None = None,
-    ) -> Answer | None:
+    ) -> ChatCompletion | None:
         """Ask for turn `turn`, counted from 0. None means that the context is too long.
 
         Raises EngineError for a server that fails or answers with nonsense, UserError where the server does
@@ -334,7 +334,7 @@ class Endpoint:
 
 
 @dataclass
-class EndpointConversation:
+class OpenAIChatSession:
     """An episode's dialogue with an endpoint. It has no segments.
 
     `seed` and the turn fix the seed of each request, as far as the server heeds it. `max_tokens`, if given,
@@ -342,7 +342,7 @@ class EndpointConversation:
     `parser` reads the calls out of the text of an answer that has no structured ones.
     """
 
-    endpoint: Endpoint
+    endpoint: OpenAIClient
     params: SamplingParams
     seed: int
     max_tokens: int | None = None
@@ -365,7 +365,7 @@ class EndpointConversation:
         return None
 
     async def act(self) -> Action | StopReason:
-        """Ask for one action. Raises what `Endpoint.chat` raises."""
+        """Ask for one action. Raises what `OpenAIClient.chat` raises."""
         too_long = StopReason.MAX_TOKENS if self._turn else StopReason.PROMPT_TOO_LONG
         room = None if self.max_tokens is None else self.max_tokens - self._used_tokens
         if room is not None and room <= 0:
@@ -400,7 +400,7 @@ class EndpointConversation:
     def close(self) -> None:
         """Nothing to give back: the server keeps no dialogue."""
 
-    def _keep(self, answer: Answer) -> None:
+    def _keep(self, answer: ChatCompletion) -> None:
         self._turn += 1
         self._used_tokens = answer.usage.total_tokens
         self._messages.append(answer.history)
@@ -409,7 +409,11 @@ class EndpointConversation:
 
 
 def endpoint_conversations(
-    endpoint: Endpoint, rollout: RolloutConfig, play: Play, parser: str = "", world: World | None = None
+    endpoint: OpenAIClient,
+    rollout: RolloutConfig,
+    play: SamplingPlan,
+    parser: str = "",
+    world: World | None = None,
 ) -> ConversationFactory:
     """What a scheduler needs to play against an endpoint, with the seeds that an engine would get.
 
@@ -419,10 +423,10 @@ def endpoint_conversations(
     if parser and parser not in PARSERS:
         raise ConfigError(f"There is no tool parser {parser!r}.", f"Parsers: {', '.join(PARSERS)}.")
 
-    def converse(job: Job) -> Conversation:
+    def converse(job: RolloutRequest) -> ChatSession:
         key = job.key
         own = rollout if world is None else rollout_for(world, rollout, job.task)
-        return EndpointConversation(
+        return OpenAIChatSession(
             endpoint=endpoint,
             params=sampling_params(own, play.temperature),
             seed=seed_for(play.seed, play.purpose, key.step, key.task_id, key.sample),
@@ -460,7 +464,7 @@ class _Reply(BaseModel):
     usage: _ReplyUsage | None = None
 
 
-def read_answer(body: bytes, turn: int, parser: ToolCallParser | None = None) -> Answer:
+def read_answer(body: bytes, turn: int, parser: ToolCallParser | None = None) -> ChatCompletion:
     """Read the body of a chat completion. Raises EngineError where it is none; never for what the model said.
 
     Content that is null is empty text. Blank arguments mean none. Where an id is missing or stands twice,
@@ -474,8 +478,8 @@ def read_answer(body: bytes, turn: int, parser: ToolCallParser | None = None) ->
         raise EngineError(f"broke off its answer (finish reason {choice.finish_reason!r}): {_excerpt(body)}")
     action, history = _read_message(choice.message, turn, parser)
     counted = reply.usage or _ReplyUsage()
-    usage = Usage(counted.prompt_tokens or 0, counted.completion_tokens or 0, 1)
-    return Answer(replace(action, finish_reason=finish), history, usage)
+    usage = TokenUsage(counted.prompt_tokens or 0, counted.completion_tokens or 0, 1)
+    return ChatCompletion(replace(action, finish_reason=finish), history, usage)
 
 
 def _decode_reply(body: bytes) -> _Reply:

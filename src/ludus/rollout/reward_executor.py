@@ -35,13 +35,13 @@ from ludus.rewards.base import Reward, check_scored_elsewhere
 from ludus.rollout.reward_process import (
     HEAD,
     LATE,
-    Asked,
-    Failed,
-    Judged,
-    Place,
-    Ready,
-    Unread,
+    RewardFailed,
+    RewardsReady,
+    ScoredEpisode,
+    ScoreRequest,
+    UnreadableRequest,
     Verifiers,
+    WorldLocation,
     added_verifiers,
     parts_of,
 )
@@ -62,7 +62,7 @@ _FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 log = logging.getLogger("ludus.rewards")
 
 
-class Scoring(Protocol):
+class RewardExecutor(Protocol):
     """Gives trajectories their rewards, somewhere."""
 
     async def scored(
@@ -82,7 +82,7 @@ class RewardFault(WorldError):
     part = "reward"
 
 
-class RewardLate(RewardFault):
+class RewardTimeout(RewardFault):
     """A reward took longer than `rollout.reward_timeout_s`."""
 
 
@@ -112,7 +112,7 @@ class _Turns:
 
 
 @dataclass
-class ThreadScoring:
+class ThreadRewardExecutor:
     """On threads of this process, one at a time: the event loop goes on, unless a reward keeps the
     interpreter to itself. One that is late goes on unheard."""
 
@@ -122,12 +122,12 @@ class ThreadScoring:
     async def scored(
         self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
     ) -> Trajectory:
-        """As `Scoring.scored`."""
+        """As `RewardExecutor.scored`."""
         verifiers = Verifiers(_rewards(world, environment))
-        return _with(trajectory, await self.judged(verifiers, Asked(task, trajectory)))
+        return _with(trajectory, await self.judged(verifiers, ScoreRequest(task, trajectory)))
 
-    async def judged(self, verifiers: Verifiers, asked: Asked) -> Judged:
-        """What the rewards give. Raises as `Scoring.scored`."""
+    async def judged(self, verifiers: Verifiers, asked: ScoreRequest) -> ScoredEpisode:
+        """What the rewards give. Raises as `RewardExecutor.scored`."""
         async with self._turns.one():
             work = asyncio.wrap_future(_on_a_thread(verifiers, asked))
             await asyncio.wait({work}, timeout=self.timeout_s)
@@ -141,7 +141,7 @@ def _rewards(world: World, environment: Environment | None) -> Sequence[Reward]:
     return world.rewards if environment is None else environment.rewards
 
 
-def _with(trajectory: Trajectory, found: Judged) -> Trajectory:
+def _with(trajectory: Trajectory, found: ScoredEpisode) -> Trajectory:
     return graded(replace(trajectory, rewards=found.parts, reward=found.total), found.seconds)
 
 
@@ -167,8 +167,8 @@ def places(config: Config) -> int:
     return cluster.workers * own
 
 
-def _on_a_thread(verifiers: Verifiers, asked: Asked) -> Future[Judged]:
-    future: Future[Judged] = Future()
+def _on_a_thread(verifiers: Verifiers, asked: ScoreRequest) -> Future[ScoredEpisode]:
+    future: Future[ScoredEpisode] = Future()
     future.set_running_or_notify_cancel()
 
     def work() -> None:
@@ -181,14 +181,14 @@ def _on_a_thread(verifiers: Verifiers, asked: Asked) -> Future[Judged]:
     return future
 
 
-def _late(task: Task, timeout_s: float, words: str = "") -> RewardLate:
+def _late(task: Task, timeout_s: float, words: str = "") -> RewardTimeout:
     """`words` are the Python frames of the process, the innermost first."""
     found = [_FRAME.search(line) for line in words.splitlines()]
     frames = [frame.groups() for frame in found if frame]
     score = next((i for i, (_, _, name) in enumerate(frames) if name == "score"), 0)
     inner = frames[:score]
     where = f": {inner[-1][2]}, at {inner[0][0]}, line {inner[0][1]}" if inner else ""
-    return RewardLate(
+    return RewardTimeout(
         f"The rewards of task {task.id} took longer than {timeout_s:g} s{where}.",
         "Bound what they do, or see rollout.reward_timeout_s.",
     )
@@ -291,66 +291,72 @@ class _Line:
 
 
 @dataclass
-class ProcessScoring:
+class ProcessRewardExecutor:
     """In at most `processes` processes, started when they are needed; with none, on a thread of this one."""
 
-    place: Place
+    place: WorldLocation
     processes: int = 1
-    _here: ThreadScoring = field(init=False)
+    _here: ThreadRewardExecutor = field(init=False)
     _turns: _Turns = field(init=False)
     _lines: list[_Line] = field(default_factory=list, init=False)
     _why_here: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        self._here = ThreadScoring(self.place.rollout.reward_timeout_s)
+        self._here = ThreadRewardExecutor(self.place.rollout.reward_timeout_s)
         self._turns = _Turns(max(1, self.processes) * _DEPTH)
         weakref.finalize(self, _close, self._lines)
 
     @classmethod
-    def of(cls, config: Config) -> ProcessScoring:
+    def of(cls, config: Config) -> ProcessRewardExecutor:
         """That of a run's settings."""
         sections = (config.env, config.rollout, config.sandbox, config.rewards)
-        return cls(Place(*sections, os.getcwd(), tuple(sys.path)), config.rollout.reward_processes)
+        return cls(WorldLocation(*sections, os.getcwd(), tuple(sys.path)), config.rollout.reward_processes)
 
     async def scored(
         self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
     ) -> Trajectory:
-        """As `Scoring.scored`."""
+        """As `RewardExecutor.scored`."""
         rewards, why = _rewards(world, environment), ""
         if environment is not None:
             try:
                 check_scored_elsewhere(world.rewards, rewards, environment)
             except ConfigError as error:
                 why = error.message
-        return _with(trajectory, await self._judged(world, Verifiers(rewards), Asked(task, trajectory), why))
+        return _with(
+            trajectory, await self._judged(world, Verifiers(rewards), ScoreRequest(task, trajectory), why)
+        )
 
     async def with_added(self, world: World, task: Task, trajectory: Trajectory) -> Trajectory:
         """With what the section `rewards` has judged (`added_verifiers`): the parts, whose sum takes the
-        place of the reward, and the progress of the turns. Raises as `Scoring.scored`."""
+        place of the reward, and the progress of the turns. Raises as `RewardExecutor.scored`."""
         verifiers = added_verifiers(self.place.rewards, world)
-        found = await self._judged(world, verifiers, Asked(task, trajectory, added=True))
+        found = await self._judged(world, verifiers, ScoreRequest(task, trajectory, added=True))
         parts = {**trajectory.rewards, **found.parts}
         return replace(_with(trajectory, found), rewards=parts, turn_progress=found.turns)
 
-    async def _judged(self, world: World, verifiers: Verifiers, asked: Asked, why: str = "") -> Judged:
+    async def _judged(
+        self, world: World, verifiers: Verifiers, asked: ScoreRequest, why: str = ""
+    ) -> ScoredEpisode:
         """`why`: what keeps the verifiers in this process; empty where nothing does."""
-        reply = await self._reply(world, asked) if self.processes and not why else Unread(why)
+        reply = await self._reply(world, asked) if self.processes and not why else UnreadableRequest(why)
         match reply:
-            case Judged():
+            case ScoredEpisode():
                 return reply
-            case Failed():
+            case RewardFailed():
                 raise reply.error from TimeoutError() if reply.late else None
-            case Unread() if self.processes and reply.why != self._why_here:
+            case UnreadableRequest() if self.processes and reply.why != self._why_here:
                 self._why_here = reply.why
                 log.warning("Rewards are computed in this process, which may hold it up: %s", reply.why)
         return await self._here.judged(verifiers, asked)
 
-    async def _reply(self, world: World, question: Asked) -> Judged | Failed | Unread:
+    async def _reply(
+        self, world: World, question: ScoreRequest
+    ) -> ScoredEpisode | RewardFailed | UnreadableRequest:
         task = question.task
         try:
             asked = pickle.dumps(question)
         except Exception as error:  # boundary: foreign types; they are scored where they are known
-            return Unread(
+            return UnreadableRequest(
                 f"Task {task.id} cannot be sent to another process ({type(error).__name__}: {error})."
             )
         if self._turns.is_elsewhere():
@@ -358,12 +364,12 @@ class ProcessScoring:
         async with self._turns.one():
             while True:
                 line = await self._line(world)
-                if isinstance(line, Unread):
+                if isinstance(line, UnreadableRequest):
                     return line
                 with suppress(_Gone):
                     return await self._answer(line, task, asked)
 
-    async def _line(self, world: World) -> _Line | Unread:
+    async def _line(self, world: World) -> _Line | UnreadableRequest:
         """The least busy process, or a new one where all are busy."""
         async with self._turns.beginning():
             self._lines[:] = [line for line in self._lines if not line.closed]
@@ -375,7 +381,9 @@ class ProcessScoring:
                 self._lines.append(made)
             return made
 
-    async def _answer(self, line: _Line, task: Task, asked: bytes) -> Judged | Failed | Unread:
+    async def _answer(
+        self, line: _Line, task: Task, asked: bytes
+    ) -> ScoredEpisode | RewardFailed | UnreadableRequest:
         timeout_s = self.place.rollout.reward_timeout_s
         try:
             reply = await line.ask(asked, timeout_s + _SPARE_S)
@@ -385,10 +393,10 @@ class ProcessScoring:
             raise RewardFault(
                 f"The process that scored task {task.id} has ended.", "Is memory short?"
             ) from lost
-        assert isinstance(reply, Judged | Failed | Unread)
+        assert isinstance(reply, ScoredEpisode | RewardFailed | UnreadableRequest)
         return reply
 
-    async def _begin(self, world: World) -> _Line | Unread:
+    async def _begin(self, world: World) -> _Line | UnreadableRequest:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         line = _Line(ours)
@@ -398,12 +406,12 @@ class ProcessScoring:
             reply = await line.ask(pickle.dumps(self.place), START_S)
         except (_Lost, _Gone) as lost:
             raise RewardFault("The process that is to score does not start.", "Is memory short?") from lost
-        if isinstance(reply, Ready) and reply.parts == parts_of(world):
+        if isinstance(reply, RewardsReady) and reply.parts == parts_of(world):
             return line
         line.close()
-        if isinstance(reply, Failed):
-            return Unread(f"The world cannot be made a second time: {reply.error.message}")
-        return Unread("The world of the settings has other rewards than the one that is played.")
+        if isinstance(reply, RewardFailed):
+            return UnreadableRequest(f"The world cannot be made a second time: {reply.error.message}")
+        return UnreadableRequest("The world of the settings has other rewards than the one that is played.")
 
 
 def _close(lines: list[_Line]) -> None:
@@ -426,7 +434,7 @@ class _Forks:
     _running: subprocess.Popen[bytes] | None = None
     _lock: Lock = field(default_factory=Lock)
 
-    def send(self, place: Place, line: int) -> None:
+    def send(self, place: WorldLocation, line: int) -> None:
         """Have a process answer on this socket."""
         names = ",".join([place.env.name, *(m.world or name for name, m in place.env.mixture.items())])
         with self._lock:

@@ -1,8 +1,8 @@
 """The processes in which rewards are computed: one that forks them, and what each of them does.
 
 The first has imported what worlds have in common and does nothing but fork, so that the next process is there
-at once. Each fork reads a `Place` from its socket, builds the world, says `ready` with the rewards that it
-has, and then answers one `Asked` after another. A scoring that is late is ended by a thread
+at once. Each fork reads a `WorldLocation` from its socket, builds the world, says `ready` with the rewards
+that it has, and then answers one `ScoreRequest` after another. A scoring that is late is ended by a thread
 without Python in it, whatever the reward does, and with it the process: the last thing on the socket is where
 it was. All of them end with whoever started the first.
 """
@@ -47,7 +47,7 @@ Part = tuple[str, float, bool, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorldLocation:
     """The world whose rewards are wanted, and where it is: relative paths lead to the same files."""
 
     env: EnvConfig
@@ -59,7 +59,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ScoreRequest:
     """Score what was played: by the rewards of the world, or by those that the settings add to them."""
 
     task: Task
@@ -68,14 +68,14 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class RewardsReady:
     """The rewards that the process has."""
 
     parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class ScoredEpisode:
     """The rewards of a trajectory: its parts, their weighted sum, and the seconds that they took.
 
     `turns` is what the turn verifier found, empty if it was not asked.
@@ -88,7 +88,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class RewardFailed:
     """What a reward, or the making of the world, raised; `late` where a time limit was its cause."""
 
     error: LudusError
@@ -96,13 +96,13 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class UnreadableRequest:
     """What came is made of types that are not known here."""
 
     why: str
 
 
-Reply = Ready | Judged | Failed | Unread
+Reply = RewardsReady | ScoredEpisode | RewardFailed | UnreadableRequest
 
 
 def parts_of(world: World) -> tuple[Part, ...]:
@@ -144,7 +144,7 @@ def answer(line: int) -> None:
     """Build the world that is asked for, and score for it until nobody is at the other end of the socket."""
     with suppress(ConnectionError), socket.socket(fileno=line) as ours, ours.makefile("rb") as questions:
         place = _read(questions)
-        assert isinstance(place, Place)
+        assert isinstance(place, WorldLocation)
         rewards = _begin(ours, place)
         while rewards is not None and (head := questions.read(HEAD.size)):
             said = questions.read(*HEAD.unpack(head))
@@ -158,12 +158,12 @@ class Verifiers:
     rewards: Sequence[Reward]
     turns: TurnVerifier | None = None
 
-    def judge(self, asked: Asked) -> Judged:
+    def judge(self, asked: ScoreRequest) -> ScoredEpisode:
         """Raise WorldError with the words of what one of them raises."""
         begin = time.perf_counter()
         found = scored(self.rewards, asked.task, asked.trajectory)
         turns = () if self.turns is None else shares_of_turns(self.turns, asked.task, asked.trajectory)
-        return Judged(dict(found.rewards), found.reward, time.perf_counter() - begin, turns)
+        return ScoredEpisode(dict(found.rewards), found.reward, time.perf_counter() - begin, turns)
 
 
 def added_verifiers(settings: RewardsConfig, world: World) -> Verifiers:
@@ -180,13 +180,13 @@ class _Rewards:
     added: Verifiers
 
 
-def _begin(ours: socket.socket, place: Place) -> _Rewards | None:
+def _begin(ours: socket.socket, place: WorldLocation) -> _Rewards | None:
     try:
         sys.path[:] = place.path
         os.chdir(place.folder)
         world = build_world(place.env, place.rollout, place.sandbox)
         found = _Rewards(Verifiers(world.rewards), added_verifiers(place.rewards, world))
-        _send(ours, Ready(parts_of(world)))
+        _send(ours, RewardsReady(parts_of(world)))
     except Exception as error:  # boundary: whatever a world raises goes to whoever asked for it
         _send(ours, _failed(error))
         return None
@@ -196,9 +196,9 @@ def _begin(ours: socket.socket, place: Place) -> _Rewards | None:
 def _answer(rewards: _Rewards, timeout_s: float, ours: socket.socket, said: bytes) -> Reply:
     try:
         asked = pickle.loads(said)
-        assert isinstance(asked, Asked)
+        assert isinstance(asked, ScoreRequest)
     except Exception as error:  # boundary: what cannot be read here is scored elsewhere
-        return Unread(f"{type(error).__name__}: {error}")
+        return UnreadableRequest(f"{type(error).__name__}: {error}")
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=ours.fileno())
     try:
         return (rewards.added if asked.added else rewards.own).judge(asked)
@@ -208,13 +208,13 @@ def _answer(rewards: _Rewards, timeout_s: float, ours: socket.socket, said: byte
         faulthandler.cancel_dump_traceback_later()
 
 
-def _failed(error: Exception) -> Failed:
+def _failed(error: Exception) -> RewardFailed:
     own = error if isinstance(error, LudusError) else LudusError(f"{type(error).__name__}: {error}")
     try:
         pickle.loads(pickle.dumps(own))
     except Exception:  # boundary: a class that does not pickle travels as its words
         own = LudusError(str(own))
-    return Failed(own, isinstance(error.__cause__, TimeoutError))
+    return RewardFailed(own, isinstance(error.__cause__, TimeoutError))
 
 
 def _read(questions: BinaryIO) -> object:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from ludus.errors import StorageError, UserError
-from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.types import (
     Failure,
     Leaf,
@@ -64,7 +64,7 @@ class RolloutRecord:
 
     step: int
     group: str
-    outcome: Outcome
+    outcome: RolloutOutcome
     reason: str
     trajectory: Trajectory
     advantage: float | None = None
@@ -268,7 +268,7 @@ def parse_rollout(value: object) -> RolloutRecord:
     record = RolloutRecord(
         step=_int(data["step"]),
         group=_str(data["group"]),
-        outcome=Outcome(data["outcome"]),
+        outcome=RolloutOutcome(data["outcome"]),
         reason=_str(data["reason"]),
         trajectory=_trajectory(data["trajectory"]),
         advantage=None if advantage is None else _float(advantage),

@@ -18,26 +18,26 @@ from dataclasses import dataclass, field, replace
 
 from ludus.config.sections.rollout import BranchConfig
 from ludus.engines.base import seed_for
-from ludus.envs.base import HoldsSessions, World
+from ludus.envs.base import LimitsConcurrency, World
 from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
 from ludus.rollout.branching import play_tree
-from ludus.rollout.chat_session import CannotRestore, Conversation, EngineConversation
+from ludus.rollout.chat_session import ChatSession, EngineChatSession, RestoreError
 from ludus.rollout.episode import (
     EpisodeLimits,
     fresh_environment,
     is_being_cancelled,
     play_episode,
 )
-from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
+from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.lockstep_engine import LockstepEngine
-from ludus.rollout.reward_executor import Scoring, ThreadScoring, waited
+from ludus.rollout.reward_executor import RewardExecutor, ThreadRewardExecutor, waited
 from ludus.rollout.trees import attempts
 from ludus.types import Failure, Segment, StopReason, Task, ToolStatus, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RolloutRequest:
     """One episode to play: which rollout it is, its task, and whether it is played at temperature 0."""
 
     key: RolloutKey
@@ -64,10 +64,10 @@ class SchedulerLimits:
     max_failure_rate: float = 0.2
 
 
-ConversationFactory = Callable[[Job], Conversation]
+ConversationFactory = Callable[[RolloutRequest], ChatSession]
 """Makes the conversation of one attempt; a lock-step knows its episode as `episode_name(job.key)`."""
 
-Attempt = Callable[[Job], Awaitable[Trajectory]]
+Attempt = Callable[[RolloutRequest], Awaitable[Trajectory]]
 """Plays one attempt at a job, somewhere. Raises WorldError or EngineError where the infrastructure fails."""
 
 InfrastructureError = WorldError | EngineError
@@ -106,7 +106,7 @@ class FailureBudget:
 class _Run:
     """The state of one call of `run`. `joined` are the names that the lock-step knows."""
 
-    pending: Iterator[tuple[int, Job]]
+    pending: Iterator[tuple[int, RolloutRequest]]
     budget: FailureBudget
     done: dict[int, Episode] = field(default_factory=dict)
     joined: set[str] = field(default_factory=set)
@@ -130,12 +130,12 @@ class Scheduler:
     limits_of: Callable[[Task], EpisodeLimits] | None = None
     elsewhere: Attempt | None = None
     scores: bool = True
-    scoring: Scoring = field(default_factory=ThreadScoring)
+    scoring: RewardExecutor = field(default_factory=ThreadRewardExecutor)
     branch: BranchConfig | None = None
     _places: asyncio.Semaphore | None = field(default=None, init=False)
 
     async def run(
-        self, jobs: Sequence[Job], on_done: Callable[[Episode], None] | None = None
+        self, jobs: Sequence[RolloutRequest], on_done: Callable[[Episode], None] | None = None
     ) -> list[Episode]:
         """Play all jobs; `on_done` is called as each ends."""
         run = _Run(iter(enumerate(jobs)), FailureBudget(len(jobs)))
@@ -154,7 +154,7 @@ class Scheduler:
     async def _work(
         self,
         run: _Run,
-        taken: tuple[int, Job] | None,
+        taken: tuple[int, RolloutRequest] | None,
         on_done: Callable[[Episode], None] | None,
     ) -> None:
         while taken is not None:
@@ -169,7 +169,7 @@ class Scheduler:
             taken = self._take(run, episode_name(episode.key))
 
     async def play(
-        self, job: Job, budget: FailureBudget, on_retry: Callable[[str, str], None] | None = None
+        self, job: RolloutRequest, budget: FailureBudget, on_retry: Callable[[str, str], None] | None = None
     ) -> Episode:
         """Play a job until an attempt succeeds or they have run out; then it is a failure of `budget`.
 
@@ -185,13 +185,11 @@ class Scheduler:
                     raise asyncio.CancelledError
                 return Episode(job.key, job.task, played, job.greedy)
             except asyncio.CancelledError:
-                self.ledger.finish(job.key, Outcome.DROPPED, CANCELLED)
+                self.ledger.finish(job.key, RolloutOutcome.DROPPED, CANCELLED)
                 raise
             except (WorldError, EngineError) as error:
                 self._note_failure(job.key, error)
-                last = max(
-                    last, planned + isinstance(error, CannotRestore)
-                )  # to begin again once is no retry
+                last = max(last, planned + isinstance(error, RestoreError))  # to begin again once is no retry
                 if is_being_cancelled():
                     raise asyncio.CancelledError from error
                 if job.key.attempt >= last:
@@ -201,7 +199,7 @@ class Scheduler:
                     on_retry(episode_name(job.key), episode_name(again))
                 job = replace(job, key=again)
 
-    async def attempt(self, job: Job) -> Trajectory:
+    async def attempt(self, job: RolloutRequest) -> Trajectory:
         """Play one attempt in this process, in a fresh environment, without an account of it."""
         async with self._room():
             return await self._attempt(job)
@@ -209,21 +207,21 @@ class Scheduler:
     def _room(self) -> AbstractAsyncContextManager[None]:
         """A place among the episodes that may be open at once, however they are started. Those of `run` are
         never more: in lock-step one that waits here would be waited for."""
-        if not isinstance(self.world, HoldsSessions) or self.world.episodes_at_once is None:
+        if not isinstance(self.world, LimitsConcurrency) or self.world.episodes_at_once is None:
             return nullcontext()
         self._places = self._places or asyncio.Semaphore(self.limits.concurrency)
         return self._places
 
-    async def _attempt(self, job: Job) -> Trajectory:
+    async def _attempt(self, job: RolloutRequest) -> Trajectory:
         if self.branch is None or job.greedy:
             return await self._path(job, (), 0)
         return await play_tree(self.branch, lambda told, number: self._path(job, told, number))
 
-    async def _path(self, job: Job, told: tuple[Segment, ...], number: int) -> Trajectory:
+    async def _path(self, job: RolloutRequest, told: tuple[Segment, ...], number: int) -> Trajectory:
         """Play a path of the episode's tree; 0 is the whole episode."""
         conversation = self.converse(job)
         if number:
-            assert isinstance(conversation, EngineConversation)
+            assert isinstance(conversation, EngineChatSession)
             seed = seed_for(conversation.seed, "branch", number)
             conversation = replace(conversation, told=told, seed=seed)
         environment = fresh_environment(self.world, job.task)
@@ -236,7 +234,7 @@ class Scheduler:
         check_scored_elsewhere(self.world.rewards, environment.rewards, environment)
         return played
 
-    async def _play(self, job: Job) -> Trajectory:
+    async def _play(self, job: RolloutRequest) -> Trajectory:
         trajectory = await (self.elsewhere or self.attempt)(job)
         every = attempts(trajectory)
         late = any(outcome.status is ToolStatus.TIMED_OUT for one in every for outcome in one.outcomes)
@@ -245,11 +243,11 @@ class Scheduler:
         return trajectory
 
     def _note_failure(self, key: RolloutKey, error: InfrastructureError) -> None:
-        self.ledger.finish(key, Outcome.FAILED, error.part)
+        self.ledger.finish(key, RolloutOutcome.FAILED, error.part)
         if isinstance(error.__cause__, TimeoutError):
             self.ledger.note_clock_limit(key.step)
 
-    def _give_up(self, budget: FailureBudget, job: Job, error: InfrastructureError) -> Episode:
+    def _give_up(self, budget: FailureBudget, job: RolloutRequest, error: InfrastructureError) -> Episode:
         budget.add(error, self.limits.max_failure_rate)
         failure = Failure(error.part, str(error), job.key.attempt + 1)
         tags = dict(job.task.tags)
@@ -258,7 +256,7 @@ class Scheduler:
         )
         return Episode(job.key, job.task, nothing, job.greedy)
 
-    def _take(self, run: _Run, leaving: str | None) -> tuple[int, Job] | None:
+    def _take(self, run: _Run, leaving: str | None) -> tuple[int, RolloutRequest] | None:
         """The next job; it joins the lock-step in the same instant as the last one leaves."""
         taken = next(run.pending, None)
         self._swap(run, leaving, episode_name(taken[1].key) if taken else None)

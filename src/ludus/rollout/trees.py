@@ -1,7 +1,8 @@
 """Trees of attempts: the paths of a trajectory as chains, and one trajectory from chains that share a prefix.
 
 `paths` takes a tree apart, `with_chains` puts it together again after something was changed in each path, and
-`Graft` makes a tree from a chain and its forks. A chain is its own only path, and nothing here changes it.
+`TrajectoryBranch` makes a tree from a chain and its forks. A chain is its own only path, and nothing here
+changes it.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ async def of_each_path(
 
 
 @dataclass(frozen=True, slots=True)
-class Graft:
+class TrajectoryBranch:
     """A chain that leaves the chain number `of` after its first `shared` segments."""
 
     chain: Trajectory
@@ -115,7 +116,7 @@ class Graft:
     shared: int = 0
 
 
-def grafted(grafts: Sequence[Graft]) -> Trajectory:
+def grafted(grafts: Sequence[TrajectoryBranch]) -> Trajectory:
     """One trajectory of all chains; the first is the trunk, and each other one leaves an earlier one."""
     segments: list[Segment] = []
     rows: list[list[int]] = []

@@ -3,22 +3,31 @@
 See docs/sandbox.md.
 """
 
-from ludus.sandbox.base import Change, Limits, Outcome, Process, Sandbox, Session, SessionKind, Snapshot
+from ludus.sandbox.base import (
+    FileChange,
+    Limits,
+    Outcome,
+    Process,
+    Sandbox,
+    SandboxSession,
+    SessionKind,
+    Snapshot,
+)
 from ludus.sandbox.factory import BACKENDS, SERVICES, SandboxSettings, open_sandbox
 from ludus.sandbox.local.namespaces import NamespaceSettings, NamespacesSandbox
 
 __all__ = [
     "BACKENDS",
     "SERVICES",
-    "Change",
+    "FileChange",
     "Limits",
     "NamespaceSettings",
     "NamespacesSandbox",
     "Outcome",
     "Process",
     "Sandbox",
+    "SandboxSession",
     "SandboxSettings",
-    "Session",
     "SessionKind",
     "Snapshot",
     "open_sandbox",

@@ -132,7 +132,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class FileChange:
     """What to do with files of a session, one by one: all others, links and folders too, stay as they are.
 
     `write` has contents by path, `executable` says of written files, or of others, whether they are from then
@@ -144,7 +144,7 @@ class Change:
     remove: frozenset[str] = frozenset()
 
 
-class Session(Protocol):
+class SandboxSession(Protocol):
     """A long-lived interpreter with its files. One call at a time; not safe to share between tasks.
 
     A call past its limits ends the interpreter: its variables are lost, its files stay, and the next call
@@ -160,7 +160,7 @@ class Session(Protocol):
         """Put files into its folder; links on the way are refused with WorldError."""
         ...
 
-    async def change(self, change: Change) -> None:
+    async def change(self, change: FileChange) -> None:
         """Write, mark and remove files of its folder; links on the way are refused with WorldError."""
         ...
 
@@ -213,7 +213,7 @@ class Sandbox(Protocol):
         *,
         files: Mapping[str, bytes] | None = None,
         limits: Limits | None = None,
-    ) -> Session:
+    ) -> SandboxSession:
         """A new session; `limits` hold for each call, those of disk and processes for all together."""
         ...
 
@@ -248,7 +248,7 @@ class RunsOnly:
         *,
         files: Mapping[str, bytes] | None = None,
         limits: Limits | None = None,
-    ) -> Session:
+    ) -> SandboxSession:
         """Raises UserError: this backend has no sessions."""
         raise UserError("This sandbox backend has no sessions.", "Use namespaces, docker, podman or remote.")
 
@@ -257,7 +257,7 @@ class RunsOnly:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RunOrder:
     """One run, checked: `source` (Python) or `argv`, exactly one of which is given."""
 
     source: str | None
@@ -269,13 +269,13 @@ class Order:
 
 def make_order(
     program: str | Sequence[str], files: Mapping[str, bytes] | None, stdin: bytes, limits: Limits | None
-) -> Order:
+) -> RunOrder:
     """Check what `run` was given. Raises UserError."""
     argv = () if isinstance(program, str) else tuple(program)
     if not isinstance(program, str) and (not argv or not argv[0] or any("\0" in word for word in argv)):
         raise UserError("A command needs at least one word, and words without NUL characters.")
     source = program if isinstance(program, str) else None
-    return Order(source, argv, checked_files(files or {}), stdin, limits or Limits())
+    return RunOrder(source, argv, checked_files(files or {}), stdin, limits or Limits())
 
 
 def checked_files(files: Mapping[str, bytes]) -> Mapping[str, bytes]:

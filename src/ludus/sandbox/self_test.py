@@ -38,7 +38,7 @@ for place in ('/tmp', '.'):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class SelfTestFinding:
     """What was tried and what came of it; `wrong`: worlds and graders rely on another result."""
 
     what: str
@@ -56,9 +56,9 @@ async def python_inside(sandbox: Sandbox) -> str:
     return outcome.text.strip()
 
 
-async def findings(sandbox: Sandbox) -> list[Finding]:
+async def findings(sandbox: Sandbox) -> list[SelfTestFinding]:
     """What the backend does, one finding for each thing that is tried."""
-    tried: dict[str, Callable[[Sandbox], Awaitable[Finding]]] = {
+    tried: dict[str, Callable[[Sandbox], Awaitable[SelfTestFinding]]] = {
         "files and standard input": _input,
         "commands": _command,
         "exit codes": _exit,
@@ -73,9 +73,9 @@ async def findings(sandbox: Sandbox) -> list[Finding]:
     for what, attempt in tried.items():
         try:
             one = await attempt(sandbox)
-            found.append(Finding(what, one.found, one.wrong))
+            found.append(SelfTestFinding(what, one.found, one.wrong))
         except LudusError as error:
-            found.append(Finding(what, str(error), wrong=True))
+            found.append(SelfTestFinding(what, str(error), wrong=True))
     return found
 
 
@@ -91,80 +91,90 @@ def not_judged(backend: str) -> str:
     return "what it protects from, which is what it is built of: docs/sandbox.md says what that is not"
 
 
-async def _input(sandbox: Sandbox) -> Finding:
+async def _input(sandbox: Sandbox) -> SelfTestFinding:
     program = "import sys; print(open('given.txt').read() + sys.stdin.read(), end='')"
     outcome = await sandbox.run(program, files={"given.txt": b"one "}, stdin=b"two")
     right = outcome.text == "one two"
-    return Finding("", "reach the program" if right else f"do not: it read {outcome.text!r}", not right)
+    return SelfTestFinding(
+        "", "reach the program" if right else f"do not: it read {outcome.text!r}", not right
+    )
 
 
-async def _command(sandbox: Sandbox) -> Finding:
+async def _command(sandbox: Sandbox) -> SelfTestFinding:
     outcome = await sandbox.run(["echo", "a  b", "$HOME"])
     right = outcome.text == "a  b $HOME\n"
-    return Finding("", "run, word by word" if right else f"do not: echo gave {outcome.text!r}", not right)
+    return SelfTestFinding(
+        "", "run, word by word" if right else f"do not: echo gave {outcome.text!r}", not right
+    )
 
 
-async def _exit(sandbox: Sandbox) -> Finding:
+async def _exit(sandbox: Sandbox) -> SelfTestFinding:
     left, struck = (
         await sandbox.run("import sys; sys.exit(5)"),
         await sandbox.run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
     )
     right = left.exit == 5 and not struck.ok
-    return Finding(
+    return SelfTestFinding(
         "", "are told" if right else f"are not: 5 is {left.exit}, a crash is {struck.exit}", not right
     )
 
 
-async def _clock(sandbox: Sandbox) -> Finding:
+async def _clock(sandbox: Sandbox) -> SelfTestFinding:
     begin = time.perf_counter()
     outcome = await sandbox.run("while True: pass", limits=Limits(wall_s=1.0))
     took_s = time.perf_counter() - begin
     right = outcome.timed_out and took_s < 1.0 + _LATE_S
     said = f"ends a program of more than 1 s after {took_s:.1f} s"
-    return Finding("", said if right else f"does not hold: a program of 1 s took {took_s:.1f} s", not right)
+    return SelfTestFinding(
+        "", said if right else f"does not hold: a program of 1 s took {took_s:.1f} s", not right
+    )
 
 
-async def _memory(sandbox: Sandbox) -> Finding:
+async def _memory(sandbox: Sandbox) -> SelfTestFinding:
     program = f"held = b'x' * ({_LARGE_MIB} << 20); print(len(held))"
     outcome = await sandbox.run(program, limits=Limits(memory_bytes=_ROOM_MIB * MIB))
     held = f"{_LARGE_MIB} MiB where {_ROOM_MIB} are allowed"
-    return Finding("", f"no program gets {held}" if not outcome.ok else f"a program got {held}", outcome.ok)
+    return SelfTestFinding(
+        "", f"no program gets {held}" if not outcome.ok else f"a program got {held}", outcome.ok
+    )
 
 
-async def _files(sandbox: Sandbox) -> Finding:
+async def _files(sandbox: Sandbox) -> SelfTestFinding:
     outcome = await sandbox.run("open('made.txt', 'w').write('made')")
     back = outcome.files.get("made.txt") == b"made"
-    return Finding("", "what a run makes comes back" if back else "none: what a run makes is lost")
+    return SelfTestFinding("", "what a run makes comes back" if back else "none: what a run makes is lost")
 
 
-async def _sessions(sandbox: Sandbox) -> Finding:
+async def _sessions(sandbox: Sandbox) -> SelfTestFinding:
     try:
         session = await sandbox.session("shell")
     except UserError:
-        return Finding("", "none: the worlds terminal and swe and the tool shell cannot use it")
+        return SelfTestFinding("", "none: the worlds terminal and swe and the tool shell cannot use it")
     try:
         await session.run("kept=5")
         value = await session.run("echo $kept")
     finally:
         await session.close()
     right = value.text == "5\n"
-    return Finding("", "keep what was done" if right else f"do not keep it: {value.text!r}", not right)
+    return SelfTestFinding(
+        "", "keep what was done" if right else f"do not keep it: {value.text!r}", not right
+    )
 
 
-async def _network(sandbox: Sandbox) -> Finding:
+async def _network(sandbox: Sandbox) -> SelfTestFinding:
     names = (await sandbox.run(_NETWORK)).text.split()
     seen = [name for name in names if name != "lo"]
     if names == ["?"]:
-        return Finding("", "cannot be told from inside")
+        return SelfTestFinding("", "cannot be told from inside")
     if not seen:
-        return Finding("", "programs see none but their own")
-    return Finding("", f"programs see {', '.join(seen)}; where that leads is not tried")
+        return SelfTestFinding("", "programs see none but their own")
+    return SelfTestFinding("", f"programs see {', '.join(seen)}; where that leads is not tried")
 
 
-async def _apart(sandbox: Sandbox) -> Finding:
+async def _apart(sandbox: Sandbox) -> SelfTestFinding:
     name = f"ludus-{secrets.token_hex(8)}"
     await sandbox.run(_LEAVE.replace("NAME", name))
     places = (await sandbox.run(_FIND.replace("NAME", name))).text.split()
     if not places:
-        return Finding("", "the next run does not find what one left in /tmp or its folder")
-    return Finding("", f"the next run finds what one left in {' and '.join(places)}")
+        return SelfTestFinding("", "the next run does not find what one left in /tmp or its folder")
+    return SelfTestFinding("", f"the next run finds what one left in {' and '.join(places)}")

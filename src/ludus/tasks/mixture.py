@@ -24,7 +24,7 @@ _SLACK = 1e-9
 
 
 @dataclass(frozen=True)
-class Pool:
+class TaskPool:
     """Tasks that share a weight. It goes evenly from `weight` to `weight_end` (None: it stays)."""
 
     name: str
@@ -47,7 +47,7 @@ class Pool:
 class Shares:
     """Whose turn it is, position by position. Weights move over the first `num_chunks` chunks."""
 
-    pools: Sequence[Pool]
+    pools: Sequence[TaskPool]
     chunk: int = 1
     num_chunks: int = 1
     _starts: list[list[float]] = field(default_factory=list, init=False)
@@ -112,7 +112,7 @@ class MixtureOrder:
     `num_chunks` chunks. Raises ConfigError where a pool has fewer tasks than one chunk may take.
     """
 
-    pools: Sequence[Pool]
+    pools: Sequence[TaskPool]
     seed: int
     chunk: int = 1
     num_chunks: int = 1

@@ -11,7 +11,7 @@ from typing import Protocol
 from ludus.types import Task
 
 
-class Order(Protocol):
+class TaskSequence(Protocol):
     """An endless order over tasks, the same at each position whenever it is asked."""
 
     @property

@@ -37,7 +37,7 @@ class Encoder(Protocol):
         ...
 
 
-class Ranks(Protocol):
+class RankedPassages(Protocol):
     """An index that orders its passages by a query."""
 
     @property
@@ -116,7 +116,7 @@ class HybridIndex:
     for indices over different passages.
     """
 
-    def __init__(self, *indices: Ranks) -> None:
+    def __init__(self, *indices: RankedPassages) -> None:
         if len({index.passages for index in indices}) != 1:
             raise ValueError("a hybrid index needs indices over the same passages")
         self.passages = indices[0].passages

@@ -13,7 +13,17 @@ from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from ludus.errors import LudusError, UserError, WorldError
-from ludus.sandbox.base import MIB, Change, Limits, Outcome, Process, Sandbox, Session, SessionKind, Snapshot
+from ludus.sandbox.base import (
+    MIB,
+    FileChange,
+    Limits,
+    Outcome,
+    Process,
+    Sandbox,
+    SandboxSession,
+    SessionKind,
+    Snapshot,
+)
 from ludus.tools.base import ToolError
 
 WAIT_S: Final = 50.0
@@ -35,7 +45,7 @@ class Workspace:
     kind: SessionKind = "python"
     files: Mapping[str, bytes] = field(default_factory=dict)
     limits: Limits = LIMITS
-    _session: Session | None = field(default=None, init=False, repr=False)
+    _session: SandboxSession | None = field(default=None, init=False, repr=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
     _tasks: set[asyncio.Task[object]] = field(default_factory=set, init=False, repr=False)
     _closed: bool = field(default=False, init=False)
@@ -79,7 +89,7 @@ class Workspace:
         Raises ToolError, and whatever `edit` raises; nothing has changed then.
         """
 
-        async def act(session: Session) -> None:
+        async def act(session: SandboxSession) -> None:
             before = await session.snapshot()
             after = edit(before)
             await session.change(difference(before, after))
@@ -96,13 +106,13 @@ class Workspace:
             await self._session.close()
             self._session = None
 
-    async def _untorn(self, act: Callable[[Session], Awaitable[T]]) -> T:
+    async def _untorn(self, act: Callable[[SandboxSession], Awaitable[T]]) -> T:
         task = asyncio.get_running_loop().create_task(self._act(act))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
 
-    async def _act(self, act: Callable[[Session], Awaitable[T]]) -> T:
+    async def _act(self, act: Callable[[SandboxSession], Awaitable[T]]) -> T:
         async with self._lock:
             try:
                 return await act(await self._opened())
@@ -111,7 +121,7 @@ class Workspace:
             except WorldError as error:
                 raise ToolError(await self._after(error)) from error
 
-    async def _opened(self) -> Session:
+    async def _opened(self) -> SandboxSession:
         if self._closed:
             raise WorldError("The workspace is closed.", "Make one for each episode.")
         if self._session is None:
@@ -133,12 +143,12 @@ class Workspace:
         return f"{error.message} The session is lost; the next call finds a new one with the first files."
 
 
-def difference(before: Snapshot, after: Snapshot) -> Change:
+def difference(before: Snapshot, after: Snapshot) -> FileChange:
     """What makes the files of one snapshot those of another."""
     write = {path: text for path, text in after.files.items() if before.files.get(path) != text}
     marked = (before.executable ^ after.executable) & after.files.keys()
     executable = {path: path in after.executable for path in sorted(marked)}
-    return Change(write, executable, frozenset(before.files.keys() - after.files.keys()))
+    return FileChange(write, executable, frozenset(before.files.keys() - after.files.keys()))
 
 
 def report(outcome: Outcome, limits: Limits, in_session: bool) -> str:

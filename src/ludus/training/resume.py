@@ -51,7 +51,7 @@ _NAMES: Mapping[Kind, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ChangedSetting:
     """A setting by its dotted name, with its value in one configuration and in another."""
 
     key: str
@@ -59,7 +59,7 @@ class Change:
     new: object
 
 
-def changes(old: Config, new: Config) -> list[Change]:
+def changes(old: Config, new: Config) -> list[ChangedSetting]:
     """The settings that differ, in the order of the schema; a section that is none on one side is one."""
     return list(_changes(old.model_dump(), new.model_dump(), ""))
 
@@ -166,10 +166,10 @@ def _planned(folder: RunFolder, config: Config, kind: Kind) -> tuple[str, int]:
     return "training.steps", config.training.steps
 
 
-def _changes(old: Mapping[str, object], new: Mapping[str, object], prefix: str) -> Iterator[Change]:
+def _changes(old: Mapping[str, object], new: Mapping[str, object], prefix: str) -> Iterator[ChangedSetting]:
     for name in dict.fromkeys([*old, *new]):
         before, after = old.get(name), new.get(name)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             yield from _changes(before, after, f"{prefix}{name}.")
         elif before != after:
-            yield Change(f"{prefix}{name}", before, after)
+            yield ChangedSetting(f"{prefix}{name}", before, after)

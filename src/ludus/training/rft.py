@@ -35,15 +35,15 @@ from ludus.evaluation.evaluate import (
     save_evaluation,
 )
 from ludus.rewards.base import success
-from ludus.rollout.build import Play
-from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
+from ludus.rollout.build import SamplingPlan
+from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.reward_executor import places
 from ludus.rollout.rollout_files import rollouts_path, write_rollouts
-from ludus.rollout.scheduler import Episode, Job
+from ludus.rollout.scheduler import Episode, RolloutRequest
 from ludus.training.batches.rows import row_of_trajectory
-from ludus.training.credit.advantages import Credit, settle
-from ludus.training.learner.logprobs import Scorer
-from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.credit.advantages import TrainingSample, settle
+from ludus.training.learner.logprobs import LogprobScorer
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.rl.build import (
     Comparison,
     check_trackers,
@@ -63,7 +63,7 @@ from ludus.training.run.checkpoint import (
     save_checkpoint,
 )
 from ludus.training.run.run_dir import RunFolder, save_config
-from ludus.training.run.session import Session, make_engine, session_scheduler
+from ludus.training.run.session import TrainingSession, make_engine, session_scheduler
 from ludus.training.sft import sft_step
 from ludus.types import Group
 
@@ -84,10 +84,10 @@ def check_rft(config: Config, world: World) -> None:
 
 
 @dataclass
-class RftLoop:
+class RftTrainer:
     """The parts of a run, and its rounds. A round counts from 1; 0 is the model before training."""
 
-    session: Session
+    session: TrainingSession
     folder: RunFolder
     engine: Engine
     sync: WeightSync
@@ -122,7 +122,7 @@ class RftLoop:
             optimiser, learned = self.learn(number, credits)
         with clock.phase("sync"):
             proof = await self.sync.publish(number)
-        counts = self.ledger.close(number, trained=sum(c.outcome is Outcome.TRAINED for c in credits))
+        counts = self.ledger.close(number, trained=sum(c.outcome is RolloutOutcome.TRAINED for c in credits))
         played = [Group(group[0].task, tuple(e.trajectory for e in group)) for group in groups]
         metrics = rollout_metrics(played, self.session.world.rewards[0].name)
         metrics |= learned | counts.metrics() | {"sync/probe_gap": proof.probe_gap}
@@ -138,26 +138,26 @@ class RftLoop:
         world, settings = self.session.world, config.rft
         order = order_of(world, config.run.seed, settings.tasks_per_round, settings.rounds)
         tasks = order.take((number - 1) * settings.tasks_per_round, settings.tasks_per_round)
-        play = Play("rft", config.rollout.temperature, config.run.seed)
+        play = SamplingPlan("rft", config.rollout.temperature, config.run.seed)
         scheduler = session_scheduler(self.session, self.engine, play, self.ledger)
         size = settings.samples
-        jobs = [Job(RolloutKey(number, task.id, i), task) for task in tasks for i in range(size)]
+        jobs = [RolloutRequest(RolloutKey(number, task.id, i), task) for task in tasks for i in range(size)]
         self.reporter.phase(f"round {number}: episodes", len(jobs), self.engine)
         episodes = await scheduler.run(jobs, self.reporter.episode)
         return [episodes[i : i + size] for i in range(0, len(episodes), size)]
 
-    def learn(self, number: int, credits: Sequence[Credit]) -> tuple[Optimiser, dict[str, float]]:
+    def learn(self, number: int, credits: Sequence[TrainingSample]) -> tuple[Optimizer, dict[str, float]]:
         """Fine-tune on what the round kept, with a fresh optimiser; means over its steps."""
         settings = self.session.config.rft
-        kept = [c.episode.trajectory for c in credits if c.outcome is Outcome.TRAINED]
+        kept = [c.episode.trajectory for c in credits if c.outcome is RolloutOutcome.TRAINED]
         rows = [row_of_trajectory(trajectory, 1.0) for trajectory in kept]
         orders = [_order(len(rows), self.session.config.run.seed, number, e) for e in range(settings.epochs)]
         size = settings.batch_size
         batches = [order[i : i + size] for order in orders for i in range(0, len(order), size)]
         model = self.session.config.model
-        wanted = OptimiserSettings.of(settings, len(batches))
-        optimiser = Optimiser(self.session.model, wanted, masters=model.master_weights)
-        scorer = Scorer(self.session.model, recompute=model.activation_checkpointing)
+        wanted = OptimizerSettings.of(settings, len(batches))
+        optimiser = Optimizer(self.session.model, wanted, masters=model.master_weights)
+        scorer = LogprobScorer(self.session.model, recompute=model.activation_checkpointing)
         total: Counter[str] = Counter()
         for batch in batches:
             found = sft_step(scorer, optimiser, [rows[i] for i in batch], settings.microbatch_tokens)
@@ -173,7 +173,7 @@ class RftLoop:
     async def evaluate(self, plan: EvaluationPlan) -> Evaluation:
         """Evaluate the engine's present weights, and keep result and rollouts."""
         session = self.session
-        play = Play("evaluate", plan.temperature, plan.seed)
+        play = SamplingPlan("evaluate", plan.temperature, plan.seed)
         scheduler = session_scheduler(session, self.engine, play, Ledger())
         name = f"round {plan.step}: evaluation episodes, {plan.split}"
         tasks = session.world.tasks(plan.split)
@@ -183,7 +183,7 @@ class RftLoop:
         return result
 
     def record(
-        self, number: int, credits: Sequence[Credit], metrics: Mapping[str, float], clock: StepTimings
+        self, number: int, credits: Sequence[TrainingSample], metrics: Mapping[str, float], clock: StepTimings
     ) -> None:
         """Write what the round left behind."""
         if self.session.config.run.save_rollouts:
@@ -199,7 +199,7 @@ class RftLoop:
             self.reporter.alarm(text)
         self.reporter.step(number, metrics, timings)
 
-    def save(self, number: int, optimiser: Optimiser) -> None:
+    def save(self, number: int, optimiser: Optimizer) -> None:
         """Write the round's checkpoint and remove the oldest."""
         state = TrainerState(number, optimiser.num_steps, self.ledger.state())
         shelf = self.folder.checkpoints
@@ -207,7 +207,7 @@ class RftLoop:
         prune(shelf, self.session.config.rft.keep_checkpoints)
 
 
-def judge(groups: Sequence[Sequence[Episode]], session: Session) -> list[Credit]:
+def judge(groups: Sequence[Sequence[Episode]], session: TrainingSession) -> list[TrainingSample]:
     """What becomes of each attempt, in order: trained where it solved its task in a way not seen before."""
     episodes = [episode for group in groups for episode in group]
     solved = [success(session.world.rewards, e.trajectory) and _can_train(e) for e in episodes]
@@ -217,22 +217,22 @@ def judge(groups: Sequence[Sequence[Episode]], session: Session) -> list[Credit]
     kept: Counter[str] = Counter()
     credits = []
     for episode, is_solved, is_fresh in zip(episodes, solved, fresh, strict=True):
-        credit = Credit(episode, *_fate(episode, is_solved, is_fresh))
-        if credit.outcome is Outcome.TRAINED:
+        credit = TrainingSample(episode, *_fate(episode, is_solved, is_fresh))
+        if credit.outcome is RolloutOutcome.TRAINED:
             kept[episode.task.id] += 1
             if limit is not None and kept[episode.task.id] > limit:
-                credit = replace(credit, outcome=Outcome.DROPPED, reason="max_per_task")
+                credit = replace(credit, outcome=RolloutOutcome.DROPPED, reason="max_per_task")
         credits.append(credit)
     return credits
 
 
-def _fate(episode: Episode, is_solved: bool, is_fresh: bool) -> tuple[Outcome, str]:
+def _fate(episode: Episode, is_solved: bool, is_fresh: bool) -> tuple[RolloutOutcome, str]:
     failure = episode.trajectory.failure
     if failure is not None:
-        return Outcome.FAILED, failure.part
+        return RolloutOutcome.FAILED, failure.part
     if not is_solved:
-        return Outcome.DROPPED, "unsolved"
-    return (Outcome.TRAINED, "trained") if is_fresh else (Outcome.DROPPED, "duplicate")
+        return RolloutOutcome.DROPPED, "unsolved"
+    return (RolloutOutcome.TRAINED, "trained") if is_fresh else (RolloutOutcome.DROPPED, "duplicate")
 
 
 def _can_train(episode: Episode) -> bool:
@@ -249,19 +249,19 @@ def _order(num: int, seed: int, number: int, epoch: int) -> list[int]:
     return order
 
 
-async def _run(loop: RftLoop, done: int) -> list[Comparison]:
+async def _run(loop: RftTrainer, done: int) -> list[Comparison]:
     async with closing(loop.session.world):
         return await loop.run(done)
 
 
-def run_rft(session: Session, folder: RunFolder, reporter: Reporter) -> list[Comparison]:
+def run_rft(session: TrainingSession, folder: RunFolder, reporter: Reporter) -> list[Comparison]:
     """Run, or go on with, the rounds in `folder`; gives the evaluations before and after."""
     config = session.config
     done, ledger = 0, Ledger()
     if found := list_checkpoints(folder.checkpoints):
         done, path = found[-1]
-        optimiser = Optimiser(
-            session.model, OptimiserSettings.of(config.rft, 1), masters=config.model.master_weights
+        optimiser = Optimizer(
+            session.model, OptimizerSettings.of(config.rft, 1), masters=config.model.master_weights
         )
         ledger = Ledger.restore(load_trainer(path, optimiser).ledger)
         load_weights(path, session.model)
@@ -272,7 +272,7 @@ def run_rft(session: Session, folder: RunFolder, reporter: Reporter) -> list[Com
     forget_after(folder, done)
     trackers = make_trackers(config, folder, done)
     try:
-        return asyncio.run(_run(RftLoop(session, folder, engine, sync, trackers, reporter, ledger), done))
+        return asyncio.run(_run(RftTrainer(session, folder, engine, sync, trackers, reporter, ledger), done))
     finally:
         asyncio.run(engine.close())
         for tracker in trackers:

@@ -32,8 +32,8 @@ from ludus.training.datasets.sources import (
     dialogues,
 )
 from ludus.training.datasets.token_limits import check_dialogues
-from ludus.training.learner.logprobs import Scorer
-from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.learner.logprobs import LogprobScorer
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.run.checkpoint import (
     TrainerState,
     list_checkpoints,
@@ -43,14 +43,14 @@ from ludus.training.run.checkpoint import (
     save_checkpoint,
 )
 from ludus.training.run.run_dir import RunFolder
-from ludus.training.run.session import Session, make_renderer, open_session, set_up_compute
+from ludus.training.run.session import TrainingSession, make_renderer, open_session, set_up_compute
 
 log = logging.getLogger("ludus.sft")
 
 OnStep = Callable[[int, dict[str, float]], None]
 
 
-def make_session(config: Config) -> Session:
+def make_session(config: Config) -> TrainingSession:
     """The session to fine-tune: a given model, or one made on the spot with a tokenizer of its own.
 
     Raises UserError for a file of dialogues that cannot be used.
@@ -61,7 +61,7 @@ def make_session(config: Config) -> Session:
     world = build_world(config.env, config.rollout, config.sandbox)
     tokenizer = train_tokenizer(demonstrating(world).texts(), config.model.scratch.vocab_size)
     model = build_tiny(config.model.scratch, tokenizer, config.run.seed)
-    return _checked(Session(config, world, model, tokenizer, make_renderer(config.env, tokenizer)))
+    return _checked(TrainingSession(config, world, model, tokenizer, make_renderer(config.env, tokenizer)))
 
 
 def check_sft(config: Config, world: World) -> None:
@@ -72,35 +72,35 @@ def check_sft(config: Config, world: World) -> None:
 
 
 @dataclass(frozen=True)
-class FineTuning:
+class SftTraining:
     """A session that is to be fine-tuned from step `done` on; `last` is the checkpoint of that step."""
 
-    session: Session
+    session: TrainingSession
     folder: RunFolder
-    optimiser: Optimiser
+    optimiser: Optimizer
     done: int
     last: Path
 
 
-def open_fine_tuning(session: Session, folder: RunFolder) -> FineTuning:
+def open_fine_tuning(session: TrainingSession, folder: RunFolder) -> SftTraining:
     """Bring session and optimiser to the newest checkpoint in `folder`, if there is one; writes nothing."""
     settings = session.config.sft
-    optimiser = Optimiser(
+    optimiser = Optimizer(
         session.model,
-        OptimiserSettings.of(settings, settings.steps),
+        OptimizerSettings.of(settings, settings.steps),
         masters=session.config.model.master_weights,
     )
     done, last = _restore(session, optimiser, folder)
-    return FineTuning(session, folder, optimiser, done, last)
+    return SftTraining(session, folder, optimiser, done, last)
 
 
-def run_sft(tuning: FineTuning, trackers: list[Tracker], on_step: OnStep) -> Path:
+def run_sft(tuning: SftTraining, trackers: list[Tracker], on_step: OnStep) -> Path:
     """Fine-tune to the last step; gives its checkpoint."""
     session, folder, optimiser, last = tuning.session, tuning.folder, tuning.optimiser, tuning.last
     settings = session.config.sft
     session.model.train()
     steps = islice(batches(session, settings), tuning.done, None)
-    scorer = Scorer(session.model, recompute=session.config.model.activation_checkpointing)
+    scorer = LogprobScorer(session.model, recompute=session.config.model.activation_checkpointing)
     for step in range(tuning.done + 1, settings.steps + 1):
         clock = time.perf_counter()
         batch = next(steps)
@@ -116,7 +116,9 @@ def run_sft(tuning: FineTuning, trackers: list[Tracker], on_step: OnStep) -> Pat
     return last
 
 
-def sft_step(scorer: Scorer, optimiser: Optimiser, rows: list[Row], max_tokens: int) -> dict[str, float]:
+def sft_step(
+    scorer: LogprobScorer, optimiser: Optimizer, rows: list[Row], max_tokens: int
+) -> dict[str, float]:
     """One optimiser step of `-sum m lp / M` over `rows`. Raises LearnerError where the loss is not finite."""
     parameter = next(scorer.model.parameters())
     tokens = sum(sum(row.trains[1:]) for row in rows)
@@ -165,7 +167,7 @@ class ClassLosses:
         return dict(sorted((shares | losses).items()))
 
 
-def _restore(session: Session, optimiser: Optimiser, folder: RunFolder) -> tuple[int, Path]:
+def _restore(session: TrainingSession, optimiser: Optimizer, folder: RunFolder) -> tuple[int, Path]:
     """The step to go on from, and the checkpoint of it; 0 and the empty shelf where there is none."""
     found = list_checkpoints(folder.checkpoints)
     if not found:
@@ -185,7 +187,7 @@ class SftBatch:
     left_out: int
 
 
-def batches(session: Session, settings: SftConfig) -> Iterator[SftBatch]:
+def batches(session: TrainingSession, settings: SftConfig) -> Iterator[SftBatch]:
     """The rows of each step, without end, in an order that depends on the seed alone.
 
     A file of dialogues is passed over again and again, each time in another order. A dialogue of more than
@@ -229,7 +231,7 @@ def dialogue_row(renderer: Renderer, dialogue: Demonstration) -> Row:
     )
 
 
-def _checked(session: Session) -> Session:
+def _checked(session: TrainingSession) -> TrainingSession:
     """The session. Raises UserError for a source with a fault, and for one of which no dialogue fits."""
     check_sources(session.config, session.world)
     check_dialogues(session)

@@ -237,7 +237,7 @@ class Algorithm:
 
     `minibatches` is what `training.minibatches` is unless set: a clip needs several updates a batch.
     `kl_coef` 0 is no KL term. The C of the aggregation `constant` is not here: it is the token budget of a
-    trajectory and comes with the `Normaliser`.
+    trajectory and comes with the `Normalizer`.
     """
 
     name: str

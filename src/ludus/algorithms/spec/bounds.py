@@ -15,7 +15,7 @@ from ludus.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class OptionBounds:
     """From `low` to `high`, both included; with `above` without `low` itself, with `whole` whole numbers."""
 
     low: float = -math.inf
@@ -38,17 +38,22 @@ class Bounds:
         return f"{kind}from {self.low:g} " + (f"to {self.high:g}" if self.high < math.inf else "on")
 
 
-_ANY, _POSITIVE, _NOT_NEGATIVE, _SHARE = Bounds(), Bounds(0, above=True), Bounds(0), Bounds(0, 1)
-_SWITCH = Bounds(0, 1, whole=True)
+_ANY, _POSITIVE, _NOT_NEGATIVE, _SHARE = (
+    OptionBounds(),
+    OptionBounds(0, above=True),
+    OptionBounds(0),
+    OptionBounds(0, 1),
+)
+_SWITCH = OptionBounds(0, 1, whole=True)
 
-BOUNDS: Mapping[str, Mapping[str, Bounds]] = {
+BOUNDS: Mapping[str, Mapping[str, OptionBounds]] = {
     "advantage": {
         "std_floor": _NOT_NEGATIVE,
         "decay": _SHARE,
         "gamma": _SHARE,
         "weight": _NOT_NEGATIVE,
         "beta": _POSITIVE,
-        "k": Bounds(1, whole=True),
+        "k": OptionBounds(1, whole=True),
         "turn_weight": _NOT_NEGATIVE,
         "outcome_weight": _NOT_NEGATIVE,
         "lam": _SHARE,
@@ -72,7 +77,7 @@ BOUNDS: Mapping[str, Mapping[str, Bounds]] = {
         "contiguous": _SWITCH,
         "entropy_bound": _POSITIVE,
         "entropy_penalty": _NOT_NEGATIVE,
-        "share": Bounds(0, 1, above=True),
+        "share": OptionBounds(0, 1, above=True),
         "low": _ANY,
         "high": _ANY,
         "coef": _NOT_NEGATIVE,

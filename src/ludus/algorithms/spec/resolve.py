@@ -38,7 +38,7 @@ from ludus.algorithms.spec.compatibility import check_corrections
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import AlgorithmConfig
-from ludus.config.sections.algorithm import PartOptions as PartOptionsConfig
+from ludus.config.sections.algorithm import PartOptionsConfig as PartOptionsConfig
 from ludus.errors import ConfigError, did_you_mean
 
 TOP_P = 0.9

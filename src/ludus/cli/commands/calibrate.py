@@ -20,7 +20,7 @@ from ludus.envs.base import World, turn_verifier_of
 from ludus.envs.registry import build_world
 from ludus.errors import UserError
 from ludus.rewards.base import success
-from ludus.rollout.reward_executor import ProcessScoring
+from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.rollout_files import read_rollouts
 from ludus.rollout.scheduler import Episode
 from ludus.training.collection.reward_mixing import parts_of
@@ -80,7 +80,7 @@ def _verified(config: Config, world: World, episodes: Sequence[Episode]) -> list
         return list(episodes)
     tasks = find_tasks(world, {episode.task.id for episode in episodes})
     asked = config.model_copy(update={"rewards": RewardsConfig(turn_verifier_weight=1.0)})
-    scoring = ProcessScoring.of(asked)
+    scoring = ProcessRewardExecutor.of(asked)
 
     async def one(episode: Episode) -> Episode:
         trajectory, task = episode.trajectory, tasks.get(episode.task.id)

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredEvaluation:
     """An evaluation and the name of its file."""
 
     name: str
     result: Evaluation
 
 
-Pair = tuple[Stored, Stored]
+Pair = tuple[StoredEvaluation, StoredEvaluation]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,19 +89,19 @@ Key = tuple[str, float, int, int]
 """Split, temperature, attempts and number of tasks."""
 
 
-def _load(path: Path) -> Stored:
+def _load(path: Path) -> StoredEvaluation:
     from ludus.evaluation.evaluate import load_evaluation
 
-    return Stored(path.stem, load_evaluation(path))
+    return StoredEvaluation(path.stem, load_evaluation(path))
 
 
-def newest_evaluations(folder: Path) -> dict[Key, Stored]:
+def newest_evaluations(folder: Path) -> dict[Key, StoredEvaluation]:
     """The evaluations of a folder: of each kind the run's own before others, then the newest."""
     shelf = folder / "evaluations"
     files = sorted(shelf.glob("*.json")) or sorted(folder.glob("step-*.json"))
     if not files:
         raise UserError(f"There are no evaluations in {folder}.", f"Make some: ludus eval --run {folder}")
-    found: dict[Key, Stored] = {}
+    found: dict[Key, StoredEvaluation] = {}
     for stored in map(_load, files):
         plan = stored.result.plan
         key = (plan.split, plan.temperature, plan.samples, plan.num_tasks)
@@ -114,7 +114,7 @@ def _rank(evaluation: Evaluation) -> tuple[bool, int]:
     return not evaluation.plan.policy, evaluation.plan.step
 
 
-def _listing(found: dict[Key, Stored]) -> str:
+def _listing(found: dict[Key, StoredEvaluation]) -> str:
     return ", ".join(f"{split} at {temperature:g} x{samples}" for split, temperature, samples, _ in found)
 
 

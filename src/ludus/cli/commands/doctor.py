@@ -31,7 +31,7 @@ _STYLES = {"fine": "green", "note": "yellow", "fault": "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DoctorFinding:
     """What was looked at, how it is, and in words."""
 
     what: str
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 1 if faults else 0
 
 
-def examine(folder: Path, url: str | None = None, dialect: str = "vllm") -> Iterator[Finding]:
+def examine(folder: Path, url: str | None = None, dialect: str = "vllm") -> Iterator[DoctorFinding]:
     """All findings. What a missing library makes impossible is left out after the line that says so."""
     yield _python()
     libraries = list(check_libraries(metadata.requires("ludus") or [], locked_versions()))
@@ -84,7 +84,7 @@ def locked_versions() -> dict[str, str]:
     return {_canonical(name): version for name, version in pairs}
 
 
-def check_libraries(requirements: Sequence[str], tested: dict[str, str]) -> Iterator[Finding]:
+def check_libraries(requirements: Sequence[str], tested: dict[str, str]) -> Iterator[DoctorFinding]:
     """One finding for all required libraries that are as tested, and one for each other."""
     odd = False
     for requirement in requirements:
@@ -93,18 +93,20 @@ def check_libraries(requirements: Sequence[str], tested: dict[str, str]) -> Iter
         name, least = _parsed(requirement)
         installed = _installed(name)
         if installed is None:
-            yield Finding(name, "fault", f"not installed; pip install '{requirement}'")
+            yield DoctorFinding(name, "fault", f"not installed; pip install '{requirement}'")
         elif _number(installed) < _number(least):
-            yield Finding(name, "fault", f"{installed} is older than {least}; pip install '{requirement}'")
+            yield DoctorFinding(
+                name, "fault", f"{installed} is older than {least}; pip install '{requirement}'"
+            )
         elif (known := tested.get(name)) and _number(installed) != _number(known):
-            yield Finding(
+            yield DoctorFinding(
                 name, "note", f"{installed}; the tests pass with {known} (pip install -c constraints.txt)"
             )
         else:
             continue
         odd = True
     if not odd:
-        yield Finding("libraries", "fine", "the versions that the tests pass with")
+        yield DoctorFinding("libraries", "fine", "the versions that the tests pass with")
 
 
 def _parsed(requirement: str) -> tuple[str, str]:
@@ -132,12 +134,12 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _python() -> Finding:
+def _python() -> DoctorFinding:
     version = ".".join(map(str, sys.version_info[:3]))
-    return Finding("python", "fine", version)
+    return DoctorFinding("python", "fine", version)
 
 
-def _extras(requirements: Sequence[str]) -> Iterator[Finding]:
+def _extras(requirements: Sequence[str]) -> Iterator[DoctorFinding]:
     wanted: dict[str, list[str]] = {}
     for requirement in requirements:
         if found := re.search(r"extra == ['\"](\w+)['\"]", requirement):
@@ -146,83 +148,87 @@ def _extras(requirements: Sequence[str]) -> Iterator[Finding]:
         missing = [name for name in names if name != "ludus" and _installed(name) is None]
         if extra != "dev":
             text = f"pip install 'ludus[{extra}]' (lacks {', '.join(missing)})" if missing else "installed"
-            yield Finding(f"extra {extra}", "note" if missing else "fine", text)
+            yield DoctorFinding(f"extra {extra}", "note" if missing else "fine", text)
 
 
-def _disk(folder: Path) -> Finding:
+def _disk(folder: Path) -> DoctorFinding:
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(place).free / 1e9
     if not os.access(place, os.W_OK):
-        return Finding("disk", "fault", f"{place} cannot be written; give another folder with --run.folder")
+        return DoctorFinding(
+            "disk", "fault", f"{place} cannot be written; give another folder with --run.folder"
+        )
     state: Literal["fine", "note"] = "fine" if free >= _ROOM_GB else "note"
-    return Finding("disk", state, f"{free:.1f} GB free at {place}")
+    return DoctorFinding("disk", state, f"{free:.1f} GB free at {place}")
 
 
-def _memory() -> Finding:
+def _memory() -> DoctorFinding:
     try:
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
     except OSError:
-        return Finding("memory", "note", "this system does not tell how much is free")
+        return DoctorFinding("memory", "note", "this system does not tell how much is free")
     found = re.search(r"MemAvailable:\s+(\d+) kB", text)
     free = int(found[1]) / 1e6 if found else 0.0
     if free < _ROOM_GB:
-        return Finding("memory", "note", f"{free:.1f} GB free; the search recipe needs up to {_ROOM_GB:g}")
-    return Finding("memory", "fine", f"{free:.1f} GB free")
+        return DoctorFinding(
+            "memory", "note", f"{free:.1f} GB free; the search recipe needs up to {_ROOM_GB:g}"
+        )
+    return DoctorFinding("memory", "fine", f"{free:.1f} GB free")
 
 
-def _hardware() -> Finding:
+def _hardware() -> DoctorFinding:
     import torch
 
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        return Finding("device", "fine", f"{', '.join(names)}; torch {torch.__version__}")
+        return DoctorFinding("device", "fine", f"{', '.join(names)}; torch {torch.__version__}")
     if shutil.which("nvidia-smi"):
         text = (
             f"torch {torch.__version__} sees no GPU though nvidia-smi is here; install a CUDA build of torch"
         )
-        return Finding("device", "note", text)
-    return Finding("device", "fine", f"CPU; torch {torch.__version__}")
+        return DoctorFinding("device", "note", text)
+    return DoctorFinding("device", "fine", f"CPU; torch {torch.__version__}")
 
 
-def _threads() -> Finding:
+def _threads() -> DoctorFinding:
     from ludus.training.run.session import BUSY, usable_cores
 
     cores = usable_cores()
     busy = os.getloadavg()[0]
     text = f"{cores} for this process; the machine's load is {busy:.1f}"
     if busy > BUSY * cores:
-        return Finding("cores", "note", f"{text}: threads that compete are slow; --run.threads 1")
-    return Finding("cores", "fine", text)
+        return DoctorFinding("cores", "note", f"{text}: threads that compete are slow; --run.threads 1")
+    return DoctorFinding("cores", "fine", text)
 
 
-def _kernel() -> Finding:
+def _kernel() -> DoctorFinding:
     from ludus.engines.embedded.attention_c import available
 
     if available():
-        return Finding("attention kernel", "fine", "compiled")
+        return DoctorFinding("attention kernel", "fine", "compiled")
     text = "no C compiler worked: rollouts take 1.2 to 1.6 times the time; apt-get install gcc"
-    return Finding("attention kernel", "note", text)
+    return DoctorFinding("attention kernel", "note", text)
 
 
-def _tried(what: str, check: Callable[[], Finding]) -> Finding:
+def _tried(what: str, check: Callable[[], DoctorFinding]) -> DoctorFinding:
     try:
         return check()
     except LudusError as error:
-        return Finding(what, "fault", str(error))
+        return DoctorFinding(what, "fault", str(error))
 
 
-def _parity() -> Finding:
+def _parity() -> DoctorFinding:
     """Sample from the cold start that ships, and score the same tokens with a plain forward pass."""
     return asyncio.run(_sample_and_score())
 
 
-async def _sample_and_score() -> Finding:
+async def _sample_and_score() -> DoctorFinding:
     import torch
 
     from ludus.engines.base import Request
     from ludus.engines.embedded.engine import EngineSettings, LocalEngine
     from ludus.engines.models.loading import load_model
-    from ludus.training.learner.logprobs import Scorer
+    from ludus.training.learner.logprobs import LogprobScorer
     from ludus.types import SamplingParams
 
     model = load_model(str(recipe_folder("search") / "cold_start"))
@@ -234,19 +240,21 @@ async def _sample_and_score() -> Finding:
         await engine.close()
     tokens = torch.tensor([prompt + completion.tokens], device=next(model.parameters()).device)
     with torch.no_grad():
-        scores = Scorer(model).score(tokens, torch.ones_like(tokens, dtype=torch.bool)).logprobs[0]
+        scores = LogprobScorer(model).score(tokens, torch.ones_like(tokens, dtype=torch.bool)).logprobs[0]
     there = torch.tensor(completion.logprobs, device=scores.device)
     gap = float((scores[len(prompt) :] - there).abs().max())
     if not gap <= _SAME_NATS:
-        return Finding("the shipped model", "fault", f"engine and learner differ by {gap:.2g} nats a token")
-    return Finding("the shipped model", "fine", f"engine and learner agree to {gap:.1g} nats a token")
+        return DoctorFinding(
+            "the shipped model", "fault", f"engine and learner differ by {gap:.2g} nats a token"
+        )
+    return DoctorFinding("the shipped model", "fine", f"engine and learner agree to {gap:.1g} nats a token")
 
 
-def _server(url: str, dialect: str) -> Finding:
+def _server(url: str, dialect: str) -> DoctorFinding:
     from ludus.engines.remote.engine import DIALECTS
 
     facts = DIALECTS[dialect].describe(url.rstrip("/"))
-    return Finding(
+    return DoctorFinding(
         "the server",
         "fine",
         f"{url} speaks {dialect} and serves {facts.model}, {facts.context_tokens} tokens at most",

@@ -28,14 +28,14 @@ from ludus.envs.base import Demonstrates, Prepares, ShowsTasks, Surveys, World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import WORLDS, build_world, check_sandbox
 from ludus.errors import UserError
-from ludus.evaluation.env_audit import CheckPlan, CheckReport, Row, check_world
-from ludus.evaluation.scripted_agents import Kind
-from ludus.evaluation.verdicts import Verdict, problems_in, verdicts
+from ludus.evaluation.env_audit import AuditRow, CheckPlan, CheckReport, check_world
+from ludus.evaluation.scripted_agents import AgentKind
+from ludus.evaluation.verdicts import ScorecardVerdict, problems_in, verdicts
 from ludus.evaluation.verifier_report import scorecard
 from ludus.recipes import list_recipes
 from ludus.rewards.registry import added_parts, check_fed, judges_more
 from ludus.rollout.build import episode_limits
-from ludus.rollout.reward_executor import ProcessScoring
+from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.types import Task, Trajectory
 
 
@@ -85,7 +85,7 @@ def look_at(args: argparse.Namespace, console: Console, world: World, config: Co
         prepare(console, world)
         return
     num = args.tasks if args.act == "check" else 1
-    limits, scoring = episode_limits(config.rollout), ProcessScoring.of(config)
+    limits, scoring = episode_limits(config.rollout), ProcessRewardExecutor.of(config)
     plan = CheckPlan(args.split, num, args.seed, limits=limits, scoring=scoring)
     if args.act == "show":
         show(console, check_world(world, plan), config, scoring)
@@ -165,7 +165,7 @@ def agents_table(report: CheckReport) -> Table:
     return table
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: AuditRow) -> tuple[str, ...]:
     if not row.counted:
         return (row.agent.name, "", "", "", "0", "", "broke" if row.problem else "nothing to do here")
     rate, interval = row.num_successes / len(row.counted), row.interval
@@ -173,7 +173,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     apart = f"{sum(play.succeeded for play in row.excused)} of {len(row.excused)}" if row.excused else ""
     verdict: str = row.mark
     if row.mark == "fail":
-        verdict = f"fail: {'PAID' if row.agent.kind in (Kind.CHEAT, Kind.CHANCE) else 'NOT PAID'}"
+        verdict = f"fail: {'PAID' if row.agent.kind in (AgentKind.CHEAT, AgentKind.CHANCE) else 'NOT PAID'}"
     elif row.mark == "doubtful" and not row.failures:
         verdict = "doubtful: paid on more than a quarter of the tasks"
     if row.failures:
@@ -182,7 +182,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     return row.agent.name, *rewards, told, str(len(row.counted)), apart, verdict
 
 
-def scorecard_table(rows: Sequence[Verdict]) -> Table:
+def scorecard_table(rows: Sequence[ScorecardVerdict]) -> Table:
     """The scorecard of the verifier's rule, with a verdict for each row."""
     table = Table(title="The verifier")
     for column in ("what", "found", "verdict"):
@@ -192,7 +192,7 @@ def scorecard_table(rows: Sequence[Verdict]) -> Table:
     return table
 
 
-def show(console: Console, report: CheckReport, config: Config, scoring: ProcessScoring) -> None:
+def show(console: Console, report: CheckReport, config: Config, scoring: ProcessRewardExecutor) -> None:
     """Splits, tools, rewards, a task, and an episode of who knows how, scored as in training.
 
     Raises ConfigError for parts of the settings that the world cannot feed.
@@ -213,7 +213,7 @@ def show(console: Console, report: CheckReport, config: Config, scoring: Process
         say(console, f"  reward {reward.name}: weight {reward.weight:g}, {what}{where}")
     say(console, f"  cold start: {_cold_start(world)}")
     say(console, f"\nTask {task.id}   {'  '.join(f'{name} {tag}' for name, tag in task.tags.items())}")
-    knowing = (Kind.ORACLE, Kind.SHOWN)
+    knowing = (AgentKind.ORACLE, AgentKind.SHOWN)
     knows = next((row for row in report.rows if row.agent.kind in knowing and row.plays), None)
     if knows is None or knows.plays[0].trajectory is None:
         for message in task.prompt:
@@ -225,7 +225,7 @@ def show(console: Console, report: CheckReport, config: Config, scoring: Process
 
 
 def as_trained(
-    world: World, task: Task, trajectory: Trajectory, config: Config, scoring: ProcessScoring
+    world: World, task: Task, trajectory: Trajectory, config: Config, scoring: ProcessRewardExecutor
 ) -> Trajectory:
     """With the parts that the settings add, and the sum of those that train. Raises WorldError."""
     if not judges_more(config.rewards):

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Protocol
 from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.errors import ConfigError
-from ludus.rollout.build import Play, engine_scheduler, scheduler
+from ludus.rollout.build import SamplingPlan, engine_scheduler, scheduler
 from ludus.rollout.ledger import Ledger
-from ludus.rollout.openai_client import Endpoint, EndpointSettings, endpoint_conversations
-from ludus.rollout.reward_executor import ProcessScoring
+from ludus.rollout.openai_client import OpenAIClient, OpenAIClientSettings, endpoint_conversations
+from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from ludus.cli.ui.load_run import Opened
+    from ludus.cli.ui.load_run import LoadedRun
 
 
-class Player(Protocol):
+class EvalBackend(Protocol):
     """Whoever plays. `step` is the training step of its weights."""
 
     @property
@@ -32,7 +32,7 @@ class Player(Protocol):
         """What was sampled otherwise than asked, in sentences."""
         ...
 
-    def scheduler(self, play: Play) -> Scheduler:
+    def scheduler(self, play: SamplingPlan) -> Scheduler:
         """What plays one round of episodes, with a ledger of its own."""
         ...
 
@@ -40,11 +40,11 @@ class Player(Protocol):
 
 
 @dataclass(frozen=True)
-class EnginePlayer:
+class EngineBackend:
     """Weights in the embedded engine."""
 
     world: World
-    opened: Opened
+    opened: LoadedRun
     notices: tuple[str, ...] = ()
 
     @property
@@ -52,7 +52,7 @@ class EnginePlayer:
         """That of the checkpoint."""
         return self.opened.step
 
-    def scheduler(self, play: Play) -> Scheduler:
+    def scheduler(self, play: SamplingPlan) -> Scheduler:
         """The same one that training uses."""
         session = self.opened.session
         made = engine_scheduler(
@@ -66,13 +66,13 @@ class EnginePlayer:
 
 
 @dataclass(frozen=True)
-class EndpointPlayer:
+class OpenAIBackend:
     """A model behind a chat-completions endpoint. Needs no torch."""
 
     config: Config
     world: World
-    endpoint: Endpoint
-    scoring: ProcessScoring
+    endpoint: OpenAIClient
+    scoring: ProcessRewardExecutor
     step: int = 0
 
     @property
@@ -80,7 +80,7 @@ class EndpointPlayer:
         """The fields that the server refuses."""
         return self.endpoint.notices
 
-    def scheduler(self, play: Play) -> Scheduler:
+    def scheduler(self, play: SamplingPlan) -> Scheduler:
         """The same limits as for an engine."""
         rollout, parser = self.config.rollout, self.config.env.tool_parser
         named = "" if parser == "auto" else parser
@@ -92,11 +92,11 @@ class EndpointPlayer:
         await self.endpoint.close()
 
 
-def endpoint_player(config: Config, world: World, settings: EndpointSettings) -> EndpointPlayer:
+def endpoint_player(config: Config, world: World, settings: OpenAIClientSettings) -> OpenAIBackend:
     """A player at an endpoint. Raises ConfigError for a rendering that an endpoint does not have."""
     if config.env.rendering != "chat":
         raise ConfigError(
             f"An endpoint takes chat messages, and env.rendering is {config.env.rendering!r}.",
             "Add --env.rendering chat.",
         )
-    return EndpointPlayer(config, world, Endpoint(settings), ProcessScoring.of(config))
+    return OpenAIBackend(config, world, OpenAIClient(settings), ProcessRewardExecutor.of(config))

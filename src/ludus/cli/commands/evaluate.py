@@ -28,9 +28,9 @@ from ludus.errors import ConfigError, LudusError, UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ludus.cli.commands.eval_backends import Player
-    from ludus.cli.commands.save_evaluation import Kept
-    from ludus.cli.ui.tables import Played
+    from ludus.cli.commands.eval_backends import EvalBackend
+    from ludus.cli.commands.save_evaluation import SavedEvaluation
+    from ludus.cli.ui.tables import EvaluatedEpisodes
     from ludus.envs.base import World
     from ludus.evaluation.evaluate import Evaluation, EvaluationPlan
     from ludus.rollout.scheduler import Episode
@@ -140,10 +140,10 @@ def read_key(path: Path) -> str:
 
 async def _evaluate(
     args: argparse.Namespace, config: Config, world: World, console: Console
-) -> tuple[list[Played], list[Kept]]:
+) -> tuple[list[EvaluatedEpisodes], list[SavedEvaluation]]:
     """Play all plans and keep each as it ends."""
     from ludus.cli.commands.save_evaluation import keep
-    from ludus.cli.ui.tables import Played
+    from ludus.cli.ui.tables import EvaluatedEpisodes
     from ludus.cli.ui.terminal import say
     from ludus.envs.registry import closing
     from ludus.evaluation.evaluate import plans
@@ -159,7 +159,7 @@ async def _evaluate(
                 result, episodes = await play(player, plan, console)
                 result = replace(result, notices=player.notices)
                 kept.append(keep(folder.evaluations, result, episodes, label))
-                played.append(Played(result, [episode.trajectory for episode in episodes]))
+                played.append(EvaluatedEpisodes(result, [episode.trajectory for episode in episodes]))
     finally:
         await player.close()
     return played, kept
@@ -178,7 +178,7 @@ async def leaving_no_empty(folder: RunFolder, run: Path | None) -> AsyncIterator
         raise
 
 
-def what_is_measured(args: argparse.Namespace, config: Config, player: Player) -> str:
+def what_is_measured(args: argparse.Namespace, config: Config, player: EvalBackend) -> str:
     """Who plays, on which tasks of which splits, and how actions are sampled, on one line."""
     from ludus.cli.ui.tables import sampling
 
@@ -193,20 +193,22 @@ def what_is_measured(args: argparse.Namespace, config: Config, player: Player) -
     )
 
 
-async def make_player(args: argparse.Namespace, config: Config, world: World) -> Player:
+async def make_player(args: argparse.Namespace, config: Config, world: World) -> EvalBackend:
     """Whoever the arguments name."""
-    from ludus.cli.commands.eval_backends import EnginePlayer, endpoint_player
-    from ludus.rollout.openai_client import EndpointSettings
+    from ludus.cli.commands.eval_backends import EngineBackend, endpoint_player
+    from ludus.rollout.openai_client import OpenAIClientSettings
     from ludus.training.run.run_dir import RunFolder
 
     if args.endpoint:
         key = read_key(args.api_key_file) if args.api_key_file else ""
-        settings = EndpointSettings(args.endpoint, args.model, key, concurrency=config.rollout.concurrency)
+        settings = OpenAIClientSettings(
+            args.endpoint, args.model, key, concurrency=config.rollout.concurrency
+        )
         return endpoint_player(config, world, settings)
     from ludus.cli.ui.load_run import open_weights
 
     run = RunFolder(args.run) if args.run is not None else None
-    return EnginePlayer(world, await open_weights(config, run))
+    return EngineBackend(world, await open_weights(config, run))
 
 
 def policy_name(args: argparse.Namespace) -> str:
@@ -233,14 +235,16 @@ def result_folder(args: argparse.Namespace, config: Config) -> RunFolder:
     return new_run(config.model_copy(update={"run": settings}), "eval", "eval")
 
 
-async def play(player: Player, plan: EvaluationPlan, console: Console) -> tuple[Evaluation, list[Episode]]:
+async def play(
+    player: EvalBackend, plan: EvaluationPlan, console: Console
+) -> tuple[Evaluation, list[Episode]]:
     """One evaluation under a progress bar."""
     from ludus.cli.ui.tables import how_sampled
     from ludus.cli.ui.terminal import bars, say
     from ludus.evaluation.evaluate import evaluate, short_split
-    from ludus.rollout.build import Play
+    from ludus.rollout.build import SamplingPlan
 
-    scheduler = player.scheduler(Play("evaluate", plan.temperature, plan.seed))
+    scheduler = player.scheduler(SamplingPlan("evaluate", plan.temperature, plan.seed))
     with bars(console) as progress:
         name = f"episodes of {plan.split}, {how_sampled(plan)}"
         tasks = player.world.tasks(plan.split)
@@ -250,7 +254,7 @@ async def play(player: Player, plan: EvaluationPlan, console: Console) -> tuple[
         return await evaluate(scheduler, tasks, plan, lambda _: progress.advance(task))
 
 
-def verdict(kept: Kept, reproducible: bool) -> str:
+def verdict(kept: SavedEvaluation, reproducible: bool) -> str:
     """What became of the results, in a sentence."""
     name = kept.path.stem
     if kept.verdict == "new":

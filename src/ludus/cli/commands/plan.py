@@ -23,7 +23,7 @@ from ludus.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ludus.planning.costs import Costs, Setup
+    from ludus.planning.costs import Costs, RunLayout
     from ludus.planning.simulate import SimRun
 
 NUMBERS = (
@@ -81,9 +81,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def what_is_asked(args: argparse.Namespace) -> tuple[Costs, Setup, str, list[str]]:
+def what_is_asked(args: argparse.Namespace) -> tuple[Costs, RunLayout, str, list[str]]:
     """Costs and layout, of runs or of given numbers; where the costs are from, and what is to be doubted."""
-    from ludus.planning.costs import Costs, EngineCost, EpisodeShape, LearnerCost, Setup, ToolCost
+    from ludus.planning.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
     from ludus.planning.fit import fit, run_config, setup_of
     from ludus.training.run.run_dir import RunFolder
 
@@ -114,7 +114,7 @@ def what_is_asked(args: argparse.Namespace) -> tuple[Costs, Setup, str, list[str
             "overlap": 1.0,
             "transfer_s": 0.0,
         }
-        setup, source = Setup(), "as given"
+        setup, source = RunLayout(), "as given"
     for name, record, field, _ in NUMBERS:
         if name in given:
             (records[record] if record else records)[field] = given[name]
@@ -130,7 +130,7 @@ def what_is_asked(args: argparse.Namespace) -> tuple[Costs, Setup, str, list[str
     return costs, replace(setup, **{name: given[name] for name in LAYOUT if name in given}), source, doubts
 
 
-def layouts(args: argparse.Namespace, setup: Setup) -> list[Setup]:
+def layouts(args: argparse.Namespace, setup: RunLayout) -> list[RunLayout]:
     """One for each number of engines and each mode. Raises UserError for a number below 0."""
     if args.in_flight < 0:
         raise UserError(f"--in-flight is {args.in_flight}.", "Give 0 or more.")

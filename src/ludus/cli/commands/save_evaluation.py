@@ -15,7 +15,7 @@ from ludus.rollout.scheduler import Episode
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedEvaluation:
     """Where an evaluation lies. `earlier` is one of the same plan that was there before.
 
     Verdicts: `new`, nothing to compare with; `same`, the earlier one has the same numbers and rollouts bit
@@ -28,7 +28,7 @@ class Kept:
     note: str = ""
 
 
-def keep(folder: Path, result: Evaluation, episodes: Sequence[Episode], label: str = "") -> Kept:
+def keep(folder: Path, result: Evaluation, episodes: Sequence[Episode], label: str = "") -> SavedEvaluation:
     """Save an evaluation as PLAN, PLAN-LABEL or, where that is taken, with the next free number.
 
     Where what has the name is of another number of tasks, the name says this one's: PLAN-200-tasks.
@@ -43,12 +43,12 @@ def keep(folder: Path, result: Evaluation, episodes: Sequence[Episode], label: s
         path = folder / f"{name}.json"
         if not path.exists():
             save_evaluation(folder, result, episodes, name)
-            return Kept(path, "differs" if earlier else "new", earlier, note)
+            return SavedEvaluation(path, "differs" if earlier else "new", earlier, note)
         stored = load_evaluation(path)
         if _same_plan(stored.plan, result.plan):
             earlier, note = path, _difference(path, stored, result, episodes)
             if not note:
-                return Kept(path, "same", path)
+                return SavedEvaluation(path, "same", path)
     raise AssertionError("numbers do not end")
 
 

@@ -25,7 +25,7 @@ from ludus.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ludus.cli.serving.chat_repl import Dialogue
+    from ludus.cli.serving.chat_repl import ChatRepl
     from ludus.envs.base import World
     from ludus.training.run.run_dir import RunFolder
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Talk until the input ends."""
-    from ludus.cli.serving.chat_repl import Dialogue
+    from ludus.cli.serving.chat_repl import ChatRepl
     from ludus.cli.ui.load_run import open_weights
     from ludus.cli.ui.terminal import make_console, say
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         try:
             where = f"step {opened.step} of {args.target}" if folder else args.target
             say(console, f"{where}, in the world {opened.session.world.name}. /new begins anew, /quit ends.")
-            talk(Dialogue(opened, args.temperature), console, runner)
+            talk(ChatRepl(opened, args.temperature), console, runner)
         finally:
             runner.run(opened.engine.close())
             runner.run(_give_back(opened.session.world))
@@ -106,12 +106,12 @@ def _is_path(target: str) -> bool:
     return target.startswith((".", "/", "~")) or "/" in name or (bool(slash) and Path(owner).is_dir())
 
 
-def talk(dialogue: Dialogue, console: Console, runner: asyncio.Runner) -> None:
+def talk(dialogue: ChatRepl, console: Console, runner: asyncio.Runner) -> None:
     """Questions and answers until an empty line, /quit or the end of the input."""
-    from ludus.cli.serving.chat_repl import Part
+    from ludus.cli.serving.chat_repl import ReplyPart
     from ludus.cli.ui.terminal import say
 
-    def show(part: Part) -> None:
+    def show(part: ReplyPart) -> None:
         say(console, f"[{part.kind}] {part.text}", STYLES[part.kind])
 
     echo = not sys.stdin.isatty()

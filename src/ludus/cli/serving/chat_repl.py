@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from ludus.cli.ui.load_run import Opened
+from ludus.cli.ui.load_run import LoadedRun
 from ludus.cli.ui.transcripts import calls, outcome_text
 from ludus.envs.base import Chats, Environment, World
 from ludus.envs.toolbox import describe_error
 from ludus.errors import LudusError, WorldError
 from ludus.rollout.build import sampling_params
-from ludus.rollout.chat_session import EngineConversation
+from ludus.rollout.chat_session import EngineChatSession
 from ludus.types import Action, Message, StopReason, Task, ToolOutcome
 
 Result = TypeVar("Result")
@@ -26,14 +26,14 @@ PartKind = Literal["thinking", "call", "malformed call", "tool", "answer", "text
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ReplyPart:
     """Something to show: what kind it is, and its text."""
 
     kind: PartKind
     text: str
 
 
-OnPart = Callable[[Part], None]
+OnPart = Callable[[ReplyPart], None]
 
 _ENDS = {
     StopReason.PROMPT_TOO_LONG: "The question does not fit into the model's context.",
@@ -47,13 +47,13 @@ _FINAL = (StopReason.PROMPT_TOO_LONG, StopReason.MAX_TOKENS, StopReason.TRUNCATE
 
 
 @dataclass
-class Dialogue:
+class ChatRepl:
     """One dialogue after another with one engine. `temperature` 0 is greedy."""
 
-    opened: Opened
+    opened: LoadedRun
     temperature: float
     _number: int = field(init=False, default=0)
-    _conversation: EngineConversation | None = field(init=False, default=None)
+    _conversation: EngineChatSession | None = field(init=False, default=None)
     _unseen: list[Message] = field(init=False, default_factory=list)
 
     @property
@@ -82,12 +82,12 @@ class Dialogue:
         finally:
             await _world("close", environment.close())
         if stop is not StopReason.ANSWERED:
-            on_part(Part("end", _ENDS[stop]))
+            on_part(ReplyPart("end", _ENDS[stop]))
         if stop in _FINAL:
             self.restart()
 
     def _show(
-        self, conversation: EngineConversation, messages: Sequence[Message], environment: Environment
+        self, conversation: EngineChatSession, messages: Sequence[Message], environment: Environment
     ) -> StopReason | None:
         """Show a question: the whole opening in a new dialogue, what the user says in one that goes on."""
         if self._conversation is None:
@@ -97,11 +97,11 @@ class Dialogue:
         unseen, self._unseen = self._unseen, []
         return conversation.observe([*unseen, *said])
 
-    def _begin(self) -> EngineConversation:
+    def _begin(self) -> EngineChatSession:
         self._number += 1
         session = self.opened.session
         rollout = session.config.rollout
-        return EngineConversation(
+        return EngineChatSession(
             engine=self.opened.engine,
             renderer=session.renderer,
             params=sampling_params(rollout, self.temperature),
@@ -111,7 +111,7 @@ class Dialogue:
         )
 
     async def _play(
-        self, conversation: EngineConversation, environment: Environment, on_part: OnPart
+        self, conversation: EngineChatSession, environment: Environment, on_part: OnPart
     ) -> StopReason:
         """Turns of the model and answers of the tools."""
         turns = self.opened.session.config.rollout.max_turns
@@ -159,23 +159,23 @@ def opening_messages(world: World, question: str) -> Sequence[Message]:
     return [*system, Message(role="user", content=question)]
 
 
-def parts_of(action: Action) -> Iterator[Part]:
+def parts_of(action: Action) -> Iterator[ReplyPart]:
     """What the model did in one turn."""
     thought = action.message.get("reasoning_content", "")
     if thought:
-        yield Part("thinking", thought)
+        yield ReplyPart("thinking", thought)
     said = action.message["content"]
     for error in action.errors:
         said = said.replace(error.text, "")
     if said := said.strip():
         unfinished = action.calls or action.errors or action.finish_reason == "length"
-        yield Part("text" if unfinished else "answer", said)
+        yield ReplyPart("text" if unfinished else "answer", said)
     for call in calls(action.message):
-        yield Part("call", call)
+        yield ReplyPart("call", call)
     for error in action.errors:
-        yield Part("malformed call", error.text)
+        yield ReplyPart("malformed call", error.text)
 
 
-def tool_part(outcome: ToolOutcome) -> Part:
+def tool_part(outcome: ToolOutcome) -> ReplyPart:
     """A tool's answer."""
-    return Part("tool", outcome_text(outcome))
+    return ReplyPart("tool", outcome_text(outcome))

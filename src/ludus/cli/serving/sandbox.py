@@ -19,9 +19,9 @@ from rich.table import Table
 from ludus.cli.ui.terminal import make_console, say
 from ludus.engines.control_tokens import token_of
 from ludus.errors import UserError
-from ludus.gateway.limits import listening
+from ludus.gateway.listening import listening
 from ludus.sandbox import BACKENDS, SERVICES, Limits, Sandbox, SandboxSettings, open_sandbox
-from ludus.sandbox.self_test import Finding, findings, not_judged, python_inside
+from ludus.sandbox.self_test import SelfTestFinding, findings, not_judged, python_inside
 
 _BEHIND_A_URL = ("remote", *SERVICES)
 
@@ -94,7 +94,7 @@ def _check(args: argparse.Namespace) -> int:
     console = make_console()
     place = f"at {args.url}" if args.url else "here"
 
-    async def tried() -> list[Finding]:
+    async def tried() -> list[SelfTestFinding]:
         sandbox = open_sandbox(_settings(args))
         try:
             version = await python_inside(sandbox)
@@ -122,7 +122,7 @@ def _check(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace, sandbox: Sandbox) -> int:
     try:
         from ludus.gateway.limits import MIB, HttpLimits, http_server
-        from ludus.sandbox.remote.server import LARGEST_BODY, ServerSettings, make_app, refusal
+        from ludus.sandbox.remote.server import LARGEST_BODY, SandboxServerSettings, make_app, refusal
     except ImportError as error:
         raise UserError(
             f"Serving needs the package {error.name}.", "Install it: pip install 'ludus[serve]'."
@@ -142,7 +142,7 @@ def _serve(args: argparse.Namespace, sandbox: Sandbox) -> int:
         files_out=10_000,
         files_out_bytes=64 * 2**20,
     )
-    app = make_app(sandbox, ServerSettings(token=token, ceiling=ceiling))
+    app = make_app(sandbox, SandboxServerSettings(token=token, ceiling=ceiling))
     with listening(args.host, args.port) as listener:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host

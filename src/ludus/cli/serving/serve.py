@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import uvicorn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ludus.gateway.service import Service
+    from ludus.gateway.service import CompletionService
 
 _MOST_CONTEXT = 4096
 
@@ -80,7 +80,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     try:
         from ludus.gateway.app import make_app
         from ludus.gateway.endpoints import error_response
-        from ludus.gateway.limits import http_server, listening, model_limits
+        from ludus.gateway.limits import http_server, model_limits
+        from ludus.gateway.listening import listening
     except ImportError as error:
         raise UserError(
             f"Serving needs the package {error.name}.", "Install it: pip install 'ludus[serve]'."
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-async def _serve(server: uvicorn.Server, listener: socket.socket, service: Service) -> None:
+async def _serve(server: uvicorn.Server, listener: socket.socket, service: CompletionService) -> None:
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -140,11 +141,13 @@ def _load(target: str, config: Config) -> _Loaded:
     return _Loaded(model, load_tokenizer(target), 0)
 
 
-def _service(args: argparse.Namespace, config: Config, loaded: _Loaded) -> tuple[Service, PreTrainedModel]:
+def _service(
+    args: argparse.Namespace, config: Config, loaded: _Loaded
+) -> tuple[CompletionService, PreTrainedModel]:
     from ludus.chat.render import TemplateRenderer
     from ludus.engines.embedded.engine import EngineSettings, LocalEngine
     from ludus.engines.models.loading import num_positions
-    from ludus.gateway.service import Service, served_model
+    from ludus.gateway.service import CompletionService, served_model
     from ludus.training.run.session import SMALL_MODEL
 
     model, tokenizer = loaded.model, loaded.tokenizer
@@ -169,4 +172,4 @@ def _service(args: argparse.Namespace, config: Config, loaded: _Loaded) -> tuple
     renderer = TemplateRenderer(tokenizer, config.env.tool_parser) if tokenizer.chat_template else None
     served = served_model(model, tokenizer, name, args.target, renderer)
     token = token_of(args.token_file) if args.control else ""
-    return Service(engine, served, token, frozenset([*args.allow_host, args.host])), model
+    return CompletionService(engine, served, token, frozenset([*args.allow_host, args.host])), model

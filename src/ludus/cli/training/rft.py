@@ -16,7 +16,7 @@ from ludus.errors import UserError
 
 if TYPE_CHECKING:
     from ludus.training.run.run_dir import RunFolder
-    from ludus.training.run.session import Session
+    from ludus.training.run.session import TrainingSession
 
 
 def ready(config: Config, new: bool) -> Callable[[RunFolder], None]:
@@ -47,7 +47,7 @@ def say_complete(folder: RunFolder, config: Config) -> None:
     print_commands(console, folder, config)
 
 
-def train(session: Session, folder: RunFolder) -> None:
+def train(session: TrainingSession, folder: RunFolder) -> None:
     """Train with progress bars, then print what came of it."""
     from ludus.cli.ui.progress import ProgressReporter, comparison_table, print_commands, print_examples
     from ludus.cli.ui.terminal import bars, make_console, say

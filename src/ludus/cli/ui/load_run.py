@@ -11,19 +11,19 @@ from ludus.engines.base import Engine
 from ludus.errors import UserError
 from ludus.training.run.checkpoint import list_checkpoints, load_weights
 from ludus.training.run.run_dir import RunFolder
-from ludus.training.run.session import Session, make_engine, open_session
+from ludus.training.run.session import TrainingSession, make_engine, open_session
 
 
 @dataclass(frozen=True)
-class Opened:
+class LoadedRun:
     """A session, the training step of its weights (0: no run trained them), and an engine for them."""
 
-    session: Session
+    session: TrainingSession
     step: int
     engine: Engine
 
 
-async def open_weights(config: Config, run: RunFolder | None = None) -> Opened:
+async def open_weights(config: Config, run: RunFolder | None = None) -> LoadedRun:
     """The newest checkpoint of `run`, or the configured model. Raises UserError where there is none."""
     silence_libraries()
     session, step = (open_session(config), 0) if run is None else open_checkpoint(run, config)
@@ -31,10 +31,10 @@ async def open_weights(config: Config, run: RunFolder | None = None) -> Opened:
     if step or config.engine.url:  # a server holds whatever it was started with
         trained = {name: p.detach() for name, p in session.model.named_parameters() if p.requires_grad}
         await engine.load_weights(step, trained)
-    return Opened(session, step, engine)
+    return LoadedRun(session, step, engine)
 
 
-def open_checkpoint(run: RunFolder, config: Config) -> tuple[Session, int]:
+def open_checkpoint(run: RunFolder, config: Config) -> tuple[TrainingSession, int]:
     """A session on the newest checkpoint of a run, and its step.
 
     A checkpoint that holds adapters only goes on top of the model that the run began with.

@@ -30,8 +30,8 @@ from ludus.training.rl.build import Comparison, make_trackers
 from ludus.training.rl.build import train as train_run
 from ludus.training.run.checkpoint import list_checkpoints
 from ludus.training.run.run_dir import RunFolder, kind_of, recipe_of, resume_command, save_config
-from ludus.training.run.session import Session, busy_warning, open_session
-from ludus.training.sft import FineTuning, make_session, open_fine_tuning, run_sft
+from ludus.training.run.session import TrainingSession, busy_warning, open_session
+from ludus.training.sft import SftTraining, make_session, open_fine_tuning, run_sft
 from ludus.types import Timings
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def waiting_line(metrics: Mapping[str, float], timings: Mapping[str, float]) -> 
     return line
 
 
-def train(config: Config, folder: RunFolder, session: Session | None) -> None:
+def train(config: Config, folder: RunFolder, session: TrainingSession | None) -> None:
     """Train with progress bars, then print what came of it. Without a session the cold start comes first."""
     console = make_console()
     say(console, f"Run folder: {folder.path}")
@@ -155,7 +155,7 @@ def train(config: Config, folder: RunFolder, session: Session | None) -> None:
     print_commands(console, folder, config)
 
 
-def cluster_of(session: Session) -> AbstractContextManager[Cluster | None]:
+def cluster_of(session: TrainingSession) -> AbstractContextManager[Cluster | None]:
     """The processes that sample, where the settings want any."""
     if session.config.cluster.kind == "none":
         return nullcontext()
@@ -173,7 +173,7 @@ def controlled(run: Path, cluster: Cluster | None) -> AbstractContextManager[Non
     return control(run, cluster)
 
 
-def sft(session: Session, folder: RunFolder) -> None:
+def sft(session: TrainingSession, folder: RunFolder) -> None:
     """Fine-tune with a progress bar, then say where the checkpoint is."""
     config = session.config
     console = make_console()
@@ -214,7 +214,7 @@ def cold_start(config: Config, folder: RunFolder, console: Console) -> Path:
     return fine_tune(open_fine_tuning(make_session(plain_trackers(config)), nested), console)
 
 
-def fine_tune(tuning: FineTuning, console: Console) -> Path:
+def fine_tune(tuning: SftTraining, console: Console) -> Path:
     """Run the SFT loop under a progress bar."""
     config, left_out = tuning.session.config, 0
     for text in filter(None, [*sft_warnings(tuning.session), busy_warning(config)]):

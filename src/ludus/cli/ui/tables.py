@@ -14,7 +14,7 @@ from ludus.types import Trajectory
 
 
 @dataclass(frozen=True)
-class Played:
+class EvaluatedEpisodes:
     """An evaluation with its trajectories."""
 
     result: Evaluation
@@ -43,7 +43,7 @@ def rate(result: Evaluation) -> str:
     return f"{result.rate:.1%} [{result.interval.low:.1%}, {result.interval.high:.1%}]"
 
 
-def print_evaluations(console: Console, played: Sequence[Played], outcomes: Sequence[str]) -> None:
+def print_evaluations(console: Console, played: Sequence[EvaluatedEpisodes], outcomes: Sequence[str]) -> None:
     """All tables. `outcomes` names the reward parts that say success, which need no column of their own."""
     console.print(success_table(played, outcomes))
     if any(one.result.worlds for one in played):
@@ -57,7 +57,7 @@ def print_evaluations(console: Console, played: Sequence[Played], outcomes: Sequ
     console.print(stop_table(played))
 
 
-def success_table(played: Sequence[Played], outcomes: Sequence[str] = ()) -> Table:
+def success_table(played: Sequence[EvaluatedEpisodes], outcomes: Sequence[str] = ()) -> Table:
     """One row an evaluation: success, the smallest difference to be seen, other reward parts, failures."""
     table = Table(title="Held-out success, with 95 % intervals")
     parts = list(dict.fromkeys(part for one in played for part in one.result.parts if part not in outcomes))
@@ -86,7 +86,7 @@ def world_table(results: Sequence[Evaluation]) -> Table:
     return table
 
 
-def attempts_table(played: Sequence[Played]) -> Table:
+def attempts_table(played: Sequence[EvaluatedEpisodes]) -> Table:
     """pass@k (one of k attempts succeeds) and pass^k (all do), for powers of two and all attempts."""
     table = Table(title="pass@k: one of k attempts succeeds; pass^k: all k do")
     for column in ("split", "sampling", "k", "pass@k", "pass^k"):
@@ -104,7 +104,7 @@ def powers_of_two(last: int) -> list[int]:
     return [*(2**i for i in range((last - 1).bit_length())), last]
 
 
-def family_table(split: str, played: Sequence[Played]) -> Table:
+def family_table(split: str, played: Sequence[EvaluatedEpisodes]) -> Table:
     """Success by family of tasks, one column an evaluation."""
     table = Table(title=f"{split}: success by family")
     table.add_column("family")
@@ -119,7 +119,7 @@ def family_table(split: str, played: Sequence[Played]) -> Table:
     return table
 
 
-def stop_table(played: Sequence[Played]) -> Table:
+def stop_table(played: Sequence[EvaluatedEpisodes]) -> Table:
     """Why the episodes ended, as shares."""
     table = Table(title="Why episodes ended")
     table.add_column("stop reason")

@@ -59,7 +59,7 @@ def bars(console: Console, *, passing: bool = False, every_s: float = PLAIN_EVER
 
 
 class CheckBar:
-    """A bar of what a check does at the moment (`ludus.evaluation.env_audit.Watch`)."""
+    """A bar of what a check does at the moment (`ludus.evaluation.env_audit.AuditProgress`)."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -9,7 +9,7 @@ from pydantic import Field
 from ludus.config.sections.section import Section
 
 
-class PartOptions(Section):
+class PartOptionsConfig(Section):
     """Numbers and words that one part of an algorithm has to itself; `ludus algorithms` lists them."""
 
     advantage: dict[str, float | str] = Field({})
@@ -91,7 +91,7 @@ class AlgorithmConfig(AlgorithmParts):
     overlong_length: int | None = Field(None, ge=1)
     """Longest episode, in tokens of overlong_measure, for the punishment; none is the limit at which an
     episode is cut."""
-    options: PartOptions = PartOptions()
+    options: PartOptionsConfig = PartOptionsConfig()
 
 
 class KlControlConfig(Section):
@@ -132,7 +132,7 @@ class TeacherConfig(Section):
     """A model folder or name with the policy's tokenizer; none is no teacher."""
 
 
-class ExpertsConfig(Section):
+class DemonstrationsConfig(Section):
     """Expert trajectories that join the groups of their tasks (the preset mixed_policy)."""
 
     path: str | None = None

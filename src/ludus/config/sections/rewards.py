@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from ludus.config.sections.section import OptimiserSection, Section
+from ludus.config.sections.section import OptimizerSection, Section
 from ludus.errors import nearest_names
 
 PARTS = (
@@ -195,7 +195,7 @@ class RewardsConfig(Section):
         return self == RewardsConfig()
 
 
-class RewardModelConfig(OptimiserSection):
+class RewardModelConfig(OptimizerSection):
     """Training of a reward model: the policy's body with one number in place of the output layer."""
 
     kind: Literal["pairwise", "pointwise", "process"] = "pairwise"

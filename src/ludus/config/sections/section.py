@@ -27,7 +27,7 @@ def changed(section: Section) -> dict[str, object]:
     return {name: value for name, value in section.model_dump().items() if value != plain[name]}
 
 
-class OptimiserSection(Section):
+class OptimizerSection(Section):
     """What every section that trains a model with AdamW has. A section may set other defaults."""
 
     learning_rate: float = Field(3e-4, gt=0)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from ludus.config.sections.section import OptimiserSection, Section
+from ludus.config.sections.section import OptimizerSection, Section
 from ludus.types import DataClass
 
 
@@ -35,7 +35,7 @@ class SftSource(Section):
         return self
 
 
-class SftConfig(OptimiserSection):
+class SftConfig(OptimizerSection):
     """Supervised fine-tuning on demonstrations."""
 
     steps: int = Field(2000, ge=1)
@@ -97,7 +97,7 @@ SMOOTHED: tuple[PreferenceLoss, ...] = ("dpo", "robust", "simpo", "exo")
 """Losses that read label_smoothing."""
 
 
-class PreferenceConfig(OptimiserSection):
+class PreferenceConfig(OptimizerSection):
     """Training on pairs of a better and a worse trajectory."""
 
     loss: PreferenceLoss = "dpo"
@@ -171,7 +171,7 @@ class PreferenceConfig(OptimiserSection):
         return self
 
 
-class RftConfig(OptimiserSection):
+class RftConfig(OptimizerSection):
     """Rejection-sampling fine-tuning: rounds of sampling, keeping what succeeded, and training on it."""
 
     rounds: int = Field(3, ge=1)

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from ludus.config.sections.section import OptimiserSection, Section
+from ludus.config.sections.section import OptimizerSection, Section
 
 
 class LearnerConfig(Section):
@@ -40,7 +40,7 @@ class LearnerConfig(Section):
         return self
 
 
-class TrainingConfig(OptimiserSection):
+class TrainingConfig(OptimizerSection):
     """Training and its loop."""
 
     mode: Literal["sync", "one_step", "async"] = "sync"

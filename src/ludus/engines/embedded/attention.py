@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from ludus.engines.embedded.attention_c import Kernel
-from ludus.engines.embedded.attention_torch import Scores, TorchPass
+from ludus.engines.embedded.attention_torch import ScoreRule, TorchPass
 from ludus.engines.embedded.kv_pool import PagePool
 from ludus.errors import EngineError
 
@@ -65,7 +65,7 @@ def ragged_attention(
     softcap = options.get("softcap") or 0.0
     new = (query[0], key[0], value[0])
     if isinstance(ragged.how, TorchPass):
-        return ragged.how.attend(layer, new, Scores(scale, window, softcap))[None], None
+        return ragged.how.attend(layer, new, ScoreRule(scale, window, softcap))[None], None
     keys, values = ragged.pool.keys[layer], ragged.pool.values[layer]
     return ragged.how.attend(ragged, keys, values, new, (scale, window, softcap))[None], None
 

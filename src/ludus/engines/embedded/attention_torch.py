@@ -23,7 +23,7 @@ from ludus.engines.embedded.kv_pool import PagePool
 from ludus.engines.embedded.radix_cache import PAGE
 
 
-class Span(NamedTuple):
+class QuerySpan(NamedTuple):
     """The tokens `first` to `last` of a pass: those of one sequence that end at position `end` (exclusive).
 
     `pages` are the sequence's.
@@ -69,7 +69,7 @@ class Pattern:
     blocks: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, spans: Sequence[Span], shape: HeadShape, rows: int, dtype: torch.dtype) -> Pattern:
+    def of(cls, spans: Sequence[QuerySpan], shape: HeadShape, rows: int, dtype: torch.dtype) -> Pattern:
         """For tokens of one span each; `rows` is how many the matrix of keys has."""
         heads = np.arange(shape.heads).repeat(shape.query_heads // shape.heads)[:, None] * PAGE
         begins = [max(0, span.end - shape.window) if shape.window else 0 for span in spans]
@@ -94,7 +94,7 @@ class Pattern:
         )
         return cls(matrix, tuple(blocks))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule) -> Tensor:
         """`[queries, width]` of `query` over the rows of `key` and `value`."""
         torch.sparse.sampled_addmm(self.matrix, query, key.t(), beta=0.0, alpha=scores.scale, out=self.matrix)
         if scores.softcap:
@@ -116,7 +116,7 @@ class TorchPass:
     """
 
     pool: PagePool
-    spans: tuple[Span, ...]
+    spans: tuple[QuerySpan, ...]
     pages: NDArray[np.int64]
     offsets: NDArray[np.int64]
     _patterns: dict[HeadShape, Pattern] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class TorchPass:
     _known: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _gathers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def attend(self, layer: int, new: tuple[Tensor, Tensor, Tensor], scores: Scores) -> Tensor:
+    def attend(self, layer: int, new: tuple[Tensor, Tensor, Tensor], scores: ScoreRule) -> Tensor:
         """Take the new keys and values `[H, T, D]`, and attend the queries `[Hq, T, D]`: `[T, Hq, D]`."""
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         query, key, value = (tensor.to(keys.dtype) for tensor in new)
@@ -154,7 +154,7 @@ class TorchPass:
         memory.view(-1, width).index_copy_(0, self._places[heads], real)
 
     def _sparse(
-        self, spans: Sequence[Span], query: Tensor, memory: tuple[Tensor, Tensor], scores: Scores
+        self, spans: Sequence[QuerySpan], query: Tensor, memory: tuple[Tensor, Tensor], scores: ScoreRule
     ) -> Tensor:
         """`[N, Hq, D]` of one token `[N, Hq, D]` of each of N sequences."""
         keys, values = (tensor.view(-1, tensor.shape[-1]) for tensor in memory)
@@ -165,7 +165,7 @@ class TorchPass:
         return got.view(len(query), -1, got.shape[-1])
 
     def _padded(
-        self, spans: Sequence[Span], query: Tensor, memory: tuple[Tensor, Tensor], scores: Scores
+        self, spans: Sequence[QuerySpan], query: Tensor, memory: tuple[Tensor, Tensor], scores: ScoreRule
     ) -> Tensor:
         """The same over pages that are gathered; the heads of a group are a sequence's queries' rows."""
         if scores.window not in self._gathers:
@@ -176,7 +176,12 @@ class TorchPass:
         return scores.attend(asked, key, value, mask[:, None, None]).flatten(1, 2)
 
     def _dense(
-        self, span: Span, query: Tensor, memory: tuple[Tensor, Tensor], scores: Scores, shape: HeadShape
+        self,
+        span: QuerySpan,
+        query: Tensor,
+        memory: tuple[Tensor, Tensor],
+        scores: ScoreRule,
+        shape: HeadShape,
     ) -> Tensor:
         """`[n, Hq, D]` of several tokens of one sequence; the heads of a group stand below each other."""
         rows = self._rows(span, shape.heads, query.device)
@@ -191,7 +196,7 @@ class TorchPass:
         got = scores.attend(asked, key, value, self._masks[mask])
         return got.view(shape.query_heads, -1, got.shape[-1]).transpose(0, 1)
 
-    def _rows(self, span: Span, heads: int, device: torch.device) -> Tensor:
+    def _rows(self, span: QuerySpan, heads: int, device: torch.device) -> Tensor:
         """The rows of all heads of a sequence, head by head."""
         key = (span.first, heads)
         if key not in self._known:
@@ -200,7 +205,7 @@ class TorchPass:
         return self._known[key]
 
 
-def _gather(spans: Sequence[Span], window: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _gather(spans: Sequence[QuerySpan], window: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The pages `[N, P]` of N tokens' sequences, and which of those pages' places each may look at."""
     ends = np.array([span.end for span in spans])
     num_pages = -(-int(ends.max()) // PAGE)
@@ -237,7 +242,7 @@ def added_mask(shape: MaskShape, like: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ScoreRule:
     """The scale, the window (0: all) and the soft cap (0: none)."""
 
     scale: float

@@ -13,19 +13,19 @@ from typing import TypeVar
 
 import torch
 
-from ludus.engines.embedded.scheduler import EngineCore
+from ludus.engines.embedded.scheduler import BatchScheduler
 from ludus.errors import EngineError
 
 Result = TypeVar("Result")
 
 
-class Worker:
-    """Drives an `EngineCore` on a thread of its own with `threads` compute threads (0: torch's number).
+class ComputeThread:
+    """Drives an `BatchScheduler` on a thread of its own with `threads` compute threads (0: torch's number).
 
     Nothing else may touch the core: `post` and `call` have things done between two passes.
     """
 
-    def __init__(self, core: EngineCore, threads: int) -> None:
+    def __init__(self, core: BatchScheduler, threads: int) -> None:
         self._core = core
         self._threads = threads
         self._commands: deque[Callable[[], object]] = deque()

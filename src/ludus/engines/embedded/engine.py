@@ -23,12 +23,12 @@ import torch
 from ludus.engines.adapter_versions import AdapterVersions
 from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, check_num_top, check_params
 from ludus.engines.embedded import scheduler
-from ludus.engines.embedded.compute_thread import Worker, compute_threads
+from ludus.engines.embedded.compute_thread import ComputeThread, compute_threads
 from ludus.engines.embedded.guided_decoding import GuideCompiler, GuideState
 from ludus.engines.embedded.model_runner import RaggedForward
-from ludus.engines.embedded.radix_cache import PAGE, PageTree
-from ludus.engines.embedded.scheduler import EngineCore
-from ludus.engines.embedded.session_cache import EpisodeCaches
+from ludus.engines.embedded.radix_cache import PAGE, RadixCache
+from ludus.engines.embedded.scheduler import BatchScheduler
+from ludus.engines.embedded.session_cache import SessionCache
 from ludus.engines.models.fingerprint import fingerprint_adapted
 from ludus.engines.models.lora import is_peft
 from ludus.errors import EngineBusy, EngineError, RequestRefused, SyncError
@@ -114,8 +114,8 @@ class LocalEngine:
             self._forward = RaggedForward(self._model, num_pages, settings.context_tokens, threads)
             self._invariant = settings.batch_invariant and self._forward.compiled
             block = self._forward.block_for(pass_tokens) if self._invariant else 1
-        self._tree = PageTree(num_pages)
-        self._core = EngineCore(
+        self._tree = RadixCache(num_pages)
+        self._core = BatchScheduler(
             self._forward,
             tokenizer,
             self._tree,
@@ -124,8 +124,8 @@ class LocalEngine:
         )
         self._core.version = version
         self._core.block = block
-        self._caches = EpisodeCaches(self._core, outlive=not settings.recompute_on_update)
-        self._worker = Worker(self._core, settings.threads)
+        self._caches = SessionCache(self._core, outlive=not settings.recompute_on_update)
+        self._worker = ComputeThread(self._core, settings.threads)
 
     @property
     def context_tokens(self) -> int:

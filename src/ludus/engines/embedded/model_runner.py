@@ -21,7 +21,7 @@ from ludus.engines.base import DEFAULT
 from ludus.engines.embedded import attention
 from ludus.engines.embedded.attention import RaggedPass
 from ludus.engines.embedded.attention_c import Kernel, make_kernel
-from ludus.engines.embedded.attention_torch import Span, TorchPass
+from ludus.engines.embedded.attention_torch import QuerySpan, TorchPass
 from ludus.engines.embedded.kv_pool import LayerShape, PagePool
 from ludus.engines.embedded.onednn_linear import LEAST, as_before, by_onednn, use_onednn
 from ludus.engines.embedded.radix_cache import PAGE
@@ -178,7 +178,7 @@ class RaggedForward:
     ) -> TorchPass:
         """What attends by torch. `ends` are the chunks' in the pass, `tokens` are its slots and positions."""
         spans = tuple(
-            Span(end - len(chunk.ids), end, chunk.start + len(chunk.ids), table[chunk.slot])
+            QuerySpan(end - len(chunk.ids), end, chunk.start + len(chunk.ids), table[chunk.slot])
             for chunk, end in zip(chunks, ends, strict=True)
         )
         slots, positions = tokens

@@ -20,7 +20,7 @@ AT = "@"
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class RadixNode:
     """One page. `tokens` are those that others may find here; `ready` once they are computed.
 
     `refs` counts the running sequences that hold it. A node that is not `listed` is its owner's alone.
@@ -28,23 +28,23 @@ class Node:
 
     page: int
     tokens: tuple[int, ...]
-    parent: Node | None
+    parent: RadixNode | None
     ready: bool = False
     refs: int = 1
     listed: bool = False
     used: int = 0
-    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    children: dict[tuple[int, ...], RadixNode] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class Match:
+class CacheMatch:
     """What of a history is there: whole pages, then `num_copied` tokens of `source` (taken over if `owned`).
 
     `wait` says that somebody computes more of it at this moment.
     """
 
-    nodes: list[Node]
-    source: Node | None = None
+    nodes: list[RadixNode]
+    source: RadixNode | None = None
     num_copied: int = 0
     owned: bool = False
     wait: bool = False
@@ -63,15 +63,15 @@ def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
     return next((i for i in range(length) if left[i] != right[i]), length)
 
 
-class PageTree:
+class RadixCache:
     """Hands out the pages 0 to `num_pages - 1`, and finds those that hold a prefix."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.num_evicted = 0
         self._free = list(range(num_pages - 1, -1, -1))
-        self._roots: dict[str, Node] = {}
-        self._idle: dict[Node, None] = {}
+        self._roots: dict[str, RadixNode] = {}
+        self._idle: dict[RadixNode, None] = {}
         self._clock = 0
 
     @property
@@ -84,14 +84,14 @@ class PageTree:
         """Pages held by sequences that run."""
         return self.num_pages - self.num_available
 
-    def root(self, adapter: str) -> Node:
+    def root(self, adapter: str) -> RadixNode:
         """Where the prefixes begin that are computed with this adapter, or with a version of it."""
-        return self._roots.setdefault(adapter, Node(-1, (), None, ready=True, listed=True))
+        return self._roots.setdefault(adapter, RadixNode(-1, (), None, ready=True, listed=True))
 
-    def match(self, tokens: tuple[int, ...], adapter: str = "") -> Match:
+    def match(self, tokens: tuple[int, ...], adapter: str = "") -> CacheMatch:
         """The longest prefix that is there, short of the last token, whose logits are needed."""
         limit = len(tokens) - 1
-        node, at, found = self.root(adapter), 0, Match([])
+        node, at, found = self.root(adapter), 0, CacheMatch([])
         while at + PAGE <= limit:
             child = node.children.get(tokens[at : at + PAGE])
             if child is None:
@@ -113,7 +113,7 @@ class PageTree:
             found.owned = whole and source.refs == 0
         return found
 
-    def hold(self, match: Match) -> list[Node]:
+    def hold(self, match: CacheMatch) -> list[RadixNode]:
         """Take the pages of a match; the path so far. The copy of `source` is the caller's to make."""
         path = [*match.nodes, match.source] if match.owned and match.source is not None else match.nodes
         for node in path:
@@ -122,7 +122,9 @@ class PageTree:
             node.refs += 1
         return list(path)
 
-    def take(self, path: list[Node], tokens: tuple[int, ...], *, listed: bool, adapter: str = "") -> Node:
+    def take(
+        self, path: list[RadixNode], tokens: tuple[int, ...], *, listed: bool, adapter: str = ""
+    ) -> RadixNode:
         """Add a page to a path, found by others under `tokens` if `listed` and nobody has that already.
 
         Raises IndexError if no page is left: reserve before.
@@ -130,14 +132,14 @@ class PageTree:
         if not self._free:
             self._evict()
         parent = path[-1] if path else self.root(adapter)
-        node = Node(self._free.pop(), tokens, parent)
+        node = RadixNode(self._free.pop(), tokens, parent)
         if listed and parent.listed and len(parent.tokens) in (0, PAGE) and tokens not in parent.children:
             parent.children[tokens] = node
             node.listed = True
         path.append(node)
         return node
 
-    def settle(self, path: list[Node], place: int, tokens: tuple[int, ...]) -> None:
+    def settle(self, path: list[RadixNode], place: int, tokens: tuple[int, ...]) -> None:
         """`tokens` of a path's page are computed: let others find them there.
 
         If somebody else's page holds the same, a full page of the path is exchanged for that.
@@ -163,7 +165,7 @@ class PageTree:
             known.refs += 1
             path[place] = known
 
-    def release(self, path: list[Node]) -> None:
+    def release(self, path: list[RadixNode]) -> None:
         """Let go of a path; what others can find stays as long as there is room."""
         self._clock += 1
         for node in reversed(path):
@@ -241,12 +243,12 @@ class PageTree:
                 return
             ordered = kept
 
-    def _drop(self, node: Node) -> None:
+    def _drop(self, node: RadixNode) -> None:
         self._unlist(node)
         self._free.append(node.page)
 
     @staticmethod
-    def _unlist(node: Node) -> None:
+    def _unlist(node: RadixNode) -> None:
         if node.listed and node.parent is not None:
             del node.parent.children[node.tokens]
             node.listed = False

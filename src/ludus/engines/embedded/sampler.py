@@ -121,7 +121,7 @@ class SamplingRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class TokenDraw:
     """Token ids `[B]` int64, and their log-probabilities `[B]` in the plain and in the cut distribution.
 
     `top` has what `likeliest` gives of the plain distribution; it is empty where no row asks.
@@ -135,7 +135,7 @@ class Draw:
 
 def sample(
     logits: Tensor, rules: SamplingRules, steps: int | NDArray[np.uint64], allowed: Tensor | None = None
-) -> Draw:
+) -> TokenDraw:
     """Draw token number `steps` (one for all, or `[B]`) of each action from `logits` `[B, V]`.
 
     `allowed` `[B, V]` bool are the tokens that a guide leaves. Log-probabilities are float32 (float64 for
@@ -149,7 +149,7 @@ def sample(
     if rules.all_greedy and allowed is None:
         tokens = best.argmax(dim=-1)
         plain = _at(logprobs, tokens)
-        return Draw(tokens, plain, plain, top)
+        return TokenDraw(tokens, plain, plain, top)
     probs = logprobs.exp()
     if allowed is not None:
         probs = probs.masked_fill(~allowed, 0.0)
@@ -160,10 +160,10 @@ def sample(
         tokens = torch.where(rules.greedy, best.argmax(dim=-1), tokens)
     plain = _at(logprobs, tokens)
     if allowed is None and not rules.any_cut:
-        return Draw(tokens, plain, plain, top)
+        return TokenDraw(tokens, plain, plain, top)
     share = _at(probs, tokens).double() / total
     changed = rules.cut if allowed is None else rules.cut | ~allowed.all(dim=-1)
-    return Draw(tokens, plain, torch.where(changed, share.log().to(plain.dtype), plain), top)
+    return TokenDraw(tokens, plain, torch.where(changed, share.log().to(plain.dtype), plain), top)
 
 
 def likeliest(logprobs: Tensor, nums: Sequence[int]) -> list[TopLogprobs]:

@@ -26,8 +26,8 @@ from torch import Tensor
 from ludus.engines.base import EngineStats, Request
 from ludus.engines.embedded.guided_decoding import GuideState
 from ludus.engines.embedded.model_runner import ROW_BLOCK, Chunk, RaggedForward
-from ludus.engines.embedded.radix_cache import PAGE, Match, Node, PageTree
-from ludus.engines.embedded.sampler import Draw, SamplingRules, likeliest, sample
+from ludus.engines.embedded.radix_cache import PAGE, CacheMatch, RadixCache, RadixNode
+from ludus.engines.embedded.sampler import SamplingRules, TokenDraw, likeliest, sample
 from ludus.engines.embedded.stop_strings import StopStrings
 from ludus.errors import EngineError
 from ludus.types import Completion, FinishReason, TopLogprobs
@@ -72,7 +72,7 @@ class Sequence:
     slot: int = -1
     num_computed: int = 0
     num_settled: int = 0
-    path: list[Node] = field(default_factory=list)
+    path: list[RadixNode] = field(default_factory=list)
     reserved: int = 0
 
     def __post_init__(self) -> None:
@@ -148,19 +148,19 @@ class Pass:
     plan: list[tuple[Sequence, Chunk]]
     rows: list[Sequence]
     logits: Tensor
-    draw: Draw | None
+    draw: TokenDraw | None
     model_s: float
     draw_s: float
 
 
-class EngineCore:
+class BatchScheduler:
     """The queue, the running sequences, and the pass that moves them all."""
 
     def __init__(
         self,
         forward: RaggedForward,
         tokenizer: PreTrainedTokenizerBase | None,
-        tree: PageTree,
+        tree: RadixCache,
         slots: tuple[int, int],
         pass_tokens: int,
     ) -> None:
@@ -318,10 +318,10 @@ class EngineCore:
         stay.extend(self.waiting)
         self.waiting = stay
 
-    def _match(self, sequence: Sequence) -> Match:
+    def _match(self, sequence: Sequence) -> CacheMatch:
         """What the cache has; a sequence that is scored computes all, for it needs every row of logits."""
         if sequence.scores is not None:
-            return Match([])
+            return CacheMatch([])
         return self._tree.match(tuple(sequence.tokens), sequence.shelf)
 
     def _reserve(self, sequence: Sequence, pages: int) -> bool:
@@ -331,7 +331,7 @@ class EngineCore:
         self._reserved += pages
         return True
 
-    def _enter(self, sequence: Sequence, path: list[Node], match: Match) -> None:
+    def _enter(self, sequence: Sequence, path: list[RadixNode], match: CacheMatch) -> None:
         """Give a sequence its slot and the pages of its history."""
         sequence.slot = self._free_slots.popleft()
         self._params.put(sequence.slot, sequence.request)

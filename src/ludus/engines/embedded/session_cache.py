@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ludus.engines.embedded.radix_cache import AT
-from ludus.engines.embedded.scheduler import EngineCore, Sequence
+from ludus.engines.embedded.scheduler import BatchScheduler, Sequence
 
 
 @dataclass
-class EpisodeCaches:
+class SessionCache:
     """The places of episodes by name; with `outlive` their keys and values outlive the weights."""
 
-    core: EngineCore
+    core: BatchScheduler
     outlive: bool
     _histories: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
     _shelves: dict[str, str] = field(default_factory=dict, init=False)

@@ -1,7 +1,7 @@
 """What inference servers are asked, and how their answers read: one class a dialect.
 
-`VllmDialect` is that of vLLM in its development mode and of `ludus serve`: completions from token ids with
-`return_token_ids`, and the endpoints that pause, reload and check weights. `SglangDialect` is written from
+`VllmApi` is that of vLLM in its development mode and of `ludus serve`: completions from token ids with
+`return_token_ids`, and the endpoints that pause, reload and check weights. `SglangApi` is written from
 SGLang's documentation and has met no real server.
 """
 
@@ -15,7 +15,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, Field
 
 from ludus.engines.base import Request
-from ludus.engines.remote.http_client import Refused, Replica, ask_once
+from ludus.engines.remote.http_client import HttpRefusal, Replica, ask_once
 from ludus.errors import EngineError
 from ludus.types import FinishReason, Guide, SamplingParams, TopLogprobs
 
@@ -41,7 +41,7 @@ class ServerFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class VersionRange:
     """Tokens [`start`, `end`) were sampled by the weights labelled `version`."""
 
     version: str
@@ -50,18 +50,18 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledTokens:
     """An action as the server gave it. `spans` is None where it does not tell versions."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
-    spans: tuple[Span, ...] | None
+    spans: tuple[VersionRange, ...] | None
     top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class ServedAdapter:
+class RemoteAdapter:
     """A LoRA adapter of `rank` in a folder that the server sees; `name` is what the server calls it."""
 
     name: str
@@ -70,7 +70,7 @@ class ServedAdapter:
     rank: int
 
 
-class Dialect(Protocol):
+class ApiAdapter(Protocol):
     """How one kind of server is spoken to. All but `describe` raise EngineError."""
 
     def describe(self, url: str) -> ServerFacts:
@@ -79,7 +79,7 @@ class Dialect(Protocol):
 
     async def generate(
         self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
-    ) -> Sampled:
+    ) -> SampledTokens:
         """Sample one action; `name` is the request's own, the same when it is sent again.
 
         `adapter` is a served one's name, "" for the model without.
@@ -108,7 +108,7 @@ class Dialect(Protocol):
         """`fingerprint_module` of the weights in use with an adapter; None where the server does not tell."""
         ...
 
-    async def load_adapter(self, replica: Replica, adapter: ServedAdapter) -> None:
+    async def load_adapter(self, replica: Replica, adapter: RemoteAdapter) -> None:
         """Have an adapter taken from its folder, beside those that are there."""
         ...
 
@@ -188,7 +188,7 @@ class _Fingerprint(BaseModel):
     fingerprint: str
 
 
-class VllmDialect:
+class VllmApi:
     """vLLM's HTTP server, started with VLLM_SERVER_DEV_MODE=1, and `ludus serve --control`."""
 
     def describe(self, url: str) -> ServerFacts:
@@ -203,7 +203,7 @@ class VllmDialect:
 
     async def generate(
         self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
-    ) -> Sampled:
+    ) -> SampledTokens:
         """One completion of token ids. Penalties and the end-of-text token count for nothing."""
         params, room = request.params, facts.context_tokens - len(request.token_ids)
         body = _sampling(params) | {
@@ -226,11 +226,11 @@ class VllmDialect:
             raise EngineError(f"{replica.url} sampled from another prompt than it was sent.")
         spans = choice.weight_versions
         top = _named_ids(choice.logprobs, replica.url) if params.top_logprobs else []
-        return Sampled(
+        return SampledTokens(
             tuple(choice.token_ids),
             tuple(_finite(choice.logprobs.token_logprobs, len(choice.token_ids), replica.url)),
             _finish(choice.finish_reason, replica.url),
-            None if spans is None else tuple(Span(s.version, s.start, s.end) for s in spans),
+            None if spans is None else tuple(VersionRange(s.version, s.start, s.end) for s in spans),
             _top(top, params, len(choice.token_ids), replica.url),
         )
 
@@ -268,7 +268,7 @@ class VllmDialect:
         """`/weight_checker`; None for a server that has no such endpoint."""
         try:
             return (await replica.post("/weight_checker", {"action": "checksum"}, _Checksums)).checksums
-        except Refused as error:
+        except HttpRefusal as error:
             if error.status == _NOT_FOUND:
                 return None
             raise
@@ -278,17 +278,17 @@ class VllmDialect:
         path = f"/fingerprint?model={quote(adapter)}" if adapter else "/fingerprint"
         try:
             return (await replica.get(path, _Fingerprint)).fingerprint
-        except Refused as error:
+        except HttpRefusal as error:
             if error.status == _NOT_FOUND:
                 return None
             raise
 
-    async def load_adapter(self, replica: Replica, adapter: ServedAdapter) -> None:
+    async def load_adapter(self, replica: Replica, adapter: RemoteAdapter) -> None:
         """`/v1/load_lora_adapter`; vLLM passes over the version."""
         body = {"lora_name": adapter.name, "lora_path": adapter.folder}
         try:
             await replica.tell("/v1/load_lora_adapter", body | {"weight_version": str(adapter.version)})
-        except Refused as error:
+        except HttpRefusal as error:
             error.hint = (
                 f"Start vLLM with --enable-lora --max-loras 2 --max-lora-rank {max(16, adapter.rank)} and "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, `ludus serve` with --control."
@@ -313,7 +313,7 @@ class VllmDialect:
         """`/pause`, keeping the requests."""
         try:
             await replica.post("/pause?mode=keep", {}, _Anything)
-        except Refused as error:
+        except HttpRefusal as error:
             if error.status in (_NOT_FOUND, _FORBIDDEN):
                 error.hint = "Start `ludus serve` with --control, vLLM with VLLM_SERVER_DEV_MODE=1."
             if error.status == _NO_TOKEN:
@@ -360,7 +360,7 @@ class _SglangLora(BaseModel):
     error_message: str | None = None
 
 
-class SglangDialect:
+class SglangApi:
     """SGLang's native HTTP server. Untested against a real one."""
 
     def describe(self, url: str) -> ServerFacts:
@@ -372,7 +372,7 @@ class SglangDialect:
 
     async def generate(
         self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
-    ) -> Sampled:
+    ) -> SampledTokens:
         """`/generate` from token ids."""
         params, room = request.params, facts.context_tokens - len(request.token_ids)
         sampling = {
@@ -401,7 +401,7 @@ class SglangDialect:
         finish = answer.meta_info.finish_reason
         logprobs = _finite([logprob for logprob, _, _ in given], len(tokens), replica.url)
         reason = _finish(finish.type if finish else None, replica.url)
-        return Sampled(tokens, tuple(logprobs), reason, None, top)
+        return SampledTokens(tokens, tuple(logprobs), reason, None, top)
 
     async def score(
         self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str
@@ -436,12 +436,12 @@ class SglangDialect:
         """None: it has no such thing."""
         return None
 
-    async def load_adapter(self, replica: Replica, adapter: ServedAdapter) -> None:
+    async def load_adapter(self, replica: Replica, adapter: RemoteAdapter) -> None:
         """`/load_lora_adapter`."""
         body = {"lora_name": adapter.name, "lora_path": adapter.folder}
         try:
             done = await replica.post("/load_lora_adapter", body, _SglangLora)
-        except Refused as error:
+        except HttpRefusal as error:
             error.hint = (
                 f"Start SGLang with --enable-lora --max-lora-rank {adapter.rank} --lora-target-modules all."
             )

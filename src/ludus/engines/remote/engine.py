@@ -2,14 +2,14 @@
 
 Takes requests as token ids; gives token ids with log-probabilities and versions. Sends all requests of an
 episode to one replica, whose cache then holds its history. Waits on each call for as long as the settings
-say (`ServerSettings`) and then raises `EngineError` with the server's own words. Never trains on what the
-wrong weights sampled: a replica that has been out of reach, or that answers under a version that was not
+say (`RemoteEngineSettings`) and then raises `EngineError` with the server's own words. Never trains on what
+the wrong weights sampled: a replica that has been out of reach, or that answers under a version that was not
 sent, gets the weights again, with their proof, before it samples more.
 
 Weights go through a folder that the server sees, or over a line between processes (`Broadcaster`). After each
 transfer the server's digests of its tensors, where it gives any, are held against what was sent; the caller
 compares log-probabilities (`WeightSync`). LoRA adapters go alone, beside the server's own weights
-(`SentAdapters`).
+(`LoraPublisher`).
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, WeightCheck, check_params
 from ludus.engines.remote.api_adapters import (
-    Dialect,
+    ApiAdapter,
     LogprobMode,
-    Sampled,
-    ServedAdapter,
+    RemoteAdapter,
+    SampledTokens,
     ServerFacts,
-    SglangDialect,
-    VllmDialect,
+    SglangApi,
+    VllmApi,
 )
-from ludus.engines.remote.http_client import Refused, Replica, ServerSettings
-from ludus.engines.remote.inflight_requests import Call, Calls
+from ludus.engines.remote.http_client import HttpRefusal, RemoteEngineSettings, Replica
+from ludus.engines.remote.inflight_requests import InflightRequest, InflightRequests
 from ludus.engines.remote.metrics import ServerStats
-from ludus.engines.remote.rolling_update import Pin, Placement, Rolling
-from ludus.engines.remote.router import Routes
-from ludus.engines.remote.weight_publisher import SentWeights
+from ludus.engines.remote.rolling_update import EpisodePin, Placement, RollingUpdates
+from ludus.engines.remote.router import Router
+from ludus.engines.remote.weight_publisher import WeightPublisher
 from ludus.errors import EngineError, SyncError, UserError
 from ludus.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
     import torch
 
-DIALECTS: Mapping[str, Dialect] = {"vllm": VllmDialect(), "sglang": SglangDialect()}
+DIALECTS: Mapping[str, ApiAdapter] = {"vllm": VllmApi(), "sglang": SglangApi()}
 
 _MODE_PROBE = SamplingParams(temperature=2.0, max_new_tokens=16, seed=1)
 _SAME_NATS = 1e-3
@@ -67,21 +67,21 @@ class ServerEngine:
         self,
         urls: Sequence[str],
         dialect: str = "vllm",
-        settings: ServerSettings | None = None,
+        settings: RemoteEngineSettings | None = None,
         *,
         lora_scaling: float | None = None,
     ) -> None:
-        settings = settings or ServerSettings()
+        settings = settings or RemoteEngineSettings()
         self._dialect, self._settings = DIALECTS[dialect], settings
         self._replicas = [
             Replica(url.strip().rstrip("/"), settings, restore=self._restore) for url in urls if url.strip()
         ]
         self._facts = _agreed([self._dialect.describe(replica.url) for replica in self._replicas])
         self._lora_scaling = lora_scaling
-        self._routes = Routes(self._replicas)
+        self._routes = Router(self._replicas)
         self._name = secrets.token_hex(6)
-        self._calls = Calls(self._dialect, self._name)
-        self._weights = SentWeights(
+        self._calls = InflightRequests(self._dialect, self._name)
+        self._weights = WeightPublisher(
             self._dialect,
             self._replicas,
             settings,
@@ -90,7 +90,7 @@ class ServerEngine:
         )
         self._mode: LogprobMode | None = self._facts.logprobs
         self._stats = ServerStats(lambda: [replica.url for replica in self._replicas])
-        self._rolling: Rolling | None = None
+        self._rolling: RollingUpdates | None = None
 
     @property
     def context_tokens(self) -> int:
@@ -167,13 +167,13 @@ class ServerEngine:
         """Whether there are several replicas, and whole weights go to them."""
         return len(self._replicas) > 1 and self._lora_scaling is None
 
-    async def roll(self, lag: int, lives: Callable[[str], Awaitable[bool]] | None = None) -> Rolling:
+    async def roll(self, lag: int, lives: Callable[[str], Awaitable[bool]] | None = None) -> RollingUpdates:
         """From now on each episode stays at a replica and a version; see `Placement` for `lag`."""
         placement = Placement(self._replicas, self.version, lag)
-        self._rolling = Rolling(placement, self._weights.hold, self._give, lives or _always)
+        self._rolling = RollingUpdates(placement, self._weights.hold, self._give, lives or _always)
         return self._rolling
 
-    def pin(self, episode: str, pin: Pin) -> None:
+    def pin(self, episode: str, pin: EpisodePin) -> None:
         """Have an episode stay where the client that sends the weights has placed it."""
         if pin.url not in self._routes.urls():  # it has joined just now
             self._replicas.append(Replica(pin.url, self._settings, restore=self._restore))
@@ -214,7 +214,7 @@ class ServerEngine:
         if self._rolling is not None:
             self._rolling.change()
 
-    def follow(self, urls: Sequence[str], version: int | None, adapter: ServedAdapter | None) -> None:
+    def follow(self, urls: Sequence[str], version: int | None, adapter: RemoteAdapter | None) -> None:
         """Sample from these replicas under weights that another client sends, `version` the last of them.
 
         What a replica samples from weights that were never said here is refused.
@@ -231,7 +231,7 @@ class ServerEngine:
         return self._routes.urls()
 
     @property
-    def adapter(self) -> ServedAdapter | None:
+    def adapter(self) -> RemoteAdapter | None:
         """The adapter that requests have by default, where one was sent."""
         return self._weights.adapters.default
 
@@ -285,7 +285,9 @@ class ServerEngine:
         for replica in (*self._replicas, *self._routes.left):
             await replica.close()
 
-    async def _generate(self, call: Call, request: Request, adapter: ServedAdapter | None) -> Completion:
+    async def _generate(
+        self, call: InflightRequest, request: Request, adapter: RemoteAdapter | None
+    ) -> Completion:
         """Sample from the weights that were sent; once more where the server had others."""
         replica, pin = call.replica, self._routes.pin_of(request.episode)
         stays = None if pin is None else pin.version
@@ -312,7 +314,7 @@ class ServerEngine:
         theirs = await self._dialect.fingerprint(replica, BASE)
         check.check(theirs, await self._score(replica, check.probe, BASE))
 
-    async def _sample(self, call: Call, request: Request, adapter: str) -> Sampled:
+    async def _sample(self, call: InflightRequest, request: Request, adapter: str) -> SampledTokens:
         call.name = self._calls.new_name()
         return await self._dialect.generate(call.replica, self._facts, call.name, request, adapter)
 
@@ -320,14 +322,14 @@ class ServerEngine:
         return await self._dialect.score(replica, self._facts, token_ids, adapter)
 
     async def _under(
-        self, replica: Replica, adapter: ServedAdapter | None, call: Callable[[str], Awaitable[Answer]]
+        self, replica: Replica, adapter: RemoteAdapter | None, call: Callable[[str], Awaitable[Answer]]
     ) -> Answer:
         """Call with a served adapter's name; where the server has lost it, send it again and once more."""
         if adapter is None:
             return await call(BASE)
         try:
             return await call(adapter.name)
-        except Refused as error:
+        except HttpRefusal as error:
             if error.status not in _UNKNOWN_NAME or adapter.name in await self._dialect.adapters(replica):
                 raise
         replica.holds = None
@@ -380,7 +382,7 @@ async def _always(url: str) -> bool:
     return True
 
 
-async def _find_mode(dialect: Dialect, replica: Replica, facts: ServerFacts, name: str) -> LogprobMode:
+async def _find_mode(dialect: ApiAdapter, replica: Replica, facts: ServerFacts, name: str) -> LogprobMode:
     """Sample hot: raw log-probabilities are then those of scoring, processed ones are not."""
     request = Request("", (0,), _MODE_PROBE)
     sampled = await dialect.generate(replica, facts, name, request, BASE)
@@ -405,7 +407,7 @@ def _check_mode(url: str, mode: LogprobMode, params: SamplingParams) -> None:
     )
 
 
-async def _place(rolling: Rolling, routes: Routes, episode: str, *, moves: bool) -> None:
+async def _place(rolling: RollingUpdates, routes: Router, episode: str, *, moves: bool) -> None:
     """Say where an episode begins, or, between two turns, that it goes on elsewhere."""
     if routes.pin_of(episode) is None:
         routes.pin(episode, await rolling.place(episode))
@@ -435,7 +437,7 @@ def _agreed(facts: Sequence[ServerFacts]) -> ServerFacts:
     return facts[0]
 
 
-def _completion(sampled: Sampled, before: int) -> Completion:
+def _completion(sampled: SampledTokens, before: int) -> Completion:
     """Where the server does not tell versions, that of the moment when the request was sent."""
     versions = [before] * len(sampled.tokens)
     for span in sampled.spans or ():
@@ -450,5 +452,5 @@ def _completion(sampled: Sampled, before: int) -> Completion:
     )
 
 
-def _labels(sampled: Sampled) -> str:
+def _labels(sampled: SampledTokens) -> str:
     return ", ".join(span.version for span in sampled.spans or ())

@@ -32,7 +32,7 @@ TRAINER = 0
 Result = TypeVar("Result")
 
 
-class Place(BaseModel):
+class TransferAddress(BaseModel):
     """Where a server joins the line, and as which of its `count` members."""
 
     host: str = Field(min_length=1, max_length=253, pattern=r"^[0-9A-Za-z.:%_-]+$")
@@ -42,7 +42,7 @@ class Place(BaseModel):
     timeout_s: float = Field(gt=0, le=86_400)
 
 
-class Tensor(BaseModel):
+class TensorSpec(BaseModel):
     """A tensor that will be sent."""
 
     name: str = Field(max_length=1000)
@@ -50,7 +50,7 @@ class Tensor(BaseModel):
     shape: list[Annotated[int, Field(ge=0, lt=2**40)]] = Field(max_length=16)
 
 
-class Manifest(BaseModel):
+class WeightManifest(BaseModel):
     """What will be sent, in its order. `base` is the version that it is a difference to; None: all weights.
 
     `digest` is `fingerprint_tensors` of what is sent.
@@ -59,11 +59,11 @@ class Manifest(BaseModel):
     version: int = Field(ge=-1, lt=10**18)
     base: int | None = Field(ge=-1, lt=10**18)
     digest: str = Field(max_length=200)
-    tensors: list[Tensor]
+    tensors: list[TensorSpec]
 
 
 @dataclass
-class Line:
+class WeightTransferGroup:
     """One end of it."""
 
     store: TCPStore
@@ -99,7 +99,7 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
     return TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def visit_store(place: Place) -> TCPStore:
+def visit_store(place: TransferAddress) -> TCPStore:
     """The trainer's meeting place. Raises EngineError where it cannot be reached."""
     from torch._C._distributed_c10d import TCPStore
 
@@ -113,7 +113,7 @@ def visit_store(place: Place) -> TCPStore:
         ) from error
 
 
-def address_towards(place: Place) -> str:
+def address_towards(place: TransferAddress) -> str:
     """The address of this machine from which it reaches the trainer; nothing is sent."""
     with socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -123,7 +123,7 @@ def address_towards(place: Place) -> str:
         return str(probe.getsockname()[0])
 
 
-def join_line(store: TCPStore, rank: int, count: int, timeout_s: float, address: str) -> Line:
+def join_line(store: TCPStore, rank: int, count: int, timeout_s: float, address: str) -> WeightTransferGroup:
     """Wait for all members; they reach this one at `address`, or where its name leads if that is not its own.
 
     Raises EngineError where one does not come.
@@ -138,12 +138,12 @@ def join_line(store: TCPStore, rank: int, count: int, timeout_s: float, address:
         options._devices = [ProcessGroupGloo.create_default_device()]
     try:
         group = ProcessGroupGloo(store, rank, count, options)
-        return Line(store, cast("ProcessGroup", group))
+        return WeightTransferGroup(store, cast("ProcessGroup", group))
     except RuntimeError as error:
         raise EngineError(f"The line of weights did not come about: {_first_line(error)}.") from error
 
 
-def enter_line(place: Place) -> Line:
+def enter_line(place: TransferAddress) -> WeightTransferGroup:
     """A server's end of the trainer's line. Raises EngineError where the line does not come about."""
     store = visit_store(place)
     return join_line(store, place.rank, place.count, place.timeout_s, address_towards(place))
@@ -168,7 +168,7 @@ async def aside(work: Callable[[], Result]) -> Result:
     return await asyncio.wrap_future(future)
 
 
-def take(line: Line, manifest: Manifest) -> dict[str, torch.Tensor]:
+def take(line: WeightTransferGroup, manifest: WeightManifest) -> dict[str, torch.Tensor]:
     """What a manifest announced. Raises EngineError where the line breaks, SyncError for damage."""
     tensors = room_for(manifest)
     line.broadcast(tensors)
@@ -227,15 +227,15 @@ def restored(sent: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) 
     return found
 
 
-def manifest_of(version: int, base: int | None, tensors: Mapping[str, torch.Tensor]) -> Manifest:
+def manifest_of(version: int, base: int | None, tensors: Mapping[str, torch.Tensor]) -> WeightManifest:
     """What a receiver has to know of tensors before they come."""
     from ludus.engines.models.fingerprint import fingerprint_tensors
 
-    listed = [Tensor(name=n, dtype=_plain(t.dtype), shape=list(t.shape)) for n, t in tensors.items()]
-    return Manifest(version=version, base=base, digest=fingerprint_tensors(tensors), tensors=listed)
+    listed = [TensorSpec(name=n, dtype=_plain(t.dtype), shape=list(t.shape)) for n, t in tensors.items()]
+    return WeightManifest(version=version, base=base, digest=fingerprint_tensors(tensors), tensors=listed)
 
 
-def room_for(manifest: Manifest) -> dict[str, torch.Tensor]:
+def room_for(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     """Tensors to fill. Raises SyncError for a format that is not known."""
     import torch
 
@@ -247,7 +247,7 @@ def room_for(manifest: Manifest) -> dict[str, torch.Tensor]:
     return {t.name: torch.empty(t.shape, dtype=formats[t.dtype]) for t in manifest.tensors}
 
 
-def check_digest(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+def check_digest(manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise SyncError where what came is not what was sent."""
     from ludus.engines.models.fingerprint import fingerprint_tensors
 

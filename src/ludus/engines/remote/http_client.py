@@ -33,7 +33,7 @@ Reply = TypeVar("Reply", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
-class ServerSettings:
+class RemoteEngineSettings:
     """How a server is asked.
 
     `timeout_s` bounds each call; `patience_s` is how long one that cannot be reached is asked again, with
@@ -59,18 +59,18 @@ class ServerSettings:
     token: str = field(default="", repr=False)
 
 
-class Refused(EngineError):
+class HttpRefusal(EngineError):
     """The server answered that it will not. `status` is the HTTP status."""
 
     def __init__(self, message: str, hint: str = "", status: int = 0) -> None:
         super().__init__(message, hint)
         self.status = status
 
-    def __reduce__(self) -> tuple[type[Refused], tuple[str, str, int]]:  # type: ignore[override]
-        return Refused, (self.message, self.hint, self.status)
+    def __reduce__(self) -> tuple[type[HttpRefusal], tuple[str, str, int]]:  # type: ignore[override]
+        return HttpRefusal, (self.message, self.hint, self.status)
 
 
-class NoServer(EngineError):
+class NoServerAvailable(EngineError):
     """Nobody answers at `url`, before anything was asked of it."""
 
     def __init__(self, message: str, hint: str = "", url: str = "") -> None:
@@ -98,7 +98,7 @@ class Replica:
     """
 
     url: str
-    settings: ServerSettings
+    settings: RemoteEngineSettings
     load: int = 0
     holds: int | None = None
     behind: int | None = None
@@ -250,7 +250,7 @@ class Replica:
     def _checked(self, path: str, response: httpx.Response) -> httpx.Response:
         if response.is_success:
             return response
-        raise Refused(
+        raise HttpRefusal(
             f"{self.url}{path} answered {response.status_code}: {server_words(response)}",
             status=response.status_code,
         )
@@ -281,7 +281,7 @@ def ask_once(url: str, path: str, reply: type[Reply]) -> Reply:
     except httpx.DecodingError as error:
         raise EngineError(f"{url}{path} sent a reply that cannot be taken: {error}.") from error
     except httpx.HTTPError as error:
-        raise NoServer(
+        raise NoServerAvailable(
             f"The inference server {url} cannot be reached: {type(error).__name__}: {error}.",
             f"Start it first, for example with: {serve_command(url, 'MODEL')}",
             url,

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from ludus.engines.base import Request
-from ludus.engines.remote.api_adapters import Dialect
+from ludus.engines.remote.api_adapters import ApiAdapter
 from ludus.engines.remote.http_client import Replica
 from ludus.errors import EngineError
 
@@ -24,7 +24,7 @@ log = logging.getLogger("ludus.server")
 
 
 @dataclass(eq=False)
-class Call:
+class InflightRequest:
     """A request under way. `name` is what it was sent under, "" before; once `aborted` it is to end."""
 
     replica: Replica
@@ -33,14 +33,14 @@ class Call:
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Calls:
+class InflightRequests:
     """The requests under way by episode. Their names begin with `prefix`."""
 
-    def __init__(self, dialect: Dialect, prefix: str) -> None:
+    def __init__(self, dialect: ApiAdapter, prefix: str) -> None:
         self._dialect = dialect
         self._prefix = prefix
         self._num_names = 0
-        self._by_episode: dict[str, set[Call]] = {}
+        self._by_episode: dict[str, set[InflightRequest]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def new_name(self) -> str:
@@ -49,9 +49,9 @@ class Calls:
         return f"{self._prefix}-{self._num_names}"
 
     @contextmanager
-    def under_way(self, replica: Replica, request: Request) -> Iterator[Call]:
+    def under_way(self, replica: Replica, request: Request) -> Iterator[InflightRequest]:
         """A request for the time of the block; after its `timeout_s` it is to end with what it has."""
-        call = Call(replica)
+        call = InflightRequest(replica)
         calls = self._by_episode.setdefault(request.episode, set())
         calls.add(call)
         alarm: asyncio.TimerHandle | None = None
@@ -77,7 +77,7 @@ class Calls:
         for task in tuple(self._tasks):
             task.cancel()
 
-    def _abort(self, call: Call) -> None:
+    def _abort(self, call: InflightRequest) -> None:
         if call.aborted:
             return
         call.aborted = True
@@ -85,7 +85,7 @@ class Calls:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _end(self, call: Call) -> None:
+    async def _end(self, call: InflightRequest) -> None:
         """Tell the server until the request is over, with growing waits."""
         wait_s = _FIRST_WAIT_S
         while not call.over.is_set():

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from ludus.engines.base import BASE, DEFAULT
 from ludus.engines.models.lora_files import write_adapter
-from ludus.engines.remote.api_adapters import Dialect, ServedAdapter
+from ludus.engines.remote.api_adapters import ApiAdapter, RemoteAdapter
 from ludus.engines.remote.http_client import Replica
-from ludus.engines.remote.weight_folder import WeightShelf, num_bytes, unwritable
+from ludus.engines.remote.weight_folder import WeightFolder, num_bytes, unwritable
 from ludus.errors import EngineError, RequestRefused, SyncError
 
 if TYPE_CHECKING:
@@ -35,21 +35,21 @@ log = logging.getLogger("ludus.server")
 class _Kept:
     """A version that is at the servers. `users` counts the calls under way."""
 
-    served: ServedAdapter
+    served: RemoteAdapter
     users: int = 0
     is_old: bool = False
 
 
 @dataclass
-class SentAdapters:
+class LoraPublisher:
     """The adapters of one engine: the version in use of each, and older ones that requests still need.
 
     `prefix` begins the names at the servers and is this engine's alone.
     """
 
-    dialect: Dialect
+    dialect: ApiAdapter
     replicas: Sequence[Replica]
-    shelf: WeightShelf
+    shelf: WeightFolder
     prefix: str
     keeps: bool = False
     """Whether an episode stays with the version that it began with."""
@@ -82,13 +82,13 @@ class SentAdapters:
         if old is not None:
             self._retire(old)
 
-    def follow(self, served: ServedAdapter | None) -> None:
+    def follow(self, served: RemoteAdapter | None) -> None:
         """Use by default what another client has sent, and keeps at the servers."""
         if served is not None:
             self._current[DEFAULT] = _Kept(served)
 
     @property
-    def default(self) -> ServedAdapter | None:
+    def default(self) -> RemoteAdapter | None:
         """The one that requests have by default."""
         kept = self._current.get(DEFAULT)
         return None if kept is None else kept.served
@@ -100,7 +100,7 @@ class SentAdapters:
             self._retire(kept)
 
     @contextmanager
-    def using(self, adapter: str | None, episode: str = "") -> Iterator[ServedAdapter | None]:
+    def using(self, adapter: str | None, episode: str = "") -> Iterator[RemoteAdapter | None]:
         """The version in use of a request's adapter, or its episode's, kept for the time of a block; None for
         the base. Raises RequestRefused for one that was not sent.
         """
@@ -155,7 +155,7 @@ class SentAdapters:
 
     def _write(
         self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
-    ) -> ServedAdapter:
+    ) -> RemoteAdapter:
         self._num_sent += 1
         served = f"ludus-{self.prefix}-{self._num_sent}-{name}-{version}"
         folder = self.shelf.folder(served.replace("/", "_"), num_bytes(state))
@@ -163,13 +163,13 @@ class SentAdapters:
             rank = write_adapter(folder, state, scaling)
         except OSError as error:
             raise unwritable(folder, error) from error
-        return ServedAdapter(served, str(folder), version, rank)
+        return RemoteAdapter(served, str(folder), version, rank)
 
-    async def _load_locked(self, replica: Replica, served: ServedAdapter) -> None:
+    async def _load_locked(self, replica: Replica, served: RemoteAdapter) -> None:
         async with replica.lock:
             await self._load(replica, served)
 
-    async def _load(self, replica: Replica, served: ServedAdapter) -> None:
+    async def _load(self, replica: Replica, served: RemoteAdapter) -> None:
         await self.dialect.load_adapter(replica, served)
         if served.name not in await self.dialect.adapters(replica):
             raise SyncError(f"{replica.url} took the adapter {served.name} and does not list it.")
@@ -187,11 +187,11 @@ class SentAdapters:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _drop(self, served: ServedAdapter) -> None:
+    async def _drop(self, served: RemoteAdapter) -> None:
         await asyncio.gather(*(self._unload(r, served) for r in self.replicas if not r.is_down))
         await asyncio.to_thread(shutil.rmtree, served.folder, ignore_errors=True)
 
-    async def _unload(self, replica: Replica, served: ServedAdapter) -> None:
+    async def _unload(self, replica: Replica, served: RemoteAdapter) -> None:
         try:
             await self.dialect.unload_adapter(replica, served.name)
         except EngineError as error:

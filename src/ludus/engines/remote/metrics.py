@@ -65,7 +65,7 @@ _OTHERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MetricsReading:
     """Counts since a server's start.
 
     Where it does not count its passes, `now` are the requests that run and wait at this moment, else None.
@@ -75,7 +75,7 @@ class Reading:
     now: tuple[int, int] | None = None
 
 
-def reading_of(text: str) -> Reading | None:
+def reading_of(text: str) -> MetricsReading | None:
     """What a page of metrics says, summed over the labels; None where nothing of it is known."""
     found: dict[str, float] = {}
     for name, value in _LINE.findall(text):
@@ -88,7 +88,7 @@ def reading_of(text: str) -> Reading | None:
         model_s, sample_s, schedule_s = (
             found.get(f"ludus_{part}_seconds_total", 0.0) for part in ("model", "sample", "schedule")
         )
-        return Reading(replace(counts, model_s=model_s, sample_s=sample_s, schedule_s=schedule_s))
+        return MetricsReading(replace(counts, model_s=model_s, sample_s=sample_s, schedule_s=schedule_s))
     for words in _OTHERS:
         if words.sampled in found and words.running in found:
             prompt, cached = found.get(words.prompt, 0.0), found.get(words.cached, 0.0)
@@ -97,19 +97,19 @@ def reading_of(text: str) -> Reading | None:
                 cached_tokens=int(min(prompt, cached)),
                 decode_tokens=int(found[words.sampled]),
             )
-            return Reading(counts, (int(found[words.running]), int(found.get(words.waiting, 0.0))))
+            return MetricsReading(counts, (int(found[words.running]), int(found.get(words.waiting, 0.0))))
     return None
 
 
 @dataclass
-class Watched:
+class PolledServer:
     """A server's work since it was first read. A look at its queue counts as a step."""
 
     total: EngineStats = field(default_factory=EngineStats)
     _last: EngineStats | None = None
     _at_s: float = 0.0
 
-    def take(self, reading: Reading, at_s: float) -> None:
+    def take(self, reading: MetricsReading, at_s: float) -> None:
         """Add what is new in a reading of time `at_s`; a server whose counts fell has been started anew."""
         if self._last is not None:
             new = reading.counts - self._last
@@ -130,7 +130,7 @@ class ServerStats:
     """Watches the servers at the addresses that `urls` gives."""
 
     urls: Callable[[], Sequence[str]]
-    _servers: dict[str, Watched] = field(default_factory=dict)
+    _servers: dict[str, PolledServer] = field(default_factory=dict)
     _before: dict[str, EngineStats] = field(default_factory=dict)
     _watching: asyncio.Task[None] | None = None
     _turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
@@ -184,4 +184,4 @@ class ServerStats:
             return
         reading = reading_of(response.text) if response.is_success else None
         if reading is not None:
-            self._servers.setdefault(url, Watched()).take(reading, time.monotonic())
+            self._servers.setdefault(url, PolledServer()).take(reading, time.monotonic())

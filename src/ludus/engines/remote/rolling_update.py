@@ -31,7 +31,7 @@ log = logging.getLogger("ludus.server")
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
+class EpisodePin:
     """The engine that samples an episode, and the version of the weights that samples all of it."""
 
     url: str
@@ -59,7 +59,7 @@ class Placement:
     """Addresses of those that go when their episodes have ended: none begins there."""
     _waiting: dict[Replica, int] = field(default_factory=dict, init=False)
     """Those on which no episode begins, with the newest version of when that began."""
-    _pins: dict[str, Pin] = field(default_factory=dict, init=False)
+    _pins: dict[str, EpisodePin] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.floor = self.newest
@@ -83,17 +83,17 @@ class Placement:
         """Whether no episode is at an address."""
         return all(pin.url != url for pin in self._pins.values())
 
-    def begin(self, episode: str) -> Pin | None:
+    def begin(self, episode: str) -> EpisodePin | None:
         """The least busy engine that is open, of equally busy ones the newest; None while there is none."""
         busy = self._busy()
         found = self.open
         if not found:
             return None
         chosen = min(found, key=lambda one: (one.is_down, busy[one.url], -self.held(one)))
-        self._pins[episode] = Pin(chosen.url, self.held(chosen))
+        self._pins[episode] = EpisodePin(chosen.url, self.held(chosen))
         return self._pins[episode]
 
-    def move(self, episode: str) -> Pin | None:
+    def move(self, episode: str) -> EpisodePin | None:
         """Where an episode goes on whose engine waits for it to end: the least busy of the open engines with
         newer weights; None where it stays."""
         pin = self._pins[episode]
@@ -104,7 +104,7 @@ class Placement:
         del self._pins[episode]
         busy = self._busy()
         chosen = min(newer, key=lambda one: (one.is_down, busy[one.url], -self.held(one)))
-        self._pins[episode] = Pin(chosen.url, self.held(chosen))
+        self._pins[episode] = EpisodePin(chosen.url, self.held(chosen))
         return self._pins[episode]
 
     def end(self, episode: str) -> None:
@@ -147,7 +147,7 @@ class Placement:
 
 
 @dataclass
-class Rolling:
+class RollingUpdates:
     """Places episodes and hands weights out, in one event loop.
 
     `hold` keeps weights of a version; `give` brings those to one replica, with their proof. `lives` tells,
@@ -164,7 +164,7 @@ class Rolling:
     _failure: BaseException | None = field(default=None, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
-    async def place(self, episode: str) -> Pin:
+    async def place(self, episode: str) -> EpisodePin:
         """Where an episode begins, as soon as an engine is open. Raises what a transfer met."""
         while True:
             pin = self.placement.begin(episode)
@@ -172,7 +172,7 @@ class Rolling:
                 return pin
             await self._change()
 
-    def move(self, episode: str) -> Pin | None:
+    def move(self, episode: str) -> EpisodePin | None:
         """Where an episode goes on between two turns, if that is another engine; its own may then take
         weights."""
         pin = self.placement.move(episode)

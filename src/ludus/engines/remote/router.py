@@ -6,25 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ludus.engines.remote.http_client import Replica
-from ludus.engines.remote.rolling_update import Pin
+from ludus.engines.remote.rolling_update import EpisodePin
 from ludus.errors import EngineError
 
 
 @dataclass
-class Routes:
+class Router:
     """The replicas of one client (a list that changes in place), those that left, and where episodes are."""
 
     replicas: list[Replica]
     left: list[Replica] = field(default_factory=list)
     _by_episode: dict[str, Replica] = field(default_factory=dict)
-    _pins: dict[str, Pin] = field(default_factory=dict)
+    _pins: dict[str, EpisodePin] = field(default_factory=dict)
 
-    def pin(self, episode: str, pin: Pin) -> None:
+    def pin(self, episode: str, pin: EpisodePin) -> None:
         """Have an episode stay at one replica and one version, to its end or until it is pinned anew."""
         self._pins[episode] = pin
         self._by_episode.pop(episode, None)
 
-    def pin_of(self, episode: str) -> Pin | None:
+    def pin_of(self, episode: str) -> EpisodePin | None:
         """Where the episode stays, if it does."""
         return self._pins.get(episode)
 
@@ -65,7 +65,7 @@ class Routes:
             self.left.append(replica)
             self._by_episode = {e: r for e, r in self._by_episode.items() if r is not replica}
 
-    def _at(self, pin: Pin) -> Replica:
+    def _at(self, pin: EpisodePin) -> Replica:
         for replica in self.replicas:
             if replica.url == pin.url:
                 return replica

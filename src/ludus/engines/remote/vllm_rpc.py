@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-from ludus.engines.remote.api_adapters import VllmDialect
-from ludus.engines.remote.http_client import Refused, Replica
+from ludus.engines.remote.api_adapters import VllmApi
+from ludus.engines.remote.http_client import HttpRefusal, Replica
 
-EXTENSION = "ludus.engines.remote.vllm_worker_extension.WeightLine"
+EXTENSION = "ludus.engines.remote.vllm_worker_extension.LudusWorkerExtension"
 
 
 class _Results(BaseModel):
@@ -25,7 +25,7 @@ async def tell_workers(replica: Replica, path: str, body: Mapping[str, object]) 
     asked = {"method": method, "kwargs": {"text": json.dumps(body)}}
     try:
         answers = (await replica.post("/collective_rpc", asked, _Results)).results
-    except Refused as error:
+    except HttpRefusal as error:
         error.hint = (
             f"Start vLLM with --worker-extension-cls {EXTENSION} and VLLM_SERVER_DEV_MODE=1, where its "
             "Python finds Ludus; or leave engine.broadcast_host out."
@@ -33,9 +33,9 @@ async def tell_workers(replica: Replica, path: str, body: Mapping[str, object]) 
         raise
     for answer in answers:
         if isinstance(answer, dict):
-            raise Refused(f"{replica.url}: {answer['error']}", status=int(answer["status"]))
+            raise HttpRefusal(f"{replica.url}: {answer['error']}", status=int(answer["status"]))
 
 
-async def receive(replica: Replica, dialect: VllmDialect, version: int) -> None:
+async def receive(replica: Replica, dialect: VllmApi, version: int) -> None:
     """Have a server take the weights that come, paused meanwhile, and label them."""
     await dialect.exchange(replica, version, lambda: tell_workers(replica, "/receive_weights", {}))

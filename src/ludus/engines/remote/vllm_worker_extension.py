@@ -1,16 +1,23 @@
 """The receiving end of a line of weights inside of vLLM's worker.
 
 vLLM mixes the class into its worker where it is started with `--worker-extension-cls
-ludus.engines.remote.vllm_worker_extension.WeightLine`; its Python has to find this package, of which torch
-and pydantic are enough. The trainer speaks to it through `/collective_rpc`. An answer is None, or an error's
-words and status: what a worker raises would end the server.
+ludus.engines.remote.vllm_worker_extension.LudusWorkerExtension`; its Python has to find this package, of
+which torch and pydantic are enough. The trainer speaks to it through `/collective_rpc`. An answer is None, or
+an error's words and status: what a worker raises would end the server.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ludus.engines.remote.gloo_broadcast import Line, Manifest, Place, enter_line, take, with_head
+from ludus.engines.remote.gloo_broadcast import (
+    TransferAddress,
+    WeightManifest,
+    WeightTransferGroup,
+    enter_line,
+    take,
+    with_head,
+)
 from ludus.errors import EngineError, SyncError
 
 _CONFLICT, _BAD = 409, 400
@@ -18,17 +25,17 @@ _CONFLICT, _BAD = 409, 400
 Answer = dict[str, str | int] | None
 
 
-class WeightLine:
+class LudusWorkerExtension:
     """What the worker can do besides; one worker a server."""
 
     reload_weights: Callable[..., None]
     rank: int
-    _ludus_line: Line | None = None
-    _ludus_expects: Manifest | None = None
+    _ludus_line: WeightTransferGroup | None = None
+    _ludus_expects: WeightManifest | None = None
 
     def ludus_join_weight_line(self, text: str) -> Answer:
-        """Join the trainer's line at a `Place`, in place of an earlier one."""
-        place, self._ludus_line = Place.model_validate_json(text), None
+        """Join the trainer's line at a `TransferAddress`, in place of an earlier one."""
+        place, self._ludus_line = TransferAddress.model_validate_json(text), None
         if self.rank:
             return _error("It has several workers, and the line takes one a server.", _BAD)
         try:
@@ -38,8 +45,8 @@ class WeightLine:
         return None
 
     def ludus_prepare_weights(self, text: str) -> Answer:
-        """Say what a `Manifest` announces; differences are none to a model whose layers are fused."""
-        manifest = Manifest.model_validate_json(text)
+        """Say what a `WeightManifest` announces; differences are none to a model whose layers are fused."""
+        manifest = WeightManifest.model_validate_json(text)
         if self._ludus_line is None or manifest.base is not None:
             return _error("It is on no line, or holds no weights that a difference would be to.", _CONFLICT)
         self._ludus_expects = manifest

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
-from ludus.engines.remote.api_adapters import Dialect, VllmDialect
+from ludus.engines.remote.api_adapters import ApiAdapter, VllmApi
 from ludus.engines.remote.gloo_broadcast import (
     TRAINER,
-    Line,
-    Manifest,
-    Place,
+    TransferAddress,
+    WeightManifest,
+    WeightTransferGroup,
     aside,
     difference,
     join_line,
     manifest_of,
     open_store,
 )
-from ludus.engines.remote.http_client import Refused, Replica, ServerSettings
+from ludus.engines.remote.http_client import HttpRefusal, RemoteEngineSettings, Replica
 from ludus.engines.remote.vllm_rpc import receive, tell_workers
 from ludus.errors import EngineError
 
@@ -45,7 +45,7 @@ class _Parcel:
 
     plain: dict[str, torch.Tensor]
     tensors: dict[str, torch.Tensor]
-    manifest: Manifest
+    manifest: WeightManifest
 
 
 @dataclass
@@ -58,13 +58,13 @@ class Broadcaster:
     """
 
     replicas: Sequence[Replica]
-    dialect: VllmDialect
+    dialect: VllmApi
     host: str
     timeout_s: float
     delta: bool = False
     keeps: bool = False
     sent_bytes: int = 0
-    _line: Line | None = None
+    _line: WeightTransferGroup | None = None
     _has_left: bool = False
     """Whether a server has left since the last weights began to be sent."""
     _last: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -125,20 +125,20 @@ class Broadcaster:
         changed = difference(plain, self._last)
         return _Parcel(plain, changed, manifest_of(version, self._version, changed))
 
-    async def _ready_for(self, manifest: Manifest) -> bool:
+    async def _ready_for(self, manifest: WeightManifest) -> bool:
         """Whether all servers are on the line and can take what the manifest says."""
         if self._line is None:
             return False
         try:
             await self._prepare(manifest)
-        except Refused as error:
+        except HttpRefusal as error:
             if error.status != _NO_LINE:
                 raise
             log.info("a line of weights is laid anew: %s", error)
             return False
         return True
 
-    async def _prepare(self, manifest: Manifest) -> None:
+    async def _prepare(self, manifest: WeightManifest) -> None:
         body = manifest.model_dump()
         await asyncio.gather(*(self._tell(r, "/prepare_weights", body) for r in self.replicas))
 
@@ -148,19 +148,19 @@ class Broadcaster:
             try:
                 await replica.post(path, body, _Anything)
                 return
-            except Refused as error:
+            except HttpRefusal as error:
                 if error.status != _NOT_FOUND:
                     raise
             self._by_workers.add(replica.url)
         await tell_workers(replica, path, body)
 
-    async def _line_up(self) -> Line:
+    async def _line_up(self) -> WeightTransferGroup:
         """Meet all servers at a new place. Raises EngineError where one does not come in time."""
         self._line = None
         store = open_store(self.host, self.timeout_s)
         count = len(self.replicas) + 1
         places = [
-            Place(host=self.host, port=store.port, rank=i, count=count, timeout_s=self.timeout_s)
+            TransferAddress(host=self.host, port=store.port, rank=i, count=count, timeout_s=self.timeout_s)
             for i in range(1, count)
         ]
         asked = [
@@ -178,7 +178,9 @@ class Broadcaster:
             ) from error
         return line
 
-    async def _send(self, line: Line, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+    async def _send(
+        self, line: WeightTransferGroup, tensors: Mapping[str, torch.Tensor], version: int
+    ) -> None:
         asked = [
             receive(replica, self.dialect, version)
             if replica.url in self._by_workers
@@ -197,7 +199,7 @@ def _copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def broadcaster_of(
-    replicas: Sequence[Replica], dialect: Dialect, settings: ServerSettings
+    replicas: Sequence[Replica], dialect: ApiAdapter, settings: RemoteEngineSettings
 ) -> Broadcaster | None:
     """What broadcasts to `replicas`, where the settings name an address for it.
 
@@ -205,7 +207,7 @@ def broadcaster_of(
     """
     if not settings.broadcast_host:
         return None
-    if not isinstance(dialect, VllmDialect):
+    if not isinstance(dialect, VllmApi):
         raise EngineError(
             f"{replicas[0].url} takes no weights over a line.",
             "Leave engine.broadcast_host out: they go by a folder.",

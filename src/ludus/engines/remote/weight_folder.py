@@ -27,7 +27,7 @@ _COPIES = 2
 
 
 @dataclass
-class WeightShelf:
+class WeightFolder:
     """Folders for weights under `root`, or under a temporary folder, which `close` removes."""
 
     root: str = ""

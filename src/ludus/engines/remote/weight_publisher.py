@@ -1,7 +1,7 @@
 """The weights that were sent to inference servers: where they lie, who holds them, and the proof.
 
 They go through a folder that the servers see, or over a line between processes (`Broadcaster`); LoRA
-adapters go alone (`SentAdapters`). A client that follows another one sends nothing: it knows what was sent,
+adapters go alone (`LoraPublisher`). A client that follows another one sends nothing: it knows what was sent,
 and refuses what a server samples from anything else.
 """
 
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 from ludus.engines.base import DEFAULT
 from ludus.engines.models.checksums import compare_digests
-from ludus.engines.remote.api_adapters import Dialect, Sampled, ServedAdapter
+from ludus.engines.remote.api_adapters import ApiAdapter, RemoteAdapter, SampledTokens
 from ludus.engines.remote.gloo_broadcast import with_head
-from ludus.engines.remote.http_client import Replica, ServerSettings
-from ludus.engines.remote.lora_publisher import SentAdapters
+from ludus.engines.remote.http_client import RemoteEngineSettings, Replica
+from ludus.engines.remote.lora_publisher import LoraPublisher
 from ludus.engines.remote.weight_broadcaster import broadcaster_of
-from ludus.engines.remote.weight_folder import WeightShelf, num_bytes, read_weights, save_weights
+from ludus.engines.remote.weight_folder import WeightFolder, num_bytes, read_weights, save_weights
 from ludus.errors import EngineError, SyncError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class _Sent:
         return (*earlier, str(version))[-KNOWN_LABELS:]
 
 
-class SentWeights:
+class WeightPublisher:
     """What one client has sent to `replicas`, a list that may change in place. `name` is the client's own.
 
     `tells_versions` says whether the servers label each token with the weights that sampled it.
@@ -58,9 +58,9 @@ class SentWeights:
 
     def __init__(
         self,
-        dialect: Dialect,
+        dialect: ApiAdapter,
         replicas: list[Replica],
-        settings: ServerSettings,
+        settings: RemoteEngineSettings,
         name: str,
         *,
         tells_versions: bool,
@@ -75,8 +75,8 @@ class SentWeights:
         self._sent = _Sent()
         self._old: list[Path] = []
         """Folders of weights before the last, which are to go."""
-        self._shelf = WeightShelf(settings.weights_folder)
-        self.adapters = SentAdapters(dialect, replicas, self._shelf, name, settings.keeps_adapters)
+        self._shelf = WeightFolder(settings.weights_folder)
+        self.adapters = LoraPublisher(dialect, replicas, self._shelf, name, settings.keeps_adapters)
         self.line = broadcaster_of(replicas, dialect, settings)
 
     async def send(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
@@ -167,7 +167,7 @@ class SentWeights:
             replica.holds = version if replica.holds == self.version else None
         self.version = version
 
-    def follow(self, version: int | None, adapter: ServedAdapter | None) -> None:
+    def follow(self, version: int | None, adapter: RemoteAdapter | None) -> None:
         """Know that another client sends `version` (None: nothing yet), as `adapter` where it sends these.
 
         What was said here before stays known, for `KNOWN_LABELS` versions: a request may still run under it.
@@ -231,13 +231,13 @@ class SentWeights:
         """The version that a replica is to have."""
         return self.version if replica.behind is None else replica.behind
 
-    def before(self, adapter: ServedAdapter | None, stays: int | None = None) -> int:
+    def before(self, adapter: RemoteAdapter | None, stays: int | None = None) -> int:
         """The version that a request begins under."""
         if adapter is not None:
             return adapter.version
         return self._sent.version if stays is None else stays
 
-    def knows(self, sampled: Sampled, adapter: ServedAdapter | None, stays: int | None = None) -> bool:
+    def knows(self, sampled: SampledTokens, adapter: RemoteAdapter | None, stays: int | None = None) -> bool:
         """Whether all tokens are of versions that were sent; true where the server does not tell.
 
         Those of an episode that `stays` at a version are to be of that alone.

@@ -26,7 +26,7 @@ from ludus.errors import WorldError
 from ludus.rewards.answer_extraction import candidates
 from ludus.rewards.base import truth_of
 from ludus.rewards.exact_match import normalise
-from ludus.rewards.math.notation import Node, Unreadable, letters_of, plain_text, text_words
+from ludus.rewards.math.notation import ExpressionNode, NotationError, letters_of, plain_text, text_words
 from ludus.rewards.math.parser import read
 from ludus.rewards.math.regions import region_of
 from ludus.rewards.math.worked_out import is_worked_out
@@ -116,7 +116,7 @@ class _Gold:
 
     plain: str
     unit: str
-    tree: Node | None
+    tree: ExpressionNode | None
 
 
 def is_equal(answer: str, truth: Expression) -> bool:
@@ -138,13 +138,13 @@ def mathematics(task: Task, trajectory: Trajectory) -> float:
 def _gold(text: str, units: tuple[str, ...], expected: str = "") -> _Gold:
     try:
         plain, unit = _with_unit(text, units, expected)
-    except Unreadable as error:
+    except NotationError as error:
         raise ValueError(f"the gold answer {text[:80]!r} cannot be read: {error}") from error
     if _is_words(text, plain):
         return _Gold(plain, unit, None)
     try:
         return _Gold(plain, unit, _without_degrees(read(plain)))
-    except Unreadable:
+    except NotationError:
         return _Gold(plain, unit, None)
 
 
@@ -161,7 +161,7 @@ def _is_words(text: str, plain: str) -> bool:
 def _is_right(text: str, gold: _Gold, truth: Expression) -> bool:
     try:
         plain, unit = _with_unit(text, truth.units, gold.unit)
-    except Unreadable:
+    except NotationError:
         return False
     if unit and not gold.unit:
         gold = _gold(truth.gold, truth.units, unit)
@@ -175,7 +175,7 @@ def _is_right(text: str, gold: _Gold, truth: Expression) -> bool:
         given = _without_degrees(read(plain, gold.tree.names() | letters_of(gold.plain)))
         worked = not truth.evaluated or is_worked_out(given, gold.tree)
         return worked and same(gold.tree, given)
-    except Unreadable:
+    except NotationError:
         return False
 
 
@@ -205,7 +205,7 @@ def _with_unit(text: str, units: tuple[str, ...], expected: str = "") -> tuple[s
     return plain, ""
 
 
-def _without_degrees(node: Node) -> Node:
+def _without_degrees(node: ExpressionNode) -> ExpressionNode:
     """Without the degree signs of whole answers: 90° is 90."""
     if node.op == "degree":
         return node.args[0]
@@ -214,7 +214,7 @@ def _without_degrees(node: Node) -> Node:
     return node
 
 
-def same(gold: Node, given: Node) -> bool:
+def same(gold: ExpressionNode, given: ExpressionNode) -> bool:
     """Whether two trees say the same. Raises Unreadable for numbers beyond the bounds."""
     if gold == given:
         return True
@@ -232,15 +232,15 @@ def same(gold: Node, given: Node) -> bool:
     return _same_values(gold, given)
 
 
-def _pairwise(first: Sequence[Node], second: Sequence[Node]) -> bool:
+def _pairwise(first: Sequence[ExpressionNode], second: Sequence[ExpressionNode]) -> bool:
     return len(first) == len(second) and all(same(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _ops(node: Node) -> set[str]:
+def _ops(node: ExpressionNode) -> set[str]:
     return {node.op}.union(*map(_ops, node.args))
 
 
-def _same_items(gold: Node, given: Node) -> bool:
+def _same_items(gold: ExpressionNode, given: ExpressionNode) -> bool:
     """Whether two lists or sets have the same items in any order, each as often; one item is a list too."""
     if {gold.name, given.name} == {"or", "and"} and any(set(_signs(node)) - {"="} for node in (gold, given)):
         return False
@@ -256,12 +256,12 @@ def _same_items(gold: Node, given: Node) -> bool:
     return True
 
 
-def _signs(node: Node) -> str:
+def _signs(node: ExpressionNode) -> str:
     """The signs of the relations of a list."""
     return "".join(item.name for item in node.args if item.op == "relation")
 
 
-def _items(node: Node) -> tuple[set[str], list[Node]]:
+def _items(node: ExpressionNode) -> tuple[set[str], list[ExpressionNode]]:
     """The names of the items and the items, both signs of ± written out; a name that all share goes."""
     if node.op == "relation" and node.name == "∈" and node.args[0].op == "name":
         node = node.args[1]  # x ∈ {1, 2} says 1, 2
@@ -273,35 +273,35 @@ def _items(node: Node) -> tuple[set[str], list[Node]]:
     return labels - {""}, [one for item in items for one in _both_signs(item)]
 
 
-def _named(node: Node) -> tuple[str, Node]:
+def _named(node: ExpressionNode) -> tuple[str, ExpressionNode]:
     """Name and value of `x = 2`; an empty name for anything else."""
     if node.op == "relation" and node.name == "=" and node.args[0].op == "name":
         return node.args[0].name, node.args[1]
     return "", node
 
 
-def _both_signs(node: Node) -> list[Node]:
+def _both_signs(node: ExpressionNode) -> list[ExpressionNode]:
     if "plusminus" not in _ops(node):
         return [node]
     return [_signed(node, sign) for sign in "±∓"]
 
 
-def _signed(node: Node, plus: str) -> Node:
+def _signed(node: ExpressionNode, plus: str) -> ExpressionNode:
     """With a plus for one of ± and ∓, and a minus for the other."""
     args = tuple(_signed(arg, plus) for arg in node.args)
     if node.op == "plusminus":
-        return args[0] if node.name == plus else Node("neg", args)
+        return args[0] if node.name == plus else ExpressionNode("neg", args)
     return replace(node, args=args)
 
 
-def _is_label(node: Node) -> bool:
+def _is_label(node: ExpressionNode) -> bool:
     """Whether it is what a value is given to: `x`, `f(x)` or `(x, y)`."""
     if node.op == "pair":
         return all(arg.op == "name" for arg in node.args)
     return node.op == "name" or (node.op == "mul" and node.name == "applied")
 
 
-def _holds(gold: Node, given: Node) -> bool:
+def _holds(gold: ExpressionNode, given: ExpressionNode) -> bool:
     """Whether every side of an answer's equation is the gold expression; the first may be a label."""
     sides = given.args[1:] if _is_label(given.args[0]) else given.args
     if set(given.name) - {"=", "≈"} and given.name != "∈":
@@ -314,7 +314,7 @@ def _holds(gold: Node, given: Node) -> bool:
     return all(same(gold, side) for side in sides)
 
 
-def _same_relations(gold: Node, given: Node) -> bool:
+def _same_relations(gold: ExpressionNode, given: ExpressionNode) -> bool:
     """Whether a relation, or the value that it gives a label, is the gold relation."""
     label, value = gold.args[0], gold.args[-1]
     gives_value = gold.name == "=" and _is_label(label)
@@ -329,9 +329,12 @@ def _same_relations(gold: Node, given: Node) -> bool:
     return gold.name == given.name and _pairwise(gold.args, given.args)
 
 
-def _same_two_sided(gold: Node, given: Node) -> bool:
+def _same_two_sided(gold: ExpressionNode, given: ExpressionNode) -> bool:
     """Whether one equation or inequality is a multiple of the other."""
-    ways = [Node("add", (node.args[0], Node("neg", (node.args[1],)))) for node in (gold, given)]
+    ways = [
+        ExpressionNode("add", (node.args[0], ExpressionNode("neg", (node.args[1],))))
+        for node in (gold, given)
+    ]
     if any("infty" in {one.name for one in _all(way)} for way in ways):
         return False
     sign = _verdict("ratio", *ways)
@@ -339,7 +342,7 @@ def _same_two_sided(gold: Node, given: Node) -> bool:
     return sign != 0 and given.name == due
 
 
-def _same_regions(gold: Node, given: Node) -> bool:
+def _same_regions(gold: ExpressionNode, given: ExpressionNode) -> bool:
     """Whether both are regions of the same spans."""
     due, found = region_of(gold), region_of(given)
     if due is None or found is None or len(due.spans) != len(found.spans):
@@ -354,7 +357,7 @@ def _same_regions(gold: Node, given: Node) -> bool:
     )
 
 
-def _same_values(gold: Node, given: Node) -> bool:
+def _same_values(gold: ExpressionNode, given: ExpressionNode) -> bool:
     """Whether two numbers or expressions with variables are equal, or one is the other in six decimals."""
     names = {one.name for node in (gold, given) for one in _all(node) if one.op == "constant"}
     if "infty" in names:
@@ -367,14 +370,14 @@ def _same_values(gold: Node, given: Node) -> bool:
     return _verdict("equal", gold, given) > 0
 
 
-def _is_rounded(due: Fraction, found: Fraction, given: Node) -> bool:
+def _is_rounded(due: Fraction, found: Fraction, given: ExpressionNode) -> bool:
     """Whether a decimal is a number rounded that no decimal is."""
     decimals = _decimals(found, given)
     ends = 10 ** due.denominator.bit_length() % due.denominator == 0
     return decimals >= ROUNDED_DECIMALS and not ends and 2 * abs(due - found) * 10**decimals <= 1
 
 
-def _decimals(value: Fraction, given: Node) -> int:
+def _decimals(value: Fraction, given: ExpressionNode) -> int:
     """Digits behind the point of a plain decimal; 0 for any other writing."""
     plain = given.args[0] if given.op == "neg" else given
     if plain.op != "number" or plain.name != "decimal":
@@ -382,7 +385,7 @@ def _decimals(value: Fraction, given: Node) -> int:
     return next(num for num in range(MAX_BITS) if 10**num % value.denominator == 0)
 
 
-def exact(node: Node) -> Fraction | None:
+def exact(node: ExpressionNode) -> Fraction | None:
     """The value of an expression of rational numbers; None for any other.
 
     Raises Unreadable for a division by zero or a number beyond the bounds.
@@ -405,7 +408,7 @@ def exact(node: Node) -> Fraction | None:
         case "mul":
             return math.prod(numbers, start=Fraction(1))
         case "div" if numbers[1] == 0:
-            raise Unreadable("a division by zero")
+            raise NotationError("a division by zero")
         case "div":
             return numbers[0] / numbers[1]
     return _power(*numbers)
@@ -416,21 +419,21 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
         return None
     bits = max(abs(base.numerator), base.denominator).bit_length()
     if bits * abs(exponent) > MAX_BITS or (base == 0 and exponent <= 0):
-        raise Unreadable("a power beyond the bounds")
+        raise NotationError("a power beyond the bounds")
     return base ** int(exponent)
 
 
-def _all(node: Node) -> Iterator[Node]:
+def _all(node: ExpressionNode) -> Iterator[ExpressionNode]:
     yield node
     for arg in node.args:
         yield from _all(arg)
 
 
-def _verdict(kind: str, gold: Node, given: Node) -> int:
+def _verdict(kind: str, gold: ExpressionNode, given: ExpressionNode) -> int:
     return _asked(json.dumps([kind, _plain(gold), _plain(given)]))
 
 
-def _plain(node: Node) -> JSON:
+def _plain(node: ExpressionNode) -> JSON:
     """A tree as JSON."""
     value = None if node.value is None else str(node.value)
     return [node.op, node.name, value, [_plain(arg) for arg in node.args]]

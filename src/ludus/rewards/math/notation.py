@@ -98,12 +98,12 @@ _TOKEN = re.compile(
 )
 
 
-class Unreadable(ValueError):
+class NotationError(ValueError):
     """A text outside of the grammar, or beyond its bounds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ExpressionNode:
     """A node of the tree.
 
     `op`: number (value), name, constant, add, neg, mul, div, pow, root (of, degree), call, abs, factorial,
@@ -112,7 +112,7 @@ class Node:
     """
 
     op: str
-    args: tuple[Node, ...] = ()
+    args: tuple[ExpressionNode, ...] = ()
     name: str = ""
     value: Fraction | None = None
 
@@ -138,13 +138,13 @@ def plain_text(text: str) -> str:
     Raises Unreadable for a text that is too long, nested too deep, or has text commands left.
     """
     if len(text) > MAX_CHARACTERS:
-        raise Unreadable("too long")
+        raise NotationError("too long")
     plain = _ascii(text)
     plain = _SPACING.sub(" ", plain)
     for _ in range(MAX_DEPTH):
         plain = _TEXT.sub(r" \1 ", plain)
     if _TEXT_LEFT.search(plain):
-        raise Unreadable("text in text")
+        raise NotationError("text in text")
     plain = re.sub(r"\\\$|\$", " ", plain).replace("\\[", " ").replace("\\]", " ")
     plain = " ".join(_ARRAY.sub(r"\\\1{matrix}", plain).split())
     for words, sign in _WORDED:
@@ -153,7 +153,7 @@ def plain_text(text: str) -> str:
     for character in plain:
         depth += (character in "([{") - (character in ")]}")
         if depth > MAX_DEPTH:
-            raise Unreadable("nested too deep")
+            raise NotationError("nested too deep")
     plain = " ".join(plain.split())
     return plain if plain.endswith("...") else plain.removesuffix(".").strip()
 
@@ -291,7 +291,7 @@ def _scientific(text: str, end: int, body: str, value: Fraction) -> tuple[str, F
     if power is None:
         return None
     if abs(int(power[1])) > MAX_POWER:
-        raise Unreadable("too large a power of ten")
+        raise NotationError("too large a power of ten")
     return "scientific", value * Fraction(10) ** int(power[1]), power.end()
 
 
@@ -306,7 +306,7 @@ def _continued(body: str) -> Fraction:
             kept = digits[: len(digits) - size]
             repeating = Fraction(int(block), (10**size - 1) * 10 ** len(kept))
             return Fraction(f"{whole or 0}.{kept or 0}") + repeating
-    raise Unreadable("digits that go on in an unknown way")
+    raise NotationError("digits that go on in an unknown way")
 
 
 def _letters(word: str, letters: frozenset[str] | None, spaced: bool) -> list[Token]:
@@ -323,5 +323,5 @@ def _letters(word: str, letters: frozenset[str] | None, spaced: bool) -> list[To
     if word[:-1] in FUNCTIONS:
         return [Token("command", word[:-1], spaced=spaced), Token("letter", word[-1])]
     if letters is not None and not letters >= set(word):
-        raise Unreadable(f"the word {word[:40]!r}")
+        raise NotationError(f"the word {word[:40]!r}")
     return [Token("letter", letter, spaced=spaced and not n) for n, letter in enumerate(word)]

@@ -12,7 +12,7 @@ from functools import lru_cache
 from ludus.rewards.answer_extraction import candidates, plain_signs
 from ludus.rewards.base import truth_of
 from ludus.rewards.math.math_verify import exact
-from ludus.rewards.math.notation import Node, Unreadable
+from ludus.rewards.math.notation import ExpressionNode, NotationError
 from ludus.rewards.math.parser import read
 from ludus.rewards.math.worked_out import unfinished
 from ludus.types import Task, Trajectory
@@ -58,12 +58,12 @@ def read_quantity(text: str, truth: Quantity, *, reduced: bool = False) -> Fract
         return None
     try:
         value = None if numeral is None else exact(numeral)
-    except Unreadable:
+    except NotationError:
         return None
     return None if value is None else value * _as_written(size)
 
 
-def _read(text: str, truth: Quantity) -> tuple[Node | None, float]:
+def _read(text: str, truth: Quantity) -> tuple[ExpressionNode | None, float]:
     """The numeral of a text without its unit, and the unit's size."""
     plain = _LEAD.sub("", _without_latex(plain_signs(text)).strip())
     sizes = {"%": 0.01, "percent": truth.units.get("%", 0.01)} | dict(truth.units)
@@ -128,7 +128,7 @@ def _unit(text: str, sizes: Mapping[str, float]) -> tuple[str, float, str]:
     return "", 1.0, text
 
 
-def _number(text: str, decimal_comma: bool) -> Node | None:
+def _number(text: str, decimal_comma: bool) -> ExpressionNode | None:
     """The numeral that a text is: a number, or a fraction of whole numbers, with or without a sign."""
     if sum(c.isdigit() for c in text) > MAX_DIGITS:
         return None
@@ -136,7 +136,7 @@ def _number(text: str, decimal_comma: bool) -> Node | None:
         text = text.translate(str.maketrans(",.", ".,"))
     try:
         node = read(re.sub(r"(?<=\d)_(?=\d{3})", ",", text), frozenset())
-    except Unreadable:
+    except NotationError:
         return None
     return node if _is_numeral(node) else None
 
@@ -144,7 +144,7 @@ def _number(text: str, decimal_comma: bool) -> Node | None:
 _short_number = lru_cache(_number)
 
 
-def _is_numeral(node: Node) -> bool:
+def _is_numeral(node: ExpressionNode) -> bool:
     if node.op == "neg":
         return node.args[0].op != "neg" and not _is_negative(node.args[0]) and _is_numeral(node.args[0])
     if node.op != "div":
@@ -152,9 +152,9 @@ def _is_numeral(node: Node) -> bool:
     return all(arg.op == "number" and arg.name == "whole" for arg in map(_unsigned, node.args))
 
 
-def _is_negative(node: Node) -> bool:
+def _is_negative(node: ExpressionNode) -> bool:
     return node.op == "div" and any(arg.op == "neg" for arg in node.args)
 
 
-def _unsigned(node: Node) -> Node:
+def _unsigned(node: ExpressionNode) -> ExpressionNode:
     return node.args[0] if node.op == "neg" else node

@@ -1,7 +1,7 @@
 r"""Mathematical notation: LaTeX and plain signs, read into a tree. One grammar for numbers and expressions.
 
 The whole text has to be an expression, a list, a set, an interval, a relation or a matrix. Text that the
-grammar does not cover raises `Unreadable`: words, unknown commands, a number behind a product (`x 2`).
+grammar does not cover raises `NotationError`: words, unknown commands, a number behind a product (`x 2`).
 Length, depth and the size of numbers are bounded, so that reading takes milliseconds for any text.
 
 | text | reading |
@@ -28,9 +28,9 @@ from ludus.rewards.math.notation import (
     GREEK,
     MAX_DEPTH,
     MAX_POWER,
-    Node,
+    ExpressionNode,
+    NotationError,
     Token,
-    Unreadable,
     plain_text,
     tokens_of,
 )
@@ -43,7 +43,7 @@ _BETWEEN = {"over": ("div", "frac"), "choose": ("call", "binom")}
 """Commands between two operands: `{a \\over b}`."""
 
 
-def read(text: str, letters: frozenset[str] | None = None) -> Node:
+def read(text: str, letters: frozenset[str] | None = None) -> ExpressionNode:
     """The tree of a whole text. Raises Unreadable.
 
     A run of letters that is not a known word is a product if all its letters are among `letters`.
@@ -74,47 +74,47 @@ class _Reader:
 
     def _expect(self, text: str) -> None:
         if not self._accept(text):
-            raise Unreadable(f"{text!r} is missing")
+            raise NotationError(f"{text!r} is missing")
 
     def _deeper(self, by: int) -> None:
         self.depth += by
         if self.depth > 2 * MAX_DEPTH:
-            raise Unreadable("nested too deep")
+            raise NotationError("nested too deep")
 
 
 class _Structures(_Reader, ABC):
     """Brackets, sets and matrices."""
 
     @abstractmethod
-    def _items(self, closing: str | None) -> Node: ...
+    def _items(self, closing: str | None) -> ExpressionNode: ...
 
     @abstractmethod
-    def _relation(self) -> Node: ...
+    def _relation(self) -> ExpressionNode: ...
 
     @abstractmethod
-    def _sum(self) -> Node: ...
+    def _sum(self) -> ExpressionNode: ...
 
-    def _bracket(self, opening: str) -> Node:
+    def _bracket(self, opening: str) -> ExpressionNode:
         if opening == "∅":
-            return Node("set")
+            return ExpressionNode("set")
         if opening == "|":
             self.bars += 1
             inner = self._sum()
             self._expect("|")
             self.bars -= 1
-            return Node("abs", (inner,))
+            return ExpressionNode("abs", (inner,))
         if opening in ("⌊", "⌈"):
             inner = self._sum()
             self._expect({"⌊": "⌋", "⌈": "⌉"}[opening])
-            return Node("call", (inner,), {"⌊": "floor", "⌈": "ceil"}[opening])
+            return ExpressionNode("call", (inner,), {"⌊": "floor", "⌈": "ceil"}[opening])
         if opening not in _CLOSING:
-            raise Unreadable(f"{opening[:40]!r}")
+            raise NotationError(f"{opening[:40]!r}")
         bars, self.bars = self.bars, 0
         found = self._inside(opening)
         self.bars = bars
         return found
 
-    def _inside(self, opening: str) -> Node:
+    def _inside(self, opening: str) -> ExpressionNode:
         if opening == "\\{":
             return self._set()
         if opening == "{":
@@ -126,17 +126,17 @@ class _Structures(_Reader, ABC):
             items.append(self._relation())
         closing = self._accept(")", "]")
         if not closing:
-            raise Unreadable("a bracket is open")
+            raise NotationError("a bracket is open")
         if len(items) > 1:
-            return Node("pair", tuple(items), opening + closing)
+            return ExpressionNode("pair", tuple(items), opening + closing)
         if closing != _CLOSING[opening]:
-            raise Unreadable("brackets of two kinds")
+            raise NotationError("brackets of two kinds")
         return items[0]
 
-    def _set(self) -> Node:
+    def _set(self) -> ExpressionNode:
         """The elements between braces, or those of a condition: `{x | x > 1}`."""
         if self._accept("\\}"):
-            return Node("set")
+            return ExpressionNode("set")
         if condition := self._condition("\\}"):
             self._expect("\\}")
             return condition
@@ -144,9 +144,9 @@ class _Structures(_Reader, ABC):
         while self._accept(",", ";"):
             items.append(self._relation())
         self._expect("\\}")
-        return Node("set", tuple(items))
+        return ExpressionNode("set", tuple(items))
 
-    def _condition(self, closing: str) -> Node | None:
+    def _condition(self, closing: str) -> ExpressionNode | None:
         """What `x | x > 1` and `x ∈ R : x > 1` say between braces; None for anything else."""
         start = self.at
         if self._peek().kind != "letter" or self._peek(1).text not in ("|", ":", "∈"):
@@ -160,9 +160,9 @@ class _Structures(_Reader, ABC):
         if not self._accept("|", ":"):
             self.at = start
             return None
-        return Node("list", (member, self._relation()), "and")
+        return ExpressionNode("list", (member, self._relation()), "and")
 
-    def _over(self, closing: str | None) -> Node:
+    def _over(self, closing: str | None) -> ExpressionNode:
         r"""Items, or a fraction or binomial coefficient of two: `a \over b`, `n \choose k`."""
         found = self._items(closing)
         command = self._peek()
@@ -170,114 +170,116 @@ class _Structures(_Reader, ABC):
             return found
         self.at += 1
         op, name = _BETWEEN[command.text]
-        return Node(op, (found, self._items(closing)), name)
+        return ExpressionNode(op, (found, self._items(closing)), name)
 
-    def _sequence(self, name: str, closing: str) -> Node:
+    def _sequence(self, name: str, closing: str) -> ExpressionNode:
         items = [self._sum()]
         while self._accept(","):
             items.append(self._sum())
         if self._peek().text != closing:
-            raise Unreadable("a bracket is open")
+            raise NotationError("a bracket is open")
         self.at += 1
-        return Node("pair", tuple(items), name)
+        return ExpressionNode("pair", tuple(items), name)
 
-    def _matrix(self, kind: str) -> Node:
+    def _matrix(self, kind: str) -> ExpressionNode:
         rows, row = [], [self._sum()]
         while True:
             if self._accept("&"):
                 row.append(self._sum())
                 continue
-            rows.append(Node("row", tuple(row)))
+            rows.append(ExpressionNode("row", tuple(row)))
             if self._accept("\\\\") and not self._peek().text.startswith("end{"):
                 row = [self._sum()]
                 continue
             break
         if self._peek().text != f"end{kind}" or not re.fullmatch(r"\{[pbv]?matrix\}", kind):
-            raise Unreadable("an open matrix, or an unknown environment")
+            raise NotationError("an open matrix, or an unknown environment")
         self.at += 1
         if len({len(one.args) for one in rows}) != 1:
-            raise Unreadable("a matrix without a shape")
-        return Node("matrix", tuple(rows), "v" if kind == "{vmatrix}" else "")
+            raise NotationError("a matrix without a shape")
+        return ExpressionNode("matrix", tuple(rows), "v" if kind == "{vmatrix}" else "")
 
 
 class _Parser(_Structures):
     """Recursive descent."""
 
-    def whole(self) -> Node:
+    def whole(self) -> ExpressionNode:
         """All tokens as one tree."""
         if not self.tokens:
-            raise Unreadable("empty")
+            raise NotationError("empty")
         found = self._over(None)
         if self.at < len(self.tokens):
-            raise Unreadable(f"what follows {self.tokens[self.at].text[:40]!r}")
+            raise NotationError(f"what follows {self.tokens[self.at].text[:40]!r}")
         return found
 
-    def _items(self, closing: str | None) -> Node:
+    def _items(self, closing: str | None) -> ExpressionNode:
         """Relations between separators; one alone is itself. The list's name is its separator."""
         items, separator = [self._relation()], ""
         while sign := self._accept(*_SEPARATORS):
             if sign in (",", ";") and (word := self._accept("or", "and")):
                 sign = word
             if closing is None and self._peek().kind == "end":
-                raise Unreadable("an item is missing")
+                raise NotationError("an item is missing")
             sign = "," if sign == ";" else sign
             separator = sign if separator in ("", ",") else separator
             if sign not in (separator, ","):
-                raise Unreadable("'or' and 'and' in one list")
+                raise NotationError("'or' and 'and' in one list")
             items.append(self._relation())
-        return items[0] if len(items) == 1 else Node("list", tuple(items), separator)
+        return items[0] if len(items) == 1 else ExpressionNode("list", tuple(items), separator)
 
-    def _relation(self) -> Node:
+    def _relation(self) -> ExpressionNode:
         is_rounded = self._accept("≈")  # "≈ 3.5" is 3.5
         sides, signs = [self._sets()], ""
         if is_rounded and sides[0].name != "decimal":
-            raise Unreadable("about a number that is not a decimal")
+            raise NotationError("about a number that is not a decimal")
         while sign := self._accept(*_RELATIONS):
             signs += sign
             sides.append(self._sets())
-        return sides[0] if not signs else Node("relation", tuple(sides), signs)
+        return sides[0] if not signs else ExpressionNode("relation", tuple(sides), signs)
 
-    def _sets(self) -> Node:
+    def _sets(self) -> ExpressionNode:
         found = self._sum()
         while sign := self._accept(*_SET_SIGNS):
-            found = Node(_SET_SIGNS[sign], (found, self._sum()))
+            found = ExpressionNode(_SET_SIGNS[sign], (found, self._sum()))
         return found
 
-    def _sum(self) -> Node:
+    def _sum(self) -> ExpressionNode:
         terms = [self._term()]
         while sign := self._accept("+", "-", "±", "∓"):
             term = self._term()
             terms.append(
-                term if sign == "+" else Node("neg" if sign == "-" else "plusminus", (term,), sign.strip("-"))
+                term
+                if sign == "+"
+                else ExpressionNode("neg" if sign == "-" else "plusminus", (term,), sign.strip("-"))
             )
-        return terms[0] if len(terms) == 1 else Node("add", tuple(terms))
+        return terms[0] if len(terms) == 1 else ExpressionNode("add", tuple(terms))
 
-    def _term(self) -> Node:
+    def _term(self) -> ExpressionNode:
         if sign := self._accept("+", "-", "±", "∓"):
             self._deeper(1)
             inner = self._term()
             self._deeper(-1)
             if sign == "+":
                 return inner
-            return Node("neg" if sign == "-" else "plusminus", (inner,), sign.strip("-"))
+            return ExpressionNode("neg" if sign == "-" else "plusminus", (inner,), sign.strip("-"))
         found = self._power()
         while True:
             if self._accept("*"):
                 found = _product(found, self._signed())
             elif self._accept("/"):
-                found = Node("div", (found, self._signed()))
+                found = ExpressionNode("div", (found, self._signed()))
             elif self._starts_factor():
                 found = self._adjacent(found)
             else:
                 return found
 
-    def _signed(self) -> Node:
+    def _signed(self) -> ExpressionNode:
         """A factor behind an explicit sign, which may have a minus."""
         if self._accept("-"):
             self._deeper(1)
             inner = self._signed()
             self._deeper(-1)
-            return Node("neg", (inner,))
+            return ExpressionNode("neg", (inner,))
         self._accept("+")
         return self._power()
 
@@ -295,7 +297,7 @@ class _Parser(_Structures):
         whole = [before, self._peek(), below]
         return slash.text == "/" and self._peek().spaced and all(_is_whole(token) for token in whole)
 
-    def _adjacent(self, found: Node) -> Node:
+    def _adjacent(self, found: ExpressionNode) -> ExpressionNode:
         before = self._peek(-1)
         if self._peek().kind == "number":
             up, down = self._peek().value, self._peek(2).value
@@ -305,47 +307,47 @@ class _Parser(_Structures):
         applied = before.kind == "letter" and found.op == "name" and self._peek().text == "("
         factor = self._power()
         if applied:
-            return Node("mul", (found, factor), "applied")
+            return ExpressionNode("mul", (found, factor), "applied")
         if behind_number and factor.op == "div" and factor.name == "frac" and _is_plain_fraction(factor):
             return _mixed(found, factor.args[0].value, factor.args[1].value)
         return _product(found, factor)
 
-    def _power(self) -> Node:
+    def _power(self) -> ExpressionNode:
         base = self._postfix(self._atom())
         if not self._accept("^"):
             return base
         if self._accept("°"):
-            return self._postfix(Node("degree", (base,)))
+            return self._postfix(ExpressionNode("degree", (base,)))
         if self._peek().text == "{" and self._peek(1).text == "°" and self._peek(2).text == "}":
             self.at += 3
-            return self._postfix(Node("degree", (base,)))
+            return self._postfix(ExpressionNode("degree", (base,)))
         if base.op == "pow" and base.name == "raised":
-            raise Unreadable("two exponents")
+            raise NotationError("two exponents")
         exponent = self._exponent()
         if base.op == "call" and base.name == "":
-            raise Unreadable("an exponent of nothing")
+            raise NotationError("an exponent of nothing")
         if base == _TEN and (power := _whole_value(exponent)) is not None:
             if abs(power) > MAX_POWER:
-                raise Unreadable("too large a power of ten")
-            return Node("number", (), "ten", Fraction(10) ** power)
-        return self._postfix(Node("pow", (base, exponent), "raised"))
+                raise NotationError("too large a power of ten")
+            return ExpressionNode("number", (), "ten", Fraction(10) ** power)
+        return self._postfix(ExpressionNode("pow", (base, exponent), "raised"))
 
-    def _exponent(self) -> Node:
+    def _exponent(self) -> ExpressionNode:
         self._deeper(1)
         if self._accept("-"):
-            found = Node("neg", (self._exponent(),))
+            found = ExpressionNode("neg", (self._exponent(),))
         else:
             self._accept("+")
             found = self._power()
         self._deeper(-1)
         return found
 
-    def _postfix(self, node: Node) -> Node:
+    def _postfix(self, node: ExpressionNode) -> ExpressionNode:
         while sign := self._accept("!", "%", "°"):
-            node = Node({"!": "factorial", "%": "percent", "°": "degree"}[sign], (node,))
+            node = ExpressionNode({"!": "factorial", "%": "percent", "°": "degree"}[sign], (node,))
         return node
 
-    def _atom(self) -> Node:
+    def _atom(self) -> ExpressionNode:
         self._deeper(1)
         token = self._peek()
         self.at += 1
@@ -360,27 +362,27 @@ class _Parser(_Structures):
         self._deeper(-1)
         return found
 
-    def _numeral(self, token: Token) -> Node:
+    def _numeral(self, token: Token) -> ExpressionNode:
         if self._accept("_"):
             base = self._argument()
-            return Node("based", (Node("number", (), "whole", token.value), base))
-        return Node("number", (), token.text, token.value)
+            return ExpressionNode("based", (ExpressionNode("number", (), "whole", token.value), base))
+        return ExpressionNode("number", (), token.text, token.value)
 
-    def _name(self, letter: str) -> Node:
+    def _name(self, letter: str) -> ExpressionNode:
         name = letter
         if self._accept("_"):
             name += "_" + _spelt(self._argument())
         while self._accept("'"):
             name += "'"
-        return Node("constant" if name in ("e", "i") else "name", (), name)
+        return ExpressionNode("constant" if name in ("e", "i") else "name", (), name)
 
-    def _argument(self) -> Node:
+    def _argument(self) -> ExpressionNode:
         """An argument of a command: a group in braces, one digit, or one atom."""
         token = self._peek()
         if token.kind == "number" and token.text == "whole" and token.value is not None:
             digits = str(token.value)
             rest = digits[1:]
-            head = Node("number", (), "whole", Fraction(int(digits[0])))
+            head = ExpressionNode("number", (), "whole", Fraction(int(digits[0])))
             if rest:
                 self.tokens[self.at] = Token("number", "whole", Fraction(int(rest)))
             else:
@@ -388,14 +390,14 @@ class _Parser(_Structures):
             return head
         return self._atom()
 
-    def _command(self, name: str) -> Node:
+    def _command(self, name: str) -> ExpressionNode:
         if name in ("frac", "binom"):
             up = self._argument()
-            return Node("div" if name == "frac" else "call", (up, self._argument()), name)
+            return ExpressionNode("div" if name == "frac" else "call", (up, self._argument()), name)
         if name in ("sqrt", "cbrt"):
             return self._root(name)
         if name == "abs":
-            return Node("abs", (self._atom(),))
+            return ExpressionNode("abs", (self._atom(),))
         if name in FUNCTIONS:
             return self._call(name)
         if name == "mathbb":
@@ -405,48 +407,48 @@ class _Parser(_Structures):
         if name.startswith("begin{"):
             return self._matrix(name.removeprefix("begin"))
         if name in ("pi", "infty"):
-            return Node("constant", (), name)
+            return ExpressionNode("constant", (), name)
         if name in GREEK:
             return self._name(name)
-        raise Unreadable(f"the command {name[:40]!r}")
+        raise NotationError(f"the command {name[:40]!r}")
 
-    def _domain(self) -> Node:
+    def _domain(self) -> ExpressionNode:
         letter = self._argument()
         if letter.op != "name" or letter.name not in "RZNQC":
-            raise Unreadable("an unknown domain")
-        return Node("domain", (), letter.name)
+            raise NotationError("an unknown domain")
+        return ExpressionNode("domain", (), letter.name)
 
-    def _root(self, name: str) -> Node:
-        degree = Node("number", (), "whole", Fraction(3 if name == "cbrt" else 2))
+    def _root(self, name: str) -> ExpressionNode:
+        degree = ExpressionNode("number", (), "whole", Fraction(3 if name == "cbrt" else 2))
         if self._accept("["):
             degree = self._sum()
             self._expect("]")
-        return Node("root", (self._argument(), degree))
+        return ExpressionNode("root", (self._argument(), degree))
 
-    def _call(self, name: str) -> Node:
+    def _call(self, name: str) -> ExpressionNode:
         """A function: its base or exponent, then an argument in brackets or a product without signs."""
-        base: tuple[Node, ...] = ()
-        raised: Node | None = None
+        base: tuple[ExpressionNode, ...] = ()
+        raised: ExpressionNode | None = None
         if self._accept("_"):
             base = (self._argument(),)
         if self._accept("^"):
             raised = self._exponent()
         if raised is not None and _whole_value(raised) == -1:
             if name not in ("sin", "cos", "tan"):
-                raise Unreadable("an inverse")
+                raise NotationError("an inverse")
             name, raised = "arc" + name, None
         if self._peek().text in ("(", "{"):
             found = self._atom()
             args = found.args if found.op in ("pair", "list") else (found,)
         else:
             args = (self._bare_argument(),)
-        node = Node("call", (*args, *base), name + ("_" if base else ""))
-        return node if raised is None else Node("pow", (node, raised), "raised")
+        node = ExpressionNode("call", (*args, *base), name + ("_" if base else ""))
+        return node if raised is None else ExpressionNode("pow", (node, raised), "raised")
 
-    def _bare_argument(self) -> Node:
+    def _bare_argument(self) -> ExpressionNode:
         """The argument of `\\sin 2x`: factors that stand together, up to a sign or another function."""
         if self._accept("-"):
-            return Node("neg", (self._bare_argument(),))
+            return ExpressionNode("neg", (self._bare_argument(),))
         found = self._power()
         while self._starts_factor() and self._peek().kind != "number":
             token = self._peek()
@@ -456,18 +458,18 @@ class _Parser(_Structures):
         return found
 
 
-_TEN = Node("number", (), "whole", Fraction(10))
+_TEN = ExpressionNode("number", (), "whole", Fraction(10))
 
 
 def _is_whole(token: Token) -> bool:
     return token.kind == "number" and token.text == "whole"
 
 
-def _is_plain_fraction(node: Node) -> bool:
+def _is_plain_fraction(node: ExpressionNode) -> bool:
     return all(arg.op == "number" and arg.name == "whole" for arg in node.args)
 
 
-def _whole_value(node: Node) -> int | None:
+def _whole_value(node: ExpressionNode) -> int | None:
     """The value of a whole number with or without a sign."""
     if node.op == "neg":
         inner = _whole_value(node.args[0])
@@ -477,14 +479,14 @@ def _whole_value(node: Node) -> int | None:
     )
 
 
-def _mixed(whole: Node, up: Fraction | None, down: Fraction | None) -> Node:
+def _mixed(whole: ExpressionNode, up: Fraction | None, down: Fraction | None) -> ExpressionNode:
     if whole.value is None or up is None or not down:
-        raise Unreadable("a mixed number without a denominator")
+        raise NotationError("a mixed number without a denominator")
     reduced = up < down and math.gcd(int(up), int(down)) == 1
-    return Node("number", (), "mixed" if reduced else "unreduced", whole.value + up / down)
+    return ExpressionNode("number", (), "mixed" if reduced else "unreduced", whole.value + up / down)
 
 
-def _product(left: Node, right: Node) -> Node:
+def _product(left: ExpressionNode, right: ExpressionNode) -> ExpressionNode:
     """The product; `5 \\cdot 10^3` is a number."""
     if (
         right.op == "number"
@@ -494,13 +496,13 @@ def _product(left: Node, right: Node) -> Node:
     ):
         assert left.value is not None
         assert right.value is not None
-        return Node("number", (), "scientific", left.value * right.value)
+        return ExpressionNode("number", (), "scientific", left.value * right.value)
     if left.op == "mul":
-        return Node("mul", (*left.args, right))
-    return Node("mul", (left, right))
+        return ExpressionNode("mul", (*left.args, right))
+    return ExpressionNode("mul", (left, right))
 
 
-def _spelt(node: Node) -> str:
+def _spelt(node: ExpressionNode) -> str:
     """An index as a text."""
     if node.op in ("name", "constant"):
         return node.name

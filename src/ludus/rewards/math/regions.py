@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ludus.rewards.math.notation import Node, Unreadable
+from ludus.rewards.math.notation import ExpressionNode, NotationError
 
 _NEAR = 1e-9
 _FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "=": "=", "≠": "≠"}
-_INFINITE = Node("constant", (), "infty")
+_INFINITE = ExpressionNode("constant", (), "infty")
 _MAX_SPANS = 50
 _COMPUTED: dict[str, Callable[[complex], complex]] = {
     "sin": cmath.sin,
@@ -39,11 +39,11 @@ _COMBINED: dict[str, Callable[[list[complex]], complex]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TextSpan:
     """The numbers between two ends, either of which may belong to it; an infinite one never does."""
 
-    low: Node
-    high: Node
+    low: ExpressionNode
+    high: ExpressionNode
     low_closed: bool
     high_closed: bool
 
@@ -52,32 +52,32 @@ class Span:
 class Region:
     """A union of spans in their order, and the variable that the text names, if any."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[TextSpan, ...]
     variable: str = ""
 
 
-_MINUS_INFINITE = Node("neg", (_INFINITE,))
+_MINUS_INFINITE = ExpressionNode("neg", (_INFINITE,))
 _REGIONS = frozenset(("relation", "pair", "set", "domain", "union", "intersection", "difference", "list"))
-_LINE = Span(_MINUS_INFINITE, _INFINITE, False, False)
+_LINE = TextSpan(_MINUS_INFINITE, _INFINITE, False, False)
 
 
-def region_of(node: Node) -> Region | None:
+def region_of(node: ExpressionNode) -> Region | None:
     """The region that a tree says; None for anything else, or where the order of its ends is unknown."""
     try:
         return _region(node)
-    except (Unreadable, ArithmeticError, ValueError):
+    except (NotationError, ArithmeticError, ValueError):
         return None
 
 
-def approximate(node: Node) -> float:
+def approximate(node: ExpressionNode) -> float:
     """The value of a constant as a float. Raises Unreadable for one that is unknown or not real."""
     value = _value(node)
     if abs(value.imag) > _NEAR * max(1.0, abs(value.real)) or math.isnan(value.real):
-        raise Unreadable("not real")
+        raise NotationError("not real")
     return value.real
 
 
-def _region(node: Node) -> Region:
+def _region(node: ExpressionNode) -> Region:
     match node.op:
         case "relation":
             return _related(node)
@@ -93,22 +93,22 @@ def _region(node: Node) -> Region:
             return _common([_region(arg) for arg in node.args])
         case "difference":
             first, second = node.args
-            without = _region(second if second.op in _REGIONS else Node("set", (second,)))
+            without = _region(second if second.op in _REGIONS else ExpressionNode("set", (second,)))
             return _common([_region(first), Region(tuple(_complement(without.spans)))])
         case "list" if node.name == "or":
             return _joined([_region(_condition(arg)) for arg in node.args])
         case "list" if node.name == "and":
             return _common([_region(_condition(arg)) for arg in node.args])
-    raise Unreadable("no region")
+    raise NotationError("no region")
 
 
-def _condition(node: Node) -> Node:
+def _condition(node: ExpressionNode) -> ExpressionNode:
     if node.op != "relation":
-        raise Unreadable("no condition")
+        raise NotationError("no condition")
     return node
 
 
-def _related(node: Node) -> Region:
+def _related(node: ExpressionNode) -> Region:
     sides, signs = node.args, node.name
     if len(sides) == 2 and sides[0].op == "name" and signs == "∈":
         return Region(_region(sides[1]).spans, sides[0].name)
@@ -123,55 +123,55 @@ def _related(node: Node) -> Region:
     if len(sides) == 2 and sides[0].op == "abs" and signs in set("<>≤≥"):
         return _distant(sides[0].args[0], signs, sides[1])
     if len(sides) != 2 or sides[0].op != "name" or signs not in _FLIPPED:
-        raise Unreadable("no region")
+        raise NotationError("no region")
     end, name = sides[1], _own(sides[0].name, sides[1])
-    below = Span(_MINUS_INFINITE, end, False, signs == "≤")
-    above = Span(end, _INFINITE, signs == "≥", False)
+    below = TextSpan(_MINUS_INFINITE, end, False, signs == "≤")
+    above = TextSpan(end, _INFINITE, signs == "≥", False)
     spans = {"<": (below,), "≤": (below,), ">": (above,), "≥": (above,), "≠": (below, above)}
     return Region(spans.get(signs) or (_point(end),), name)
 
 
-def _distant(inner: Node, sign: str, distance: Node) -> Region:
+def _distant(inner: ExpressionNode, sign: str, distance: ExpressionNode) -> Region:
     """The numbers that `|x - a| < b` and the like say."""
     terms = inner.args if inner.op == "add" else (inner,)
     if len(terms) > 2 or terms[0].op != "name" or distance.names() or approximate(distance) <= 0:
-        raise Unreadable("no distance")
-    centre = [Node("neg", (term,)) for term in terms[1:]]
-    low = Node("add", (*centre, Node("neg", (distance,))))
-    high = Node("add", (*centre, distance))
+        raise NotationError("no distance")
+    centre = [ExpressionNode("neg", (term,)) for term in terms[1:]]
+    low = ExpressionNode("add", (*centre, ExpressionNode("neg", (distance,))))
+    high = ExpressionNode("add", (*centre, distance))
     name = _own(terms[0].name, *terms[1:])
     if sign in "<≤":
         return Region((_span(low, high, sign == "≤", sign == "≤"),), name)
-    ends = Span(_MINUS_INFINITE, low, False, sign == "≥"), Span(high, _INFINITE, sign == "≥", False)
+    ends = TextSpan(_MINUS_INFINITE, low, False, sign == "≥"), TextSpan(high, _INFINITE, sign == "≥", False)
     return Region(ends, name)
 
 
-def _own(name: str, *ends: Node) -> str:
+def _own(name: str, *ends: ExpressionNode) -> str:
     if any(name in end.names() for end in ends):
-        raise Unreadable("a variable in its own bound")
+        raise NotationError("a variable in its own bound")
     return name
 
 
-def _span(low: Node, high: Node, low_closed: bool, high_closed: bool) -> Span:
-    span = Span(low, high, low_closed and not _is_infinite(low), high_closed and not _is_infinite(high))
+def _span(low: ExpressionNode, high: ExpressionNode, low_closed: bool, high_closed: bool) -> TextSpan:
+    span = TextSpan(low, high, low_closed and not _is_infinite(low), high_closed and not _is_infinite(high))
     if not low.names() and not high.names() and approximate(low) > approximate(high) - _NEAR:
-        raise Unreadable("an interval without width")
+        raise NotationError("an interval without width")
     return span
 
 
-def _point(node: Node) -> Span:
-    return Span(node, node, True, True)
+def _point(node: ExpressionNode) -> TextSpan:
+    return TextSpan(node, node, True, True)
 
 
-def _is_infinite(node: Node) -> bool:
+def _is_infinite(node: ExpressionNode) -> bool:
     return node in (_INFINITE, _MINUS_INFINITE)
 
 
 def _joined(regions: Sequence[Region]) -> Region:
     spans = sorted((span for region in regions for span in region.spans), key=lambda s: approximate(s.low))
     if len(spans) > _MAX_SPANS:
-        raise Unreadable("too many intervals")
-    found: list[Span] = []
+        raise NotationError("too many intervals")
+    found: list[TextSpan] = []
     for span in spans:
         last = found[-1] if found else None
         if last is None or not _touch(last, span):
@@ -179,20 +179,20 @@ def _joined(regions: Sequence[Region]) -> Region:
             continue
         closed = _closed_low([last, span])
         if approximate(span.high) > approximate(last.high) + _NEAR:
-            found[-1] = Span(last.low, span.high, closed, span.high_closed)
+            found[-1] = TextSpan(last.low, span.high, closed, span.high_closed)
         elif _are_near(span.high, last.high):
-            found[-1] = Span(last.low, last.high, closed, span.high_closed or last.high_closed)
+            found[-1] = TextSpan(last.low, last.high, closed, span.high_closed or last.high_closed)
         else:
-            found[-1] = Span(last.low, last.high, closed, last.high_closed)
+            found[-1] = TextSpan(last.low, last.high, closed, last.high_closed)
     return Region(tuple(found), _variable(regions))
 
 
-def _closed_low(spans: Sequence[Span]) -> bool:
+def _closed_low(spans: Sequence[TextSpan]) -> bool:
     """Whether the lower end of the first span belongs to one of them."""
     return any(span.low_closed and _are_near(span.low, spans[0].low) for span in spans)
 
 
-def _touch(first: Span, second: Span) -> bool:
+def _touch(first: TextSpan, second: TextSpan) -> bool:
     """Whether no number lies between two spans."""
     gap = approximate(second.low) - approximate(first.high)
     if _are_near(second.low, first.high):
@@ -201,16 +201,16 @@ def _touch(first: Span, second: Span) -> bool:
 
 
 def _common(regions: Sequence[Region]) -> Region:
-    spans: Sequence[Span] = regions[0].spans
+    spans: Sequence[TextSpan] = regions[0].spans
     for region in regions[1:]:
         found = [both for one in spans for other in region.spans if (both := _overlap(one, other))]
         if len(found) > _MAX_SPANS:
-            raise Unreadable("too many intervals")
+            raise NotationError("too many intervals")
         spans = found
     return Region(tuple(spans), _variable(regions))
 
 
-def _overlap(one: Span, other: Span) -> Span | None:
+def _overlap(one: TextSpan, other: TextSpan) -> TextSpan | None:
     first, second = (one, other) if approximate(one.low) >= approximate(other.low) else (other, one)
     low_closed = first.low_closed and (second.low_closed or not _are_near(first.low, second.low))
     low = first.low
@@ -218,22 +218,22 @@ def _overlap(one: Span, other: Span) -> Span | None:
     high_closed = first.high_closed and (second.high_closed or not _are_near(first.high, second.high))
     high = first.high
     if _are_near(low, high):
-        return Span(low, high, True, True) if low_closed and high_closed else None
-    return Span(low, high, low_closed, high_closed) if approximate(low) < approximate(high) else None
+        return TextSpan(low, high, True, True) if low_closed and high_closed else None
+    return TextSpan(low, high, low_closed, high_closed) if approximate(low) < approximate(high) else None
 
 
-def _complement(spans: Sequence[Span]) -> list[Span]:
+def _complement(spans: Sequence[TextSpan]) -> list[TextSpan]:
     found, low, closed = [], _MINUS_INFINITE, False
     for span in spans:
         if not _is_infinite(span.low):
-            found.append(Span(low, span.low, closed, not span.low_closed))
+            found.append(TextSpan(low, span.low, closed, not span.low_closed))
         low, closed = span.high, not span.high_closed
     if not _is_infinite(low) or not spans:
-        found.append(Span(low, _INFINITE, closed, False))
+        found.append(TextSpan(low, _INFINITE, closed, False))
     return found
 
 
-def _are_near(one: Node, other: Node) -> bool:
+def _are_near(one: ExpressionNode, other: ExpressionNode) -> bool:
     first, second = approximate(one), approximate(other)
     return math.isclose(first, second, rel_tol=_NEAR, abs_tol=_NEAR)
 
@@ -241,20 +241,20 @@ def _are_near(one: Node, other: Node) -> bool:
 def _variable(regions: Sequence[Region]) -> str:
     names = {region.variable for region in regions} - {""}
     if len(names) > 1:
-        raise Unreadable("two variables")
+        raise NotationError("two variables")
     return min(names, default="")
 
 
-def _value(node: Node) -> complex:
+def _value(node: ExpressionNode) -> complex:
     if node.op == "number" and node.value is not None:
         return complex(node.value)
     if node.op == "constant":
         return {"pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf}[node.name]
     if node.op == "name":
-        raise Unreadable("a variable")
+        raise NotationError("a variable")
     args = [_value(arg) for arg in node.args]
     if node.op == "call" and node.name in _COMPUTED and len(args) == 1:
         return _COMPUTED[node.name](args[0])
     if node.op not in _COMBINED:
-        raise Unreadable("an unknown value")
+        raise NotationError("an unknown value")
     return complex(_COMBINED[node.op](args))

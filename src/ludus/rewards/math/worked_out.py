@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from ludus.rewards.math.notation import Node
+from ludus.rewards.math.notation import ExpressionNode
 
 _POLYNOMIAL = frozenset(("number", "name", "constant", "add", "neg", "mul", "div", "pow", "root"))
 _ONE = Fraction(1)
 
 
-def is_worked_out(answer: Node, gold: Node) -> bool:
+def is_worked_out(answer: ExpressionNode, gold: ExpressionNode) -> bool:
     """Whether an answer is no larger than the gold one, and leaves nothing to do that the gold one does not.
 
     Of an equation that gives a label a value, or that follows a chain, the last side counts.
@@ -31,12 +31,12 @@ def is_worked_out(answer: Node, gold: Node) -> bool:
     return not left and size(given) <= size(due)
 
 
-def unfinished(node: Node) -> Counter[str]:
+def unfinished(node: ExpressionNode) -> Counter[str]:
     """The operations that are left to be done, by kind."""
     return Counter(_unfinished(node))
 
 
-def size(node: Node) -> int:
+def size(node: ExpressionNode) -> int:
     """Names and numbers of an expression: a coefficient is one, the variable of a bound does not count."""
     match node.op:
         case "number" | "name" | "based":
@@ -59,31 +59,31 @@ def size(node: Node) -> int:
     return sum(map(size, node.args))
 
 
-def _last_side(node: Node) -> Node:
+def _last_side(node: ExpressionNode) -> ExpressionNode:
     if node.op == "relation" and set(node.name) <= {"=", "≈", "∈"}:
         return node.args[-1]
     if node.op in ("list", "set"):
-        return Node("list", tuple(map(_last_side, node.args)))
+        return ExpressionNode("list", tuple(map(_last_side, node.args)))
     return node
 
 
-def _is_expanded(node: Node) -> bool:
+def _is_expanded(node: ExpressionNode) -> bool:
     """Whether an expression is a sum with names, roots and numbers only."""
     sums = node.op == "add" or (node.op == "div" and node.args[0].op == "add")
     return sums and all(one.op in _POLYNOMIAL and not _has_name_above(one) for one in _all(node))
 
 
-def _has_name_above(node: Node) -> bool:
+def _has_name_above(node: ExpressionNode) -> bool:
     return node.op == "pow" and bool(node.args[1].names())
 
 
-def _all(node: Node) -> Iterator[Node]:
+def _all(node: ExpressionNode) -> Iterator[ExpressionNode]:
     yield node
     for arg in node.args:
         yield from _all(arg)
 
 
-def _unfinished(node: Node) -> Iterator[str]:
+def _unfinished(node: ExpressionNode) -> Iterator[str]:
     for arg in node.args:
         yield from _unfinished(arg)
     match node.op:
@@ -107,11 +107,11 @@ def _unfinished(node: Node) -> Iterator[str]:
             yield node.op
 
 
-def _starts_negative(node: Node) -> bool:
+def _starts_negative(node: ExpressionNode) -> bool:
     return node.op in ("mul", "div") and node.args[0].op == "neg"
 
 
-def _of_sum(terms: Sequence[Node]) -> Iterator[str]:
+def _of_sum(terms: Sequence[ExpressionNode]) -> Iterator[str]:
     keys = [_term_key(term) for term in terms]
     for num in Counter(keys).values():
         if num > 1:
@@ -122,7 +122,7 @@ def _of_sum(terms: Sequence[Node]) -> Iterator[str]:
         yield "zero term"
 
 
-def _of_product(node: Node) -> Iterator[str]:
+def _of_product(node: ExpressionNode) -> Iterator[str]:
     above, below = _factors(node)
     numbers = [value for factor in above if (value := _rational(factor)) is not None]
     divisors = [value for factor in below if (value := _rational(factor)) is not None]
@@ -149,7 +149,7 @@ def _of_product(node: Node) -> Iterator[str]:
         yield "product of a sum"
 
 
-def _of_power(base: Node, exponent: Node) -> Iterator[str]:
+def _of_power(base: ExpressionNode, exponent: ExpressionNode) -> Iterator[str]:
     power = _constant(exponent)
     if power in (0, 1):
         yield "power of one"
@@ -168,7 +168,7 @@ def _of_power(base: Node, exponent: Node) -> Iterator[str]:
         yield "power of a number"
 
 
-def _of_root(inner: Node, degree: Node) -> Iterator[str]:
+def _of_root(inner: ExpressionNode, degree: ExpressionNode) -> Iterator[str]:
     value, order = _rational(inner), _rational(degree)
     if value is not None and order is not None and order.denominator == 1 and _root(value, int(order)):
         yield "root of a number"
@@ -189,7 +189,7 @@ def _is_power(number: int, order: int) -> bool:
     return bool(low**order == number)
 
 
-def _factors(node: Node) -> tuple[list[Node], list[Node]]:
+def _factors(node: ExpressionNode) -> tuple[list[ExpressionNode], list[ExpressionNode]]:
     """The factors above and below the line."""
     if node.op == "mul":
         found = [_factors(arg) for arg in node.args]
@@ -202,7 +202,7 @@ def _factors(node: Node) -> tuple[list[Node], list[Node]]:
     return [node], []
 
 
-def _rational(node: Node) -> Fraction | None:
+def _rational(node: ExpressionNode) -> Fraction | None:
     """The value of a number with or without a sign."""
     if node.op == "number":
         return node.value
@@ -211,7 +211,7 @@ def _rational(node: Node) -> Fraction | None:
     return None
 
 
-def _is_surd(node: Node) -> bool:
+def _is_surd(node: ExpressionNode) -> bool:
     """Whether it is a root or broken power of a number."""
     if node.op == "neg":
         return _is_surd(node.args[0])
@@ -221,7 +221,7 @@ def _is_surd(node: Node) -> bool:
     return power is not None and power.denominator != 1
 
 
-def _constant(node: Node) -> Fraction | None:
+def _constant(node: ExpressionNode) -> Fraction | None:
     """The value of a number or of a fraction of numbers, with or without a sign."""
     if node.op == "neg":
         value = _constant(node.args[0])
@@ -232,11 +232,11 @@ def _constant(node: Node) -> Fraction | None:
     return up / down if up is not None and down else None
 
 
-def _is_negative(node: Node) -> bool:
+def _is_negative(node: ExpressionNode) -> bool:
     return node.op == "neg"
 
 
-def _product_size(node: Node) -> int:
+def _product_size(node: ExpressionNode) -> int:
     above, below = _factors(node)
     factors = [*above, *below]
     others = [factor for factor in factors if _rational(factor) is None and not _is_surd(factor)]
@@ -245,29 +245,29 @@ def _product_size(node: Node) -> int:
     return int(coefficient) + sum(map(size, others))
 
 
-def _exponent_size(node: Node) -> int:
+def _exponent_size(node: ExpressionNode) -> int:
     power = _rational(node)
     return 0 if power == -1 else size(node)
 
 
-def _without_sign(node: Node) -> Node:
+def _without_sign(node: ExpressionNode) -> ExpressionNode:
     return node.args[0] if node.op in ("neg", "plusminus") else node
 
 
-def _base(node: Node) -> Node:
+def _base(node: ExpressionNode) -> ExpressionNode:
     if node.op == "neg":
         return _base(node.args[0])
     return node.args[0] if node.op in ("pow", "root") else node
 
 
-def _term_key(term: Node) -> str:
+def _term_key(term: ExpressionNode) -> str:
     """What terms have in common that can be added up: all but their coefficients."""
     above, below = _factors(_without_sign(term))
     kept = (sorted(_key(factor) for factor in side if _rational(factor) is None) for side in (above, below))
     return "/".join("*".join(side) for side in kept)
 
 
-def _key(node: Node) -> str:
+def _key(node: ExpressionNode) -> str:
     """Equal for factors that are written alike, up to the order of sums and products and a sign before."""
     node = _without_sign(node)
     inner = [_key(arg) for arg in node.args]

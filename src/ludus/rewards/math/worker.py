@@ -1,7 +1,7 @@
 """The process in which expressions are compared: sympy behind limits that no answer gets around.
 
-Reads one JSON line `[[kind, gold, answer], cpu_s]` of two trees (`ludus.rewards.math.notation.Node` as lists)
-at a time and writes one line; first of all `ready`.
+Reads one JSON line `[[kind, gold, answer], cpu_s]` of two trees (`ludus.rewards.math.notation.ExpressionNode`
+as lists) at a time and writes one line; first of all `ready`.
 
 | kind | 1 | -1 |
 |---|---|---|
@@ -47,7 +47,7 @@ _POINTS = ((13, 7), (29, 17), (5, 11))
 Tree = list[JSON]
 
 
-class Refused(ValueError):
+class ExpressionRefused(ValueError):
     """An expression that has no finite value, or is beyond the bounds."""
 
 
@@ -227,12 +227,12 @@ def _expression(tree: Tree) -> Expr:
     if op == "constant":
         constants = {"pi": sympy.pi, "e": sympy.E, "i": sympy.I}
         if name not in constants:
-            raise Refused(name)
+            raise ExpressionRefused(name)
         return constants[name]
     args = [_expression(cast("Tree", arg)) for arg in cast("Tree", tree[3])]
     found = _combined(op, name, args)
     if found.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
-        raise Refused("no finite value")
+        raise ExpressionRefused("no finite value")
     return found
 
 
@@ -254,13 +254,13 @@ def _combined(op: str, name: str, args: list[Expr]) -> Expr:
     if op == "call":
         return _called(name, args)
     if op not in simple:
-        raise Refused(op)
+        raise ExpressionRefused(op)
     return simple[op](*args)
 
 
 def _quotient(above: Expr, below: Expr) -> Expr:
     if below.is_zero or below.equals(0):
-        raise Refused("a division by zero")
+        raise ExpressionRefused("a division by zero")
     return above / below
 
 
@@ -268,9 +268,9 @@ def _power(base: Expr, exponent: Expr) -> Expr:
     if base.is_Rational and exponent.is_Rational:
         bits = max(abs(int(base.p)), int(base.q)).bit_length()
         if bits * abs(exponent) > MAX_BITS or (base == 0 and exponent <= 0):
-            raise Refused("a power beyond the bounds")
+            raise ExpressionRefused("a power beyond the bounds")
     elif not exponent.free_symbols and abs(exponent.evalf(15)) > MAX_BITS:
-        raise Refused("a power beyond the bounds")
+        raise ExpressionRefused("a power beyond the bounds")
     return base**exponent
 
 
@@ -280,7 +280,7 @@ def _root(inner: Expr, degree: Expr) -> Expr:
     if degree.is_Integer and degree % 2 == 1 and inner.is_negative:
         return -((-inner) ** (sympy.Integer(1) / degree))
     if degree == 0:
-        raise Refused("a root of order 0")
+        raise ExpressionRefused("a root of order 0")
     return inner ** (1 / degree)
 
 
@@ -288,7 +288,7 @@ def _factorial(number: Expr) -> Expr:
     import sympy
 
     if number.is_number and not (number.is_Integer and 0 <= number <= MAX_FACTORIAL):
-        raise Refused("a factorial beyond the bounds")
+        raise ExpressionRefused("a factorial beyond the bounds")
     return sympy.factorial(number)
 
 
@@ -320,6 +320,6 @@ def _called(name: str, args: list[Expr]) -> Expr:
         return sympy.Integer((sympy.igcd if name == "gcd" else sympy.ilcm)(*map(int, args)))
     if name == "binom" and len(args) == 2:
         if any(arg.is_number and not (arg.is_Integer and abs(arg) <= MAX_FACTORIAL) for arg in args):
-            raise Refused("a binomial beyond the bounds")
+            raise ExpressionRefused("a binomial beyond the bounds")
         return sympy.binomial(*args)
-    raise Refused(name)
+    raise ExpressionRefused(name)

@@ -1,10 +1,11 @@
 """How many episodes are in flight: the fewest that keep learner and engine busy, found by measurement.
 
-`next_in_flight` is the rule. `InFlight` applies it from step to step, and learns two things. What larger
-batches are worth to the engine: the seconds of a pass are about a straight line over the sequences in it, and
-what of them does not depend on their number is what more sequences share. And how many episodes the learner's
-pace needs: by Little's law, the seconds that the episodes of a batch fly over those in which the learner
-takes a batch. Neither knows a clock or an engine, so that a simulation runs the same code as training.
+`next_in_flight` is the rule. `ConcurrencyController` applies it from step to step, and learns two things.
+What larger batches are worth to the engine: the seconds of a pass are about a straight line over the
+sequences in it, and what of them does not depend on their number is what more sequences share. And how many
+episodes the learner's pace needs: by Little's law, the seconds that the episodes of a batch fly over those in
+which the learner takes a batch. Neither knows a clock or an engine, so that a simulation runs the same code
+as training.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ FADE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class StreamThroughput:
     """What a stream did in a step: seconds of all episodes in flight, and groups made ready, in batches."""
 
     flown_s: float
@@ -40,7 +41,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """What a step measured: idle shares in [0, 1], requests waiting for each that ran, and how many batches
     were ready when the learner came back.
 
@@ -60,7 +61,7 @@ class Load:
     seconds: float = 1.0
 
 
-def next_in_flight(now: int, load: Load, least: int, most: int, more: float = MORE) -> int:
+def next_in_flight(now: int, load: EngineLoad, least: int, most: int, more: float = MORE) -> int:
     """The number for the next step, from `least` to `most`; `more` is the factor by which it grows.
 
     More where both wait: then it is tools that everyone waits for; and where the learner waits for an engine
@@ -87,7 +88,7 @@ def first_in_flight(episodes_per_step: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class PassTimes:
     """What the engine did in a step: sequences in a pass, and seconds of one, both on average."""
 
     running: float
@@ -95,12 +96,12 @@ class Passes:
 
 
 @dataclass
-class PassLine:
+class PassTimeModel:
     """The straight line through the passes of the last steps, older ones weighing less."""
 
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
-    def add(self, passes: Passes) -> None:
+    def add(self, passes: PassTimes) -> None:
         """Take a step in."""
         x, y = passes.running, passes.seconds
         self._sums = [
@@ -123,7 +124,7 @@ class PassLine:
 
 
 @dataclass
-class Idle:
+class IdleTime:
     """Idle shares over the last steps by their seconds, older ones weighing less.
 
     Groups come in bursts, and a step alone tells little.
@@ -133,7 +134,7 @@ class Idle:
     _learner_s: float = 0.0
     _engine_s: float = 0.0
 
-    def add(self, load: Load) -> Load:
+    def add(self, load: EngineLoad) -> EngineLoad:
         """Take a step in; gives its load with the shares of all."""
         self._seconds = FADE * self._seconds + load.seconds
         self._learner_s = FADE * self._learner_s + load.seconds * load.learner_idle
@@ -143,7 +144,7 @@ class Idle:
 
 
 @dataclass
-class Flown:
+class ThroughputAverage:
     """What went through the stream in the last steps, older ones weighing less."""
 
     _flown_s: float = 0.0
@@ -151,7 +152,7 @@ class Flown:
     _learner_s: float = 0.0
     _steps: float = 0.0
 
-    def add(self, flow: Flow, load: Load) -> float | None:
+    def add(self, flow: StreamThroughput, load: EngineLoad) -> float | None:
         """Take a step in; gives the episodes in flight that bring batches at the learner's pace."""
         self._flown_s = FADE * self._flown_s + flow.flown_s
         self._batches = FADE * self._batches + flow.batches
@@ -163,7 +164,7 @@ class Flown:
 
 
 @dataclass
-class InFlight:
+class ConcurrencyController:
     """The limit on episodes in flight: `now`, from `least` to `most`.
 
     It grows by `FIRST` from step to step until it need not for the first time, and by `MORE` from then on.
@@ -172,9 +173,9 @@ class InFlight:
     now: int
     least: int
     most: int
-    line: PassLine = field(default_factory=PassLine)
-    idle: Idle = field(default_factory=Idle)
-    flown: Flown = field(default_factory=Flown)
+    line: PassTimeModel = field(default_factory=PassTimeModel)
+    idle: IdleTime = field(default_factory=IdleTime)
+    flown: ThroughputAverage = field(default_factory=ThroughputAverage)
     _more: float = FIRST
     _fills: bool = True
     """Whether the first step is yet to come, in which the learner waits for the stream to fill."""
@@ -182,7 +183,9 @@ class InFlight:
     def __post_init__(self) -> None:
         self.now = max(self.least, min(self.most, self.now))
 
-    def after_step(self, timings: Mapping[str, float], ready: float, flow: Flow, limited: bool) -> int:
+    def after_step(
+        self, timings: Mapping[str, float], ready: float, flow: StreamThroughput, limited: bool
+    ) -> int:
         """The limit after a step with these timings; the same where they say nothing of the engine.
 
         An engine's idle share that is not known steers nothing: where the learner waits, what larger batches
@@ -191,7 +194,7 @@ class InFlight:
         if "engine/requests_running" not in timings:
             return self.now
         running, speed = timings["engine/requests_running"], timings["engine/decode_tokens_per_s"]
-        load = Load(
+        load = EngineLoad(
             learner_idle=timings.get("idle/learner", 0.0),
             engine_idle=timings.get("idle/engine", 0.0),
             engine_queue=timings["engine/requests_waiting"] / max(running, 1.0),
@@ -199,10 +202,12 @@ class InFlight:
             limited=limited,
             seconds=timings.get("time/step_s", 0.0),
         )
-        passes = Passes(running, running / speed) if speed else None  # each gives a token for each sequence
+        passes = (
+            PassTimes(running, running / speed) if speed else None
+        )  # each gives a token for each sequence
         return self.after(load, passes, flow)
 
-    def after(self, load: Load, passes: Passes | None, flow: Flow | None = None) -> int:
+    def after(self, load: EngineLoad, passes: PassTimes | None, flow: StreamThroughput | None = None) -> int:
         """The limit after a step; `passes` is None where the engine does not tell, else gives `load.gain`.
 
         Where learner and engine share cores a pass takes longer while the learner works, and that is no

@@ -18,9 +18,9 @@ from typing import Protocol
 
 from ludus.errors import LudusError
 from ludus.rollout.ledger import RolloutKey
-from ludus.rollout.scheduler import Episode, Job
-from ludus.rollout.streaming.concurrency_control import Flow
-from ludus.rollout.streaming.staleness_control import Admission
+from ludus.rollout.scheduler import Episode, RolloutRequest
+from ludus.rollout.streaming.concurrency_control import StreamThroughput
+from ludus.rollout.streaming.staleness_control import StalenessController
 from ludus.types import Segment
 
 REST = 1.0
@@ -28,7 +28,7 @@ REST = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class StartedEpisode:
     """An episode that has begun and waits: the key of its attempt, and its segments so far."""
 
     key: RolloutKey
@@ -43,11 +43,11 @@ class StreamedGroup:
     """
 
     number: int
-    jobs: Sequence[Job]
+    jobs: Sequence[RolloutRequest]
     version: int
     done: dict[int, Episode] = field(default_factory=dict)
     counts: bool = True
-    begun: dict[int, Begun] = field(default_factory=dict)
+    begun: dict[int, StartedEpisode] = field(default_factory=dict)
 
     @property
     def episodes(self) -> list[Episode]:
@@ -55,10 +55,10 @@ class StreamedGroup:
         return [self.done[place] for place in sorted(self.done)]
 
 
-class Source(Protocol):
+class GroupSource(Protocol):
     """Where groups come from, and which of them count."""
 
-    def jobs(self, number: int) -> Sequence[Job]:
+    def jobs(self, number: int) -> Sequence[RolloutRequest]:
         """The jobs of a group that starts."""
         ...
 
@@ -68,7 +68,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class GroupBatch:
     """What a step learns from: whole groups, the oldest first, and those that ended without counting."""
 
     groups: tuple[StreamedGroup, ...]
@@ -76,16 +76,16 @@ class Batch:
 
 
 @dataclass
-class Stream:
+class GroupQueue:
     """Plays groups. `needed` members of a group are enough (0: all); the others are then cancelled.
 
     `next_number` is that of the next group; `kept` are groups from before the run was resumed. One of them
     that came too late is played anew, as soon as there is room.
     """
 
-    admission: Admission
-    source: Source
-    play: Callable[[Job], Awaitable[Episode]]
+    admission: StalenessController
+    source: GroupSource
+    play: Callable[[RolloutRequest], Awaitable[Episode]]
     in_flight: int
     needed: int = 0
     next_number: int = 0
@@ -131,7 +131,7 @@ class Stream:
         self._fill()
         return going_on
 
-    async def take(self) -> Batch:
+    async def take(self) -> GroupBatch:
         """The next batch, as soon as the admission lets it go."""
         self.held = False
         self._fill()  # more may be in flight than before
@@ -149,7 +149,7 @@ class Stream:
         others, self._others = tuple(self._others), []
         groups = tuple(self._groups.pop(number) for number in numbers)
         self._fill()
-        return Batch(groups, others)
+        return GroupBatch(groups, others)
 
     @contextmanager
     def unhurried(self, rest: Callable[[float], None]) -> Iterator[None]:
@@ -224,10 +224,10 @@ class Stream:
         ended, self.ended = self.ended, []
         return ended
 
-    def flow(self) -> Flow:
+    def flow(self) -> StreamThroughput:
         """What went through since the last call."""
         self._count()
-        found = Flow(self._flown_s, self._num_ready / self.admission.pace.groups_per_step)
+        found = StreamThroughput(self._flown_s, self._num_ready / self.admission.pace.groups_per_step)
         self._flown_s, self._num_ready = 0.0, 0
         return found
 

@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ludus.rollout.chat_session import Conversation, EngineConversation, Grant
+from ludus.rollout.chat_session import ChatSession, EngineChatSession, Grant
 from ludus.rollout.ledger import RolloutKey
-from ludus.rollout.scheduler import Episode, FailureBudget, Job, Scheduler, episode_name
-from ludus.rollout.streaming.group_queue import Begun, StreamedGroup
+from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, episode_name
+from ludus.rollout.streaming.group_queue import StartedEpisode, StreamedGroup
 from ludus.sandbox.local.pausable_timeout import episode_waits
 
 NOTHING = Grant(0)
@@ -42,14 +42,14 @@ class _Member:
     `on_change` is told when it begins to wait (True) and when it goes on (False).
     """
 
-    job: Job
-    begun: Begun | None
+    job: RolloutRequest
+    begun: StartedEpisode | None
     grant: Grant
     on_change: Callable[[_Member, bool], None]
     spent: int = 0
     waits: bool = False
     task: asyncio.Task[None] | None = None
-    conversation: EngineConversation | None = None
+    conversation: EngineChatSession | None = None
     _granted: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def granted(self) -> Grant:
@@ -80,10 +80,10 @@ class _Member:
             self.on_change(self, False)
             self._granted.set()
 
-    def state(self) -> Begun | None:
+    def state(self) -> StartedEpisode | None:
         """The attempt so far, None before its first token."""
         told = () if self.conversation is None else self.conversation.so_far
-        return Begun(self.job.key, told) if told else self.begun
+        return StartedEpisode(self.job.key, told) if told else self.begun
 
     @property
     def _is_used_up(self) -> bool:
@@ -146,7 +146,7 @@ class PartialRollouts:
         seconds = self.budget.seconds
         self._until = None if seconds is None else time.monotonic() + seconds
 
-    async def play(self, groups: Sequence[Sequence[Job]]) -> list[list[Episode]]:
+    async def play(self, groups: Sequence[Sequence[RolloutRequest]]) -> list[list[Episode]]:
         """Begin these groups and go on with the others; gives all that are complete."""
         for jobs in groups:
             self._enter(jobs, {}, {})
@@ -228,7 +228,9 @@ class PartialRollouts:
         if self._left is not None:
             self._left -= tokens
 
-    def _enter(self, jobs: Sequence[Job], done: dict[int, Episode], begun: dict[int, Begun]) -> None:
+    def _enter(
+        self, jobs: Sequence[RolloutRequest], done: dict[int, Episode], begun: dict[int, StartedEpisode]
+    ) -> None:
         number, self._next_number = self._next_number, self._next_number + 1
         self._groups[number] = StreamedGroup(number, jobs, jobs[0].key.step - 1, done, begun=begun)
         self._pending.extend((number, place) for place in range(len(jobs)) if place not in done)
@@ -248,7 +250,7 @@ class PartialRollouts:
             self._swap(None, episode_name(job.key))
             one.task = asyncio.get_running_loop().create_task(self._play(number, place, job))
 
-    async def _play(self, number: int, place: int, job: Job) -> None:
+    async def _play(self, number: int, place: int, job: RolloutRequest) -> None:
         """Play an episode to its end, over as many steps as that takes, and begin the next one."""
         one = self._open[number, place]
         try:
@@ -266,9 +268,9 @@ class PartialRollouts:
             self._swap(episode_name(one.job.key), None)
             self._changed.set()
 
-    def _converse(self, job: Job, conversation: Conversation) -> Conversation:
+    def _converse(self, job: RolloutRequest, conversation: ChatSession) -> ChatSession:
         """The conversation of an attempt, with the allowance of its episode and what it said before."""
-        assert isinstance(conversation, EngineConversation)
+        assert isinstance(conversation, EngineChatSession)
         one = next(o for o in self._open.values() if _same_episode(o.job.key, job.key))
         told = one.begun.segments if one.begun is not None and one.begun.key == job.key else ()
         one.job, one.conversation = job, replace(conversation, allowance=one, told=told)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StalenessSchedule:
     """`groups_per_step` groups train in each step, up to `last_step`.
 
     No token is older than `max_staleness` versions: with `hold` the learner waits for what is due, without it
@@ -34,7 +34,7 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Ticket:
+class GroupTicket:
     """A group that is on its way. `version` is the oldest on which its episodes began."""
 
     number: int
@@ -43,17 +43,17 @@ class Ticket:
 
 
 @dataclass
-class Admission:
+class StalenessController:
     """The groups on their way. `version` is that of the last step that is done.
 
     `begins` is the version of the engine; of several, the oldest one on which an episode may begin.
     """
 
-    pace: Pace
+    pace: StalenessSchedule
     version: int = 0
     begins: int = field(init=False)
     learning: bool = field(default=False, init=False)
-    _tickets: dict[int, Ticket] = field(default_factory=dict, init=False)
+    _tickets: dict[int, GroupTicket] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.begins = self.version
@@ -64,7 +64,7 @@ class Admission:
         return self.version + 1 + self.learning
 
     @property
-    def on_their_way(self) -> tuple[Ticket, ...]:
+    def on_their_way(self) -> tuple[GroupTicket, ...]:
         """Admitted and neither taken nor discarded, by number."""
         return tuple(self._tickets[number] for number in sorted(self._tickets))
 
@@ -79,13 +79,13 @@ class Admission:
         steps = self._due(self.begins) - self.next_step + 1
         return max(0, self.pace.groups_per_step * steps - len(self._tickets))
 
-    def admit(self, number: int) -> Ticket:
+    def admit(self, number: int) -> GroupTicket:
         """A group starts. Raises ValueError where there is no room, or the number is on its way already."""
         if number in self._tickets:
             raise ValueError(f"group {number} is on its way already")
         if not self.room:
             raise ValueError(f"there is no room for group {number}")
-        ticket = self._tickets[number] = Ticket(number, self.begins)
+        ticket = self._tickets[number] = GroupTicket(number, self.begins)
         return ticket
 
     def admit_again(self, number: int, version: int) -> bool:
@@ -94,7 +94,7 @@ class Admission:
         It does unless it cannot train in time any more, the pace being another one now. Where nothing is
         held back for it, it goes on however late it is.
         """
-        self._tickets[number] = Ticket(number, version)
+        self._tickets[number] = GroupTicket(number, version)
         if not self.pace.hold or self._feasible(self._tickets.values(), self.next_step):
             return True
         del self._tickets[number]
@@ -163,7 +163,7 @@ class Admission:
         """The last step that may train a group of this version."""
         return min(version + self.pace.max_staleness + 1, self.pace.last_step)
 
-    def _feasible(self, tickets: Collection[Ticket], first: int) -> bool:
+    def _feasible(self, tickets: Collection[GroupTicket], first: int) -> bool:
         """Whether the steps from `first` on can take all of these in time."""
         due = Counter(self._due(ticket.version) for ticket in tickets)
         total = 0

@@ -7,7 +7,7 @@ import sys
 
 from ludus.sandbox.guest.kernel import checked, ignore_interrupts, libc
 from ludus.sandbox.guest.orders import answer
-from ludus.sandbox.guest.wire import Gone, Line
+from ludus.sandbox.guest.wire import Gone, WireLine
 
 _SET_DUMPABLE = 4
 
@@ -40,7 +40,7 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
     sys.path[:] = [place for place in sys.path if place]  # the box is the working folder
-    line = Line(Pipes(source, sink))
+    line = WireLine(Pipes(source, sink))
     ignore_interrupts()
     try:
         checked(libc().prctl(_SET_DUMPABLE, 0, 0, 0, 0), "prctl")

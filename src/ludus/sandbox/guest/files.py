@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 
-from ludus.sandbox.guest.kernel import NODEV, NOSUID, REMOUNT, Bounds, mount
+from ludus.sandbox.guest.kernel import NODEV, NOSUID, REMOUNT, ResourceBounds, mount
 from ludus.sandbox.guest.light import Suppress
 from ludus.sandbox.guest.program import BOX
 
@@ -18,7 +18,7 @@ DEEPEST, LONGEST = 32, 512
 """Folders on the way to a file that is taken, and characters of its path."""
 
 
-class Tree:
+class FileTree:
     """The files under a folder. `left_out` counts those that `walk` passed over."""
 
     def __init__(self) -> None:
@@ -65,9 +65,9 @@ class Collected:
         self.left_out = 0
 
 
-def collect(bounds: Bounds, known: dict[str, bytes], box: str = BOX) -> Collected:
+def collect(bounds: ResourceBounds, known: dict[str, bytes], box: str = BOX) -> Collected:
     """The regular files with one link that are not as in `known`."""
-    found, tree, room = Collected(), Tree(), bounds.files_out_bytes
+    found, tree, room = Collected(), FileTree(), bounds.files_out_bytes
     root = os.open(box, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for path, folder, name, state in tree.walk(root):
@@ -94,7 +94,7 @@ def _read(folder: int, name: str) -> bytes:
         return file.read() if stat.S_ISREG(os.fstat(fd).st_mode) else b""
 
 
-def make_box(bounds: Bounds) -> None:
+def make_box(bounds: ResourceBounds) -> None:
     """Give the folders of the run their sizes. Raises OSError."""
     mount(
         None, BOX, None, REMOUNT | NOSUID | NODEV, f"size={bounds.disk_bytes},nr_inodes={bounds.disk_files}"

@@ -6,12 +6,12 @@ import os
 import select
 import time
 
-from ludus.sandbox.guest.kernel import Bounds
+from ludus.sandbox.guest.kernel import ResourceBounds
 from ludus.sandbox.guest.light import Suppress, signal
-from ludus.sandbox.guest.output import Kept
+from ludus.sandbox.guest.output import BoundedOutput
 from ludus.sandbox.guest.program import become_program, finish
-from ludus.sandbox.guest.usage import Usage, reaped_cpu
-from ludus.sandbox.guest.wire import Gone, Line
+from ludus.sandbox.guest.usage import ResourceUsage, reaped_cpu
+from ludus.sandbox.guest.wire import Gone, WireLine
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # collections take time to import
@@ -27,13 +27,13 @@ _BROKEN = 70
 class Guard:
     """One program at a time, with its three streams."""
 
-    def __init__(self, line: Line, code: bytes, bounds: Bounds) -> None:
+    def __init__(self, line: WireLine, code: bytes, bounds: ResourceBounds) -> None:
         self.line, self.code, self.bounds = line, code, bounds
-        self.usage = Usage()
+        self.usage = ResourceUsage()
         self.child = self.pidfd = self.stdin = self.done = self.said = -1
         self.status: int | None = None
         self.feed = memoryview(b"")
-        self.outs: dict[int, Kept] = {}
+        self.outs: dict[int, BoundedOutput] = {}
         self.left_out, self.keep = 0, False
         self.poll = select.poll()
 
@@ -55,7 +55,7 @@ class Guard:
             os.set_blocking(fd, False)
         self.pidfd, self.status, self.stdin = os.pidfd_open(self.child), None, in_w
         self.feed, self.keep = memoryview(stdin), False
-        self.outs = {fd: Kept(self.bounds.output) for fd in (out_r, err_r)}
+        self.outs = {fd: BoundedOutput(self.bounds.output) for fd in (out_r, err_r)}
         self.poll = select.poll()
         for fd in (self.line.sock.fileno(), self.pidfd, out_r, err_r):
             self.poll.register(fd, select.POLLIN)

@@ -13,7 +13,7 @@ NOSUID, NODEV, NOEXEC, REMOUNT, BIND = 2, 4, 8, 32, 4096
 _SET_SECCOMP, _FILTER = 22, 2
 
 
-class Bounds:
+class ResourceBounds:
     """The limits of a run, as `ludus.sandbox.base.Limits` names them."""
 
     def __init__(self, given: object) -> None:
@@ -78,7 +78,7 @@ def ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def set_limits(bounds: Bounds, in_session: bool) -> None:
+def set_limits(bounds: ResourceBounds, in_session: bool) -> None:
     """The limits that the kernel keeps for each process. A session's CPU is watched a call at a time.
 
     Processes are not counted where `bounds.processes` is 0.

@@ -10,7 +10,7 @@ _LONGEST, _MOST = 4096, 128 * 1024
 """Bytes of one text of a process, and of all texts together."""
 
 
-class Listed:
+class ListedFile:
     """The processes of the namespace but process 1. `cut` says that there was no room for all."""
 
     def __init__(self) -> None:

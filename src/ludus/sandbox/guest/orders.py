@@ -9,17 +9,17 @@ import time
 
 from ludus.sandbox.guest.files import collect, make_box, mark, put, remove, wipe
 from ludus.sandbox.guest.guard import Guard
-from ludus.sandbox.guest.kernel import Bounds
+from ludus.sandbox.guest.kernel import ResourceBounds
 from ludus.sandbox.guest.light import Suppress
-from ludus.sandbox.guest.listing import Listed
+from ludus.sandbox.guest.listing import ListedFile
 from ludus.sandbox.guest.program import SHELL, run_command, run_python, serve_python
 from ludus.sandbox.guest.usage import reaped_cpu
-from ludus.sandbox.guest.wire import Gone, Line
+from ludus.sandbox.guest.wire import Gone, WireLine
 
 _IDLE_S = 0.1
 
 
-class Ended:
+class ProcessEnded:
     """How a program or a call ended, as it is sent."""
 
     def __init__(self, guard: Guard, how: str, begin: float, cpu_s: float) -> None:
@@ -38,7 +38,9 @@ class Ended:
         }
 
 
-def run_once(line: Line, code: bytes, bounds: Bounds, header: dict[str, object], blobs: list[bytes]) -> None:
+def run_once(
+    line: WireLine, code: bytes, bounds: ResourceBounds, header: dict[str, object], blobs: list[bytes]
+) -> None:
     """One program: its answer carries stdout, stderr and files. Raises Gone.
 
     What breaks once the program runs is told as its doing.
@@ -58,7 +60,7 @@ def run_once(line: Line, code: bytes, bounds: Bounds, header: dict[str, object],
         finally:
             guard.end_all()
         stdout, stderr = guard.drain()
-        ended = Ended(guard, how, begin, reaped_cpu())
+        ended = ProcessEnded(guard, how, begin, reaped_cpu())
         if not argv and ended.header["exit"] == 1 and b"MemoryError" in stderr[-200:]:
             ended.header["memory_exceeded"] = True
         made = collect(bounds, files)
@@ -69,7 +71,7 @@ def run_once(line: Line, code: bytes, bounds: Bounds, header: dict[str, object],
 class _Telling:
     """Tells the host what breaks while a program runs as the program's doing. Gone passes."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: WireLine) -> None:
         self._line = line
 
     def __enter__(self) -> None:
@@ -91,7 +93,7 @@ def _list(value: object) -> list[object]:
 class SessionGuard:
     """A session: an interpreter that is started again where a call ended it."""
 
-    def __init__(self, line: Line, code: bytes, bounds: Bounds, kind: object) -> None:
+    def __init__(self, line: WireLine, code: bytes, bounds: ResourceBounds, kind: object) -> None:
         self.line, self.kind, self.bounds = line, kind, bounds
         self.guard = Guard(line, code, bounds)
         self.commands = -1
@@ -135,7 +137,7 @@ class SessionGuard:
             told = {"executable": sorted(made.executable), "cut": made.cut, "left_out": made.left_out}
             self.line.send({"names": list(made.files), **told}, [*made.files.values()])
         elif header["op"] == "processes":
-            listed = Listed()
+            listed = ListedFile()
             self.line.send({"processes": listed.found, "cut": listed.cut}, [])
         else:
             raise OSError(f"there is no operation {header['op']!r}")
@@ -180,7 +182,7 @@ class SessionGuard:
             self._end()
         stdout, stderr = guard.drain()
         before, self.spent = self.spent, guard.cpu()
-        header = Ended(guard, how, begin, self.spent - before).header
+        header = ProcessEnded(guard, how, begin, self.spent - before).header
         if how == "done":
             header["exit"] = guard.said
         else:
@@ -199,7 +201,7 @@ def _clear(fd: int) -> None:
             pass
 
 
-def answer(line: Line, code: bytes, contained: bool = False) -> None:
+def answer(line: WireLine, code: bytes, contained: bool = False) -> None:
     """Take one order and serve it; what breaks the guard itself is told to the host.
 
     In a container (`contained`) the engine has sized the box and counts the processes: the kernel would count
@@ -207,7 +209,7 @@ def answer(line: Line, code: bytes, contained: bool = False) -> None:
     """
     try:
         header, blobs = line.read()
-        bounds = Bounds(header["limits"])
+        bounds = ResourceBounds(header["limits"])
         if contained:
             bounds.processes = 0
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 _NOTE_BYTES = 64
 
 
-class Kept:
+class BoundedOutput:
     """A stream of which at most `bound` bytes are kept, the note included: two thirds from its head.
 
     Where the bound has no room for a note, only the head is kept. `left_out` counts the other bytes.

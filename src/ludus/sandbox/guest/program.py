@@ -8,7 +8,14 @@ import os
 import struct
 import sys
 
-from ludus.sandbox.guest.kernel import Bounds, drop_capabilities, install_filter, libc, set_limits, write_text
+from ludus.sandbox.guest.kernel import (
+    ResourceBounds,
+    drop_capabilities,
+    install_filter,
+    libc,
+    set_limits,
+    write_text,
+)
 from ludus.sandbox.guest.light import Suppress, signal
 
 BOX = "/box"
@@ -16,7 +23,7 @@ _SET_DUMPABLE = 4
 _MISSING = 127
 
 
-def become_program(bounds: Bounds, code: bytes, fds: list[int]) -> None:
+def become_program(bounds: ResourceBounds, code: bytes, fds: list[int]) -> None:
     """Turn a fresh fork into what may run untrusted code: its descriptors become 0, 1, 2, ..."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -13,7 +13,7 @@ _FREE_SOCKETS = 64
 """More than ordinary programs have; what these hold does not count."""
 
 
-class Usage:
+class ResourceUsage:
     """What all processes of the namespace use, but this one. `peak` is the most bytes of memory seen."""
 
     def __init__(self) -> None:

@@ -73,7 +73,7 @@ if TYPE_CHECKING:  # `typing` takes time to import, and a cell starts with this 
             ...
 
 
-class Line:
+class WireLine:
     """The guard's end of what connects it to the host."""
 
     def __init__(self, sock: Ends) -> None:

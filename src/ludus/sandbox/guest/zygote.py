@@ -23,7 +23,7 @@ from ludus.sandbox.guest.kernel import (
 )
 from ludus.sandbox.guest.light import Suppress, signal
 from ludus.sandbox.guest.orders import answer
-from ludus.sandbox.guest.wire import Gone, Line
+from ludus.sandbox.guest.wire import Gone, WireLine
 
 _NAMESPACES = 0x10000000 | 0x20000000 | 0x20000 | 0x08000000
 """CLONE_NEWUSER, NEWPID, NEWNS, NEWIPC: new for each run. The cell has one run at a time and no network."""
@@ -36,7 +36,7 @@ _PATIENCE_S = 0.05
 
 def main(control: _socket.socket) -> None:
     """Serve the host until it closes the control socket."""
-    header, blobs = Line(control).read()
+    header, blobs = WireLine(control).read()
     uid, gid = int(str(header["uid"])), int(str(header["gid"]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     libc()
@@ -71,16 +71,16 @@ def _offer(control: _socket.socket, code: bytes, uid: int, gid: int) -> None:
     if pid == 0:
         control.close()
         theirs.close()
-        _be_guard(Line(ours), code, uid, gid)
+        _be_guard(WireLine(ours), code, uid, gid)
         os._exit(0)
     if pid == -1:
-        Line(ours).send({"error": f"clone: {os.strerror(ctypes.get_errno())}"}, [])
+        WireLine(ours).send({"error": f"clone: {os.strerror(ctypes.get_errno())}"}, [])
     control.sendmsg([b"g"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("=i", theirs.fileno()))])
     theirs.close()
     ours.close()
 
 
-def _be_guard(line: Line, code: bytes, uid: int, gid: int) -> None:
+def _be_guard(line: WireLine, code: bytes, uid: int, gid: int) -> None:
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         ignore_interrupts()

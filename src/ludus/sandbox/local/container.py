@@ -23,7 +23,7 @@ from ludus.errors import UserError, WorldError
 from ludus.sandbox.base import (
     Limits,
     Outcome,
-    Session,
+    SandboxSession,
     SessionKind,
     checked_files,
     make_order,
@@ -209,7 +209,7 @@ class ContainerSandbox:
         *,
         files: Mapping[str, bytes] | None = None,
         limits: Limits | None = None,
-    ) -> Session:
+    ) -> SandboxSession:
         """A session in a container of its own. Raises UserError, and WorldError where the engine fails."""
         given, bounds = checked_files(files or {}), limits or Limits()
         home = self._home(bounds)

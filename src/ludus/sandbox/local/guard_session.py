@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ludus.errors import UserError, WorldError
-from ludus.sandbox.base import Change, Limits, Order, Outcome, Process, SessionKind, Snapshot, checked_files
+from ludus.sandbox.base import (
+    FileChange,
+    Limits,
+    Outcome,
+    Process,
+    RunOrder,
+    SessionKind,
+    Snapshot,
+    checked_files,
+)
 from ludus.sandbox.local.cell import (
     GRACE_S,
     GuardGoneError,
@@ -46,7 +55,7 @@ class Home(Protocol):
         ...
 
 
-async def run_order(home: Home, order: Order) -> Outcome:
+async def run_order(home: Home, order: RunOrder) -> Outcome:
     """One run from a clean start. Raises WorldError; the home is of no more use then.
 
     A guard that does not answer in time is the program's doing: it timed out, and the home is ended. A guard
@@ -87,7 +96,7 @@ Place = TypeVar("Place", bound=Home)
 
 @dataclass(eq=False)
 class GuardSession:
-    """See `ludus.sandbox.base.Session`. What breaks the guard ends the session's home."""
+    """See `ludus.sandbox.base.SandboxSession`. What breaks the guard ends the session's home."""
 
     home: Home
     wire: Wire
@@ -134,9 +143,9 @@ class GuardSession:
 
     async def write(self, files: Mapping[str, bytes]) -> None:
         """Put files into its folder. Raises UserError and WorldError."""
-        await self.change(Change(files))
+        await self.change(FileChange(files))
 
-    async def change(self, change: Change) -> None:
+    async def change(self, change: FileChange) -> None:
         """Write, mark and remove files of its folder. Raises UserError and WorldError."""
         checked_files(dict.fromkeys([*change.executable, *change.remove], b""))
         header = {"op": "change", "names": list(checked_files(change.write)), "remove": sorted(change.remove)}

@@ -21,9 +21,9 @@ from weakref import WeakKeyDictionary
 from ludus.errors import UserError
 from ludus.sandbox.base import (
     Limits,
-    Order,
     Outcome,
-    Session,
+    RunOrder,
+    SandboxSession,
     SessionKind,
     checked_files,
     make_order,
@@ -130,7 +130,7 @@ class NamespacesSandbox:
         finally:
             places.release()
 
-    async def _run(self, order: Order) -> Outcome:
+    async def _run(self, order: RunOrder) -> Outcome:
         cell = await self._take()
         try:
             outcome = await run_order(cell, order)
@@ -149,7 +149,7 @@ class NamespacesSandbox:
         *,
         files: Mapping[str, bytes] | None = None,
         limits: Limits | None = None,
-    ) -> Session:
+    ) -> SandboxSession:
         """A session in a cell of its own, beside the runs. Raises UserError and WorldError."""
         given = checked_files(files or {})
         cell = await self._take()

@@ -1,7 +1,7 @@
 """Clocks that stand still while what they measure waits for a place of a sandbox.
 
 A program that has yet to begin takes no time: neither its tool nor its environment is late because others
-run. Who bounds a piece of work runs it under a `Clock`; who has places says when work waits for one.
+run. Who bounds a piece of work runs it under a `PausableClock`; who has places says when work waits for one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(eq=False)
-class Clock:
+class PausableClock:
     """Seconds that something may take from now on. `on_change`, where given, is told of each change: how many
     are left, or None while the clock stands still. Of several things under one clock none need wait."""
 
@@ -56,11 +56,11 @@ class Clock:
             self.on_change(left_s)
 
 
-_episode: ContextVar[Clock | None] = ContextVar("ludus-episode-clock", default=None)
+_episode: ContextVar[PausableClock | None] = ContextVar("ludus-episode-clock", default=None)
 
 
 @contextmanager
-def episode_clock(clock: Clock) -> Iterator[None]:
+def episode_clock(clock: PausableClock) -> Iterator[None]:
     """Within the block, this is the clock of the episode: it stands still in `episode_waits`."""
     token = _episode.set(clock)
     try:
@@ -83,11 +83,11 @@ def episode_waits() -> Iterator[None]:
             clock.go()
 
 
-_clocks: ContextVar[tuple[Clock, ...]] = ContextVar("ludus-clocks", default=())
+_clocks: ContextVar[tuple[PausableClock, ...]] = ContextVar("ludus-clocks", default=())
 
 
 @contextmanager
-def under(clock: Clock) -> Iterator[None]:
+def under(clock: PausableClock) -> Iterator[None]:
     """Within the block, and in tasks that begin in it, waiting stops this clock as well. Behind the block
     nobody is told of its changes any more: tasks may outlive it."""
     token = _clocks.set((*_clocks.get(), clock))

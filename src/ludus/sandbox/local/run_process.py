@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ludus.sandbox.guest.output import Kept
+from ludus.sandbox.guest.output import BoundedOutput
 
 _CHUNK = 1 << 16
 _LOOK_S = 0.02
@@ -22,7 +22,7 @@ _MOST_READS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class ProcessResult:
     """How a child ended: `status` as `os.wait4` gives it, memory in bytes."""
 
     stdout: bytes
@@ -36,7 +36,7 @@ class Done:
 
 
 @dataclass
-class Job:
+class ProcessRun:
     """One child in a process group of its own; `most_bytes` are kept of each of its two streams."""
 
     argv: Sequence[str]
@@ -46,7 +46,7 @@ class Job:
     most_bytes: int
     _stopped: bool = field(default=False, init=False)
 
-    async def run(self, stdin: bytes, stop: Callable[[], None] = lambda: None) -> Done:
+    async def run(self, stdin: bytes, stop: Callable[[], None] = lambda: None) -> ProcessResult:
         """Run it, in a thread; `stop` is called too where it is ended early. Raises OSError."""
         task = asyncio.ensure_future(asyncio.to_thread(self._run, stdin, stop))
         try:
@@ -56,7 +56,7 @@ class Job:
             await asyncio.wait([task])
             raise
 
-    def _run(self, stdin: bytes, stop: Callable[[], None]) -> Done:
+    def _run(self, stdin: bytes, stop: Callable[[], None]) -> ProcessResult:
         begin, timed_out, own_peak, peak = time.monotonic(), False, peak_memory("self"), 0
         child = subprocess.Popen(
             self.argv,
@@ -85,7 +85,7 @@ class Job:
         told = used.ru_maxrss * 1024
         if told > own_peak:  # else it may be of this process, which it was before exec
             peak = told
-        return Done(stdout, stderr, status, timed_out, streams.left_out, cpu_s, wall_s, peak)
+        return ProcessResult(stdout, stderr, status, timed_out, streams.left_out, cpu_s, wall_s, peak)
 
 
 def peak_memory(process: str) -> int:
@@ -107,7 +107,7 @@ class _Streams:
         self._pipes = (child.stdout, child.stderr, child.stdin)
         self._in = child.stdin.fileno()
         self._feed, self.left_out = memoryview(stdin), 0
-        self._kept = {pipe.fileno(): Kept(most) for pipe in self._pipes[:2]}
+        self._kept = {pipe.fileno(): BoundedOutput(most) for pipe in self._pipes[:2]}
         self._poll = select.poll()
         for pipe in self._pipes:
             os.set_blocking(pipe.fileno(), False)

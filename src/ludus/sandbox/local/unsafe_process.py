@@ -19,8 +19,8 @@ from pathlib import Path
 from ludus.errors import UserError, WorldError
 from ludus.sandbox.base import Limits, Outcome, RunsOnly, make_order
 from ludus.sandbox.guest.files import collect, put
-from ludus.sandbox.guest.kernel import Bounds
-from ludus.sandbox.local.run_process import Done, Job
+from ludus.sandbox.guest.kernel import ResourceBounds
+from ludus.sandbox.local.run_process import ProcessResult, ProcessRun
 
 _LAUNCH = """
 import json, os, resource, sys
@@ -71,12 +71,12 @@ class ProcessSandbox(RunsOnly):
                 argv = (sys.executable, "-s", str(main))
             words = [sys.executable, "-I", "-S", "-c", _LAUNCH, json.dumps(_resources(order.limits)), *argv]
             environment = {"PATH": os.defpath, "HOME": str(box), "LANG": "C.UTF-8", "PYTHONPATH": str(box)}
-            job = Job(words, str(box), environment, order.limits.wall_s, order.limits.output_bytes)
+            job = ProcessRun(words, str(box), environment, order.limits.wall_s, order.limits.output_bytes)
             try:
                 done = await job.run(order.stdin)
             except OSError as error:
                 raise WorldError(f"A process cannot be started: {error}.") from error
-            made = collect(Bounds(asdict(order.limits)), given, str(box))
+            made = collect(ResourceBounds(asdict(order.limits)), given, str(box))
         return outcome_of_child(done, made.files, made.cut or made.left_out > 0, order.source is not None)
 
 
@@ -91,7 +91,7 @@ def _resources(limits: Limits) -> list[tuple[int, int]]:
     ]
 
 
-def outcome_of_child(done: Done, files: Mapping[str, bytes], cut: bool, is_python: bool) -> Outcome:
+def outcome_of_child(done: ProcessResult, files: Mapping[str, bytes], cut: bool, is_python: bool) -> Outcome:
     """How a child ended, as an outcome."""
     ended_by = os.WTERMSIG(done.status) if os.WIFSIGNALED(done.status) else None
     code = os.WEXITSTATUS(done.status) if ended_by is None else None

@@ -14,17 +14,17 @@ from pydantic import BaseModel, ValidationError
 
 from ludus.errors import UserError, WorldError
 from ludus.sandbox.base import (
-    Change,
+    FileChange,
     Limits,
     Outcome,
     Process,
-    Session,
+    SandboxSession,
     SessionKind,
     Snapshot,
     checked_files,
     make_order,
 )
-from ludus.sandbox.remote.client_session import MOST_BYTES, Asker
+from ludus.sandbox.remote.client_session import MOST_BYTES, HttpClient
 from ludus.sandbox.remote.messages import (
     CallMessage,
     ChangeMessage,
@@ -58,7 +58,7 @@ class RemoteSandbox:
 
     settings: RemoteSettings
     name: str = field(default="remote", init=False)
-    _asker: Asker = field(init=False)
+    _asker: HttpClient = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.settings.url.startswith(("http://", "https://")) or not self.settings.token:
@@ -67,7 +67,7 @@ class RemoteSandbox:
                 "Start one: ludus sandbox serve; then set sandbox.url and sandbox.token.",
             )
         hint = "Look at its log, or start it: ludus sandbox serve"
-        self._asker = Asker(self.settings.url, self.settings.token, hint, MOST_BYTES)
+        self._asker = HttpClient(self.settings.url, self.settings.token, hint, MOST_BYTES)
 
     async def run(
         self,
@@ -95,7 +95,7 @@ class RemoteSandbox:
         *,
         files: Mapping[str, bytes] | None = None,
         limits: Limits | None = None,
-    ) -> Session:
+    ) -> SandboxSession:
         """A session on the server. Raises UserError and WorldError."""
         own = limits or Limits()
         asked = SessionMessage.model_construct(
@@ -139,9 +139,9 @@ class RemoteSession:
 
     async def write(self, files: Mapping[str, bytes]) -> None:
         """Put files into its folder. Raises UserError and WorldError."""
-        await self.change(Change(checked_files(files)))
+        await self.change(FileChange(checked_files(files)))
 
-    async def change(self, change: Change) -> None:
+    async def change(self, change: FileChange) -> None:
         """Write, mark and remove files of its folder. Raises UserError and WorldError."""
         asked = ChangeMessage.model_construct(
             write=dict(change.write), executable=dict(change.executable), remove=sorted(change.remove)

@@ -15,7 +15,7 @@ MOST_BYTES = 256 * 2**20
 
 
 @dataclass(eq=False)
-class Asker:
+class HttpClient:
     """A service at `url`; `hint` says what helps where it cannot be reached. For one event loop at a time.
 
     A reply has at most `most_bytes`, by default as many as any (`ludus.untrusted.replies`).

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, EncodedBytes, EncoderProtocol, Field
 from pydantic_core import PydanticCustomError
 
-from ludus.sandbox.base import Change, Limits, Outcome, Process, SessionKind, Snapshot
+from ludus.sandbox.base import FileChange, Limits, Outcome, Process, SessionKind, Snapshot
 
 
 class _Base64(EncoderProtocol):
@@ -133,15 +133,15 @@ class ProcessesMessage(_Message):
 
 
 class ChangeMessage(_Message):
-    """The fields of `Change`."""
+    """The fields of `FileChange`."""
 
     write: Files
     executable: dict[str, bool]
     remove: list[str]
 
-    def change(self) -> Change:
+    def change(self) -> FileChange:
         """The message as a change."""
-        return Change(self.write, self.executable, frozenset(self.remove))
+        return FileChange(self.write, self.executable, frozenset(self.remove))
 
 
 class OutcomeMessage(_Message):

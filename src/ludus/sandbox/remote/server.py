@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ludus.errors import LudusError, UserError, WorldError
-from ludus.sandbox.base import Limits, Sandbox, Session
+from ludus.sandbox.base import Limits, Sandbox, SandboxSession
 from ludus.sandbox.remote.messages import (
     CallMessage,
     ChangeMessage,
@@ -43,7 +43,7 @@ Asked = TypeVar("Asked", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
-class ServerSettings:
+class SandboxServerSettings:
     """`ceiling` bounds what clients may ask for, `sessions` how many are open, unused `idle_s` at most."""
 
     token: str
@@ -54,7 +54,7 @@ class ServerSettings:
 
 @dataclass
 class _Open:
-    session: Session
+    session: SandboxSession
     lock: asyncio.Lock
     used: float
 
@@ -62,7 +62,7 @@ class _Open:
 @dataclass
 class _Service:
     sandbox: Sandbox
-    settings: ServerSettings
+    settings: SandboxServerSettings
     opened: dict[str, _Open] = field(default_factory=dict)
     starting: int = 0
 
@@ -100,7 +100,7 @@ class _Service:
             finally:
                 kept.used = time.monotonic()
 
-    async def _act(self, session: Session, name: str, act: str, body: bytes) -> BaseModel:
+    async def _act(self, session: SandboxSession, name: str, act: str, body: bytes) -> BaseModel:
         if act == "run":
             code = _text("code", (await _read(CallMessage, body)).code)
             return OutcomeMessage.of(await session.run(code))
@@ -148,7 +148,7 @@ class _Service:
         return limits
 
 
-def make_app(sandbox: Sandbox, settings: ServerSettings) -> Starlette:
+def make_app(sandbox: Sandbox, settings: SandboxServerSettings) -> Starlette:
     """The application; it closes `sandbox` at its end."""
     service = _Service(sandbox, settings)
 

@@ -20,9 +20,9 @@ import httpx
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from ludus.errors import UserError, WorldError
-from ludus.sandbox.base import MIB, Limits, Order, Outcome, RunsOnly, make_order
-from ludus.sandbox.guest.output import Kept
-from ludus.sandbox.remote.client_session import Asker
+from ludus.sandbox.base import MIB, Limits, Outcome, RunOrder, RunsOnly, make_order
+from ludus.sandbox.guest.output import BoundedOutput
+from ludus.sandbox.remote.client_session import HttpClient
 
 _MARGIN_S = 30.0
 _SERVICES = "docs/sandbox.md says what such a service must be set up to do."
@@ -94,7 +94,7 @@ class _Ended:
         """As an outcome, with streams cut as everywhere."""
         streams, left_out = [], 0
         for text in (self.stdout, self.stderr):
-            kept = Kept(limits.output_bytes)
+            kept = BoundedOutput(limits.output_bytes)
             kept.add(text.encode("utf-8", "surrogatepass"))
             left_out += kept.left_out
             streams.append(kept.take())
@@ -119,12 +119,12 @@ class _Service(RunsOnly, ABC):
     """What the services share: one question a run."""
 
     settings: ServiceSettings
-    _asker: Asker = field(init=False)
+    _asker: HttpClient = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.settings.url.startswith(("http://", "https://")):
             raise UserError(f"The {self.name} backend needs the address of its service.", "Set sandbox.url.")
-        self._asker = Asker(self.settings.url, self.settings.token, _SERVICES)
+        self._asker = HttpClient(self.settings.url, self.settings.token, _SERVICES)
 
     @property
     @abstractmethod
@@ -132,7 +132,7 @@ class _Service(RunsOnly, ABC):
         """The backend's name."""
 
     @abstractmethod
-    async def _ask(self, order: Order) -> Outcome:
+    async def _ask(self, order: RunOrder) -> Outcome:
         """Run it there."""
 
     async def run(
@@ -171,7 +171,7 @@ class FusionSandbox(_Service):
         """The backend's name."""
         return "sandbox_fusion"
 
-    async def _ask(self, order: Order) -> Outcome:
+    async def _ask(self, order: RunOrder) -> Outcome:
         language, code = _code_of(order)
         asked = {
             "language": language,
@@ -200,7 +200,7 @@ class PistonSandbox(_Service):
         """The backend's name."""
         return "piston"
 
-    async def _ask(self, order: Order) -> Outcome:
+    async def _ask(self, order: RunOrder) -> Outcome:
         language, code = _code_of(order)
         main = {"name": "main.code", "content": code, "encoding": "utf8"}
         asked = {
@@ -228,7 +228,7 @@ class PistonSandbox(_Service):
         return ended.outcome(order.limits)
 
 
-def _code_of(order: Order) -> tuple[str, str]:
+def _code_of(order: RunOrder) -> tuple[str, str]:
     """Language and code: a command is a line for bash."""
     if order.source is None:
         return "bash", shlex.join(order.argv)

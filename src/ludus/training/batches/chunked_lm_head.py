@@ -38,7 +38,7 @@ class TokenScores(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class LmHead:
     """The output layer: `weight` `[V, H]`, `bias` `[V]` or none, and the temperature of its logits."""
 
     weight: Tensor
@@ -146,7 +146,7 @@ class _Kept(torch.autograd.Function):
         targets: Tensor,
         how: _How,
     ) -> tuple[Tensor, Tensor]:
-        head = Head(weight, bias, how.temperature)
+        head = LmHead(weight, bias, how.temperature)
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         probabilities = hidden.new_empty(len(hidden), len(weight), dtype=wide)
         logprobs, spread = (hidden.new_zeros(len(hidden), dtype=wide) for _ in range(2))
@@ -183,7 +183,7 @@ class _Chunked(torch.autograd.Function):
         targets: Tensor,
         how: _How,
     ) -> tuple[Tensor, Tensor]:
-        head = Head(weight, bias, how.temperature)
+        head = LmHead(weight, bias, how.temperature)
         parts = [
             logits_to_scores(head.logits(h), t, how.entropy)
             for h, t in zip(torch.split(hidden, how.rows), torch.split(targets, how.rows), strict=True)
@@ -201,7 +201,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, *rest = ctx.saved_tensors
         bias, how = rest[0] if rest else None, ctx.how
-        head = Head(weight, bias, how.temperature)
+        head = LmHead(weight, bias, how.temperature)
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         to_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None

@@ -51,7 +51,7 @@ def fault_of_rows(rows: Sequence[Row]) -> str:
 
 
 @dataclass
-class Watch:
+class FiniteChecks:
     """Whether the numbers of a step's microbatches are finite, looked at once, after the last of them.
 
     On a GPU each look waits for the device; so what is odd is gathered there, and only where something is,

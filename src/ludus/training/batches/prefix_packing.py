@@ -31,7 +31,7 @@ LEAST_SHARED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class PrefixNode:
     """A run of tokens, [`start`, `end`) in the row; `above` are the nodes that it continues, root first."""
 
     start: int
@@ -40,7 +40,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Forest:
+class PrefixForest:
     """Sequences planted together.
 
     `tokens` and `positions` `[1, T]` int64, `T` the tokens that differ; `nodes` in the order of the row;
@@ -50,7 +50,7 @@ class Forest:
 
     tokens: Tensor
     positions: Tensor
-    nodes: tuple[Node, ...]
+    nodes: tuple[PrefixNode, ...]
     places: tuple[Tensor, ...]
     masks: dict[MaskShape, Tensor] = field(default_factory=dict, compare=False)
 
@@ -65,7 +65,7 @@ class Forest:
         return any(node.above for node in self.nodes)
 
 
-def plant(sequences: Sequence[Sequence[int]], device: torch.device) -> Forest:
+def plant(sequences: Sequence[Sequence[int]], device: torch.device) -> PrefixForest:
     """The forest of `sequences`; empty ones take no place."""
     order = sorted((i for i, s in enumerate(sequences) if len(s)), key=lambda i: tuple(sequences[i]))
     common = [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(order)]
@@ -75,7 +75,7 @@ def plant(sequences: Sequence[Sequence[int]], device: torch.device) -> Forest:
     for i, runs in zip(order, grower.runs, strict=True):
         spans = [torch.arange(grower.nodes[n].start, grower.nodes[n].end) for n in runs]
         places[i] = torch.cat(spans)[: len(sequences[i])].to(device)
-    return Forest(
+    return PrefixForest(
         tokens=torch.tensor([grower.tokens], dtype=torch.int64, device=device),
         positions=torch.tensor([grower.positions], dtype=torch.int64, device=device),
         nodes=tuple(grower.nodes),
@@ -91,7 +91,7 @@ class _Grower:
         self._common = common
         self.tokens: list[int] = []
         self.positions: list[int] = []
-        self.nodes: list[Node] = []
+        self.nodes: list[PrefixNode] = []
         self.runs: list[tuple[int, ...]] = [()] * len(sequences)
 
     def grow(self) -> None:
@@ -124,7 +124,7 @@ class _Grower:
         begin = len(self.tokens)
         self.tokens += self._sequences[sequence][start:end]
         self.positions += range(start, end)
-        self.nodes.append(Node(begin, len(self.tokens), above))
+        self.nodes.append(PrefixNode(begin, len(self.tokens), above))
         return (*above, len(self.nodes) - 1)
 
 
@@ -141,7 +141,7 @@ def forest_attention(
     `query` `[1, Hq, T, D]`, `key` and `value` `[1, H, T, D]`. Follows transformers' `scaling` and
     `sliding_window`; a soft cap or sinks raise ValueError.
     """
-    forest: Forest | None = options.pop("forest", None)
+    forest: PrefixForest | None = options.pop("forest", None)
     if forest is None:
         found: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, **options
@@ -173,7 +173,7 @@ def _attend_causal(query: Tensor, known: tuple[Tensor, Tensor], scale: float | N
 
 
 def _attend_masked(
-    forest: Forest, query: Tensor, known: tuple[Tensor, Tensor], scale: float | None, window: int
+    forest: PrefixForest, query: Tensor, known: tuple[Tensor, Tensor], scale: float | None, window: int
 ) -> Tensor:
     """`[1, Hq, n, D]` of the last n of the tokens that `known` holds.
 

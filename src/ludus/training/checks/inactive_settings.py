@@ -19,7 +19,7 @@ from ludus.algorithms.spec.algorithm import (
 )
 from ludus.algorithms.spec.resolve import algorithm_of, minibatches_of
 from ludus.config.schema import Config
-from ludus.envs.base import Anchored, EmitsTurnRewards, World, turn_verifier_of
+from ludus.envs.base import EmitsTurnRewards, HasStateKey, World, turn_verifier_of
 
 _MORE_UPDATES = "Set training.minibatches = 4, or training.epochs = 2"
 
@@ -78,10 +78,10 @@ def _of_turns(config: Config, algorithm: Algorithm, world: World) -> Iterator[st
         )
     if algorithm.advantage in STATE_ADVANTAGES:
         environment = world.environment(world.tasks("train")[0])
-        if not isinstance(environment, Anchored):
+        if not isinstance(environment, HasStateKey):
             yield (
                 f"The comparison of equal states of the advantage {algorithm.advantage} cannot act: the "
-                f"world {world.name} names no states (`Anchored`). Set algorithm.preset = 'grpo'."
+                f"world {world.name} names no states (`HasStateKey`). Set algorithm.preset = 'grpo'."
             )
 
 

@@ -22,10 +22,10 @@ from ludus.config.schema import Config
 from ludus.engines.models.loading import num_positions
 from ludus.sandbox.local.run_process import peak_memory
 from ludus.training.batches.rows import Row
-from ludus.training.distributed.collectives import Ranks, raise_together
+from ludus.training.distributed.collectives import Collectives, raise_together
 from ludus.training.distributed.fsdp import local
 from ludus.training.distributed.launcher import DryRun
-from ludus.training.learner.learner import Known, Learner
+from ludus.training.learner.learner import CachedLogprobs, Learner
 from ludus.training.learner.microbatch_budget import REMEDY
 
 log = logging.getLogger("ludus.learner")
@@ -97,7 +97,9 @@ def dry_run(learner: Learner, longest: int) -> MemoryEstimate:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         try:
-            learner.gradient(rows, Known(chosen=[torch.zeros(longest, dtype=torch.bool)] * len(rows)))
+            learner.gradient(
+                rows, CachedLogprobs(chosen=[torch.zeros(longest, dtype=torch.bool)] * len(rows))
+            )
             gradients = sum(_size(p.grad) for p in parameters if p.grad is not None)
             peak = _peak(device)
         finally:
@@ -116,7 +118,7 @@ def dry_run(learner: Learner, longest: int) -> MemoryEstimate:
     return estimate
 
 
-def _check_fits(estimate: MemoryEstimate, ranks: Ranks, device: torch.device) -> None:
+def _check_fits(estimate: MemoryEstimate, ranks: Collectives, device: torch.device) -> None:
     """Raise LearnerError where it does not fit. Processes of one machine share it, but for that of GPUs."""
     place = socket.gethostname() if device.type == "cpu" else str(ranks.rank)
     found = ranks.gather((place, estimate.total))

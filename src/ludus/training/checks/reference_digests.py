@@ -11,14 +11,14 @@ from collections.abc import Mapping
 
 from ludus.engines.models.fingerprint import fingerprint_adapted
 from ludus.errors import UserError
-from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.ref_and_teacher import TokenScorer
-from ludus.training.run.session import Session
+from ludus.training.run.session import TrainingSession
 
 START, TEACHER = "start", "teacher"
 
 
-def origins_of(session: Session, scorers: Mapping[str, TokenScorer]) -> dict[str, str]:
+def origins_of(session: TrainingSession, scorers: Mapping[str, TokenScorer]) -> dict[str, str]:
     """The digests of the models that must not change, by name, before a checkpoint is loaded.
 
     `start` is the model that the run began with: where it is the reference, or stands below adapters.
@@ -27,12 +27,12 @@ def origins_of(session: Session, scorers: Mapping[str, TokenScorer]) -> dict[str
     if "reference" in scorers or session.config.model.lora is not None:
         found[START] = fingerprint_adapted(session.model, {})
     teacher = scorers.get(TEACHER)
-    if isinstance(teacher, Scorer):
+    if isinstance(teacher, LogprobScorer):
         found[TEACHER] = fingerprint_adapted(teacher.model, {})
     return found
 
 
-def check_origins(stored: Mapping[str, str], now: Mapping[str, str], session: Session) -> None:
+def check_origins(stored: Mapping[str, str], now: Mapping[str, str], session: TrainingSession) -> None:
     """Raise UserError where a model is not the one that the checkpoint was made with.
 
     What a checkpoint does not name, as it did not need it, is not compared.

@@ -11,7 +11,7 @@ from ludus.algorithms.spec.algorithm import Algorithm, number
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class AlgorithmState:
     """`averages`: the moving average of rewards of each role (`rae`).
 
     `greso` is the state of skipping, and `position` the place in the order of tasks that goes with it.
@@ -26,7 +26,7 @@ class Memory:
     owed: tuple[str, ...] = ()
 
     @classmethod
-    def start(cls, algorithm: Algorithm, text: str = "") -> Memory:
+    def start(cls, algorithm: Algorithm, text: str = "") -> AlgorithmState:
         """The memory that `to_json` wrote, or an empty one; `decay` is the algorithm's."""
         saved = json.loads(text) if text else {}
         averages = RoleBaselines.from_json(saved["averages"]) if "averages" in saved else RoleBaselines()

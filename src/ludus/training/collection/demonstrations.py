@@ -17,18 +17,18 @@ from pathlib import Path
 from ludus.algorithms.spec.algorithm import EXPERT_LOSSES, Algorithm
 from ludus.chat.render import Renderer
 from ludus.config.schema import Config
-from ludus.config.sections.algorithm import ExpertsConfig
+from ludus.config.sections.algorithm import DemonstrationsConfig
 from ludus.engines.models.loading import num_positions
 from ludus.envs.base import ShowsTasks, World
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward
 from ludus.rollout.build import rollout_for, scheduler
 from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.scheduler import Episode, Job
+from ludus.rollout.scheduler import Episode, RolloutRequest
 from ludus.tools.base import Tool
 from ludus.training.credit.advantages import EXPERT
 from ludus.training.datasets.files import read_dialogues
-from ludus.training.run.session import Session
+from ludus.training.run.session import TrainingSession
 from ludus.types import Action, Message, Segment, StopReason, Task, ToolStatus, Trajectory
 
 log = logging.getLogger("ludus.experts")
@@ -37,7 +37,7 @@ _TOO_LONG = (StopReason.PROMPT_TOO_LONG, StopReason.MAX_TOKENS)
 
 
 @dataclass
-class ExpertConversation:
+class DemonstrationSession:
     """The assistant messages of a dialogue as the actions of an episode.
 
     The environment receives what the renderer parses from the rendered tokens, as it does from sampled ones.
@@ -96,10 +96,10 @@ class ExpertConversation:
 
 
 @dataclass
-class Experts:
+class Demonstrations:
     """The experts' trajectories by task. `given` are the dialogues of a file; None asks the world."""
 
-    session: Session
+    session: TrainingSession
     given: Mapping[str, Sequence[Sequence[Message]]] | None
     _made: dict[str, list[Trajectory]] = field(default_factory=dict, init=False)
     _refused: Counter[str] = field(default_factory=Counter, init=False)
@@ -150,15 +150,15 @@ class Experts:
         session, rollout = self.session, self.session.config.rollout
         positions = num_positions(session.model) or rollout.max_tokens
 
-        def converse(job: Job) -> ExpertConversation:
+        def converse(job: RolloutRequest) -> DemonstrationSession:
             budget = min(positions, rollout_for(session.world, rollout, job.task).max_tokens)
             _, said = dialogues[replace(job.key, attempt=0)]
-            return ExpertConversation(session.renderer, said, budget)
+            return DemonstrationSession(session.renderer, said, budget)
 
         made = scheduler(session.world, converse, rollout, Ledger())
         limits = replace(made.limits, max_failure_rate=1.0)
         player = replace(made, limits=limits, scoring=session.scoring)
-        episodes = await player.run([Job(key, task) for key, (task, _) in dialogues.items()])
+        episodes = await player.run([RolloutRequest(key, task) for key, (task, _) in dialogues.items()])
         return [replace(one, key=replace(one.key, attempt=0)) for one in episodes]
 
     def _refusal(self, episode: Episode) -> str:
@@ -200,7 +200,7 @@ def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
             f"experts.path = {path} would have no effect: the loss {algorithm.loss} knows no experts.",
             "Leave it out, or set algorithm.preset = 'mixed_policy'.",
         )
-    if config.experts.per_group != ExpertsConfig().per_group and not reads:
+    if config.experts.per_group != DemonstrationsConfig().per_group and not reads:
         raise ConfigError(
             f"experts.per_group = {config.experts.per_group} would have no effect: the loss {algorithm.loss} "
             "knows no experts.",
@@ -213,13 +213,13 @@ def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
         )
 
 
-def make_experts(session: Session, algorithm: Algorithm) -> Experts | None:
+def make_experts(session: TrainingSession, algorithm: Algorithm) -> Demonstrations | None:
     """The experts, where the algorithm has any. Raises UserError for a file that shows no training task."""
     path = session.config.experts.path
     if algorithm.loss not in EXPERT_LOSSES:
         return None
     if path is None:
-        return Experts(session, None)
+        return Demonstrations(session, None)
     known = {task.id: task.prompt for task in session.world.tasks("train")}
     given: dict[str, list[Sequence[Message]]] = {}
     for dialogue in read_dialogues(Path(path)):
@@ -230,7 +230,7 @@ def make_experts(session: Session, algorithm: Algorithm) -> Experts | None:
             f"No dialogue of {path} names a task of the split train.",
             'Give each dialogue the id of its task: {"task": "...", "messages": [...]}.',
         )
-    return Experts(session, given)
+    return Demonstrations(session, given)
 
 
 def _said(messages: Sequence[Message], prompt: Sequence[Message]) -> Sequence[Message]:

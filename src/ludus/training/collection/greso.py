@@ -11,32 +11,34 @@ from dataclasses import dataclass, replace
 
 from ludus.algorithms.greso import GresoSettings, Visit
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.tasks.order import Order
-from ludus.training.collection.algorithm_state import Memory
-from ludus.training.credit.advantages import Credit, varied_groups
+from ludus.tasks.order import TaskSequence
+from ludus.training.collection.algorithm_state import AlgorithmState
+from ludus.training.credit.advantages import TrainingSample, varied_groups
 from ludus.types import Task
 
 SETTINGS = GresoSettings()
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class GresoChoice:
     """The tasks to play, how many were skipped for them, and the memory with its new place in the order."""
 
     tasks: tuple[Task, ...]
     skipped: int
-    memory: Memory
+    memory: AlgorithmState
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class GresoDraw:
     """What the draws of a step depend on."""
 
     seed: int
     step: int
 
 
-def choose(order: Order, num: int, memory: Memory, taken: Collection[str], draw: Draw) -> Chosen:
+def choose(
+    order: TaskSequence, num: int, memory: AlgorithmState, taken: Collection[str], draw: GresoDraw
+) -> GresoChoice:
     """The next `num` tasks that are not skipped, none of them in `taken`; looks at one lap at most, or until
     it has met one that is not in `taken`, which are not all.
 
@@ -57,10 +59,12 @@ def choose(order: Order, num: int, memory: Memory, taken: Collection[str], draw:
         (skipped if skips else found).append(task)
     if not found:
         found, skipped = skipped[:num], skipped[num:]
-    return Chosen(tuple(found), len(skipped), replace(memory, position=position))
+    return GresoChoice(tuple(found), len(skipped), replace(memory, position=position))
 
 
-def after_visits(memory: Memory, credits: Sequence[Credit], success: str, algorithm: Algorithm) -> Memory:
+def after_visits(
+    memory: AlgorithmState, credits: Sequence[TrainingSample], success: str, algorithm: Algorithm
+) -> AlgorithmState:
     """The memory after the groups of a step. `success` is the reward part that says what was solved.
 
     A group whose members the advantage cannot tell apart is easy where all solved the task. Partial groups
@@ -79,7 +83,7 @@ def after_visits(memory: Memory, credits: Sequence[Credit], success: str, algori
     return replace(memory, greso=memory.greso.update(list(visits.values()), SETTINGS))
 
 
-def greso_metrics(memory: Memory, skipped: int) -> dict[str, float]:
+def greso_metrics(memory: AlgorithmState, skipped: int) -> dict[str, float]:
     """How many tasks a step skipped, and the probabilities that the next one begins with."""
     return {
         "greso/skipped": float(skipped),

@@ -10,14 +10,16 @@ import torch
 from ludus.algorithms.advantages import RoleBaselines
 from ludus.algorithms.filters import variance_top, variance_top_p
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.rollout.ledger import Outcome
-from ludus.training.credit.advantages import Credit, compared_rewards, with_estimates
+from ludus.rollout.ledger import RolloutOutcome
+from ludus.training.credit.advantages import TrainingSample, compared_rewards, with_estimates
 from ludus.training.credit.estimates import Estimates
 from ludus.training.credit.self_play_roles import role_of
 from ludus.types import WORLD_TAG
 
 
-def as_one_batch(credits: Sequence[Credit], algorithm: Algorithm, max_length: int) -> list[Credit]:
+def as_one_batch(
+    credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int
+) -> list[TrainingSample]:
     """The credits of a step without the groups that vary least, their advantages taken anew over the rest."""
     kept = keep_most_varied(credits, algorithm)
     if not any(credit.advantages is not None for credit in kept):
@@ -25,7 +27,7 @@ def as_one_batch(credits: Sequence[Credit], algorithm: Algorithm, max_length: in
     return with_estimates(kept, algorithm, max_length, Estimates())
 
 
-def keep_most_varied(credits: Sequence[Credit], algorithm: Algorithm) -> list[Credit]:
+def keep_most_varied(credits: Sequence[TrainingSample], algorithm: Algorithm) -> list[TrainingSample]:
     """Drop the groups that vary least: StarPO-S keeps a share of them, RAGEN-2 a share of their deviation.
 
     What is dropped takes part in no comparison, also not over the batch; a group that another filter has
@@ -69,8 +71,8 @@ class EmptyBatchGuard:
 
 
 def with_role_baselines(
-    credits: Sequence[Credit], environment: str, averages: RoleBaselines
-) -> tuple[list[Credit], RoleBaselines]:
+    credits: Sequence[TrainingSample], environment: str, averages: RoleBaselines
+) -> tuple[list[TrainingSample], RoleBaselines]:
     """The credits with the average of their role as baseline, and the averages after them.
 
     Each trajectory that was compared reads the average before its own reward enters, in their order.
@@ -84,7 +86,7 @@ def with_role_baselines(
     return found, averages.updated(roles, rewards)
 
 
-def _dropped(credit: Credit) -> Credit:
-    if credit.outcome is Outcome.DROPPED:
+def _dropped(credit: TrainingSample) -> TrainingSample:
+    if credit.outcome is RolloutOutcome.DROPPED:
         return replace(credit, advantages=None)
-    return replace(credit, outcome=Outcome.DROPPED, reason="variance_top", advantages=None)
+    return replace(credit, outcome=RolloutOutcome.DROPPED, reason="variance_top", advantages=None)

@@ -6,24 +6,24 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ludus.rollout.scheduler import Episode, Job
+from ludus.rollout.scheduler import Episode, RolloutRequest
 from ludus.rollout.streaming.group_queue import StreamedGroup
-from ludus.tasks.order import Order
-from ludus.training.collection.rollout_collector import Sampler
+from ludus.tasks.order import TaskSequence
+from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import varies
 from ludus.types import Task
 
 
 @dataclass
-class TaskStream:
+class PromptStream:
     """Group `n` plays the task at place `n` of the order, `per_step` of them for each step.
 
     With GRESO it is the next task that is not skipped, nor among the last ones; `before` are those of a run
     that is resumed. `spare` members of a group come on top of its size.
     """
 
-    sampler: Sampler
-    order: Order
+    sampler: RolloutCollector
+    order: TaskSequence
     per_step: int
     spare: int = 0
     before: Sequence[str] = ()
@@ -34,7 +34,7 @@ class TaskStream:
         wanted = min(2 * self.per_step, len(self.order.tasks) // 2)
         self._recent = deque(self.before, max(wanted, self.per_step - 1))  # no step meets a task twice
 
-    def jobs(self, number: int) -> Sequence[Job]:
+    def jobs(self, number: int) -> Sequence[RolloutRequest]:
         """The jobs of a group that starts."""
         if self.sampler.algorithm.greso:
             step = self._step(number)
@@ -44,7 +44,7 @@ class TaskStream:
         self._recent.append(task.id)
         return self.jobs_of(number, task)
 
-    def jobs_of(self, number: int, task: Task, members: int | None = None) -> list[Job]:
+    def jobs_of(self, number: int, task: Task, members: int | None = None) -> list[RolloutRequest]:
         """The jobs of a group by its number and task; `members` where it does not have as many as others."""
         spare = self.spare if members is None else members - self.sampler.algorithm.group_size
         return self.sampler.jobs(self._step(number), task, spare)
@@ -57,7 +57,7 @@ class TaskStream:
             return number
         return max(number, *(job.key.step * self.per_step for job in first))
 
-    def _would_play(self, job: Job, number: int) -> bool:
+    def _would_play(self, job: RolloutRequest, number: int) -> bool:
         """Whether a group of that number would have this job; with GRESO the order alone does not say."""
         same = self.sampler.algorithm.greso or self.order.take(number, 1)[0].id == job.key.task_id
         return same and job.key.step == self._step(number)

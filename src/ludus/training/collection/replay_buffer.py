@@ -18,11 +18,11 @@ from ludus.algorithms.spec.resolve import OFF_POLICY
 from ludus.config.schema import Config
 from ludus.config.sections.staleness import ReplayConfig
 from ludus.errors import ConfigError, StorageError
-from ludus.rollout.ledger import Outcome
+from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import leaf_rewards
 from ludus.training.collection.stream_checkpoint import episode_line, read_episode
-from ludus.training.credit.advantages import Credit, assign_credit
+from ludus.training.credit.advantages import TrainingSample, assign_credit
 from ludus.types import Task
 
 TO_REPLAY: Final = "to_replay"
@@ -90,26 +90,26 @@ class ReplayBuffer:
         rate = self.groups_per_step * share / (1 - share) + 1e-9
         return int(step * rate) - int((step - 1) * rate)
 
-    def add(self, credits: Sequence[Credit]) -> None:
+    def add(self, credits: Sequence[TrainingSample]) -> None:
         """Keep the groups of a step of which something has trained."""
         if not self.config.share:
             return
         groups: dict[int, list[Episode]] = {}
-        trained = {c.group for c in credits if c.outcome is Outcome.TRAINED and not c.replayed}
+        trained = {c.group for c in credits if c.outcome is RolloutOutcome.TRAINED and not c.replayed}
         for credit in credits:
             if credit.group in trained and not credit.replayed and not credit.expert:
                 groups.setdefault(credit.group, []).append(credit.episode)
         self._kept += [_Kept(episodes, _oldest(episodes)) for episodes in groups.values()]
         self._drop_beyond()
 
-    def take_late(self, credits: Sequence[Credit], step: int, bound: int) -> list[Credit]:
+    def take_late(self, credits: Sequence[TrainingSample], step: int, bound: int) -> list[TrainingSample]:
         """Keep the groups that would train with a token older than `bound`; gives the credits, in which those
         are dropped: they train from here, and are in the ledger no more."""
         old = {c.group for c in credits if step - 1 - _oldest([c.episode], step) > bound and not c.expert}
-        late = {c.group for c in credits if c.group in old and c.outcome is Outcome.TRAINED}
+        late = {c.group for c in credits if c.group in old and c.outcome is RolloutOutcome.TRAINED}
 
-        def goes(credit: Credit) -> bool:
-            return credit.group in late and credit.outcome is not Outcome.FAILED and not credit.expert
+        def goes(credit: TrainingSample) -> bool:
+            return credit.group in late and credit.outcome is not RolloutOutcome.FAILED and not credit.expert
 
         groups: dict[int, list[Episode]] = {}
         for credit in filter(goes, credits):
@@ -118,7 +118,7 @@ class ReplayBuffer:
         self._kept += [_Kept(episodes, _oldest(episodes)) for episodes in groups.values()]
         self._drop_beyond()
         return [
-            replace(credit, outcome=Outcome.DROPPED, reason=TO_REPLAY) if goes(credit) else credit
+            replace(credit, outcome=RolloutOutcome.DROPPED, reason=TO_REPLAY) if goes(credit) else credit
             for credit in credits
         ]
 
@@ -136,9 +136,11 @@ class ReplayBuffer:
         left = [kept for kept in self._kept if kept.episodes is not episodes]
         self.refused, self._kept = self.refused + len(self._kept) - len(left), left
 
-    def draw(self, step: int, algorithm: Algorithm, max_length: int, first_group: int) -> list[Credit]:
+    def draw(
+        self, step: int, algorithm: Algorithm, max_length: int, first_group: int
+    ) -> list[TrainingSample]:
         """The credits of the groups that `step` trains again, numbered from `first_group`, each group by
-        itself: `Sampler.again` makes a batch of them."""
+        itself: `RolloutCollector.again` makes a batch of them."""
         chosen = self._chosen(step, algorithm)
         fit = [kept for kept in self._kept if self._fits(kept, step, algorithm)]
         self.expired += len(self._kept) - len(fit)
@@ -154,14 +156,14 @@ class ReplayBuffer:
         credits = assign_credit(groups, algorithm, max_length, first_group)
         return [replace(credit, replayed=True) for credit in credits]
 
-    def metrics(self, credits: Sequence[Credit]) -> dict[str, float]:
+    def metrics(self, credits: Sequence[TrainingSample]) -> dict[str, float]:
         """What a step replayed; nothing where nothing ever is."""
         if not self.config.share:
             return {}
         again = [credit for credit in credits if credit.replayed]
         return {
             "replay/groups": float(len({credit.group for credit in again})),
-            "replay/trained": float(sum(credit.outcome is Outcome.TRAINED for credit in again)),
+            "replay/trained": float(sum(credit.outcome is RolloutOutcome.TRAINED for credit in again)),
             "replay/kept": float(len(self._kept)),
             "replay/expired": float(self.expired),
             "replay/late": float(self.late),

@@ -38,15 +38,15 @@ from ludus.errors import ConfigError, LearnerError, UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rewards.presets import PUBLISHED
 from ludus.rewards.registry import MODEL_PART, check_fed, check_names, judges_more, parts_that_train
-from ludus.rollout.reward_executor import ProcessScoring, waited
+from ludus.rollout.reward_executor import ProcessRewardExecutor, waited
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import attempts, of_each_path, with_chains
 from ludus.training.credit.turn_rewards import LENGTH_PART, shaping_ranges, with_length, with_turn_rewards
-from ludus.training.run.session import Session
+from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.reward_model import (
-    Judged,
     Judgement,
     RewardEnsemble,
+    ScoredSequence,
     action_ends,
     check_ensemble,
     find_reward_model,
@@ -63,7 +63,7 @@ FULL = 1 - 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RewardPart:
     """One part of the reward: its weight over the steps, and the range that its value is held in.
 
     `world`: of a mixture the one whose tasks it judges.
@@ -77,7 +77,7 @@ class Part:
     world: str = ""
 
 
-def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[Part, ...]:
+def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[RewardPart, ...]:
     """The parts of the world and of the reward model as the settings have them.
 
     Raises ConfigError for names that are no parts, caps of outcomes, and shaping that could outweigh the
@@ -94,7 +94,9 @@ def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[Part, ...]:
     found = [_planned(config, part) for part in rewards]
     if has_model:
         high = min(1.0, settings.caps.get(MODEL_PART, 1.0))
-        found.append(Part(MODEL_PART, False, _schedule(config, MODEL_PART, settings.model_weight), 0.0, high))
+        found.append(
+            RewardPart(MODEL_PART, False, _schedule(config, MODEL_PART, settings.model_weight), 0.0, high)
+        )
     parts = tuple(found)
     if any(part.name in settings.caps for part in parts if part.outcome):
         raise ConfigError("rewards.caps names an outcome, which has no cap.", "Cap the other parts.")
@@ -184,7 +186,7 @@ def reward_doubts(config: Config) -> list[str]:
     return found
 
 
-def make_combiner(session: Session, algorithm: Algorithm) -> Combiner | None:
+def make_combiner(session: TrainingSession, algorithm: Algorithm) -> RewardMixer | None:
     """The combiner of the settings; None where they are the defaults.
 
     Raises UserError for a reward model that reads another vocabulary.
@@ -209,7 +211,7 @@ def reads_turns(algorithm: Algorithm) -> bool:
 
 
 async def with_added(
-    scoring: ProcessScoring, world: World, groups: Sequence[Sequence[Episode]], most_failures: float
+    scoring: ProcessRewardExecutor, world: World, groups: Sequence[Sequence[Episode]], most_failures: float
 ) -> list[list[Episode]]:
     """The episodes of groups as `one_with_added` gives them.
 
@@ -225,7 +227,7 @@ async def with_added(
 
 
 async def one_with_added(
-    scoring: ProcessScoring, world: World, episode: Episode, on_error: Callable[[WorldError], None]
+    scoring: ProcessRewardExecutor, world: World, episode: Episode, on_error: Callable[[WorldError], None]
 ) -> Episode:
     """An episode with the parts that the settings add; a failed one, of which `on_error` is told, where these
     fail."""
@@ -244,11 +246,11 @@ async def one_with_added(
         return replace(episode, trajectory=failed)
 
 
-def combiner_of(config: Config, world: World, takes_turns: bool) -> Combiner:
+def combiner_of(config: Config, world: World, takes_turns: bool) -> RewardMixer:
     """The combiner of the settings as they stand. Loads the reward model where they name one."""
     settings, parts = config.rewards, parts_of(config, world)
     models = settings.models
-    return Combiner(
+    return RewardMixer(
         settings=settings,
         parts=plan_parts(config, parts),
         adds=judges_more(settings),
@@ -259,7 +261,7 @@ def combiner_of(config: Config, world: World, takes_turns: bool) -> Combiner:
 
 
 @dataclass
-class Combiner:
+class RewardMixer:
     """Combines the parts of a step's episodes. `moments`, of each domain, are all that it remembers.
 
     `adds`: the settings have parts that are no world's, which episodes must have by then.
@@ -267,7 +269,7 @@ class Combiner:
     """
 
     settings: RewardsConfig
-    parts: tuple[Part, ...]
+    parts: tuple[RewardPart, ...]
     microbatch_tokens: int = 4096
     takes_turns: bool = False
     model: RewardEnsemble | None = None
@@ -395,7 +397,7 @@ class Combiner:
         if model.kind != "process":
             ends = [places[-1:] for places in ends]
         arms = [
-            Judged(trajectories[i].token_ids, places, (0.0,) * len(places))
+            ScoredSequence(trajectories[i].token_ids, places, (0.0,) * len(places))
             for i, places in zip(known, ends, strict=True)
         ]
         judged = dict(zip(known, model.judge(arms, self.microbatch_tokens), strict=True)) if arms else {}
@@ -511,13 +513,13 @@ def _check_terms(settings: RewardsConfig, names: Sequence[str]) -> None:
         )
 
 
-def _planned(config: Config, part: Reward) -> Part:
+def _planned(config: Config, part: Reward) -> RewardPart:
     weight = config.rewards.weights.get(part.name, part.weight)
     schedule = _schedule(config, part.name, weight)
     if part.outcome:
-        return Part(part.name, True, schedule, -torch.inf, torch.inf)
+        return RewardPart(part.name, True, schedule, -torch.inf, torch.inf)
     cap = config.rewards.caps.get(part.name, 1.0)
-    return Part(part.name, False, schedule, -cap, cap, part.world)
+    return RewardPart(part.name, False, schedule, -cap, cap, part.world)
 
 
 def _schedule(config: Config, name: str, weight: float) -> Schedule:
@@ -527,7 +529,7 @@ def _schedule(config: Config, name: str, weight: float) -> Schedule:
     return Schedule(settings.schedule, weight, settings.weights_end[name], part_steps(config))
 
 
-def _check_outcome(parts: Sequence[Part], config: Config, step: int) -> None:
+def _check_outcome(parts: Sequence[RewardPart], config: Config, step: int) -> None:
     """ConfigError where shaping could outweigh the outcome at `step`.
 
     Weights move together along one curve, so that what holds at both ends of it holds between them. Behind

@@ -17,23 +17,23 @@ from ludus.algorithms.spec.algorithm import GREEDY_ADVANTAGES, Algorithm
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import Engine
-from ludus.envs.base import HoldsSessions, World
+from ludus.envs.base import LimitsConcurrency, World
 from ludus.errors import ConfigError, WorldError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
-from ludus.rollout.build import Play
-from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
+from ludus.rollout.build import SamplingPlan
+from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.reward_executor import RewardFault
-from ludus.rollout.scheduler import CANCELLED, Attempt, Episode, FailureBudget, Job, Scheduler
+from ludus.rollout.scheduler import CANCELLED, Attempt, Episode, FailureBudget, RolloutRequest, Scheduler
 from ludus.rollout.streaming.group_queue import StreamedGroup
 from ludus.rollout.streaming.partial import PartialRollouts, StepBudget
-from ludus.tasks.order import Order
-from ludus.training.collection.algorithm_state import Memory
-from ludus.training.collection.demonstrations import Experts
-from ludus.training.collection.greso import Draw, after_visits, choose
+from ludus.tasks.order import TaskSequence
+from ludus.training.collection.algorithm_state import AlgorithmState
+from ludus.training.collection.demonstrations import Demonstrations
+from ludus.training.collection.greso import GresoDraw, after_visits, choose
 from ludus.training.collection.group_filters import as_one_batch, with_role_baselines
-from ludus.training.collection.reward_mixing import Combiner, one_with_added, with_added
-from ludus.training.credit.advantages import Credit, assign_credit, compared_again, is_experts
-from ludus.training.run.session import Session, session_scheduler
+from ludus.training.collection.reward_mixing import RewardMixer, one_with_added, with_added
+from ludus.training.credit.advantages import TrainingSample, assign_credit, compared_again, is_experts
+from ludus.training.run.session import TrainingSession, session_scheduler
 from ludus.types import Task
 
 log = logging.getLogger("ludus.sampling")
@@ -51,10 +51,10 @@ class EpisodeReporter(Protocol):
         ...
 
 
-class Elsewhere(Protocol):
+class RemoteSampler(Protocol):
     """Other processes that play episodes."""
 
-    def attempts(self, play: Play) -> Attempt:
+    def attempts(self, play: SamplingPlan) -> Attempt:
         """What has an attempt played there."""
         ...
 
@@ -64,11 +64,11 @@ class Elsewhere(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SamplerState:
+class CollectorState:
     """What a sampler remembers: the algorithm's memory, the tasks just skipped, the moments of rewards; and
     with `rollout.partial` the groups that wait, with what it reports of them."""
 
-    memory: Memory
+    memory: AlgorithmState
     skipped: int
     moments: str
     waiting: tuple[StreamedGroup, ...] = ()
@@ -76,18 +76,18 @@ class SamplerState:
 
 
 @dataclass
-class Sampler:
+class RolloutCollector:
     """Plays tasks with `engine` and gives credit. `ledger` is the run's."""
 
-    session: Session
+    session: TrainingSession
     engine: Engine
     algorithm: Algorithm
     reporter: EpisodeReporter
     ledger: Ledger
-    memory: Memory = field(default_factory=Memory)
-    combiner: Combiner | None = None
-    experts: Experts | None = None
-    elsewhere: Elsewhere | None = None
+    memory: AlgorithmState = field(default_factory=AlgorithmState)
+    combiner: RewardMixer | None = None
+    experts: Demonstrations | None = None
+    elsewhere: RemoteSampler | None = None
     partial: PartialRollouts | None = field(default=None, init=False)
     """What has not ended, where a step has a budget."""
     skipped: int = field(default=0, init=False)
@@ -97,13 +97,13 @@ class Sampler:
     _said_short: bool = field(default=False, init=False)
 
     @property
-    def state(self) -> SamplerState:
+    def state(self) -> CollectorState:
         """What it remembers now."""
         moments = "" if self.combiner is None else self.combiner.moments.to_json()
         if self.partial is None:
-            return SamplerState(self.memory, self.skipped, moments)
+            return CollectorState(self.memory, self.skipped, moments)
         waiting, partial = self.partial.waiting(), self.partial.metrics()
-        return SamplerState(self.memory, self.skipped, moments, waiting, partial)
+        return CollectorState(self.memory, self.skipped, moments, waiting, partial)
 
     def go_on_with(self, kept: Sequence[StreamedGroup]) -> None:
         """Before the first step: have a step end with its budget, and go on with what waits from before."""
@@ -116,11 +116,11 @@ class Sampler:
             scheduler = replace(scheduler, limits=limits)
         self.partial = PartialRollouts(scheduler, step_budget(config), kept, self.reporter.episode)
 
-    async def sample(self, step: int, order: Order) -> list[Credit]:
+    async def sample(self, step: int, order: TaskSequence) -> list[TrainingSample]:
         """Roll out groups, in rounds until enough of them can train or the rounds are used up."""
         num_tasks = self.session.config.training.tasks_per_step
         rounds = self.algorithm.resample_rounds + 1
-        credits: list[Credit] = []
+        credits: list[TrainingSample] = []
         self.skipped, first_group = 0, 0
         if self.partial is not None:
             self.partial.begin_step(step, last=step == self.session.config.training.steps)
@@ -141,7 +141,7 @@ class Sampler:
         self._say_short(step, num_training_groups(credits), num_tasks)
         return self.as_batch(self.normalised(credits))
 
-    def _untrained(self, step: int, tasks: Sequence[Task], order: Order) -> Sequence[Task]:
+    def _untrained(self, step: int, tasks: Sequence[Task], order: TaskSequence) -> Sequence[Task]:
         """The tasks of a step, those of groups that trained ahead of it replaced by tasks that are owed.
 
         Where none is owed, the first task that the step does not have takes the place.
@@ -177,9 +177,9 @@ class Sampler:
                 *(step, found, wanted, rounds),
             )
 
-    def choose(self, step: int, order: Order, wanted: int, taken: set[str]) -> Sequence[Task]:
+    def choose(self, step: int, order: TaskSequence, wanted: int, taken: set[str]) -> Sequence[Task]:
         """The next tasks that GRESO does not skip, none of those in `taken`."""
-        chosen = choose(order, wanted, self.memory, taken, Draw(self.session.config.run.seed, step))
+        chosen = choose(order, wanted, self.memory, taken, GresoDraw(self.session.config.run.seed, step))
         self.memory = chosen.memory
         self.skipped += chosen.skipped
         return chosen.tasks
@@ -206,20 +206,23 @@ class Sampler:
         """As `overlong_limit` of this run."""
         return overlong_limit(self.session.config, self.algorithm)
 
-    def jobs(self, step: int, task: Task, spare: int = 0) -> list[Job]:
+    def jobs(self, step: int, task: Task, spare: int = 0) -> list[RolloutRequest]:
         """The episodes of a group that `step` asks for, with some to spare; a greedy one is the last."""
         members = self.algorithm.group_size + spare
-        return [Job(RolloutKey(step, task.id, i), task, i >= members) for i in range(self.group_size + spare)]
+        return [
+            RolloutRequest(RolloutKey(step, task.id, i), task, i >= members)
+            for i in range(self.group_size + spare)
+        ]
 
     def scheduler(self) -> Scheduler:
         """What plays training episodes; those that stream take their turns as they come."""
         config, rollout = self.session.config, self.session.config.rollout
         if config.training.mode == "async":
             rollout = rollout.model_copy(update={"reproducible": False})
-        play = Play("train", rollout.temperature, config.run.seed, branches=True)
+        play = SamplingPlan("train", rollout.temperature, config.run.seed, branches=True)
         return self._scheduler(rollout, play, self.ledger)
 
-    def _scheduler(self, rollout: RolloutConfig, play: Play, ledger: Ledger) -> Scheduler:
+    def _scheduler(self, rollout: RolloutConfig, play: SamplingPlan, ledger: Ledger) -> Scheduler:
         """One whose episodes are played in this process, or elsewhere: there is no lock-step then."""
         here = session_scheduler(self.session, self.engine, play, ledger, rollout)
         if self.elsewhere is None:
@@ -228,7 +231,7 @@ class Sampler:
 
     async def credit(
         self, step: int, groups: Sequence[Sequence[Episode]], first_group: int = 0
-    ) -> list[Credit]:
+    ) -> list[TrainingSample]:
         """What each episode of the groups earns, experts included; groups are numbered from `first_group`."""
         if self.experts is not None:
             groups = await self.experts.join(step, groups)
@@ -237,7 +240,7 @@ class Sampler:
         return assign_credit(groups, self.algorithm, self.overlong_limit, first_group)
 
     async def _with_added(
-        self, groups: Sequence[Sequence[Episode]], combiner: Combiner
+        self, groups: Sequence[Sequence[Episode]], combiner: RewardMixer
     ) -> Sequence[Sequence[Episode]]:
         """With the parts that the settings add; the ledger has those that fail at it as failed."""
         if not combiner.adds:
@@ -258,7 +261,7 @@ class Sampler:
         """Tell the ledger of an episode that failed at the parts that the settings add."""
         failure = after.trajectory.failure
         if failure is not None and before.trajectory.failure is None and not is_experts(after):
-            self.ledger.finish(after.key, Outcome.FAILED, failure.part)
+            self.ledger.finish(after.key, RolloutOutcome.FAILED, failure.part)
             if failure.part == RewardFault.part:  # late, or its process has ended
                 self.ledger.note_clock_limit(after.key.step)
 
@@ -273,7 +276,7 @@ class Sampler:
         try:
             found = await one_with_added(session.scoring, session.world, episode, errors.append)
         except asyncio.CancelledError:
-            self.ledger.finish(episode.key, Outcome.DROPPED, CANCELLED)
+            self.ledger.finish(episode.key, RolloutOutcome.DROPPED, CANCELLED)
             raise
         self._note_failure(episode, found)
         for error in errors:
@@ -282,7 +285,7 @@ class Sampler:
             self._added.add(found.key)
         return found
 
-    def normalised(self, credits: list[Credit]) -> list[Credit]:
+    def normalised(self, credits: list[TrainingSample]) -> list[TrainingSample]:
         """The credits of all groups of a step, with rewards on the scale of this batch if
         `rewards.normalise_over` is "batch"."""
         if self.combiner is None or self.combiner.settings.normalise_over != "batch":
@@ -291,7 +294,7 @@ class Sampler:
         found = [replace(c, episode=one) for c, one in zip(credits, episodes, strict=True)]
         return compared_again(found, self.algorithm, self.overlong_limit)
 
-    def as_batch(self, credits: list[Credit]) -> list[Credit]:
+    def as_batch(self, credits: list[TrainingSample]) -> list[TrainingSample]:
         """What is decided and remembered over all groups of a step at once."""
         if self.algorithm.greso:
             success = self.session.world.rewards[0].name
@@ -301,7 +304,7 @@ class Sampler:
             self.memory = replace(self.memory, averages=averages)
         return as_one_batch(credits, self.algorithm, self.overlong_limit)
 
-    def again(self, credits: list[Credit]) -> list[Credit]:
+    def again(self, credits: list[TrainingSample]) -> list[TrainingSample]:
         """Those of groups that train once more, as a batch of their own; nothing of them is remembered."""
         if credits and self.algorithm.advantage == "rae":
             credits, _ = with_role_baselines(credits, self.session.world.name, self.memory.averages)
@@ -309,7 +312,7 @@ class Sampler:
 
     async def evaluate(self, plan: EvaluationPlan) -> tuple[Evaluation, list[Episode]]:
         """Play an evaluation with the engine's present weights."""
-        session, play = self.session, Play("evaluate", plan.temperature, plan.seed)
+        session, play = self.session, SamplingPlan("evaluate", plan.temperature, plan.seed)
         scheduler = self._scheduler(session.config.rollout, play, Ledger())
         if self.partial is not None and (room := room_for_sessions(session.world)) is not None:
             left = min(scheduler.limits.concurrency, room - self.partial.num_open)
@@ -322,7 +325,7 @@ class Sampler:
 
 def room_for_sessions(world: World) -> int | None:
     """The episodes that the world's sandbox has room for at once; None where there is no such bound."""
-    return world.episodes_at_once if isinstance(world, HoldsSessions) else None
+    return world.episodes_at_once if isinstance(world, LimitsConcurrency) else None
 
 
 def longest_wait(config: Config) -> int:
@@ -398,6 +401,6 @@ def overlong_limit(config: Config, algorithm: Algorithm) -> int:
     return min(rollout.max_tokens, rollout.max_turns * rollout.max_new_tokens)
 
 
-def num_training_groups(credits: Sequence[Credit]) -> int:
+def num_training_groups(credits: Sequence[TrainingSample]) -> int:
     """Groups of which something trains."""
-    return len({c.group for c in credits if c.outcome is Outcome.TRAINED})
+    return len({c.group for c in credits if c.outcome is RolloutOutcome.TRAINED})

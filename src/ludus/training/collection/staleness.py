@@ -14,10 +14,10 @@ from ludus.config.schema import Config
 from ludus.config.sections.section import changed
 from ludus.config.sections.staleness import StalenessConfig
 from ludus.diagnostics.metrics import MEAN_AGE
-from ludus.rollout.ledger import Outcome
+from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.scheduler import Episode
 from ludus.training.batches.trajectory_tree import new_actions
-from ludus.training.credit.advantages import Credit
+from ludus.training.credit.advantages import TrainingSample
 from ludus.types import Trajectory
 
 ESS = "policy/effective_sample_share"
@@ -33,17 +33,17 @@ def ages(trajectory: Trajectory, step: int) -> list[int]:
     return [step - 1 - version for s in trajectory.segments for version in s.versions]
 
 
-def on_policy(credits: Sequence[Credit], step: int) -> list[Credit]:
+def on_policy(credits: Sequence[TrainingSample], step: int) -> list[TrainingSample]:
     """Those that train and were sampled, every token, from the weights that `step` changes."""
-    trained = (credit for credit in credits if credit.outcome is Outcome.TRAINED and not credit.expert)
+    trained = (credit for credit in credits if credit.outcome is RolloutOutcome.TRAINED and not credit.expert)
     return [credit for credit in trained if not any(ages(credit.episode.trajectory, step))]
 
 
-def age_metrics(credits: Sequence[Credit], step: int) -> dict[str, float]:
+def age_metrics(credits: Sequence[TrainingSample], step: int) -> dict[str, float]:
     """The ages of the tokens that train: their mean, the largest, and the share of each."""
     counted: Counter[int] = Counter()
     for credit in credits:
-        if credit.outcome is Outcome.TRAINED and not credit.expert:
+        if credit.outcome is RolloutOutcome.TRAINED and not credit.expert:
             actions = new_actions(credit.episode.trajectory)
             own = [step - 1 - version for action in actions for version in action.versions]
             trains = credit.trains or (True,) * len(own)
@@ -59,15 +59,15 @@ def _histogram(counted: Mapping[int, int], most: int) -> dict[str, float]:
     return {MEAN_AGE: mean, "staleness/max": float(max(counted, default=0))} | shares
 
 
-def mask_over_age(credits: Sequence[Credit], step: int, bound: int) -> list[Credit]:
+def mask_over_age(credits: Sequence[TrainingSample], step: int, bound: int) -> list[TrainingSample]:
     """The credits, in which tokens older than `bound` do not train; those with no other token as masked."""
     return [
-        _without_old(credit, step - 1 - bound) if credit.outcome is Outcome.TRAINED else credit
+        _without_old(credit, step - 1 - bound) if credit.outcome is RolloutOutcome.TRAINED else credit
         for credit in credits
     ]
 
 
-def _without_old(credit: Credit, oldest: int) -> Credit:
+def _without_old(credit: TrainingSample, oldest: int) -> TrainingSample:
     """The credit without tokens of versions before `oldest`; those of an expert have no version."""
     actions = new_actions(credit.episode.trajectory)
     versions = (v for action in actions for v in (action.versions or (oldest,) * len(action.tokens)))
@@ -77,7 +77,7 @@ def _without_old(credit: Credit, oldest: int) -> Credit:
     if all(young):
         return credit
     if not any(young):
-        return replace(credit, outcome=Outcome.MASKED, reason=OVER_AGE)
+        return replace(credit, outcome=RolloutOutcome.MASKED, reason=OVER_AGE)
     return replace(credit, trains=young)
 
 
@@ -95,7 +95,11 @@ def staleness_doubts(config: Config) -> list[str]:
 
 
 def staleness_metrics(
-    credits: Sequence[Credit], step: int, config: StalenessConfig, ended: Sequence[Episode], success: str
+    credits: Sequence[TrainingSample],
+    step: int,
+    config: StalenessConfig,
+    ended: Sequence[Episode],
+    success: str,
 ) -> dict[str, float]:
     """The ages of the tokens that train, and what was sampled beside what is trained.
 
@@ -105,10 +109,10 @@ def staleness_metrics(
     of none.
     """
     own = [credit for credit in credits if not (credit.replayed or credit.expert)]
-    trained = [credit.episode for credit in own if credit.outcome is Outcome.TRAINED]
+    trained = [credit.episode for credit in own if credit.outcome is RolloutOutcome.TRAINED]
     masked = [credit.episode for credit in own if credit.reason == OVER_AGE]
     bound, masks = config.max_staleness, config.over_age == "mask"
-    again = [c.episode for c in credits if c.replayed and c.outcome is Outcome.TRAINED]
+    again = [c.episode for c in credits if c.replayed and c.outcome is RolloutOutcome.TRAINED]
     every = Counter(age for one in (*trained, *masked, *again) for age in ages(one.trajectory, step))
     late = sum(count for age, count in every.items() if age > bound)
     counted = {age: n for age, n in every.items() if not masks or age <= bound}

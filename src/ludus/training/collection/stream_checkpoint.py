@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ludus.errors import StorageError
-from ludus.rollout.ledger import Outcome
+from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line
-from ludus.rollout.scheduler import Episode, Job
-from ludus.rollout.streaming.group_queue import Begun, StreamedGroup
+from ludus.rollout.scheduler import Episode, RolloutRequest
+from ludus.rollout.streaming.group_queue import StartedEpisode, StreamedGroup
 from ludus.types import StopReason, Task, Trajectory
 
 STREAM_FILE: Final = "stream.jsonl"
@@ -24,7 +24,7 @@ STREAM_FILE: Final = "stream.jsonl"
 WAITING_FILE: Final = "waiting.jsonl"
 """The same, of a run in step whose episodes wait for the next step's budget (`rollout.partial`)."""
 
-JobsOf = Callable[[int, Task, int | None], Sequence[Job]]
+JobsOf = Callable[[int, Task, int | None], Sequence[RolloutRequest]]
 """The jobs of a group by its number, its task and its members without a greedy one (None: as many as now)."""
 
 
@@ -100,24 +100,26 @@ def _stays(group: StreamedGroup, place: int) -> bool:
     return not group.counts or group.done[place].trajectory.failure is None
 
 
-def _begun_line(begun: Begun, task_id: str) -> str:
+def _begun_line(begun: StartedEpisode, task_id: str) -> str:
     """An episode that waits as a line of JSON: an attempt that has no ending yet."""
     key = begun.key
     so_far = Trajectory(task_id, key.sample, begun.segments, (), StopReason.TRUNCATED)
-    return rollout_line(RolloutRecord(key.step, task_id, Outcome.DROPPED, "waits", so_far, None, key.attempt))
+    return rollout_line(
+        RolloutRecord(key.step, task_id, RolloutOutcome.DROPPED, "waits", so_far, None, key.attempt)
+    )
 
 
-def _read_begun(data: object) -> Begun:
+def _read_begun(data: object) -> StartedEpisode:
     """What `_begun_line` wrote, as JSON. Raises as `read_episode`."""
     record = parse_rollout(data)
-    return Begun(record.key, record.trajectory.segments)
+    return StartedEpisode(record.key, record.trajectory.segments)
 
 
 def episode_line(episode: Episode) -> str:
     """An episode as a line of JSON; whether it is greedy is for the reader to know."""
     key, one = episode.key, episode.trajectory
     return rollout_line(
-        RolloutRecord(key.step, key.task_id, Outcome.DROPPED, "on its way", one, attempt=key.attempt)
+        RolloutRecord(key.step, key.task_id, RolloutOutcome.DROPPED, "on its way", one, attempt=key.attempt)
     )
 
 

@@ -29,7 +29,7 @@ from ludus.algorithms.spec.algorithm import (
 )
 from ludus.errors import LearnerError
 from ludus.rewards.base import Reward
-from ludus.rollout.ledger import Ledger, Outcome
+from ludus.rollout.ledger import Ledger, RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import Path, attempts, leaf_rewards, paths
@@ -50,7 +50,7 @@ BASELINE = "baseline"
 
 
 @dataclass(frozen=True)
-class Credit:
+class TrainingSample:
     """What becomes of one episode.
 
     `advantages` has one number per action token; None unless the episode took part in its group's comparison.
@@ -62,7 +62,7 @@ class Credit:
     """
 
     episode: Episode
-    outcome: Outcome
+    outcome: RolloutOutcome
     reason: str
     group: int = 0
     advantages: tuple[float, ...] | None = None
@@ -113,7 +113,7 @@ def assign_credit(
     algorithm: Algorithm,
     max_length: int = 0,
     first_group: int = 0,
-) -> list[Credit]:
+) -> list[TrainingSample]:
     """One credit for each episode of the groups, in order; groups are numbered from `first_group`.
 
     A group with a failed member is dropped whole: a partial group is never trained. A greedy episode is the
@@ -125,8 +125,8 @@ def assign_credit(
     Raises LearnerError where a reward or a recorded log-probability is not finite, and where a reward is
     none that the advantage takes.
     """
-    credits: list[Credit] = []
-    compared: list[Credit] = []
+    credits: list[TrainingSample] = []
+    compared: list[TrainingSample] = []
     for place, group in enumerate(groups, start=first_group):
         if any(episode.trajectory.failure for episode in group):
             credits += [_of_partial_group(episode, place) for episode in group]
@@ -134,12 +134,16 @@ def assign_credit(
             check_trajectories([episode.trajectory for episode in group])
             if algorithm.advantage in BINARY_ADVANTAGES:
                 _check_binary([episode.trajectory for episode in group], algorithm)
-            credits += [Credit(one, Outcome.MASKED, BASELINE, place) for one in group if one.greedy]
+            credits += [
+                TrainingSample(one, RolloutOutcome.MASKED, BASELINE, place) for one in group if one.greedy
+            ]
             compared += _members(group, algorithm, max_length, place)
     return credits + _compare(compared, algorithm, max_length)
 
 
-def compared_again(credits: Sequence[Credit], algorithm: Algorithm, max_length: int) -> list[Credit]:
+def compared_again(
+    credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int
+) -> list[TrainingSample]:
     """The credits of a whole batch whose episodes have other rewards than those that `assign_credit` read.
 
     Baselines, filters and advantages follow the rewards; groups keep their numbers.
@@ -156,14 +160,16 @@ def compared_again(credits: Sequence[Credit], algorithm: Algorithm, max_length: 
     return [credit if credit.advantages is None else next(following) for credit in credits]
 
 
-def _members(group: Sequence[Episode], algorithm: Algorithm, max_length: int, place: int) -> list[Credit]:
+def _members(
+    group: Sequence[Episode], algorithm: Algorithm, max_length: int, place: int
+) -> list[TrainingSample]:
     """The credits of the members of a group, before they are compared."""
     greedy = next((episode.trajectory for episode in group if episode.greedy), None)
     baseline = None if greedy is None else greedy.reward + _punishment(greedy, algorithm, max_length)
     if algorithm.advantage == "rae":
         baseline = 0.0  # until the averages of the roles are read, over the whole step
     return [
-        Credit(episode, Outcome.TRAINED, "trained", place, baseline=baseline)
+        TrainingSample(episode, RolloutOutcome.TRAINED, "trained", place, baseline=baseline)
         for episode in group
         if not episode.greedy
     ]
@@ -188,8 +194,8 @@ def _check_binary(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> N
 
 
 def with_estimates(
-    credits: Sequence[Credit], algorithm: Algorithm, max_length: int, estimates: Estimates
-) -> list[Credit]:
+    credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int, estimates: Estimates
+) -> list[TrainingSample]:
     """The same fates, with advantages that count the KL as `algorithm` places it, and the critic's values.
 
     With values the credits also have `values` and `targets`, what the critic learns; with the reference's
@@ -233,14 +239,16 @@ def _of_critic(algorithm: Algorithm) -> Algorithm:
     return replace(algorithm, loss="ppo_clip", options=replace(algorithm.options, advantage=own))
 
 
-def _of_partial_group(episode: Episode, place: int) -> Credit:
+def _of_partial_group(episode: Episode, place: int) -> TrainingSample:
     failure = episode.trajectory.failure
     if failure is not None:
-        return Credit(episode, Outcome.FAILED, failure.part, place)
-    return Credit(episode, Outcome.DROPPED, "partial_group", place)
+        return TrainingSample(episode, RolloutOutcome.FAILED, failure.part, place)
+    return TrainingSample(episode, RolloutOutcome.DROPPED, "partial_group", place)
 
 
-def _compare(credits: Sequence[Credit], algorithm: Algorithm, max_length: int) -> list[Credit]:
+def _compare(
+    credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int
+) -> list[TrainingSample]:
     if not credits:
         return []
     kept = varied_groups(credits, algorithm)
@@ -257,7 +265,7 @@ def _compare(credits: Sequence[Credit], algorithm: Algorithm, max_length: int) -
     return [replace(credit, advantages=a) for credit, a in zip(found, advantages, strict=True)]
 
 
-def compared_rewards(credits: Sequence[Credit], algorithm: Algorithm) -> tuple[Tensor, list[int]]:
+def compared_rewards(credits: Sequence[TrainingSample], algorithm: Algorithm) -> tuple[Tensor, list[int]]:
     """What the groups compare, [P, C] for each path of each trajectory, and the group of each path.
 
     Column 0 is the reward; the others are the rewards of turns, where the advantage reads them. The
@@ -273,7 +281,7 @@ def compared_rewards(credits: Sequence[Credit], algorithm: Algorithm) -> tuple[T
     return torch.tensor(rows, dtype=torch.float64), [group for _, group in chains]
 
 
-def varied_groups(credits: Sequence[Credit], algorithm: Algorithm) -> dict[int, bool]:
+def varied_groups(credits: Sequence[TrainingSample], algorithm: Algorithm) -> dict[int, bool]:
     """Whether each group's advantage can tell its members apart, by the group's number.
 
     Rewards that differ do, as the advantage reads them; for advantages that read more than the rewards of
@@ -291,7 +299,7 @@ def varied_groups(credits: Sequence[Credit], algorithm: Algorithm) -> dict[int, 
     return found
 
 
-def equal_groups(credits: Sequence[Credit], algorithm: Algorithm) -> dict[int, bool]:
+def equal_groups(credits: Sequence[TrainingSample], algorithm: Algorithm) -> dict[int, bool]:
     """Whether the advantage finds the members of a group equal, by its number, as the filter `zero_variance`
     does; groups that took part in no comparison are absent."""
     compared = [credit for credit in credits if credit.advantages is not None]
@@ -299,18 +307,18 @@ def equal_groups(credits: Sequence[Credit], algorithm: Algorithm) -> dict[int, b
     return {number: not varies for number, varies in varied.items()}
 
 
-def _fate(episode: Episode, varied: bool, whole: bool, algorithm: Algorithm) -> tuple[Outcome, str]:
+def _fate(episode: Episode, varied: bool, whole: bool, algorithm: Algorithm) -> tuple[RolloutOutcome, str]:
     if algorithm.zero_variance and not varied:
-        return Outcome.DROPPED, "zero_variance"
+        return RolloutOutcome.DROPPED, "zero_variance"
     if algorithm.overlong_mask and not whole:
-        return Outcome.MASKED, "overlong"
+        return RolloutOutcome.MASKED, "overlong"
     if episode.trajectory.num_action_tokens == 0:
-        return Outcome.MASKED, "no_action_tokens"
-    return Outcome.TRAINED, "trained"
+        return RolloutOutcome.MASKED, "no_action_tokens"
+    return RolloutOutcome.TRAINED, "trained"
 
 
 def _advantages(
-    credits: Sequence[Credit],
+    credits: Sequence[TrainingSample],
     algorithm: Algorithm,
     max_length: int,
     estimates: Estimates = UNKNOWN,
@@ -327,7 +335,7 @@ def _advantages(
     return [_mean_of_paths(own, [next(found) for _ in own]) for own in split]
 
 
-def _along(credit: Credit, path: Path) -> Credit:
+def _along(credit: TrainingSample, path: Path) -> TrainingSample:
     trains = None if credit.trains is None else tuple(credit.trains[place] for place in path.places)
     episode = replace(credit.episode, trajectory=path.trajectory)
     return replace(credit, episode=episode, trains=trains)
@@ -343,7 +351,7 @@ def _mean_of_paths(own: Sequence[Path], values: Sequence[Sequence[float]]) -> tu
 
 
 def _of_chains(
-    credits: Sequence[Credit],
+    credits: Sequence[TrainingSample],
     algorithm: Algorithm,
     max_length: int,
     estimates: Estimates,
@@ -390,7 +398,7 @@ def _punishment(one: Trajectory, algorithm: Algorithm, max_length: int) -> float
     return float(soft_overlong(lengths=torch.tensor(length), max_length=max_length, cache=cache))
 
 
-def _outcomes(credits: Sequence[Credit], estimates: Estimates) -> Outcomes:
+def _outcomes(credits: Sequence[TrainingSample], estimates: Estimates) -> Outcomes:
     """The batch, action tokens alone: column `j` is the j-th action token of a trajectory."""
     trajectories = [credit.episode.trajectory for credit in credits]
     lengths = torch.tensor([t.num_action_tokens for t in trajectories])
@@ -428,18 +436,18 @@ def _outcomes(credits: Sequence[Credit], estimates: Estimates) -> Outcomes:
     )
 
 
-def _training_tokens(credits: Sequence[Credit], mask: Tensor) -> Tensor | None:
+def _training_tokens(credits: Sequence[TrainingSample], mask: Tensor) -> Tensor | None:
     """Which of the action tokens in `mask` [N, L] train; None where none does."""
     found = mask.clone()
     for i, credit in enumerate(credits):
-        if credit.outcome is not Outcome.TRAINED:
+        if credit.outcome is not RolloutOutcome.TRAINED:
             found[i] = False
         elif credit.trains is not None:
             found[i, : len(credit.trains)] &= torch.tensor(credit.trains, dtype=torch.bool)
     return found if found.any() else None
 
 
-def _behavior(credits: Sequence[Credit], old: Sequence[Tensor] | None, width: int) -> Tensor | None:
+def _behavior(credits: Sequence[TrainingSample], old: Sequence[Tensor] | None, width: int) -> Tensor | None:
     """What the engine recorded of the action tokens, `[N, width]`; an expert counts as the policy itself."""
     if old is None:
         return None
@@ -469,7 +477,7 @@ def _anchors(trajectories: Sequence[Trajectory], width: int) -> Tensor:
     return table
 
 
-def _baselines(credits: Sequence[Credit]) -> Tensor | None:
+def _baselines(credits: Sequence[TrainingSample]) -> Tensor | None:
     """`[N]` where all have one."""
     found = [credit.baseline for credit in credits if credit.baseline is not None]
     return torch.tensor(found, dtype=torch.float64) if len(found) == len(credits) else None
@@ -495,7 +503,7 @@ def turns_of_actions(trajectory: Trajectory) -> list[int]:
 
 
 def _spared(
-    credits: Sequence[Credit], outcomes: Outcomes, advantages: Tensor, algorithm: Algorithm
+    credits: Sequence[TrainingSample], outcomes: Outcomes, advantages: Tensor, algorithm: Algorithm
 ) -> Tensor:
     """GTPO's weights of conflict tokens."""
     ids = torch.zeros(outcomes.mask.shape, dtype=torch.int64)
@@ -529,15 +537,15 @@ def _entropy_penalty(estimates: Estimates, mask: Tensor, algorithm: Algorithm) -
     return coef * mean_entropy(entropy=entropy, mask=mask)[:, None]
 
 
-def settle(ledger: Ledger, credits: Sequence[Credit]) -> None:
+def settle(ledger: Ledger, credits: Sequence[TrainingSample]) -> None:
     """Write the fates into the ledger. Failed attempts and replayed ones are there already, experts never."""
     for credit in credits:
-        if credit.outcome is not Outcome.FAILED and not (credit.expert or credit.replayed):
+        if credit.outcome is not RolloutOutcome.FAILED and not (credit.expert or credit.replayed):
             ledger.finish(credit.episode.key, credit.outcome, credit.reason)
 
 
 def training_rows(
-    credits: Sequence[Credit],
+    credits: Sequence[TrainingSample],
     *,
     mask_observations: bool,
     rewards: Sequence[Reward] = (),
@@ -549,7 +557,7 @@ def training_rows(
     """
     found = []
     for credit in credits:
-        if credit.outcome is Outcome.TRAINED:
+        if credit.outcome is RolloutOutcome.TRAINED:
             one = credit.episode.trajectory
             row = row_of_trajectory(one, credit.advantages or (), mask_observations=mask_observations)
             row = without_masked(row, credit.trains)

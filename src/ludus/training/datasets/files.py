@@ -75,7 +75,7 @@ Record = FileDialogue | FileLabelled | FilePair | RolloutRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class FileProblem:
     """A record that is none: its number in the file, counted from 1, and why, as the end of a sentence."""
 
     line: int
@@ -89,7 +89,7 @@ class FileReport:
     path: Path
     kind: DataKind | None
     num_records: int
-    problems: tuple[Problem, ...]
+    problems: tuple[FileProblem, ...]
 
 
 def check_file(path: Path) -> FileReport:
@@ -98,7 +98,7 @@ def check_file(path: Path) -> FileReport:
     num_records = 0
     problems = []
     for line, found in _records(path):
-        if isinstance(found, Problem):
+        if isinstance(found, FileProblem):
             problems.append(found)
             continue
         own = _kind(found)
@@ -106,7 +106,7 @@ def check_file(path: Path) -> FileReport:
         if own == kind:
             num_records += 1
         else:
-            problems.append(Problem(line, f"it is a {own}, and the file began with a {kind}"))
+            problems.append(FileProblem(line, f"it is a {own}, and the file began with a {kind}"))
     if not num_records and not problems:
         raise UserError(f"{path} is empty.", "It needs one JSON object a line; docs/data.md has the formats.")
     return FileReport(path, kind, num_records, tuple(problems))
@@ -125,7 +125,7 @@ def read_pairs(path: Path) -> list[FilePair]:
 def read_preferences(path: Path) -> list[FilePair] | list[FileLabelled]:
     """The pairs of a file, or its labelled dialogues if the first record is one. Raises UserError, with the
     line, for a record of another kind."""
-    first = next((found for _, found in _records(path) if not isinstance(found, Problem)), None)
+    first = next((found for _, found in _records(path) if not isinstance(found, FileProblem)), None)
     if not isinstance(first, FileLabelled):
         return read_pairs(path)
     return [found for found in _good(path, "labelled dialogue") if isinstance(found, FileLabelled)]
@@ -138,19 +138,19 @@ def read_rollout_file(path: Path) -> list[RolloutRecord]:
 
 def read_records(path: Path) -> list[Record]:
     """The records of a file, of whichever kind the first is. Raises UserError, with the line."""
-    first = next((found for _, found in _records(path) if not isinstance(found, Problem)), None)
+    first = next((found for _, found in _records(path) if not isinstance(found, FileProblem)), None)
     return list(_good(path, "dialogue" if first is None else _kind(first)))
 
 
 def _good(path: Path, kind: DataKind) -> Iterator[Record]:
     empty = True
     for line, found in _records(path):
-        fault = found.text if isinstance(found, Problem) else ""
-        if not isinstance(found, Problem) and _kind(found) != kind:
+        fault = found.text if isinstance(found, FileProblem) else ""
+        if not isinstance(found, FileProblem) and _kind(found) != kind:
             fault = f"it is a {_kind(found)}"
             if isinstance(found, FileLabelled) and kind == "pair":
                 fault += ", which preference.loss = kto or bco takes"
-        if fault or isinstance(found, Problem):
+        if fault or isinstance(found, FileProblem):
             raise UserError(f"{path}, line {line}, is not a {kind}: {fault}.", _HOW.format(path=path))
         empty = False
         yield found
@@ -169,15 +169,15 @@ def _kind(record: Record) -> DataKind:
     return "rollout"
 
 
-def _records(path: Path) -> Iterator[tuple[int, Record | Problem]]:
+def _records(path: Path) -> Iterator[tuple[int, Record | FileProblem]]:
     for line, data in _lines(path):
-        if isinstance(data, Problem):
+        if isinstance(data, FileProblem):
             yield line, data
             continue
         try:
             yield line, parse_record(data)
         except (ValueError, TypeError, KeyError) as error:
-            yield line, Problem(line, str(error))
+            yield line, FileProblem(line, str(error))
 
 
 def parse_record(data: object) -> Record:
@@ -309,7 +309,7 @@ def _lines(path: Path) -> Iterator[tuple[int, object]]:
                 if line.strip() == b"[":  # each further line would be told as a fault of its own
                     yield (
                         number,
-                        Problem(number, "a list over several lines begins, and a record has one line"),
+                        FileProblem(number, "a list over several lines begins, and a record has one line"),
                     )
                     return
                 if line.strip():
@@ -328,9 +328,9 @@ def _value(line: bytes, number: int) -> object:
     try:
         value: object = json.loads(line)
     except UnicodeDecodeError:
-        return Problem(number, "it is not UTF-8 text")
+        return FileProblem(number, "it is not UTF-8 text")
     except ValueError as error:
-        return Problem(number, f"it is no JSON: {error}")
+        return FileProblem(number, f"it is no JSON: {error}")
     except RecursionError:
-        return Problem(number, "it is nested too deeply")
+        return FileProblem(number, "it is nested too deeply")
     return value

@@ -19,7 +19,7 @@ from ludus.rollout.build import rollout_for
 from ludus.tasks.order import permutation
 from ludus.tools.base import Tool
 from ludus.training.datasets.sources import dialogue_segments, first_dialogues, sources_of, words_of
-from ludus.training.run.session import Session
+from ludus.training.run.session import TrainingSession
 from ludus.types import Task
 
 NUM_PROMPTS = 32
@@ -46,7 +46,7 @@ def dialogue_length(renderer: Renderer, dialogue: Demonstration) -> DialogueLeng
     return DialogueLength(total, len(segments[0].tokens), max(actions), len(actions))
 
 
-def check_dialogues(session: Session) -> None:
+def check_dialogues(session: TrainingSession) -> None:
     """Raise UserError for a source of fine-tuning of which no dialogue fits into `rollout.max_tokens`.
 
     A file is searched whole, of a world the first dialogues.
@@ -71,7 +71,7 @@ def _none_fits(lengths: Sequence[DialogueLength], budget: int, source: str) -> U
     )
 
 
-def sft_warnings(session: Session) -> list[str]:
+def sft_warnings(session: TrainingSession) -> list[str]:
     """What of the first dialogues of fine-tuning does not fit the limits of a rollout, a sentence each."""
     found = []
     for name in sources_of(session.config):
@@ -104,7 +104,7 @@ def dialogue_warnings(lengths: Sequence[DialogueLength], rollout: RolloutConfig,
     return found
 
 
-def check_prompts(session: Session) -> list[str]:
+def check_prompts(session: TrainingSession) -> list[str]:
     """Return warnings about prompts of the training tasks that leave no room for an action of
     `rollout.max_new_tokens`. Raises UserError if no prompt leaves room for a single token."""
     rollout, world = session.config.rollout, session.world
@@ -146,7 +146,7 @@ def _tools(world: World, task: Task) -> Sequence[Tool] | None:
         return None
 
 
-def rollout_warnings(session: Session) -> list[str]:
+def rollout_warnings(session: TrainingSession) -> list[str]:
     """What of the world's prompts and demonstrations does not fit the limits of a rollout. Raises as
     `check_prompts`."""
     found = check_prompts(session)
@@ -155,7 +155,7 @@ def rollout_warnings(session: Session) -> list[str]:
     return found + dialogue_warnings(lengths, session.config.rollout, effect)
 
 
-def _demonstrations(session: Session) -> list[Demonstration]:
+def _demonstrations(session: TrainingSession) -> list[Demonstration]:
     """Return the first demonstrations of the world; empty if it has none, as RL needs none."""
     if not isinstance(session.world, Demonstrates):
         return []

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
+class Collectives(Protocol):
     """The processes of a run. Each calls every method, in the same order."""
 
     @property
@@ -60,7 +60,7 @@ class Ranks(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """One process."""
 
     count = 1
@@ -82,10 +82,10 @@ class Alone:
         return nullcontext()
 
 
-ONE_PROCESS = Alone()
+ONE_PROCESS = SingleProcess()
 
 
-class Group:
+class ProcessGroup:
     """The processes of torch's default group. Each is given its own part of the rows."""
 
     whole = False
@@ -118,7 +118,7 @@ class Group:
         return nullcontext()
 
 
-class SharedBatch(Group):
+class SharedBatch(ProcessGroup):
     """The same, where each is given all rows and takes its part of them.
 
     With a device to `split` on, each holds a part of the weights there (`distributed.fsdp`), otherwise all.
@@ -137,12 +137,12 @@ class SharedBatch(Group):
             shard(model, self._mesh)
 
 
-def current_ranks() -> Ranks:
+def current_ranks() -> Collectives:
     """The group where `torch.distributed` is set up, otherwise this process."""
-    return Group() if distributed.is_available() and distributed.is_initialized() else Alone()
+    return ProcessGroup() if distributed.is_available() and distributed.is_initialized() else SingleProcess()
 
 
-def sum_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) -> None:
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Collectives) -> None:
     """Replace each gradient by its sum. One that no process has stays away; AdamW skips it.
 
     Shards of gradients are sums already.
@@ -159,7 +159,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) -> Non
         ranks.sum(parameter.grad)
 
 
-def merged(found: Mapping[int, T], ranks: Ranks) -> dict[int, T]:
+def merged(found: Mapping[int, T], ranks: Collectives) -> dict[int, T]:
     """What the processes found, each for rows of its own, by row; tensors of several come on the CPU."""
     if ranks.count == 1 or not ranks.whole:
         return dict(found)
@@ -167,7 +167,7 @@ def merged(found: Mapping[int, T], ranks: Ranks) -> dict[int, T]:
     return {i: value for part in ranks.gather(plain) for i, value in part.items()}
 
 
-def raise_together(fault: str, hint: str, ranks: Ranks) -> None:
+def raise_together(fault: str, hint: str, ranks: Collectives) -> None:
     """Raise LearnerError in every process where one has a fault (a sentence; empty: none), with its hint."""
     faults: Sequence[tuple[str, str]] = ranks.gather((fault, hint))
     for rank, (text, way_on) in enumerate(faults):
@@ -177,7 +177,7 @@ def raise_together(fault: str, hint: str, ranks: Ranks) -> None:
 
 
 @torch.no_grad()
-def same_weights(model: torch.nn.Module, ranks: Ranks) -> None:
+def same_weights(model: torch.nn.Module, ranks: Collectives) -> None:
     """Give every process the weights of the first."""
     if ranks.count > 1:
         for parameter in model.parameters():

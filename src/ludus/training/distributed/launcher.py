@@ -29,8 +29,8 @@ from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError, UserError
 from ludus.training.batches.chunked_lm_head import Entropy
 from ludus.training.batches.rows import Row
-from ludus.training.distributed.collectives import Alone, Ranks, SharedBatch
-from ludus.training.distributed.rendezvous import LISTEN_S, Meeting, not_met
+from ludus.training.distributed.collectives import Collectives, SharedBatch, SingleProcess
+from ludus.training.distributed.rendezvous import LISTEN_S, Rendezvous, not_met
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import ProcessGroup
@@ -43,7 +43,7 @@ _GLANCE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartRanks:
     """Build the parts of the run in `folder`; `resumed` is its newest checkpoint."""
 
     config: Config
@@ -52,7 +52,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class ScoreRows:
     """`Learner.score` and its like; `name` is that of another scorer, empty for the policy."""
 
     name: str
@@ -62,7 +62,7 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Train:
+class TrainRows:
     """`Learner.train`."""
 
     rows: Sequence[Row]
@@ -71,7 +71,7 @@ class Train:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeSays:
+class EvaluateValues:
     """What a critic or process reward model is asked; `solved` where it is told the outcomes, `after` where a
     critic is asked of the states after tokens."""
 
@@ -81,7 +81,7 @@ class JudgeSays:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeLearns:
+class TrainValues:
     """What it is taught; `tables` are numbers `[T]` a row, as its `train` takes them."""
 
     rows: Sequence[Row]
@@ -90,19 +90,19 @@ class JudgeLearns:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class GatherWeights:
     """Put the policy's weights together."""
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class ProbeTokens:
     """Score tokens at temperature 1."""
 
     tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class SaveShards:
     """Write this process's part of a checkpoint into `folder`."""
 
     folder: Path
@@ -116,14 +116,25 @@ class DryRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopRanks:
     """The run is over."""
 
 
-Command = Start | Score | Train | JudgeSays | JudgeLearns | Gather | Probe | Save | DryRun | Stop
+Command = (
+    StartRanks
+    | ScoreRows
+    | TrainRows
+    | EvaluateValues
+    | TrainValues
+    | GatherWeights
+    | ProbeTokens
+    | SaveShards
+    | DryRun
+    | StopRanks
+)
 
 
-class Follower(SharedBatch):
+class WorkerRank(SharedBatch):
     """A process that does what it is told."""
 
     def __init__(self) -> None:
@@ -139,10 +150,10 @@ class Follower(SharedBatch):
         return _broadcast(None, self._control)
 
 
-class Leader(SharedBatch):
+class LeaderRank(SharedBatch):
     """The process that tells the others, those of `crew` where they were started here."""
 
-    def __init__(self, meeting: Meeting, crew: Crew, split: torch.device | None) -> None:
+    def __init__(self, meeting: Rendezvous, crew: RankGroup, split: torch.device | None) -> None:
         super().__init__(split)
         self._control = _control_group(timedelta(seconds=meeting.limit_s))
         self._meeting = meeting
@@ -192,13 +203,13 @@ class Leader(SharedBatch):
 
 
 @dataclass
-class Crew:
+class RankGroup:
     """The other processes, where they were started here."""
 
     folder: TemporaryFolder | None = None
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start(self, meeting: Meeting, device: torch.device) -> None:
+    def start(self, meeting: Rendezvous, device: torch.device) -> None:
         """Start the followers on such a device; they come to a meeting that this process called."""
         self.folder = TemporaryFolder("ludus-ranks-")
         place = self.folder.path
@@ -269,31 +280,31 @@ def here(rank: int) -> str:
 
 
 @contextmanager
-def leading(config: Config, device: torch.device) -> Iterator[Ranks]:
+def leading(config: Config, device: torch.device) -> Iterator[Collectives]:
     """The processes of the run, led by this one: those that torchrun started, or `training.learner.ranks`.
 
     Raises UserError for more of them than there are GPUs, and for what is for one process alone.
     """
     learner, launched = config.training.learner, launched_rank() is not None
     if learner.ranks == 1 and not launched:
-        yield Alone()
+        yield SingleProcess()
         return
     if learner.replay_routing:
         raise UserError("Experts are replayed in one process.", "Leave training.learner.replay_routing out.")
-    crew = Crew()
+    crew = RankGroup()
     try:
         if launched:
-            meeting = Meeting.launched(learner.rank_timeout_s)
+            meeting = Rendezvous.launched(learner.rank_timeout_s)
         else:
             check_devices(device, learner.ranks)
-            meeting = Meeting.called(learner.ranks, learner.rank_timeout_s)
+            meeting = Rendezvous.called(learner.ranks, learner.rank_timeout_s)
             crew.start(meeting, device)
             crew.gather(meeting.limit_s)
         leader = meet(meeting, crew, device, device if learner.shard else None)
         try:
             yield leader
         finally:
-            with suppress(LearnerError), leader.together(Stop()):
+            with suppress(LearnerError), leader.together(StopRanks()):
                 pass
     finally:
         if distributed.is_initialized():
@@ -301,11 +312,13 @@ def leading(config: Config, device: torch.device) -> Iterator[Ranks]:
         crew.close()
 
 
-def meet(meeting: Meeting, crew: Crew, device: torch.device, split: torch.device | None) -> Leader:
+def meet(
+    meeting: Rendezvous, crew: RankGroup, device: torch.device, split: torch.device | None
+) -> LeaderRank:
     """Meet the others, to lead them. Raises LearnerError, with its words where one has ended."""
     try:
         meeting.form_group(device)
-        return Leader(meeting, crew, split)
+        return LeaderRank(meeting, crew, split)
     except (LearnerError, RuntimeError) as error:
         ended = crew.last_words()
         crew.kill()

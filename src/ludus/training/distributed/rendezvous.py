@@ -30,7 +30,7 @@ LISTEN_S = 5.0
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """A process, number `rank` of `count`, at the store where all of them meet.
 
     It waits for another for `limit_s` at most.
@@ -42,7 +42,7 @@ class Meeting:
     limit_s: float
 
     @classmethod
-    def called(cls, count: int, limit_s: float) -> Meeting:
+    def called(cls, count: int, limit_s: float) -> Rendezvous:
         """A meeting that this process calls and leads. Its store hears this machine alone."""
         listener = socket.create_server((_HERE, 0))
         port, limit = listener.getsockname()[1], timedelta(seconds=limit_s)
@@ -52,13 +52,13 @@ class Meeting:
         return cls(store, 0, count, limit_s)
 
     @classmethod
-    def joined(cls, port: int, rank: int, count: int, limit_s: float) -> Meeting:
+    def joined(cls, port: int, rank: int, count: int, limit_s: float) -> Rendezvous:
         """One that another process of this machine has called."""
         store = TCPStore(_HERE, port, None, False, timedelta(seconds=limit_s))
         return cls(store, rank, count, limit_s)
 
     @classmethod
-    def launched(cls, limit_s: float) -> Meeting:
+    def launched(cls, limit_s: float) -> Rendezvous:
         """The one of the processes that torchrun started."""
         try:
             found = next(iter(rendezvous("env://", timeout=timedelta(seconds=limit_s))))

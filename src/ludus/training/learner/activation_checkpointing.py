@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Recomputable(Protocol):
+class Checkpointable(Protocol):
     """What switches one of transformers' layers, `GradientCheckpointingLayer`."""
 
     training: bool
@@ -30,7 +30,7 @@ class Recomputable(Protocol):
     _gradient_checkpointing_func: Callable[..., object]
 
 
-def recomputable_layers(model: PreTrainedModel) -> list[Recomputable]:
+def recomputable_layers(model: PreTrainedModel) -> list[Checkpointable]:
     """The layers whose inside can be computed again. Raises UserError for a model that has none."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -44,7 +44,7 @@ def recomputable_layers(model: PreTrainedModel) -> list[Recomputable]:
 
 
 @contextmanager
-def recomputing(layers: Sequence[Recomputable]) -> Iterator[None]:
+def recomputing(layers: Sequence[Checkpointable]) -> Iterator[None]:
     """A forward pass within keeps the inputs of `layers` only; without gradient it is as ever."""
     if not layers or not torch.is_grad_enabled():
         yield
@@ -63,7 +63,7 @@ def recomputing(layers: Sequence[Recomputable]) -> Iterator[None]:
             layer.training = mode
 
 
-def _contexts(layer: Recomputable) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+def _contexts(layer: Checkpointable) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """Return the contexts of a layer's forward pass and of its recomputation.
 
     The forward pass is in that of its caller; autograd runs the recomputation outside of any function mode.

@@ -9,19 +9,19 @@ import torch
 from torch import nn
 
 from ludus.training.batches.rows import Microbatch, Row, balanced, blank, microbatches
-from ludus.training.distributed.collectives import Ranks
+from ludus.training.distributed.collectives import Collectives
 from ludus.training.distributed.fsdp import is_sharded
 
 
 @dataclass(frozen=True)
-class Dealer:
+class DataParallelSplitter:
     """Deals rows to the `ranks` that train `model`. Each calls it with all rows.
 
     `index` of a microbatch tells the places among all rows. Where the weights are split, each process has as
     many microbatches as the others; some may be of no row.
     """
 
-    ranks: Ranks
+    ranks: Collectives
     model: nn.Module
     max_tokens: int
     shared: bool = True

@@ -17,22 +17,22 @@ from torch.autograd.function import FunctionCtx
 
 from ludus.algorithms.kl import full_forward, full_reverse
 from ludus.engines.embedded.onednn_linear import apply, outer_sum, product
-from ludus.training.batches.chunked_lm_head import CHUNK_LOGITS, Head
+from ludus.training.batches.chunked_lm_head import CHUNK_LOGITS, LmHead
 
 Divergence = Literal["full_reverse", "full_forward"]
 
 
-class States(NamedTuple):
+class HiddenStates(NamedTuple):
     """What a model says at some positions: `hidden` `[A, H]` below its output layer `head`."""
 
     hidden: Tensor
-    head: Head
+    head: LmHead
 
 
-class Against(NamedTuple):
+class DivergenceTarget(NamedTuple):
     """Another model's states at the positions that are asked for, and the divergence from them."""
 
-    states: States
+    states: HiddenStates
     which: Divergence
 
 
@@ -40,7 +40,7 @@ class Against(NamedTuple):
 class _How:
     temperature: float
     rows: int
-    against: Against
+    against: DivergenceTarget
 
 
 class _Context(FunctionCtx):
@@ -49,7 +49,7 @@ class _Context(FunctionCtx):
     needs_input_grad: tuple[bool, ...]
 
 
-def divergence(own: States, against: Against, *, rows: int | None = None) -> Tensor:
+def divergence(own: HiddenStates, against: DivergenceTarget, *, rows: int | None = None) -> Tensor:
     """`[A]` nats between the tempered distributions, in float32 or better, with gradient to `own`.
 
     `rows` positions make a chunk; None takes as many as have the logits of a chunk of the output layer.
@@ -57,22 +57,22 @@ def divergence(own: States, against: Against, *, rows: int | None = None) -> Ten
     head = own.head
     if rows is None:
         rows = max(1, CHUNK_LOGITS // head.weight.shape[0])
-    how = _How(head.temperature, rows, Against(_plain(against.states), against.which))
+    how = _How(head.temperature, rows, DivergenceTarget(_plain(against.states), against.which))
     (found,) = apply(_Divergence, own.hidden, head.weight, head.bias, how)
     return found
 
 
-def _plain(states: States) -> States:
+def _plain(states: HiddenStates) -> HiddenStates:
     """Without gradient."""
     head = states.head
     bias = None if head.bias is None else head.bias.detach()
-    return States(states.hidden.detach(), Head(head.weight.detach(), bias, head.temperature))
+    return HiddenStates(states.hidden.detach(), LmHead(head.weight.detach(), bias, head.temperature))
 
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
-        head, other = Head(weight, bias, how.temperature), how.against.states
+        head, other = LmHead(weight, bias, how.temperature), how.against.states
         function = full_reverse if how.against.which == "full_reverse" else full_forward
         parts = [
             function(logits=head.logits(own), ref_logits=other.head.logits(theirs))
@@ -89,7 +89,7 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, found, *rest = ctx.saved_tensors
         bias, how, other = rest[0] if rest else None, ctx.how, ctx.how.against.states
-        head = Head(weight, bias, how.temperature)
+        head = LmHead(weight, bias, how.temperature)
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         to_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None

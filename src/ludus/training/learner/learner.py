@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ludus.algorithms.aggregate import Normaliser
+from ludus.algorithms.aggregate import Normalizer
 from ludus.algorithms.aux_losses import coefficient
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.kl import KLS
@@ -25,18 +25,31 @@ from ludus.algorithms.spec.algorithm import FULL_KL_NAMES, Algorithm, number
 from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP
 from ludus.errors import LearnerError
 from ludus.training.batches.chunked_lm_head import Entropy
-from ludus.training.batches.finite_checks import Watch, fault_of_rows
+from ludus.training.batches.finite_checks import FiniteChecks, fault_of_rows
 from ludus.training.batches.rows import Microbatch, Row, balanced, blank, microbatches
-from ludus.training.distributed.collectives import Ranks, current_ranks, merged, raise_together, sum_gradients
+from ludus.training.distributed.collectives import (
+    Collectives,
+    current_ranks,
+    merged,
+    raise_together,
+    sum_gradients,
+)
 from ludus.training.distributed.fsdp import is_sharded
-from ludus.training.distributed.launcher import Score, Train
-from ludus.training.learner.logprob_cache import Kept
-from ludus.training.learner.logprobs import Scorer, Scores, own_types
+from ludus.training.distributed.launcher import ScoreRows, TrainRows
+from ludus.training.learner.logprob_cache import LogprobCache
+from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens, own_types
 from ludus.training.learner.microbatch_budget import TokenBudget
 from ludus.training.learner.moe_routing_replay import following, recording
 from ludus.training.learner.old_logprobs import OLD_FROM_ENGINE, OldLogprobs, recorded_logprobs
-from ludus.training.learner.optimizer import Optimiser
-from ludus.training.learner.ref_and_teacher import Beside, FullKl, Others, SumPiSquared, TokenScorer, table_of
+from ludus.training.learner.optimizer import Optimizer
+from ludus.training.learner.ref_and_teacher import (
+    AuxLogprobs,
+    AuxScorers,
+    FullKl,
+    SumPiSquared,
+    TokenScorer,
+    table_of,
+)
 
 FULL_KL = "full_kl"
 SUM_PI_SQUARED = "sum_pi_squared"
@@ -63,13 +76,13 @@ class LearnerSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class CachedLogprobs:
     """What is known of each row before its gradient, `[T]` each.
 
     `proximal` are the log-probabilities of the weights at the start of the step; None means that the present
     weights are those, so that the ratio is exactly 1. `chosen` marks tokens that were chosen over the batch.
-    `experts` are those that each token took then, as `Routing` has them. `others` are the log-probabilities
-    of other scorers, by their names; one that is not there is asked in every pass.
+    `experts` are those that each token took then, as `RoutingReplay` has them. `others` are the
+    log-probabilities of other scorers, by their names; one that is not there is asked in every pass.
     """
 
     proximal: Sequence[Tensor] | None = None
@@ -77,9 +90,9 @@ class Known:
     experts: Sequence[Tensor] | None = None
     others: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
-    def of(self, index: Sequence[int]) -> Known:
+    def of(self, index: Sequence[int]) -> CachedLogprobs:
         """What is known of these rows."""
-        return Known(
+        return CachedLogprobs(
             None if self.proximal is None else [self.proximal[i] for i in index],
             None if self.chosen is None else [self.chosen[i] for i in index],
             None if self.experts is None else [self.experts[i] for i in index],
@@ -91,15 +104,15 @@ class Known:
 class Learner:
     """Takes optimiser steps on `scorer.model` by one algorithm."""
 
-    scorer: Scorer
-    optimiser: Optimiser
+    scorer: LogprobScorer
+    optimiser: Optimizer
     algorithm: Algorithm
     settings: LearnerSettings = field(default_factory=LearnerSettings)
     scorers: Mapping[str, TokenScorer] = field(default_factory=dict)
-    ranks: Ranks = field(default_factory=current_ranks)
+    ranks: Collectives = field(default_factory=current_ranks)
     budget: TokenBudget = field(init=False)
-    _kept: Kept = field(default_factory=Kept, init=False)
-    _watch: Watch = field(default_factory=Watch, init=False)
+    _kept: LogprobCache = field(default_factory=LogprobCache, init=False)
+    _watch: FiniteChecks = field(default_factory=FiniteChecks, init=False)
 
     def __post_init__(self) -> None:
         self._sharded = is_sharded(self.scorer.model)
@@ -121,9 +134,9 @@ class Learner:
 
     def ask(
         self, name: str, rows: Sequence[Row], entropy: Entropy = "none", *, keep: bool = False
-    ) -> list[Scores]:
+    ) -> list[ScoredTokens]:
         """The scores `[T]` of each row by the policy ("") or another scorer; `keep` as in `score`."""
-        with self.ranks.together(Score(name, rows, entropy, keep)):
+        with self.ranks.together(ScoreRows(name, rows, entropy, keep)):
             found = self._score_all(rows, self._scorer_of(name), entropy)[0]
             if keep:
                 self._kept.keep(name, rows, [scores.logprobs for scores in found])
@@ -168,9 +181,9 @@ class Learner:
         Losses are means over these steps. `seed` orders the rows where there are several minibatches. Without
         a row nothing changes. Raises LearnerError where loss or gradient is not finite; the weights are then
         those of the last good step. With several processes `rows` are all rows or this one's part, which may
-        be empty, as `Ranks.whole` says, and the metrics are of all.
+        be empty, as `Collectives.whole` says, and the metrics are of all.
         """
-        with self.ranks.together(Train(rows, seed, self.algorithm)):
+        with self.ranks.together(TrainRows(rows, seed, self.algorithm)):
             try:
                 return self._train(rows, seed)
             finally:
@@ -199,7 +212,7 @@ class Learner:
         of_updates = _mean_metrics([report for _, report in updates])
         return of_tokens | of_updates | {OLD_FROM_ENGINE: float(settings.old_logprobs == "engine")}
 
-    def _start(self, rows: Sequence[Row], seed: int) -> Known:
+    def _start(self, rows: Sequence[Row], seed: int) -> CachedLogprobs:
         """What the updates of a step have to know of the weights at its start."""
         settings, experts, others = self.settings, None, self._said_by_others(rows)
         if settings.old_logprobs == "engine":
@@ -212,13 +225,13 @@ class Learner:
                 known = [scores.logprobs for scores in found]
             proximal = known
         else:
-            return Known(others=others)
+            return CachedLogprobs(others=others)
         chosen = choose_tokens(rows, proximal, self.algorithm, seed) if proximal else None
-        return Known(proximal, chosen, experts, others)
+        return CachedLogprobs(proximal, chosen, experts, others)
 
     @property
-    def _beside(self) -> Beside:
-        return Beside(self.algorithm, self.scorers)
+    def _beside(self) -> AuxScorers:
+        return AuxScorers(self.algorithm, self.scorers)
 
     def _known(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
         """What a scorer said of these rows before, where every process knows it."""
@@ -236,7 +249,7 @@ class Learner:
                 found[name] = known
         return found
 
-    def gradient(self, rows: Sequence[Row], known: Known | None = None) -> tuple[Statistics, int]:
+    def gradient(self, rows: Sequence[Row], known: CachedLogprobs | None = None) -> tuple[Statistics, int]:
         """Put the gradient of a batch into the parameters' `.grad`; gives statistics and the tokens trained.
 
         With several processes all are those of the batch that they share. Raises LearnerError where memory
@@ -244,8 +257,8 @@ class Learner:
         """
         self.scorer.model.eval()  # with dropout the ratio of an unchanged policy would not be 1
         mine = self._mine(rows)
-        rows, known = [rows[i] for i in mine], (known or Known()).of(mine)
-        own = Normaliser(
+        rows, known = [rows[i] for i in mine], (known or CachedLogprobs()).of(mine)
+        own = Normalizer(
             sum(sum(row.trains[1:]) for row in rows),
             sum(any(row.trains[1:]) for row in rows),
             self.settings.trajectory_tokens,
@@ -305,7 +318,7 @@ class Learner:
         dtype = next(self.scorer.model.parameters()).dtype
         return dtype if dtype == torch.float64 else torch.float32
 
-    def _update(self, batch: Sequence[Row], known: Known) -> tuple[Statistics, dict[str, float]]:
+    def _update(self, batch: Sequence[Row], known: CachedLogprobs) -> tuple[Statistics, dict[str, float]]:
         statistics, tokens = self.gradient(batch, known)
         rate = self.optimiser.settings.rate(self.optimiser.num_steps)
         norm = self.optimiser.step()
@@ -316,7 +329,7 @@ class Learner:
             "batch/trained_rows": float(sum(self.ranks.gather(len(self._mine(batch))))),
         }
 
-    def _backward(self, part: Microbatch, normaliser: Normaliser, known: Known) -> Statistics:
+    def _backward(self, part: Microbatch, normaliser: Normalizer, known: CachedLogprobs) -> Statistics:
         others = self._beside.say(part, known.others, _asked(part, self.algorithm))
         experts = None if known.experts is None else [known.experts[i] for i in part.index]
         with following(self.scorer.routing, experts):
@@ -327,7 +340,7 @@ class Learner:
         return statistics
 
     def _loss(
-        self, part: Microbatch, normaliser: Normaliser, known: Known, others: Others
+        self, part: Microbatch, normaliser: Normalizer, known: CachedLogprobs, others: AuxLogprobs
     ) -> tuple[Tensor, Statistics]:
         entropy: Entropy = "gradient" if self.algorithm.entropy_coef > 0 else "value"
         asked, divergences = _asked(part, self.algorithm), dict[str, Tensor]()
@@ -363,9 +376,9 @@ class Learner:
     @torch.no_grad()
     def _score_all(
         self, rows: Sequence[Row], scorer: TokenScorer, entropy: Entropy = "none"
-    ) -> tuple[list[Scores], list[Tensor] | None]:
+    ) -> tuple[list[ScoredTokens], list[Tensor] | None]:
         """The scores of each row, `[T]`, and the experts of its tokens where these are being recorded."""
-        found: dict[int, Scores] = {}
+        found: dict[int, ScoredTokens] = {}
         experts: dict[int, Tensor] = {}
         routing = self.scorer.routing
         self.scorer.model.eval()  # with dropout the ratio of an unchanged policy would not be 1
@@ -377,7 +390,7 @@ class Learner:
             for place, i in enumerate(part.index):
                 length = len(own[i].tokens)
                 spread = None if scores.entropy is None else scores.entropy[place, :length]
-                found[mine[i]] = Scores(scores.logprobs[place, :length], spread)
+                found[mine[i]] = ScoredTokens(scores.logprobs[place, :length], spread)
             if part.index and routing is not None and routing.records:
                 experts.update(zip((mine[i] for i in part.index), routing.taken(), strict=True))
 

@@ -21,7 +21,7 @@ Asked = tuple[str, list[tuple[tuple[int, ...], tuple[bool, ...]]]]
 
 
 @dataclass
-class Kept:
+class LogprobCache:
     """Log-probabilities `[T]` of rows, by the name of who gave them."""
 
     _found: deque[tuple[Asked, list[Tensor]]] = field(default_factory=lambda: deque(maxlen=_MOST))

@@ -20,13 +20,13 @@ from ludus.engines.embedded.onednn_linear import OneDnnLinear, use_onednn
 from ludus.engines.models.lora import is_peft
 from ludus.errors import LearnerError
 from ludus.training.batches import prefix_packing as forests
-from ludus.training.batches.chunked_lm_head import Entropy, Head, TokenScores, logits_to_scores
+from ludus.training.batches.chunked_lm_head import Entropy, LmHead, TokenScores, logits_to_scores
 from ludus.training.batches.trajectory_tree import BREAK, Positions, apart
 from ludus.training.distributed.fsdp import is_sharded, within
 from ludus.training.learner.activation_checkpointing import recomputable_layers, recomputing
 from ludus.training.learner.float64 import in_float64
-from ludus.training.learner.full_kl import Against, States, divergence
-from ludus.training.learner.moe_routing_replay import Routing
+from ludus.training.learner.full_kl import DivergenceTarget, HiddenStates, divergence
+from ludus.training.learner.moe_routing_replay import RoutingReplay
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _TRIAL_TOKENS = 24
 
 
-class Scores(NamedTuple):
+class ScoredTokens(NamedTuple):
     """`logprobs` and `entropy`, `[B, L]`, 0 where nothing was asked; column `t` speaks of token `t`."""
 
     logprobs: Tensor
@@ -42,7 +42,7 @@ class Scores(NamedTuple):
 
 
 @dataclass
-class Scorer:
+class LogprobScorer:
     """Scores tokens under `model` at `temperature`: what a learner, a reference or a teacher is made of.
 
     With `recompute` the states inside of a layer are computed again in the backward pass. `routing` is told
@@ -52,7 +52,7 @@ class Scorer:
     model: PreTrainedModel
     temperature: float = 1.0
     recompute: bool = False
-    routing: Routing | None = None
+    routing: RoutingReplay | None = None
 
     def __post_init__(self) -> None:
         self._layers = recomputable_layers(self.model) if self.recompute else []
@@ -67,7 +67,7 @@ class Scorer:
         """Whether rows are computed as a forest; otherwise they are padded."""
         return self._planted
 
-    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores:
+    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> ScoredTokens:
         """Log-probability (natural log, float32 or better) of the tokens `[B, L]` marked in `asked`.
 
         A token is scored from the position before it; the first of a row cannot be and scores 0. What stands
@@ -77,8 +77,8 @@ class Scorer:
         return self.compare(tokens, asked, entropy, {})[0]
 
     def compare(
-        self, tokens: Tensor, asked: Tensor, entropy: Entropy, against: Mapping[str, Against]
-    ) -> tuple[Scores, dict[str, Tensor]]:
+        self, tokens: Tensor, asked: Tensor, entropy: Entropy, against: Mapping[str, DivergenceTarget]
+    ) -> tuple[ScoredTokens, dict[str, Tensor]]:
         """The scores, and by name the divergences `[B, L]` from what other models say at the same positions.
 
         Raises LearnerError for divergences where states cannot be read.
@@ -91,7 +91,9 @@ class Scorer:
             nothing = torch.zeros(tokens.shape, dtype=self._dtype, device=tokens.device)
             if is_sharded(self.model):
                 nothing = nothing + self._idle(tokens.device)
-            return Scores(nothing, None if entropy == "none" else nothing), dict.fromkeys(against, nothing)
+            return ScoredTokens(nothing, None if entropy == "none" else nothing), dict.fromkeys(
+                against, nothing
+            )
         at = (rows, columns + 1)
         if against:
             scores, found = self._scores_and_divergences(tokens, (rows, columns), entropy, against)
@@ -100,10 +102,10 @@ class Scorer:
             scores, found = score(tokens, (rows, columns), entropy), {}
         spread = None if scores.entropy is None else _placed(scores.entropy, at, tokens)
         divergences = {name: _placed(values, at, tokens) for name, values in found.items()}
-        return Scores(_placed(scores.logprobs, at, tokens), spread), divergences
+        return ScoredTokens(_placed(scores.logprobs, at, tokens), spread), divergences
 
     @torch.no_grad()
-    def distributions(self, tokens: Tensor, asked: Tensor) -> States:
+    def distributions(self, tokens: Tensor, asked: Tensor) -> HiddenStates:
         """What it says before the tokens marked in `asked`, in the order of rows and columns.
 
         Raises LearnerError where states cannot be read.
@@ -111,19 +113,19 @@ class Scorer:
         head = self._whole_head()
         rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
         if rows.numel() == 0:
-            return States(head.weight.new_zeros(0, head.weight.shape[1]), head)
-        return States(self.states(tokens, (rows, columns)), head)
+            return HiddenStates(head.weight.new_zeros(0, head.weight.shape[1]), head)
+        return HiddenStates(self.states(tokens, (rows, columns)), head)
 
     def _scores_and_divergences(
-        self, tokens: Tensor, at: Positions, entropy: Entropy, against: Mapping[str, Against]
+        self, tokens: Tensor, at: Positions, entropy: Entropy, against: Mapping[str, DivergenceTarget]
     ) -> tuple[TokenScores, dict[str, Tensor]]:
         """Scores and divergences `[A]` after the positions `at`, from one pass."""
         head, targets = self._whole_head(), tokens[at[0], at[1] + 1]
         hidden = self.states(tokens, at)
-        found = {name: divergence(States(hidden, head), other) for name, other in against.items()}
+        found = {name: divergence(HiddenStates(hidden, head), other) for name, other in against.items()}
         return head.score(hidden, targets, entropy), found
 
-    def _whole_head(self) -> Head:
+    def _whole_head(self) -> LmHead:
         """The output layer. Raises LearnerError where whole distributions cannot be compared."""
         if not self._planted or self._head is None or is_sharded(self.model):
             raise LearnerError(
@@ -131,7 +133,7 @@ class Scorer:
                 "cannot be read, or its weights are split.",
                 "Take the algorithm.kl k3 or the loss distill, or training.learner.shard = false.",
             )
-        return Head(self._head.weight, self._head.bias, self.temperature)
+        return LmHead(self._head.weight, self._head.bias, self.temperature)
 
     def _check_routing(self, tokens: Tensor) -> None:
         """Raise LearnerError for trajectories that branch where experts are replayed, row by row."""
@@ -167,7 +169,7 @@ class Scorer:
 
         def scored() -> TokenScores:
             assert self._head is not None
-            head = Head(self._head.weight, self._head.bias, self.temperature)
+            head = LmHead(self._head.weight, self._head.bias, self.temperature)
             found = head.score(self._hidden(forest)[states], targets, entropy)
             return TokenScores(found.logprobs.clone(), found.entropy)  # a view would do for no hooks
 
@@ -190,7 +192,7 @@ class Scorer:
         assert self._body is not None
         return self._body
 
-    def _plant(self, tokens: Tensor, at: tuple[Tensor, Tensor]) -> tuple[Tensor, forests.Forest]:
+    def _plant(self, tokens: Tensor, at: tuple[Tensor, Tensor]) -> tuple[Tensor, forests.PrefixForest]:
         """The forest of the rows up to the last position asked for, and where the positions stand in it."""
         tokens, (rows, columns) = apart(tokens, at)
         lengths = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
@@ -200,7 +202,7 @@ class Scorer:
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         return torch.cat(forest.places)[offsets[rows] + columns], forest
 
-    def _hidden(self, forest: forests.Forest) -> Tensor:
+    def _hidden(self, forest: forests.PrefixForest) -> Tensor:
         """The states `[T, H]` below the output layer."""
         assert self._body is not None
         if self.routing is not None:

@@ -15,7 +15,7 @@ import torch
 
 from ludus.errors import LearnerError
 from ludus.training.batches.rows import Microbatch
-from ludus.training.distributed.collectives import ONE_PROCESS, Ranks, raise_together
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, raise_together
 
 log = logging.getLogger("ludus.learner")
 
@@ -53,7 +53,7 @@ class TokenBudget:
         split: Callable[[int], Sequence[Microbatch]],
         work: Callable[[Microbatch], None],
         undo: Callable[[], None],
-        ranks: Ranks = ONE_PROCESS,
+        ranks: Collectives = ONE_PROCESS,
     ) -> None:
         """Do `work` on each part of `split(tokens)`, all of it again after `undo` where memory runs out.
 

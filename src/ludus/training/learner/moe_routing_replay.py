@@ -28,7 +28,7 @@ RouterOutput = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass
-class Routing:
+class RoutingReplay:
     """The routers of a model. A row's experts are `[R, n, k]`: routers, its tokens, experts a token.
 
     A token that stands for several rows (a shared prefix) takes the experts of one of them.
@@ -42,7 +42,7 @@ class Routing:
     _wanted: Tensor | None = field(default=None, init=False)
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Routing:
+    def of(cls, model: PreTrainedModel) -> RoutingReplay:
         """Raises UserError for a model without routers that are known."""
         routers = [module for module in model.modules() if type(module).__name__ in ROUTERS]
         if not routers:
@@ -132,8 +132,8 @@ def _chooses(router: nn.Module) -> bool:
 
 
 @contextmanager
-def recording(routing: Routing | None) -> Iterator[None]:
-    """`Routing.recording` where there is a routing."""
+def recording(routing: RoutingReplay | None) -> Iterator[None]:
+    """`RoutingReplay.recording` where there is a routing."""
     if routing is None:
         yield
         return
@@ -142,8 +142,8 @@ def recording(routing: Routing | None) -> Iterator[None]:
 
 
 @contextmanager
-def following(routing: Routing | None, rows: Sequence[Tensor] | None) -> Iterator[None]:
-    """`Routing.following` where there is a routing and something to follow."""
+def following(routing: RoutingReplay | None, rows: Sequence[Tensor] | None) -> Iterator[None]:
+    """`RoutingReplay.following` where there is a routing and something to follow."""
     if routing is None or rows is None:
         yield
         return

@@ -15,7 +15,7 @@ from ludus.config.sections.rewards import RewardModelConfig
 from ludus.config.sections.stages import PreferenceConfig, RftConfig, SftConfig
 from ludus.config.sections.training import TrainingConfig
 from ludus.errors import LearnerError
-from ludus.training.distributed.collectives import Alone, Ranks, raise_together, sum_gradients
+from ludus.training.distributed.collectives import Collectives, SingleProcess, raise_together, sum_gradients
 from ludus.training.distributed.fsdp import local, put, whole
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -25,7 +25,7 @@ SectionOfOptimiser = TrainingConfig | SftConfig | PreferenceConfig | RftConfig |
 
 
 @dataclass(frozen=True, slots=True)
-class OptimiserSettings:
+class OptimizerSettings:
     """Learning rate (peak), its schedule over `total_steps`, and AdamW's numbers."""
 
     learning_rate: float
@@ -38,7 +38,7 @@ class OptimiserSettings:
     max_grad_norm: float = 1.0
 
     @classmethod
-    def of(cls, config: SectionOfOptimiser, total_steps: int) -> OptimiserSettings:
+    def of(cls, config: SectionOfOptimiser, total_steps: int) -> OptimizerSettings:
         """The settings of a configuration section."""
         return cls(
             learning_rate=config.learning_rate,
@@ -64,7 +64,7 @@ class OptimiserSettings:
         return self.learning_rate
 
 
-class Optimiser:
+class Optimizer:
     """AdamW over the parameters that require a gradient. Matrices decay, vectors do not.
 
     `ranks` are the processes that train the same model; what is split between them stays split here.
@@ -76,13 +76,13 @@ class Optimiser:
     def __init__(
         self,
         model: nn.Module,
-        settings: OptimiserSettings,
+        settings: OptimizerSettings,
         *,
         masters: bool = True,
-        ranks: Ranks | None = None,
+        ranks: Collectives | None = None,
     ) -> None:
         self.settings = settings
-        self.ranks: Ranks = Alone() if ranks is None else ranks
+        self.ranks: Collectives = SingleProcess() if ranks is None else ranks
         self.num_steps = 0
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._masters = {

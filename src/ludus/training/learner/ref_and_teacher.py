@@ -12,8 +12,8 @@ from torch import Tensor
 from ludus.algorithms.spec.algorithm import FULL_KL_NAMES, Algorithm
 from ludus.training.batches.chunked_lm_head import CHUNK_LOGITS, Entropy
 from ludus.training.batches.rows import Microbatch
-from ludus.training.learner.full_kl import Against, Divergence, States
-from ludus.training.learner.logprobs import Scorer, Scores
+from ludus.training.learner.full_kl import Divergence, DivergenceTarget, HiddenStates
+from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens
 
 OTHERS = ("reference", "teacher")
 """Scorers that no update changes."""
@@ -25,13 +25,13 @@ class TokenScorer(Protocol):
     `distributions` is what it says before the tokens that are asked for, for divergences of all of it.
     """
 
-    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores: ...
+    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> ScoredTokens: ...
 
-    def distributions(self, tokens: Tensor, asked: Tensor) -> States: ...
+    def distributions(self, tokens: Tensor, asked: Tensor) -> HiddenStates: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Others:
+class AuxLogprobs:
     """What models beside the policy say of one microbatch.
 
     Log-probabilities `[B, L]` of the reference and the teacher, or what the policy's whole distributions are
@@ -40,11 +40,11 @@ class Others:
 
     reference: Tensor | None = None
     teacher: Tensor | None = None
-    against: Mapping[str, Against] = field(default_factory=dict)
+    against: Mapping[str, DivergenceTarget] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class AuxScorers:
     """The scorers of an algorithm beside its policy."""
 
     algorithm: Algorithm
@@ -66,14 +66,14 @@ class Beside:
         """Those that are read token by token."""
         return [name for name in OTHERS if name in self.scorers and name not in self.compared_whole]
 
-    def against(self, tokens: Tensor, asked: Tensor) -> dict[str, Against]:
+    def against(self, tokens: Tensor, asked: Tensor) -> dict[str, DivergenceTarget]:
         """What whole distributions are compared with at the tokens that are asked for."""
         return {
-            name: Against(self.scorers[name].distributions(tokens, asked), which)
+            name: DivergenceTarget(self.scorers[name].distributions(tokens, asked), which)
             for name, which in self.compared_whole.items()
         }
 
-    def say(self, part: Microbatch, known: Mapping[str, Sequence[Tensor]], asked: Tensor) -> Others:
+    def say(self, part: Microbatch, known: Mapping[str, Sequence[Tensor]], asked: Tensor) -> AuxLogprobs:
         """What they say of a microbatch; `known` has it for some of them, `[T]` a row."""
         found: dict[str, Tensor] = {}
         for name in self.by_token:
@@ -82,22 +82,22 @@ class Beside:
             else:
                 with torch.no_grad():
                     found[name] = self.scorers[name].score(part.tokens, part.trains).logprobs
-        return Others(found.get("reference"), found.get("teacher"), self.against(part.tokens, asked))
+        return AuxLogprobs(found.get("reference"), found.get("teacher"), self.against(part.tokens, asked))
 
 
 @dataclass(frozen=True, slots=True)
 class FullKl:
     """The full KL to the reference in the place of log-probabilities."""
 
-    policy: Scorer
-    beside: Beside
+    policy: LogprobScorer
+    beside: AuxScorers
 
-    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores:
+    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> ScoredTokens:
         """The divergence at each token that is asked for."""
         found, apart = self.policy.compare(tokens, asked, entropy, self.beside.against(tokens, asked))
-        return Scores(apart["reference"], found.entropy)
+        return ScoredTokens(apart["reference"], found.entropy)
 
-    def distributions(self, tokens: Tensor, asked: Tensor) -> States:
+    def distributions(self, tokens: Tensor, asked: Tensor) -> HiddenStates:
         """Those of the policy."""
         return self.policy.distributions(tokens, asked)
 
@@ -114,10 +114,10 @@ def table_of(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor
 class SumPiSquared:
     """The sum of squared probabilities before each token in the place of log-probabilities."""
 
-    policy: Scorer
+    policy: LogprobScorer
 
     @torch.no_grad()
-    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores:
+    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> ScoredTokens:
         """The sum at each token that is asked for."""
         states = self.policy.distributions(tokens, asked)
         rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
@@ -126,8 +126,8 @@ class SumPiSquared:
         sums = [torch.softmax(states.head.logits(part), -1).square().sum(-1) for part in parts]
         found = torch.zeros(tokens.shape, dtype=sums[0].dtype, device=tokens.device)
         found[rows, columns + 1] = torch.cat(sums)
-        return Scores(found, None)
+        return ScoredTokens(found, None)
 
-    def distributions(self, tokens: Tensor, asked: Tensor) -> States:
+    def distributions(self, tokens: Tensor, asked: Tensor) -> HiddenStates:
         """Those of the policy."""
         return self.policy.distributions(tokens, asked)

@@ -22,14 +22,14 @@ from ludus.rollout.trees import paths
 from ludus.training.batches.rows import Row, microbatches
 from ludus.training.datasets.files import FileLabelled, FilePair, read_pairs, read_preferences
 from ludus.training.datasets.jsonl import load_records
-from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.logprobs import LogprobScorer
 from ludus.types import Message
 
 PAIRS_FILE = "pairs.jsonl.gz"
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class PairSide:
     """One trajectory: tokens `[T]`, which of them train `[T]`, and the log-probabilities that the reference
     gives to those that train, in order (nats; empty where there is no reference)."""
 
@@ -49,12 +49,12 @@ class Arm:
         return self.trains.index(True)
 
 
-NO_ARM = Arm((), ())
+NO_ARM = PairSide((), ())
 """The side that a labelled dialogue does not have."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class PreferencePair:
     """Two trajectories from one prompt. `source` names where it is from, `gap` is the difference of rewards.
 
     A labelled dialogue is one side alone: the other has no tokens (`NO_ARM`).
@@ -63,28 +63,28 @@ class Pair:
 
     source: str
     gap: float
-    chosen: Arm
-    rejected: Arm
-    others: tuple[Arm, ...] = ()
+    chosen: PairSide
+    rejected: PairSide
+    others: tuple[PairSide, ...] = ()
 
     @property
-    def sides(self) -> tuple[Arm, ...]:
+    def sides(self) -> tuple[PairSide, ...]:
         """Those of `chosen` and `rejected` that there are."""
         return tuple(arm for arm in (self.chosen, self.rejected) if arm.tokens)
 
     @property
-    def arms(self) -> tuple[Arm, ...]:
+    def arms(self) -> tuple[PairSide, ...]:
         """All its trajectories, `chosen` first."""
         return (*self.sides, *self.others)
 
 
-PairMaker = Callable[[str, Iterable[RolloutRecord], float, int], list["Pair"]]
+PairMaker = Callable[[str, Iterable[RolloutRecord], float, int], list["PreferencePair"]]
 """Makes pairs of the records of a file: its name, the records, the least gap, the most tokens."""
 
 
 def pairs_of_attempts(
     name: str, records: Iterable[RolloutRecord], min_gap: float, max_tokens: int
-) -> list[Pair]:
+) -> list[PreferencePair]:
     """The best against the worst of each group of a file, which is called `name`.
 
     Groups whose rewards are all equal give none, nor do those whose gap is below `min_gap`. Of several that
@@ -97,13 +97,13 @@ def pairs_of_attempts(
         worst = min(group, key=lambda r: r.trajectory.reward)
         gap = best.trajectory.reward - worst.trajectory.reward
         if gap > 0 and gap >= min_gap:
-            pairs.append(Pair(source, gap, _sampled(best), _sampled(worst)))
+            pairs.append(PreferencePair(source, gap, _sampled(best), _sampled(worst)))
     return pairs
 
 
 def pairs_of_branches(
     name: str, records: Iterable[RolloutRecord], min_gap: float, max_tokens: int
-) -> list[Pair]:
+) -> list[PreferencePair]:
     """At each step of each group's tree where several actions were tried, the best against the worst.
 
     The paths of a group's trajectories, chains and trees alike, make one tree: two actions are branches of
@@ -119,13 +119,13 @@ def pairs_of_branches(
             gap = worth[best] - worth[worst]
             if gap > 0 and gap >= min_gap:
                 where = f"{source}/step of {len(history)} tokens"
-                pairs.append(Pair(where, gap, _step(history, best), _step(history, worst)))
+                pairs.append(PreferencePair(where, gap, _step(history, best), _step(history, worst)))
     return pairs
 
 
 def pairs_of_rollouts(
     files: Sequence[Path], min_gap: float, max_tokens: int, made: PairMaker = pairs_of_attempts
-) -> list[Pair]:
+) -> list[PreferencePair]:
     """What `made` makes of each file, in the order of the files."""
     return [pair for file in files for pair in made(_name(file), read_rollouts(file), min_gap, max_tokens)]
 
@@ -152,8 +152,8 @@ def _steps(records: Sequence[RolloutRecord], max_tokens: int) -> Steps:
     return steps
 
 
-def _step(history: tuple[int, ...], action: tuple[int, ...]) -> Arm:
-    return Arm(history + action, (False,) * len(history) + (True,) * len(action))
+def _step(history: tuple[int, ...], action: tuple[int, ...]) -> PairSide:
+    return PairSide(history + action, (False,) * len(history) + (True,) * len(action))
 
 
 def _groups(name: str, records: Iterable[RolloutRecord]) -> Iterator[tuple[str, list[RolloutRecord]]]:
@@ -169,7 +169,9 @@ def _name(file: Path) -> str:
     return file.name.removesuffix(".jsonl.gz")
 
 
-def pairs_of_file(path: Path, renderer: Renderer, max_tokens: int, labelled: bool = False) -> list[Pair]:
+def pairs_of_file(
+    path: Path, renderer: Renderer, max_tokens: int, labelled: bool = False
+) -> list[PreferencePair]:
     """The pairs of a file, rendered as a rollout would be; those longer than `max_tokens` are left out.
 
     `labelled`: it may be of labelled dialogues instead.
@@ -180,16 +182,16 @@ def pairs_of_file(path: Path, renderer: Renderer, max_tokens: int, labelled: boo
         if isinstance(given, FileLabelled):
             arm = _labelled(renderer, given)
             sides = (arm, NO_ARM) if given.label else (NO_ARM, arm)
-            found = Pair(f"dialogue {number}", 0.0, *sides)
+            found = PreferencePair(f"dialogue {number}", 0.0, *sides)
         else:
             chosen, rejected = (_rendered(renderer, given, arm) for arm in (given.chosen, given.rejected))
-            found = Pair(f"pair {number}", 0.0, chosen, rejected)
+            found = PreferencePair(f"pair {number}", 0.0, chosen, rejected)
         if max(len(arm.tokens) for arm in found.sides) <= max_tokens:
             pairs.append(found)
     return pairs
 
 
-def with_others(pairs: Sequence[Pair], max_tokens: int) -> list[Pair]:
+def with_others(pairs: Sequence[PreferencePair], max_tokens: int) -> list[PreferencePair]:
     """Each pair with its prompt before the answers of the next pair that has another prompt, if they fit."""
     prompts = [pair.sides[0].tokens[: pair.sides[0].prompt_length] for pair in pairs]
     found = []
@@ -202,11 +204,13 @@ def with_others(pairs: Sequence[Pair], max_tokens: int) -> list[Pair]:
 
 
 @torch.no_grad()
-def with_reference(pairs: Sequence[Pair], scorer: Scorer, max_tokens: int) -> list[Pair]:
+def with_reference(
+    pairs: Sequence[PreferencePair], scorer: LogprobScorer, max_tokens: int
+) -> list[PreferencePair]:
     """The pairs with the log-probabilities of `scorer`, the reference. `max_tokens`: of one forward pass."""
     arms = [arm for pair in pairs for arm in pair.arms]
     device = next(scorer.model.parameters()).device
-    scored: dict[int, Arm] = {}
+    scored: dict[int, PairSide] = {}
     rows = [arm.row for arm in arms]
     for part in microbatches(rows, max_tokens, device, torch.float32, shared=scorer.shares_prefixes):
         logprobs = scorer.score(part.tokens, part.trains).logprobs.cpu()
@@ -217,7 +221,7 @@ def with_reference(pairs: Sequence[Pair], scorer: Scorer, max_tokens: int) -> li
     return [_with_arms(pair, [next(in_order) for _ in pair.arms]) for pair in pairs]
 
 
-def load_pairs(path: Path) -> list[Pair]:
+def load_pairs(path: Path) -> list[PreferencePair]:
     """The pairs of a run folder. Raises StorageError for what is no such file."""
     return load_records(path, _pair)
 
@@ -246,49 +250,51 @@ def is_usable(record: RolloutRecord, max_tokens: int) -> bool:
     )
 
 
-def _sampled(record: RolloutRecord) -> Arm:
-    return Arm(record.trajectory.token_ids, record.trajectory.action_mask)
+def _sampled(record: RolloutRecord) -> PairSide:
+    return PairSide(record.trajectory.token_ids, record.trajectory.action_mask)
 
 
-def _rendered(renderer: Renderer, pair: FilePair, arm: Sequence[Message]) -> Arm:
+def _rendered(renderer: Renderer, pair: FilePair, arm: Sequence[Message]) -> PairSide:
     """The prompt and one arm; what the assistant says in the prompt does not train."""
     told = sum(message["role"] == "assistant" for message in pair.prompt)
     segments = render_dialogue(renderer, (*pair.prompt, *arm), pair.tools)
     tokens = tuple(token for segment in segments for token in segment.tokens)
-    return Arm(tokens, tuple(s.kind == "action" and s.turn >= told for s in segments for _ in s.tokens))
+    return PairSide(tokens, tuple(s.kind == "action" and s.turn >= told for s in segments for _ in s.tokens))
 
 
-def _labelled(renderer: Renderer, dialogue: FileLabelled) -> Arm:
+def _labelled(renderer: Renderer, dialogue: FileLabelled) -> PairSide:
     segments = render_dialogue(renderer, dialogue.messages, dialogue.tools)
     said = zip(dialogue.messages, dialogue.trains, strict=True)
     trains = [trained for message, trained in said if message["role"] == "assistant"]
     tokens = tuple(token for segment in segments for token in segment.tokens)
-    return Arm(tokens, tuple(s.kind == "action" and trains[s.turn] for s in segments for _ in s.tokens))
+    return PairSide(tokens, tuple(s.kind == "action" and trains[s.turn] for s in segments for _ in s.tokens))
 
 
-def _moved(prompt: tuple[int, ...], arm: Arm) -> Arm:
+def _moved(prompt: tuple[int, ...], arm: PairSide) -> PairSide:
     """What follows an arm's own prompt, after another one."""
     start = arm.prompt_length
-    return Arm(prompt + arm.tokens[start:], (False,) * len(prompt) + arm.trains[start:])
+    return PairSide(prompt + arm.tokens[start:], (False,) * len(prompt) + arm.trains[start:])
 
 
-def _with_arms(pair: Pair, arms: Sequence[Arm]) -> Pair:
+def _with_arms(pair: PreferencePair, arms: Sequence[PairSide]) -> PreferencePair:
     following = iter(arms)
     chosen, rejected = (next(following) if arm.tokens else arm for arm in (pair.chosen, pair.rejected))
     return replace(pair, chosen=chosen, rejected=rejected, others=tuple(following))
 
 
-def _pair(line: bytes) -> Pair:
+def _pair(line: bytes) -> PreferencePair:
     data = json.loads(line)
     others = tuple(_arm(other) for other in data["others"])
-    return Pair(data["source"], data["gap"], _arm(data["chosen"]), _arm(data["rejected"]), others)
+    return PreferencePair(data["source"], data["gap"], _arm(data["chosen"]), _arm(data["rejected"]), others)
 
 
-def _arm(data: dict[str, list[float]]) -> Arm:
-    return Arm(tuple(map(int, data["tokens"])), tuple(map(bool, data["trains"])), tuple(data["reference"]))
+def _arm(data: dict[str, list[float]]) -> PairSide:
+    return PairSide(
+        tuple(map(int, data["tokens"])), tuple(map(bool, data["trains"])), tuple(data["reference"])
+    )
 
 
-def arms_of(pairs: Sequence[Pair]) -> Iterator[Arm]:
+def arms_of(pairs: Sequence[PreferencePair]) -> Iterator[PairSide]:
     """Every `chosen`, then every `rejected`."""
     yield from (pair.chosen for pair in pairs if pair.chosen.tokens)
     yield from (pair.rejected for pair in pairs if pair.rejected.tokens)

@@ -12,24 +12,24 @@ from dataclasses import dataclass
 from ludus.engines.base import Engine
 from ludus.envs.base import order_of
 from ludus.envs.registry import closing
-from ludus.rollout.build import Play
+from ludus.rollout.build import SamplingPlan
 from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.scheduler import Episode, Job
+from ludus.rollout.scheduler import Episode, RolloutRequest
 from ludus.training.collection.rollout_collector import EpisodeReporter
 from ludus.training.rl.build import check_plays, probe_tokens
 from ludus.training.rl.weight_sync import WeightSync
-from ludus.training.run.session import Session, make_engine, session_scheduler
+from ludus.training.run.session import TrainingSession, make_engine, session_scheduler
 
 
 @dataclass(frozen=True, slots=True)
-class Attempts:
+class SampledAttempts:
     """How many are sampled: `samples` at each of `tasks` tasks, or of all where there are fewer."""
 
     tasks: int
     samples: int
 
 
-class Unwatched:
+class SilentReporter:
     """A reporter for episodes that nobody watches."""
 
     def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
@@ -40,7 +40,7 @@ class Unwatched:
 
 
 def sample_attempts(
-    session: Session, wanted: Attempts, watch: EpisodeReporter | None = None
+    session: TrainingSession, wanted: SampledAttempts, watch: EpisodeReporter | None = None
 ) -> list[Episode]:
     """Play them under the session's present weights; the attempts at a task follow one another.
 
@@ -49,19 +49,19 @@ def sample_attempts(
     check_plays(session.config, session.world)
     engine = make_engine(session)
     try:
-        return asyncio.run(_sample(session, wanted, engine, watch or Unwatched()))
+        return asyncio.run(_sample(session, wanted, engine, watch or SilentReporter()))
     finally:
         asyncio.run(engine.close())
 
 
 async def _sample(
-    session: Session, wanted: Attempts, engine: Engine, watch: EpisodeReporter
+    session: TrainingSession, wanted: SampledAttempts, engine: Engine, watch: EpisodeReporter
 ) -> list[Episode]:
     config, world = session.config, session.world
     num = min(wanted.tasks, len(world.tasks("train")))
     tasks = order_of(world, config.run.seed, num, 1).take(0, num)
-    jobs = [Job(RolloutKey(0, task.id, i), task) for task in tasks for i in range(wanted.samples)]
-    play = Play("attempts", config.rollout.temperature, config.run.seed)
+    jobs = [RolloutRequest(RolloutKey(0, task.id, i), task) for task in tasks for i in range(wanted.samples)]
+    play = SamplingPlan("attempts", config.rollout.temperature, config.run.seed)
     async with closing(world):
         sync = WeightSync.of(config, session.model, engine, probe_tokens(session))
         await sync.publish(0)

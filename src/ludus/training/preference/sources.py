@@ -8,15 +8,15 @@ from pathlib import Path
 
 from ludus.config.sections.stages import UNPAIRED_LOSSES
 from ludus.errors import UserError
-from ludus.rollout.ledger import Outcome
+from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import paths
 from ludus.training.collection.rollout_collector import EpisodeReporter
-from ludus.training.credit.advantages import Credit
+from ludus.training.credit.advantages import TrainingSample
 from ludus.training.preference.pairs import (
-    Pair,
     PairMaker,
+    PreferencePair,
     pairs_of_attempts,
     pairs_of_branches,
     pairs_of_file,
@@ -24,21 +24,21 @@ from ludus.training.preference.pairs import (
     rollout_files,
     with_others,
 )
-from ludus.training.preference.sampling import Attempts, sample_attempts
+from ludus.training.preference.sampling import SampledAttempts, sample_attempts
 from ludus.training.run.run_dir import RunFolder
-from ludus.training.run.session import Session
+from ludus.training.run.session import TrainingSession
 from ludus.training.run.tokenizer_check import check_tokenizer, check_vocabulary
 
 
 @dataclass(frozen=True)
-class Gathered:
+class GatheredPairs:
     """Pairs to train on, and the attempts that were sampled for them; none where they are from elsewhere."""
 
-    pairs: Sequence[Pair]
+    pairs: Sequence[PreferencePair]
     sampled: Sequence[RolloutRecord] = ()
 
 
-def gather_pairs(session: Session, watch: EpisodeReporter | None = None) -> Gathered:
+def gather_pairs(session: TrainingSession, watch: EpisodeReporter | None = None) -> GatheredPairs:
     """The pairs that the settings name, before anything is written. Raises UserError where there are none.
 
     Where they name no file and no run, the session's model samples attempts, which `watch` hears of.
@@ -60,23 +60,25 @@ def gather_pairs(session: Session, watch: EpisodeReporter | None = None) -> Gath
     if not pairs:
         raise UserError(where, "See docs/stages.md, or lower preference.min_reward_gap.")
     check_vocabulary(max(max(arm.tokens) for pair in pairs for arm in pair.arms), session)
-    return Gathered(with_others(pairs, limit) if settings.loss == "kto" else pairs, sampled)
+    return GatheredPairs(with_others(pairs, limit) if settings.loss == "kto" else pairs, sampled)
 
 
-def _own_pairs(session: Session, watch: EpisodeReporter | None) -> tuple[list[Pair], Sequence[RolloutRecord]]:
+def _own_pairs(
+    session: TrainingSession, watch: EpisodeReporter | None
+) -> tuple[list[PreferencePair], Sequence[RolloutRecord]]:
     """Pairs of what the session's model samples, and all that it sampled, each with what became of it."""
     settings, limit = session.config.preference, session.config.rollout.max_tokens
-    episodes = sample_attempts(session, Attempts(settings.tasks, settings.samples), watch)
-    records = [Credit(episode, *_unpaired(episode)).record for episode in episodes]
+    episodes = sample_attempts(session, SampledAttempts(settings.tasks, settings.samples), watch)
+    records = [TrainingSample(episode, *_unpaired(episode)).record for episode in episodes]
     pairs = _maker(session)("step-000000", records, settings.min_reward_gap, limit)
     arms = {arm.tokens for pair in pairs for arm in pair.arms}
     return pairs, [
-        replace(record, outcome=Outcome.TRAINED, reason="trained") if _is_in(record, arms) else record
+        replace(record, outcome=RolloutOutcome.TRAINED, reason="trained") if _is_in(record, arms) else record
         for record in records
     ]
 
 
-def _maker(session: Session) -> PairMaker:
+def _maker(session: TrainingSession) -> PairMaker:
     return pairs_of_branches if session.config.preference.pairs == "steps" else pairs_of_attempts
 
 
@@ -88,6 +90,6 @@ def _is_in(record: RolloutRecord, arms: Collection[tuple[int, ...]]) -> bool:
     return any(tokens[: len(arm)] == arm for tokens in whole for arm in arms)
 
 
-def _unpaired(episode: Episode) -> tuple[Outcome, str]:
+def _unpaired(episode: Episode) -> tuple[RolloutOutcome, str]:
     failure = episode.trajectory.failure
-    return (Outcome.DROPPED, "no pair") if failure is None else (Outcome.FAILED, failure.part)
+    return (RolloutOutcome.DROPPED, "no pair") if failure is None else (RolloutOutcome.FAILED, failure.part)

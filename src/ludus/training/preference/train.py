@@ -28,17 +28,17 @@ from ludus.rollout.rollout_files import rollouts_path, write_rollouts
 from ludus.training.batches.epoch_sampler import batch_of_step, num_steps
 from ludus.training.batches.rows import microbatches
 from ludus.training.datasets.jsonl import write_records
-from ludus.training.learner.logprobs import Scorer
-from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.learner.logprobs import LogprobScorer
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.preference.pairs import (
     PAIRS_FILE,
-    Arm,
-    Pair,
+    PairSide,
+    PreferencePair,
     arms_of,
     load_pairs,
     with_reference,
 )
-from ludus.training.preference.sources import Gathered, gather_pairs
+from ludus.training.preference.sources import GatheredPairs, gather_pairs
 from ludus.training.run.checkpoint import (
     TrainerState,
     list_checkpoints,
@@ -48,7 +48,7 @@ from ludus.training.run.checkpoint import (
     save_checkpoint,
 )
 from ludus.training.run.run_dir import RunFolder
-from ludus.training.run.session import Session
+from ludus.training.run.session import TrainingSession
 
 log = logging.getLogger("ludus.preference")
 
@@ -81,17 +81,19 @@ class PairTensors:
 class PreferenceTraining:
     """A session that is to be trained on `pairs` from step `done` on; `last` is that step's checkpoint."""
 
-    session: Session
+    session: TrainingSession
     folder: RunFolder
-    optimiser: Optimiser
-    pairs: Sequence[Pair]
+    optimiser: Optimizer
+    pairs: Sequence[PreferencePair]
     steps: int
     done: int
     last: Path
     running: RunningMean
 
 
-def open_training(session: Session, folder: RunFolder, gathered: Gathered | None) -> PreferenceTraining:
+def open_training(
+    session: TrainingSession, folder: RunFolder, gathered: GatheredPairs | None
+) -> PreferenceTraining:
     """Bring session and optimiser to the newest checkpoint in `folder`, if there is one.
 
     The reference scores the pairs unless the folder holds them already. `gathered` None: as the settings say.
@@ -99,20 +101,20 @@ def open_training(session: Session, folder: RunFolder, gathered: Gathered | None
     settings = session.config.preference
     file = folder.path / PAIRS_FILE
     if file.is_file():
-        pairs: Sequence[Pair] = load_pairs(file)
+        pairs: Sequence[PreferencePair] = load_pairs(file)
     else:
         gathered = gather_pairs(session) if gathered is None else gathered
         pairs = gathered.pairs
         if gathered.sampled and session.config.run.save_rollouts:
             write_rollouts(rollouts_path(folder.path, 0), gathered.sampled)
         if settings.loss != "simpo":
-            pairs = with_reference(pairs, Scorer(session.model), settings.microbatch_tokens)
+            pairs = with_reference(pairs, LogprobScorer(session.model), settings.microbatch_tokens)
         write_records(file, pairs)
         log.info("%d pairs written to %s", len(pairs), file)
     steps = num_steps(settings, len(pairs))
-    optimiser = Optimiser(
+    optimiser = Optimizer(
         session.model,
-        OptimiserSettings.of(settings, steps),
+        OptimizerSettings.of(settings, steps),
         masters=session.config.model.master_weights,
     )
     done, last, running = 0, folder.checkpoints, RunningMean()
@@ -134,7 +136,7 @@ def run_preference(training: PreferenceTraining, trackers: Sequence[Tracker], on
     """Train to the last step; gives its checkpoint."""
     session, folder, optimiser, last = training.session, training.folder, training.optimiser, training.last
     settings, pairs = session.config.preference, training.pairs
-    scorer = Scorer(session.model, recompute=session.config.model.activation_checkpointing)
+    scorer = LogprobScorer(session.model, recompute=session.config.model.activation_checkpointing)
     for step in range(training.done + 1, training.steps + 1):
         clock = time.perf_counter()
         places = batch_of_step(step, len(pairs), settings.batch_size, session.config.run.seed)
@@ -152,9 +154,9 @@ def run_preference(training: PreferenceTraining, trackers: Sequence[Tracker], on
 
 
 def preference_step(
-    scorer: Scorer,
-    optimiser: Optimiser,
-    pairs: Sequence[Pair],
+    scorer: LogprobScorer,
+    optimiser: Optimizer,
+    pairs: Sequence[PreferencePair],
     settings: PreferenceConfig,
     running: RunningMean,
 ) -> dict[str, float]:
@@ -303,7 +305,7 @@ class RunningMean:
 
 @torch.no_grad()
 def _baseline(
-    scorer: Scorer, pairs: Sequence[Pair], settings: PreferenceConfig, running: RunningMean
+    scorer: LogprobScorer, pairs: Sequence[PreferencePair], settings: PreferenceConfig, running: RunningMean
 ) -> Tensor:
     """What the loss compares with, over the whole batch: KTO's KL, BCO's running mean, 0 for others."""
     if settings.loss in RUNNING:
@@ -322,7 +324,9 @@ def _baseline(
     return losses.kto_baseline(logprobs=logprobs, ref_logprobs=reference, mask=mask)
 
 
-def _scored(scorer: Scorer, arms: Sequence[Arm], max_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def _scored(
+    scorer: LogprobScorer, arms: Sequence[PairSide], max_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of the arms, those of the reference and the mask, `[N, L]` without gradient."""
     rows, device = [arm.row for arm in arms], next(scorer.model.parameters()).device
     logprobs = torch.zeros(len(arms), max(len(arm.tokens) for arm in arms), device=device)
@@ -332,9 +336,9 @@ def _scored(scorer: Scorer, arms: Sequence[Arm], max_tokens: int) -> tuple[Tenso
     return logprobs, *_reference(arms, logprobs)
 
 
-def _parts(pairs: Sequence[Pair], max_tokens: int) -> list[list[Pair]]:
+def _parts(pairs: Sequence[PreferencePair], max_tokens: int) -> list[list[PreferencePair]]:
     """The pairs in order, in parts of at most `max_tokens` tokens (or one pair); their prompt counts once."""
-    parts: list[list[Pair]] = []
+    parts: list[list[PreferencePair]] = []
     size = 0
     for pair in pairs:
         sides = pair.sides
@@ -348,7 +352,7 @@ def _parts(pairs: Sequence[Pair], max_tokens: int) -> list[list[Pair]]:
     return parts
 
 
-def _tensors(scorer: Scorer, pairs: Sequence[Pair], baseline: Tensor) -> PairTensors:
+def _tensors(scorer: LogprobScorer, pairs: Sequence[PreferencePair], baseline: Tensor) -> PairTensors:
     """Score the pairs in one pass, with gradient."""
     arms = list(arms_of(pairs))
     device, dtype = next(scorer.model.parameters()).device, torch.float32
@@ -370,7 +374,7 @@ def _tensors(scorer: Scorer, pairs: Sequence[Pair], baseline: Tensor) -> PairTen
     )
 
 
-def _places(pairs: Sequence[Pair], device: torch.device) -> Tensor:
+def _places(pairs: Sequence[PreferencePair], device: torch.device) -> Tensor:
     """Where the arms of `arms_of` stand among every `chosen` and `rejected`, absent ones counted."""
     sides = [*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)]
     return torch.tensor([i for i, arm in enumerate(sides) if arm.tokens], device=device)
@@ -381,14 +385,14 @@ def _at(places: Tensor, rows: Tensor, num: int) -> Tensor:
     return rows.new_zeros(num, rows.shape[1]).index_copy(0, places, rows)
 
 
-def _shares(pairs: Sequence[Pair]) -> dict[str, int]:
+def _shares(pairs: Sequence[PreferencePair]) -> dict[str, int]:
     """Of how many pairs the metrics of one side are the mean."""
     chosen = sum(bool(pair.chosen.tokens) for pair in pairs)
     rejected = sum(bool(pair.rejected.tokens) for pair in pairs)
     return {"preference/chosen_logprob": chosen, "preference/rejected_logprob": rejected}
 
 
-def _reference(arms: Sequence[Arm], like: Tensor) -> tuple[Tensor, Tensor]:
+def _reference(arms: Sequence[PairSide], like: Tensor) -> tuple[Tensor, Tensor]:
     """The reference's log-probabilities of the arms and the mask of what trains, both shaped as `like`.
 
     0 where there is no reference.

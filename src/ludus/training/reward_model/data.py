@@ -18,18 +18,24 @@ from ludus.rewards.base import Reward, success
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
 from ludus.training.datasets.files import read_rollout_file
 from ludus.training.datasets.jsonl import load_records
-from ludus.training.preference.pairs import Arm, is_usable, pairs_of_file, pairs_of_rollouts, rollout_files
+from ludus.training.preference.pairs import (
+    PairSide,
+    is_usable,
+    pairs_of_file,
+    pairs_of_rollouts,
+    rollout_files,
+)
 from ludus.training.reward_model.mc_rollouts import play_on
 from ludus.training.run.run_dir import RunFolder
-from ludus.training.run.session import Session
+from ludus.training.run.session import TrainingSession
 from ludus.training.run.tokenizer_check import check_tokenizer, check_vocabulary
-from ludus.training.value_models.reward_model import Example, Judged, action_ends
+from ludus.training.value_models.reward_model import RewardExample, ScoredSequence, action_ends
 from ludus.types import Trajectory
 
 EXAMPLES_FILE = "examples.jsonl.gz"
 
 
-def gather_examples(session: Session) -> list[Example]:
+def gather_examples(session: TrainingSession) -> list[RewardExample]:
     """The examples that the settings name, before anything is written. Raises UserError without any."""
     settings, limit = session.config.reward_model, session.config.rollout.max_tokens
     if settings.run is None and settings.data is None:
@@ -62,7 +68,7 @@ def examples_of_rollouts(
     rewards: Sequence[Reward],
     discount: float | None,
     further: Sequence[Trajectory] = (),
-) -> list[Example]:
+) -> list[RewardExample]:
     """One example for each rollout, named by the string beside it.
 
     Without `discount` the target of the last action is the success, 1 or 0. With it every turn has a target:
@@ -88,11 +94,11 @@ def examples_of_rollouts(
         if discount is not None:
             at, targets = places, tuple(_mean(returns[tokens[: end + 1]]) for end in places)
         prompt = record.trajectory.action_mask.index(True)
-        found.append(Example(source, prompt, (Judged(tokens, at, targets),)))
+        found.append(RewardExample(source, prompt, (ScoredSequence(tokens, at, targets),)))
     return found
 
 
-def hold_out(examples: Sequence[Example], share: float, seed: int) -> list[Example]:
+def hold_out(examples: Sequence[RewardExample], share: float, seed: int) -> list[RewardExample]:
     """The examples, those of a share of the prompts marked: at least one prompt, never all of them."""
     prompts = [example.arms[0].tokens[: example.prompt_length] for example in examples]
     different = sorted(set(prompts))
@@ -104,7 +110,7 @@ def hold_out(examples: Sequence[Example], share: float, seed: int) -> list[Examp
     ]
 
 
-def load_examples(path: Path) -> list[Example]:
+def load_examples(path: Path) -> list[RewardExample]:
     """The examples of a run folder. Raises StorageError for what is no such file."""
     return load_records(path, _example)
 
@@ -121,21 +127,23 @@ def _rollouts(files: Sequence[Path], data: str | None, limit: int) -> list[tuple
     return [(name, record) for name, record in named if is_usable(record, limit)]
 
 
-def _example(line: bytes) -> Example:
+def _example(line: bytes) -> RewardExample:
     data = json.loads(line)
-    arms = (Judged(tuple(arm["tokens"]), tuple(arm["at"]), tuple(arm["targets"])) for arm in data["arms"])
-    return Example(data["source"], data["prompt_length"], tuple(arms), data["held_out"])
+    arms = (
+        ScoredSequence(tuple(arm["tokens"]), tuple(arm["at"]), tuple(arm["targets"])) for arm in data["arms"]
+    )
+    return RewardExample(data["source"], data["prompt_length"], tuple(arms), data["held_out"])
 
 
-def _of_pair(source: str, chosen: Arm, rejected: Arm) -> Example:
+def _of_pair(source: str, chosen: PairSide, rejected: PairSide) -> RewardExample:
     arms = [
-        Judged(arm.tokens, (max(i for i, trains in enumerate(arm.trains) if trains),), (target,))
+        ScoredSequence(arm.tokens, (max(i for i, trains in enumerate(arm.trains) if trains),), (target,))
         for arm, target in ((chosen, 1.0), (rejected, 0.0))
     ]
-    return Example(source, chosen.prompt_length, tuple(arms))
+    return RewardExample(source, chosen.prompt_length, tuple(arms))
 
 
-def _check(examples: Sequence[Example], session: Session) -> None:
+def _check(examples: Sequence[RewardExample], session: TrainingSession) -> None:
     settings = session.config.reward_model
     where = settings.data or settings.run
     if not examples:

@@ -13,19 +13,21 @@ from dataclasses import replace
 
 from ludus.envs.registry import closing
 from ludus.errors import ConfigError, UserError
-from ludus.rollout.build import Play
-from ludus.rollout.chat_session import Conversation, EngineConversation
+from ludus.rollout.build import SamplingPlan
+from ludus.rollout.chat_session import ChatSession, EngineChatSession
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.rollout_files import RolloutRecord
-from ludus.rollout.scheduler import Episode, Job
-from ludus.training.run.session import Session, make_engine, session_scheduler
+from ludus.rollout.scheduler import Episode, RolloutRequest
+from ludus.training.run.session import TrainingSession, make_engine, session_scheduler
 from ludus.types import Segment, Task, Trajectory
 
 Told = tuple[Segment, ...]
 """The segments of an attempt up to and including an action."""
 
 
-def play_on(session: Session, records: Sequence[tuple[str, RolloutRecord]], num: int) -> list[Trajectory]:
+def play_on(
+    session: TrainingSession, records: Sequence[tuple[str, RolloutRecord]], num: int
+) -> list[Trajectory]:
     """`num` rollouts from after each action of the attempts but each one's last, equal histories once.
 
     The session's model plays them at `rollout.temperature`. Raises UserError where the world has no such
@@ -42,7 +44,7 @@ def play_on(session: Session, records: Sequence[tuple[str, RolloutRecord]], num:
     for number, ((task_id, _), segments) in enumerate(told.items(), start=1):
         for sample in range(num):
             key = RolloutKey(number, task_id, sample)
-            jobs.append(Job(key, _task(tasks, task_id)))
+            jobs.append(RolloutRequest(key, _task(tasks, task_id)))
             beginnings[number] = segments
     episodes = asyncio.run(_play(session, jobs, beginnings))
     return [e.trajectory for e in episodes if e.trajectory.failure is None]
@@ -66,15 +68,17 @@ def _task(tasks: dict[str, Task], task_id: str) -> Task:
     return tasks[task_id]
 
 
-async def _play(session: Session, jobs: Sequence[Job], beginnings: dict[int, Told]) -> list[Episode]:
+async def _play(
+    session: TrainingSession, jobs: Sequence[RolloutRequest], beginnings: dict[int, Told]
+) -> list[Episode]:
     config, engine = session.config, make_engine(session)
-    play = Play("play on", config.rollout.temperature, config.run.seed)
+    play = SamplingPlan("play on", config.rollout.temperature, config.run.seed)
     scheduler = session_scheduler(session, engine, play, Ledger())
     converse = scheduler.converse
 
-    def go_on(job: Job) -> Conversation:
+    def go_on(job: RolloutRequest) -> ChatSession:
         conversation = converse(job)
-        assert isinstance(conversation, EngineConversation)
+        assert isinstance(conversation, EngineChatSession)
         return replace(conversation, told=beginnings[job.key.step])
 
     scheduler.converse = go_on

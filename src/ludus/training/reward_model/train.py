@@ -21,7 +21,7 @@ from ludus.errors import LearnerError
 from ludus.rollout.ledger import Ledger
 from ludus.training.batches.epoch_sampler import batch_of_step, num_steps
 from ludus.training.datasets.jsonl import write_records
-from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.reward_model.data import EXAMPLES_FILE, gather_examples, load_examples
 from ludus.training.run.checkpoint import (
     Extra,
@@ -34,10 +34,10 @@ from ludus.training.run.checkpoint import (
     save_checkpoint,
 )
 from ludus.training.run.run_dir import RunFolder
-from ludus.training.run.session import Session
+from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.reward_model import (
-    Example,
     Kind,
+    RewardExample,
     RewardModel,
     head_name,
     make_reward_model,
@@ -53,17 +53,19 @@ OnStep = Callable[[int, Mapping[str, float]], None]
 class RewardTraining:
     """A session that is to become a reward model from step `done` on; `last` is that step's checkpoint."""
 
-    session: Session
+    session: TrainingSession
     folder: RunFolder
     model: RewardModel
-    optimiser: Optimiser
-    examples: Sequence[Example]
+    optimiser: Optimizer
+    examples: Sequence[RewardExample]
     steps: int
     done: int
     last: Path
 
 
-def open_training(session: Session, folder: RunFolder, examples: Sequence[Example] | None) -> RewardTraining:
+def open_training(
+    session: TrainingSession, folder: RunFolder, examples: Sequence[RewardExample] | None
+) -> RewardTraining:
     """Bring model and optimiser to the newest checkpoint in `folder`, if there is one.
 
     `examples` None: those that the folder holds, or else those of the settings.
@@ -78,7 +80,7 @@ def open_training(session: Session, folder: RunFolder, examples: Sequence[Exampl
         log.info("%d examples written to %s", len(examples), file)
     model = make_reward_model(session)
     steps = num_steps(settings, num_training(examples))
-    optimiser = Optimiser(model.states.model, OptimiserSettings.of(settings, steps))
+    optimiser = Optimizer(model.states.model, OptimizerSettings.of(settings, steps))
     done, last = 0, folder.checkpoints
     if found := list_checkpoints(folder.checkpoints):
         done, last = found[-1]
@@ -89,7 +91,7 @@ def open_training(session: Session, folder: RunFolder, examples: Sequence[Exampl
     return RewardTraining(session, folder, model, optimiser, examples, steps, done, last)
 
 
-def num_training(examples: Sequence[Example]) -> int:
+def num_training(examples: Sequence[RewardExample]) -> int:
     """Examples that are not held out."""
     return sum(not example.held_out for example in examples)
 
@@ -138,7 +140,7 @@ def _save(training: RewardTraining, step: int) -> Path:
 
 
 def reward_step(
-    model: RewardModel, optimiser: Optimiser, batch: Sequence[Example], max_tokens: int
+    model: RewardModel, optimiser: Optimizer, batch: Sequence[RewardExample], max_tokens: int
 ) -> dict[str, float]:
     """One optimiser step on the mean loss. Raises LearnerError where the loss is not finite."""
     total = 0.0
@@ -160,14 +162,14 @@ def reward_step(
     }
 
 
-def num_terms(kind: Kind, examples: Sequence[Example]) -> int:
+def num_terms(kind: Kind, examples: Sequence[RewardExample]) -> int:
     """How many losses a batch has: one a pair, one a judged position otherwise."""
     if kind == "pairwise":
         return len(examples)
     return sum(len(arm.at) for example in examples for arm in example.arms)
 
 
-def losses(model: RewardModel, examples: Sequence[Example]) -> Tensor:
+def losses(model: RewardModel, examples: Sequence[RewardExample]) -> Tensor:
     """The loss of each pair (`-log sigmoid(s_chosen - s_rejected)`, Bradley-Terry), or of each position.
 
     That is the binary cross-entropy of `sigmoid(s)` against the target, which may lie between 0 and 1.
@@ -181,7 +183,7 @@ def losses(model: RewardModel, examples: Sequence[Example]) -> Tensor:
 
 
 @torch.no_grad()
-def measure(model: RewardModel, examples: Sequence[Example], max_tokens: int) -> dict[str, float]:
+def measure(model: RewardModel, examples: Sequence[RewardExample], max_tokens: int) -> dict[str, float]:
     """Loss and quality on examples that are not trained on.
 
     Pairs: `accuracy`, the share whose better one scores higher (half for equal ones). Otherwise `error`, the

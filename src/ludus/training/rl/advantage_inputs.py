@@ -29,9 +29,9 @@ from ludus.algorithms.spec.algorithm import (
 )
 from ludus.algorithms.train_inference_mismatch import mismatch
 from ludus.errors import SyncError
-from ludus.rollout.ledger import Outcome
+from ludus.rollout.ledger import RolloutOutcome
 from ludus.training.batches.rows import Row, row_of_trajectory
-from ludus.training.credit.advantages import Credit, with_estimates
+from ludus.training.credit.advantages import TrainingSample, with_estimates
 from ludus.training.credit.estimates import Estimates
 from ludus.training.learner.learner import SUM_PI_SQUARED, Learner
 from ludus.training.value_models.factory import Judge, at_actions, judged
@@ -48,14 +48,14 @@ ENGINE_PARITY_NATS = 1e-3
 
 
 def refine(
-    credits: Sequence[Credit],
+    credits: Sequence[TrainingSample],
     learner: Learner,
     max_length: int,
     judge: Judge | None = None,
     *,
     check: bool = False,
     version: int | None = None,
-) -> list[Credit]:
+) -> list[TrainingSample]:
     """The credits as they train. `check` compares engine and learner first, on what `version` alone sampled.
 
     Without a version that is everything. Raises SyncError where the two disagree: what was sampled then came
@@ -63,7 +63,7 @@ def refine(
     """
     found = list(credits)
     if check:
-        trained = [c for c in found if c.outcome is Outcome.TRAINED and not c.expert]
+        trained = [c for c in found if c.outcome is RolloutOutcome.TRAINED and not c.expert]
         check_parity([_row(credit) for credit in trained if _is_of(credit, version)], learner)
     algorithm, entropies = learner.algorithm, None
     if algorithm.correction in FILTERING_CORRECTIONS:
@@ -119,18 +119,18 @@ def effective_share(trajectories: Sequence[Trajectory], learner: Learner) -> flo
     return mismatch(old_logprobs=old, behavior_logprobs=behavior, mask=mask).effective_share
 
 
-def _is_of(credit: Credit, version: int | None) -> bool:
+def _is_of(credit: TrainingSample, version: int | None) -> bool:
     segments = credit.episode.trajectory.segments
     return version is None or all(v == version for segment in segments for v in segment.versions)
 
 
-def _row(credit: Credit) -> Row:
+def _row(credit: TrainingSample) -> Row:
     return row_of_trajectory(credit.episode.trajectory, 0.0)
 
 
 def _estimated(
-    credits: list[Credit], learner: Learner, judge: Judge | None, max_length: int, known: Estimates
-) -> list[Credit]:
+    credits: list[TrainingSample], learner: Learner, judge: Judge | None, max_length: int, known: Estimates
+) -> list[TrainingSample]:
     """The credits with `known` and whatever else the algorithm asks of the models."""
     compared = [credit for credit in credits if credit.advantages is not None]
     rows = [_row(credit) for credit in compared]
@@ -154,8 +154,8 @@ def _estimated(
     return with_estimates(credits, algorithm, max_length, estimates)
 
 
-def _rejected(credits: list[Credit], learner: Learner) -> list[Credit]:
-    trained = [c for c in credits if c.outcome is Outcome.TRAINED and not c.expert]
+def _rejected(credits: list[TrainingSample], learner: Learner) -> list[TrainingSample]:
+    trained = [c for c in credits if c.outcome is RolloutOutcome.TRAINED and not c.expert]
     if not trained:
         return credits
     rows = [_row(credit) for credit in trained]
@@ -189,26 +189,26 @@ def _kept_tokens(old: Tensor, behavior: Tensor, mask: Tensor, algorithm: Algorit
     ).bool()
 
 
-def _narrowed(credit: Credit, keep: Tensor) -> tuple[bool, ...]:
+def _narrowed(credit: TrainingSample, keep: Tensor) -> tuple[bool, ...]:
     """Which action tokens of a credit train, of those that did and are in `keep` [n_i]."""
     kept: list[bool] = keep.tolist()
     before = credit.trains or (True,) * len(kept)
     return tuple(a and b for a, b in zip(before, kept, strict=True))
 
 
-def rejected_share(credits: Sequence[Credit]) -> float:
+def rejected_share(credits: Sequence[TrainingSample]) -> float:
     """The share of the action tokens that would train that were rejected; 0 without any.
 
     Tokens that another filter took from a trajectory (`training.collection.staleness`) count as rejected.
     """
-    trained = [c for c in credits if c.outcome is Outcome.TRAINED and not c.expert]
+    trained = [c for c in credits if c.outcome is RolloutOutcome.TRAINED and not c.expert]
     rejected = [c for c in credits if c.reason == REJECTED]
     everything = sum(c.episode.trajectory.num_action_tokens for c in (*trained, *rejected))
     kept = sum(c.episode.trajectory.num_action_tokens if c.trains is None else sum(c.trains) for c in trained)
     return (everything - kept) / max(everything, 1)
 
 
-def compared_entropies(credits: Sequence[Credit], learner: Learner) -> list[Tensor]:
+def compared_entropies(credits: Sequence[TrainingSample], learner: Learner) -> list[Tensor]:
     """The policy's entropies at the action tokens of the credits that were compared, `[n_i]` each."""
     rows = [_row(credit) for credit in credits if credit.advantages is not None]
     return at_actions(learner.entropies(rows), rows) if rows else []
@@ -226,22 +226,26 @@ def with_entropy_filter(algorithm: Algorithm, initial: float) -> Algorithm:
 
 
 def _without_the_uncertain(
-    credits: list[Credit], entropies: Sequence[Tensor], algorithm: Algorithm
-) -> list[Credit]:
+    credits: list[TrainingSample], entropies: Sequence[Tensor], algorithm: Algorithm
+) -> list[TrainingSample]:
     bound = number(algorithm.options.loss, "entropy_bound", math.log(2))
     compared = [credit for credit in credits if credit.advantages is not None]
     pairs = [
         (credit, bool(entropy_bound(entropy=row[None], mask=torch.ones(1, len(row)), bound=bound)))
         for credit, row in zip(compared, entropies, strict=True)
-        if credit.outcome is Outcome.TRAINED
+        if credit.outcome is RolloutOutcome.TRAINED
     ]
     return _masked(credits, [c for c, _ in pairs], torch.tensor([kept for _, kept in pairs]), "entropy")
 
 
-def _masked(credits: list[Credit], judged: list[Credit], keep: Tensor, reason: str) -> list[Credit]:
+def _masked(
+    credits: list[TrainingSample], judged: list[TrainingSample], keep: Tensor, reason: str
+) -> list[TrainingSample]:
     fate = dict(zip(map(id, judged), keep.tolist(), strict=True))
     return [
-        credit if fate.get(id(credit), True) else replace(credit, outcome=Outcome.MASKED, reason=reason)
+        credit
+        if fate.get(id(credit), True)
+        else replace(credit, outcome=RolloutOutcome.MASKED, reason=reason)
         for credit in credits
     ]
 

@@ -1,7 +1,7 @@
 """Ways to connect sampling and learning other than one after the other.
 
 `run_one_step` samples the next batch while it learns on this one. Each batch is of one version, that of the
-step before its own; so it repeats bit for bit where synchronous training does. `AsyncRun` lets episodes
+step before its own; so it repeats bit for bit where synchronous training does. `AsyncTrainer` lets episodes
 stream: the learner takes a batch when the admission lets one go, and new weights reach the engine between two
 of its passes, or, where an episode is to stay with the weights that it began on, each engine of several once
 its episodes have ended. Both learn on a thread of their own; the event loop, the ledger and the episodes stay
@@ -21,21 +21,28 @@ from functools import partial
 import torch
 
 from ludus.diagnostics.timings import StepTimings
-from ludus.engines.base import Engine, Measured, Rests, RollingUpdate, Rolls, counted
-from ludus.rollout.ledger import Outcome
-from ludus.rollout.scheduler import Episode, FailureBudget, Job, Scheduler
-from ludus.rollout.streaming.concurrency_control import InFlight, first_in_flight
-from ludus.rollout.streaming.group_queue import Batch, Stream
-from ludus.rollout.streaming.staleness_control import Admission, Pace
-from ludus.training.collection.prompt_stream import TaskStream
+from ludus.engines.base import (
+    Engine,
+    RemoteStats,
+    RollingUpdate,
+    SupportsRollingUpdate,
+    Throttleable,
+    counted,
+)
+from ludus.rollout.ledger import RolloutOutcome
+from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler
+from ludus.rollout.streaming.concurrency_control import ConcurrencyController, first_in_flight
+from ludus.rollout.streaming.group_queue import GroupBatch, GroupQueue
+from ludus.rollout.streaming.staleness_control import StalenessController, StalenessSchedule
+from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.replay_buffer import REPLAY_FILE, ReplayBuffer
-from ludus.training.collection.rollout_collector import Sampler
+from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.collection.staleness import staleness_metrics
 from ludus.training.collection.stream_checkpoint import STREAM_FILE, StreamState
-from ludus.training.credit.advantages import Credit
+from ludus.training.credit.advantages import TrainingSample
 from ludus.training.rl.learner_thread import LearnerThread
 from ludus.training.rl.replay_sources import load_sources, refuse_far
-from ludus.training.rl.sync_trainer import RlLoop, Texts, proof_metrics, task_order
+from ludus.training.rl.sync_trainer import SyncTrainer, Texts, proof_metrics, task_order
 from ludus.training.rl.weight_sync import SyncProof
 from ludus.training.run.checkpoint import checkpoint_path, load_text
 from ludus.training.run.session import keeps_adapter_versions
@@ -44,7 +51,7 @@ TOO_LATE = "too_late"
 """Why an episode from before a resume was dropped: the settings that it was to train under are others now."""
 
 
-async def run(loop: RlLoop, done: int, before: StreamState, waiting: StreamState) -> None:
+async def run(loop: SyncTrainer, done: int, before: StreamState, waiting: StreamState) -> None:
     """Train from step `done` to the last, as `training.mode` says. `before` and `waiting` are of the run that
     is resumed: what had ended of its stream, or waits for the next step, goes on where the mode has such a
     thing, and is dropped where it does not."""
@@ -53,7 +60,7 @@ async def run(loop: RlLoop, done: int, before: StreamState, waiting: StreamState
     if gone.num_ended:
         ledger.drop_kept(done + 1, gone.num_ended, TOO_LATE)
     if mode == "async":
-        await AsyncRun.of(loop, done, before).run(done, before)
+        await AsyncTrainer.of(loop, done, before).run(done, before)
         return
     late = [group.jobs[0] for group in before.groups if group.jobs[0].key.step <= done]
     memory = loop.sampler.memory
@@ -66,7 +73,7 @@ async def run(loop: RlLoop, done: int, before: StreamState, waiting: StreamState
             await loop.sampler.partial.close()
 
 
-async def run_one_step(loop: RlLoop, done: int) -> None:
+async def run_one_step(loop: SyncTrainer, done: int) -> None:
     """Learn on each batch while the next one is sampled; the weights wait for the end of both."""
     last = loop.session.config.training.steps
     order = task_order(loop.session.config, loop.session.world)
@@ -74,7 +81,7 @@ async def run_one_step(loop: RlLoop, done: int) -> None:
     if done >= last:
         return
     thread = LearnerThread(torch.get_num_threads())
-    sampling: asyncio.Task[list[Credit]] | None = None
+    sampling: asyncio.Task[list[TrainingSample]] | None = None
     try:
         credits = await loop.sampler.sample(done + 1, order)
         for step in range(done + 1, last + 1):
@@ -99,7 +106,7 @@ async def run_one_step(loop: RlLoop, done: int) -> None:
         thread.close()
 
 
-async def _end(task: asyncio.Task[list[Credit]] | asyncio.Task[None] | None) -> None:
+async def _end(task: asyncio.Task[list[TrainingSample]] | asyncio.Task[None] | None) -> None:
     """Cancel a task and wait for its end; what it says then is of no use to anyone."""
     if task is not None:
         task.cancel()
@@ -109,13 +116,13 @@ async def _end(task: asyncio.Task[list[Credit]] | asyncio.Task[None] | None) -> 
 
 
 @dataclass
-class Player:
+class StreamRunner:
     """Plays the jobs of a stream; the failures for good are counted anew for each step of `num_jobs`.
 
     While the learner is at one step, the jobs of several may begin: then they are counted among those.
     """
 
-    sampler: Sampler
+    sampler: RolloutCollector
     scheduler: Scheduler
     num_jobs: int
     budget: FailureBudget = field(init=False)
@@ -127,7 +134,7 @@ class Player:
         """Forget the failures of the last step."""
         self.budget = FailureBudget(self.num_jobs)
 
-    async def play(self, job: Job) -> Episode:
+    async def play(self, job: RolloutRequest) -> Episode:
         """Play a job to its end, its rewards included."""
         budget = self.budget
         budget.begun += 1
@@ -135,16 +142,16 @@ class Player:
 
 
 @dataclass
-class AsyncRun:
+class AsyncTrainer:
     """A run whose episodes stream."""
 
-    loop: RlLoop
-    stream: Stream
-    source: TaskStream
-    player: Player
+    loop: SyncTrainer
+    stream: GroupQueue
+    source: PromptStream
+    player: StreamRunner
     thread: LearnerThread
-    limit: InFlight
-    several: Rolls | None = None
+    limit: ConcurrencyController
+    several: SupportsRollingUpdate | None = None
     """The engines, where an episode stays with the weights that it began on and each can take them alone."""
     rolling: RollingUpdate | None = field(default=None, init=False)
     proofs: list[SyncProof] = field(default_factory=list)
@@ -160,24 +167,24 @@ class AsyncRun:
         self.replay = ReplayBuffer(config.staleness.replay, config.training.tasks_per_step)
 
     @classmethod
-    def of(cls, loop: RlLoop, done: int, before: StreamState) -> AsyncRun:
+    def of(cls, loop: SyncTrainer, done: int, before: StreamState) -> AsyncTrainer:
         """The run that goes on after step `done` with what is on its way."""
         config, sampler = loop.session.config, loop.sampler
         training, staleness = config.training, config.staleness
-        pace = Pace(
+        pace = StalenessSchedule(
             training.tasks_per_step, staleness.max_staleness, training.steps, staleness.over_age == "hold"
         )
         order = task_order(config, loop.session.world)
         tasks = [group.jobs[0].task.id for group in before.groups]
-        source = TaskStream(sampler, order, pace.groups_per_step, staleness.oversample, tasks)
-        player = Player(sampler, sampler.scheduler(), pace.groups_per_step * sampler.group_size)
-        limit = InFlight(
+        source = PromptStream(sampler, order, pace.groups_per_step, staleness.oversample, tasks)
+        player = StreamRunner(sampler, sampler.scheduler(), pace.groups_per_step * sampler.group_size)
+        limit = ConcurrencyController(
             first_in_flight(player.num_jobs),
             min(sampler.group_size, config.rollout.concurrency),
             config.rollout.concurrency,
         )
-        stream = Stream(
-            admission=Admission(pace, done),
+        stream = GroupQueue(
+            admission=StalenessController(pace, done),
             source=source,
             play=player.play,
             in_flight=staleness.in_flight or limit.now,
@@ -211,7 +218,7 @@ class AsyncRun:
                     loop.sampler.ledger.start(episode.key)
             for episode in (*before.unwanted, *self.stream.late):
                 loop.sampler.ledger.start(episode.key)
-                loop.sampler.ledger.finish(episode.key, Outcome.DROPPED, TOO_LATE)
+                loop.sampler.ledger.finish(episode.key, RolloutOutcome.DROPPED, TOO_LATE)
             for step in range(done + 1, loop.session.config.training.steps + 1):
                 await self.step(step)
         finally:
@@ -252,7 +259,7 @@ class AsyncRun:
         engine, interruptible = self.loop.engine, self.loop.session.config.staleness.interruptible
         return (
             self.stream.unhurried(engine.rest)
-            if isinstance(engine, Rests) and interruptible
+            if isinstance(engine, Throttleable) and interruptible
             else nullcontext()
         )
 
@@ -261,7 +268,7 @@ class AsyncRun:
         stream = StreamState(self.stream.next_number, tuple(self.stream.on_their_way()))
         return lambda: {STREAM_FILE: stream.to_text(), REPLAY_FILE: self.replay.to_text()}
 
-    async def _credit(self, step: int, batch: Batch) -> list[Credit]:
+    async def _credit(self, step: int, batch: GroupBatch) -> list[TrainingSample]:
         groups = [group.episodes for group in (*batch.groups, *batch.others)]
         sampler = self.loop.sampler
         credits = sampler.normalised(await sampler.credit(step, groups))
@@ -294,7 +301,9 @@ class AsyncRun:
         ):
             await self.stream.drain()  # at the end, so that members who were stopped are in the account
         else:
-            await (self._send_beside if isinstance(self.loop.engine, Measured) else self._prove_beside)(step)
+            await (self._send_beside if isinstance(self.loop.engine, RemoteStats) else self._prove_beside)(
+                step
+            )
             return ()
         await self._arrived()
         proof = await sync.prove(await sync.hand_over(step, self.thread))
@@ -348,7 +357,7 @@ class AsyncRun:
             found["sync/probe_gap"] = max(proof.probe_gap for proof in (*before, *now))
         return found
 
-    def _staleness(self, step: int, credits: list[Credit]) -> dict[str, float]:
+    def _staleness(self, step: int, credits: list[TrainingSample]) -> dict[str, float]:
         session = self.loop.session
         return staleness_metrics(
             credits, step, session.config.staleness, self.stream.forget_ended(), session.world.rewards[0].name
@@ -362,7 +371,7 @@ class AsyncRun:
     async def _engine_load(self) -> dict[str, float]:
         """What the engine did since the last step. One of this process that made no pass was idle."""
         stats = await counted(self.loop.engine)
-        known = stats.steps or isinstance(self.loop.engine, Measured)
+        known = stats.steps or isinstance(self.loop.engine, RemoteStats)
         return stats.metrics() if known else {"engine/busy_s": 0.0}
 
     def _queues(self) -> dict[str, float]:
@@ -384,7 +393,7 @@ class AsyncRun:
         self.stream.in_flight = self.limit.after_step(clock.metrics([]), ready, self.stream.flow(), limited)
 
 
-async def follow(stream: Stream, engines: RollingUpdate, version: int) -> None:
+async def follow(stream: GroupQueue, engines: RollingUpdate, version: int) -> None:
     """Have a stream know the version on which episodes begin, and whatever a transfer meets."""
     try:
         while True:
@@ -394,6 +403,6 @@ async def follow(stream: Stream, engines: RollingUpdate, version: int) -> None:
         stream.fail(error)
 
 
-def rolling_engines(engine: Engine) -> Rolls | None:
+def rolling_engines(engine: Engine) -> SupportsRollingUpdate | None:
     """The engines, where they are several that can take weights one by one."""
-    return engine if isinstance(engine, Rolls) and engine.can_roll else None
+    return engine if isinstance(engine, SupportsRollingUpdate) and engine.can_roll else None

@@ -24,40 +24,45 @@ from ludus.envs.base import World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import build_world, check_sandbox, closing
 from ludus.errors import ConfigError
-from ludus.evaluation.env_audit import CheckPlan, Unwatched, Watch, refuse_cheats
+from ludus.evaluation.env_audit import AuditProgress, CheckPlan, SilentProgress, refuse_cheats
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_evaluation, load_evaluation, plans
 from ludus.rollout.build import episode_limits, sampling_params
 from ludus.rollout.ledger import Ledger
-from ludus.rollout.reward_executor import ProcessScoring
+from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.training.batches.chunked_lm_head import Entropy
 from ludus.training.checks.inactive_settings import inactive_parts, updates_of
 from ludus.training.checks.memory_check import dry_run_of
 from ludus.training.checks.reference_digests import check_origins, origins_of
 from ludus.training.checks.unused_settings import unread_settings
-from ludus.training.collection.algorithm_state import Memory
+from ludus.training.collection.algorithm_state import AlgorithmState
 from ludus.training.collection.demonstrations import check_experts, make_experts
-from ludus.training.collection.prompt_stream import TaskStream
+from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.replay_buffer import check_replay
 from ludus.training.collection.reward_mixing import check_reward_settings, make_combiner, reward_doubts
-from ludus.training.collection.rollout_collector import Elsewhere, Sampler, check_branch, check_partial
+from ludus.training.collection.rollout_collector import (
+    RemoteSampler,
+    RolloutCollector,
+    check_branch,
+    check_partial,
+)
 from ludus.training.collection.staleness import staleness_doubts
 from ludus.training.collection.stream_checkpoint import STREAM_FILE, WAITING_FILE, StreamState
 from ludus.training.credit.self_play_roles import check_roles
 from ludus.training.datasets.token_limits import check_prompts, rollout_warnings
-from ludus.training.distributed.collectives import ONE_PROCESS, Ranks, same_weights
-from ludus.training.distributed.launcher import Start, leading
-from ludus.training.learner.full_kl import States
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, same_weights
+from ludus.training.distributed.launcher import StartRanks, leading
+from ludus.training.learner.full_kl import HiddenStates
 from ludus.training.learner.learner import Learner, LearnerSettings
-from ludus.training.learner.logprobs import Scorer, Scores
-from ludus.training.learner.moe_routing_replay import Routing
+from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens
+from ludus.training.learner.moe_routing_replay import RoutingReplay
 from ludus.training.learner.old_logprobs import check_old_logprobs
-from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.learner.ref_and_teacher import TokenScorer
 from ludus.training.rl import async_trainer
 from ludus.training.rl.replay_sources import check_sources
-from ludus.training.rl.sync_trainer import Reporter, RlLoop, task_order
+from ludus.training.rl.sync_trainer import Reporter, SyncTrainer, task_order
 from ludus.training.rl.teacher import check_teacher, load_teacher
-from ludus.training.rl.train_step import Learning
+from ludus.training.rl.train_step import TrainStep
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import (
     TrainerState,
@@ -71,7 +76,7 @@ from ludus.training.run.checkpoint import (
 )
 from ludus.training.run.manifest import broken
 from ludus.training.run.run_dir import RunFolder, save_config
-from ludus.training.run.session import Session, busy_warning, make_engine, open_session
+from ludus.training.run.session import TrainingSession, busy_warning, make_engine, open_session
 from ludus.training.value_models.factory import (
     Judge,
     check_critic,
@@ -87,7 +92,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ludus.start")
 
 PROBE_TOKENS = 64
-UNWATCHED = Unwatched()
+UNWATCHED = SilentProgress()
 
 
 @dataclass(frozen=True)
@@ -109,22 +114,22 @@ class AdapterOff:
     model: PreTrainedModel
     temperature: float
 
-    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores:
-        """As `Scorer.score`, under the base weights."""
+    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> ScoredTokens:
+        """As `LogprobScorer.score`, under the base weights."""
         with self.model.disable_adapter():
             return self._scorer.score(tokens, asked, entropy)
 
-    def distributions(self, tokens: Tensor, asked: Tensor) -> States:
-        """As `Scorer.distributions`, under the base weights."""
+    def distributions(self, tokens: Tensor, asked: Tensor) -> HiddenStates:
+        """As `LogprobScorer.distributions`, under the base weights."""
         with self.model.disable_adapter():
             return self._scorer.distributions(tokens, asked)
 
     @cached_property
-    def _scorer(self) -> Scorer:
-        return Scorer(self.model, self.temperature)
+    def _scorer(self) -> LogprobScorer:
+        return LogprobScorer(self.model, self.temperature)
 
 
-def check(config: Config, world: World, watch: Watch = UNWATCHED) -> None:
+def check(config: Config, world: World, watch: AuditProgress = UNWATCHED) -> None:
     """Refuse, before anything is written, what a run would only find out later.
 
     Raises UserError as `check_settings`, WorldError where the sandbox does not answer.
@@ -155,7 +160,7 @@ def check_settings(config: Config, world: World) -> None:
     check_reward_settings(config, world)
 
 
-def check_plays(config: Config, world: World, watch: Watch = UNWATCHED) -> None:
+def check_plays(config: Config, world: World, watch: AuditProgress = UNWATCHED) -> None:
     """Raise where the world's sandbox does not answer, and as `check_cheats`.
 
     On a Ray cluster the sandbox is asked by the workers alone: this machine may not reach it.
@@ -165,12 +170,12 @@ def check_plays(config: Config, world: World, watch: Watch = UNWATCHED) -> None:
     check_cheats(config, world, watch)
 
 
-def check_cheats(config: Config, world: World, watch: Watch = UNWATCHED) -> None:
+def check_cheats(config: Config, world: World, watch: AuditProgress = UNWATCHED) -> None:
     """Raise ConfigError where the world pays for cheating, WorldError where its rewards are late again and
     again; unless `env.check` is off."""
     if config.env.check:
         for one, own in worlds_in(world, config):
-            limits, scoring = episode_limits(own.rollout), ProcessScoring.of(own)
+            limits, scoring = episode_limits(own.rollout), ProcessRewardExecutor.of(own)
             refuse_cheats(one, CheckPlan(seed=own.run.seed, limits=limits, scoring=scoring, watch=watch))
 
 
@@ -214,7 +219,7 @@ def check_trackers(config: Config) -> None:
         check_tracker(name)
 
 
-def prepare(config: Config, watch: Watch = UNWATCHED) -> Session | None:
+def prepare(config: Config, watch: AuditProgress = UNWATCHED) -> TrainingSession | None:
     """Check a configuration and load its model, before anything is written.
 
     `watch` sees the check of the world. None where the model is yet to be made from scratch. What the
@@ -233,7 +238,7 @@ def prepare(config: Config, watch: Watch = UNWATCHED) -> Session | None:
 
 
 def train(
-    session: Session, folder: RunFolder, reporter: Reporter, elsewhere: Elsewhere | None = None
+    session: TrainingSession, folder: RunFolder, reporter: Reporter, elsewhere: RemoteSampler | None = None
 ) -> list[Comparison]:
     """Run, or go on with, the training in `folder`; gives the evaluations before and after.
 
@@ -252,7 +257,7 @@ def train(
             return asyncio.run(_run(loop, done, stream_before(loop, done), waiting_before(loop, done)))
 
 
-def stream_before(loop: RlLoop, done: int) -> StreamState:
+def stream_before(loop: SyncTrainer, done: int) -> StreamState:
     """The stream that the checkpoint of step `done` has; a new one where it has none."""
     training, sampler = loop.session.config.training, loop.sampler
     if done == 0:
@@ -264,19 +269,19 @@ def stream_before(loop: RlLoop, done: int) -> StreamState:
         raise broken(path, f"trainer/{STREAM_FILE} is missing")
     if text is None:  # the steps so far were not asynchronous, or the run has left asynchronous training
         return StreamState(max([done, *sampler.ledger.steps_ahead]) * order.chunk)
-    source = TaskStream(sampler, order, training.tasks_per_step, loop.session.config.staleness.oversample)
+    source = PromptStream(sampler, order, training.tasks_per_step, loop.session.config.staleness.oversample)
     state = StreamState.from_text(text, {task.id: task for task in order.tasks}, source.jobs_of)
     return replace(state, next_number=source.free(state.next_number, state.groups))
 
 
-def waiting_before(loop: RlLoop, done: int) -> StreamState:
+def waiting_before(loop: SyncTrainer, done: int) -> StreamState:
     """What waits in the checkpoint of step `done` for the next step's budget."""
     path = checkpoint_path(loop.folder.checkpoints, done)
     text = load_text(path, WAITING_FILE) if done else None
     if text is None:
         return StreamState()
     order = task_order(loop.session.config, loop.session.world)
-    source = TaskStream(loop.sampler, order, loop.session.config.training.tasks_per_step)
+    source = PromptStream(loop.sampler, order, loop.session.config.training.tasks_per_step)
     return StreamState.from_text(text, {task.id: task for task in order.tasks}, source.jobs_of)
 
 
@@ -312,13 +317,13 @@ def doubts(config: Config) -> list[str]:
 
 
 def build_loop(
-    session: Session,
+    session: TrainingSession,
     folder: RunFolder,
     algorithm: Algorithm,
     reporter: Reporter,
-    ranks: Ranks = ONE_PROCESS,
-    elsewhere: Elsewhere | None = None,
-) -> tuple[RlLoop, int]:
+    ranks: Collectives = ONE_PROCESS,
+    elsewhere: RemoteSampler | None = None,
+) -> tuple[SyncTrainer, int]:
     """The parts of the loop, brought to the newest checkpoint; and the step of that checkpoint.
 
     Nothing in the folder changes before all of them are there.
@@ -330,20 +335,20 @@ def build_loop(
     found = list_checkpoints(folder.checkpoints)
     waits = bool(found) and (found[-1][1] / "trainer" / WAITING_FILE).is_file()
     spanning = config.training.mode == "async" or config.rollout.partial.is_set or waits
-    done, ledger, memory = 0, Ledger(spanning=spanning), Memory.start(algorithm)
+    done, ledger, memory = 0, Ledger(spanning=spanning), AlgorithmState.start(algorithm)
     engine = None
     if elsewhere is not None:
         engine = elsewhere.engine()
     elif ranks.count > 1:  # before the weights are split
         engine = make_engine(session)
-    with ranks.together(Start(config, folder.path, found[-1][1] if found else None)):
+    with ranks.together(StartRanks(config, folder.path, found[-1][1] if found else None)):
         parts = make_parts(session, algorithm, ranks, found[-1][1] if found else None)
     stored = parts.stored
     if stored is not None:
         done, path = found[-1]
         check_origins(stored.origins, parts.origins, session)
         ledger = Ledger.restore(stored.ledger, spanning=spanning)
-        memory = Memory.start(algorithm, stored.memory)
+        memory = AlgorithmState.start(algorithm, stored.memory)
         control = control.restored(stored.kl)
         if combiner is not None:
             combiner.restore(stored.reward_moments)
@@ -356,12 +361,14 @@ def build_loop(
     if warmup > done:
         log.info("the critic alone learns until step %d (critic.warmup_steps)", warmup)
     bound, entropy = over_age_bound(config), memory.initial_entropy
-    sampler = Sampler(session, engine, algorithm, reporter, ledger, memory, combiner, experts, elsewhere)
-    loop = RlLoop(
+    sampler = RolloutCollector(
+        session, engine, algorithm, reporter, ledger, memory, combiner, experts, elsewhere
+    )
+    loop = SyncTrainer(
         session=session,
         folder=folder,
         sampler=sampler,
-        learning=Learning(session, parts.learner, control, ledger, parts.judge, bound, warmup, entropy),
+        learning=TrainStep(session, parts.learner, control, ledger, parts.judge, bound, warmup, entropy),
         origins=parts.origins,
         sync=WeightSync.of(config, model, engine, probe, ranks),
         trackers=make_trackers(config, folder, done),
@@ -388,7 +395,9 @@ class LearnerParts:
     """Of the leader: the digests of what is not in the checkpoint."""
 
 
-def make_parts(session: Session, algorithm: Algorithm, ranks: Ranks, resumed: Path | None) -> LearnerParts:
+def make_parts(
+    session: TrainingSession, algorithm: Algorithm, ranks: Collectives, resumed: Path | None
+) -> LearnerParts:
     """Policy, optimiser, scorers and judge, brought to a checkpoint; each of `ranks` makes its own.
 
     Their weights are split where the ranks work so. Copies of the model are made before.
@@ -402,11 +411,11 @@ def make_parts(session: Session, algorithm: Algorithm, ranks: Ranks, resumed: Pa
         load_weights(resumed, model)
     ranks.split(model)
     for scorer in scorers.values():
-        if isinstance(scorer, Scorer):
+        if isinstance(scorer, LogprobScorer):
             ranks.split(scorer.model)
     updates = config.training.steps * updates_of(config)
-    how = OptimiserSettings.of(config.training, updates)
-    optimiser = Optimiser(model, how, masters=config.model.master_weights, ranks=ranks)
+    how = OptimizerSettings.of(config.training, updates)
+    optimiser = Optimizer(model, how, masters=config.model.master_weights, ranks=ranks)
     stored = None
     if resumed is not None:
         stored = load_trainer(resumed, optimiser)
@@ -417,7 +426,7 @@ def make_parts(session: Session, algorithm: Algorithm, ranks: Ranks, resumed: Pa
 
 
 def make_learner(
-    session: Session, algorithm: Algorithm, optimiser: Optimiser, scorers: Mapping[str, TokenScorer]
+    session: TrainingSession, algorithm: Algorithm, optimiser: Optimizer, scorers: Mapping[str, TokenScorer]
 ) -> Learner:
     """The learner of the session's model, as its configuration sets it."""
     config, training = session.config, session.config.training
@@ -429,11 +438,11 @@ def make_learner(
         old_logprobs=training.learner.old_logprobs,
         halve_on_oom=training.learner.halve_on_oom,
     )
-    scorer = Scorer(
+    scorer = LogprobScorer(
         session.model,
         config.rollout.temperature or 1.0,
         config.model.activation_checkpointing,
-        Routing.of(session.model) if training.learner.replay_routing else None,
+        RoutingReplay.of(session.model) if training.learner.replay_routing else None,
     )
     return Learner(scorer, optimiser, algorithm, settings, scorers, optimiser.ranks)
 
@@ -443,7 +452,7 @@ def make_trackers(config: Config, folder: RunFolder, done: int) -> list[Tracker]
     return [make_tracker(name, folder.path, done) for name in config.run.trackers]
 
 
-async def _run(loop: RlLoop, done: int, before: StreamState, waiting: StreamState) -> list[Comparison]:
+async def _run(loop: SyncTrainer, done: int, before: StreamState, waiting: StreamState) -> list[Comparison]:
     config = loop.session.config
     async with closing(loop.session.world):
         await loop.sync.publish(done)
@@ -456,7 +465,7 @@ async def _run(loop: RlLoop, done: int, before: StreamState, waiting: StreamStat
     return [Comparison(b, a) for b, a in zip(untrained, after, strict=True)]
 
 
-async def _evaluate_once(loop: RlLoop, plan: EvaluationPlan) -> Evaluation:
+async def _evaluate_once(loop: SyncTrainer, plan: EvaluationPlan) -> Evaluation:
     """Play a plan, unless there is an evaluation of its name: that one stays, whatever it holds."""
     kept = kept_evaluation(loop.folder, plan)
     if kept is None:
@@ -471,7 +480,7 @@ def kept_evaluation(folder: RunFolder, plan: EvaluationPlan) -> Evaluation | Non
     return load_evaluation(path) if path.is_file() else None
 
 
-def _scorers(session: Session, algorithm: Algorithm, control: KlControl) -> dict[str, TokenScorer]:
+def _scorers(session: TrainingSession, algorithm: Algorithm, control: KlControl) -> dict[str, TokenScorer]:
     """The models beside the policy: a teacher and the reference, where they are needed or asked for."""
     found: dict[str, TokenScorer] = {}
     if algorithm.loss in TEACHER_LOSSES:
@@ -483,10 +492,10 @@ def _scorers(session: Session, algorithm: Algorithm, control: KlControl) -> dict
     if session.config.model.lora is not None:
         return found | {"reference": AdapterOff(session.model, temperature)}
     reference = copy.deepcopy(session.model).requires_grad_(False).eval()
-    return found | {"reference": Scorer(reference, temperature)}
+    return found | {"reference": LogprobScorer(reference, temperature)}
 
 
-def probe_tokens(session: Session) -> tuple[int, ...]:
+def probe_tokens(session: TrainingSession) -> tuple[int, ...]:
     """A fixed text of the world, as tokens, on which engine and learner are compared."""
     task = session.world.tasks("train")[0]
     return session.renderer.prompt(task.prompt, ())[:PROBE_TOKENS]
@@ -500,7 +509,7 @@ def forget_after(folder: RunFolder, done: int) -> None:
 
 
 @contextmanager
-def _closing(loop: RlLoop) -> Iterator[None]:
+def _closing(loop: SyncTrainer) -> Iterator[None]:
     """Close engine and trackers, whatever happens."""
     try:
         yield

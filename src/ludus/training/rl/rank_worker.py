@@ -27,25 +27,25 @@ from ludus.training.checks.memory_check import dry_run
 from ludus.training.distributed.fsdp import gathered
 from ludus.training.distributed.launcher import (
     DryRun,
-    Follower,
-    Gather,
-    JudgeLearns,
-    JudgeSays,
-    Probe,
-    Save,
-    Score,
-    Start,
-    Stop,
-    Train,
+    EvaluateValues,
+    GatherWeights,
+    ProbeTokens,
+    SaveShards,
+    ScoreRows,
+    StartRanks,
+    StopRanks,
+    TrainRows,
+    TrainValues,
+    WorkerRank,
     here,
 )
-from ludus.training.distributed.rendezvous import Meeting
-from ludus.training.learner.logprobs import Scorer
+from ludus.training.distributed.rendezvous import Rendezvous
+from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.rl.build import LearnerParts, make_parts
 from ludus.training.rl.weight_sync import probe_logprobs
 from ludus.training.run.checkpoint import list_checkpoints
 from ludus.training.run.run_dir import RunFolder, log_into
-from ludus.training.run.session import Session, open_session
+from ludus.training.run.session import TrainingSession, open_session
 from ludus.training.run.sharded_checkpoint import save_shards
 from ludus.training.value_models.factory import part_name, say, teach
 
@@ -54,7 +54,7 @@ _LOOK_S = 1.0
 log = logging.getLogger("ludus.follow")
 
 
-def follow(meeting: Meeting, device: torch.device) -> None:
+def follow(meeting: Rendezvous, device: torch.device) -> None:
     """Meet the others, and follow the leader."""
     try:
         meeting.form_group(device)
@@ -68,10 +68,10 @@ def follow(meeting: Meeting, device: torch.device) -> None:
             distributed.destroy_process_group()
 
 
-def _follow(meeting: Meeting, device: torch.device) -> None:
-    follower = Follower()
+def _follow(meeting: Rendezvous, device: torch.device) -> None:
+    follower = WorkerRank()
     command = follower.hear()
-    if not isinstance(command, Start):
+    if not isinstance(command, StartRanks):
         return
     if command.folder.is_dir():  # not so on another machine without a shared disk
         log_into(RunFolder(command.folder), f"rank {meeting.rank}")
@@ -80,7 +80,7 @@ def _follow(meeting: Meeting, device: torch.device) -> None:
         follower.split_on(device)
     session = open_session(command.config, cold_start(command.config, command.folder))
     learning = make_parts(session, resolve(command.config.algorithm), follower, command.resumed)
-    while not isinstance(heard := follower.hear(), Stop):
+    while not isinstance(heard := follower.hear(), StopRanks):
         try:
             obey(heard, session, learning)
         except LearnerError as error:  # the leader raises it as well, and decides
@@ -88,24 +88,24 @@ def _follow(meeting: Meeting, device: torch.device) -> None:
             meeting.say(str(error))
 
 
-def obey(command: object, session: Session, learning: LearnerParts) -> None:
+def obey(command: object, session: TrainingSession, learning: LearnerParts) -> None:
     """Do this process's part of a command."""
     learner, judge = learning.learner, learning.judge
     match command:
-        case Score(name, rows, entropy, keep):
+        case ScoreRows(name, rows, entropy, keep):
             learner.ask(name, rows, entropy, keep=keep)
-        case Train(rows, seed, algorithm):
+        case TrainRows(rows, seed, algorithm):
             learner.algorithm = algorithm
             learner.train(rows, seed)
-        case JudgeSays(rows, solved, after) if judge is not None:
+        case EvaluateValues(rows, solved, after) if judge is not None:
             say(judge, rows, solved, after)
-        case JudgeLearns(rows, tables, solved) if judge is not None:
+        case TrainValues(rows, tables, solved) if judge is not None:
             teach(judge, rows, tables, solved)
-        case Probe(tokens):
-            probe_logprobs(Scorer(session.model), tokens)
-        case Gather():
+        case ProbeTokens(tokens):
+            probe_logprobs(LogprobScorer(session.model), tokens)
+        case GatherWeights():
             gathered(session.model)
-        case Save(folder):
+        case SaveShards(folder):
             parts = {} if judge is None else {part_name(judge): judge.state()}
             save_shards(folder, session.model, learner.optimiser, parts)
         case DryRun(longest):
@@ -121,7 +121,7 @@ def cold_start(config: Config, folder: Path) -> Path | None:
 
 def follow_launched(device: torch.device, limit_s: float) -> None:
     """Follow under torchrun, which says where the others are. Nobody is waited for longer than `limit_s`."""
-    follow(Meeting.launched(limit_s), device)
+    follow(Rendezvous.launched(limit_s), device)
 
 
 def _end_with(leader: int) -> None:
@@ -137,7 +137,7 @@ def main(folder: str, rank: str, *where: str) -> None:
     threading.Thread(target=_end_with, args=(int(leader),), name="ludus-leader", daemon=True).start()
     hide_progress()
     (Path(folder) / here(int(rank))).touch()
-    follow(Meeting.joined(int(port), int(rank), int(count), float(limit_s)), torch.device(kind))
+    follow(Rendezvous.joined(int(port), int(rank), int(count), float(limit_s)), torch.device(kind))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from ludus.config.schema import Config
 from ludus.diagnostics.metrics import AlarmLimits, alarms, rollout_metrics
 from ludus.diagnostics.timings import StepTimings, scoring_hint, write_timings
 from ludus.diagnostics.trackers import Tracker
-from ludus.engines.base import Engine, GivesUpCache, counted
+from ludus.engines.base import Engine, Sleepable, counted
 from ludus.envs.base import World, order_of
 from ludus.errors import ConfigError, LearnerError
 from ludus.evaluation.evaluate import (
@@ -28,22 +28,22 @@ from ludus.evaluation.evaluate import (
     plan_during,
     save_evaluation,
 )
-from ludus.rollout.ledger import Outcome
+from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.reward_executor import places
 from ludus.rollout.rollout_files import rollouts_path, write_rollouts
 from ludus.rollout.scheduler import Episode
-from ludus.tasks.order import Order
+from ludus.tasks.order import TaskSequence
 from ludus.training.collection.greso import greso_metrics
 from ludus.training.collection.group_filters import EmptyBatchGuard
-from ludus.training.collection.rollout_collector import EpisodeReporter, Sampler, SamplerState
+from ludus.training.collection.rollout_collector import CollectorState, EpisodeReporter, RolloutCollector
 from ludus.training.collection.staleness import EssGuard
 from ludus.training.collection.stream_checkpoint import waiting_texts
-from ludus.training.credit.advantages import Credit, equal_groups
-from ludus.training.rl.train_step import Learning, Work, here
+from ludus.training.credit.advantages import TrainingSample, equal_groups
+from ludus.training.rl.train_step import ComputeDispatch, TrainStep, here
 from ludus.training.rl.weight_sync import SyncProof, WeightSync
 from ludus.training.run.checkpoint import Extra, TrainerState, prune, save_checkpoint
 from ludus.training.run.run_dir import RunFolder, resume_command
-from ludus.training.run.session import Session
+from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.factory import part_name
 from ludus.types import Group
 
@@ -54,7 +54,7 @@ Texts = Callable[[], Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PauseReason:
     """Why a run pauses, and what to change to go on."""
 
     reason: str
@@ -74,20 +74,20 @@ class Reporter(EpisodeReporter, Protocol):
 
 
 @dataclass
-class RlLoop:
+class SyncTrainer:
     """The parts of a run, and its steps. `step` counts from 1; 0 is the model before training."""
 
-    session: Session
+    session: TrainingSession
     folder: RunFolder
-    sampler: Sampler
-    learning: Learning
+    sampler: RolloutCollector
+    learning: TrainStep
     sync: WeightSync
     trackers: Sequence[Tracker]
     reporter: Reporter
     history: list[Mapping[str, float]] = field(default_factory=list)
     """The metrics of the last steps, as many as an alarm looks at; of all of them where a run is resumed."""
     origins: Mapping[str, str] = field(default_factory=dict)
-    sampled: SamplerState = field(init=False)
+    sampled: CollectorState = field(init=False)
     """Of the sampler, as it was when the step at hand had been sampled."""
     guard: EssGuard = field(init=False)
     empty: EmptyBatchGuard = field(init=False)
@@ -116,7 +116,7 @@ class RlLoop:
         for step in range(done + 1, self.session.config.training.steps + 1):
             await self.end_step(step, await self.step(step, order))
 
-    async def step(self, step: int, order: Order) -> dict[str, float]:
+    async def step(self, step: int, order: TaskSequence) -> dict[str, float]:
         """One step: everything between two versions of the weights."""
         clock = StepTimings()
         await counted(self.engine)
@@ -125,7 +125,7 @@ class RlLoop:
         self.sampled = self.sampler.state
         clock.engine = (await counted(self.engine)).metrics()
         self.reporter.phase(f"step {step}: learning", None)
-        if self.session.config.engine.give_up_cache and isinstance(self.engine, GivesUpCache):
+        if self.session.config.engine.give_up_cache and isinstance(self.engine, Sleepable):
             await self.engine.give_up_cache()
         with clock.phase("learn"):
             credits, learned = await self.learning.learn(step, credits)
@@ -136,10 +136,10 @@ class RlLoop:
     async def report(
         self,
         step: int,
-        credits: list[Credit],
+        credits: list[TrainingSample],
         learned: Mapping[str, float],
         clock: StepTimings,
-        work: Work = here,
+        work: ComputeDispatch = here,
     ) -> dict[str, float]:
         """Close the step's account, evaluate where it is time to, and write everything down."""
         metrics = self.account(step, credits, learned)
@@ -158,7 +158,9 @@ class RlLoop:
         self.reporter.step(step, metrics, timings)
         return metrics
 
-    def account(self, step: int, credits: list[Credit], learned: Mapping[str, float]) -> dict[str, float]:
+    def account(
+        self, step: int, credits: list[TrainingSample], learned: Mapping[str, float]
+    ) -> dict[str, float]:
         """Close the ledger of a step; gives its metrics. What is no rollout of the step leaves `credits`."""
         sampler, found = self.sampler, dict(learned)
         credits[:] = [credit for credit in credits if not credit.replayed]
@@ -168,8 +170,8 @@ class RlLoop:
             credits[:] = [credit for credit in credits if not credit.expert]
             found["experts/count"] = float(len(foreign))
             found["experts/refused"] = float(sampler.experts.num_refused(step))
-            found["experts/trained"] = float(sum(c.outcome is Outcome.TRAINED for c in foreign))
-        trained = sum(credit.outcome is Outcome.TRAINED for credit in credits)
+            found["experts/trained"] = float(sum(c.outcome is RolloutOutcome.TRAINED for c in foreign))
+        trained = sum(credit.outcome is RolloutOutcome.TRAINED for credit in credits)
         counts = sampler.ledger.close(step, trained=trained)
         groups = _groups(credits)
         known = [equal.get(number) for number in _numbers(credits)]
@@ -186,7 +188,7 @@ class RlLoop:
         self,
         step: int,
         metrics: Mapping[str, float],
-        work: Work = here,
+        work: ComputeDispatch = here,
         texts: Texts = dict,
     ) -> None:
         """Write a checkpoint where it is time to, with the `texts` of a way of its own.
@@ -205,7 +207,7 @@ class RlLoop:
                 f"Go on with {verdict.way_on}: {resume_command(self.folder)}",
             )
 
-    def _judged(self, step: int, metrics: Mapping[str, float]) -> Verdict | None:
+    def _judged(self, step: int, metrics: Mapping[str, float]) -> PauseReason | None:
         """What the guards say of a step; both see every one of them."""
         warning = self.guard.warning(metrics)
         if warning:
@@ -214,13 +216,17 @@ class RlLoop:
         reason = self.learning.control_kl(metrics)
         if reason:
             lower = "a larger algorithm.kl_coef, a lower training.learning_rate"
-            return Verdict(reason, f"{lower} or another kl_control.guard_factor")
+            return PauseReason(reason, f"{lower} or another kl_control.guard_factor")
         if empty:
-            return Verdict(empty, "tasks of which some attempts succeed, or a larger algorithm.group_size")
+            return PauseReason(
+                empty, "tasks of which some attempts succeed, or a larger algorithm.group_size"
+            )
         if self.guard.verdict:
             streams = self.session.config.training.mode == "async"
             bound = "a lower staleness.max_staleness or " if streams else "a lower "
-            return Verdict(self.guard.verdict, f"{bound}training.learning_rate, or another staleness.min_ess")
+            return PauseReason(
+                self.guard.verdict, f"{bound}training.learning_rate, or another staleness.min_ess"
+            )
         return None
 
     async def evaluate(self, plan: EvaluationPlan, name: str | None = None) -> Evaluation:
@@ -240,7 +246,7 @@ class RlLoop:
     def write(
         self,
         step: int,
-        credits: Sequence[Credit],
+        credits: Sequence[TrainingSample],
         metrics: Mapping[str, float],
         timings: Mapping[str, float],
     ) -> None:
@@ -288,7 +294,7 @@ def proof_metrics(proof: SyncProof) -> dict[str, float]:
     return {"sync/probe_gap": proof.probe_gap}
 
 
-def task_order(config: Config, world: World) -> Order:
+def task_order(config: Config, world: World) -> TaskSequence:
     """Which tasks come when. Raises ConfigError where one step needs more than there are."""
     tasks = world.tasks("train")
     chunk = config.training.tasks_per_step * (resolve(config.algorithm).resample_rounds + 1)
@@ -300,12 +306,12 @@ def task_order(config: Config, world: World) -> Order:
     return order_of(world, config.run.seed, chunk, config.training.steps)
 
 
-def _numbers(credits: Sequence[Credit]) -> list[int]:
+def _numbers(credits: Sequence[TrainingSample]) -> list[int]:
     """The numbers of the groups of `_groups`."""
     return list(dict.fromkeys(credit.group for credit in credits if not credit.episode.greedy))
 
 
-def _groups(credits: Sequence[Credit]) -> list[Group]:
+def _groups(credits: Sequence[TrainingSample]) -> list[Group]:
     """The episodes by group, as the metrics take them: without baselines."""
     by_group: dict[int, list[Episode]] = {}
     for credit in credits:

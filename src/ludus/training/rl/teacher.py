@@ -6,8 +6,8 @@ from ludus.algorithms.spec.algorithm import TEACHER_LOSSES, Algorithm
 from ludus.config.schema import Config
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.errors import ConfigError
-from ludus.training.learner.logprobs import Scorer
-from ludus.training.run.session import Session
+from ludus.training.learner.logprobs import LogprobScorer
+from ludus.training.run.session import TrainingSession
 
 
 def check_teacher(config: Config, algorithm: Algorithm) -> None:
@@ -25,7 +25,7 @@ def check_teacher(config: Config, algorithm: Algorithm) -> None:
         )
 
 
-def load_teacher(session: Session) -> Scorer:
+def load_teacher(session: TrainingSession) -> LogprobScorer:
     """The configured teacher, frozen, at the temperature of the rollouts.
 
     Raises ConfigError where its vocabulary is not the policy's: their token ids would mean other things.
@@ -41,4 +41,4 @@ def load_teacher(session: Session) -> Scorer:
             "Take a teacher with the policy's tokenizer.",
         )
     model = load_model(path, config.model.dtype, config.model.device).requires_grad_(False).eval()
-    return Scorer(model, config.rollout.temperature or 1.0)
+    return LogprobScorer(model, config.rollout.temperature or 1.0)

@@ -1,7 +1,7 @@
 """Learning: from the credit of a step to new weights.
 
-Takes credits. Gives them back as they were settled, and metrics. Knows no environment and no engine; `Work`
-says on which thread it computes. The ledger is touched on the caller's thread alone.
+Takes credits. Gives them back as they were settled, and metrics. Knows no environment and no engine;
+`ComputeDispatch` says on which thread it computes. The ledger is touched on the caller's thread alone.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ludus.rollout.ledger import Ledger
 from ludus.training.batches.rows import Row
 from ludus.training.collection.rollout_collector import overlong_limit
 from ludus.training.collection.staleness import age_metrics, mask_over_age, on_policy
-from ludus.training.credit.advantages import Credit, settle, training_rows
+from ludus.training.credit.advantages import TrainingSample, settle, training_rows
 from ludus.training.learner.learner import Learner
 from ludus.training.rl.advantage_inputs import compared_entropies, refine, rejected_share, with_entropy_filter
-from ludus.training.run.session import Session
+from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.factory import Judge, train_judge
 
 log = logging.getLogger("ludus.learning")
@@ -34,7 +34,7 @@ ENTROPY_FILTER_OFF = (
 )
 
 
-class Work(Protocol):
+class ComputeDispatch(Protocol):
     """Where the learner computes."""
 
     def __call__(self, work: Callable[[], T]) -> Awaitable[T]:
@@ -48,7 +48,7 @@ async def here(work: Callable[[], T]) -> T:
 
 
 @dataclass
-class Learning:
+class TrainStep:
     """What turns credits into weights: the learner, the model that judges beside it, the control of the KL.
 
     `ledger` is the run's. Tokens older than `bound` versions do not train; None is no bound. In the first
@@ -56,7 +56,7 @@ class Learning:
     first batch, which decides whether GTPO's entropy filter applies; None until that batch.
     """
 
-    session: Session
+    session: TrainingSession
     learner: Learner
     kl: KlControl
     ledger: Ledger
@@ -67,8 +67,8 @@ class Learning:
     _checked: bool = field(default=False, init=False)
 
     async def learn(
-        self, step: int, credits: Sequence[Credit], work: Work = here
-    ) -> tuple[list[Credit], dict[str, float]]:
+        self, step: int, credits: Sequence[TrainingSample], work: ComputeDispatch = here
+    ) -> tuple[list[TrainingSample], dict[str, float]]:
         """Settle what trains and train on it; gives the final credits and the metrics."""
         found = await work(lambda: self._prepare(step, credits))
         settle(self.ledger, found)
@@ -89,7 +89,7 @@ class Learning:
         self.kl = self.kl.update(kl, round(metrics["ledger/trained"]))
         return verdict
 
-    def _prepare(self, step: int, credits: Sequence[Credit]) -> list[Credit]:
+    def _prepare(self, step: int, credits: Sequence[TrainingSample]) -> list[TrainingSample]:
         """The credits as they train."""
         if self.kl.acts:
             self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl.coef(step))
@@ -102,7 +102,7 @@ class Learning:
         self._checked = self._checked or check
         return refine(credits, self.learner, limit, self.judge, check=check, version=step - 1)
 
-    def _set_entropy_filter(self, credits: Sequence[Credit]) -> None:
+    def _set_entropy_filter(self, credits: Sequence[TrainingSample]) -> None:
         """Measure the initial entropy on the first batch; switch GTPO's entropy filter off if it is high."""
         if self.initial_entropy is None and (found := compared_entropies(credits, self.learner)):
             self.initial_entropy = float(torch.cat(found).mean())
@@ -111,7 +111,7 @@ class Learning:
         if self.initial_entropy is not None:
             self.learner.algorithm = with_entropy_filter(self.learner.algorithm, self.initial_entropy)
 
-    def _train(self, step: int, credits: Sequence[Credit], rows: Sequence[Row]) -> dict[str, float]:
+    def _train(self, step: int, credits: Sequence[TrainingSample], rows: Sequence[Row]) -> dict[str, float]:
         metrics = {} if self.judge is None else train_judge(self.judge, credits)
         if step > self.warmup:
             metrics |= self.learner.train(rows, seed=step)

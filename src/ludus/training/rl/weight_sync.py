@@ -21,15 +21,15 @@ from ludus.config.schema import Config
 from ludus.engines.base import Engine, RollingUpdate, WeightCheck
 from ludus.engines.models.fingerprint import fingerprint_gathered
 from ludus.errors import EngineError, SyncError
-from ludus.training.distributed.collectives import ONE_PROCESS, Alone, Ranks
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, SingleProcess
 from ludus.training.distributed.fsdp import gathered, is_sharded
-from ludus.training.distributed.launcher import Gather, Probe
-from ludus.training.learner.logprobs import Scorer
+from ludus.training.distributed.launcher import GatherWeights, ProbeTokens
+from ludus.training.learner.logprobs import LogprobScorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ludus.training.rl.train_step import Work
+    from ludus.training.rl.train_step import ComputeDispatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class PendingWeights:
     """Weights on their way: a copy of those that train, and what an engine has to say once it holds them.
 
     All of it is in the CPU's memory: beside the next step the learner's device has no room to spare, and
@@ -97,7 +97,7 @@ class WeightSync:
     probe: tuple[int, ...]
     tolerance: float = 1e-3
     deadline_s: float = 300.0
-    ranks: Ranks = field(default_factory=Alone)
+    ranks: Collectives = field(default_factory=SingleProcess)
 
     @classmethod
     def of(
@@ -106,7 +106,7 @@ class WeightSync:
         model: PreTrainedModel,
         engine: Engine,
         probe: tuple[int, ...],
-        ranks: Ranks = ONE_PROCESS,
+        ranks: Collectives = ONE_PROCESS,
     ) -> WeightSync:
         """With the tolerance and the deadline of the settings."""
         training = config.training
@@ -118,25 +118,25 @@ class WeightSync:
         found = await self._transfer(version, self._trainable(weights))
         return self._expected(version, weights).compare(*found)
 
-    async def keep(self, version: int, work: Work) -> Kept:
+    async def keep(self, version: int, work: ComputeDispatch) -> PendingWeights:
         """What `deliver` sends as `version`: a copy. The weights may change once this has returned.
 
         Copying, and what has to be computed for the proof, is `work`.
         """
         weights = self._gathered()
 
-        def copy() -> Kept:
+        def copy() -> PendingWeights:
             trainable = self._trainable(weights)
             state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in trainable.items()}
-            return Kept(self._expected(version, weights), state)
+            return PendingWeights(self._expected(version, weights), state)
 
         return await work(copy)
 
-    async def deliver(self, kept: Kept) -> SyncProof:
+    async def deliver(self, kept: PendingWeights) -> SyncProof:
         """Send a copy, and prove it. Raises SyncError."""
         return kept.expected.compare(*await self._transfer(kept.expected.version, kept.state))
 
-    async def hand_over(self, version: int, work: Work) -> Expected:
+    async def hand_over(self, version: int, work: ComputeDispatch) -> Expected:
         """Send the weights as `version`; they may change once this has returned.
 
         What has to be computed for the proof, which is `prove`'s, is `work`, beside the transfer.
@@ -179,7 +179,11 @@ class WeightSync:
             raise SyncError(f"The engine refused weights {version}: {error}") from error
 
     async def offer(
-        self, version: int, engines: RollingUpdate, work: Work, on_proof: Callable[[SyncProof], None]
+        self,
+        version: int,
+        engines: RollingUpdate,
+        work: ComputeDispatch,
+        on_proof: Callable[[SyncProof], None],
     ) -> None:
         """Leave the weights as `version` with engines that take them one by one; `on_proof` hears of each.
 
@@ -206,7 +210,7 @@ class WeightSync:
         """All weights in one piece, as they are in this moment where they are not split."""
         if not is_sharded(self.model):
             return {name: p.detach() for name, p in self.model.named_parameters()}
-        with self.ranks.together(Gather()):
+        with self.ranks.together(GatherWeights()):
             return gathered(self.model)
 
     @torch.no_grad()
@@ -214,19 +218,19 @@ class WeightSync:
         """What an engine with these weights, the model's own, has to say."""
         ours = fingerprint_gathered(self.model, weights)
         if is_sharded(self.model):
-            with self.ranks.together(Probe(self.probe)):
-                own = probe_logprobs(Scorer(self.model), self.probe)
+            with self.ranks.together(ProbeTokens(self.probe)):
+                own = probe_logprobs(LogprobScorer(self.model), self.probe)
         else:
             own = probe_logprobs(self._scorer, self.probe)
         return Expected(version, ours, own.cpu(), self.tolerance)
 
     @cached_property
-    def _scorer(self) -> Scorer:
-        return Scorer(self.model)
+    def _scorer(self) -> LogprobScorer:
+        return LogprobScorer(self.model)
 
 
 @torch.no_grad()
-def probe_logprobs(scorer: Scorer, probe: Sequence[int]) -> Tensor:
+def probe_logprobs(scorer: LogprobScorer, probe: Sequence[int]) -> Tensor:
     """The log-probability of each token `[T]`; 0 for the first."""
     tokens = torch.tensor([probe], device=next(scorer.model.parameters()).device)
     return scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool)).logprobs[0]

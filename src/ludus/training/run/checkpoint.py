@@ -26,8 +26,8 @@ from ludus.engines.models.loading import save_model
 from ludus.errors import StorageError, UserError
 from ludus.rollout.ledger import AccountingError, LedgerCounts, LedgerState, RolloutKey
 from ludus.training.distributed.fsdp import is_sharded
-from ludus.training.distributed.launcher import Save
-from ludus.training.learner.optimizer import Optimiser
+from ludus.training.distributed.launcher import SaveShards
+from ludus.training.learner.optimizer import Optimizer
 from ludus.training.run.manifest import broken, write_manifest
 from ludus.training.run.sharded_checkpoint import SHARDS, load_shards, save_shards
 
@@ -85,7 +85,7 @@ def save_checkpoint(
     shelf: Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    optimiser: Optimiser,
+    optimiser: Optimizer,
     state: TrainerState,
     extra: Extra = Extra(),
 ) -> Path:
@@ -100,7 +100,7 @@ def save_checkpoint(
         (unfinished / "trainer").mkdir(parents=True)
         trainer = unfinished / "trainer"
         if is_sharded(model):
-            with optimiser.ranks.together(Save(trainer / SHARDS)):
+            with optimiser.ranks.together(SaveShards(trainer / SHARDS)):
                 weights = save_shards(trainer / SHARDS, model, optimiser, extra.parts)
             save_model(model, tokenizer, unfinished, weights)
         else:
@@ -127,7 +127,7 @@ def save_checkpoint(
     return final
 
 
-def load_trainer(folder: Path, optimiser: Optimiser) -> TrainerState:
+def load_trainer(folder: Path, optimiser: Optimizer) -> TrainerState:
     """Put the moments back into `optimiser`; gives the rest.
 
     Raises UserError where they do not belong, StorageError where the checkpoint is damaged.

@@ -22,14 +22,14 @@ from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.engines.embedded.radix_cache import PAGE
 from ludus.engines.models.loading import load_model, load_tokenizer, num_positions
 from ludus.engines.remote.engine import ServerEngine
-from ludus.engines.remote.http_client import NoServer, ServerSettings, serve_command
+from ludus.engines.remote.http_client import NoServerAvailable, RemoteEngineSettings, serve_command
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError
 from ludus.recipes import recipe_folder
-from ludus.rollout.build import Play, engine_scheduler
+from ludus.rollout.build import SamplingPlan, engine_scheduler
 from ludus.rollout.ledger import Ledger
-from ludus.rollout.reward_executor import ProcessScoring
+from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ SMALL_MODEL = 20_000_000
 
 
 @dataclass(frozen=True)
-class Session:
+class TrainingSession:
     """The parts of a run that do not change while it runs (the model's weights do)."""
 
     config: Config
@@ -53,9 +53,9 @@ class Session:
     """Where model and tokenizer came from: a folder or a name."""
 
     @functools.cached_property
-    def scoring(self) -> ProcessScoring:
+    def scoring(self) -> ProcessRewardExecutor:
         """What computes the rewards of the episodes that are played here."""
-        return ProcessScoring.of(self.config)
+        return ProcessRewardExecutor.of(self.config)
 
 
 BUSY = 0.75
@@ -98,7 +98,7 @@ def default_threads() -> int:
     return min(4, torch.get_num_threads())
 
 
-def open_session(config: Config, weights: Path | None = None, world: World | None = None) -> Session:
+def open_session(config: Config, weights: Path | None = None, world: World | None = None) -> TrainingSession:
     """Build world, model and renderer. `weights`, if given, is a checkpoint that takes the model's place;
     `world` is that of the settings, where it is there already.
 
@@ -111,7 +111,7 @@ def open_session(config: Config, weights: Path | None = None, world: World | Non
     model = load_model(path, config.model.dtype, config.model.device)
     if config.model.lora is not None:
         model = with_adapters(model, config.model.lora)
-    return Session(config, world, model, tokenizer, make_renderer(config.env, tokenizer), path)
+    return TrainingSession(config, world, model, tokenizer, make_renderer(config.env, tokenizer), path)
 
 
 def model_path(config: Config) -> str:
@@ -133,7 +133,11 @@ def model_path(config: Config) -> str:
 
 
 def session_scheduler(
-    session: Session, engine: Engine, play: Play, ledger: Ledger, rollout: RolloutConfig | None = None
+    session: TrainingSession,
+    engine: Engine,
+    play: SamplingPlan,
+    ledger: Ledger,
+    rollout: RolloutConfig | None = None,
 ) -> Scheduler:
     """What plays the session's episodes; `rollout`, where given, in the place of the session's settings."""
     how = rollout or session.config.rollout
@@ -148,7 +152,7 @@ def make_renderer(env: EnvConfig, tokenizer: Any) -> Renderer:  # noqa: ANN401 (
     return TemplateRenderer(tokenizer, env.tool_parser)
 
 
-def make_engine(session: Session) -> Engine:
+def make_engine(session: TrainingSession) -> Engine:
     """What samples: the configured server, or an engine in this process.
 
     Raises EngineError where a server does not answer.
@@ -157,7 +161,7 @@ def make_engine(session: Session) -> Engine:
         return local_engine(session)
     try:
         return server_engine(session.config)
-    except NoServer as error:
+    except NoServerAvailable as error:
         raise EngineError(
             error.message, f"Start it first: {serve_command(error.url, session.source)}"
         ) from error
@@ -179,9 +183,9 @@ def server_engine(config: Config) -> ServerEngine:
     return ServerEngine(urls, engine.dialect, settings, lora_scaling=scaling)
 
 
-def server_settings(engine: EngineConfig) -> ServerSettings:
+def server_settings(engine: EngineConfig) -> RemoteEngineSettings:
     """How servers are asked."""
-    return ServerSettings(
+    return RemoteEngineSettings(
         timeout_s=engine.timeout_s,
         patience_s=engine.patience_s,
         weights_folder=engine.weights_folder or "",
@@ -191,7 +195,7 @@ def server_settings(engine: EngineConfig) -> ServerSettings:
     )
 
 
-def local_engine(session: Session) -> LocalEngine:
+def local_engine(session: TrainingSession) -> LocalEngine:
     """An embedded engine with a copy of the session's weights, and room for all episodes in flight."""
     return LocalEngine(session.model, session.tokenizer, engine_settings(session.config, session.model))
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from ludus.training.learner.optimizer import Optimiser
+    from ludus.training.learner.optimizer import Optimizer
 
 SHARDS = "shards"
 """The folder in `trainer/`."""
@@ -31,7 +31,7 @@ SHARDS = "shards"
 def save_shards(
     folder: Path,
     model: nn.Module,
-    optimiser: Optimiser,
+    optimiser: Optimizer,
     parts: Mapping[str, Mapping[str, torch.Tensor]],
 ) -> dict[str, torch.Tensor]:
     """Write moments, weights and `parts`, each process its shards; gives the weights that train, whole.

@@ -6,10 +6,10 @@ from ludus.engines.models.loading import load_tokenizer
 from ludus.errors import UserError
 from ludus.training.run.checkpoint import list_checkpoints
 from ludus.training.run.run_dir import RunFolder
-from ludus.training.run.session import Session
+from ludus.training.run.session import TrainingSession
 
 
-def check_tokenizer(run: RunFolder, session: Session) -> None:
+def check_tokenizer(run: RunFolder, session: TrainingSession) -> None:
     """Raise UserError where a run sampled the ids of another vocabulary, as far as its checkpoints tell."""
     found = list_checkpoints(run.checkpoints)
     if not found:
@@ -22,7 +22,7 @@ def check_tokenizer(run: RunFolder, session: Session) -> None:
         )
 
 
-def check_vocabulary(largest: int, session: Session) -> None:
+def check_vocabulary(largest: int, session: TrainingSession) -> None:
     """Raise UserError where the model does not know the token `largest`."""
     size = session.model.get_input_embeddings().weight.shape[0]
     if largest >= size:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from ludus.errors import LearnerError
 from ludus.training.batches.rows import Microbatch, Row
-from ludus.training.distributed.collectives import ONE_PROCESS, Ranks
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives
 from ludus.training.distributed.fsdp import is_sharded, put
-from ludus.training.learner.data_parallel import Dealer
-from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.learner.data_parallel import DataParallelSplitter
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.value_models.scalar_head import HeadModel
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ class StateModel:
         self,
         policy: PreTrainedModel,
         outputs: int,
-        optimiser: OptimiserSettings,
+        optimiser: OptimizerSettings,
         settings: StateSettings = StateSettings(),
-        ranks: Ranks = ONE_PROCESS,
+        ranks: Collectives = ONE_PROCESS,
     ) -> None:
         """Raises UserError for a model whose hidden states cannot be read row by row."""
         hint, again = "Choose an algorithm without a critic.", settings.recompute
@@ -65,9 +65,9 @@ class StateModel:
             self.model.requires_grad_(True)
             ranks.split(self.model)
         self.ranks = ranks
-        self.optimiser = Optimiser(self.model, optimiser, ranks=ranks)
+        self.optimiser = Optimizer(self.model, optimiser, ranks=ranks)
         self._on_policy = settings.on_policy
-        self._dealer = Dealer(ranks, self.model, settings.microbatch_tokens)
+        self._dealer = DataParallelSplitter(ranks, self.model, settings.microbatch_tokens)
 
     def parts(self, rows: Sequence[Row]) -> list[Microbatch]:
         """This process's part of the rows in microbatches; `index` tells the places among all rows."""
@@ -115,13 +115,13 @@ def padded(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor:
     return table.detach()
 
 
-def state_of(model: nn.Module, optimiser: Optimiser) -> dict[str, Tensor]:
+def state_of(model: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
     """Weights that train and their moments, for a checkpoint."""
     weights = {f"model/{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
     return weights | {f"optimiser/{name}": tensor for name, tensor in optimiser.state().items()}
 
 
-def blank_state_of(model: nn.Module, optimiser: Optimiser) -> dict[str, Tensor]:
+def blank_state_of(model: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
     """What `state_of` gives after a step, in its shapes, types and split; the numbers are zeros."""
     weights = {
         f"model/{name}": torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad
@@ -130,7 +130,7 @@ def blank_state_of(model: nn.Module, optimiser: Optimiser) -> dict[str, Tensor]:
 
 
 def load_state_of(
-    model: nn.Module, optimiser: Optimiser, state: Mapping[str, Tensor], num_steps: int, name: str
+    model: nn.Module, optimiser: Optimizer, state: Mapping[str, Tensor], num_steps: int, name: str
 ) -> None:
     """Put back what `state_of` gave. Raises LearnerError for another model; `name` says whose."""
     with torch.no_grad():

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ludus.algorithms.losses import value_loss
 from ludus.training.batches.rows import Row
-from ludus.training.distributed.collectives import ONE_PROCESS, Ranks, merged
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, merged
 from ludus.training.distributed.fsdp import put
-from ludus.training.learner.optimizer import OptimiserSettings
+from ludus.training.learner.optimizer import OptimizerSettings
 from ludus.training.value_models.base import (
     StateModel,
     StateSettings,
@@ -58,9 +58,9 @@ class Critic:
     def __init__(
         self,
         policy: PreTrainedModel,
-        optimiser: OptimiserSettings,
+        optimiser: OptimizerSettings,
         settings: CriticSettings = CriticSettings(),
-        ranks: Ranks = ONE_PROCESS,
+        ranks: Collectives = ONE_PROCESS,
     ) -> None:
         """Raises UserError for a model whose hidden states cannot be read row by row."""
         self.settings = settings

@@ -17,17 +17,17 @@ from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import CriticConfig
 from ludus.errors import ConfigError
-from ludus.rollout.ledger import Outcome
+from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.trees import paths
 from ludus.training.batches.rows import Row, row_of_trajectory, without_masked
 from ludus.training.batches.trajectory_tree import laid, last_actions
-from ludus.training.credit.advantages import CUT_OFF, Credit
+from ludus.training.credit.advantages import CUT_OFF, TrainingSample
 from ludus.training.credit.estimates import Estimates
-from ludus.training.distributed.collectives import ONE_PROCESS, Ranks
-from ludus.training.distributed.launcher import JudgeLearns, JudgeSays
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives
+from ludus.training.distributed.launcher import EvaluateValues, TrainValues
 from ludus.training.learner.learner import Learner
 from ludus.training.learner.logprobs import own_types
-from ludus.training.learner.optimizer import OptimiserSettings
+from ludus.training.learner.optimizer import OptimizerSettings
 from ludus.training.value_models.base import StateSettings
 from ludus.training.value_models.critic import Critic, CriticSettings
 from ludus.training.value_models.outcome_critic import OutcomeCritic, OutcomeCriticSettings
@@ -44,7 +44,11 @@ Judge = Critic | OutcomeCritic | ProcessReward
 
 
 def make_judge(
-    config: Config, algorithm: Algorithm, model: PreTrainedModel, success: str, ranks: Ranks = ONE_PROCESS
+    config: Config,
+    algorithm: Algorithm,
+    model: PreTrainedModel,
+    success: str,
+    ranks: Collectives = ONE_PROCESS,
 ) -> Judge | None:
     """The critic or process reward model of the algorithm, where it has one; `ranks` train it together.
 
@@ -56,13 +60,13 @@ def make_judge(
         beta = number(algorithm.options.advantage, "beta", 0.05)
         return ProcessReward(
             model,
-            OptimiserSettings(learning_rate=prime.learning_rate, total_steps=training.steps * prime.epochs),
+            OptimizerSettings(learning_rate=prime.learning_rate, total_steps=training.steps * prime.epochs),
             ProcessRewardSettings(
                 size, prime.epochs, beta, config.rollout.temperature or 1.0, success, again
             ),
             ranks,
         )
-    optimiser = OptimiserSettings(
+    optimiser = OptimizerSettings(
         learning_rate=critic.learning_rate or CRITIC_RATE * training.learning_rate,
         total_steps=training.steps * critic.epochs * critic.minibatches,
     )
@@ -131,13 +135,15 @@ def planned_warmup(config: Config, started: int | None = None) -> int:
     return config.training.steps // 10 if started is None else started
 
 
-def judged(judge: Judge, credits: Sequence[Credit], rows: Sequence[Row], learner: Learner) -> Estimates:
+def judged(
+    judge: Judge, credits: Sequence[TrainingSample], rows: Sequence[Row], learner: Learner
+) -> Estimates:
     """What it says of the rows of credits, before it learns from them.
 
     Raises LearnerError where it needs a reference and there is none.
     """
     solved = [] if isinstance(judge, Critic) else _solved(credits, judge.settings.success)
-    with judge.optimiser.ranks.together(JudgeSays(rows, solved)):
+    with judge.optimiser.ranks.together(EvaluateValues(rows, solved)):
         said = at_actions(say(judge, rows, solved), rows)
     match judge:
         case Critic():
@@ -149,7 +155,7 @@ def judged(judge: Judge, credits: Sequence[Credit], rows: Sequence[Row], learner
             return Estimates(prm_logprobs=said, ref_logprobs=at_actions(learner.reference(rows), rows))
 
 
-def bootstraps(judge: Critic, credits: Sequence[Credit], rows: Sequence[Row]) -> list[Tensor]:
+def bootstraps(judge: Critic, credits: Sequence[TrainingSample], rows: Sequence[Row]) -> list[Tensor]:
     """V after the last action token of each path of each row, 0 for episodes that no token limit cut off."""
     found = [torch.zeros(len(credit.episode.trajectory.rows), dtype=torch.float64) for credit in credits]
     places: dict[int, dict[int, int]] = {}
@@ -159,7 +165,7 @@ def bootstraps(judge: Critic, credits: Sequence[Credit], rows: Sequence[Row]) ->
         if cut:
             places[i] = cut
     ends = [replace(rows[i], trains=_marked(len(rows[i].tokens), own.values())) for i, own in places.items()]
-    with judge.optimiser.ranks.together(JudgeSays(ends, [], True)):
+    with judge.optimiser.ranks.together(EvaluateValues(ends, [], True)):
         said = say(judge, ends, [], True) if ends else []
     for i, values in zip(places, said, strict=True):
         for path, place in places[i].items():
@@ -187,12 +193,12 @@ def say(judge: Judge, rows: Sequence[Row], solved: Sequence[bool], after: bool =
                 return judge.logprobs(rows)
 
 
-def train_judge(judge: Judge, credits: Sequence[Credit]) -> dict[str, float]:
+def train_judge(judge: Judge, credits: Sequence[TrainingSample]) -> dict[str, float]:
     """It learns from all trajectories that train; gives its metrics.
 
     A critic learns at the tokens that train. What predicts the outcome reads the trajectory whole.
     """
-    trained = [credit for credit in credits if credit.outcome is Outcome.TRAINED]
+    trained = [credit for credit in credits if credit.outcome is RolloutOutcome.TRAINED]
     rows = [row_of_trajectory(credit.episode.trajectory, 0.0) for credit in trained]
     if not rows:
         return {}
@@ -208,7 +214,7 @@ def train_judge(judge: Judge, credits: Sequence[Credit]) -> dict[str, float]:
     elif isinstance(judge, ProcessReward):
         given = [[credit.reference for credit in trained]]
     tables = tuple([_spread(v, row) for v, row in zip(values, rows, strict=True)] for values in given)
-    with judge.optimiser.ranks.together(JudgeLearns(rows, tables, solved)):
+    with judge.optimiser.ranks.together(TrainValues(rows, tables, solved)):
         return teach(judge, rows, tables, solved)
 
 
@@ -247,7 +253,7 @@ def at_openings(row: Row, trajectory: Trajectory) -> Row:
     return replace(row, trains=tuple(opens))
 
 
-def _solved(credits: Sequence[Credit], success: str) -> list[bool]:
+def _solved(credits: Sequence[TrainingSample], success: str) -> list[bool]:
     return [credit.episode.trajectory.rewards.get(success, 0.0) >= 1 for credit in credits]
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ludus.training.batches.rows import Row
-from ludus.training.distributed.collectives import ONE_PROCESS, Ranks, merged
-from ludus.training.learner.optimizer import OptimiserSettings
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, merged
+from ludus.training.learner.optimizer import OptimizerSettings
 from ludus.training.value_models.base import (
     StateModel,
     StateSettings,
@@ -53,9 +53,9 @@ class OutcomeCritic:
     def __init__(
         self,
         policy: PreTrainedModel,
-        optimiser: OptimiserSettings,
+        optimiser: OptimizerSettings,
         settings: OutcomeCriticSettings = OutcomeCriticSettings(),
-        ranks: Ranks = ONE_PROCESS,
+        ranks: Collectives = ONE_PROCESS,
     ) -> None:
         """Raises UserError for a model whose hidden states cannot be read row by row."""
         self.settings = settings

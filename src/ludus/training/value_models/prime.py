@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ludus.training.batches.rows import Row
-from ludus.training.distributed.collectives import ONE_PROCESS, Ranks, merged
-from ludus.training.learner.data_parallel import Dealer
-from ludus.training.learner.logprobs import Scorer
-from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, merged
+from ludus.training.learner.data_parallel import DataParallelSplitter
+from ludus.training.learner.logprobs import LogprobScorer
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.value_models.base import blank_state_of, load_state_of, padded, scored, state_of
 
 if TYPE_CHECKING:
@@ -49,17 +49,19 @@ class ProcessReward:
     def __init__(
         self,
         policy: PreTrainedModel,
-        optimiser: OptimiserSettings,
+        optimiser: OptimizerSettings,
         settings: ProcessRewardSettings = ProcessRewardSettings(),
-        ranks: Ranks = ONE_PROCESS,
+        ranks: Collectives = ONE_PROCESS,
     ) -> None:
         self.settings = settings
         self.model = copy.deepcopy(policy).eval()
-        self._scorer = Scorer(self.model, settings.temperature, recompute=settings.recompute)
+        self._scorer = LogprobScorer(self.model, settings.temperature, recompute=settings.recompute)
         ranks.split(self.model)
         self.ranks = ranks
-        self.optimiser = Optimiser(self.model, optimiser, ranks=ranks)
-        self._dealer = Dealer(ranks, self.model, settings.microbatch_tokens, self._scorer.shares_prefixes)
+        self.optimiser = Optimizer(self.model, optimiser, ranks=ranks)
+        self._dealer = DataParallelSplitter(
+            ranks, self.model, settings.microbatch_tokens, self._scorer.shares_prefixes
+        )
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> list[Tensor]:

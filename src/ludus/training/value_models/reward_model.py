@@ -17,7 +17,7 @@ from ludus.training.run.checkpoint import (
     list_checkpoints,
     load_part,
 )
-from ludus.training.run.session import Session
+from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.scalar_head import HeadModel
 from ludus.types import Trajectory
 
@@ -34,7 +34,7 @@ class RewardModel:
     states: HeadModel
     kind: Kind
 
-    def scores(self, arms: Sequence[Judged]) -> list[Tensor]:
+    def scores(self, arms: Sequence[ScoredSequence]) -> list[Tensor]:
         """The score at each position of each attempt, `[K]` a time, with gradient."""
         states = self.states
         width = max(len(arm.tokens) for arm in arms)
@@ -48,10 +48,10 @@ class RewardModel:
         return list(torch.split(found, [len(arm.at) for arm in arms]))
 
     @torch.no_grad()
-    def judge(self, arms: Sequence[Judged], max_tokens: int) -> list[tuple[float, ...]]:
+    def judge(self, arms: Sequence[ScoredSequence], max_tokens: int) -> list[tuple[float, ...]]:
         """`sigmoid(score)` at each position, in parts of at most `max_tokens` tokens (or one attempt)."""
         found: list[tuple[float, ...]] = []
-        for part in parts([Example("", 0, (arm,)) for arm in arms], max_tokens):
+        for part in parts([RewardExample("", 0, (arm,)) for arm in arms], max_tokens):
             scored = self.scores([arm for example in part for arm in example.arms])
             found += [tuple(torch.sigmoid(score.double()).tolist()) for score in scored]
         return found
@@ -83,7 +83,7 @@ class RewardEnsemble:
         """The kind of the members."""
         return self.members[0].kind
 
-    def judge(self, arms: Sequence[Judged], max_tokens: int) -> list[Judgement]:
+    def judge(self, arms: Sequence[ScoredSequence], max_tokens: int) -> list[Judgement]:
         """The judgement of each attempt, in parts of at most `max_tokens` tokens (or one attempt)."""
         said = [member.judge(arms, max_tokens) for member in self.members]
         return [self._pooled(torch.tensor(each, dtype=torch.float64)) for each in zip(*said, strict=True)]
@@ -100,7 +100,7 @@ def head_name(kind: Kind) -> str:
     return f"reward_{kind}"
 
 
-def make_reward_model(session: Session) -> RewardModel:
+def make_reward_model(session: TrainingSession) -> RewardModel:
     """The session's model with a head of zeros. Raises UserError for a model that cannot have one."""
     again = session.config.model.activation_checkpointing
     hint = "Take another model, for example with --model."
@@ -151,9 +151,9 @@ def load_ensemble(paths: Sequence[str], std_coef: float, config: Config) -> Rewa
     return RewardEnsemble(tuple(load_reward_model(Path(path), config) for path in paths), std_coef)
 
 
-def parts(examples: Sequence[Example], max_tokens: int) -> list[list[Example]]:
+def parts(examples: Sequence[RewardExample], max_tokens: int) -> list[list[RewardExample]]:
     """The examples in order, in parts of at most `max_tokens` tokens or one example."""
-    found: list[list[Example]] = []
+    found: list[list[RewardExample]] = []
     size = 0
     for example in examples:
         if found and size + example.num_tokens <= max_tokens:
@@ -166,7 +166,7 @@ def parts(examples: Sequence[Example], max_tokens: int) -> list[list[Example]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class ScoredSequence:
     """One attempt: its tokens `[T]`, the positions `[K]` whose state is scored, and a target in [0, 1] each.
 
     The state after the token at a position is scored, so it has seen that token. The targets of a pair are 1
@@ -179,13 +179,13 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class RewardExample:
     """One attempt, or the better and the worse of a pair. `prompt_length` counts the tokens before the first
     action; `held_out` ones are measured on and never trained on."""
 
     source: str
     prompt_length: int
-    arms: tuple[Judged, ...]
+    arms: tuple[ScoredSequence, ...]
     held_out: bool = False
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ludus.errors import LearnerError, UserError
 from ludus.training.distributed.fsdp import within
-from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.logprobs import LogprobScorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +30,7 @@ class HeadModel:
         self, policy: PreTrainedModel, what: str, hint: str, outputs: int = 1, *, recompute: bool = False
     ) -> None:
         """Raises UserError, naming `what` it was to be, for a model whose states cannot be read by row."""
-        self._scorer = Scorer(policy, recompute=recompute)
+        self._scorer = LogprobScorer(policy, recompute=recompute)
         if not self._scorer.shares_prefixes:
             raise UserError(
                 f"No {what} can be made of {type(policy).__name__}: its hidden states are not to be had.",

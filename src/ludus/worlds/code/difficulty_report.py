@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ludus.worlds.code import guest_runner
-from ludus.worlds.code.problems import NUM_SHOWN, Chain, Example, Problem, TooLarge
+from ludus.worlds.code.problems import NUM_SHOWN, Chain, CodeExample, CodeProblem, TooLarge
 from ludus.worlds.code.results import read_value, same_value
 
 if TYPE_CHECKING:
     from ludus.worlds.code.world import CodeWorld
 
-Guess = Callable[[Problem, Example], object]
+Guess = Callable[[CodeProblem, CodeExample], object]
 """What a program without skill gives for the arguments of an example."""
 
 
 @dataclass(frozen=True, slots=True)
-class Variety:
+class CodeVariety:
     """Tasks, shapes of solutions without identifiers, names and numbers, and steps that occur."""
 
     num_tasks: int
@@ -27,13 +27,13 @@ class Variety:
     num_steps: int
 
 
-def variety(problems: Sequence[Problem]) -> dict[int, Variety]:
+def variety(problems: Sequence[CodeProblem]) -> dict[int, CodeVariety]:
     """The variety of each level."""
     by_level: dict[int, list[Chain]] = defaultdict(list)
     for problem in problems:
         by_level[problem.level].append(problem.chain)
     return {
-        level: Variety(
+        level: CodeVariety(
             len(chains),
             len({chain.shape for chain in chains}),
             len({step.name for chain in chains for step in chain.steps}),
@@ -42,7 +42,7 @@ def variety(problems: Sequence[Problem]) -> dict[int, Variety]:
     }
 
 
-def constant(problem: Problem, example: Example) -> object:
+def constant(problem: CodeProblem, example: CodeExample) -> object:
     """The commonest of the results that the task shows, whatever the arguments: the majority answer."""
     del example
     shown = [one.value for one in problem.examples[:NUM_SHOWN]]
@@ -50,19 +50,19 @@ def constant(problem: Problem, example: Example) -> object:
     return shown[texts.index(Counter(texts).most_common(1)[0][0])]
 
 
-def unchanged(problem: Problem, example: Example) -> object:
+def unchanged(problem: CodeProblem, example: CodeExample) -> object:
     """The first argument."""
     del problem
     return example.arguments[0]
 
 
-def borrowed(train: Sequence[Problem]) -> Guess:
+def borrowed(train: Sequence[CodeProblem]) -> Guess:
     """What another training task's solution gives: the one for the same arguments and result that shares most
     steps, of several the first. Nothing is tried, so that no tool is needed."""
 
     nearest: dict[str, Chain | None] = {}
 
-    def guess(problem: Problem, example: Example) -> object:
+    def guess(problem: CodeProblem, example: CodeExample) -> object:
         if problem.id not in nearest:
             nearest[problem.id] = _nearest(problem.chain, train)
         other = nearest[problem.id]
@@ -74,7 +74,7 @@ def borrowed(train: Sequence[Problem]) -> Guess:
     return guess
 
 
-def _nearest(chain: Chain, train: Sequence[Problem]) -> Chain | None:
+def _nearest(chain: Chain, train: Sequence[CodeProblem]) -> Chain | None:
     names = {step.name for step in chain.steps}
     fitting = [
         one.chain
@@ -86,11 +86,11 @@ def _nearest(chain: Chain, train: Sequence[Problem]) -> Chain | None:
     return max(fitting, key=lambda other: len(names & {s.name for s in other.steps}), default=None)
 
 
-def _is_right(value: object, example: Example) -> bool:
+def _is_right(value: object, example: CodeExample) -> bool:
     return same_value(read_value(guest_runner.encode(value)), example.value)
 
 
-def rates(problems: Sequence[Problem], guess: Guess) -> tuple[float, float]:
+def rates(problems: Sequence[CodeProblem], guess: Guess) -> tuple[float, float]:
     """The share of tasks of which all tests pass, and the mean share of hidden tests that do."""
     solved, share = 0, 0.0
     for problem in problems:

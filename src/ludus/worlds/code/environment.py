@@ -16,7 +16,7 @@ from ludus.rewards.extract import NotJson, last_output, read_json
 from ludus.rewards.shaping import only_if
 from ludus.tools.base import Tool
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
-from ludus.worlds.code.grader import CodeTruth, Judge
+from ludus.worlds.code.grader import CodeGrader, CodeTruth
 from ludus.worlds.code.tools import RUN_TESTS, program_of
 
 REPORT: Final = "report"
@@ -78,7 +78,7 @@ class CodeEnv:
 
     tools: Sequence[Tool]
     rewards: Sequence[Reward]
-    judge: Judge
+    judge: CodeGrader
     limits: ToolLimits = field(default_factory=ToolLimits)
     check_turns: bool = False
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from ludus.errors import ConfigError
-from ludus.worlds.code.problems import Chain, Problem, Style, examples_of
+from ludus.worlds.code.problems import Chain, CodeProblem, Style, examples_of
 from ludus.worlds.code.steps import (
     folds,
     graphs,
@@ -25,7 +25,7 @@ from ludus.worlds.code.steps import (
     texts,
     words,
 )
-from ludus.worlds.code.steps.base import Step
+from ludus.worlds.code.steps.base import CodeStep
 
 SPLITS = ("train", "validation", "test", "composition")
 LEVELS = (1, 2, 3, 4, 5)
@@ -43,9 +43,9 @@ _HELD_OUT = 9
 
 
 @cache
-def catalogue() -> tuple[Step, ...]:
+def catalogue() -> tuple[CodeStep, ...]:
     """All steps, in the order of their modules."""
-    return tuple(one for module in MODULES for one in vars(module).values() if isinstance(one, Step))
+    return tuple(one for module in MODULES for one in vars(module).values() if isinstance(one, CodeStep))
 
 
 def is_held_out(chain: Chain) -> bool:
@@ -67,7 +67,7 @@ def split_of_chain(chain: Chain) -> str:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CodeQuota:
     """What problems are drawn: how many, of which levels, families and styles, with how many tests."""
 
     num: int
@@ -82,7 +82,7 @@ class Wanted:
 class _Drawer:
     """Draws chains, steps that were used less before the others."""
 
-    wanted: Wanted
+    wanted: CodeQuota
     rng: random.Random
     used: Counter[str] = field(default_factory=Counter)
     seen: set[str] = field(default_factory=set)
@@ -90,7 +90,7 @@ class _Drawer:
     def __post_init__(self) -> None:
         self.steps = [one for one in catalogue() if one.family in self.wanted.families]
 
-    def problem(self, level: int) -> Problem | None:
+    def problem(self, level: int) -> CodeProblem | None:
         """A new problem; None where none is found."""
         for _ in range(_MOST_DRAWS):
             chain = self._chain(*POINTS[level])
@@ -102,7 +102,7 @@ class _Drawer:
                 self.used.update(step.name for step in chain.steps)
                 styles = self.wanted.styles
                 style = styles[0] if digest(chain.shape) % 3 else styles[-1]
-                return Problem(chain, style, level, examples)
+                return CodeProblem(chain, style, level, examples)
         return None
 
     def _chain(self, low: int, high: int) -> Chain | None:
@@ -123,20 +123,20 @@ class _Drawer:
                 steps.append(self._pick(behind))
         return self._numbered(steps)
 
-    def _pick(self, steps: Sequence[Step]) -> Step:
+    def _pick(self, steps: Sequence[CodeStep]) -> CodeStep:
         return self.rng.choices(steps, [1 / (1 + self.used[one.name]) ** 2 for one in steps])[0]
 
-    def _numbered(self, steps: Sequence[Step]) -> Chain:
+    def _numbered(self, steps: Sequence[CodeStep]) -> Chain:
         numbers = [{name: self.rng.randint(*bounds) for name, bounds in one.draws.items()} for one in steps]
         return Chain(tuple(steps), tuple(numbers))
 
 
-def make_problems(wanted: Wanted) -> dict[str, tuple[Problem, ...]]:
+def make_problems(wanted: CodeQuota) -> dict[str, tuple[CodeProblem, ...]]:
     """The problems of each split, levels mixed evenly; fewer than wanted where a level runs out.
 
     Raises ConfigError where none is left for training.
     """
-    splits: dict[str, list[Problem]] = {split: [] for split in SPLITS}
+    splits: dict[str, list[CodeProblem]] = {split: [] for split in SPLITS}
     for problem in _drawn(wanted):
         splits[split_of_chain(problem.chain)].append(problem)
     if not splits["train"]:
@@ -146,7 +146,7 @@ def make_problems(wanted: Wanted) -> dict[str, tuple[Problem, ...]]:
     return {split: tuple(found) for split, found in splits.items()}
 
 
-def _drawn(wanted: Wanted) -> Iterator[Problem]:
+def _drawn(wanted: CodeQuota) -> Iterator[CodeProblem]:
     drawer = _Drawer(wanted, random.Random(f"code/{wanted.seed}"))
     levels, count = list(dict.fromkeys(wanted.levels)), 0
     while levels and count < wanted.num:

@@ -35,7 +35,7 @@ _LONGEST = 240
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class TestCase:
     """A test. `given` is a tuple of arguments, a text for stdin, or the code of asserts; `due` the value, the
     text that has to be printed, or nothing."""
 
@@ -56,23 +56,23 @@ class CodeTruth(Suite):
 
     style: Literal["function", "stdin", "checks"] = "function"
     entry: str = "solve"
-    cases: tuple[Case, ...] = ()
+    cases: tuple[TestCase, ...] = ()
     setup: str = ""
     stub: str = ""
     loose: bool = False
     reference: str = ""
     shape: str = ""
 
-    def chosen(self, which: Literal["visible", "all"]) -> tuple[Case, ...]:
+    def chosen(self, which: Literal["visible", "all"]) -> tuple[TestCase, ...]:
         """The tests of one sort, in their order."""
         return self.cases if which == "all" else tuple(c for c in self.cases if c.name not in self.hidden)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CodeVerdict:
     """Whether a test passed, and what happened in words."""
 
-    case: Case
+    case: TestCase
     passed: bool
     said: str = ""
 
@@ -81,7 +81,7 @@ class Verdict:
 class Grading:
     """What tests gave. `broken` says why the program does not load, and is empty where it does."""
 
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[CodeVerdict, ...]
     broken: str = ""
     seconds: float = 0.0
     memory_bytes: int = 0
@@ -111,17 +111,17 @@ class _Use:
 
 
 @dataclass(frozen=True)
-class Judge:
+class CodeGrader:
     """Grades programs. Raises WorldError where the sandbox breaks, never because of a program."""
 
     sandbox: Sandbox
     limits: Limits = LIMITS
 
-    async def judge(self, program: str, truth: CodeTruth, cases: Sequence[Case]) -> Grading:
+    async def judge(self, program: str, truth: CodeTruth, cases: Sequence[TestCase]) -> Grading:
         """The verdicts on a program, one for each case."""
         if not program.strip() or len(program) > MOST_CHARACTERS:
             said = "there is no program" if not program.strip() else "the program is too long"
-            return Grading(tuple(Verdict(case, False, said) for case in cases), said)
+            return Grading(tuple(CodeVerdict(case, False, said) for case in cases), said)
         use = _Use()
         match truth.style:
             case "function":
@@ -133,8 +133,8 @@ class Judge:
         return Grading(tuple(verdicts), use.broken, use.seconds, use.memory_bytes)
 
     async def _function(
-        self, program: str, truth: CodeTruth, cases: Sequence[Case], use: _Use
-    ) -> list[Verdict]:
+        self, program: str, truth: CodeTruth, cases: Sequence[TestCase], use: _Use
+    ) -> list[CodeVerdict]:
         calls = [[guest_runner.encode(one) for one in _arguments(case)] for case in cases]
         results = await self._called(truth.stub + program, truth.entry, calls, use)
         return await asyncio.to_thread(_verdicts, cases, results, truth)
@@ -171,12 +171,16 @@ class Judge:
         rest: Record = {"says": use.broken or "not run: the program kept ending before its tests were done"}
         return [*results, *([rest] * (len(calls) - len(results)))]
 
-    async def _stdin(self, program: str, truth: CodeTruth, cases: Sequence[Case], use: _Use) -> list[Verdict]:
-        verdicts: list[Verdict] = []
+    async def _stdin(
+        self, program: str, truth: CodeTruth, cases: Sequence[TestCase], use: _Use
+    ) -> list[CodeVerdict]:
+        verdicts: list[CodeVerdict] = []
         late = False
         for case in cases:
             if late or use.broken:
-                verdicts.append(Verdict(case, False, use.broken or "not run: an earlier test took too long"))
+                verdicts.append(
+                    CodeVerdict(case, False, use.broken or "not run: an earlier test took too long")
+                )
                 continue
             stdin = str(case.given).encode("utf-8", "surrogatepass")
             outcome = await self.sandbox.run(truth.stub + program, stdin=stdin, limits=self.limits)
@@ -185,13 +189,15 @@ class Judge:
             error = (outcome.error_text.strip().splitlines() or [""])[-1]
             if not outcome.ok and error.startswith(("SyntaxError", "IndentationError", "TabError")):
                 use.broken = error
-            verdicts.append(Verdict(case, passed, "" if passed else _printed(outcome, error, self.limits)))
+            verdicts.append(
+                CodeVerdict(case, passed, "" if passed else _printed(outcome, error, self.limits))
+            )
             late = len([one for one in verdicts if one.said.startswith(_LATE)]) > 1
         return verdicts
 
     async def _checks(
-        self, program: str, truth: CodeTruth, cases: Sequence[Case], use: _Use
-    ) -> list[Verdict]:
+        self, program: str, truth: CodeTruth, cases: Sequence[TestCase], use: _Use
+    ) -> list[CodeVerdict]:
         """The asserts ask for results, the program gives them, and so on until all of them are known."""
         tests = {case.name: _passing_over(str(case.given)) for case in cases}
         known: dict[str, list[Record]] = {name: [] for name in tests}
@@ -230,28 +236,28 @@ class Judge:
 _LATE = "it took longer than"
 
 
-def _verdicts(cases: Sequence[Case], results: Sequence[Record], truth: CodeTruth) -> list[Verdict]:
+def _verdicts(cases: Sequence[TestCase], results: Sequence[Record], truth: CodeTruth) -> list[CodeVerdict]:
     return [_verdict(case, one, truth) for case, one in zip(cases, results, strict=True)]
 
 
-def _verdict(case: Case, record: Record, truth: CodeTruth) -> Verdict:
+def _verdict(case: TestCase, record: Record, truth: CodeTruth) -> CodeVerdict:
     if "value" not in record:
-        return Verdict(case, False, str(record.get("says", "it gave nothing")))
+        return CodeVerdict(case, False, str(record.get("says", "it gave nothing")))
     try:
         value = read_value(record["value"])
     except ValueError:
-        return Verdict(case, False, "it gave something that cannot be read")
+        return CodeVerdict(case, False, "it gave something that cannot be read")
     if same_value(value, case.due, truth.loose):
-        return Verdict(case, True)
-    return Verdict(case, False, f"it gave {show_value(value, _LONGEST)}")
+        return CodeVerdict(case, True)
+    return CodeVerdict(case, False, f"it gave {show_value(value, _LONGEST)}")
 
 
-def _checked(case: Case, record: Record) -> Verdict:
+def _checked(case: TestCase, record: Record) -> CodeVerdict:
     passed = record.get("verdict") is True and record.get("open") is False
-    return Verdict(case, passed, "" if passed else str(record.get("says") or "it could not be decided"))
+    return CodeVerdict(case, passed, "" if passed else str(record.get("says") or "it could not be decided"))
 
 
-def _arguments(case: Case) -> tuple[object, ...]:
+def _arguments(case: TestCase) -> tuple[object, ...]:
     assert isinstance(case.given, tuple)
     return case.given
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ludus.worlds.code.steps.base import Kind
+from ludus.worlds.code.steps.base import StepKind
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CodeLayout:
     """`words` describe the lines; `read` and `write` are Python with `{name}` for the value."""
 
     words: str
@@ -18,30 +18,30 @@ class Layout:
 
 
 _COUNTED = "a line with how many {what} follow, then each on a line of its own"
-LAYOUTS: Mapping[str, Layout] = {
-    "number": Layout("a line with the number", "{name} = int(input())", "print({name})"),
-    "numbers": Layout(
+LAYOUTS: Mapping[str, CodeLayout] = {
+    "number": CodeLayout("a line with the number", "{name} = int(input())", "print({name})"),
+    "numbers": CodeLayout(
         "a line with the numbers, spaces between them (an empty line for none)",
         "{name} = list(map(int, input().split()))",
         "print(*{name})",
     ),
-    "words": Layout(
+    "words": CodeLayout(
         "a line with them, spaces between them (an empty line for none)",
         "{name} = input().split()",
         "print(*{name})",
     ),
-    "text": Layout("the text on a line", "{name} = input()", "print({name})"),
-    "lines": Layout(
+    "text": CodeLayout("the text on a line", "{name} = input()", "print({name})"),
+    "lines": CodeLayout(
         _COUNTED.format(what="lines"),
         "{name} = [input() for _ in range(int(input()))]",
         "for line in {name}:\n    print(line)",
     ),
-    "rows": Layout(
+    "rows": CodeLayout(
         _COUNTED.format(what="of them") + ", its numbers with spaces between them",
         "{name} = [list(map(int, input().split())) for _ in range(int(input()))]",
         "for row in {name}:\n    print(*row)",
     ),
-    "table": Layout(
+    "table": CodeLayout(
         _COUNTED.format(what="names") + " with a space and its number behind it",
         "{name} = {{one: int(number) for one, number in (input().split() for _ in range(int(input())))}}",
         "for one in sorted({name}):\n    print(one, {name}[one])",
@@ -55,12 +55,12 @@ WRITTEN: Mapping[str, str] = {
 """What a program prints, where that is not what it would read."""
 
 
-def as_input(kinds: Sequence[Kind], values: Sequence[object]) -> str:
+def as_input(kinds: Sequence[StepKind], values: Sequence[object]) -> str:
     """The values as the lines that a program reads."""
     return "".join(_lines(kind.layout, value) for kind, value in zip(kinds, values, strict=True))
 
 
-def as_output(kind: Kind, value: object) -> str:
+def as_output(kind: StepKind, value: object) -> str:
     """A value as the lines that a program prints."""
     text = _lines(kind.layout, value)
     if kind.layout == "table":

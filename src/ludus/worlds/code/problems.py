@@ -15,7 +15,7 @@ from typing import Literal
 
 from ludus.worlds.code.layouts import LAYOUTS, WRITTEN, as_input, as_output
 from ludus.worlds.code.shapes import shape_of
-from ludus.worlds.code.steps.base import Kind, Step
+from ludus.worlds.code.steps.base import CodeStep, StepKind
 
 Style = Literal["function", "stdin"]
 ENTRY = "solve"
@@ -44,16 +44,16 @@ class TooLarge(Exception):
 class Chain:
     """Steps that follow each other, with the numbers that they were given."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[CodeStep, ...]
     numbers: tuple[Mapping[str, int], ...]
 
     @property
-    def takes(self) -> tuple[Kind, ...]:
+    def takes(self) -> tuple[StepKind, ...]:
         """The kinds of its arguments."""
         return self.steps[0].takes
 
     @property
-    def gives(self) -> Kind:
+    def gives(self) -> StepKind:
         """The kind of its result."""
         return self.steps[-1].gives
 
@@ -99,7 +99,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Example:
+class CodeExample:
     """Arguments and what is right for them."""
 
     arguments: tuple[object, ...]
@@ -107,13 +107,13 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Problem:
+class CodeProblem:
     """A task of programming. `examples` are its tests; the first `NUM_SHOWN` stand in the text."""
 
     chain: Chain
     style: Style
     level: int
-    examples: tuple[Example, ...]
+    examples: tuple[CodeExample, ...]
 
     @property
     def id(self) -> str:
@@ -184,7 +184,7 @@ class Problem:
     def _texts(self) -> list[tuple[str, str]]:
         return [self.as_texts(one) for one in self.examples[:NUM_SHOWN]]
 
-    def as_texts(self, example: Example) -> tuple[str, str]:
+    def as_texts(self, example: CodeExample) -> tuple[str, str]:
         """An example as what is read and what is printed."""
         return as_input(self.chain.takes, example.arguments), as_output(self.chain.gives, example.value)
 
@@ -205,50 +205,50 @@ class Problem:
         return "\n".join([*read, *lines, LAYOUTS[self.chain.gives.layout].write.format(name="result")])
 
 
-def _printed(kind: Kind) -> str:
+def _printed(kind: StepKind) -> str:
     return WRITTEN.get(kind.layout, LAYOUTS[kind.layout].words)
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CodeSource:
     """The text of a step's function, without decorator and docstring, and its shape."""
 
     text: str
     shape: str
 
 
-def source_of(step: Step) -> Source:
+def source_of(step: CodeStep) -> CodeSource:
     """The source of a step."""
     return _sources(step.function.__module__)[step.name]
 
 
 @cache
-def _sources(module: str) -> Mapping[str, Source]:
+def _sources(module: str) -> Mapping[str, CodeSource]:
     """The sources of the steps of a module."""
     text = inspect.getsource(sys.modules[module])
-    lines, found = text.splitlines(), dict[str, Source]()
+    lines, found = text.splitlines(), dict[str, CodeSource]()
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
             head = lines[node.lineno - 1 : node.body[0].lineno - 1]
             plain = "\n".join([*head, *lines[node.body[1].lineno - 1 : node.end_lineno]])
-            found[node.name] = Source(plain, shape_of(plain))
+            found[node.name] = CodeSource(plain, shape_of(plain))
     return found
 
 
 @cache
-def _pool(kind: Kind, place: int) -> Sequence[object]:
+def _pool(kind: StepKind, place: int) -> Sequence[object]:
     """Values of a kind, those of later arguments apart. No step changes them."""
     rng = random.Random(f"{kind.name}/{place}")
     return [kind.draw(rng, max(_SIZES[turn % len(_SIZES)], 2 * (place > 0))) for turn in range(_KEPT)]
 
 
-def examples_of(chain: Chain, rng: random.Random, num: int) -> tuple[Example, ...] | None:
+def examples_of(chain: Chain, rng: random.Random, num: int) -> tuple[CodeExample, ...] | None:
     """Tests of a chain, the smaller first; None where they say too little about it.
 
     Results have to differ, none may be common, the arguments may seldom be the result already, and each step
     has to change some of them.
     """
-    pool: dict[str, Example] = {}
+    pool: dict[str, CodeExample] = {}
     start = rng.randrange(_KEPT)
     for turn in range(_POOL):
         number = (start + turn) % _KEPT
@@ -259,12 +259,12 @@ def examples_of(chain: Chain, rng: random.Random, num: int) -> tuple[Example, ..
             continue
         if _is_large(value) or _is_large(list(arguments)):
             continue
-        pool.setdefault(repr(arguments), Example(arguments, value))
+        pool.setdefault(repr(arguments), CodeExample(arguments, value))
     chosen = _varied(list(pool.values()), num)
     return chosen if chosen is not None and _tell(chain, chosen) else None
 
 
-def _varied(pool: Sequence[Example], num: int) -> tuple[Example, ...] | None:
+def _varied(pool: Sequence[CodeExample], num: int) -> tuple[CodeExample, ...] | None:
     """So many, results that are rare first, in an order in which the first ones are good to read."""
     counts: dict[str, int] = {}
     ranked = []
@@ -280,7 +280,7 @@ def _varied(pool: Sequence[Example], num: int) -> tuple[Example, ...] | None:
     return (*shown, *rest) if len(shown) == NUM_SHOWN else (*chosen,)
 
 
-def _tell(chain: Chain, examples: Sequence[Example]) -> bool:
+def _tell(chain: Chain, examples: Sequence[CodeExample]) -> bool:
     hidden = examples[NUM_SHOWN:]
     values = [repr(one.value) for one in hidden]
     if max(map(values.count, values)) > MOST_COMMON * len(values) or len(set(values)) < 5:
@@ -294,7 +294,7 @@ def _tell(chain: Chain, examples: Sequence[Example]) -> bool:
     return True
 
 
-def _num_changed(chain: Chain, examples: Sequence[Example]) -> int:
+def _num_changed(chain: Chain, examples: Sequence[CodeExample]) -> int:
     try:
         return sum(chain.run(one.arguments) != one.value for one in examples)
     except TooLarge:

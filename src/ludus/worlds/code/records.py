@@ -23,7 +23,7 @@ from ludus.errors import UserError
 from ludus.tools.lines import json_lines
 from ludus.types import JSON, Message, Task
 from ludus.untrusted.pickles import load_pickle
-from ludus.worlds.code.grader import Case, CodeTruth
+from ludus.worlds.code.grader import CodeTruth, TestCase
 
 Format = Literal["own", "humaneval", "mbpp", "apps", "livecodebench", "kodcode"]
 _LOG: Final = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ def _human_eval(record: Record, line: int) -> _Draft:
         hidden=frozenset({"check"}),
         style="checks",
         entry=entry,
-        cases=(Case("check", code),),
+        cases=(TestCase("check", code),),
         setup=_parsed(prompt, "prompt"),
         stub=prompt + "\n",
         reference=prompt + _optional(record, "canonical_solution"),
@@ -157,7 +157,9 @@ def _mbpp(record: Record, line: int) -> _Draft:
         raise _Fault('"test_list" is empty')
     solution = _parsed(_text(record, "code"), "code")
     names = tuple(f"assert {place}" for place in range(1, len(checks) + 1))
-    cases = tuple(Case(name, _parsed(check, "test_list")) for name, check in zip(names, checks, strict=True))
+    cases = tuple(
+        TestCase(name, _parsed(check, "test_list")) for name, check in zip(names, checks, strict=True)
+    )
     truth = CodeTruth(
         fail_to_pass=names,
         hidden=frozenset(names[1:]),
@@ -230,7 +232,7 @@ def _kod_code(record: Record, line: int) -> _Draft:
         for node in module.body
         if node not in taken and not (isinstance(node, aside) and node.name.lower().startswith("test"))
     ]
-    cases = tuple(Case(test.name, f"{ast.unparse(test)}\n\n{test.name}()") for test in tests)
+    cases = tuple(TestCase(test.name, f"{ast.unparse(test)}\n\n{test.name}()") for test in tests)
     truth = CodeTruth(
         fail_to_pass=tuple(case.name for case in cases),
         hidden=frozenset(case.name for case in cases[1:]),
@@ -320,7 +322,7 @@ def _truth(
         weights=dict(zip(names, weights, strict=False)),
         style="function" if entry else "stdin",
         entry=entry,
-        cases=tuple(Case(name, given, due) for name, (given, due) in zip(names, pairs, strict=True)),
+        cases=tuple(TestCase(name, given, due) for name, (given, due) in zip(names, pairs, strict=True)),
         loose=loose,
         reference=reference,
     )

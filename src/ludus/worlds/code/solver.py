@@ -7,7 +7,7 @@ import random
 
 from ludus.types import FunctionCall, Message, MessageToolCall
 from ludus.worlds.code.grader import CodeTruth
-from ludus.worlds.code.problems import Chain, Problem
+from ludus.worlds.code.problems import Chain, CodeProblem
 from ludus.worlds.code.tools import told_of_success
 
 
@@ -18,7 +18,7 @@ def solve(truth: CodeTruth, with_tools: bool = True) -> list[Message]:
     return [*tried, said(truth.reference)]
 
 
-def forget(problem: Problem, rng: random.Random) -> list[Message]:
+def forget(problem: CodeProblem, rng: random.Random) -> list[Message]:
     """A program that leaves a step out, handed in without a try; of a single step, one that gives its
     argument back."""
     chain = problem.chain
@@ -26,7 +26,7 @@ def forget(problem: Problem, rng: random.Random) -> list[Message]:
     if len(chain.steps) > 1 and not fitting:
         fitting = [Chain(chain.steps[:-1], chain.numbers[:-1])]
     if fitting:
-        flawed = Problem(rng.choice(fitting), problem.style, problem.level, problem.examples)
+        flawed = CodeProblem(rng.choice(fitting), problem.style, problem.level, problem.examples)
         return [said(flawed.solution)]
     name = problem.names[0]
     if problem.style == "stdin":

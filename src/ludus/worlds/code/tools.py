@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ludus.tools.base import Tool, Traits, tool
-from ludus.worlds.code.grader import Case, CodeTruth, Grading, Judge, Verdict
+from ludus.worlds.code.grader import CodeGrader, CodeTruth, CodeVerdict, Grading, TestCase
 
 RUN_TESTS: Final = "run_tests"
 _FENCE = "```"
@@ -35,7 +35,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         begin = text.find(_FENCE, end + len(_FENCE)) if end >= 0 else -1
 
 
-def run_tests_tool(judge: Judge, truth: CodeTruth) -> Tool:
+def run_tests_tool(judge: CodeGrader, truth: CodeTruth) -> Tool:
     """The tool `run_tests(code)`: the visible tests, and what a program does with them."""
     cases = truth.chosen("visible")
 
@@ -77,19 +77,19 @@ def told(grading: Grading, truth: CodeTruth) -> str:
     return "\n".join(lines)
 
 
-def told_of_success(cases: Sequence[Case], truth: CodeTruth) -> str:
+def told_of_success(cases: Sequence[TestCase], truth: CodeTruth) -> str:
     """The same of a program that passes."""
-    return told(Grading(tuple(Verdict(case, True) for case in cases)), truth)
+    return told(Grading(tuple(CodeVerdict(case, True) for case in cases)), truth)
 
 
-def _line(verdict: Verdict, truth: CodeTruth) -> str:
+def _line(verdict: CodeVerdict, truth: CodeTruth) -> str:
     if verdict.passed:
         return f"passed: {_asked(verdict.case, truth)}"
     due = "" if truth.style == "checks" else f", expected {_cut(repr(verdict.case.due))}"
     return f"FAILED: {_asked(verdict.case, truth)}: {verdict.said}{due}"
 
 
-def _asked(case: Case, truth: CodeTruth) -> str:
+def _asked(case: TestCase, truth: CodeTruth) -> str:
     if truth.style == "function" and isinstance(case.given, tuple):
         return f"{truth.entry}({_cut(', '.join(map(repr, case.given)))})"
     return f"input {_cut(repr(case.given))}" if truth.style == "stdin" else _cut(str(case.given))

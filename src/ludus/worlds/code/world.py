@@ -24,9 +24,9 @@ from ludus.tools.python import python_tool
 from ludus.types import Message, Task
 from ludus.worlds.code import records
 from ludus.worlds.code.environment import REPORT, CodeEnv, Weights, code_rewards
-from ludus.worlds.code.generate import FAMILIES, SPLITS, Wanted, make_problems
-from ludus.worlds.code.grader import LIMITS, Case, CodeTruth, Judge
-from ludus.worlds.code.problems import ENTRY, NUM_SHOWN, Problem
+from ludus.worlds.code.generate import FAMILIES, SPLITS, CodeQuota, make_problems
+from ludus.worlds.code.grader import LIMITS, CodeGrader, CodeTruth, TestCase
+from ludus.worlds.code.problems import ENTRY, NUM_SHOWN, CodeProblem
 from ludus.worlds.code.solver import forget, solve
 from ludus.worlds.code.tools import run_tests_tool, submit_tool
 
@@ -109,13 +109,13 @@ class CodeWorld:
         return suite_progress(REPORT) if self.settings.check_turns and self.settings.tools else None
 
     @cached_property
-    def judge(self) -> Judge:
+    def judge(self) -> CodeGrader:
         """Who runs the tests, in the sandbox that was given or else the default one."""
         limits = replace(LIMITS, cpu_s=self.settings.timeout_s, wall_s=self.settings.timeout_s + 1)
-        return Judge(self.sandbox or open_sandbox(), limits)
+        return CodeGrader(self.sandbox or open_sandbox(), limits)
 
     @cached_property
-    def problems(self) -> Mapping[str, Sequence[Problem]]:
+    def problems(self) -> Mapping[str, Sequence[CodeProblem]]:
         """The generated problems of each split. They hold the truth: not for an environment."""
         return _problems(self.settings)
 
@@ -127,7 +127,7 @@ class CodeWorld:
         return {split: [_task(one, split, system) for one in self.problems[split]] for split in SPLITS}
 
     @cached_property
-    def _by_id(self) -> Mapping[str, Problem]:
+    def _by_id(self) -> Mapping[str, CodeProblem]:
         return {one.id: one for found in self.problems.values() for one in found}
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -198,7 +198,7 @@ class CodeWorld:
         return Dialogue((*task.prompt, *turns), tools)
 
 
-def _task(problem: Problem, split: str, system: str) -> Task:
+def _task(problem: CodeProblem, split: str, system: str) -> Task:
     tags = {
         "split": split,
         "family": problem.chain.family,
@@ -210,16 +210,16 @@ def _task(problem: Problem, split: str, system: str) -> Task:
     return Task(problem.id, prompt, as_truth(problem), tags)
 
 
-def as_truth(problem: Problem) -> CodeTruth:
+def as_truth(problem: CodeProblem) -> CodeTruth:
     """The truth of a generated problem: its first tests are shown, the others hidden."""
     cases = []
     for number, example in enumerate(problem.examples):
         shown = number < NUM_SHOWN
         name = f"shown {number + 1}" if shown else f"hidden {number + 1 - NUM_SHOWN}"
         if problem.style == "stdin":
-            cases.append(Case(name, *problem.as_texts(example)))
+            cases.append(TestCase(name, *problem.as_texts(example)))
         else:
-            cases.append(Case(name, example.arguments, example.value))
+            cases.append(TestCase(name, example.arguments, example.value))
     names = tuple(case.name for case in cases)
     return CodeTruth(
         fail_to_pass=names,
@@ -235,9 +235,9 @@ def as_truth(problem: Problem) -> CodeTruth:
 
 
 @cache
-def _problems(settings: CodeSettings) -> Mapping[str, Sequence[Problem]]:
+def _problems(settings: CodeSettings) -> Mapping[str, Sequence[CodeProblem]]:
     """The problems of each split, made once in a process."""
-    wanted = Wanted(
+    wanted = CodeQuota(
         settings.tasks,
         tuple(dict.fromkeys(settings.levels)),
         tuple(dict.fromkeys(settings.families)),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ludus.envs.difficulty_report import Look, rate_lines, variety_lines
+from ludus.envs.difficulty_report import TaskShape, rate_lines, variety_lines
 from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.types import JSON, Task
 from ludus.worlds.functions.generate import SPLITS
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from ludus.worlds.functions.world import FunctionsWorld
 
 
-def looks(tasks: Sequence[Task]) -> list[Look]:
+def looks(tasks: Sequence[Task]) -> list[TaskShape]:
     """What makes each task different."""
     truths = [(task.tags.get("level", ""), truth_of(task)) for task in tasks]
-    return [Look(level, truth.form, truth.shape) for level, truth in truths]
+    return [TaskShape(level, truth.form, truth.shape) for level, truth in truths]
 
 
 def no_tool_rate(tasks: Sequence[Task]) -> float:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ludus.errors import ConfigError
-from ludus.rewards.exact_match import Answers
+from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.types import JSON, Message, Task
 from ludus.worlds.functions.domains.catalogue import Function, Param
 from ludus.worlds.functions.domains.kinds import KINDS
 from ludus.worlds.functions.domains.names import other_words
-from ludus.worlds.functions.domains.state import State
+from ludus.worlds.functions.domains.state import DomainState
 from ludus.worlds.functions.gold_calls import GoldCall, Right, Truth
 from ludus.worlds.functions.plans import (
     Plan,
@@ -75,11 +75,11 @@ class _Draft:
     form: str
     right: Right
     asked: tuple[int, Param] | None = None
-    answer: Answers | None = None
+    answer: ExpectedAnswers | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Maker:
+class CallMaker:
     """Makes the tasks of one split at one level. Everything follows from `rng`.
 
     Without `changes` every signature is the catalogue's.
@@ -172,7 +172,7 @@ class Maker:
             name: kind.draw(self.rng, self.split) for name, kind in KINDS.items() if f"{{{name}}}" in text
         }
         said = text.format(**{name: KINDS[name].say(value) for name, value in values.items()})
-        return _Draft((), said, text, "answer", answer=Answers((str(values[wanted]),)))
+        return _Draft((), said, text, "answer", answer=ExpectedAnswers((str(values[wanted]),)))
 
     def _offers(self, draft: _Draft, is_changed: bool) -> tuple[Offer, ...]:
         """The functions of the plan (none of them where nothing is to be done) and others, shuffled."""
@@ -238,7 +238,7 @@ def make_tasks(
 
     Raises ConfigError where there are not that many.
     """
-    makers = [Maker(random.Random(f"{split}/{level}/{seed}"), split, level, changes) for level in levels]
+    makers = [CallMaker(random.Random(f"{split}/{level}/{seed}"), split, level, changes) for level in levels]
     tasks: list[Task] = []
     seen = set(taken)
     attempts = 0
@@ -272,7 +272,7 @@ def _joined(parts: Sequence[str], joint: str, family: str) -> str:
 def _gold(plan: Plan, scene: Scene) -> tuple[GoldCall, ...]:
     """The gold calls in the terms of the offers, from running the plan on a fresh state."""
     found = []
-    for step, arguments in zip(plan, arguments_of(plan, State(scene.seed, scene.known)), strict=True):
+    for step, arguments in zip(plan, arguments_of(plan, DomainState(scene.seed, scene.known)), strict=True):
         offer = scene.offer(step.function.name)
         left = {p.name: p.default for p in step.function.params if p.name not in arguments}
         accepted: dict[str, tuple[JSON, ...]] = {

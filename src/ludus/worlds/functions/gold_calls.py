@@ -15,13 +15,13 @@ from typing import Literal
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import Progress, made_calls
 from ludus.rewards.code.unit_tests import share_passed, suite_passes
-from ludus.rewards.exact_match import Answers, matches, well_formed
+from ludus.rewards.exact_match import ExpectedAnswers, matches, well_formed
 from ludus.rewards.paper_rewards import ExpectedCall, ExpectedCalls
 from ludus.rewards.shaping import either, only_if
 from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
 from ludus.worlds.functions.api.apis import ApiTruth, read_verdict
 from ludus.worlds.functions.replies import Ask, asks_for, refuses, speaks
-from ludus.worlds.functions.tool_distractors import Listed, Scene
+from ludus.worlds.functions.tool_distractors import ListedTool, Scene
 
 _MISFITS = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
 _all_turns = suite_passes(read_verdict)
@@ -71,9 +71,9 @@ class Truth(ExpectedCalls):
 
     right: Right
     gold: tuple[GoldCall, ...]
-    scene: Scene | Listed
+    scene: Scene | ListedTool
     ask: Ask | None = None
-    answer: Answers | None = None
+    answer: ExpectedAnswers | None = None
     shape: str = ""
     form: str = ""
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from ludus.types import JSON
 from ludus.worlds.functions.domains.catalogue import Function, Gift, Param, catalogue
 from ludus.worlds.functions.domains.kinds import KINDS
-from ludus.worlds.functions.domains.state import Known, Row, State
+from ludus.worlds.functions.domains.state import DomainState, KnownValues, Row
 
 HELD_OUT_DOMAIN = "media"
 """Its functions occur in the split `composition` only."""
@@ -52,7 +52,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Step:
+class PlanStep:
     """A call to make: the values that the request gives, and the arguments that earlier steps give."""
 
     function: Function
@@ -79,20 +79,20 @@ class Step:
         return f"{self.function.name}({', '.join(sorted(given))})"
 
 
-Plan = tuple[Step, ...]
+Plan = tuple[PlanStep, ...]
 
 
-def known_in(plan: Sequence[Step]) -> tuple[Known, ...]:
+def known_in(plan: Sequence[PlanStep]) -> tuple[KnownValues, ...]:
     """The identifiers that the request names."""
     return tuple(
-        Known(param.kind, str(step.values[param.name]))
+        KnownValues(param.kind, str(step.values[param.name]))
         for step in plan
         for param in step.function.params
         if param.of.letter and param.name in step.values
     )
 
 
-def arguments_of(plan: Sequence[Step], state: State) -> list[dict[str, JSON]]:
+def arguments_of(plan: Sequence[PlanStep], state: DomainState) -> list[dict[str, JSON]]:
     """The arguments of each step, by the catalogue's names, from running the plan on the state.
 
     Raises LookupError or ValueError where a function refuses.
@@ -151,13 +151,13 @@ def fans_for(split: str) -> tuple[tuple[Function, Function, Function], ...]:
     return tuple(found)
 
 
-def draw_step(rng: random.Random, split: str, function: Function, links: Mapping[str, Link] = {}) -> Step:
+def draw_step(rng: random.Random, split: str, function: Function, links: Mapping[str, Link] = {}) -> PlanStep:
     """The function with values of the split; a parameter with a default is given two times in five."""
     values: dict[str, JSON] = {}
     for param in function.params:
         if param.name not in links and (param.is_required or rng.random() < 0.4):
             values[param.name] = _draw(rng, split, param, list(values.values()))
-    return Step(function, values, links)
+    return PlanStep(function, values, links)
 
 
 def single(rng: random.Random, split: str) -> Plan:
@@ -172,7 +172,7 @@ def several(rng: random.Random, split: str, num: int) -> Plan:
 
 def parallel(rng: random.Random, split: str, num: int) -> Plan:
     """Calls of one function with different values."""
-    function, steps = rng.choice(targets_for(split)), list[Step]()
+    function, steps = rng.choice(targets_for(split)), list[PlanStep]()
     for _ in range(20 * num):
         step = draw_step(rng, split, function)
         if len(steps) < num and all(step.values != other.values for other in steps):

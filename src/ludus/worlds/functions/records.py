@@ -36,7 +36,7 @@ from ludus.types import JSON, Message, Task
 from ludus.worlds.functions.api.schemas import Fault, read_messages, read_schemas
 from ludus.worlds.functions.generate import SYSTEM
 from ludus.worlds.functions.gold_calls import GoldCall, Right, Truth
-from ludus.worlds.functions.tool_distractors import Listed, fits
+from ludus.worlds.functions.tool_distractors import ListedTool, fits
 from ludus.worlds.functions.turns import read_call, read_turns
 
 BadLines = Literal["refuse", "skip"]
@@ -145,7 +145,7 @@ def _task(record: Mapping[str, JSON], answers: Mapping[str, JSON] | None, split:
         calls=tuple(call.expected for call in gold),
         right=kind,
         gold=gold,
-        scene=Listed(tuple(schemas.values())),
+        scene=ListedTool(tuple(schemas.values())),
         shape="; ".join(sorted(call.name for call in gold)),
         form=messages[-1]["content"],
     )

@@ -26,14 +26,14 @@ from ludus.types import (
 )
 from ludus.worlds.functions.gold_calls import GoldCall, Truth, truth_of
 from ludus.worlds.functions.replies import Ask
-from ludus.worlds.functions.tool_distractors import Listed, Scene
+from ludus.worlds.functions.tool_distractors import ListedTool, Scene
 
 DONE = "Done."
 NO_TOOL = "No tool fits."
 
 
 @dataclass(frozen=True, slots=True)
-class Flaws:
+class CallFlaws:
     """How often the oracle goes wrong, as probabilities."""
 
     habit: float = 0.0
@@ -90,7 +90,7 @@ class Attempt:
             return ToolStatus.RAISED, f"Error: {type(error).__name__}: {error}"
 
 
-def play(task: Task, flaws: Flaws, rng: random.Random) -> Attempt:
+def play(task: Task, flaws: CallFlaws, rng: random.Random) -> Attempt:
     """An attempt at the task."""
     truth, attempt = truth_of(task), Attempt(task)
     slips = rng.random() < flaws.habit
@@ -115,7 +115,7 @@ def play(task: Task, flaws: Flaws, rng: random.Random) -> Attempt:
     return attempt
 
 
-def some_call(scene: Scene | Listed) -> ExpectedCall:
+def some_call(scene: Scene | ListedTool) -> ExpectedCall:
     """A call of the first function on offer, with values of the right types for what it requires."""
     function = scene.tools()[0].schema["function"]
     parameters = function["parameters"]

@@ -13,7 +13,7 @@ from ludus.tools.described import DescribedTool, described_tool
 from ludus.types import JSON
 from ludus.worlds.functions.domains.catalogue import Function, Param
 from ludus.worlds.functions.domains.names import ALIASES
-from ludus.worlds.functions.domains.state import Known, State
+from ludus.worlds.functions.domains.state import DomainState, KnownValues
 
 Form = Literal["plain", "text", "list"]
 """How a value is passed: as it is, a number as its text, a text as a list of one."""
@@ -93,13 +93,13 @@ class Offer:
         )
         return ToolSchema(type="function", function=function)
 
-    def run(self, state: State, given: Mapping[str, JSON]) -> str:
+    def run(self, state: DomainState, given: Mapping[str, JSON]) -> str:
         """What the function says to arguments that fit the schema. Raises whatever the function raises."""
         values = {one.param.name: one.param.default for one in self.params}
         values |= {one.param.name: one.decode(given[one.name]) for one in self.params if one.name in given}
         return json.dumps(self.function.run(state, **values), ensure_ascii=False)
 
-    def tool(self, state: State) -> SchemaTool:
+    def tool(self, state: DomainState) -> SchemaTool:
         """The tool, on the state of an episode."""
         return schema_tool(self.schema, lambda given: self.run(state, given))
 
@@ -177,12 +177,12 @@ class Scene:
     """What an episode is made of: what the functions make up follows from `seed`."""
 
     seed: int
-    known: tuple[Known, ...]
+    known: tuple[KnownValues, ...]
     offers: tuple[Offer, ...]
 
-    def state(self) -> State:
+    def state(self) -> DomainState:
         """The state that an episode begins with."""
-        return State(self.seed, self.known)
+        return DomainState(self.seed, self.known)
 
     def tools(self) -> tuple[SchemaTool, ...]:
         """The tools of a fresh episode, all on one state."""
@@ -195,7 +195,7 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedTool:
     """Functions of which only descriptions are known: whatever fits them is answered with `ok`."""
 
     schemas: tuple[ToolSchema, ...]

@@ -25,10 +25,10 @@ from ludus.worlds.functions.alternative_solutions import other_ways
 from ludus.worlds.functions.api.apis import ApiTruth
 from ludus.worlds.functions.api_env import ApiEnv, gold_messages
 from ludus.worlds.functions.domains.catalogue import catalogue
-from ludus.worlds.functions.generate import FAMILIES, SPLITS, SYSTEM, Maker, make_tasks, request_of
+from ludus.worlds.functions.generate import FAMILIES, SPLITS, SYSTEM, CallMaker, make_tasks, request_of
 from ludus.worlds.functions.gold_calls import Truth, function_rewards, gold_calls_made, truth_of
 from ludus.worlds.functions.records import load_tasks
-from ludus.worlds.functions.solver import Flaws, play
+from ludus.worlds.functions.solver import CallFlaws, play
 from ludus.worlds.functions.tool_distractors import Scene, SchemaTool, plain_offer
 
 SHARES = {"train": 1.0, "validation": 0.1, "test": 0.25, "composition": 0.2}
@@ -118,9 +118,9 @@ class FunctionsWorld:
         None is a request of a held-out split.
         """
         rng = random.Random(f"demonstrations/{self.settings.seed}/{seed}")
-        flaws = Flaws(self.settings.habit, self.settings.mended)
+        flaws = CallFlaws(self.settings.habit, self.settings.mended)
         changed = self.settings.changed_in_training
-        makers = [Maker(rng, "train", level, changed) for level in self.settings.levels]
+        makers = [CallMaker(rng, "train", level, changed) for level in self.settings.levels]
         held_out = {request_of(task) for split in SPLITS[1:] for task in self.tasks(split)}
         for number in itertools.count():
             task = makers[number % len(makers)].task(number)
@@ -137,7 +137,7 @@ class FunctionsWorld:
         if isinstance(task.truth, ApiTruth):
             tools = tuple(self.environment(task).tools)
             return Dialogue((*task.prompt, *gold_messages(task.truth)), tools)
-        return self._show(task, Flaws(), random.Random(task.id))
+        return self._show(task, CallFlaws(), random.Random(task.id))
 
     def survey(self, measure: bool) -> str:
         """How many requests differ, and what is solved without skill; nothing of a file's."""
@@ -176,7 +176,7 @@ class FunctionsWorld:
         """Close the sandbox."""
         await self.sandbox.close()
 
-    def _show(self, task: Task, flaws: Flaws, rng: random.Random) -> Dialogue:
+    def _show(self, task: Task, flaws: CallFlaws, rng: random.Random) -> Dialogue:
         messages, truth = play(task, flaws, rng).messages, truth_of(task)
         teaches: DataClass = "tool_use" if truth.right in ("call", "any_call") else "negatives"
         return Dialogue((*task.prompt, *messages), truth.scene.tools(), teaches)

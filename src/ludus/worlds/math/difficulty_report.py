@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from ludus.envs.difficulty_report import Look, rate_lines, variety_lines
+from ludus.envs.difficulty_report import TaskShape, rate_lines, variety_lines
 from ludus.rewards.base import truth_of
 from ludus.types import Task
 from ludus.worlds.math.grader import Solution, answer_text, is_right
-from ludus.worlds.math.problems import Problem, worked
+from ludus.worlds.math.problems import MathProblem, worked
 
 if TYPE_CHECKING:
     from ludus.worlds.math.world import MathWorld
 
 
-def looks(tasks: Sequence[Task]) -> list[Look]:
+def looks(tasks: Sequence[Task]) -> list[TaskShape]:
     """What makes each task different."""
     problems = [truth_of(task, Solution).problem for task in tasks]
-    return [Look(str(one.level), str(one.form), str(one.shape)) for one in problems]
+    return [TaskShape(str(one.level), str(one.form), str(one.shape)) for one in problems]
 
 
 def majority_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:
@@ -47,7 +47,7 @@ def head_rate(tasks: Sequence[Task]) -> float:
     return sum(_in_the_head(truth_of(task, Solution).problem) for task in tasks) / len(tasks)
 
 
-def _in_the_head(problem: Problem) -> bool:
+def _in_the_head(problem: MathProblem) -> bool:
     values = [value for _, value in worked(problem.steps)]
     easy = all(value.denominator == 1 and abs(value) < 100 for value in values)
     return easy and isinstance(problem.answer, Fraction)

@@ -11,12 +11,12 @@ from fractions import Fraction
 from ludus.errors import ConfigError
 from ludus.rewards.math.math_verify import Expression
 from ludus.worlds.math import problem_chaining, word_problems
-from ludus.worlds.math.problems import Draft, Kind, Named, Problem, Work
+from ludus.worlds.math.problems import MathProblem, NamedQuantity, ProblemDraft, ProblemKind, WorkedSteps
 from ludus.worlds.math.topics import algebra, arithmetic, counting, expressions, geometry, numbers, ratios
 
 SPLITS = ("train", "validation", "test", "composition")
 LEVELS = (1, 2, 3, 4, 5)
-KINDS: Mapping[str, Sequence[Kind | Named]] = {
+KINDS: Mapping[str, Sequence[ProblemKind | NamedQuantity]] = {
     "arithmetic": arithmetic.KINDS,
     "ratios": ratios.KINDS,
     "algebra": algebra.KINDS,
@@ -38,7 +38,7 @@ _MOST_DRAWS = 100
 
 
 @dataclass(frozen=True)
-class Maker:
+class ProblemMaker:
     """Draws problems of one level and split. Which split a problem is in depends on its steps alone."""
 
     level: int
@@ -49,16 +49,16 @@ class Maker:
         """Those that have problems of this level and split."""
         return tuple(topic for topic in self.topics if self._has(topic))
 
-    def draw(self, rng: random.Random, topic: str) -> Problem | None:
+    def draw(self, rng: random.Random, topic: str) -> MathProblem | None:
         """A problem of the topic, or None where the one that was drawn belongs to another split."""
-        work = Work()
+        work = WorkedSteps()
         if topic in KINDS:
             kind = rng.choice(self._kinds(topic))
             problem = _finished(kind.name, topic, self.level, kind.draft(rng, self.level, work), work)
         else:
             make = self._story if topic == "stories" else self._link
             question, value, pairs = make(rng, work)
-            problem = Problem(
+            problem = MathProblem(
                 topic, topic, self.level, question, tuple(work.steps), value, links=frozenset(pairs)
             )
         return problem if split_of_problem(problem) == self.split else None
@@ -70,27 +70,31 @@ class Maker:
             return self.level > 2
         return bool(self._kinds(topic))
 
-    def _kinds(self, topic: str) -> list[Kind | Named]:
+    def _kinds(self, topic: str) -> list[ProblemKind | NamedQuantity]:
         held_out = self.split == "composition"
         fitting = [kind for kind in KINDS[topic] if self.level in kind.levels]
         return [kind for kind in fitting if (kind.name in HELD_OUT_KINDS) == held_out]
 
-    def _story(self, rng: random.Random, work: Work) -> tuple[str, Fraction, frozenset[tuple[str, str]]]:
+    def _story(
+        self, rng: random.Random, work: WorkedSteps
+    ) -> tuple[str, Fraction, frozenset[tuple[str, str]]]:
         return word_problems.tell(rng, self.level, work)
 
-    def _link(self, rng: random.Random, work: Work) -> tuple[str, Fraction, frozenset[tuple[str, str]]]:
+    def _link(
+        self, rng: random.Random, work: WorkedSteps
+    ) -> tuple[str, Fraction, frozenset[tuple[str, str]]]:
         return problem_chaining.link(rng, self.level, work, _PARTS)
 
 
-_PARTS: Mapping[str, Sequence[Named]] = {
-    topic: [kind for kind in kinds if isinstance(kind, Named) and min(kind.levels) < 4]
+_PARTS: Mapping[str, Sequence[NamedQuantity]] = {
+    topic: [kind for kind in kinds if isinstance(kind, NamedQuantity) and min(kind.levels) < 4]
     for topic, kinds in KINDS.items()
     if topic not in ("algebra", "expressions")
 }
 """What links are made of."""
 
 
-def split_of_problem(problem: Problem) -> str:
+def split_of_problem(problem: MathProblem) -> str:
     """`composition` for what is held out, otherwise by a hash of the steps: 7 : 1 : 2."""
     if problem.kind in HELD_OUT_KINDS or problem.links & HELD_OUT_LINKS:
         return "composition"
@@ -100,7 +104,7 @@ def split_of_problem(problem: Problem) -> str:
 
 def make_problems(
     split: str, num: int, levels: Sequence[int], topics: Sequence[str], seed: int
-) -> tuple[Problem, ...]:
+) -> tuple[MathProblem, ...]:
     """Distinct problems, levels and topics in turn; no two have the same steps.
 
     Raises ConfigError where the levels and topics do not have that many, or have none in the split.
@@ -108,10 +112,10 @@ def make_problems(
     streams = []
     seen: set[tuple[str, ...]] = set()
     for level in levels:
-        maker = Maker(level, split, tuple(topics))
+        maker = ProblemMaker(level, split, tuple(topics))
         if maker.open_topics():
             streams.append(_stream(maker, random.Random(f"{seed}/{split}/{level}"), seen))
-    problems: list[Problem] = []
+    problems: list[MathProblem] = []
     while streams and len(problems) < num:
         given = [(stream, next(stream, None)) for stream in streams]
         streams = [stream for stream, problem in given if problem is not None]
@@ -124,7 +128,7 @@ def make_problems(
     return tuple(problems[:num])
 
 
-def _stream(maker: Maker, rng: random.Random, seen: set[tuple[str, ...]]) -> Iterator[Problem]:
+def _stream(maker: ProblemMaker, rng: random.Random, seen: set[tuple[str, ...]]) -> Iterator[MathProblem]:
     """Problems with steps that are not in `seen`, topics in turn, until no topic has any."""
     topics = list(maker.open_topics())
     while topics:
@@ -139,6 +143,6 @@ def _stream(maker: Maker, rng: random.Random, seen: set[tuple[str, ...]]) -> Ite
                 topics.remove(topic)
 
 
-def _finished(kind: str, topic: str, level: int, draft: Draft, work: Work) -> Problem:
+def _finished(kind: str, topic: str, level: int, draft: ProblemDraft, work: WorkedSteps) -> MathProblem:
     value = draft.value if isinstance(draft.value, Expression) else Fraction(draft.value)
-    return Problem(kind, topic, level, draft.question, tuple(work.steps), value, draft.units)
+    return MathProblem(kind, topic, level, draft.question, tuple(work.steps), value, draft.units)

@@ -8,15 +8,15 @@ from typing import Protocol
 
 from ludus.rewards import truth_records
 from ludus.rewards.base import Reward
-from ludus.rewards.exact_match import Answers, well_formed
-from ludus.rewards.json_match import Schema, State, Value
+from ludus.rewards.exact_match import ExpectedAnswers, well_formed
+from ludus.rewards.json_match import MatchState, Schema, Value
 from ludus.rewards.math.math_verify import Expression, is_equal
 from ludus.rewards.math.numeric import Quantity, is_close
 from ludus.rewards.multiple_choice import Choice
 from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.tools.calculator import show
 from ludus.types import Message, Task, Trajectory
-from ludus.worlds.math.problems import Problem
+from ludus.worlds.math.problems import MathProblem
 
 SYSTEM = (
     "Solve the problem. End with the answer alone: a number, a fraction in lowest terms like 3/4, "
@@ -26,7 +26,7 @@ _CLOSE = 1e-9
 """How far off, relatively, an answer may be that is no whole number."""
 
 
-class Judge(Protocol):
+class MathGrader(Protocol):
     """Judges an answer by itself."""
 
     def accepts(self, answer: str) -> bool:
@@ -39,7 +39,7 @@ class Solution:
     """The truth of a generated task: what is right, and the problem that it comes from."""
 
     right: Quantity | Expression
-    problem: Problem
+    problem: MathProblem
 
 
 def is_right(answer: str, right: object) -> bool:
@@ -52,7 +52,7 @@ def is_right(answer: str, right: object) -> bool:
             return is_close(answer, right, reduced=True)
         case Expression():
             return is_equal(answer, replace(right, evaluated=True))
-        case Answers() | Choice() | Value() | Schema() | State():
+        case ExpectedAnswers() | Choice() | Value() | Schema() | MatchState():
             return truth_records.is_right(answer, right)
     raise TypeError(f"{type(right).__name__} is no truth of this world")
 
@@ -71,7 +71,7 @@ def solved(task: Task, trajectory: Trajectory) -> float:
 class Foreign:
     """The truth of a task that its own generator judges; `answer` is the one that it stores."""
 
-    judge: Judge
+    judge: MathGrader
     answer: str
 
 
@@ -93,14 +93,14 @@ def opening(question: str, truth: object = None) -> tuple[Message, ...]:
     match truth:
         case Choice():
             system = "Answer the question. End with the letter of the right option alone."
-        case Value() | Schema() | State():
+        case Value() | Schema() | MatchState():
             system = "Do what is asked. End with JSON alone."
         case _:
             system = SYSTEM
     return Message(role="system", content=system), Message(role="user", content=question)
 
 
-def as_task(problem: Problem, split: str, number: int) -> Task:
+def as_task(problem: MathProblem, split: str, number: int) -> Task:
     """The task of a problem."""
     answer = problem.answer
     right = quantity(answer, problem) if isinstance(answer, Fraction) else answer
@@ -108,7 +108,7 @@ def as_task(problem: Problem, split: str, number: int) -> Task:
     return Task(f"{split}:{number}", opening(problem.question), Solution(right, problem), tags, seed=number)
 
 
-def quantity(value: Fraction, problem: Problem | None = None) -> Quantity:
+def quantity(value: Fraction, problem: MathProblem | None = None) -> Quantity:
     """A number as a truth: exact where it is whole."""
     units = problem.units if problem else {}
     if value.denominator == 1:
@@ -116,7 +116,7 @@ def quantity(value: Fraction, problem: Problem | None = None) -> Quantity:
     return Quantity(float(value), relative=_CLOSE, units=units)
 
 
-def other_words(problem: Problem) -> tuple[str, ...]:
+def other_words(problem: MathProblem) -> tuple[str, ...]:
     """The right answer in other writings: in a box, in LaTeX, in a sentence, with separators or a point."""
     answer = problem.answer
     if not isinstance(answer, Fraction):
@@ -130,6 +130,6 @@ def other_words(problem: Problem) -> tuple[str, ...]:
     return (*found, str(top / bottom)) if exact else tuple(found)
 
 
-def answer_text(problem: Problem) -> str:
+def answer_text(problem: MathProblem) -> str:
     """The right answer as it is written."""
     return show(problem.answer) if isinstance(problem.answer, Fraction) else problem.answer.gold

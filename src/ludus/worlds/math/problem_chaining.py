@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from ludus.worlds.math.problems import Named, Phrase, Work
+from ludus.worlds.math.problems import NamedQuantity, Phrase, WorkedSteps
 
 HELD_OUT = frozenset({("numbers", "counting"), ("counting", "geometry"), ("ratios", "numbers")})
 """Pairs of topics that follow each other in the split `composition` only."""
@@ -20,7 +20,7 @@ _ENDS: Mapping[int, Sequence[str]] = {
 
 
 def link(
-    rng: random.Random, level: int, work: Work, parts: Mapping[str, Sequence[Named]]
+    rng: random.Random, level: int, work: WorkedSteps, parts: Mapping[str, Sequence[NamedQuantity]]
 ) -> tuple[str, Fraction, frozenset[tuple[str, str]]]:
     """`level - 1` numbers of the topics in `parts` and what is to be done with them.
 
@@ -42,7 +42,7 @@ def link(
 
 
 def _built(
-    rng: random.Random, work: Work, part: Phrase, mark: str, value: Fraction, name: str
+    rng: random.Random, work: WorkedSteps, part: Phrase, mark: str, value: Fraction, name: str
 ) -> tuple[str, Fraction, str]:
     """A number made of a part and of the number before."""
     times = rng.randint(2, 5)
@@ -50,7 +50,7 @@ def _built(
     return work.do(f"{times} * {mark} + {part.mark}"), times * value + part.value, text
 
 
-def _end(rng: random.Random, work: Work, made: Sequence[tuple[str, Fraction]]) -> tuple[str, Fraction]:
+def _end(rng: random.Random, work: WorkedSteps, made: Sequence[tuple[str, Fraction]]) -> tuple[str, Fraction]:
     marks, values = [mark for mark, _ in made], [value for _, value in made]
     end = rng.choice(_ENDS[len(made)])
     if end == "gcd" and all(value.denominator == 1 and value > 0 for value in values):

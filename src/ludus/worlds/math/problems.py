@@ -19,7 +19,7 @@ Value = int | Fraction
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class MathProblem:
     """One problem. `units` are those that a number may carry, each with its size; `answer` is a number or
     an expression. `links` are the pairs of parts that follow each other, for problems made of parts."""
 
@@ -44,7 +44,7 @@ class Problem:
 
 
 @dataclass(slots=True)
-class Work:
+class WorkedSteps:
     """Steps in the making."""
 
     steps: list[str] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Phrase:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class ProblemDraft:
     """A whole question that a generator wrote, its value, and the units that an answer may carry."""
 
     question: str
@@ -75,31 +75,31 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ProblemKind:
     """A generator of whole questions: its name, its levels, and what writes one."""
 
     name: str
     levels: tuple[int, ...]
-    make: Callable[[random.Random, int, Work], Draft]
+    make: Callable[[random.Random, int, WorkedSteps], ProblemDraft]
 
-    def draft(self, rng: random.Random, level: int, work: Work) -> Draft:
+    def draft(self, rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
         """A question."""
         return self.make(rng, level, work)
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedQuantity:
     """A generator of numbers in words, which can be asked for or be a part of something larger."""
 
     name: str
     levels: tuple[int, ...]
-    make: Callable[[random.Random, int, Work], Phrase]
+    make: Callable[[random.Random, int, WorkedSteps], Phrase]
 
-    def draft(self, rng: random.Random, level: int, work: Work) -> Draft:
+    def draft(self, rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
         """A question for the number."""
         made = self.make(rng, level, work)
         question = rng.choice(("What is {}?", "Work out {}.", "Find {}.")).format(made.text)
-        return Draft(question, made.value, made.units)
+        return ProblemDraft(question, made.value, made.units)
 
 
 def worked(steps: tuple[str, ...]) -> list[tuple[str, Fraction]]:

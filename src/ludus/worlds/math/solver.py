@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from ludus.tools.calculator import show
 from ludus.types import FunctionCall, Message, MessageToolCall
 from ludus.worlds.math.grader import answer_text
-from ludus.worlds.math.problems import Problem, worked
+from ludus.worlds.math.problems import MathProblem, worked
 from ludus.worlds.math.tools import ToolName, as_program
 
 
-def solve(problem: Problem, tool: ToolName) -> list[Message]:
+def solve(problem: MathProblem, tool: ToolName) -> list[Message]:
     """The messages of a solution; without a tool the answer alone."""
     if tool == "none":
         return [_said(answer_text(problem))]
     return [*_calls(problem, tool), _said(answer_text(problem))]
 
 
-def guess(problem: Problem, tool: ToolName, rng: random.Random) -> list[Message]:
+def guess(problem: MathProblem, tool: ToolName, rng: random.Random) -> list[Message]:
     """A flawed solution: of several steps the first one, whose result is taken for the answer; of one step
     none, and a number that is wrong nearly always."""
     calls = _calls(problem, tool) if tool != "none" else []
@@ -29,7 +29,7 @@ def guess(problem: Problem, tool: ToolName, rng: random.Random) -> list[Message]
     return [_said(str(rng.randint(2, 99)))]
 
 
-def _calls(problem: Problem, tool: ToolName) -> Sequence[Message]:
+def _calls(problem: MathProblem, tool: ToolName) -> Sequence[Message]:
     """Calls with their results, worked out here and not run (a test compares them with the tools)."""
     messages: list[Message] = []
     for number, (expression, value) in enumerate(worked(problem.steps)):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ludus.worlds.math.problems import Work
+from ludus.worlds.math.problems import WorkedSteps
 
 PEOPLE = (
     "Ana",
@@ -29,11 +29,11 @@ THINGS = ("apples", "shells", "coins", "marbles", "stickers", "pencils", "beads"
 
 
 @dataclass(slots=True)
-class Story:
+class WordProblem:
     """A story in the making: who has how many of what, the mark of that, and what was told."""
 
     rng: random.Random
-    work: Work
+    work: WorkedSteps
     who: str
     things: str
     mark: str
@@ -41,28 +41,28 @@ class Story:
     told: list[str]
 
 
-def gain(s: Story) -> None:
+def gain(s: WordProblem) -> None:
     """Some more come."""
     n = s.rng.randint(2, 60)
     s.told.append(s.rng.choice((f"{s.who} buys {n} more.", f"{s.who} finds {n} more.")))
     s.mark, s.value = s.work.do(f"{s.mark} + {n}"), s.value + n
 
 
-def lose(s: Story) -> None:
+def lose(s: WordProblem) -> None:
     """Some go."""
     n = s.rng.randint(1, int(s.value) - 1)
     s.told.append(s.rng.choice((f"{s.who} gives {n} away.", f"{s.who} loses {n} of them.")))
     s.mark, s.value = s.work.do(f"{s.mark} - {n}"), s.value - n
 
 
-def multiply(s: Story) -> None:
+def multiply(s: WordProblem) -> None:
     """All of them several times."""
     n = s.rng.randint(2, 5)
     s.told.append(f"Then {s.who} gets so many more that there are {n} times as many as before.")
     s.mark, s.value = s.work.do(f"{s.mark} * {n}"), s.value * n
 
 
-def packs(s: Story) -> None:
+def packs(s: WordProblem) -> None:
     """Some bags of some each come."""
     n, size = s.rng.randint(2, 9), s.rng.randint(3, 12)
     s.told.append(f"{s.who} buys {n} bags of {size} {s.things} each.")
@@ -70,7 +70,7 @@ def packs(s: Story) -> None:
     s.mark, s.value = s.work.do(f"{s.mark} + {bought}"), s.value + sum([size] * n)
 
 
-def share(s: Story) -> None:
+def share(s: WordProblem) -> None:
     """All are shared, and one share stays."""
     n = _divisor(s, (2, 3, 4, 5, 6))
     s.told.append(
@@ -79,7 +79,7 @@ def share(s: Story) -> None:
     s.mark, s.value = s.work.do(f"{s.mark} / {n}"), s.value / n
 
 
-def percent(s: Story) -> None:
+def percent(s: WordProblem) -> None:
     """A share in percent goes."""
     down = _divisor(s, (2, 4, 5, 10))
     p = 100 // down
@@ -88,7 +88,7 @@ def percent(s: Story) -> None:
     s.mark, s.value = s.work.do(f"{s.mark} - {sold}"), s.value - s.value / down
 
 
-def fraction(s: Story) -> None:
+def fraction(s: WordProblem) -> None:
     """A fraction goes."""
     down = _divisor(s, (3, 4, 5, 6, 7, 8))
     up = s.rng.randint(1, down - 1)
@@ -97,7 +97,7 @@ def fraction(s: Story) -> None:
     s.mark, s.value = s.work.do(f"{s.mark} - {used}"), s.value * Fraction(down - up, down)
 
 
-def _divisor(s: Story, numbers: tuple[int, ...]) -> int:
+def _divisor(s: WordProblem, numbers: tuple[int, ...]) -> int:
     fitting = [n for n in numbers if s.value % n == 0]
     if not fitting:
         n = s.rng.choice(numbers)
@@ -108,7 +108,7 @@ def _divisor(s: Story, numbers: tuple[int, ...]) -> int:
     return s.rng.choice(fitting)
 
 
-EVENTS: dict[str, Callable[[Story], None]] = {
+EVENTS: dict[str, Callable[[WordProblem], None]] = {
     event.__name__: event for event in (gain, lose, multiply, packs, share, percent, fraction)
 }
 HELD_OUT = frozenset(
@@ -117,10 +117,12 @@ HELD_OUT = frozenset(
 """Pairs of events that follow each other in the split `composition` only."""
 
 
-def tell(rng: random.Random, level: int, work: Work) -> tuple[str, Fraction, frozenset[tuple[str, str]]]:
+def tell(
+    rng: random.Random, level: int, work: WorkedSteps
+) -> tuple[str, Fraction, frozenset[tuple[str, str]]]:
     """A story of `level` events: the question, its answer, and the pairs of events that follow each other."""
     start = rng.choice((12, 20, 24, 30, 36, 40, 48, 60, 72, 80, 90)) + rng.choice((0, 0, 0, 5, 7))
-    story = Story(rng, work, rng.choice(PEOPLE), rng.choice(THINGS), str(start), Fraction(start), [])
+    story = WordProblem(rng, work, rng.choice(PEOPLE), rng.choice(THINGS), str(start), Fraction(start), [])
     names: list[str] = []
     for _ in range(level):
         few = story.value < 4

@@ -21,9 +21,9 @@ from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.base import Tool
 from ludus.types import Message, Task
 from ludus.worlds.math import reasoning_gym, records
-from ludus.worlds.math.generate import DEFAULT_TOPICS, LEVELS, SPLITS, TOPICS, Maker, make_problems
+from ludus.worlds.math.generate import DEFAULT_TOPICS, LEVELS, SPLITS, TOPICS, ProblemMaker, make_problems
 from ludus.worlds.math.grader import Solution, as_task, math_rewards, opening, other_words
-from ludus.worlds.math.problems import Problem
+from ludus.worlds.math.problems import MathProblem
 from ludus.worlds.math.solver import guess, solve
 from ludus.worlds.math.tools import ToolName, make_tools
 
@@ -151,7 +151,7 @@ class MathWorld:
     def _generated(self) -> bool:
         return self.settings.data is None and not self.settings.gym
 
-    def _shown(self, problem: Problem, messages: list[Message]) -> Dialogue:
+    def _shown(self, problem: MathProblem, messages: list[Message]) -> Dialogue:
         return Dialogue((*opening(problem.question), *messages), self.tools)
 
     def _made(self, split: str) -> Mapping[str, tuple[Task, ...]]:
@@ -183,9 +183,11 @@ def make_math_world(settings: Mapping[str, object], limits: ToolLimits) -> MathW
     return world
 
 
-def _drawn(rng: random.Random, levels: Sequence[int], topics: Sequence[str]) -> Iterator[Problem]:
+def _drawn(rng: random.Random, levels: Sequence[int], topics: Sequence[str]) -> Iterator[MathProblem]:
     """Ever new training problems, levels in turn."""
-    makers = [maker for level in levels if (maker := Maker(level, "train", tuple(topics))).open_topics()]
+    makers = [
+        maker for level in levels if (maker := ProblemMaker(level, "train", tuple(topics))).open_topics()
+    ]
     if not makers:
         raise ConfigError("The topics have no problems of these levels.", "Add topics or levels.")
     for number in itertools.count():

@@ -81,7 +81,7 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class SearchQuestion:
     """A question with its accepted answers (the gold one first) and the hops that lead there."""
 
     id: str
@@ -103,7 +103,7 @@ def split_of(kind: str, head: str) -> str:
     return "train" if share < 0.74 else "validation" if share < 0.80 else "test"
 
 
-def all_questions(facts: Facts, split: str) -> dict[str, list[Question]]:
+def all_questions(facts: Facts, split: str) -> dict[str, list[SearchQuestion]]:
     """Every question of a split, by family. The split `composition` asks `HELD_OUT` of the test heads."""
     if split == "composition":
         found = list(_chained(facts, HELD_OUT, "test"))
@@ -114,7 +114,7 @@ def all_questions(facts: Facts, split: str) -> dict[str, list[Question]]:
     return {questions[0].family: questions for questions in families}
 
 
-def sample_questions(facts: Facts, split: str, num: int, seed: int) -> list[Question]:
+def sample_questions(facts: Facts, split: str, num: int, seed: int) -> list[SearchQuestion]:
     """`num` different questions in random order, families mixed by their weights.
 
     A family that runs out is left out from there on; fewer than `num` come back when all have run out.
@@ -123,7 +123,7 @@ def sample_questions(facts: Facts, split: str, num: int, seed: int) -> list[Ques
     pools = all_questions(facts, split)
     for pool in pools.values():
         rng.shuffle(pool)
-    chosen: list[Question] = []
+    chosen: list[SearchQuestion] = []
     while pools and len(chosen) < num:
         names = sorted(pools)
         (family,) = rng.choices(names, [WEIGHTS.get(name, 1.0) for name in names])
@@ -133,7 +133,7 @@ def sample_questions(facts: Facts, split: str, num: int, seed: int) -> list[Ques
     return chosen
 
 
-def _chained(facts: Facts, chain: tuple[str, ...], split: str) -> Iterator[Question]:
+def _chained(facts: Facts, chain: tuple[str, ...], split: str) -> Iterator[SearchQuestion]:
     kind, *relations = chain
     heads = {"airport": facts.airports, "city": facts.cities}[kind]
     family = "/".join(chain)
@@ -150,7 +150,7 @@ def _chained(facts: Facts, chain: tuple[str, ...], split: str) -> Iterator[Quest
             subject = NOUNS[relation].format(subject)
         gold = hops[-1].fact
         answers = tuple(dict.fromkeys([gold.value, *gold.aliases]))
-        yield Question(f"{family}:{name}", family, name, ask.format(subject), answers, hops)
+        yield SearchQuestion(f"{family}:{name}", family, name, ask.format(subject), answers, hops)
 
 
 def _follow(facts: Facts, entity: Entity, relations: Sequence[str]) -> tuple[Hop, ...] | None:
@@ -171,11 +171,11 @@ def _too_common(hops: Sequence[Hop], key: str) -> bool:
     return any(_share(f"kept:{key}") >= KEPT.get(country, 1.0) for country in countries)
 
 
-def _intersection(homonym: Homonym) -> Question:
+def _intersection(homonym: Homonym) -> SearchQuestion:
     """A city by two conditions, its name and its time zone; either alone fits several places."""
     fact = homonym.country
     hop = Hop("country", homonym.name, f"{homonym.name} {homonym.timezone}", fact)
-    return Question(
+    return SearchQuestion(
         id=f"intersection:{homonym.name}:{homonym.timezone}",
         family="intersection",
         head=homonym.name,

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 from ludus.types import FunctionCall, Message, MessageToolCall
 from ludus.worlds.search.facts import Facts
-from ludus.worlds.search.questions import Hop, Question
+from ludus.worlds.search.questions import Hop, SearchQuestion
 
 Search = Callable[..., str]
 
 
 @dataclass(frozen=True, slots=True)
-class Flaws:
+class SearchFlaws:
     """How often the expert goes wrong, as probabilities."""
 
     stop_early: float = 0.70
@@ -46,12 +46,12 @@ class Turn:
 
 
 @dataclass
-class Expert:
+class SearchSolver:
     """Writes demonstrations for questions. `search` is the tool's own function."""
 
     facts: Facts
     search: Search
-    flaws: Flaws
+    flaws: SearchFlaws
     _values: dict[str, list[str]] = field(init=False, default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
@@ -62,14 +62,14 @@ class Expert:
         for homonym in self.facts.homonyms:
             self._values[homonym.country.passage].append(homonym.country.value)
 
-    def turns(self, question: Question, rng: random.Random) -> list[Turn] | None:
+    def turns(self, question: SearchQuestion, rng: random.Random) -> list[Turn] | None:
         """The turns of one dialogue, or None where even a careful search does not find a passage."""
         return list(self._play(question, rng)) if self._findable(question) else None
 
-    def _findable(self, question: Question) -> bool:
+    def _findable(self, question: SearchQuestion) -> bool:
         return all(hop.fact.passage in self.search(hop.query, 5) for hop in question.hops)
 
-    def _play(self, question: Question, rng: random.Random) -> Iterator[Turn]:
+    def _play(self, question: SearchQuestion, rng: random.Random) -> Iterator[Turn]:
         flaws, hops = self.flaws, question.hops
         if rng.random() < flaws.wrong_search:
             yield self._look("Find the answer.", hops[-1].relation)

@@ -18,15 +18,15 @@ from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import Progress, TurnVerifier, turn_of_call
-from ludus.rewards.exact_match import Answers, exact_match, strict_match, token_f1, well_formed
+from ludus.rewards.exact_match import ExpectedAnswers, exact_match, strict_match, token_f1, well_formed
 from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.tools.base import Tool
 from ludus.tools.dense import DenseIndex, FolderEncoder, HybridIndex
 from ludus.tools.search import PassageIndex, Searches, search_tool
 from ludus.types import Message, Task, ToolStatus, Trajectory
 from ludus.worlds.search.facts import Facts, load_facts
-from ludus.worlds.search.questions import SPLITS, WEIGHTS, Question, all_questions, sample_questions
-from ludus.worlds.search.solver import Expert, Flaws, to_messages
+from ludus.worlds.search.questions import SPLITS, WEIGHTS, SearchQuestion, all_questions, sample_questions
+from ludus.worlds.search.solver import SearchFlaws, SearchSolver, to_messages
 
 SYSTEM = {
     "tool": "Answer the question. Search until you know.",
@@ -124,7 +124,7 @@ class SearchWorld:
                 reached[turn] |= needed.intersection(outcome.output.split("\n"))
         return Progress(reached, len(needed))
 
-    def _question(self, task: Task) -> Question | None:
+    def _question(self, task: Task) -> SearchQuestion | None:
         split = task.tags.get("split", "")
         return _questions_by_id(split, self.settings.seed).get(task.id) if split in SIZES else None
 
@@ -154,7 +154,7 @@ class SearchWorld:
         rng = random.Random(f"demonstrations:{seed}")
         pools = all_questions(self.facts, "train")
         weights = {family: WEIGHTS[family] for family in pools}
-        expert = self._expert(Flaws())
+        expert = self._expert(SearchFlaws())
         while True:
             (family,) = rng.choices(list(weights), list(weights.values()))
             question = rng.choice(pools[family])
@@ -173,12 +173,12 @@ class SearchWorld:
         question = self._question(task)
         if question is None or self.settings.access != "tool":
             return None
-        flawless = Flaws(0.0, 0.0, 0.0, 0.0, 0.0)
+        flawless = SearchFlaws(0.0, 0.0, 0.0, 0.0, 0.0)
         turns = self._expert(flawless).turns(question, random.Random(task.id))
         return None if turns is None else Dialogue((*task.prompt, *to_messages(turns)), (self.tool,))
 
-    def _expert(self, flaws: Flaws) -> Expert:
-        return Expert(self.facts, self.tool.function, flaws)  # type: ignore[arg-type]
+    def _expert(self, flaws: SearchFlaws) -> SearchSolver:
+        return SearchSolver(self.facts, self.tool.function, flaws)  # type: ignore[arg-type]
 
     def texts(self) -> Iterator[str]:
         """Passages, then dialogues as text: what the tokenizer is trained on."""
@@ -190,10 +190,10 @@ class SearchWorld:
                 for call in message.get("tool_calls", []):
                     yield f'{{"name": "search", "arguments": {call["function"]["arguments"]}}}'
 
-    def _task(self, question: Question, split: str) -> Task:
+    def _task(self, question: SearchQuestion, split: str) -> Task:
         tags = {"split": split, "family": question.family, "hops": str(len(question.hops))}
         prompt = self.opening(question.text)
-        return Task(question.id, prompt, Answers(question.answers), tags)
+        return Task(question.id, prompt, ExpectedAnswers(question.answers), tags)
 
     def _opening(self, question: str, access: str) -> tuple[Message, ...]:
         said = question
@@ -218,13 +218,13 @@ def _dense_index(folder: str) -> DenseIndex:
 
 
 @cache
-def _questions(split: str, seed: int) -> tuple[Question, ...]:
+def _questions(split: str, seed: int) -> tuple[SearchQuestion, ...]:
     """The questions of a split, composed once in a process."""
     return tuple(sample_questions(load_facts(), split, SIZES[split], seed))
 
 
 @cache
-def _questions_by_id(split: str, seed: int) -> Mapping[str, Question]:
+def _questions_by_id(split: str, seed: int) -> Mapping[str, SearchQuestion]:
     return {question.id: question for question in _questions(split, seed)}
 
 

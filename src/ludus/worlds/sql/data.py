@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from ludus.worlds.sql.domains import POOLS, Column, Domain, Kind, Table
+from ludus.worlds.sql.domains import POOLS, Column, ColumnKind, Domain, SqlTable
 
-TYPES = {Kind.INTEGER: "INTEGER", Kind.REAL: "REAL", Kind.REF: "INTEGER"}
+TYPES = {ColumnKind.INTEGER: "INTEGER", ColumnKind.REAL: "REAL", ColumnKind.REF: "INTEGER"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +67,22 @@ def make_image(domain: Domain, naming: Naming, rng: random.Random) -> bytes:
         return connection.serialize()
 
 
-def _create(table: Table, naming: Naming) -> str:
+def _create(table: SqlTable, naming: Naming) -> str:
     columns = []
     for column in table.columns:
         text = f"{naming.column(table.id, column.id)} "
-        if column.kind is Kind.KEY:
+        if column.kind is ColumnKind.KEY:
             text += "INTEGER PRIMARY KEY"
         else:
             text += TYPES.get(column.kind, "TEXT")
-        if column.kind is Kind.REF:
+        if column.kind is ColumnKind.REF:
             key = naming.column(column.target, "id")
             text += f" REFERENCES {naming.tables[column.target]} ({key})"
         columns.append(text)
     return f"CREATE TABLE {naming.tables[table.id]} ({', '.join(columns)})"
 
 
-def _rows(table: Table, counts: Mapping[str, int], rng: random.Random) -> list[tuple[object, ...]]:
+def _rows(table: SqlTable, counts: Mapping[str, int], rng: random.Random) -> list[tuple[object, ...]]:
     """The rows of a table. Some rows that could be referred to are not."""
     count = counts[table.id]
     columns = [_values(column, count, counts, rng) for column in table.columns]
@@ -90,13 +90,13 @@ def _rows(table: Table, counts: Mapping[str, int], rng: random.Random) -> list[t
 
 
 def _values(column: Column, count: int, counts: Mapping[str, int], rng: random.Random) -> list[object]:
-    if column.kind is Kind.KEY:
+    if column.kind is ColumnKind.KEY:
         return list(range(1, count + 1))
-    if column.kind is Kind.LABEL:
+    if column.kind is ColumnKind.LABEL:
         first, second = (words.split() for words in POOLS[column.values[0]])
         names = rng.sample(range(len(first) * len(second)), count)
         return [f"{first[n // len(second)]} {second[n % len(second)]}" for n in names]
-    if column.kind is Kind.REF:
+    if column.kind is ColumnKind.REF:
         used = rng.sample(range(1, counts[column.target] + 1), max(3, round(counts[column.target] * 0.8)))
         return [rng.choice(used) for _ in range(count)]
     weights = [rng.uniform(0.5, 2.0) for _ in column.values]
@@ -104,10 +104,10 @@ def _values(column: Column, count: int, counts: Mapping[str, int], rng: random.R
 
 
 def _value(column: Column, weights: list[float], rng: random.Random) -> object:
-    if column.kind is Kind.CATEGORY:
+    if column.kind is ColumnKind.CATEGORY:
         return rng.choices(column.values, weights)[0]
-    if column.kind is Kind.INTEGER:
+    if column.kind is ColumnKind.INTEGER:
         return rng.randint(column.low, column.high)
-    if column.kind is Kind.REAL:
+    if column.kind is ColumnKind.REAL:
         return round(rng.uniform(column.low, column.high), 2)
     return f"{rng.randint(column.low, column.high)}-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}"

@@ -12,40 +12,40 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ludus.envs.difficulty_report import Look, variety
+from ludus.envs.difficulty_report import TaskShape, variety
 from ludus.worlds.sql.grader import is_right, make_truth
 from ludus.worlds.sql.solver import blind_query
-from ludus.worlds.sql.tasks import LEVELS, Question
+from ludus.worlds.sql.tasks import LEVELS, SqlQuestion
 
 if TYPE_CHECKING:
     from ludus.worlds.sql.world import SqlWorld
 
-Guess = Callable[[Question], str]
+Guess = Callable[[SqlQuestion], str]
 
 
-def answer_text(question: Question) -> str:
+def answer_text(question: SqlQuestion) -> str:
     """The right answer as text."""
     return question.sql if question.kind == "query" else str(question.rows[0][0])
 
 
-def looks(questions: Sequence[Question]) -> list[Look]:
+def looks(questions: Sequence[SqlQuestion]) -> list[TaskShape]:
     """What makes each question different."""
-    return [Look(str(one.level), one.text, one.shape) for one in questions]
+    return [TaskShape(str(one.level), one.text, one.shape) for one in questions]
 
 
-def majority(train: Sequence[Question]) -> Guess:
+def majority(train: Sequence[SqlQuestion]) -> Guess:
     """Answers with what training tasks of the kind have most often, of equally frequent answers the first."""
     counts = {kind: Counter(answer_text(q) for q in train if q.kind == kind) for kind in ("query", "value")}
     return lambda question: next((text for text, _ in counts[question.kind].most_common(1)), "")
 
 
-def no_tool(train: Sequence[Question]) -> Guess:
+def no_tool(train: Sequence[SqlQuestion]) -> Guess:
     """Answers without a look at the database."""
     commonest = majority(train)
     return lambda question: blind_query(question.plan) if question.kind == "query" else commonest(question)
 
 
-def success_by_level(questions: Sequence[Question], guess: Guess) -> Mapping[int, float]:
+def success_by_level(questions: Sequence[SqlQuestion], guess: Guess) -> Mapping[int, float]:
     """The share of right answers at each level that has questions."""
     right: dict[int, list[bool]] = {}
     for question in questions:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from functools import cached_property
 
 
-class Kind(StrEnum):
+class ColumnKind(StrEnum):
     """What a column holds."""
 
     KEY = "key"
@@ -29,7 +29,7 @@ class Column:
     """A column. `nulls` is the share of rows that have no value."""
 
     names: tuple[str, ...]
-    kind: Kind
+    kind: ColumnKind
     values: tuple[str, ...] = ()
     low: int = 0
     high: int = 0
@@ -49,11 +49,11 @@ class Column:
     @property
     def is_number(self) -> bool:
         """Whether it can be added up."""
-        return self.kind in (Kind.INTEGER, Kind.REAL)
+        return self.kind in (ColumnKind.INTEGER, ColumnKind.REAL)
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class SqlTable:
     """A table; `rows` is about how many it has."""
 
     names: tuple[str, ...]
@@ -82,7 +82,7 @@ class Table:
     @property
     def label(self) -> Column | None:
         """The column that names a row, where there is one."""
-        return next((column for column in self.columns if column.kind is Kind.LABEL), None)
+        return next((column for column in self.columns if column.kind is ColumnKind.LABEL), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,49 +90,53 @@ class Domain:
     """Tables that refer to each other; a table comes after those that it refers to."""
 
     name: str
-    tables: tuple[Table, ...]
+    tables: tuple[SqlTable, ...]
 
-    def table(self, name: str) -> Table:
+    def table(self, name: str) -> SqlTable:
         """The table of an id."""
         return self._tables[name]
 
     @cached_property
-    def _tables(self) -> Mapping[str, Table]:
+    def _tables(self) -> Mapping[str, SqlTable]:
         return {table.id: table for table in self.tables}
 
-    def children(self, name: str) -> list[tuple[Table, Column]]:
+    def children(self, name: str) -> list[tuple[SqlTable, Column]]:
         """The tables that refer to one, each with the column that does."""
-        return [(t, c) for t in self.tables for c in t.columns if c.kind is Kind.REF and c.target == name]
+        return [
+            (t, c) for t in self.tables for c in t.columns if c.kind is ColumnKind.REF and c.target == name
+        ]
 
 
-def _table(names: str, plural: str, rows: int, *columns: Column) -> Table:
+def _table(names: str, plural: str, rows: int, *columns: Column) -> SqlTable:
     first = names.split()[0]
-    key = Column(("id", f"{first}_no", f"{first}_key"), Kind.KEY)
-    return Table(tuple(names.split()), plural, rows, (key, *columns))
+    key = Column(("id", f"{first}_no", f"{first}_key"), ColumnKind.KEY)
+    return SqlTable(tuple(names.split()), plural, rows, (key, *columns))
 
 
 def _label(names: str, pool: str) -> Column:
-    return Column(tuple(names.split()), Kind.LABEL, values=(pool,))
+    return Column(tuple(names.split()), ColumnKind.LABEL, values=(pool,))
 
 
 def _category(names: str, values: str, nulls: float = 0.0) -> Column:
-    return Column(tuple(names.split()), Kind.CATEGORY, values=tuple(values.split()), nulls=nulls)
+    return Column(tuple(names.split()), ColumnKind.CATEGORY, values=tuple(values.split()), nulls=nulls)
 
 
 def _integer(names: str, low: int, high: int, nulls: float = 0.0) -> Column:
-    return Column(tuple(names.split()), Kind.INTEGER, low=low, high=high, nulls=nulls)
+    return Column(tuple(names.split()), ColumnKind.INTEGER, low=low, high=high, nulls=nulls)
 
 
 def _real(names: str, low: int, high: int, nulls: float = 0.0) -> Column:
-    return Column(tuple(names.split()), Kind.REAL, low=low, high=high, nulls=nulls)
+    return Column(tuple(names.split()), ColumnKind.REAL, low=low, high=high, nulls=nulls)
 
 
 def _date(names: str, nulls: float = 0.0, low: int = 2019, high: int = 2024) -> Column:
-    return Column(tuple(names.split()), Kind.DATE, low=low, high=high, nulls=nulls)
+    return Column(tuple(names.split()), ColumnKind.DATE, low=low, high=high, nulls=nulls)
 
 
 def _ref(target: str, nulls: float = 0.0) -> Column:
-    return Column((f"{target}_id", f"{target}_ref", f"of_{target}"), Kind.REF, target=target, nulls=nulls)
+    return Column(
+        (f"{target}_id", f"{target}_ref", f"of_{target}"), ColumnKind.REF, target=target, nulls=nulls
+    )
 
 
 POOLS: Mapping[str, tuple[str, str]] = {

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ludus.worlds.sql.domains import Column, Domain, Kind
+from ludus.worlds.sql.domains import Column, ColumnKind, Domain
 from ludus.worlds.sql.query import (
     Aggregate,
     Attribute,
@@ -21,12 +21,12 @@ from ludus.worlds.sql.query import (
     Joint,
     Listing,
     Operator,
-    Order,
     PerRow,
-    Plan,
+    QueryPlan,
+    RowShare,
     Scalar,
-    Share,
     Side,
+    SortOrder,
     Test,
     Total,
     Versus,
@@ -44,20 +44,20 @@ DEPTH = {1: 0, 2: 1, 3: 2, 4: 2, 5: 2}
 HEADS: Mapping[int, Mapping[type[Head], float]] = {
     1: {Listing: 2, Total: 3},
     2: {Listing: 4, Total: 3, Groups: 3},
-    3: {Listing: 3, Total: 3, Groups: 3, Share: 2},
-    4: {Listing: 4, Total: 2, Groups: 3, PerRow: 3, Share: 1, Both: 2, Best: 2},
-    5: {Listing: 4, Total: 2, Groups: 3, PerRow: 3, Share: 1, Both: 2, Best: 2},
+    3: {Listing: 3, Total: 3, Groups: 3, RowShare: 2},
+    4: {Listing: 4, Total: 2, Groups: 3, PerRow: 3, RowShare: 1, Both: 2, Best: 2},
+    5: {Listing: 4, Total: 2, Groups: 3, PerRow: 3, RowShare: 1, Both: 2, Best: 2},
 }
 NESTED = {1: 0.0, 2: 0.0, 3: 0.4, 4: 0.4, 5: 0.4}
 """How often a condition is a query of its own."""
 MOST_CONDITIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3}
 ORDERED = {1: 0.0, 2: 0.5, 3: 0.5, 4: 0.5, 5: 0.5}
-OPERATORS: Mapping[Kind, tuple[Operator, ...]] = {
-    Kind.CATEGORY: ("is", "is", "is not", "one of"),
-    Kind.INTEGER: ("above", "below", "at least", "between", "is not"),
-    Kind.REAL: ("above", "below", "between"),
-    Kind.DATE: ("from", "before", "in year"),
-    Kind.LABEL: ("begins",),
+OPERATORS: Mapping[ColumnKind, tuple[Operator, ...]] = {
+    ColumnKind.CATEGORY: ("is", "is", "is not", "one of"),
+    ColumnKind.INTEGER: ("above", "below", "at least", "between", "is not"),
+    ColumnKind.REAL: ("above", "below", "between"),
+    ColumnKind.DATE: ("from", "before", "in year"),
+    ColumnKind.LABEL: ("begins",),
 }
 
 
@@ -70,7 +70,7 @@ class Drawer:
     level: int
     rng: random.Random
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> QueryPlan | None:
         """A plan of the level, or None where the one drawn is of another."""
         table = self.rng.choice(self.domain.tables).id
         kinds = HEADS[self.level]
@@ -78,7 +78,7 @@ class Drawer:
         head = self._head(kind, table)
         if head is None:
             return None
-        plan = Plan(self.domain, table, head, self._conditions(table), self._order(kind, head))
+        plan = QueryPlan(self.domain, table, head, self._conditions(table), self._order(kind, head))
         return plan if level_of(plan) == self.level and not _idle(plan) else None
 
     def _attributes(self, table: str, depth: int | None = None) -> list[Attribute]:
@@ -86,12 +86,12 @@ class Drawer:
         found = reachable(self.domain, table, DEPTH[self.level] if depth is None else depth)
         return [a for a in found for _ in range(3 - len(a.path))]
 
-    def _pick(self, table: str, *kinds: Kind, full: bool = False) -> Attribute | None:
+    def _pick(self, table: str, *kinds: ColumnKind, full: bool = False) -> Attribute | None:
         """An attribute of these kinds; `full`: of which no value is missing."""
         fitting = [a for a in self._attributes(table) if self._fits(table, a, kinds, full)]
         return self.rng.choice(fitting) if fitting else None
 
-    def _fits(self, table: str, attribute: Attribute, kinds: Sequence[Kind], full: bool) -> bool:
+    def _fits(self, table: str, attribute: Attribute, kinds: Sequence[ColumnKind], full: bool) -> bool:
         column = column_of(self.domain, table, attribute)
         return (not kinds or column.kind in kinds) and not (full and column.nulls)
 
@@ -105,26 +105,26 @@ class Drawer:
             return self._groups(table)
         if kind is PerRow:
             return self._per_row(table)
-        if kind is Share:
+        if kind is RowShare:
             test = self._test(table)
-            return Share(test) if test and test.operator != "known" else None
+            return RowShare(test) if test and test.operator != "known" else None
         if kind is Both:
-            column = self._pick(table, Kind.CATEGORY, full=True)
+            column = self._pick(table, ColumnKind.CATEGORY, full=True)
             first, second = self._test(table), self._test(table)
             operator: Joint = self.rng.choice(("and", "not", "or"))
             return Both(column, operator, first, second) if column and first and second else None
         return self._best(table)
 
     def _groups(self, table: str) -> Groups | None:
-        by = self._pick(table, Kind.CATEGORY, full=True)
+        by = self._pick(table, ColumnKind.CATEGORY, full=True)
         made = tuple(dict.fromkeys(self._aggregate(table) for _ in range(self.rng.choice((1, 1, 2)))))
         more = self.rng.randint(2, 8) if self.rng.random() < 0.3 else None
         return Groups(by, made, more) if by and not any(a.attribute == by for a in made) else None
 
     def _best(self, table: str) -> Best | None:
-        by = self._pick(table, Kind.CATEGORY, full=True)
+        by = self._pick(table, ColumnKind.CATEGORY, full=True)
         label = self.domain.table(table).label
-        number = self._pick(table, Kind.INTEGER, Kind.REAL, full=True)
+        number = self._pick(table, ColumnKind.INTEGER, ColumnKind.REAL, full=True)
         if not by or not label or not number:
             return None
         return Best(by, Attribute((), label.id), number, self.rng.random() < 0.5)
@@ -140,8 +140,14 @@ class Drawer:
         function: Function = self.rng.choice(("count", "distinct", "sum", "average", "smallest", "largest"))
         if function == "count":
             return Aggregate(function)
-        kinds = {"distinct": (Kind.CATEGORY,), "sum": (Kind.INTEGER, Kind.REAL)}.get(function)
-        kinds = kinds or (Kind.INTEGER, Kind.REAL, *((Kind.DATE,) if function != "average" else ()))
+        kinds = {"distinct": (ColumnKind.CATEGORY,), "sum": (ColumnKind.INTEGER, ColumnKind.REAL)}.get(
+            function
+        )
+        kinds = kinds or (
+            ColumnKind.INTEGER,
+            ColumnKind.REAL,
+            *((ColumnKind.DATE,) if function != "average" else ()),
+        )
         attribute = self._pick(table, *kinds)
         return Aggregate(function, attribute) if attribute else Aggregate("count")
 
@@ -183,10 +189,10 @@ class Drawer:
             return Children(
                 child.id, reference.id, counting, self.rng.randint(2, 4) * (counting == "more"), test
             )
-        number = self._pick(table, Kind.INTEGER, Kind.REAL)
+        number = self._pick(table, ColumnKind.INTEGER, ColumnKind.REAL)
         if number is None or number.path:
             return None
-        same = self._pick(table, Kind.CATEGORY, full=True) if self.rng.random() < 0.4 else None
+        same = self._pick(table, ColumnKind.CATEGORY, full=True) if self.rng.random() < 0.4 else None
         operator: Side = self.rng.choice(("above", "below"))
         return Versus(number, operator, same if same and not same.path else None)
 
@@ -222,17 +228,17 @@ class Drawer:
             return (str(one)[0],)
         return (one,)
 
-    def _order(self, kind: type[Head], head: Head) -> Order | None:
+    def _order(self, kind: type[Head], head: Head) -> SortOrder | None:
         if kind not in (Listing, Groups, PerRow) or self.rng.random() >= ORDERED[self.level]:
             return None
         columns = {Listing: 1, Groups: 2, PerRow: 2}[kind]
         if isinstance(head, Listing):
             columns = len(head.attributes)
         limit = self.rng.randint(2, 8) if self.rng.random() < 0.5 else None
-        return Order(self.rng.randrange(columns), self.rng.random() < 0.5, limit)
+        return SortOrder(self.rng.randrange(columns), self.rng.random() < 0.5, limit)
 
 
-def _idle(plan: Plan) -> bool:
+def _idle(plan: QueryPlan) -> bool:
     """Whether a condition settles what the head asks for: a listed column has one value, a number none."""
     asked = set(head_attributes(plan.head))
     fixed = [c.attribute for c in plan.conditions if isinstance(c, Test) and c.operator in ("is", "unknown")]

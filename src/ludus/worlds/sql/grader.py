@@ -11,12 +11,12 @@ from ludus.rewards import truth_records
 from ludus.rewards.base import truth_of
 from ludus.rewards.code.sql_rows import Rows, same_rows
 from ludus.rewards.code.turns import Progress, made_calls
-from ludus.rewards.exact_match import Answers
+from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.rewards.extract import fenced
 from ludus.rewards.math.numeric import Quantity
 from ludus.tools.sql import Database, Row, SqlError, SqlLimits
 from ludus.types import Task, ToolStatus, Trajectory
-from ludus.worlds.sql.tasks import TOLERANCE, Question
+from ludus.worlds.sql.tasks import TOLERANCE, SqlQuestion
 
 PlainRow = tuple[int | float | str | None, ...]
 MOST_EXTRA = 2
@@ -36,21 +36,21 @@ class SqlTruth:
     query: str
     rows: Rows
     hidden_rows: Rows
-    value: Answers | Quantity | None
+    value: ExpectedAnswers | Quantity | None
     image: bytes = field(repr=False)
     hidden: bytes = field(repr=False)
 
 
-def make_truth(question: Question) -> SqlTruth:
+def make_truth(question: SqlQuestion) -> SqlTruth:
     """The truth of a question."""
     rows, hidden = (
         Rows(found, question.ordered, tolerance=TOLERANCE) for found in (question.rows, question.hidden_rows)
     )
-    value: Answers | Quantity | None = None
+    value: ExpectedAnswers | Quantity | None = None
     if question.kind == "value":
         cell = question.rows[0][0]
         if isinstance(cell, str) or cell is None:
-            value = Answers((str(cell),))
+            value = ExpectedAnswers((str(cell),))
         else:
             value = Quantity(
                 cell, absolute=CENT + TOLERANCE if isinstance(cell, float) else 0.0, relative=0.0

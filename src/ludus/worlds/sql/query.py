@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from ludus.worlds.sql.domains import Column, Domain, Kind
+from ludus.worlds.sql.domains import Column, ColumnKind, Domain
 
 Scalar = int | float | str
 Function = Literal["count", "distinct", "sum", "average", "smallest", "largest"]
@@ -115,7 +115,7 @@ class PerRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RowShare:
     """The percentage of the rows that pass a test."""
 
     test: Test
@@ -141,11 +141,11 @@ class Best:
     largest: bool
 
 
-Head = Listing | Total | Groups | PerRow | Share | Both | Best
+Head = Listing | Total | Groups | PerRow | RowShare | Both | Best
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SortOrder:
     """By which output column (from 0) the rows come, and how many."""
 
     column: int
@@ -154,14 +154,14 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class QueryPlan:
     """A question about the rows of `table`."""
 
     domain: Domain
     table: str
     head: Head
     conditions: tuple[Condition, ...] = ()
-    order: Order | None = None
+    order: SortOrder | None = None
 
     @property
     def attributes(self) -> Iterator[Attribute]:
@@ -187,7 +187,7 @@ def head_attributes(head: Head) -> tuple[Attribute, ...]:
             return (by, *(a.attribute for a in aggregates if a.attribute))
         case PerRow(label):
             return (label,)
-        case Share(test):
+        case RowShare(test):
             return (test.attribute,)
         case Both(attribute, _, first, second):
             return (attribute, first.attribute, second.attribute)
@@ -212,15 +212,15 @@ def reachable(domain: Domain, table: str, depth: int) -> tuple[Attribute, ...]:
     while frontier:
         path, name = frontier.pop(0)
         for column in domain.table(name).columns:
-            if column.kind is Kind.REF:
+            if column.kind is ColumnKind.REF:
                 if len(path) < depth:
                     frontier.append(((*path, column.id), column.target))
-            elif column.kind is not Kind.KEY:
+            elif column.kind is not ColumnKind.KEY:
                 found.append(Attribute(path, column.id))
     return tuple(found)
 
 
-def points(plan: Plan) -> int:
+def points(plan: QueryPlan) -> int:
     """How much a plan asks for: joins, conditions beyond the first, grouping, queries within queries."""
     total = len({a.path[:n] for a in plan.attributes for n in range(1, len(a.path) + 1)})
     total += max(0, len(plan.conditions) - 1) + (plan.order is not None)
@@ -236,13 +236,13 @@ def points(plan: Plan) -> int:
             total += 3 if test is None else 4 + len(test.attribute.path)
         case Total(aggregates):
             total += len(aggregates) - 1
-        case Share():
+        case RowShare():
             total += 2
         case Both() | Best():
             total += 3
     return total
 
 
-def level_of(plan: Plan) -> int:
+def level_of(plan: QueryPlan) -> int:
     """1 to 5: 0 points are level 1, 1 level 2, 2 level 3, 3 and 4 level 4, more level 5."""
     return (1, 2, 3, 4, 4)[points(plan)] if points(plan) < 5 else 5

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ludus.worlds.sql.data import Naming
-from ludus.worlds.sql.domains import Domain, Kind
+from ludus.worlds.sql.domains import ColumnKind, Domain
 from ludus.worlds.sql.query import (
     Aggregate,
     Attribute,
@@ -16,11 +16,11 @@ from ludus.worlds.sql.query import (
     Condition,
     Groups,
     Listing,
-    Order,
     PerRow,
-    Plan,
+    QueryPlan,
+    RowShare,
     Scalar,
-    Share,
+    SortOrder,
     Test,
     Total,
     Versus,
@@ -65,9 +65,9 @@ SAID = {
     "begins": "begins with {}",
 }
 ORDERS = {
-    Kind.LABEL: ("A to Z", "Z to A"),
-    Kind.CATEGORY: ("A to Z", "Z to A"),
-    Kind.DATE: ("earliest first", "latest first"),
+    ColumnKind.LABEL: ("A to Z", "Z to A"),
+    ColumnKind.CATEGORY: ("A to Z", "Z to A"),
+    ColumnKind.DATE: ("earliest first", "latest first"),
 }
 SETS = {"and": "INTERSECT", "not": "EXCEPT", "or": "UNION"}
 
@@ -121,7 +121,7 @@ def quote(value: Scalar) -> str:
     return "'" + value.replace("'", "''") + "'" if isinstance(value, str) else str(value)
 
 
-def to_sql(plan: Plan, naming: Naming) -> str:
+def to_sql(plan: QueryPlan, naming: Naming) -> str:
     """The gold query."""
     nested = any(not isinstance(c, Test) for c in plan.conditions) or isinstance(plan.head, PerRow)
     plain = not nested and not any(a.path for a in plan.attributes)
@@ -144,14 +144,14 @@ def _where(conditions: Sequence[str]) -> str:
     return f" WHERE {' AND '.join(conditions)}" if conditions else ""
 
 
-def _order(order: Order | None, columns: Sequence[str]) -> str:
+def _order(order: SortOrder | None, columns: Sequence[str]) -> str:
     if order is None:
         return ""
     limit = f" LIMIT {order.limit}" if order.limit else ""
     return f" ORDER BY {columns[order.column]}{' DESC' if order.descending else ''}{limit}"
 
 
-def _head(plan: Plan, scope: _Scope) -> tuple[list[str], str]:
+def _head(plan: QueryPlan, scope: _Scope) -> tuple[list[str], str]:
     """The output columns, and what stands after WHERE."""
     match plan.head:
         case Listing(attributes):
@@ -164,7 +164,7 @@ def _head(plan: Plan, scope: _Scope) -> tuple[list[str], str]:
             return [group, *(_aggregate(a, scope) for a in aggregates)], f" GROUP BY {group}{having}"
         case PerRow() as head:
             return [scope.name(head.label), _child_number(head, scope)], f" GROUP BY {scope.key}"
-        case Share(test):
+        case RowShare(test):
             passed = f"CASE WHEN {_test(test, scope)} THEN 1 ELSE 0 END"
             return [f"100.0 * SUM({passed}) / COUNT(*)"], ""
     raise TypeError(f"{type(plan.head).__name__} has a query of its own form")
@@ -228,7 +228,7 @@ def _condition(condition: Condition, scope: _Scope) -> str:
             return f"{'NOT ' if operator == 'none' else ''}EXISTS (SELECT 1 {where})"
 
 
-def _both(plan: Plan, head: Both, naming: Naming, plain: bool) -> str:
+def _both(plan: QueryPlan, head: Both, naming: Naming, plain: bool) -> str:
     parts = []
     for test in (head.first, head.second):
         scope = _Scope(plan.domain, naming, plan.table, plain=plain)
@@ -238,7 +238,7 @@ def _both(plan: Plan, head: Both, naming: Naming, plain: bool) -> str:
     return f" {SETS[head.operator]} ".join(parts)
 
 
-def _best(plan: Plan, head: Best, scope: _Scope) -> str:
+def _best(plan: QueryPlan, head: Best, scope: _Scope) -> str:
     by, label, number = (scope.name(a) for a in (head.by, head.label, head.number))
     where = [_condition(c, scope) for c in plan.conditions]
     place = f"RANK() OVER (PARTITION BY {by} ORDER BY {number}{' DESC' if head.largest else ''})"
@@ -249,14 +249,14 @@ def _best(plan: Plan, head: Best, scope: _Scope) -> str:
 # Words
 
 
-def to_words(plan: Plan) -> str:
+def to_words(plan: QueryPlan) -> str:
     """The question."""
     rows = plan.domain.table(plan.table).plural + _those(plan.conditions, plan)
     text = f"For each of the {rows}, " if isinstance(plan.head, PerRow) else f"Of the {rows}, "
     return text + _asked(plan) + _ordered(plan) + "."
 
 
-def _asked(plan: Plan) -> str:
+def _asked(plan: QueryPlan) -> str:
     """What is asked of the rows."""
     match plan.head:
         case Listing():
@@ -269,7 +269,7 @@ def _asked(plan: Plan) -> str:
             return f"give for each {_phrase(plan, by)} that {_phrase(plan, by)} and {asked}{only}"
         case PerRow():
             return _counted(plan, plan.head)
-        case Share(test):
+        case RowShare(test):
             return f"what percentage are those whose {_tested(plan.domain, plan.table, test)}"
         case Both(attribute, operator, first, second):
             joint = {"and": "and also among", "not": "but not among", "or": "or among"}[operator]
@@ -283,14 +283,14 @@ def _asked(plan: Plan) -> str:
             return text + f"{row} with the {best}, all if tied"
 
 
-def _listed(plan: Plan, head: Listing) -> str:
+def _listed(plan: QueryPlan, head: Listing) -> str:
     asked = _and([_phrase(plan, a) for a in head.attributes])
     if not head.distinct:
         return f"list the {asked}"
     return f"list each different {asked}" if len(head.attributes) == 1 else f"list each {asked}, no row twice"
 
 
-def _counted(plan: Plan, head: PerRow) -> str:
+def _counted(plan: QueryPlan, head: PerRow) -> str:
     child = plan.domain.table(head.table)
     whose = f" whose {_tested(plan.domain, head.table, head.test)}" if head.test else ""
     what = "the number of its"
@@ -300,7 +300,7 @@ def _counted(plan: Plan, head: PerRow) -> str:
     return f"give the {_phrase(plan, head.label)} and {what} {child.plural}{whose}, 0 where there are none"
 
 
-def _ordered(plan: Plan) -> str:
+def _ordered(plan: QueryPlan) -> str:
     if plan.order is None:
         return ""
     name, kind = _sorted_by(plan, plan.order.column)
@@ -309,7 +309,7 @@ def _ordered(plan: Plan) -> str:
     return text + (f", only the first {plan.order.limit} rows" if plan.order.limit else "")
 
 
-def _sorted_by(plan: Plan, column: int) -> tuple[str, Kind]:
+def _sorted_by(plan: QueryPlan, column: int) -> tuple[str, ColumnKind]:
     """The name and kind of an output column."""
     match plan.head:
         case Listing(attributes):
@@ -318,17 +318,21 @@ def _sorted_by(plan: Plan, column: int) -> tuple[str, Kind]:
             attribute = by if column == 0 else None
             if column:
                 made = aggregates[column - 1]
-                kind = plan.column(made.attribute).kind if made.attribute else Kind.INTEGER
+                kind = plan.column(made.attribute).kind if made.attribute else ColumnKind.INTEGER
                 counted = made.function in ("count", "distinct")
-                return _number(plan, made).removeprefix("the "), Kind.INTEGER if counted else kind
+                return _number(plan, made).removeprefix("the "), ColumnKind.INTEGER if counted else kind
         case PerRow(label):
             attribute = label if column == 0 else None
         case _:
             raise TypeError(f"the rows of {type(plan.head).__name__} have no order")
-    return (_phrase(plan, attribute), plan.column(attribute).kind) if attribute else ("number", Kind.INTEGER)
+    return (
+        (_phrase(plan, attribute), plan.column(attribute).kind)
+        if attribute
+        else ("number", ColumnKind.INTEGER)
+    )
 
 
-def _those(conditions: Sequence[Condition], plan: Plan) -> str:
+def _those(conditions: Sequence[Condition], plan: QueryPlan) -> str:
     """The conditions behind the name of the rows."""
     whose, other = [], []
     for condition in conditions:
@@ -356,7 +360,7 @@ def _and(parts: Sequence[str]) -> str:
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def _phrase(plan: Plan, attribute: Attribute) -> str:
+def _phrase(plan: QueryPlan, attribute: Attribute) -> str:
     return _attribute(plan.domain, plan.table, attribute)
 
 
@@ -375,13 +379,13 @@ def _tested(domain: Domain, table: str, test: Test) -> str:
     return f"{_attribute(domain, table, test.attribute)} {SAID[test.operator].format(*values)}"
 
 
-def _number(plan: Plan, aggregate: Aggregate) -> str:
+def _number(plan: QueryPlan, aggregate: Aggregate) -> str:
     if aggregate.attribute is None:
         return f"the number of {plan.domain.table(plan.table).plural}"
     name = _phrase(plan, aggregate.attribute)
     if aggregate.function == "distinct":
         return f"the number of different values of {name}"
-    if plan.column(aggregate.attribute).kind is Kind.DATE:
+    if plan.column(aggregate.attribute).kind is ColumnKind.DATE:
         word = {"smallest": "earliest", "largest": "latest"}[aggregate.function]
         return f"the {word} {name}"
     return (

@@ -17,13 +17,13 @@ from ludus.tools.base import Tool
 from ludus.tools.sql import SqlError
 from ludus.types import JSON, FunctionCall, Message, MessageToolCall
 from ludus.worlds.sql.data import make_naming
-from ludus.worlds.sql.query import Plan
+from ludus.worlds.sql.query import QueryPlan
 from ludus.worlds.sql.render import to_sql
-from ludus.worlds.sql.tasks import Question
+from ludus.worlds.sql.tasks import SqlQuestion
 
 
 @dataclass(frozen=True, slots=True)
-class Flaws:
+class SqlFlaws:
     """How often the expert goes wrong, as probabilities."""
 
     forget: float = 0.4
@@ -35,14 +35,14 @@ class Flaws:
 
 
 @dataclass(frozen=True)
-class Expert:
+class SqlSolver:
     """Writes the messages that follow a question, with the tools of its database."""
 
     schema: Tool
     sql: Tool
-    flaws: Flaws
+    flaws: SqlFlaws
 
-    def messages(self, question: Question, rng: random.Random) -> list[Message]:
+    def messages(self, question: SqlQuestion, rng: random.Random) -> list[Message]:
         """One dialogue."""
         plan = question.plan
         if rng.random() < self.flaws.forget:
@@ -60,7 +60,7 @@ class Expert:
             return [*played, _answer(query)]
         return [*played, _answer(played[-1]["content"].split("\n")[1])]
 
-    def _misspelt(self, query: str, question: Question, rng: random.Random) -> str:
+    def _misspelt(self, query: str, question: SqlQuestion, rng: random.Random) -> str:
         """The query with the last letter of a column doubled, or of its first word missing."""
         words = set(re.findall(r"\w+", query))
         columns = sorted(words & set(question.pair.naming.columns.values()))
@@ -84,7 +84,7 @@ def _answer(text: str) -> Message:
     return Message(role="assistant", content=text)
 
 
-def forgetful(plan: Plan, rng: random.Random) -> Plan:
+def forgetful(plan: QueryPlan, rng: random.Random) -> QueryPlan:
     """The plan without one of its conditions, or without its order; as it is where it has neither."""
     parts = [*range(len(plan.conditions)), *([-1] if plan.order else [])]
     if not parts:
@@ -95,6 +95,6 @@ def forgetful(plan: Plan, rng: random.Random) -> Plan:
     return replace(plan, conditions=plan.conditions[:part] + plan.conditions[part + 1 :])
 
 
-def blind_query(plan: Plan) -> str:
+def blind_query(plan: QueryPlan) -> str:
     """The query of somebody who understands the question and has not looked at the database."""
     return to_sql(plan, make_naming(plan.domain))

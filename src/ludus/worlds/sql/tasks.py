@@ -20,7 +20,7 @@ from typing import Literal
 
 from ludus.rewards.code.sql_rows import Cell, Rows, same_rows
 from ludus.worlds.sql.data import DataPair
-from ludus.worlds.sql.domains import Kind
+from ludus.worlds.sql.domains import ColumnKind
 from ludus.worlds.sql.draw import Drawer
 from ludus.worlds.sql.query import (
     Aggregate,
@@ -31,9 +31,9 @@ from ludus.worlds.sql.query import (
     Head,
     Listing,
     PerRow,
-    Plan,
+    QueryPlan,
+    RowShare,
     Scalar,
-    Share,
     Test,
     Total,
     Versus,
@@ -73,10 +73,10 @@ Table = tuple[tuple[Cell, ...], ...]
 
 
 @dataclass(frozen=True)
-class Question:
+class SqlQuestion:
     """A plan on a database with its gold query and what it gives on both databases."""
 
-    plan: Plan
+    plan: QueryPlan
     pair: DataPair
     text: str
     sql: str
@@ -119,7 +119,7 @@ def _blot(token: str) -> str:
     return token if token in WORDS or not (token[0].isalnum() or token[0] == "_") else "x"
 
 
-def features(plan: Plan) -> frozenset[str]:
+def features(plan: QueryPlan) -> frozenset[str]:
     """What a question is made of, as names that `HELD_OUT` pairs."""
     found = {"joined"} if any(a.path for a in plan.attributes) else set()
     found.update(_head_features(plan.head))
@@ -143,7 +143,7 @@ def _head_features(head: Head) -> Iterator[str]:
             yield from ("having",) if more is not None else ()
         case PerRow(test=test):
             yield from ("per row", test.operator) if test else ("per row",)
-        case Share(test):
+        case RowShare(test):
             yield from ("share", test.operator)
         case Both(_, _, first, second):
             yield from ("set", first.operator, second.operator)
@@ -151,7 +151,7 @@ def _head_features(head: Head) -> Iterator[str]:
             yield "best"
 
 
-def is_held_out(plan: Plan) -> bool:
+def is_held_out(plan: QueryPlan) -> bool:
     """Whether a plan belongs to the split `composition`."""
     found = features(plan)
     return any(pair <= found for pair in HELD_OUT)
@@ -181,14 +181,14 @@ class Bench:
             )
             for table in pair.domain.tables
             for column in table.columns
-            if column.kind not in (Kind.KEY, Kind.REF)
+            if column.kind not in (ColumnKind.KEY, ColumnKind.REF)
         }
 
     def _values(self, table: str, column: str) -> list[Scalar]:
         found = self._shown.execute(f"SELECT {column} FROM {table} WHERE {column} IS NOT NULL ORDER BY rowid")
         return [value for (value,) in found]
 
-    def run(self, plan: Plan) -> tuple[Table, Table]:
+    def run(self, plan: QueryPlan) -> tuple[Table, Table]:
         """The rows of a plan on the shown and the hidden database."""
         sql = to_sql(plan, self.pair.naming)
         return tuple(self._shown.execute(sql)), tuple(self._hidden.execute(sql))
@@ -199,7 +199,7 @@ class Bench:
         self._hidden.close()
 
 
-def check(plan: Plan, bench: Bench) -> tuple[Table, Table] | None:
+def check(plan: QueryPlan, bench: Bench) -> tuple[Table, Table] | None:
     """The rows of a sound question on both databases, or None where it is not sound."""
     shown, hidden = bench.run(plan)
     ordered = plan.order is not None
@@ -223,7 +223,7 @@ def _presentable(rows: Table) -> bool:
     return 0 < len(rows) <= MOST_ROWS and all(set(column) != {None} for column in zip(*rows, strict=True))
 
 
-def _untied(plan: Plan, bench: Bench) -> bool:
+def _untied(plan: QueryPlan, bench: Bench) -> bool:
     """Whether the rows have one order, up to the first that is left out, and are several."""
     assert plan.order is not None
     limit = plan.order.limit
@@ -234,7 +234,7 @@ def _untied(plan: Plan, bench: Bench) -> bool:
     return True
 
 
-def weakened(plan: Plan) -> Iterator[Plan]:
+def weakened(plan: QueryPlan) -> Iterator[QueryPlan]:
     """The plan with one part left out or turned round, for each part that a careless reader may miss."""
     for place in range(len(plan.conditions)):
         yield replace(plan, conditions=plan.conditions[:place] + plan.conditions[place + 1 :])
@@ -249,7 +249,7 @@ def weakened(plan: Plan) -> Iterator[Plan]:
     yield from _weakened_head(plan)
 
 
-def _weakened_head(plan: Plan) -> Iterator[Plan]:
+def _weakened_head(plan: QueryPlan) -> Iterator[QueryPlan]:
     match plan.head:
         case Listing(_, True):
             yield replace(plan, head=replace(plan.head, distinct=False))
@@ -263,7 +263,7 @@ def _weakened_head(plan: Plan) -> Iterator[Plan]:
                 yield replace(plan, head=values, conditions=(*plan.conditions, test))
         case Best(largest=largest):
             yield replace(plan, head=replace(plan.head, largest=not largest))
-        case Share():
+        case RowShare():
             yield replace(plan, head=Total((Aggregate("count"),)))
         case _:
             return
@@ -279,7 +279,7 @@ def _simpler(condition: Test | Versus | Children) -> Versus | Children | None:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SqlQuota:
     """How many questions of which levels, at most how many of a shape, and what answers them.
 
     `by_shape`: the splits share no shape. Otherwise only `composition` has shapes of its own, and the other
@@ -297,7 +297,7 @@ class Wanted:
 class _Composer:
     """Collects questions until there are enough."""
 
-    def __init__(self, pairs: Sequence[DataPair], wanted: Wanted) -> None:
+    def __init__(self, pairs: Sequence[DataPair], wanted: SqlQuota) -> None:
         self._wanted = wanted
         self._rng = random.Random(f"questions/{wanted.seed}")
         self._benches = [Bench(pair) for pair in pairs]
@@ -305,7 +305,7 @@ class _Composer:
         self._homes: dict[str, bool] = {}
         self._seen: set[tuple[str, str]] = set()
 
-    def question(self, level: int) -> Question | None:
+    def question(self, level: int) -> SqlQuestion | None:
         """A new question of a level, or None where many attempts find none."""
         for _ in range(ATTEMPTS):
             bench = self._rng.choice(self._benches)
@@ -315,7 +315,7 @@ class _Composer:
                 return found
         return None
 
-    def _accept(self, plan: Plan, bench: Bench) -> Question | None:
+    def _accept(self, plan: QueryPlan, bench: Bench) -> SqlQuestion | None:
         sql = to_sql(plan, bench.pair.naming)
         shape, place, apart = shape_of(sql), (bench.pair.key, sql), is_held_out(plan)
         if place in self._seen or self._shapes[shape] >= self._wanted.per_shape:
@@ -329,7 +329,7 @@ class _Composer:
         self._seen.add(place)
         self._shapes[shape] += 1
         self._homes[shape] = apart
-        return Question(plan, bench.pair, to_words(plan), sql, level_of(plan), kind, *rows)
+        return SqlQuestion(plan, bench.pair, to_words(plan), sql, level_of(plan), kind, *rows)
 
     def close(self) -> None:
         """Give the databases back."""
@@ -337,13 +337,13 @@ class _Composer:
             bench.close()
 
 
-def compose(pairs: Sequence[DataPair], wanted: Wanted) -> dict[str, list[Question]]:
+def compose(pairs: Sequence[DataPair], wanted: SqlQuota) -> dict[str, list[SqlQuestion]]:
     """The questions of each split; fewer than wanted where the shapes run out.
 
     Short ones are composed first, until they run out. The order of a split is that of digests, so that its
     first questions are as hard as its last.
     """
-    splits: dict[str, list[Question]] = {split: [] for split in SPLITS}
+    splits: dict[str, list[SqlQuestion]] = {split: [] for split in SPLITS}
     levels = list(wanted.levels)
     with closing(_Composer(pairs, wanted)) as composer:
         for place in range(wanted.num):
@@ -361,12 +361,12 @@ def compose(pairs: Sequence[DataPair], wanted: Wanted) -> dict[str, list[Questio
     return splits
 
 
-def answer_kind(plan: Plan, shape: str, rows: Table, answers: str) -> AnswerKind | None:
+def answer_kind(plan: QueryPlan, shape: str, rows: Table, answers: str) -> AnswerKind | None:
     """Whether a question is answered by a query or by its value; None where it fits neither that is wanted.
 
     Half of the shapes that give a single value ask for the value, where it is not a small number.
     """
-    single = isinstance(plan.head, Total | Share) and len(rows[0]) == 1
+    single = isinstance(plan.head, Total | RowShare) and len(rows[0]) == 1
     cell = rows[0][0]
     telling = single and (isinstance(cell, str) or (cell is not None and float(cell) >= LEAST_VALUE))
     if answers == "value":

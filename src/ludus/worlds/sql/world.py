@@ -32,8 +32,8 @@ from ludus.worlds.sql.grader import (
     shown_rows,
     was_run,
 )
-from ludus.worlds.sql.solver import Expert, Flaws
-from ludus.worlds.sql.tasks import SPLITS, Question, Wanted, compose
+from ludus.worlds.sql.solver import SqlFlaws, SqlSolver
+from ludus.worlds.sql.tasks import SPLITS, SqlQuestion, SqlQuota, compose
 
 SYSTEM = {
     "tool": "Answer the question about the database. See its tables with schema, try queries with sql.",
@@ -90,7 +90,7 @@ class SqlWorld:
     _tools: dict[str, tuple[Tool, Tool]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
-    def questions(self) -> Mapping[str, Sequence[Question]]:
+    def questions(self) -> Mapping[str, Sequence[SqlQuestion]]:
         """The questions of each split. They hold the truth: not for an environment."""
         return _questions(self.settings)
 
@@ -136,7 +136,7 @@ class SqlWorld:
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """An endless stream by the flawed expert on training tasks."""
         rng = random.Random(f"demonstrations:{self.settings.seed}:{seed}")
-        flaws = Flaws(forget=self.settings.forget)
+        flaws = SqlFlaws(forget=self.settings.forget)
         while True:
             yield self._dialogue(rng.choice(self.questions["train"]), flaws, rng)
 
@@ -146,7 +146,7 @@ class SqlWorld:
         question = next((one for one in found if one.id == task.id), None)
         if question is None or self.settings.access != "tool":
             return None
-        return self._dialogue(question, Flaws(0.0, 0.0, 0.0), random.Random(task.id))
+        return self._dialogue(question, SqlFlaws(0.0, 0.0, 0.0), random.Random(task.id))
 
     def survey(self, measure: bool) -> str:
         """How many questions differ, and what is solved without skill."""
@@ -169,11 +169,11 @@ class SqlWorld:
                     function = call["function"]
                     yield f'{{"name": "{function["name"]}", "arguments": {function["arguments"]}}}'
 
-    def _dialogue(self, question: Question, flaws: Flaws, rng: random.Random) -> Dialogue:
+    def _dialogue(self, question: SqlQuestion, flaws: SqlFlaws, rng: random.Random) -> Dialogue:
         tools = self.tools(question.pair.key)
-        return Dialogue((*self._opening(question), *Expert(*tools, flaws).messages(question, rng)), tools)
+        return Dialogue((*self._opening(question), *SqlSolver(*tools, flaws).messages(question, rng)), tools)
 
-    def _task(self, question: Question, split: str) -> Task:
+    def _task(self, question: SqlQuestion, split: str) -> Task:
         tags = {
             "split": split,
             "family": f"level {question.level}",
@@ -182,7 +182,7 @@ class SqlWorld:
         }
         return Task(question.id, self._opening(question), make_truth(question), tags)
 
-    def _opening(self, question: Question) -> tuple[Message, ...]:
+    def _opening(self, question: SqlQuestion) -> tuple[Message, ...]:
         asked = f"{question.text}\n{ASKED[question.kind]}"
         system = SYSTEM[self.settings.access]
         return Message(role="system", content=system), Message(role="user", content=asked)
@@ -200,9 +200,9 @@ def _pairs(settings: SqlSettings) -> tuple[DataPair, ...]:
 
 
 @cache
-def _questions(settings: SqlSettings) -> Mapping[str, Sequence[Question]]:
+def _questions(settings: SqlSettings) -> Mapping[str, Sequence[SqlQuestion]]:
     """The questions of each split, composed once in a process."""
-    wanted = Wanted(
+    wanted = SqlQuota(
         tuple(dict.fromkeys(settings.levels)),
         settings.tasks,
         settings.per_shape,

@@ -6,12 +6,12 @@ import ast
 import difflib
 from collections.abc import Iterator, Mapping
 
-from ludus.worlds.swe.problems import Problem
+from ludus.worlds.swe.problems import SweProblem
 
 _RESULT = "_outcome"
 
 
-def other_repairs(problem: Problem) -> Iterator[Mapping[str, str]]:
+def other_repairs(problem: SweProblem) -> Iterator[Mapping[str, str]]:
     """Texts of the files that a fix changes: whole modules without comments; then what was mended, restated.
 
     The second is left out where a changed statement is of a kind that is not restated here.

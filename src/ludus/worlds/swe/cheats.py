@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from ludus.worlds.swe.problems import Problem
+from ludus.worlds.swe.problems import SweProblem
 
 _COMMON: Final = """
 
@@ -177,7 +177,7 @@ def forgeries() -> Mapping[str, str]:
     return {name: f"{_COMMON}\n{body}" for name, body in _BODIES.items()}
 
 
-def forged(problem: Problem, code: str) -> dict[str, str]:
+def forged(problem: SweProblem, code: str) -> dict[str, str]:
     """The files that a fix changes, unmended, with code at their end."""
     return {
         path: problem.shown.get(path, b"").decode("utf-8") + code

@@ -30,7 +30,7 @@ from ludus.tools.lines import json_lines
 from ludus.tools.patch import patched_files, read_patch
 from ludus.worlds.swe.grader.grader import Exam
 from ludus.worlds.swe.grader.layout import layout_of
-from ludus.worlds.swe.problems import Problem
+from ludus.worlds.swe.problems import SweProblem
 
 _GIT_S: Final = 60.0
 _NAMES: Final = TypeAdapter(tuple[str, ...])
@@ -118,7 +118,7 @@ class Reported:
         names = (*self.instance.fail_to_pass, *self.instance.pass_to_pass)
         return Suite(self.instance.fail_to_pass, self.instance.pass_to_pass, hidden=frozenset(names))
 
-    def problem(self) -> Problem:
+    def problem(self) -> SweProblem:
         """The commit, its tests with the test patch applied. Raises UserError."""
         return _reported_problem(self)
 
@@ -148,7 +148,7 @@ def _read(path: Path) -> Iterator[Instance]:
 
 
 @lru_cache(maxsize=16)
-def _reported_problem(case: Reported) -> Problem:
+def _reported_problem(case: Reported) -> SweProblem:
     instance = case.instance
     tree = tree_at(clone_of(instance.repo, case.folder), instance.base_commit)
     try:
@@ -164,7 +164,7 @@ def _reported_problem(case: Reported) -> Problem:
     tests = Suite(instance.fail_to_pass, instance.pass_to_pass)
     changed = {path: content for path, content in mended.items() if tree.get(path) != content}
     exam = Exam(pristine, layout_of(tree), tests, files, changed, seconds=case.seconds)
-    return Problem(tree, exam, changed)
+    return SweProblem(tree, exam, changed)
 
 
 def clone_of(repo: str, folder: Path) -> Path:

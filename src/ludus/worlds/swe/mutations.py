@@ -40,7 +40,7 @@ class Edit:
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     """A module's text, and where each of its lines begins."""
 
     text: str
@@ -48,7 +48,7 @@ class Source:
     lines: tuple[str, ...]
 
     @classmethod
-    def of(cls, text: str) -> Source:
+    def of(cls, text: str) -> SourceFile:
         """The source of a text."""
         lines = tuple(text.splitlines(keepends=True))
         starts = [0]
@@ -75,7 +75,7 @@ class Source:
 
 Change = tuple[str, int, int, str]
 """Kind, begin, end, and what goes there."""
-Finder = Callable[[Source, ast.AST], Iterator[Change]]
+Finder = Callable[[SourceFile, ast.AST], Iterator[Change]]
 
 _BOUNDARY: Final[Mapping[type[ast.cmpop], str]] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 _OPPOSITE: Final[Mapping[type[ast.cmpop], str]] = {
@@ -157,7 +157,7 @@ _NAMES: Final[Mapping[str, str]] = {
 }
 
 
-def _between(source: Source, left: ast.expr, right: ast.expr, word: str) -> tuple[int, int] | None:
+def _between(source: SourceFile, left: ast.expr, right: ast.expr, word: str) -> tuple[int, int] | None:
     """Where an operator stands between two operands; None where it cannot be told."""
     start, end = source.span(left)[1], source.span(right)[0]
     gap = source.text[start:end]
@@ -167,7 +167,7 @@ def _between(source: Source, left: ast.expr, right: ast.expr, word: str) -> tupl
     return at, at + len(word)
 
 
-def comparisons(source: Source, node: ast.AST) -> Iterator[Change]:
+def comparisons(source: SourceFile, node: ast.AST) -> Iterator[Change]:
     """`<` for `<=`, `!=` for `==`, `not in` for `in`."""
     match node:
         case ast.Compare(left=left, ops=[op], comparators=[right]):
@@ -179,7 +179,7 @@ def comparisons(source: Source, node: ast.AST) -> Iterator[Change]:
                 yield "comparison", *place, _OPPOSITE[type(op)]
 
 
-def operators(source: Source, node: ast.AST) -> Iterator[Change]:
+def operators(source: SourceFile, node: ast.AST) -> Iterator[Change]:
     """Another operator of arithmetic."""
     match node:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
@@ -190,7 +190,7 @@ def operators(source: Source, node: ast.AST) -> Iterator[Change]:
                 yield "operator", *place, other
 
 
-def booleans(source: Source, node: ast.AST) -> Iterator[Change]:
+def booleans(source: SourceFile, node: ast.AST) -> Iterator[Change]:
     """`or` for `and`, and the other way round."""
     match node:
         case ast.BoolOp(op=op, values=[left, right, *_]):
@@ -200,7 +200,7 @@ def booleans(source: Source, node: ast.AST) -> Iterator[Change]:
                 yield "boolean", *place, other
 
 
-def conditions(source: Source, node: ast.AST) -> Iterator[Change]:
+def conditions(source: SourceFile, node: ast.AST) -> Iterator[Change]:
     """A condition turned round."""
     match node:
         case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
@@ -212,7 +212,7 @@ def conditions(source: Source, node: ast.AST) -> Iterator[Change]:
                 yield "condition", start, end, f"not {said}"
 
 
-def numbers(source: Source, node: ast.AST) -> Iterator[Change]:
+def numbers(source: SourceFile, node: ast.AST) -> Iterator[Change]:
     """One more or one less where a number is counted with."""
     inner: list[ast.expr] = []
     match node:
@@ -233,7 +233,7 @@ def numbers(source: Source, node: ast.AST) -> Iterator[Change]:
                     yield "off_by_one", start, end, str(one.value - 1)
 
 
-def slices(source: Source, node: ast.AST) -> Iterator[Change]:
+def slices(source: SourceFile, node: ast.AST) -> Iterator[Change]:
     """A bound of a slice that is off by one."""
     match node:
         case ast.Slice(lower=lower, upper=upper):
@@ -246,7 +246,7 @@ def slices(source: Source, node: ast.AST) -> Iterator[Change]:
                     yield "slice", start, end, str(bound.value + 1)
 
 
-def arguments(source: Source, node: ast.AST) -> Iterator[Change]:
+def arguments(source: SourceFile, node: ast.AST) -> Iterator[Change]:
     """The first two arguments of a call the wrong way round."""
     match node:
         case ast.Call(args=[first, second, *_]) if not isinstance(second, ast.Starred):
@@ -258,7 +258,7 @@ def arguments(source: Source, node: ast.AST) -> Iterator[Change]:
                     yield "arguments", start, end, f"{two}{source.text[middle:begin]}{one}"
 
 
-def names(source: Source, node: ast.AST) -> Iterator[Change]:
+def names(source: SourceFile, node: ast.AST) -> Iterator[Change]:
     """A method or function of the opposite sense."""
     match node:
         case ast.Call(func=ast.Attribute(attr=name) as func) if name in _NAMES:
@@ -268,7 +268,7 @@ def names(source: Source, node: ast.AST) -> Iterator[Change]:
             yield "name", *source.span(func), _NAMES[name]
 
 
-def defaults(source: Source, node: ast.AST) -> Iterator[Change]:
+def defaults(source: SourceFile, node: ast.AST) -> Iterator[Change]:
     """Another default of a parameter."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return
@@ -279,7 +279,7 @@ def defaults(source: Source, node: ast.AST) -> Iterator[Change]:
                 yield "default", *source.span(default), other
 
 
-def constants(source: Source, node: ast.AST) -> Iterator[Change]:
+def constants(source: SourceFile, node: ast.AST) -> Iterator[Change]:
     """True for False, or another number, where it is given, assigned or returned."""
     inner: list[ast.expr | None] = []
     match node:
@@ -306,7 +306,7 @@ def _other(value: object) -> str:
     return ""
 
 
-def statements(source: Source, node: ast.AST) -> Iterator[Change]:
+def statements(source: SourceFile, node: ast.AST) -> Iterator[Change]:
     """A guard, the last branch or a statement left out, or a loop that goes on where it ended."""
     for block in (node.__dict__.get(name) for name in ("body", "orelse", "finalbody")):
         if not isinstance(block, list) or not block or not isinstance(block[0], ast.stmt):
@@ -320,7 +320,7 @@ def statements(source: Source, node: ast.AST) -> Iterator[Change]:
             yield "loop", *source.span(node), "break"
 
 
-def _lost(source: Source, statement: ast.stmt, alone: bool) -> Iterator[Change]:
+def _lost(source: SourceFile, statement: ast.stmt, alone: bool) -> Iterator[Change]:
     lines = source.starts[statement.lineno - 1], source.starts[statement.end_lineno or statement.lineno]
     whole = not source.text[lines[0] : source.span(statement)[0]].strip() and not alone
     match statement:
@@ -350,7 +350,7 @@ KINDS: Final = (
 def edits(text: str) -> Iterator[Edit]:
     """All bugs that the functions of a module can have, in the order of the tree, sound ones and others."""
     tree = ast.parse(text)
-    source = Source.of(text)
+    source = SourceFile.of(text)
     for symbol, function in _functions(tree, ""):
         line = min([function.lineno, *(one.lineno for one in function.decorator_list)])
         for node in _own(function):

@@ -17,7 +17,7 @@ from ludus.worlds.swe.sources import read_archive
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class SweProblem:
     """`shown` is the repository as the model finds it, `mended` the files that a fix changes, after it."""
 
     shown: Mapping[str, bytes]
@@ -25,7 +25,7 @@ class Problem:
     mended: Mapping[str, bytes]
 
 
-class Case(Protocol):
+class SweCase(Protocol):
     """What a task is made of. `problem` needs the sources, the rest does not."""
 
     @property
@@ -48,7 +48,7 @@ class Case(Protocol):
     @property
     def suite(self) -> Suite: ...
 
-    def problem(self) -> Problem:
+    def problem(self) -> SweProblem:
         """The repository and its exam. Raises UserError where sources are missing."""
         ...
 
@@ -96,20 +96,20 @@ class Mined:
         names = {"family": bug.edit.kind, "level": str(bug.level)}
         return names | {"package": self.package.name, "style": bug.style}
 
-    def problem(self) -> Problem:
+    def problem(self) -> SweProblem:
         """The package with its bug, its broken tests taken away."""
         return _mined_problem(self)
 
 
 @lru_cache(maxsize=64)
-def _mined_problem(case: Mined) -> Problem:
+def _mined_problem(case: Mined) -> SweProblem:
     bug, package = case.bug, case.package
     tree = read_archive(case.sources / package.archive, package.sha256)
     right = tree[bug.path]
     pristine = {**tree, bug.path: bug.edit.apply(right.decode("utf-8")).encode()}
     counts = {f"{file}::{test}": cases for file in bug.files for test, cases in package.tests[file].items()}
     exam = Exam(pristine, layout_of(tree), case.suite, bug.files, {bug.path: right}, counts, case.seconds)
-    return Problem(hide(pristine, bug.broken), exam, {bug.path: right})
+    return SweProblem(hide(pristine, bug.broken), exam, {bug.path: right})
 
 
 def hide(tree: Mapping[str, bytes], tests: Collection[str]) -> dict[str, bytes]:

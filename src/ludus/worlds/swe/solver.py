@@ -10,7 +10,7 @@ from ludus.sandbox.base import Snapshot
 from ludus.tools.files import lines_of
 from ludus.tools.patch import patched_files, read_patch
 from ludus.types import JSON, FunctionCall, Message, MessageToolCall
-from ludus.worlds.swe.problems import Problem
+from ludus.worlds.swe.problems import SweProblem
 
 AROUND = 12
 """Lines that it reads before and after the place."""
@@ -19,7 +19,7 @@ FOUND = "This is where it goes wrong."
 DONE = "Mended."
 
 
-def solution(problem: Problem) -> tuple[Message, ...]:
+def solution(problem: SweProblem) -> tuple[Message, ...]:
     """The messages after the prompt: a look at each file, its repair, and the end of the episode."""
     said: list[Message] = []
     for path, content in problem.mended.items():
@@ -51,7 +51,7 @@ def unified(path: str, before: str, after: str, new: bool = False) -> str:
     return "".join(line if line.endswith("\n") else f"{line}{missing}" for line in lines)
 
 
-def applies(problem: Problem) -> bool:
+def applies(problem: SweProblem) -> bool:
     """Whether the oracle's patches, as the tool reads them, give the files that they should."""
     tree: Mapping[str, bytes] = problem.shown
     for path, content in problem.mended.items():

@@ -13,7 +13,7 @@ from ludus.tools.patch import apply_patch_tool
 from ludus.tools.submit import submit_tool
 from ludus.tools.workspace import Workspace, report
 from ludus.worlds.swe.grader.bundle import ARCHIVE, pytest_archive
-from ludus.worlds.swe.grader.layout import Layout
+from ludus.worlds.swe.grader.layout import RepositoryLayout
 from ludus.worlds.swe.repository import git_files
 
 _ASIDE: Final = (".git/", ".tools/")
@@ -41,7 +41,9 @@ class Checkout(Workspace):
         return replace(held, files=files, executable=held.executable & files.keys())
 
 
-def checkout(sandbox: Sandbox, tree: Mapping[str, bytes], layout: Layout, seconds: float) -> Checkout:
+def checkout(
+    sandbox: Sandbox, tree: Mapping[str, bytes], layout: RepositoryLayout, seconds: float
+) -> Checkout:
     """A session with a repository of these files; each command may take so many seconds."""
     tools = {f".tools/{ARCHIVE}": pytest_archive()}
     files = {**tree, **git_files(tree, "Import", ignored=".tools/\n"), **tools}

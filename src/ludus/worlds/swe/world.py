@@ -31,7 +31,7 @@ from ludus.worlds.swe.difficulty_report import survey
 from ludus.worlds.swe.grader.grader import REPORT, Grade, grade
 from ludus.worlds.swe.instances import load_instances
 from ludus.worlds.swe.mutations import KINDS
-from ludus.worlds.swe.problems import Case, Mined, Problem
+from ludus.worlds.swe.problems import Mined, SweCase, SweProblem
 from ludus.worlds.swe.solver import solution, written
 from ludus.worlds.swe.sources import default_folder, fetch, require
 from ludus.worlds.swe.tools import Checkout, checkout, repair_tools
@@ -76,7 +76,9 @@ class SweSettings(BaseModel):
 class SweEnv:
     """One episode: tools on a checkout, and the hidden tests at its end."""
 
-    def __init__(self, world: SweWorld, problem: Problem, workspace: Checkout, tools: Sequence[Tool]) -> None:
+    def __init__(
+        self, world: SweWorld, problem: SweProblem, workspace: Checkout, tools: Sequence[Tool]
+    ) -> None:
         self.tools = tools
         self.rewards = world.rewards
         self._sandbox = workspace.sandbox
@@ -131,7 +133,7 @@ class SweWorld:
         return load_catalogue(Path(self.settings.catalogue) if self.settings.catalogue else shipped_folder())
 
     @cached_property
-    def cases(self) -> Mapping[str, Case]:
+    def cases(self) -> Mapping[str, SweCase]:
         """All tasks by id, in their order. Raises ConfigError and UserError for files that cannot be read."""
         given = self.settings
         if given.instances:
@@ -229,7 +231,7 @@ class SweWorld:
         return {split: [_task(c) for c in self.cases.values() if c.split == split] for split in self.splits}
 
 
-def _task(case: Case) -> Task:
+def _task(case: SweCase) -> Task:
     asked = f"The repository is {case.repository}. This issue was reported:\n\n{case.issue}"
     prompt = (Message(role="system", content=SYSTEM), Message(role="user", content=asked))
     return Task(case.id, prompt, case.suite, {"split": case.split, **case.tags})

@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Iterator
 
 from ludus.worlds.terminal.checks import Text, fits
-from ludus.worlds.terminal.job import Job
+from ludus.worlds.terminal.job import TerminalJob
 
 _SCRIPT = "/tmp/way.sh"
 
 
-def other_ways(job: Job) -> Iterator[tuple[str, ...]]:
+def other_ways(job: TerminalJob) -> Iterator[tuple[str, ...]]:
     """Commands that solve the task: one script for all of it; the steps, then texts in another writing."""
     steps = "\n".join(job.draft.steps)
     yield (f"cat > {_SCRIPT} <<'END_OF_WAY'\n{steps}\nEND_OF_WAY", f"bash {_SCRIPT} && rm {_SCRIPT}")

@@ -87,7 +87,7 @@ def _lines(text: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class FilesUnchanged:
     """What was there is there, byte by byte, but for files that fit the patterns of `changes`."""
 
     files: Mapping[str, bytes] = field(repr=False)

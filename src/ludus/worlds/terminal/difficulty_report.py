@@ -13,20 +13,20 @@ from collections.abc import Mapping, Sequence
 from ludus.sandbox import Sandbox
 from ludus.tools.workspace import LIMITS
 from ludus.worlds.terminal.generate import LEVELS, TOPICS, distinct, form_of
-from ludus.worlds.terminal.job import Job
+from ludus.worlds.terminal.job import TerminalJob
 from ludus.worlds.terminal.services import Running, begin
 
-Splits = Mapping[str, Sequence[Job]]
+Splits = Mapping[str, Sequence[TerminalJob]]
 
 
-def nearest(job: Job, train: Sequence[Job]) -> Job:
+def nearest(job: TerminalJob, train: Sequence[TerminalJob]) -> TerminalJob:
     """The training task, of the same topic where there is one, that shares most words with this one."""
     words = Counter(form_of(job.text).split())
     pool = [one for one in train if one.topic == job.topic] or train
     return max(pool, key=lambda one: (Counter(form_of(one.text).split()) & words).total())
 
 
-async def solves(job: Job, steps: Sequence[str], sandbox: Sandbox) -> bool:
+async def solves(job: TerminalJob, steps: Sequence[str], sandbox: Sandbox) -> bool:
     """Whether these commands solve the task."""
     session = await sandbox.session("shell", files=job.start.files, limits=LIMITS)
     try:

@@ -50,7 +50,7 @@ def folder(rng: random.Random) -> str:
 
 
 @dataclass(frozen=True)
-class Table:
+class TableData:
     """Rows of text, `columns` being their headings: person, place, kind, and two numbers.
 
     The first number is another one in each row.
@@ -87,7 +87,7 @@ TABLE_WORDS: Final = tuple(
 )
 
 
-def table(rng: random.Random, num: int = 0) -> Table:
+def table(rng: random.Random, num: int = 0) -> TableData:
     """A table with rows drawn at random."""
     name, columns, kinds = rng.choice(_TABLES)
     num = num or rng.randint(18, 30)
@@ -97,7 +97,7 @@ def table(rng: random.Random, num: int = 0) -> Table:
         (rng.choice(people), rng.choice(towns), rng.choice(kinds), str(n), str(rng.randint(1, 9)))
         for n in numbers
     ]
-    return Table(f"{name}.csv", columns, tuple(found))
+    return TableData(f"{name}.csv", columns, tuple(found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Final
 
 from ludus.worlds.terminal import draw
-from ludus.worlds.terminal.job import Draft, Job, Maker, pair
+from ludus.worlds.terminal.job import JobDraft, JobMaker, TerminalJob, pair
 from ludus.worlds.terminal.topics import (
     archives,
     configs,
@@ -27,7 +27,7 @@ from ludus.worlds.terminal.topics import (
 
 SPLITS: Final = ("train", "validation", "test", "composition")
 LEVELS: Final = (1, 2, 3, 4)
-TOPICS: Final[Mapping[str, Sequence[Maker]]] = {
+TOPICS: Final[Mapping[str, Sequence[JobMaker]]] = {
     "files": files.MAKERS,
     "text": text.MAKERS,
     "tables": tables.MAKERS,
@@ -46,14 +46,14 @@ _MOST_DRAWS: Final = 200
 
 def splits_of(
     levels: Sequence[int], topics: Sequence[str], per_shape: int, seed: int, by_shape: bool, held_out: int = 0
-) -> dict[str, tuple[Job, ...]]:
+) -> dict[str, tuple[TerminalJob, ...]]:
     """The tasks of each split, in an order that mixes levels and topics.
 
     `by_shape` keeps all tasks of a maker in one split; otherwise those of each maker are dealt out, and
     `test` has more of each until there are `held_out`.
     `composition` has the makers that are held out, and pairs of those in training, of the levels asked for.
     """
-    found: dict[str, list[Job]] = {split: [] for split in SPLITS}
+    found: dict[str, list[TerminalJob]] = {split: [] for split in SPLITS}
     homes = homes_of_makers()
     chosen = {topic: TOPICS[topic] for topic in dict.fromkeys(topics)}
     for topic, makers in chosen.items():
@@ -77,11 +77,15 @@ def splits_of(
 
 
 def _more(
-    makers: Sequence[tuple[str, Maker]], first: int, seed: int, found: Mapping[str, Sequence[Job]], num: int
-) -> list[Job]:
+    makers: Sequence[tuple[str, JobMaker]],
+    first: int,
+    seed: int,
+    found: Mapping[str, Sequence[TerminalJob]],
+    num: int,
+) -> list[TerminalJob]:
     """At most `num` tasks of these makers, numbered from `first`, whose texts no task found so far has."""
     seen = {job.text for jobs in found.values() for job in jobs}
-    more: list[Job] = []
+    more: list[TerminalJob] = []
     for number in range(first, first + _MOST_DRAWS):
         for topic, maker in makers:
             if len(more) >= num:
@@ -93,10 +97,10 @@ def _more(
     return more
 
 
-def make_job(topic: str, maker: Maker, number: int, seed: int) -> Job:
+def make_job(topic: str, maker: JobMaker, number: int, seed: int) -> TerminalJob:
     """The task of a maker and a number; equal arguments give equal tasks."""
     drawn = maker.draw(random.Random(f"{seed}/{maker.name}/{number}"))
-    return Job((maker.name,), topic, maker.level, number, drawn)
+    return TerminalJob((maker.name,), topic, maker.level, number, drawn)
 
 
 @cache
@@ -112,8 +116,8 @@ def homes_of_makers() -> Mapping[str, str]:
 
 
 def _pairs(
-    chosen: Mapping[str, Sequence[Maker]], levels: Sequence[int], num: int, seed: int
-) -> Iterator[Job]:
+    chosen: Mapping[str, Sequence[JobMaker]], levels: Sequence[int], num: int, seed: int
+) -> Iterator[TerminalJob]:
     """Pairs of tasks of training, of two topics, no two pairs with the same makers."""
     homes, rng = homes_of_makers(), random.Random(f"{seed}/pairs")
     makers = [(topic, m) for topic, all_ in chosen.items() for m in all_ if homes[m.name] == "train"]
@@ -164,12 +168,12 @@ def _drawn() -> re.Pattern[str]:
     return re.compile(rf"(?<![A-Za-z])(?:{'|'.join(sorted(words, key=len, reverse=True))})(?![A-Za-z])", re.I)
 
 
-def shape_of(draft: Draft) -> str:
+def shape_of(draft: JobDraft) -> str:
     """The solution without names and numbers."""
     return form_of("\n".join(draft.steps))
 
 
-def distinct(jobs: Iterable[Job]) -> tuple[int, int, int]:
+def distinct(jobs: Iterable[TerminalJob]) -> tuple[int, int, int]:
     """How many tasks, how many differ in their words, and how many in their solutions."""
     all_ = list(jobs)
     return len(all_), len({form_of(j.draft.text) for j in all_}), len({shape_of(j.draft) for j in all_})

@@ -65,7 +65,7 @@ class At:
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class GitTree:
     """The files of a commit are exactly these."""
 
     root: str

@@ -11,8 +11,8 @@ from typing import Protocol
 from ludus.rewards.code.unit_tests import Suite
 from ludus.sandbox.base import Limits, Sandbox, Snapshot
 from ludus.untrusted.worker import LimitExceeded, call_bounded
-from ludus.worlds.terminal.checks import Check, Executable, Kept, Only, Text, fits
-from ludus.worlds.terminal.services import NOTHING_RUNS, Running, Service, Watched, at_first
+from ludus.worlds.terminal.checks import Check, Executable, FilesUnchanged, Only, Text, fits
+from ludus.worlds.terminal.services import NOTHING_RUNS, Running, TerminalService, WatchedService, at_first
 
 RUN_LIMITS = Limits(wall_s=15.0, cpu_s=10.0, files_out=200)
 
@@ -49,7 +49,7 @@ class Ran:
 
 
 @dataclass(frozen=True)
-class Draft:
+class JobDraft:
     """What a maker draws.
 
     `steps` are the commands that do it; they print nothing. `changes` are patterns of the files that may
@@ -66,18 +66,18 @@ class Draft:
     changes: tuple[str, ...] = ()
     executable: frozenset[str] = frozenset()
     looks: tuple[str, ...] = ()
-    services: tuple[Service, ...] = ()
+    services: tuple[TerminalService, ...] = ()
     afterwards: str = ""
-    watched: tuple[Watched, ...] = ()
+    watched: tuple[WatchedService, ...] = ()
 
 
 @dataclass(frozen=True)
-class Maker:
+class JobMaker:
     """Draws tasks that differ in names and numbers alone."""
 
     name: str
     level: int
-    draw: Callable[[random.Random], Draft]
+    draw: Callable[[random.Random], JobDraft]
     held_out: bool = False
 
 
@@ -106,7 +106,7 @@ class Assignment(Protocol):
     def suite(self) -> Suite: ...
 
     @property
-    def services(self) -> tuple[Service, ...]: ...
+    def services(self) -> tuple[TerminalService, ...]: ...
 
     @property
     def afterwards(self) -> str: ...
@@ -119,14 +119,14 @@ class Assignment(Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
+class TerminalJob:
     """A task. `parts` are the names of the makers that it is made by: one, or those of a pair."""
 
     parts: tuple[str, ...]
     topic: str
     level: int
     number: int
-    draft: Draft
+    draft: JobDraft
 
     @property
     def id(self) -> str:
@@ -144,7 +144,7 @@ class Job:
     @cached_property
     def checks(self) -> tuple[Check, ...]:
         """All that is judged without running anything; that the rest is kept comes last."""
-        kept = Kept(self.start.files, self.draft.changes, self.draft.executable)
+        kept = FilesUnchanged(self.start.files, self.draft.changes, self.draft.executable)
         return (*self.draft.checks, kept)
 
     @property
@@ -161,7 +161,7 @@ class Job:
         return Suite((*due, *(run.name for run in self.draft.runs)), held)
 
     @property
-    def services(self) -> tuple[Service, ...]:
+    def services(self) -> tuple[TerminalService, ...]:
         """What runs from the beginning."""
         return self.draft.services
 
@@ -188,7 +188,7 @@ class Job:
 
 
 def held(
-    checks: Sequence[Check], watched: Sequence[Watched], state: Snapshot, running: Running
+    checks: Sequence[Check], watched: Sequence[WatchedService], state: Snapshot, running: Running
 ) -> dict[str, bool]:
     """Which checks hold, by name."""
     files = {check.name: check.holds(state) for check in checks}
@@ -198,7 +198,7 @@ def held(
 async def judge_files(
     state: Snapshot,
     checks: Sequence[Check],
-    watched: Sequence[Watched] = (),
+    watched: Sequence[WatchedService] = (),
     running: Running = NOTHING_RUNS,
 ) -> dict[str, bool]:
     """As `held`, in a process with limits: reading a policy's archives and repositories may take long.
@@ -213,12 +213,12 @@ async def judge_files(
         return dict.fromkeys([*(one.name for one in checks), *(one.name for one in watched)], False)
 
 
-def pair(first: Job, second: Job, number: int) -> Job:
+def pair(first: TerminalJob, second: TerminalJob, number: int) -> TerminalJob:
     """Both tasks in one folder. Raises ValueError where one touches the other's files."""
     one, two = first.draft, second.draft
     if _touches(first, second) or _touches(second, first):
         raise ValueError(f"{first.id} and {second.id} are about the same files")
-    draft = Draft(
+    draft = JobDraft(
         f"Do two things.\n1. {one.text}\n2. {two.text}",
         {**one.files, **two.files},
         (*one.steps, *two.steps),
@@ -232,10 +232,10 @@ def pair(first: Job, second: Job, number: int) -> Job:
         (*one.watched, *two.watched),
     )
     level = min(4, max(first.level, second.level) + 1)
-    return Job((*first.parts, *second.parts), "pairs", level, number, draft)
+    return TerminalJob((*first.parts, *second.parts), "pairs", level, number, draft)
 
 
-def _touches(first: Job, second: Job) -> bool:
+def _touches(first: TerminalJob, second: TerminalJob) -> bool:
     """Whether what the first is about has files of the second in it."""
     patterns = [*first.draft.changes, *(c.pattern for c in first.checks if isinstance(c, Only | Executable))]
     shared = [path for path in first.start.files if second.start.files.get(path, b"") != b""]

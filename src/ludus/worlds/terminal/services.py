@@ -24,7 +24,7 @@ Identity = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Service:
+class TerminalService:
     """`python3 WORDS...` in /box, from the beginning on, which prints a line to `log` once it is up.
 
     A service with a `parent` is started by that one, children in the order in which they are declared. `fate`
@@ -73,7 +73,7 @@ def _words_of(process: Process) -> tuple[str, ...] | None:
     return (script, *words[1:])
 
 
-class Watched(Protocol):
+class WatchedService(Protocol):
     """One thing that has to hold of what runs."""
 
     @property
@@ -108,7 +108,7 @@ class Lives:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ServiceEnded:
     """The process that a service began as has ended."""
 
     service: str
@@ -146,7 +146,7 @@ class Runs:
         return len(found) == self.num and fit and named and all(one.state != "T" for one in found)
 
 
-def at_first(services: Sequence[Service]) -> Running:
+def at_first(services: Sequence[TerminalService]) -> Running:
     """What runs once all services are up and each has met its fate."""
     processes = [
         Process(
@@ -179,7 +179,9 @@ class Converses(Protocol):
         ...
 
 
-async def begin(shell: Converses, services: Sequence[Service], afterwards: str) -> Mapping[str, Identity]:
+async def begin(
+    shell: Converses, services: Sequence[TerminalService], afterwards: str
+) -> Mapping[str, Identity]:
     """Start the services, and run `afterwards` once all are up; gives the processes that they are.
 
     A service's name in braces stands for its number in `afterwards`. Raises WorldError where one does not
@@ -212,14 +214,14 @@ async def begin(shell: Converses, services: Sequence[Service], afterwards: str) 
     raise WorldError("A program that belongs to the task did not end or stop as it should.")
 
 
-def _has_met_fate(service: Service, process: Process | None) -> bool:
+def _has_met_fate(service: TerminalService, process: Process | None) -> bool:
     """Whether a service has ended, stopped or gone on, as its fate says."""
     if service.fate == "KILL":
         return process is None
     return process is not None and (process.state == "T") == (service.fate == "STOP")
 
 
-def _launch(services: Sequence[Service]) -> str:
+def _launch(services: Sequence[TerminalService]) -> str:
     """The commands that start services one after the other, and print a line `NAME PID` for each."""
     lines = ['up() { for i in $(seq 400); do [ -s "$1" ] && return; sleep 0.02; done; }']
     for service in services:

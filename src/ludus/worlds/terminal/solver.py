@@ -10,31 +10,31 @@ import random
 from collections.abc import Sequence
 
 from ludus.types import FunctionCall, Message, MessageToolCall
-from ludus.worlds.terminal.job import Job
+from ludus.worlds.terminal.job import TerminalJob
 
 NOTHING = "[no output]"
 LIST = "find . -type f -not -path '*/.git*' | sort"
 LOOK_LINES = 4
 
 
-def solve(job: Job) -> list[Message]:
+def solve(job: TerminalJob) -> list[Message]:
     """The messages of a solution."""
     return played(job, job.draft.steps)
 
 
-def played(job: Job, steps: Sequence[str]) -> list[Message]:
+def played(job: TerminalJob, steps: Sequence[str]) -> list[Message]:
     """The messages of an episode that looks and then does this."""
     calls = [*_looks(job), *((step, NOTHING) for step in steps)]
     return [*_played(calls), _done(job)]
 
 
-def fall_short(job: Job, rng: random.Random) -> list[Message]:
+def fall_short(job: TerminalJob, rng: random.Random) -> list[Message]:
     """A flawed solution: it only looks, or leaves the last command out."""
     steps = job.draft.steps[:-1] if rng.random() < 0.5 else ()
     return played(job, steps)
 
 
-def _looks(job: Job) -> list[tuple[str, str]]:
+def _looks(job: TerminalJob) -> list[tuple[str, str]]:
     files = job.start.files
     listed = sorted(f"./{path}" for path in files if "/.git" not in f"/{path}")
     looks = [(LIST, "\n".join(listed) or NOTHING)]
@@ -54,6 +54,6 @@ def _played(calls: list[tuple[str, str]]) -> list[Message]:
     return messages
 
 
-def _done(job: Job) -> Message:
+def _done(job: TerminalJob) -> Message:
     tops = sorted({path.partition("/")[0] for path in job.start.files} - {".gitconfig"})
     return Message(role="assistant", content=f"Done with {', '.join(tops[:3]) or 'the script'}.")

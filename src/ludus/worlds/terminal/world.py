@@ -35,7 +35,7 @@ from ludus.worlds.terminal.bench.load import BenchTask, load_bench
 from ludus.worlds.terminal.difficulty_report import idle_line, measured, report
 from ludus.worlds.terminal.episode import VERDICT, TerminalEpisode, mended, read_verdict
 from ludus.worlds.terminal.generate import LEVELS, SPLITS, TOPICS, homes_of_makers, make_job, splits_of
-from ludus.worlds.terminal.job import Assignment, Job
+from ludus.worlds.terminal.job import Assignment, TerminalJob
 from ludus.worlds.terminal.solver import fall_short, played, solve
 
 SYSTEM = (
@@ -187,7 +187,7 @@ class TerminalWorld:
         if job is None or self.settings.tools == "none":
             return None
         match job:
-            case Job():
+            case TerminalJob():
                 messages = solve(job)
             case BenchTask():
                 messages = job.solve()
@@ -198,7 +198,7 @@ class TerminalWorld:
     def survey(self, measure: bool) -> str:
         """How many tasks differ, and what is solved without skill; nothing of foreign tasks."""
         made = _made(self.settings)
-        splits = {split: [job for job in made[split] if isinstance(job, Job)] for split in SPLITS}
+        splits = {split: [job for job in made[split] if isinstance(job, TerminalJob)] for split in SPLITS}
         told = f"{report(splits)}\n\n{idle_line(splits)}\n"
         if measure:
             return told + "\n".join(measured(splits, self.sandbox))
@@ -208,7 +208,7 @@ class TerminalWorld:
     def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
         """Other commands, and files in another writing; none for a foreign task."""
         job = self._jobs.get(task.id)
-        if not isinstance(job, Job) or self.settings.tools == "none":
+        if not isinstance(job, TerminalJob) or self.settings.tools == "none":
             return ()
         return tuple(played(job, steps) for steps in other_ways(job))
 

@@ -11,7 +11,7 @@ Draw = Callable[[random.Random, int], object]
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class StepKind:
     """A sort of values: its type as an annotation, what it is in words, and how one is drawn.
 
     `layout` says how it stands in a line of text, for programs that read and print; empty where it cannot.
@@ -25,13 +25,13 @@ class Kind:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class CodeStep:
     """A function of one kind or several to another; further arguments are numbers drawn from `draws`."""
 
     name: str
     family: str
-    takes: tuple[Kind, ...]
-    gives: Kind
+    takes: tuple[StepKind, ...]
+    gives: StepKind
     points: int
     says: str
     function: Callable[..., object] = field(repr=False)
@@ -39,15 +39,15 @@ class Step:
 
 
 def step(
-    takes: Kind | tuple[Kind, ...], gives: Kind, points: int, **draws: tuple[int, int]
-) -> Callable[[Callable[..., object]], Step]:
+    takes: StepKind | tuple[StepKind, ...], gives: StepKind, points: int, **draws: tuple[int, int]
+) -> Callable[[Callable[..., object]], CodeStep]:
     """Make a step of a function; its docstring is the sentence, with `{name}` for what is drawn."""
     kinds = takes if isinstance(takes, tuple) else (takes,)
 
-    def make(function: Callable[..., object]) -> Step:
+    def make(function: Callable[..., object]) -> CodeStep:
         says = " ".join((function.__doc__ or "").split())
         family = function.__module__.rpartition(".")[2]
-        return Step(function.__name__, family, kinds, gives, points, says, function, draws)
+        return CodeStep(function.__name__, family, kinds, gives, points, says, function, draws)
 
     return make
 
@@ -119,19 +119,19 @@ def _maze(rng: random.Random, size: int) -> list[str]:
     return ["".join(row) for row in cells]
 
 
-INT = Kind("int", "int", "a whole number, 0 or more", _number, "number")
-INTS = Kind("ints", "list[int]", "a list of whole numbers, possibly empty", _numbers, "numbers")
-WORDS = Kind("words", "list[str]", "a list of words in lower case, possibly empty", _words, "words")
-TEXT = Kind("text", "str", "a text of words in lower case and numbers, possibly empty", _text, "text")
-TABLE = Kind("table", "dict[str, int]", "whole numbers by name, possibly none", _table, "table")
-SPANS = Kind(
+INT = StepKind("int", "int", "a whole number, 0 or more", _number, "number")
+INTS = StepKind("ints", "list[int]", "a list of whole numbers, possibly empty", _numbers, "numbers")
+WORDS = StepKind("words", "list[str]", "a list of words in lower case, possibly empty", _words, "words")
+TEXT = StepKind("text", "str", "a text of words in lower case and numbers, possibly empty", _text, "text")
+TABLE = StepKind("table", "dict[str, int]", "whole numbers by name, possibly none", _table, "table")
+SPANS = StepKind(
     "spans",
     "list[list[int]]",
     "a list of intervals [start, end] with start < end, in no order, possibly empty",
     _spans,
     "rows",
 )
-EDGES = Kind(
+EDGES = StepKind(
     "edges",
     "list[list[int]]",
     "a list of pairs [a, b] of different numbers, each pair an edge between two nodes of a graph, "
@@ -139,17 +139,17 @@ EDGES = Kind(
     _edges,
     "rows",
 )
-ROADS = Kind(
+ROADS = StepKind(
     "roads",
     "list[list[int]]",
     "a list of triples [a, b, w]: a road of length w between the towns a and b, both ways; possibly empty",
     _roads,
     "rows",
 )
-GRID = Kind(
+GRID = StepKind(
     "grid", "list[list[int]]", "a rectangular grid of whole numbers, at least one cell", _grid, "rows"
 )
-MAZE = Kind(
+MAZE = StepKind(
     "maze",
     "list[str]",
     "a rectangular maze, '#' is a wall and '.' is free; the first cell is free",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ludus.worlds.code.steps.base import INT, INTS, TABLE, TEXT, WORDS, Kind, step
+from ludus.worlds.code.steps.base import INT, INTS, TABLE, TEXT, WORDS, StepKind, step
 
 
 def _program(rng: random.Random, size: int) -> list[str]:
@@ -45,7 +45,7 @@ def _orders(rng: random.Random, size: int) -> list[str]:
     ]
 
 
-PROGRAM = Kind(
+PROGRAM = StepKind(
     "program",
     "list[str]",
     "a program for a machine with two registers a and b that are 0 at first: lines set R N, add R N, "
@@ -54,7 +54,7 @@ PROGRAM = Kind(
     _program,
     "lines",
 )
-MOVES = Kind(
+MOVES = StepKind(
     "moves",
     "str",
     "moves of a robot that stands at (0, 0) and looks up (y grows upwards): F goes one forward, B one"
@@ -63,7 +63,7 @@ MOVES = Kind(
     _moves,
     "text",
 )
-STACK = Kind(
+STACK = StepKind(
     "stack",
     "list[str]",
     "a program for a stack of numbers, empty at first: a number is put on it, + and * replace the "
@@ -74,7 +74,7 @@ STACK = Kind(
     _stack_code,
     "words",
 )
-ORDERS = Kind(
+ORDERS = StepKind(
     "orders",
     "list[str]",
     "orders for accounts that are 0 at first: pay A N puts N on A, send A B N moves N from A to B if "

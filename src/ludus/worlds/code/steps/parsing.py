@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ludus.worlds.code.steps.base import INT, INTS, TABLE, TEXT, WORDS, Kind, step
+from ludus.worlds.code.steps.base import INT, INTS, TABLE, TEXT, WORDS, StepKind, step
 
 
 def _expression(rng: random.Random, size: int) -> str:
@@ -77,14 +77,14 @@ def _settings(rng: random.Random, size: int) -> str:
     return ";".join(lines)
 
 
-EXPRESSION = Kind(
+EXPRESSION = StepKind(
     "expression",
     "str",
     "an arithmetic expression of whole numbers, +, -, * and brackets, without spaces, like 2+3*(4-1)",
     _expression,
     "text",
 )
-POSTFIX = Kind(
+POSTFIX = StepKind(
     "postfix",
     "str",
     "an expression in postfix notation: numbers and the operators +, -, * and max, with spaces "
@@ -93,25 +93,27 @@ POSTFIX = Kind(
     _postfix,
     "text",
 )
-BRACKETS = Kind("brackets", "str", "a text of the brackets ( ) [ ] { }, possibly empty", _brackets, "text")
-LOG = Kind(
+BRACKETS = StepKind(
+    "brackets", "str", "a text of the brackets ( ) [ ] { }, possibly empty", _brackets, "text"
+)
+LOG = StepKind(
     "log",
     "str",
     "entries like 08:30 ann in, sorted by time, with ; between them; possibly empty",
     _log,
     "text",
 )
-PACKED = Kind(
+PACKED = StepKind(
     "packed",
     "str",
     "a packed text: letters, and pieces like 3[ab] that stand for ababab and may hold others; possibly empty",
     _packed,
     "text",
 )
-NESTED = Kind(
+NESTED = StepKind(
     "nested", "str", "a list of whole numbers and lists, like [1,[2,[]],3], as text", _nested, "text"
 )
-SETTINGS = Kind(
+SETTINGS = StepKind(
     "settings",
     "str",
     "entries with ; between them: name=number, name=$other (the value of another name) or #comment; "

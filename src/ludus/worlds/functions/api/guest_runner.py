@@ -27,7 +27,7 @@ from typing import TypedDict
 Call = tuple[str, dict[str, object]]
 
 
-class Order(TypedDict):
+class CallOrder(TypedDict):
     """What is read from stdin; see the module."""
 
     classes: dict[str, str]
@@ -40,7 +40,7 @@ class Order(TypedDict):
 class Objects:
     """One object of each involved class."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: CallOrder) -> None:
         self.made = {
             name: vars(importlib.import_module(module))[name]() for name, module in order["classes"].items()
         }
@@ -95,7 +95,7 @@ def contains(all_said: Sequence[str], wanted: Sequence[str]) -> bool:
     return True
 
 
-def reply(order: Order) -> dict[str, object]:
+def reply(order: CallOrder) -> dict[str, object]:
     """Return what an order asks for, or `{"fault": text}` if the objects cannot be made."""
     try:
         objects, gold = Objects(order), Objects(order)

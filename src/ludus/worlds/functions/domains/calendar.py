@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ludus.worlds.functions.domains.catalogue import Function, Gift, Param
 from ludus.worlds.functions.domains.kinds import CITIES, DATES, TIMES, TITLES
-from ludus.worlds.functions.domains.state import Row, State
+from ludus.worlds.functions.domains.state import DomainState, Row
 
 
-def _fill(state: State, event_id: str) -> Row:
+def _fill(state: DomainState, event_id: str) -> Row:
     """The row of an event, with what follows from its identifier."""
     row = state.need("event", event_id)
     row.setdefault("title", state.pick(TITLES, event_id, "title"))
@@ -16,14 +16,14 @@ def _fill(state: State, event_id: str) -> Row:
     return row
 
 
-def create_event(state: State, title: str, date: str, time: str) -> Row:
+def create_event(state: DomainState, title: str, date: str, time: str) -> Row:
     """Add an event."""
     event_id = state.issue("event", title, date, time)
     state.need("event", event_id).update(title=title, date=date, time=time)
     return {"event_id": event_id}
 
 
-def find_event(state: State, title: str) -> Row:
+def find_event(state: DomainState, title: str) -> Row:
     """Look up an event by title."""
     event_id = state.issue("event", "title", title)
     state.need("event", event_id).setdefault("title", title)
@@ -31,46 +31,46 @@ def find_event(state: State, title: str) -> Row:
     return {"event_id": event_id, "date": row["date"], "city": row["city"]}
 
 
-def move_event(state: State, event_id: str, date: str) -> Row:
+def move_event(state: DomainState, event_id: str, date: str) -> Row:
     """Change the date of an event."""
     _fill(state, event_id)["date"] = date
     return {"event_id": event_id, "date": date}
 
 
-def cancel_event(state: State, event_id: str) -> Row:
+def cancel_event(state: DomainState, event_id: str) -> Row:
     """Cancel an event."""
     state.drop("event", event_id)
     return {"cancelled": event_id}
 
 
-def invite_guest(state: State, guest: str, event_id: str) -> Row:
+def invite_guest(state: DomainState, guest: str, event_id: str) -> Row:
     """Invite a person to an event."""
     row = state.need("event", event_id)
     row["guests"] = f"{row.get('guests', '')} {guest}".strip()
     return {"event_id": event_id, "guests": row["guests"]}
 
 
-def list_events(state: State, date: str, limit: int) -> Row:
+def list_events(state: DomainState, date: str, limit: int) -> Row:
     """List the events of a day."""
     event_id = state.issue("event", "list", date)
     state.need("event", event_id).setdefault("date", date)
     return {"count": min(limit, state.number(1, 4, date)), "first": event_id}
 
 
-def set_reminder(state: State, title: str, date: str, time: str) -> Row:
+def set_reminder(state: DomainState, title: str, date: str, time: str) -> Row:
     """Set a reminder."""
     reminder_id = state.issue("reminder", title, date, time)
     state.need("reminder", reminder_id).update(title=title, date=date, time=time)
     return {"reminder_id": reminder_id}
 
 
-def delete_reminder(state: State, reminder_id: str) -> Row:
+def delete_reminder(state: DomainState, reminder_id: str) -> Row:
     """Delete a reminder."""
     state.drop("reminder", reminder_id)
     return {"deleted": reminder_id}
 
 
-def find_free_time(state: State, minutes: int, date: str) -> Row:
+def find_free_time(state: DomainState, minutes: int, date: str) -> Row:
     """Find a free slot."""
     return {"time": state.pick(TIMES, "free", date), "minutes": minutes}
 

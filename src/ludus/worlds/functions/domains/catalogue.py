@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ludus.types import JSON
-from ludus.worlds.functions.domains.kinds import KINDS, Kind
+from ludus.worlds.functions.domains.kinds import KINDS, ValueKind
 from ludus.worlds.functions.domains.state import Row
 
 
@@ -22,7 +22,7 @@ class Param:
     default: JSON = None
 
     @property
-    def of(self) -> Kind:
+    def of(self) -> ValueKind:
         """Its kind."""
         return KINDS[self.kind]
 

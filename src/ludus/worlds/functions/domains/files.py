@@ -4,61 +4,61 @@ from __future__ import annotations
 
 from ludus.worlds.functions.domains.catalogue import Function, Gift, Param
 from ludus.worlds.functions.domains.kinds import TEXTS
-from ludus.worlds.functions.domains.state import Row, State
+from ludus.worlds.functions.domains.state import DomainState, Row
 
 
-def create_file(state: State, name: str, content: str) -> Row:
+def create_file(state: DomainState, name: str, content: str) -> Row:
     """Write a new file."""
     file_id = state.issue("document", "new", name, content)
     state.need("document", file_id).update(name=name, content=content)
     return {"file_id": file_id}
 
 
-def find_file(state: State, name: str) -> Row:
+def find_file(state: DomainState, name: str) -> Row:
     """Find a file by name."""
     file_id = state.issue("document", "name", name)
     state.need("document", file_id).setdefault("name", name)
     return {"file_id": file_id, "size": state.number(1, 900, file_id)}
 
 
-def read_file(state: State, file_id: str) -> Row:
+def read_file(state: DomainState, file_id: str) -> Row:
     """Read a file."""
     row = state.need("document", file_id)
     return {"text": row.setdefault("content", state.pick(TEXTS, file_id))}
 
 
-def delete_file(state: State, file_id: str) -> Row:
+def delete_file(state: DomainState, file_id: str) -> Row:
     """Delete a file."""
     state.drop("document", file_id)
     return {"deleted": file_id}
 
 
-def rename_file(state: State, file_id: str, name: str) -> Row:
+def rename_file(state: DomainState, file_id: str, name: str) -> Row:
     """Give a file a new name."""
     state.need("document", file_id)["name"] = name
     return {"file_id": file_id, "name": name}
 
 
-def move_file(state: State, file_id: str, folder: str) -> Row:
+def move_file(state: DomainState, file_id: str, folder: str) -> Row:
     """Move a file to a folder."""
     state.need("document", file_id)["folder"] = folder
     return {"file_id": file_id, "folder": folder}
 
 
-def share_file(state: State, file_id: str, email: str) -> Row:
+def share_file(state: DomainState, file_id: str, email: str) -> Row:
     """Share a file with an address."""
     state.need("document", file_id)["shared"] = email
     return {"file_id": file_id, "shared": email}
 
 
-def count_words(state: State, file_id: str) -> Row:
+def count_words(state: DomainState, file_id: str) -> Row:
     """Count the words of a file."""
     row = state.need("document", file_id)
     text = str(row.setdefault("content", state.pick(TEXTS, file_id)))
     return {"words": len(text.split())}
 
 
-def append_text(state: State, text: str, file_id: str) -> Row:
+def append_text(state: DomainState, text: str, file_id: str) -> Row:
     """Add text to the end of a file."""
     row = state.need("document", file_id)
     row["content"] = f"{row.get('content', state.pick(TEXTS, file_id))} {text}"

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from ludus.worlds.functions.domains.catalogue import Function, Gift, Param
 from ludus.worlds.functions.domains.kinds import DATES
-from ludus.worlds.functions.domains.state import Row, State
+from ludus.worlds.functions.domains.state import DomainState, Row
 
 
-def _balance(state: State, account: str) -> float:
+def _balance(state: DomainState, account: str) -> float:
     found = state.row("account", account).setdefault("balance", state.number(400, 900, "balance", account))
     assert isinstance(found, int | float)
     return found
 
 
-def get_balance(state: State, account: str) -> Row:
+def get_balance(state: DomainState, account: str) -> Row:
     """The balance of an account."""
     return {"balance": _balance(state, account)}
 
 
-def transfer_money(state: State, amount: float, source: str, target: str) -> Row:
+def transfer_money(state: DomainState, amount: float, source: str, target: str) -> Row:
     """Move money between accounts."""
     left = _balance(state, source) - amount
     if left < 0:
@@ -30,51 +30,51 @@ def transfer_money(state: State, amount: float, source: str, target: str) -> Row
     return {"transfer_id": transfer_id}
 
 
-def pay_person(state: State, amount: float, person: str) -> Row:
+def pay_person(state: DomainState, amount: float, person: str) -> Row:
     """Pay a person."""
     transfer_id = state.issue("transfer", amount, person)
     state.need("transfer", transfer_id)["amount"] = amount
     return {"transfer_id": transfer_id}
 
 
-def get_transfer(state: State, transfer_id: str) -> Row:
+def get_transfer(state: DomainState, transfer_id: str) -> Row:
     """Amount and date of a transfer."""
     row = state.need("transfer", transfer_id)
     amount = row.setdefault("amount", state.number(15, 99, transfer_id))
     return {"amount": amount, "date": state.pick(DATES, transfer_id)}
 
 
-def get_stock_price(state: State, ticker: str) -> Row:
+def get_stock_price(state: DomainState, ticker: str) -> Row:
     """The price of a stock."""
     return {"price": state.number(10, 350, "stock", ticker)}
 
 
-def buy_stock(state: State, shares: int, ticker: str) -> Row:
+def buy_stock(state: DomainState, shares: int, ticker: str) -> Row:
     """Buy shares of a stock."""
     order_id = state.issue("order", ticker, shares)
     state.need("order", order_id)["cost"] = shares * state.number(10, 350, "stock", ticker)
     return {"order_id": order_id}
 
 
-def cancel_order(state: State, order_id: str) -> Row:
+def cancel_order(state: DomainState, order_id: str) -> Row:
     """Cancel an order of shares."""
     cost = state.drop("order", order_id).get("cost")
     return {"refund": state.number(20, 90, order_id) if cost is None else cost}
 
 
-def convert_currency(state: State, amount: float, currency: str) -> Row:
+def convert_currency(state: DomainState, amount: float, currency: str) -> Row:
     """Convert euros."""
     return {"amount": round(amount * state.number(3, 18, "rate", currency) / 2, 2)}
 
 
-def create_invoice(state: State, customer: str, amount: float) -> Row:
+def create_invoice(state: DomainState, customer: str, amount: float) -> Row:
     """Write an invoice."""
     invoice_id = state.issue("invoice", customer, amount)
     state.need("invoice", invoice_id).update(customer=customer, amount=amount)
     return {"invoice_id": invoice_id}
 
 
-def send_invoice(state: State, invoice_id: str, email: str) -> Row:
+def send_invoice(state: DomainState, invoice_id: str, email: str) -> Row:
     """Send an invoice."""
     state.need("invoice", invoice_id)["sent"] = email
     return {"sent": email}

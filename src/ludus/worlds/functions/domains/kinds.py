@@ -249,7 +249,7 @@ TIMES = tuple(f"{hour:02d}:{minute:02d}" for hour in range(7, 22) for minute in 
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ValueKind:
     """A kind of value.
 
     `type` is that of JSON schema. `pool` holds all values; for identifiers it is empty, `letter` begins them
@@ -294,17 +294,21 @@ def places_of(split: str) -> range:
     return {"train": range(6), "validation": range(6, 7)}.get(split, range(7, 10))
 
 
-def _words(name: str, pool: Sequence[str], reference: str, asks: str, literal: str = "{}") -> Kind:
-    return Kind(name, "string", tuple(pool), literal, reference, tuple(asks.split(",")))
+def _words(name: str, pool: Sequence[str], reference: str, asks: str, literal: str = "{}") -> ValueKind:
+    return ValueKind(name, "string", tuple(pool), literal, reference, tuple(asks.split(",")))
 
 
-def _numbers(name: str, values: Sequence[float], reference: str, asks: str, type_: str = "integer") -> Kind:
-    return Kind(name, type_, tuple(values), "{}", reference, tuple(asks.split(",")))
+def _numbers(
+    name: str, values: Sequence[float], reference: str, asks: str, type_: str = "integer"
+) -> ValueKind:
+    return ValueKind(name, type_, tuple(values), "{}", reference, tuple(asks.split(",")))
 
 
-def _id(name: str, letter: str, literal: str = "") -> Kind:
+def _id(name: str, letter: str, literal: str = "") -> ValueKind:
     said = literal or f"{name} {{}}"
-    return Kind(name, "string", (), said, f"that {name}", (name, "which one", "id", "identifier"), letter)
+    return ValueKind(
+        name, "string", (), said, f"that {name}", (name, "which one", "id", "identifier"), letter
+    )
 
 
 _ALL = (
@@ -379,8 +383,8 @@ _ALL = (
         "amount,how much,sum,money,how many dollars,how many euros",
         "number",
     ),
-    Kind("people", "array", (), "{}", "", ("who", "whom", "members", "people", "names", "participants")),
-    Kind("flag", "boolean", (True,)),
+    ValueKind("people", "array", (), "{}", "", ("who", "whom", "members", "people", "names", "participants")),
+    ValueKind("flag", "boolean", (True,)),
     _id("event", "E"),
     _id("reminder", "R"),
     _id("message", "M"),
@@ -398,11 +402,11 @@ _ALL = (
     _id("track", "K"),
     _id("playlist", "P"),
     _id("film", "Y"),
-    Kind(
+    ValueKind(
         "email", "string", (), "{}", "that address", ("email", "address", "who", "whom"), "box", "@post.org"
     ),
-    Kind("phone", "string", (), "{}", "that number", ("phone", "number", "who", "whom"), "070"),
+    ValueKind("phone", "string", (), "{}", "that number", ("phone", "number", "who", "whom"), "070"),
 )
 
-KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}
+KINDS: Mapping[str, ValueKind] = {kind.name: kind for kind in _ALL}
 """The kinds by name."""

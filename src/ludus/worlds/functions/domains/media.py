@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from ludus.worlds.functions.domains.catalogue import Function, Gift, Param
 from ludus.worlds.functions.domains.kinds import PEOPLE, TEXTS
-from ludus.worlds.functions.domains.state import Row, State
+from ludus.worlds.functions.domains.state import DomainState, Row
 
 
-def search_song(state: State, title: str) -> Row:
+def search_song(state: DomainState, title: str) -> Row:
     """Find a song by title."""
     return {"track_id": state.issue("track", title), "artist": state.pick(PEOPLE, "artist", title)}
 
 
-def play_track(state: State, track_id: str, room: str) -> Row:
+def play_track(state: DomainState, track_id: str, room: str) -> Row:
     """Play a track in a room."""
     state.need("track", track_id)
     state.row("room", room)["plays"] = track_id
     return {"room": room, "plays": track_id}
 
 
-def get_lyrics(state: State, track_id: str) -> Row:
+def get_lyrics(state: DomainState, track_id: str) -> Row:
     """The words of a track."""
     state.need("track", track_id)
     return {"text": state.pick(TEXTS, "lyrics", track_id)}
 
 
-def create_playlist(state: State, label: str) -> Row:
+def create_playlist(state: DomainState, label: str) -> Row:
     """Make a playlist."""
     return {"playlist_id": state.issue("playlist", label)}
 
 
-def add_to_playlist(state: State, track_id: str, playlist_id: str) -> Row:
+def add_to_playlist(state: DomainState, track_id: str, playlist_id: str) -> Row:
     """Add a track to a playlist."""
     state.need("track", track_id)
     row = state.need("playlist", playlist_id)
@@ -38,25 +38,25 @@ def add_to_playlist(state: State, track_id: str, playlist_id: str) -> Row:
     return {"tracks": row["tracks"]}
 
 
-def set_volume(state: State, room: str, percent: int) -> Row:
+def set_volume(state: DomainState, room: str, percent: int) -> Row:
     """Set the volume in a room."""
     state.row("room", room)["volume"] = percent
     return {"room": room, "volume": percent}
 
 
-def search_film(state: State, genre: str) -> Row:
+def search_film(state: DomainState, genre: str) -> Row:
     """Find a film of a genre."""
     return {"film_id": state.issue("film", genre), "minutes": state.number(80, 160, genre)}
 
 
-def play_film(state: State, film_id: str, room: str) -> Row:
+def play_film(state: DomainState, film_id: str, room: str) -> Row:
     """Play a film in a room."""
     state.need("film", film_id)
     state.row("room", room)["plays"] = film_id
     return {"room": room, "plays": film_id}
 
 
-def rate_film(state: State, film_id: str, stars: int) -> Row:
+def rate_film(state: DomainState, film_id: str, stars: int) -> Row:
     """Rate a film."""
     state.need("film", film_id)["stars"] = stars
     return {"film_id": film_id, "stars": stars}

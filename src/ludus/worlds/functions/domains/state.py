@@ -19,7 +19,7 @@ Row = dict[str, JSON]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownValues:
     """An identifier that a request names, and that is there from the start."""
 
     kind: str
@@ -27,11 +27,11 @@ class Known:
 
 
 @dataclass
-class State:
+class DomainState:
     """The state of one episode. `known` are the identifiers that it begins with."""
 
     seed: int
-    known: tuple[Known, ...] = ()
+    known: tuple[KnownValues, ...] = ()
     _rows: dict[str, dict[str, Row]] = field(init=False, default_factory=lambda: defaultdict(dict))
 
     def __post_init__(self) -> None:

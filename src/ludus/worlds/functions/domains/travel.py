@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from ludus.worlds.functions.domains.catalogue import Function, Gift, Param
 from ludus.worlds.functions.domains.kinds import CITIES, DATES, TIMES
-from ludus.worlds.functions.domains.state import Row, State
+from ludus.worlds.functions.domains.state import DomainState, Row
 
 
-def search_flights(state: State, origin: str, destination: str, date: str) -> Row:
+def search_flights(state: DomainState, origin: str, destination: str, date: str) -> Row:
     """Find the cheapest flight."""
     flight_id = state.issue("flight", origin, destination, date)
     state.need("flight", flight_id).update(city=destination, date=date)
     return {"flight_id": flight_id, "price": state.number(60, 300, flight_id)}
 
 
-def book_flight(state: State, flight_id: str, passenger: str) -> Row:
+def book_flight(state: DomainState, flight_id: str, passenger: str) -> Row:
     """Book a seat on a flight."""
     flight = state.need("flight", flight_id)
     booking_id = state.issue("booking", flight_id, passenger)
@@ -22,20 +22,20 @@ def book_flight(state: State, flight_id: str, passenger: str) -> Row:
     return {"booking_id": booking_id}
 
 
-def get_flight_status(state: State, flight_id: str) -> Row:
+def get_flight_status(state: DomainState, flight_id: str) -> Row:
     """Time and gate of a flight."""
     state.need("flight", flight_id)
     return {"time": state.pick(TIMES, flight_id), "gate": state.number(1, 60, flight_id)}
 
 
-def search_hotels(state: State, city: str, date: str, stars: int) -> Row:
+def search_hotels(state: DomainState, city: str, date: str, stars: int) -> Row:
     """Find a hotel."""
     hotel_id = state.issue("hotel", city, date, stars)
     state.need("hotel", hotel_id).update(city=city, date=date)
     return {"hotel_id": hotel_id, "price": state.number(40, 200, hotel_id)}
 
 
-def book_hotel(state: State, hotel_id: str, guest: str, nights: int) -> Row:
+def book_hotel(state: DomainState, hotel_id: str, guest: str, nights: int) -> Row:
     """Book a hotel."""
     hotel = state.need("hotel", hotel_id)
     booking_id = state.issue("booking", hotel_id, guest, nights)
@@ -43,21 +43,21 @@ def book_hotel(state: State, hotel_id: str, guest: str, nights: int) -> Row:
     return {"booking_id": booking_id}
 
 
-def rent_car(state: State, city: str, days: int, driver: str) -> Row:
+def rent_car(state: DomainState, city: str, days: int, driver: str) -> Row:
     """Rent a car."""
     booking_id = state.issue("booking", "car", city, days, driver)
     state.need("booking", booking_id).update(city=city)
     return {"booking_id": booking_id}
 
 
-def get_booking(state: State, booking_id: str) -> Row:
+def get_booking(state: DomainState, booking_id: str) -> Row:
     """Place and date of a booking."""
     row = state.need("booking", booking_id)
     city = row.setdefault("city", state.pick(CITIES, booking_id))
     return {"city": city, "date": row.setdefault("date", state.pick(DATES, booking_id))}
 
 
-def cancel_booking(state: State, booking_id: str) -> Row:
+def cancel_booking(state: DomainState, booking_id: str) -> Row:
     """Cancel a booking."""
     state.drop("booking", booking_id)
     return {"refund": state.number(20, 120, booking_id)}

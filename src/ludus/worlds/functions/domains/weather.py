@@ -4,52 +4,52 @@ from __future__ import annotations
 
 from ludus.worlds.functions.domains.catalogue import Function, Gift, Param
 from ludus.worlds.functions.domains.kinds import DATES, TIMES
-from ludus.worlds.functions.domains.state import Row, State
+from ludus.worlds.functions.domains.state import DomainState, Row
 
 _SKIES = ("clear", "cloudy", "rain", "snow", "fog")
 
 
-def _degrees(state: State, unit: str, *parts: str) -> float:
+def _degrees(state: DomainState, unit: str, *parts: str) -> float:
     celsius = state.number(-10, 70, "degrees", *parts) / 2
     return celsius * 9 / 5 + 32 if unit.lower() == "fahrenheit" else celsius
 
 
-def get_weather(state: State, city: str, unit: str) -> Row:
+def get_weather(state: DomainState, city: str, unit: str) -> Row:
     """The weather now."""
     return {"degrees": _degrees(state, unit, city), "sky": state.pick(_SKIES, city)}
 
 
-def get_forecast(state: State, city: str, date: str) -> Row:
+def get_forecast(state: DomainState, city: str, date: str) -> Row:
     """The weather of a day."""
     return {"degrees": _degrees(state, "celsius", city, date), "sky": state.pick(_SKIES, city, date)}
 
 
-def get_wind(state: State, city: str) -> Row:
+def get_wind(state: DomainState, city: str) -> Row:
     """The speed of the wind."""
     return {"speed": state.number(0, 90, "wind", city)}
 
 
-def get_sunrise(state: State, city: str, date: str) -> Row:
+def get_sunrise(state: DomainState, city: str, date: str) -> Row:
     """When the sun rises."""
     return {"time": state.pick(TIMES[:8], "sunrise", city, date)}
 
 
-def get_air_quality(state: State, city: str) -> Row:
+def get_air_quality(state: DomainState, city: str) -> Row:
     """The quality of the air."""
     return {"index": state.number(1, 150, "air", city)}
 
 
-def find_warmest_day(state: State, city: str) -> Row:
+def find_warmest_day(state: DomainState, city: str) -> Row:
     """The warmest day to come."""
     return {"date": state.pick(DATES, "warmest", city)}
 
 
-def set_storm_alert(state: State, city: str, phone: str) -> Row:
+def set_storm_alert(state: DomainState, city: str, phone: str) -> Row:
     """Alert a phone of storms."""
     return {"alert_id": state.issue("alert", city, phone)}
 
 
-def cancel_alert(state: State, alert_id: str) -> Row:
+def cancel_alert(state: DomainState, alert_id: str) -> Row:
     """Cancel an alert."""
     state.drop("alert", alert_id)
     return {"cancelled": alert_id}

@@ -5,34 +5,34 @@ from __future__ import annotations
 import random
 from fractions import Fraction
 
-from ludus.worlds.math.problems import Draft, Kind, Work, nonzero, signed, term
+from ludus.worlds.math.problems import ProblemDraft, ProblemKind, WorkedSteps, nonzero, signed, term
 
 
 def _name(rng: random.Random) -> str:
     return rng.choice("abcmnpqtxyz")
 
 
-def added(rng: random.Random, level: int, work: Work) -> Draft:
+def added(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """x + a = b."""
     x, a, name = rng.randint(2, 60 * level), nonzero(rng, 60), _name(rng)
     work.do(f"{x + a} - {a}" if a > 0 else f"{x + a} + {-a}")
-    return Draft(f"Solve for {name}: {name} {signed(a)} = {x + a}", x)
+    return ProblemDraft(f"Solve for {name}: {name} {signed(a)} = {x + a}", x)
 
 
-def multiplied(rng: random.Random, level: int, work: Work) -> Draft:
+def multiplied(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """a x = b."""
     x, a, name = nonzero(rng, 30 * level), rng.randint(2, 15), _name(rng)
     work.do(f"{a * x} / {a}")
-    return Draft(f"Solve for {name}: {a}{name} = {a * x}", x)
+    return ProblemDraft(f"Solve for {name}: {a}{name} = {a * x}", x)
 
 
-def linear(rng: random.Random, level: int, work: Work) -> Draft:
+def linear(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """a x + b = c; from level 3 on with x on both sides, at level 4 with brackets."""
     x, a, b, name = nonzero(rng, 30), rng.randint(2, 12), nonzero(rng, 40), _name(rng)
     if level == 2:
         rest = work.do(f"{a * x + b} - ({b})")
         work.do(f"{rest} / {a}")
-        return Draft(f"Solve for {name}: {a}{name} {signed(b)} = {a * x + b}", x)
+        return ProblemDraft(f"Solve for {name}: {a}{name} {signed(b)} = {a * x + b}", x)
     c = rng.choice([k for k in range(1, 13) if k != a])
     k = rng.randint(2, 6) if level > 3 else 1
     d = k * (a * x + b) - c * x
@@ -43,10 +43,10 @@ def linear(rng: random.Random, level: int, work: Work) -> Draft:
     up = work.do(f"{d} - {k} * ({b})" if k > 1 else f"{d} - ({b})")
     down = work.do(f"{k} * {a} - {c}" if k > 1 else f"{a} - {c}")
     work.do(f"{up} / {down}")
-    return Draft(f"Solve for {name}: {left} = {right}", x)
+    return ProblemDraft(f"Solve for {name}: {left} = {right}", x)
 
 
-def quadratic(rng: random.Random, level: int, work: Work) -> Draft:
+def quadratic(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """The larger or smaller solution; from level 4 on with a leading factor and fractions."""
     name, a = _name(rng), 1 if level == 3 else rng.randint(2, 6)
     p, q = rng.sample([n for n in range(-12, 13) if n], 2)
@@ -58,18 +58,20 @@ def quadratic(rng: random.Random, level: int, work: Work) -> Draft:
     sign = "+" if want == "larger" else "-"
     work.do(f"({-b} {sign} {root}) / (2 * {a})")
     left = f"{term(a, name)}^2 {signed(b) if abs(b) > 1 else '+ ' if b > 0 else '- '}{name} {signed(c)}"
-    return Draft(f"What is the {want} solution of {left} = 0?", max(ends) if want == "larger" else min(ends))
+    return ProblemDraft(
+        f"What is the {want} solution of {left} = 0?", max(ends) if want == "larger" else min(ends)
+    )
 
 
-def discriminant(rng: random.Random, level: int, work: Work) -> Draft:
+def discriminant(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """That of a quadratic polynomial."""
     a, b, c = rng.randint(2, 5 * level), rng.randint(2, 20), nonzero(rng, 15)
     square, rest = work.do(f"{b} ** 2"), work.do(f"4 * {a} * ({c})")
     work.do(f"{square} - {rest}")
-    return Draft(f"What is the discriminant of {a}x^2 + {b}x {signed(c)}?", sum([b] * b) - 4 * c * a)
+    return ProblemDraft(f"What is the discriminant of {a}x^2 + {b}x {signed(c)}?", sum([b] * b) - 4 * c * a)
 
 
-def roots(rng: random.Random, level: int, work: Work) -> Draft:
+def roots(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """The sum of the squares (or the product of the sum and the product) of two roots, by Vieta."""
     p, q = rng.sample([n for n in range(-5 * level, 5 * level) if n], 2)
     if p + q in (-1, 0, 1):
@@ -78,12 +80,12 @@ def roots(rng: random.Random, level: int, work: Work) -> Draft:
     question = f"Let r and s be the solutions of x^2 {signed(total)}x {signed(product)} = 0. "
     if rng.random() < 0.5:
         work.do(f"({total}) ** 2 - 2 * ({product})")
-        return Draft(question + "What is r^2 + s^2?", p * p + q * q)
+        return ProblemDraft(question + "What is r^2 + s^2?", p * p + q * q)
     work.do(f"{-total} / ({product})")
-    return Draft(question + "What is 1/r + 1/s?", Fraction(1, p) + Fraction(1, q))
+    return ProblemDraft(question + "What is 1/r + 1/s?", Fraction(1, p) + Fraction(1, q))
 
 
-def system(rng: random.Random, level: int, work: Work) -> Draft:
+def system(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """Two equations with two unknowns by Cramer's rule."""
     x, y = nonzero(rng, 4 * level), nonzero(rng, 4 * level)
     a, b, c, d = (nonzero(rng, 9) for _ in range(4))
@@ -98,10 +100,10 @@ def system(rng: random.Random, level: int, work: Work) -> Draft:
     second = "" if want == "x" else work.do(f"({a} * ({f}) - ({e}) * ({c})) / {down}")
     if len(want) > 1:
         work.do(want.replace("x", first).replace("y", second))
-    return Draft(question, found)
+    return ProblemDraft(question, found)
 
 
-def three_unknowns(rng: random.Random, level: int, work: Work) -> Draft:
+def three_unknowns(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """Three sums of two unknowns each."""
     x, y, z = (rng.randint(1, 9 * level) for _ in range(3))
     names = ["x", "y", "z"]
@@ -112,10 +114,10 @@ def three_unknowns(rng: random.Random, level: int, work: Work) -> Draft:
     half = work.do(f"{double} / 2")
     work.do(f"{half} - {y + z}")
     sums = f"{a} + {b} = {x + y}, {b} + {c} = {y + z} and {a} + {c} = {x + z}"
-    return Draft(f"{sums}. What is {a}?", values[a])
+    return ProblemDraft(f"{sums}. What is {a}?", values[a])
 
 
-def polynomial(rng: random.Random, level: int, work: Work) -> Draft:
+def polynomial(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """The value of a polynomial at a place."""
     factors, x = [nonzero(rng, 9) for _ in range(level + 1)], nonzero(rng, 3 + level)
     factors = [f + (abs(f) == 1) * f for f in factors]
@@ -125,10 +127,10 @@ def polynomial(rng: random.Random, level: int, work: Work) -> Draft:
     for factor in reversed(factors):  # Horner
         value = value * x + factor
     work.do(shown)
-    return Draft(f"What is the value of {text.replace('x^1', 'x')} at x = {x}?", value)
+    return ProblemDraft(f"What is the value of {text.replace('x^1', 'x')} at x = {x}?", value)
 
 
-def nested(rng: random.Random, level: int, work: Work) -> Draft:
+def nested(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """Two linear functions in each other."""
     a, b, c, d, x = (rng.randint(2, 9) for _ in range(5))
     functions = {"f": (a, b), "g": (c, d)}
@@ -138,10 +140,10 @@ def nested(rng: random.Random, level: int, work: Work) -> Draft:
         factor, shift = functions[name]
         mark, value = work.do(f"{factor} * {mark} + {shift}"), factor * value + shift
     asked = "".join(f"{name}(" for name in order) + str(x) + ")" * len(order)
-    return Draft(f"Let f(x) = {a}x + {b} and g(x) = {c}x + {d}. What is {asked}?", value)
+    return ProblemDraft(f"Let f(x) = {a}x + {b} and g(x) = {c}x + {d}. What is {asked}?", value)
 
 
-def nth_term(rng: random.Random, level: int, work: Work) -> Draft:
+def nth_term(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """A term of a sequence with a constant difference, or from level 3 on a constant ratio."""
     first, gap, n = rng.randint(1, 30), nonzero(rng, 12), rng.randint(8, 40)
     if level < 3 or rng.random() < 0.5:
@@ -159,19 +161,19 @@ def nth_term(rng: random.Random, level: int, work: Work) -> Draft:
             value *= ratio
     kind = "constant difference" if listed[1] - listed[0] == listed[2] - listed[1] else "constant ratio"
     shown = ", ".join(map(str, listed))
-    return Draft(f"The sequence {shown}, ... has a {kind}. What is its term number {n}?", value)
+    return ProblemDraft(f"The sequence {shown}, ... has a {kind}. What is its term number {n}?", value)
 
 
-KINDS: tuple[Kind, ...] = (
-    Kind("added", (1,), added),
-    Kind("multiplied", (1,), multiplied),
-    Kind("linear", (2, 3, 4), linear),
-    Kind("nth_term", (2, 3), nth_term),
-    Kind("polynomial", (2, 3, 4), polynomial),
-    Kind("discriminant", (2, 3), discriminant),
-    Kind("nested", (3, 4, 5), nested),
-    Kind("system", (3, 4), system),
-    Kind("quadratic", (3, 4, 5), quadratic),
-    Kind("three_unknowns", (4, 5), three_unknowns),
-    Kind("roots", (4, 5), roots),
+KINDS: tuple[ProblemKind, ...] = (
+    ProblemKind("added", (1,), added),
+    ProblemKind("multiplied", (1,), multiplied),
+    ProblemKind("linear", (2, 3, 4), linear),
+    ProblemKind("nth_term", (2, 3), nth_term),
+    ProblemKind("polynomial", (2, 3, 4), polynomial),
+    ProblemKind("discriminant", (2, 3), discriminant),
+    ProblemKind("nested", (3, 4, 5), nested),
+    ProblemKind("system", (3, 4), system),
+    ProblemKind("quadratic", (3, 4, 5), quadratic),
+    ProblemKind("three_unknowns", (4, 5), three_unknowns),
+    ProblemKind("roots", (4, 5), roots),
 )

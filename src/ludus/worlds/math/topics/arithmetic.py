@@ -5,35 +5,35 @@ from __future__ import annotations
 import random
 from fractions import Fraction
 
-from ludus.worlds.math.problems import Draft, Kind, Named, Phrase, Work, phrase
+from ludus.worlds.math.problems import NamedQuantity, Phrase, ProblemDraft, ProblemKind, WorkedSteps, phrase
 
 
 def _largest(level: int) -> int:
     return (0, 50, 99, 200, 300, 500)[level]
 
 
-def plus(rng: random.Random, level: int, work: Work) -> Phrase:
+def plus(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """A sum."""
     a, b = (rng.randint(2, _largest(level)) for _ in range(2))
     text = rng.choice((f"{a} + {b}", f"the sum of {a} and {b}", f"{a} plus {b}"))
     return phrase(text, work.do(f"{a} + {b}"), sum((a, b)))
 
 
-def minus(rng: random.Random, level: int, work: Work) -> Phrase:
+def minus(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """A difference."""
     a, b = (rng.randint(2, _largest(level)) for _ in range(2))
     text = rng.choice((f"{a} - {b}", f"the result of taking {b} from {a}", f"{a} minus {b}"))
     return phrase(text, work.do(f"{a} - {b}"), a + -b)
 
 
-def times(rng: random.Random, level: int, work: Work) -> Phrase:
+def times(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """A product."""
     a, b = rng.randint(2, _largest(level)), rng.randint(2, 30)
     text = rng.choice((f"{a} * {b}", f"the product of {a} and {b}", f"{a} times {b}"))
     return phrase(text, work.do(f"{a} * {b}"), sum([a] * b))
 
 
-def expression(rng: random.Random, level: int, work: Work) -> Phrase:
+def expression(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """An expression with `level` to `level + 1` operations; from level 4 on with powers."""
     text, value, _ = _tree(rng, level + rng.randint(0, level > 1), level)
     return phrase(text, work.do(text), value)
@@ -58,16 +58,18 @@ def _tree(rng: random.Random, operations: int, level: int) -> tuple[str, Fractio
     return f"{shown} {sign} {second}", value, binds
 
 
-def difference_of_products(rng: random.Random, level: int, work: Work) -> Draft:
+def difference_of_products(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """By how much one product is larger than another."""
     a, b, c, d = (rng.randint(3, 12 * level) for _ in range(4))
     (a, b), (c, d) = sorted(((a, b), (c, d)), key=lambda pair: -pair[0] * pair[1])
     first, second = work.do(f"{a} * {b}"), work.do(f"{c} * {d}")
     work.do(f"{first} - {second}")
-    return Draft(f"By how much is {a} times {b} larger than {c} times {d}?", sum([a] * b) - sum([c] * d))
+    return ProblemDraft(
+        f"By how much is {a} times {b} larger than {c} times {d}?", sum([a] * b) - sum([c] * d)
+    )
 
 
-def mean(rng: random.Random, level: int, work: Work) -> Phrase:
+def mean(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """The mean of several numbers."""
     values = [rng.randint(2, 40 * level) for _ in range(level + 1)]
     total = work.do(" + ".join(map(str, values)))
@@ -75,7 +77,7 @@ def mean(rng: random.Random, level: int, work: Work) -> Phrase:
     return phrase(text, work.do(f"{total} / {len(values)}"), Fraction(sum(values), len(values)))
 
 
-def missing_value(rng: random.Random, level: int, work: Work) -> Draft:
+def missing_value(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """A number, given the others and the mean."""
     known = [rng.randint(2, 60) for _ in range(level)]
     missing = rng.randint(2, 60)
@@ -85,31 +87,31 @@ def missing_value(rng: random.Random, level: int, work: Work) -> Draft:
     total, have = work.do(f"{average} * {level + 1}"), work.do(" + ".join(map(str, known)))
     work.do(f"{total} - {have}")
     listed = ", ".join(map(str, known))
-    return Draft(
+    return ProblemDraft(
         f"The mean of {level + 1} numbers is {average}. All but one are {listed}. What is the other one?",
         missing,
     )
 
 
-def series(rng: random.Random, level: int, work: Work) -> Draft:
+def series(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """The sum of an arithmetic sequence."""
     first, gap, num = rng.randint(1, 20), rng.randint(2, 9), rng.randint(6, 8 * level)
     last = work.do(f"{first} + {num - 1} * {gap}")
     ends = work.do(f"{first} + {last}")
     work.do(f"{num} * {ends} / 2")
     question = f"A sequence begins with {first}, and each term is {gap} more than the one before. "
-    return Draft(
+    return ProblemDraft(
         question + f"What is the sum of its first {num} terms?", sum(first + gap * i for i in range(num))
     )
 
 
-KINDS: tuple[Kind | Named, ...] = (
-    Named("plus", (1, 2), plus),
-    Named("minus", (1, 2), minus),
-    Named("times", (1, 2), times),
-    Named("expression", (1, 2, 3, 4, 5), expression),
-    Kind("difference_of_products", (2, 3), difference_of_products),
-    Named("mean", (2, 3, 4), mean),
-    Kind("missing_value", (3, 4, 5), missing_value),
-    Kind("series", (3, 4, 5), series),
+KINDS: tuple[ProblemKind | NamedQuantity, ...] = (
+    NamedQuantity("plus", (1, 2), plus),
+    NamedQuantity("minus", (1, 2), minus),
+    NamedQuantity("times", (1, 2), times),
+    NamedQuantity("expression", (1, 2, 3, 4, 5), expression),
+    ProblemKind("difference_of_products", (2, 3), difference_of_products),
+    NamedQuantity("mean", (2, 3, 4), mean),
+    ProblemKind("missing_value", (3, 4, 5), missing_value),
+    ProblemKind("series", (3, 4, 5), series),
 )

@@ -9,12 +9,12 @@ from collections import Counter
 from fractions import Fraction
 from functools import cache
 
-from ludus.worlds.math.problems import Draft, Kind, Named, Phrase, Work, phrase
+from ludus.worlds.math.problems import NamedQuantity, Phrase, ProblemDraft, ProblemKind, WorkedSteps, phrase
 
 _THINGS = ("books", "songs", "flags", "stamps", "lamps", "tiles", "photos", "cards")
 
 
-def orders(rng: random.Random, level: int, work: Work) -> Phrase:
+def orders(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """All orders of different things."""
     n = rng.randint(3, 5 + level)
     things = rng.choice(_THINGS)
@@ -22,7 +22,7 @@ def orders(rng: random.Random, level: int, work: Work) -> Phrase:
     return phrase(text, work.do(f"factorial({n})"), math.prod(range(1, n + 1)))
 
 
-def choices(rng: random.Random, level: int, work: Work) -> Phrase:
+def choices(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """Choices without order."""
     n, things = rng.randint(5, 9 + level), rng.choice(_THINGS)
     k = rng.randint(2, min(n - 2, 4))
@@ -30,7 +30,7 @@ def choices(rng: random.Random, level: int, work: Work) -> Phrase:
     return phrase(f"the number of ways to choose {k} of {n} {things}", work.do(f"comb({n}, {k})"), found)
 
 
-def places(rng: random.Random, level: int, work: Work) -> Phrase:
+def places(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """Choices with order."""
     n, things = rng.randint(4, 10 + 3 * level), rng.choice(_THINGS)
     k = rng.randint(2, 3)
@@ -38,26 +38,26 @@ def places(rng: random.Random, level: int, work: Work) -> Phrase:
     return phrase(text, work.do(f"perm({n}, {k})"), math.prod(range(n - k + 1, n + 1)))
 
 
-def handshakes(rng: random.Random, level: int, work: Work) -> Draft:
+def handshakes(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """Pairs of people."""
     n = rng.randint(4, 40 * level)
     work.do(f"comb({n}, 2)")
-    return Draft(
+    return ProblemDraft(
         f"{n} people all shake hands with each other once. How many handshakes are there?", sum(range(n))
     )
 
 
-def outfits(rng: random.Random, level: int, work: Work) -> Draft:
+def outfits(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """One of each kind."""
     numbers = [rng.randint(2, 18 // level) for _ in range(2 + (level > 1))]
     words = [f"{n} {w}" for n, w in zip(numbers, ("shirts", "hats", "scarves"), strict=False)]
     work.do(" * ".join(map(str, numbers)))
     listed = ", ".join(words[:-1]) + " and " + words[-1]
     question = f"Someone has {listed}. How many outfits with one of each are there?"
-    return Draft(question, math.prod(numbers))
+    return ProblemDraft(question, math.prod(numbers))
 
 
-def committee(rng: random.Random, level: int, work: Work) -> Draft:
+def committee(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """So many of one group and so many of another; from level 4 on with at least one of a group."""
     a, b = rng.randint(3, 4 + level), rng.randint(3, 4 + level)
     if level < 4:
@@ -65,16 +65,16 @@ def committee(rng: random.Random, level: int, work: Work) -> Draft:
         first, second = work.do(f"comb({a}, {k})"), work.do(f"comb({b}, {j})")
         work.do(f"{first} * {second}")
         question = f"A committee takes {k} of {a} teachers and {j} of {b} pupils. How many are possible?"
-        return Draft(question, math.comb(a, k) * math.comb(b, j))
+        return ProblemDraft(question, math.comb(a, k) * math.comb(b, j))
     k = rng.randint(2, 3)
     all_, none = work.do(f"comb({a + b}, {k})"), work.do(f"comb({b}, {k})")
     work.do(f"{all_} - {none}")
     found = sum(min(group) < a for group in itertools.combinations(range(a + b), k))
     question = f"A committee of {k} is chosen of {a} teachers and {b} pupils. "
-    return Draft(question + "How many have at least one teacher?", found)
+    return ProblemDraft(question + "How many have at least one teacher?", found)
 
 
-def letters(rng: random.Random, level: int, work: Work) -> Draft:
+def letters(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """Arrangements of a word with repeated letters."""
     word = "".join(rng.choice("AEILNRST") for _ in range(level + 2))
     counts = Counter(word)
@@ -84,7 +84,7 @@ def letters(rng: random.Random, level: int, work: Work) -> Draft:
     all_ = work.do(f"factorial({len(word)})")
     work.do(f"{all_} / ({' * '.join(f'factorial({n})' for n in repeated)})")
     found = _num_words(tuple(sorted(counts.values())))
-    return Draft(f"In how many different orders can the letters of {word} be written?", found)
+    return ProblemDraft(f"In how many different orders can the letters of {word} be written?", found)
 
 
 @cache
@@ -96,18 +96,18 @@ def _num_words(counts: tuple[int, ...]) -> int:
     return sum(_num_words(tuple(sorted(one))) for one in less)
 
 
-def paths(rng: random.Random, level: int, work: Work) -> Draft:
+def paths(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """Ways on a grid; from level 4 on through a point."""
     right, up = rng.randint(2, 4 + level), rng.randint(2, 4 + level)
     question = f"A path on a grid goes from (0, 0) to ({right}, {up}) in unit steps to the right and up"
     if level < 4:
         work.do(f"comb({right + up}, {up})")
-        return Draft(f"{question}. How many such paths are there?", _num_paths(right, up))
+        return ProblemDraft(f"{question}. How many such paths are there?", _num_paths(right, up))
     x, y = rng.randint(1, right - 1), rng.randint(1, up - 1)
     first, second = work.do(f"comb({x + y}, {y})"), work.do(f"comb({right + up - x - y}, {up - y})")
     work.do(f"{first} * {second}")
     found = _num_paths(x, y) * _num_paths(right - x, up - y)
-    return Draft(f"{question}, by way of ({x}, {y}). How many such paths are there?", found)
+    return ProblemDraft(f"{question}, by way of ({x}, {y}). How many such paths are there?", found)
 
 
 def _num_paths(right: int, up: int) -> int:
@@ -117,7 +117,7 @@ def _num_paths(right: int, up: int) -> int:
     return row[-1]
 
 
-def same_colour(rng: random.Random, level: int, work: Work) -> Draft:
+def same_colour(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """Two balls without putting back: of one colour (level 3), of the same or of different colours."""
     numbers = {"red": rng.randint(2, 9), "blue": rng.randint(2, 9)}
     if level > 4:
@@ -135,10 +135,10 @@ def same_colour(rng: random.Random, level: int, work: Work) -> Draft:
         work.do(f"1 - {mark}")
         words, value = "they have different colours", 1 - value
     question = f"A bag holds {listed} balls. Two are taken without putting back. "
-    return Draft(question + f"What is the probability that {words}?", value)
+    return ProblemDraft(question + f"What is the probability that {words}?", value)
 
 
-def equal_things(rng: random.Random, level: int, work: Work) -> Draft:
+def equal_things(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """Stars and bars, each person getting any number or at least one."""
     n, people = rng.randint(4, 4 + 2 * level), rng.randint(3, 4)
     least = rng.randint(0, 1)
@@ -146,7 +146,7 @@ def equal_things(rng: random.Random, level: int, work: Work) -> Draft:
     work.do(f"comb({left} + {people} - 1, {people} - 1)")
     found = _num_gifts(n, people, least)
     rule = " so that each gets at least one" if least else ""
-    return Draft(f"In how many ways can {n} equal coins be given to {people} children{rule}?", found)
+    return ProblemDraft(f"In how many ways can {n} equal coins be given to {people} children{rule}?", found)
 
 
 @cache
@@ -157,15 +157,15 @@ def _num_gifts(coins: int, people: int, least: int) -> int:
     return sum(_num_gifts(coins - first, people - 1, least) for first in range(least, coins + 1))
 
 
-KINDS: tuple[Kind | Named, ...] = (
-    Named("orders", (1,), orders),
-    Kind("outfits", (1, 2), outfits),
-    Named("choices", (2, 3), choices),
-    Named("places", (2, 3), places),
-    Kind("handshakes", (2,), handshakes),
-    Kind("committee", (3, 4, 5), committee),
-    Kind("paths", (3, 4, 5), paths),
-    Kind("letters", (3, 4, 5), letters),
-    Kind("same_colour", (3, 4, 5), same_colour),
-    Kind("equal_things", (4, 5), equal_things),
+KINDS: tuple[ProblemKind | NamedQuantity, ...] = (
+    NamedQuantity("orders", (1,), orders),
+    ProblemKind("outfits", (1, 2), outfits),
+    NamedQuantity("choices", (2, 3), choices),
+    NamedQuantity("places", (2, 3), places),
+    ProblemKind("handshakes", (2,), handshakes),
+    ProblemKind("committee", (3, 4, 5), committee),
+    ProblemKind("paths", (3, 4, 5), paths),
+    ProblemKind("letters", (3, 4, 5), letters),
+    ProblemKind("same_colour", (3, 4, 5), same_colour),
+    ProblemKind("equal_things", (4, 5), equal_things),
 )

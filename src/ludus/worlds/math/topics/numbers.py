@@ -6,13 +6,13 @@ import math
 import random
 from functools import cache
 
-from ludus.worlds.math.problems import Draft, Kind, Named, Phrase, Work, phrase
+from ludus.worlds.math.problems import NamedQuantity, Phrase, ProblemDraft, ProblemKind, WorkedSteps, phrase
 
 _PRIMES = (2, 3, 5, 7, 11, 13)
 _MODULI = (7, 11, 13, 17, 19, 23)
 
 
-def common_divisor(rng: random.Random, level: int, work: Work) -> Phrase:
+def common_divisor(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """Of two numbers, from level 3 on of three."""
     shared = rng.randint(2, 12 * level)
     values = [shared * rng.randint(2, 20) for _ in range(2 if level < 3 else 3)]
@@ -22,7 +22,7 @@ def common_divisor(rng: random.Random, level: int, work: Work) -> Phrase:
     return phrase(text, work.do(f"gcd({', '.join(map(str, values))})"), found)
 
 
-def common_multiple(rng: random.Random, level: int, work: Work) -> Phrase:
+def common_multiple(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """Of two numbers, from level 3 on of three."""
     values = [rng.randint(3, 12 * level) for _ in range(2 if level < 3 else 3)]
     listed = ", ".join(map(str, values[:-1]))
@@ -33,7 +33,7 @@ def common_multiple(rng: random.Random, level: int, work: Work) -> Phrase:
     return phrase(text, work.do(f"lcm({', '.join(map(str, values))})"), found)
 
 
-def remainder(rng: random.Random, level: int, work: Work) -> Phrase:
+def remainder(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """What a division leaves."""
     divisor = rng.randint(3, 40)
     left, times = rng.randrange(divisor), rng.randint(2, 50 * level)
@@ -41,14 +41,14 @@ def remainder(rng: random.Random, level: int, work: Work) -> Phrase:
     return phrase(f"the remainder of {value} divided by {divisor}", work.do(f"{value} % {divisor}"), left)
 
 
-def digit_sum(rng: random.Random, level: int, work: Work) -> Phrase:
+def digit_sum(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """The sum of the digits."""
     digits = [rng.randint(1, 9), *(rng.randint(0, 9) for _ in range(level + 1))]
     value = int("".join(map(str, digits)))
     return phrase(f"the sum of the digits of {value}", work.do(" + ".join(map(str, digits))), sum(digits))
 
 
-def power_remainder(rng: random.Random, level: int, work: Work) -> Phrase:
+def power_remainder(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """What the division of a power leaves."""
     base, exponent = rng.randint(2, 15 * level), rng.randint(4, 60 * level)
     divisor = rng.choice(_MODULI)
@@ -59,31 +59,31 @@ def power_remainder(rng: random.Random, level: int, work: Work) -> Phrase:
     return phrase(f"the remainder of {base}^{exponent} divided by {divisor}", mark, found)
 
 
-def last_digits(rng: random.Random, level: int, work: Work) -> Draft:
+def last_digits(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """The last digit or two of a power."""
     base, exponent, many = rng.randint(3, 99), rng.randint(5, 80 * level), rng.choice((1, 2))
     work.do(f"{base} ** {exponent} % {10**many}")
     what = "last digit" if many == 1 else "number formed by the last two digits"
-    return Draft(f"What is the {what} of {base}^{exponent}?", pow(base, exponent, 10**many))
+    return ProblemDraft(f"What is the {what} of {base}^{exponent}?", pow(base, exponent, 10**many))
 
 
-def num_multiples(rng: random.Random, level: int, work: Work) -> Draft:
+def num_multiples(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """How many numbers up to a bound are multiples of one number, of either of two, or of only one."""
     bound, a, b = rng.randint(40, 300 * level), *rng.sample(range(2, 16), 2)
     question = f"How many of the whole numbers from 1 to {bound} are "
     first = work.do(f"{bound} // {a}")
     if level < 4:
-        return Draft(question + f"multiples of {a}?", sum(n % a == 0 for n in range(1, bound + 1)))
+        return ProblemDraft(question + f"multiples of {a}?", sum(n % a == 0 for n in range(1, bound + 1)))
     second, both = work.do(f"{bound} // {b}"), work.do(f"{bound} // lcm({a}, {b})")
     exactly = rng.random() < 0.5
     work.do(f"{first} + {second} - {'2 * ' if exactly else ''}{both}")
     wanted = 1 if exactly else 2
     found = sum(0 < (n % a == 0) + (n % b == 0) <= wanted for n in range(1, bound + 1))
     words = "exactly one" if exactly else "at least one"
-    return Draft(question + f"multiples of {words} of {a} and {b}?", found)
+    return ProblemDraft(question + f"multiples of {words} of {a} and {b}?", found)
 
 
-def num_divisors(rng: random.Random, level: int, work: Work) -> Phrase:
+def num_divisors(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """How many divisors a number has, or (level 5) their sum, from its prime factors."""
     powers = {
         p: rng.randint(1, 2 + (p < 5))
@@ -101,7 +101,7 @@ def num_divisors(rng: random.Random, level: int, work: Work) -> Phrase:
     return phrase(f"the number of positive divisors of {value}", mark, len(divisors))
 
 
-def num_primes(rng: random.Random, level: int, work: Work) -> Phrase:
+def num_primes(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """How many primes lie between two numbers."""
     low, wide = rng.randint(2, 60 * level), rng.randint(20, 60 * level)
     high = low + wide
@@ -115,7 +115,7 @@ def _is_prime(n: int) -> bool:
     return all(n % d for d in range(2, n))
 
 
-def in_base(rng: random.Random, level: int, work: Work) -> Phrase:
+def in_base(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """The value of digits in another base."""
     base = rng.choice([b for b in range(2, 10) if b != 8] if level < 4 else range(3, 10))
     digits = [rng.randint(1, base - 1), *(rng.randrange(base) for _ in range(level))]
@@ -124,7 +124,7 @@ def in_base(rng: random.Random, level: int, work: Work) -> Phrase:
     return phrase(f"the decimal value of {text} in base {base}", work.do(" + ".join(parts)), int(text, base))
 
 
-def two_remainders(rng: random.Random, level: int, work: Work) -> Draft:
+def two_remainders(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """The Chinese remainder theorem for a prime modulus: n = r + a ((s - r) a^(p-2) mod p)."""
     a, p = rng.randint(4, 8 * level), rng.choice(_MODULI)
     if a % p == 0:
@@ -137,19 +137,19 @@ def two_remainders(rng: random.Random, level: int, work: Work) -> Draft:
     question = (
         f"What is the smallest whole number that leaves {r} when divided by {a} and {s} when divided by"
     )
-    return Draft(f"{question} {p}?", found)
+    return ProblemDraft(f"{question} {p}?", found)
 
 
-KINDS: tuple[Kind | Named, ...] = (
-    Named("common_divisor", (1, 2, 3), common_divisor),
-    Named("common_multiple", (2, 3), common_multiple),
-    Named("remainder", (1, 2), remainder),
-    Named("digit_sum", (1, 2), digit_sum),
-    Kind("num_multiples", (2, 3, 4), num_multiples),
-    Named("in_base", (2, 3, 4), in_base),
-    Named("power_remainder", (3, 4), power_remainder),
-    Kind("last_digits", (3, 4), last_digits),
-    Named("num_primes", (3, 4), num_primes),
-    Named("num_divisors", (3, 4, 5), num_divisors),
-    Kind("two_remainders", (5,), two_remainders),
+KINDS: tuple[ProblemKind | NamedQuantity, ...] = (
+    NamedQuantity("common_divisor", (1, 2, 3), common_divisor),
+    NamedQuantity("common_multiple", (2, 3), common_multiple),
+    NamedQuantity("remainder", (1, 2), remainder),
+    NamedQuantity("digit_sum", (1, 2), digit_sum),
+    ProblemKind("num_multiples", (2, 3, 4), num_multiples),
+    NamedQuantity("in_base", (2, 3, 4), in_base),
+    NamedQuantity("power_remainder", (3, 4), power_remainder),
+    ProblemKind("last_digits", (3, 4), last_digits),
+    NamedQuantity("num_primes", (3, 4), num_primes),
+    NamedQuantity("num_divisors", (3, 4, 5), num_divisors),
+    ProblemKind("two_remainders", (5,), two_remainders),
 )

@@ -5,27 +5,27 @@ from __future__ import annotations
 import random
 from fractions import Fraction
 
-from ludus.worlds.math.problems import Draft, Kind, Named, Phrase, Work, phrase
+from ludus.worlds.math.problems import NamedQuantity, Phrase, ProblemDraft, ProblemKind, WorkedSteps, phrase
 
 PERCENT = {"%": 1.0}
 """An answer in percent may carry the sign."""
 
 
-def percent_of(rng: random.Random, level: int, work: Work) -> Phrase:
+def percent_of(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """A share in percent."""
     share, whole = 5 * rng.randint(1, 19), 20 * rng.randint(1, 15 * level)
     text = rng.choice((f"{share}% of {whole}", f"{share} percent of {whole}"))
     return phrase(text, work.do(f"{share} * {whole} / 100"), Fraction(share, 100) * whole)
 
 
-def fraction_of(rng: random.Random, level: int, work: Work) -> Phrase:
+def fraction_of(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """A fraction of a whole."""
     down = rng.randint(3, 9)
     up, whole = rng.randint(1, down - 1), down * rng.randint(2, 20 * level)
     return phrase(f"{up}/{down} of {whole}", work.do(f"{up} * {whole} / {down}"), whole // down * up)
 
 
-def fraction_sum(rng: random.Random, level: int, work: Work) -> Phrase:
+def fraction_sum(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """Two fractions and more, which are added, taken away, and from level 3 on multiplied and divided."""
     value = _fraction(rng)
     text = str(value) if level < 3 else f"({value})"
@@ -42,15 +42,15 @@ def _fraction(rng: random.Random) -> Fraction:
     return Fraction(rng.choice([up for up in range(1, 2 * down) if up % down]), down)
 
 
-def what_percent(rng: random.Random, level: int, work: Work) -> Draft:
+def what_percent(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """Which share in percent a part is."""
     whole = 4 * rng.randint(5, 25 * level)
     part = whole * rng.randrange(25, 200, 25) // 100
     work.do(f"100 * {part} / {whole}")
-    return Draft(f"What percent of {whole} is {part}?", Fraction(part, whole) * 100, PERCENT)
+    return ProblemDraft(f"What percent of {whole} is {part}?", Fraction(part, whole) * 100, PERCENT)
 
 
-def change(rng: random.Random, level: int, work: Work) -> Draft:
+def change(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """A change in percent."""
     before, share = 20 * rng.randint(2, 20 * level), 5 * rng.randint(1, 16)
     after = before + rng.choice((-1, 1)) * before * share // 100
@@ -58,10 +58,10 @@ def change(rng: random.Random, level: int, work: Work) -> Draft:
     work.do(f"100 * abs({gap}) / {before}")
     word = "rises" if after > before else "falls"
     question = f"A price {word} from {before} to {after}. By how many percent does it change?"
-    return Draft(question, share, PERCENT)
+    return ProblemDraft(question, share, PERCENT)
 
 
-def before_change(rng: random.Random, level: int, work: Work) -> Draft:
+def before_change(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """The value before a change in percent."""
     before, share = 20 * rng.randint(2, 15 * level), 5 * rng.randint(1, 12)
     up = rng.random() < 0.5
@@ -69,10 +69,10 @@ def before_change(rng: random.Random, level: int, work: Work) -> Draft:
     left = work.do(f"100 + {share}" if up else f"100 - {share}")
     work.do(f"{after} * 100 / {left}")
     word = "rise" if up else "fall"
-    return Draft(f"After a {word} of {share}% a price is {after}. What was it before?", before)
+    return ProblemDraft(f"After a {word} of {share}% a price is {after}. What was it before?", before)
 
 
-def several_changes(rng: random.Random, level: int, work: Work) -> Draft:
+def several_changes(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """Changes in percent, one after the other."""
     price, told = 100 * rng.randint(2, 30), []
     mark, value = str(price), Fraction(price)
@@ -81,10 +81,10 @@ def several_changes(rng: random.Random, level: int, work: Work) -> Draft:
         mark = work.do(f"{mark} * (100 {'+' if up else '-'} {share}) / 100")
         value += value * share / 100 if up else -value * share / 100
         told.append(f"{'rises' if up else 'falls'} by {share}%")
-    return Draft(f"A price of {price} {', then '.join(told)}. What is it in the end?", value)
+    return ProblemDraft(f"A price of {price} {', then '.join(told)}. What is it in the end?", value)
 
 
-def share_in_ratio(rng: random.Random, level: int, work: Work) -> Draft:
+def share_in_ratio(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """One share of several in a ratio."""
     parts = [rng.randint(1, 9) for _ in range(min(level, 4))]
     total, index = sum(parts) * rng.randint(2, 30), rng.randrange(len(parts))
@@ -93,16 +93,18 @@ def share_in_ratio(rng: random.Random, level: int, work: Work) -> Draft:
     work.do(f"{one} * {parts[index]}")
     place = ("first", "second", "third", "fourth")[index]
     question = f"{total} coins are shared in the ratio {' : '.join(map(str, parts))}. "
-    return Draft(question + f"How many coins are in the {place} share?", total * parts[index] // sum(parts))
+    return ProblemDraft(
+        question + f"How many coins are in the {place} share?", total * parts[index] // sum(parts)
+    )
 
 
-KINDS: tuple[Kind | Named, ...] = (
-    Named("percent_of", (1, 2), percent_of),
-    Named("fraction_of", (1, 2), fraction_of),
-    Named("fraction_sum", (2, 3, 4), fraction_sum),
-    Kind("what_percent", (2, 3), what_percent),
-    Kind("change", (2, 3), change),
-    Kind("share_in_ratio", (2, 3, 4), share_in_ratio),
-    Kind("before_change", (3, 4), before_change),
-    Kind("several_changes", (3, 4, 5), several_changes),
+KINDS: tuple[ProblemKind | NamedQuantity, ...] = (
+    NamedQuantity("percent_of", (1, 2), percent_of),
+    NamedQuantity("fraction_of", (1, 2), fraction_of),
+    NamedQuantity("fraction_sum", (2, 3, 4), fraction_sum),
+    ProblemKind("what_percent", (2, 3), what_percent),
+    ProblemKind("change", (2, 3), change),
+    ProblemKind("share_in_ratio", (2, 3, 4), share_in_ratio),
+    ProblemKind("before_change", (3, 4), before_change),
+    ProblemKind("several_changes", (3, 4, 5), several_changes),
 )

@@ -23,9 +23,9 @@ from ludus.rewards.code.unit_tests import Suite
 from ludus.sandbox.base import Sandbox
 from ludus.types import ToolOutcome, ToolStatus
 from ludus.worlds.swe.grader.guest_runner import digest_of
-from ludus.worlds.swe.grader.layout import Layout, merged, same_code
+from ludus.worlds.swe.grader.layout import RepositoryLayout, merged, same_code
 from ludus.worlds.swe.grader.masking import Masked, masked
-from ludus.worlds.swe.grader.test_runner import SECONDS, TestRun, Trial, run_trials
+from ludus.worlds.swe.grader.test_runner import SECONDS, TestRun, TestTrial, run_trials
 
 REPORT: Final = "report"
 """The name under which the verdict stands in the outcomes of an episode."""
@@ -57,7 +57,7 @@ class Exam:
     """
 
     pristine: Mapping[str, bytes]
-    layout: Layout
+    layout: RepositoryLayout
     suite: Suite
     files: tuple[str, ...]
     mended: Mapping[str, bytes]
@@ -138,7 +138,7 @@ async def tells_forgery(sandbox: Sandbox, exam: Exam) -> bool:
 class MaskedExam:
     """The masked broken tests on a tree. `closed` and `negated` are probes, by test file."""
 
-    trial: Trial
+    trial: TestTrial
     closed: Mapping[str, frozenset[int]]
     negated: Mapping[str, frozenset[int]]
 
@@ -167,7 +167,7 @@ def masked_exam(exam: Exam, tree: Mapping[str, bytes], allowed: frozenset[str] |
     texts = {file: module.text.encode() for file, module in modules.items()}
     others = {file: b"" for file in exam.files if file not in modules}
     return MaskedExam(
-        Trial(
+        TestTrial(
             {**tree, **texts, **others},
             exam.layout,
             tuple(modules),
@@ -202,9 +202,9 @@ def _agreed(first: Values, again: Values) -> Values:
     return {test: probes for test, probes in same.items() if probes}
 
 
-def _whole(exam: Exam, tree: Mapping[str, bytes], allowed: frozenset[str] | None) -> Trial:
+def _whole(exam: Exam, tree: Mapping[str, bytes], allowed: frozenset[str] | None) -> TestTrial:
     """All tests of the suite, as they are."""
-    return Trial(tree, exam.layout, exam.files, _functions(exam.suite.tests("all")), allowed=allowed)
+    return TestTrial(tree, exam.layout, exam.files, _functions(exam.suite.tests("all")), allowed=allowed)
 
 
 def _functions(tests: tuple[str, ...]) -> tuple[str, ...]:

@@ -89,7 +89,7 @@ class Run(TypedDict):
     allowed: list[str] | None
 
 
-class Done(TypedDict):
+class RunEnded(TypedDict):
     """What came of a run: the lines of its child, and the frozen files that are not what they were."""
 
     lines: str
@@ -362,7 +362,7 @@ def differing(first: dict[str, str], now: dict[str, str]) -> list[str]:
     return [path for path in sorted(first.keys() | now.keys()) if first.get(path) != now.get(path)]
 
 
-def carry_out(run: Run, first: dict[str, str], finished: tuple[str, ...]) -> Done:
+def carry_out(run: Run, first: dict[str, str], finished: tuple[str, ...]) -> RunEnded:
     """One run: a child, its lines, and which files are not what they were.
 
     `first` is what all files held before any child ran. Nothing runs where a child before this one has

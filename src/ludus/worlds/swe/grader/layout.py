@@ -24,7 +24,7 @@ def is_test(path: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RepositoryLayout:
     """Where a repository keeps its code: folders of packages, and modules that are one file."""
 
     packages: tuple[str, ...]
@@ -42,7 +42,7 @@ class Layout:
         return inside and not is_test(path) and PurePosixPath(path).name not in HOOKS
 
 
-def layout_of(files: Iterable[str]) -> Layout:
+def layout_of(files: Iterable[str]) -> RepositoryLayout:
     """The layout of a repository: its outermost packages, and modules beside them."""
     paths = sorted(files)
     folders = {str(PurePosixPath(path).parent) for path in paths if path.endswith("/__init__.py")}
@@ -50,14 +50,16 @@ def layout_of(files: Iterable[str]) -> Layout:
     packages = tuple(one for one in outermost if not _aside(f"{one}/__init__.py"))
     loose = [path for path in paths if path.endswith(".py") and path.count("/") == path.startswith("src/")]
     modules = [path for path in loose if PurePosixPath(path).name not in _SCRIPTS and not _aside(path)]
-    return Layout(packages, tuple(modules))
+    return RepositoryLayout(packages, tuple(modules))
 
 
 def _aside(path: str) -> bool:
     return is_test(path) or bool(_ASIDE.intersection(PurePosixPath(path).parts[:-1]))
 
 
-def merged(pristine: Mapping[str, bytes], theirs: Mapping[str, bytes], layout: Layout) -> dict[str, bytes]:
+def merged(
+    pristine: Mapping[str, bytes], theirs: Mapping[str, bytes], layout: RepositoryLayout
+) -> dict[str, bytes]:
     """The repository with a policy's code: of its tree nothing but code is taken.
 
     A file of code is one that the repository has already, or a new Python module in its packages. What
@@ -76,7 +78,7 @@ def merged(pristine: Mapping[str, bytes], theirs: Mapping[str, bytes], layout: L
     return kept | taken
 
 
-def same_code(one: Mapping[str, bytes], other: Mapping[str, bytes], layout: Layout) -> bool:
+def same_code(one: Mapping[str, bytes], other: Mapping[str, bytes], layout: RepositoryLayout) -> bool:
     """Whether two trees have the same code."""
     first, second = ({p: c for p, c in tree.items() if layout.is_code(p)} for tree in (one, other))
     return first == second

@@ -20,8 +20,8 @@ from typing import Final
 from ludus.errors import WorldError
 from ludus.sandbox.base import MIB, Limits, Sandbox
 from ludus.worlds.swe.grader.bundle import ARCHIVE, pytest_archive
-from ludus.worlds.swe.grader.guest_runner import READY, Done, Run
-from ludus.worlds.swe.grader.layout import Layout, is_test
+from ludus.worlds.swe.grader.guest_runner import READY, Run, RunEnded
+from ludus.worlds.swe.grader.layout import RepositoryLayout, is_test
 from ludus.worlds.swe.grader.leak_tests import CANARIES, CONTROL, fixed_names
 
 SECONDS: Final = 30.0
@@ -30,7 +30,7 @@ _GRACE_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TestTrial:
     """Tests to run on a tree: the `tests` named, of these test `files`. No `tests`: all in the files.
 
     `texts` asks for the words of failures, `trace` for the functions that each test calls. `probe` is what
@@ -39,7 +39,7 @@ class Trial:
     """
 
     tree: Mapping[str, bytes]
-    layout: Layout
+    layout: RepositoryLayout
     files: tuple[str, ...]
     tests: tuple[str, ...] = ()
     texts: bool = False
@@ -49,7 +49,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class RunnerReport:
     """How a test failed: its statement, and the error."""
 
     statement: str
@@ -72,7 +72,7 @@ class TestRun:
     failed: frozenset[str]
     broken: frozenset[str]
     doubt: str = ""
-    said: Mapping[str, Said] = field(default_factory=dict)
+    said: Mapping[str, RunnerReport] = field(default_factory=dict)
     calls: Mapping[str, frozenset[tuple[str, int]]] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     nodes: frozenset[str] = frozenset()
@@ -81,7 +81,7 @@ class TestRun:
 
 
 async def run_trials(
-    sandbox: Sandbox, trials: Sequence[Trial], seconds: float = SECONDS
+    sandbox: Sandbox, trials: Sequence[TestTrial], seconds: float = SECONDS
 ) -> tuple[TestRun, ...]:
     """Run trials in one sandbox, one after the other in their order, each in a process and folder of its own.
 
@@ -115,7 +115,7 @@ def program() -> str:
     return (package_files("ludus.worlds.swe.grader") / "guest_runner.py").read_text("utf-8")
 
 
-def _order(trial: Trial, name: str, canary: str, seconds: float) -> Run:
+def _order(trial: TestTrial, name: str, canary: str, seconds: float) -> Run:
     folder = f"/box/{name}"
     own = [f"{canary}::{one}" for one in (CONTROL, *fixed_names())]
     return Run(
@@ -148,12 +148,12 @@ def _limits(held: Mapping[str, bytes], seconds: float) -> Limits:
     )
 
 
-def _told(text: str, nonce: str) -> list[Done] | None:
+def _told(text: str, nonce: str) -> list[RunEnded] | None:
     """What the parent says, by the nonce at its head; None where it does not come to its end."""
     if not text.startswith(READY + nonce):
         return None
     try:
-        told: list[Done] = json.loads(text.removeprefix(READY + nonce))
+        told: list[RunEnded] = json.loads(text.removeprefix(READY + nonce))
     except ValueError:  # cut: lines of a child without end
         return None
     return told
@@ -172,7 +172,7 @@ class _Tally:
     cases: Counter[str] = field(default_factory=Counter)
     bad: set[str] = field(default_factory=set)
     broken: set[str] = field(default_factory=set)
-    said: dict[str, Said] = field(default_factory=dict)
+    said: dict[str, RunnerReport] = field(default_factory=dict)
     calls: dict[str, frozenset[tuple[str, int]]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     spoiled: set[str] = field(default_factory=set)
@@ -213,12 +213,12 @@ class _Tally:
             if outcome == "failed":
                 self.broken.add(test)
             if isinstance(said, dict) and said and test not in self.said:
-                self.said[test] = Said(str(said.get("statement", "")), str(said.get("error", "")))
+                self.said[test] = RunnerReport(str(said.get("statement", "")), str(said.get("error", "")))
         elif when == "call":
             self.cases[test] += 1
 
 
-def _read(run: Run, canary: str, done: Done) -> TestRun:
+def _read(run: Run, canary: str, done: RunEnded) -> TestRun:
     tally = _Tally(run["key"])
     for line in done["lines"].split("\n"):
         tally.take(line)

@@ -25,7 +25,7 @@ _HARBOR_TIMEOUT_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BenchLayout:
     """A task as its folder lays it out.
 
     `context` is the folder that the Dockerfile copies from. `script` judges if no tests of pytest do, in the
@@ -52,12 +52,12 @@ class Layout:
         return self.script.name == "test.sh"
 
 
-def read_layout(place: Path) -> Layout:
+def read_layout(place: Path) -> BenchLayout:
     """Return the layout of a task's folder. Raises ConfigError if it cannot be read."""
     return _harbor(place) if (place / "task.toml").is_file() else _terminal_bench(place)
 
 
-def _terminal_bench(place: Path) -> Layout:
+def _terminal_bench(place: Path) -> BenchLayout:
     yaml = importlib.import_module("yaml")
     try:
         said = yaml.safe_load((place / "task.yaml").read_text("utf-8"))
@@ -66,7 +66,7 @@ def _terminal_bench(place: Path) -> Layout:
     if not isinstance(said, dict):
         raise ConfigError(f"{place / 'task.yaml'} is not a mapping.", "Mend the file.")
     text = said.get("instruction") or _described(said.get("descriptions"))
-    return Layout(
+    return BenchLayout(
         text if isinstance(text, str) else "",
         str(said.get("category") or "bench"),
         str(said.get("difficulty")),
@@ -84,7 +84,7 @@ def _described(said: object) -> object:
     return found.get("base") or next(iter(found.values()), None)
 
 
-def _harbor(place: Path) -> Layout:
+def _harbor(place: Path) -> BenchLayout:
     try:
         said = tomllib.loads((place / "task.toml").read_text("utf-8"))
         told = place / "instruction.md"
@@ -95,7 +95,7 @@ def _harbor(place: Path) -> Layout:
     timeout_s = verifier.get("timeout_sec", _HARBOR_TIMEOUT_S)
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
         raise ConfigError(f"{place / 'task.toml'}: verifier.timeout_sec is {timeout_s!r}.", "Mend the file.")
-    return Layout(
+    return BenchLayout(
         text,
         str(metadata.get("category") or "bench"),
         str(metadata.get("difficulty")),

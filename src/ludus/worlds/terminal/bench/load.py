@@ -26,9 +26,9 @@ from ludus.errors import ConfigError
 from ludus.rewards.code.unit_tests import Suite
 from ludus.sandbox.base import Sandbox, Snapshot
 from ludus.types import FunctionCall, Message, MessageToolCall
-from ludus.worlds.terminal.bench.layouts import Layout, read_layout
+from ludus.worlds.terminal.bench.layouts import BenchLayout, read_layout
 from ludus.worlds.terminal.bench.tests import judge_tests, moved
-from ludus.worlds.terminal.services import NOTHING_RUNS, Running, Service
+from ludus.worlds.terminal.services import NOTHING_RUNS, Running, TerminalService
 
 Dockerfiles = Literal["refuse", "skip", "ignore"]
 Scripts = Literal["refuse", "trust"]
@@ -73,7 +73,7 @@ class BenchTask:
         return Suite((self.script,) if self.script else found)
 
     @property
-    def services(self) -> tuple[Service, ...]:
+    def services(self) -> tuple[TerminalService, ...]:
         """None run from the beginning."""
         return ()
 
@@ -162,7 +162,7 @@ def named_tests(path: str, data: bytes) -> Iterator[str]:
                     yield f"{path}::{node.name}::{inner.name}"
 
 
-def _load(place: Path, layout: Layout, workdir: str) -> BenchTask:
+def _load(place: Path, layout: BenchLayout, workdir: str) -> BenchTask:
     if not layout.text.strip():
         raise ConfigError(
             f"{place} has no instruction.", "Add instruction.md, or `instruction` in task.yaml."
@@ -205,7 +205,7 @@ def _boxed(data: bytes, workdir: str) -> bytes:
     return moved(data, workdir.rstrip("/"), "/box")
 
 
-def _image(place: Path, layout: Layout, workdir: str) -> Iterator[str]:
+def _image(place: Path, layout: BenchLayout, workdir: str) -> Iterator[str]:
     """What a Dockerfile does besides copying files of the task into the folder it works in."""
     name = (layout.context / "Dockerfile").relative_to(place).as_posix()
     for number, line in _lines(layout.context):
@@ -267,7 +267,7 @@ def _sources(
                 yield source, (inside / source.name if is_folder else inside).as_posix()
 
 
-def _copied(layout: Layout, workdir: str) -> Iterator[tuple[str, bytes]]:
+def _copied(layout: BenchLayout, workdir: str) -> Iterator[tuple[str, bytes]]:
     """Files of the beginning. Tests and solution never are among them."""
     total = 0
     for source, path in _copies(layout.context, workdir):
@@ -282,5 +282,5 @@ def _copied(layout: Layout, workdir: str) -> Iterator[tuple[str, bytes]]:
         yield path, data
 
 
-def _executable(layout: Layout, workdir: str) -> Iterator[str]:
+def _executable(layout: BenchLayout, workdir: str) -> Iterator[str]:
     return (path for source, path in _copies(layout.context, workdir) if source.stat().st_mode & 0o100)

@@ -14,7 +14,7 @@ from typing import Final
 
 from ludus.worlds.terminal.checks import Archive, Check, Gzipped, Only, Text
 from ludus.worlds.terminal.draw import folder, names, prose, text_of, words
-from ludus.worlds.terminal.job import Draft, Maker
+from ludus.worlds.terminal.job import JobDraft, JobMaker
 
 Content = Mapping[str, str]
 
@@ -59,23 +59,23 @@ def _exactly(root: str, due: Content) -> tuple[Only | Text, ...]:
     )
 
 
-def _packed(rng: random.Random) -> Draft:
+def _packed(rng: random.Random) -> JobDraft:
     root = folder(rng)
     found = _tree(rng, root)
     out = f"{words(rng, 1)[0]}.tar.gz"
     text = f"Pack the folder {root} into the archive {out}; the paths in it begin with {root}/."
-    return Draft(text, found, (f"tar -czf {out} {root}",), (Archive(out, _bytes(found)),))
+    return JobDraft(text, found, (f"tar -czf {out} {root}",), (Archive(out, _bytes(found)),))
 
 
-def _zip(rng: random.Random) -> Draft:
+def _zip(rng: random.Random) -> JobDraft:
     root = folder(rng)
     found = _tree(rng, root)
     out = f"{words(rng, 1)[0]}.zip"
     text = f"Pack the folder {root} into the zip archive {out}; the paths in it begin with {root}/."
-    return Draft(text, found, (f"python3 -m zipfile -c {out} {root}",), (Archive(out, _bytes(found)),))
+    return JobDraft(text, found, (f"python3 -m zipfile -c {out} {root}",), (Archive(out, _bytes(found)),))
 
 
-def _without(rng: random.Random) -> Draft:
+def _without(rng: random.Random) -> JobDraft:
     root = folder(rng)
     found = _tree(rng, root, 10)
     out, ending = f"{words(rng, 1)[0]}.tar.gz", rng.choice((".log", ".tmp"))
@@ -84,20 +84,22 @@ def _without(rng: random.Random) -> Draft:
         f"Pack the folder {root} into {out}, its paths beginning "
         f"with {root}/, but leave out files that end in {ending}."
     )
-    return Draft(text, found, (f"tar -czf {out} --exclude='*{ending}' {root}",), (Archive(out, _bytes(due)),))
+    return JobDraft(
+        text, found, (f"tar -czf {out} --exclude='*{ending}' {root}",), (Archive(out, _bytes(due)),)
+    )
 
 
-def _unpacked(rng: random.Random) -> Draft:
+def _unpacked(rng: random.Random) -> JobDraft:
     root, out = words(rng, 2)
     found = _tree(rng, root)
     to = f"{out}-unpacked"
     due = {f"{to}/{path}": text for path, text in found.items()}
     text = f"Unpack {root}.tar.gz into a new folder {to}, and keep the archive."
     steps = (f"mkdir {to} && tar -xzf {root}.tar.gz -C {to}",)
-    return Draft(text, {f"{root}.tar.gz": tarred(found)}, steps, _exactly(to, due))
+    return JobDraft(text, {f"{root}.tar.gz": tarred(found)}, steps, _exactly(to, due))
 
 
-def _stripped(rng: random.Random) -> Draft:
+def _stripped(rng: random.Random) -> JobDraft:
     root, out = words(rng, 2)
     found = {f"{root}-1.0/{path}": text for path, text in _tree(rng, "src").items()}
     to = f"{out}-build"
@@ -107,10 +109,10 @@ def _stripped(rng: random.Random) -> Draft:
         f"Unpack it into a new folder {to} without these two folders."
     )
     steps = (f"mkdir {to} && tar -xzf {root}.tar.gz -C {to} --strip-components=2",)
-    return Draft(text, {f"{root}.tar.gz": tarred(found)}, steps, _exactly(to, due))
+    return JobDraft(text, {f"{root}.tar.gz": tarred(found)}, steps, _exactly(to, due))
 
 
-def _one(rng: random.Random) -> Draft:
+def _one(rng: random.Random) -> JobDraft:
     root, out = words(rng, 2)
     found = _tree(rng, root)
     path = rng.choice(sorted(found))
@@ -119,19 +121,21 @@ def _one(rng: random.Random) -> Draft:
     )
     steps = (f"tar -xzOf {root}.tar.gz {path} > {out}.txt",)
     checks = (Text(f"{out}.txt", found[path], "bytes"), Only(f"{root}/*", frozenset()))
-    return Draft(text, {f"{root}.tar.gz": tarred(found)}, steps, checks)
+    return JobDraft(text, {f"{root}.tar.gz": tarred(found)}, steps, checks)
 
 
-def _listed(rng: random.Random) -> Draft:
+def _listed(rng: random.Random) -> JobDraft:
     root, out = words(rng, 2)
     found = _tree(rng, root, 10)
     text = f"Write the paths of the files in {root}.zip to {out}.txt, from A to Z."
     program = f'import zipfile; print("\\n".join(sorted(zipfile.ZipFile("{root}.zip").namelist())))'
     steps = (f"python3 -c '{program}' > {out}.txt",)
-    return Draft(text, {f"{root}.zip": zipped(found)}, steps, (Text(f"{out}.txt", text_of(sorted(found))),))
+    return JobDraft(
+        text, {f"{root}.zip": zipped(found)}, steps, (Text(f"{out}.txt", text_of(sorted(found))),)
+    )
 
 
-def _each(rng: random.Random) -> Draft:
+def _each(rng: random.Random) -> JobDraft:
     root = folder(rng)
     found = {f"{root}/{name}.log": text_of(prose(rng, 4)) for name in names(rng, 6)}
     there = {**found, f"{root}/readme.txt": "these are logs\n"}
@@ -143,10 +147,10 @@ def _each(rng: random.Random) -> Draft:
         Only(f"{root}/*", frozenset({*(f"{path}.gz" for path in found), f"{root}/readme.txt"})),
         *(Gzipped(f"{path}.gz", body) for path, body in found.items()),
     )
-    return Draft(text, there, (f"gzip {root}/*.log",), checks, changes=(f"{root}/*.log",))
+    return JobDraft(text, there, (f"gzip {root}/*.log",), checks, changes=(f"{root}/*.log",))
 
 
-def _folders(rng: random.Random) -> Draft:
+def _folders(rng: random.Random) -> JobDraft:
     root, to = folder(rng), f"{words(rng, 1)[0]}-packed"
     parts = {name: _tree(rng, f"{root}/{name}", 4) for name in words(rng, 3)}
     text = (
@@ -166,10 +170,12 @@ def _folders(rng: random.Random) -> Draft:
             for name, tree in parts.items()
         ),
     )
-    return Draft(text, {path: body for tree in parts.values() for path, body in tree.items()}, steps, checks)
+    return JobDraft(
+        text, {path: body for tree in parts.values() for path, body in tree.items()}, steps, checks
+    )
 
 
-def _converted(rng: random.Random) -> Draft:
+def _converted(rng: random.Random) -> JobDraft:
     root, out = words(rng, 2)
     found = _tree(rng, root)
     text = (
@@ -183,10 +189,10 @@ def _converted(rng: random.Random) -> Draft:
         ),
     )
     checks = (Archive(f"{out}.zip", _bytes(found)), Only("*", frozenset({f"{out}.zip", f"{root}.tar.gz"})))
-    return Draft(text, {f"{root}.tar.gz": tarred(found)}, steps, checks)
+    return JobDraft(text, {f"{root}.tar.gz": tarred(found)}, steps, checks)
 
 
-def _nested(rng: random.Random) -> Draft:
+def _nested(rng: random.Random) -> JobDraft:
     root, inner, word = words(rng, 3)
     secret = text_of(prose(rng, 3))
     core = zipped({f"{word}/{word}.txt": secret, f"{word}/readme.md": "inside\n"})
@@ -204,12 +210,12 @@ def _nested(rng: random.Random) -> Draft:
         f"mkdir .t && tar -xzf {root}.tar.gz -C .t && python3 -m zipfile -e .t/{inner}.zip .t",
         f"cp .t/{word}/{word}.txt {word}-found.txt && rm -r .t",
     )
-    return Draft(
+    return JobDraft(
         text, {f"{root}.tar.gz": buffer.getvalue()}, steps, (Text(f"{word}-found.txt", secret, "bytes"),)
     )
 
 
-def _trimmed(rng: random.Random) -> Draft:
+def _trimmed(rng: random.Random) -> JobDraft:
     root = words(rng, 1)[0]
     found = _tree(rng, root, 10)
     gone = rng.choice((".log", ".tmp", ".md"))
@@ -218,7 +224,7 @@ def _trimmed(rng: random.Random) -> Draft:
         f"Change the archive {root}.tar so that it no longer "
         f"has the files that end in {gone}. The others stay in it."
     )
-    return Draft(
+    return JobDraft(
         text,
         {f"{root}.tar": tarred(found, packed=False)},
         (f"tar --delete --wildcards -f {root}.tar '*{gone}'",),
@@ -227,7 +233,7 @@ def _trimmed(rng: random.Random) -> Draft:
     )
 
 
-def _updated(rng: random.Random) -> Draft:
+def _updated(rng: random.Random) -> JobDraft:
     root = words(rng, 1)[0]
     found = _tree(rng, root)
     path = rng.choice(sorted(found))
@@ -243,10 +249,10 @@ def _updated(rng: random.Random) -> Draft:
     )
     checks = (Archive(f"{root}.tar.gz", _bytes({**found, path: new})),)
     files: dict[str, str | bytes] = {f"{root}.tar.gz": tarred(found), f"{root}-new.txt": new}
-    return Draft(text, files, steps, checks, changes=(f"{root}.tar.gz",))
+    return JobDraft(text, files, steps, checks, changes=(f"{root}.tar.gz",))
 
 
-def _split(rng: random.Random) -> Draft:
+def _split(rng: random.Random) -> JobDraft:
     root, out = words(rng, 2)
     found = _tree(rng, root, 12)
     data = tarred(found)
@@ -258,10 +264,10 @@ def _split(rng: random.Random) -> Draft:
         f"on. Put it together and unpack it into a new folder {to}."
     )
     steps = (f"mkdir {to} && cat {root}.tar.gz.?? | tar -xz -C {to}",)
-    return Draft(text, pieces, steps, _exactly(to, {f"{to}/{path}": body for path, body in found.items()}))
+    return JobDraft(text, pieces, steps, _exactly(to, {f"{to}/{path}": body for path, body in found.items()}))
 
 
-def _encoded(rng: random.Random) -> Draft:
+def _encoded(rng: random.Random) -> JobDraft:
     root, out = words(rng, 2)
     found = _tree(rng, root, 5)
     to = f"{out}-mail"
@@ -272,10 +278,10 @@ def _encoded(rng: random.Random) -> Draft:
     data = base64.encodebytes(tarred(found))
     steps = (f"mkdir {to} && base64 -d {root}.b64 | tar -xz -C {to}",)
     checks = _exactly(to, {f"{to}/{path}": body for path, body in found.items()})
-    return Draft(text, {f"{root}.b64": data}, steps, checks)
+    return JobDraft(text, {f"{root}.b64": data}, steps, checks)
 
 
-def _which(rng: random.Random) -> Draft:
+def _which(rng: random.Random) -> JobDraft:
     root, wanted = folder(rng), f"{words(rng, 1)[0]}-wanted.txt"
     found = {name: _tree(rng, name, 4) for name in words(rng, 6)}
     due = sorted(rng.sample(sorted(found), 2))
@@ -294,10 +300,10 @@ def _which(rng: random.Random) -> Draft:
         ),
     )
     files = {f"{root}/{name}.tar.gz": tarred(tree) for name, tree in found.items()}
-    return Draft(text, files, steps, (Text(out, text_of([f"{name}.tar.gz" for name in due])),))
+    return JobDraft(text, files, steps, (Text(out, text_of([f"{name}.tar.gz" for name in due])),))
 
 
-def _compared(rng: random.Random) -> Draft:
+def _compared(rng: random.Random) -> JobDraft:
     root, out = folder(rng), f"{words(rng, 1)[0]}-differs.txt"
     found = _tree(rng, root, 9)
     paths = sorted(found)
@@ -316,10 +322,10 @@ def _compared(rng: random.Random) -> Draft:
         ),
     )
     due = sorted([paths[0], paths[2], paths[5], f"{root}/new.txt"])
-    return Draft(text, {**there, "backup.tar.gz": tarred(found)}, steps, (Text(out, text_of(due)),))
+    return JobDraft(text, {**there, "backup.tar.gz": tarred(found)}, steps, (Text(out, text_of(due)),))
 
 
-def _sound(rng: random.Random) -> Draft:
+def _sound(rng: random.Random) -> JobDraft:
     root, to = folder(rng), f"{words(rng, 1)[0]}-sound"
     trees = {name: _tree(rng, name, 3) for name in words(rng, 5)}
     data = {name: tarred(tree) for name, tree in trees.items()}
@@ -343,10 +349,10 @@ def _sound(rng: random.Random) -> Draft:
     )
     due = {f"{to}/{path}": t for name, tree in trees.items() if name not in bad for path, t in tree.items()}
     due[f"{to}/refused.txt"] = text_of([f"{name}.tar.gz" for name in sorted(bad)])
-    return Draft(text, files, steps, _exactly(to, due))
+    return JobDraft(text, files, steps, _exactly(to, due))
 
 
-def _increments(rng: random.Random) -> Draft:
+def _increments(rng: random.Random) -> JobDraft:
     """A full backup and what changed on the days after it."""
     root, to = words(rng, 1)[0], f"{words(rng, 1)[0]}-restored"
     state = _tree(rng, root, 8)
@@ -374,27 +380,27 @@ def _increments(rng: random.Random) -> Draft:
             f"if [ $d != 0 ]; then while read -r p; do rm {to}/$p; done < backups/day$d.removed; fi; done"
         ),
     )
-    return Draft(text, files, steps, _exactly(to, {f"{to}/{path}": body for path, body in due.items()}))
+    return JobDraft(text, files, steps, _exactly(to, {f"{to}/{path}": body for path, body in due.items()}))
 
 
 MAKERS: Final = (
-    Maker("archives/pack", 1, _packed),
-    Maker("archives/zip", 1, _zip),
-    Maker("archives/unpack", 1, _unpacked),
-    Maker("archives/one", 1, _one),
-    Maker("archives/each", 1, _each),
-    Maker("archives/list", 2, _listed),
-    Maker("archives/without", 2, _without),
-    Maker("archives/strip", 2, _stripped),
-    Maker("archives/folders", 2, _folders),
-    Maker("archives/encoded", 2, _encoded),
-    Maker("archives/which", 2, _which),
-    Maker("archives/trim", 2, _trimmed, held_out=True),
-    Maker("archives/convert", 3, _converted),
-    Maker("archives/nested", 3, _nested),
-    Maker("archives/update", 3, _updated),
-    Maker("archives/split", 3, _split, held_out=True),
-    Maker("archives/compare", 3, _compared),
-    Maker("archives/sound", 4, _sound),
-    Maker("archives/increments", 4, _increments),
+    JobMaker("archives/pack", 1, _packed),
+    JobMaker("archives/zip", 1, _zip),
+    JobMaker("archives/unpack", 1, _unpacked),
+    JobMaker("archives/one", 1, _one),
+    JobMaker("archives/each", 1, _each),
+    JobMaker("archives/list", 2, _listed),
+    JobMaker("archives/without", 2, _without),
+    JobMaker("archives/strip", 2, _stripped),
+    JobMaker("archives/folders", 2, _folders),
+    JobMaker("archives/encoded", 2, _encoded),
+    JobMaker("archives/which", 2, _which),
+    JobMaker("archives/trim", 2, _trimmed, held_out=True),
+    JobMaker("archives/convert", 3, _converted),
+    JobMaker("archives/nested", 3, _nested),
+    JobMaker("archives/update", 3, _updated),
+    JobMaker("archives/split", 3, _split, held_out=True),
+    JobMaker("archives/compare", 3, _compared),
+    JobMaker("archives/sound", 4, _sound),
+    JobMaker("archives/increments", 4, _increments),
 )

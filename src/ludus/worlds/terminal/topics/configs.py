@@ -10,7 +10,7 @@ from typing import Final
 
 from ludus.worlds.terminal.checks import Text
 from ludus.worlds.terminal.draw import SERVICES, TOWNS, text_of, words
-from ludus.worlds.terminal.job import Draft, Maker, Ran
+from ludus.worlds.terminal.job import JobDraft, JobMaker, Ran
 
 Sections = Mapping[str, Mapping[str, str]]
 
@@ -65,12 +65,12 @@ def _settings(rng: random.Random, data: str) -> dict[str, dict[str, str]]:
     }
 
 
-def _set(rng: random.Random) -> Draft:
+def _set(rng: random.Random) -> JobDraft:
     name, sections = f"{words(rng, 1)[0]}.ini", _settings(rng, "data/a.csv")
     before = _ini(sections)
     port = str(rng.randint(9100, 9900))
     sections["server"]["port"] = port
-    return Draft(
+    return JobDraft(
         f"In {name} set the port of the server to {port}. Every other line stays as it is.",
         {name: before},
         (f"sed -i 's/^port = .*/port = {port}/' {name}",),
@@ -80,13 +80,13 @@ def _set(rng: random.Random) -> Draft:
     )
 
 
-def _added(rng: random.Random) -> Draft:
+def _added(rng: random.Random) -> JobDraft:
     name, sections = f"{words(rng, 1)[0]}.ini", _settings(rng, "data/a.csv")
     before = _ini(sections)
     key, value = words(rng, 1)[0], str(rng.randint(1, 99))
     section = rng.choice(("server", "data"))
     sections[section][key] = value
-    return Draft(
+    return JobDraft(
         f'In {name} add the line "{key} = {value}" as the last one of '
         f"the section {section}, before the empty line that ends the "
         "section. Every other line stays.",
@@ -103,14 +103,14 @@ def _added(rng: random.Random) -> Draft:
     )
 
 
-def _commented(rng: random.Random) -> Draft:
+def _commented(rng: random.Random) -> JobDraft:
     name, keys = f"{words(rng, 1)[0]}.conf", words(rng, 8)
     lines = [f"{key} {rng.randint(1, 99)}" for key in keys]
     off, on = rng.sample(range(8), 2)
     lines[on] = f"# {lines[on]}"
     due = [*lines]
     due[off], due[on] = f"# {lines[off]}", lines[on].removeprefix("# ")
-    return Draft(
+    return JobDraft(
         f'In {name} a "#" and a blank before a line switch it off. '
         f"Switch {keys[off]} off and {keys[on]} on; the other lines stay.",
         {name: text_of(lines)},
@@ -121,7 +121,7 @@ def _commented(rng: random.Random) -> Draft:
     )
 
 
-def _json_set(rng: random.Random) -> Draft:
+def _json_set(rng: random.Random) -> JobDraft:
     name, service = f"{words(rng, 1)[0]}.json", rng.choice(SERVICES)
     chosen = sorted({*rng.sample(SERVICES, 3), service})
     replicas = {one: rng.randint(1, 4) for one in chosen}
@@ -142,7 +142,7 @@ def _json_set(rng: random.Random) -> Draft:
         f'In {name} set the replicas of the service "{service}" to {num} and add '
         f'"{host}" to the end of its hosts. All else stays, and the file stays JSON.'
     )
-    return Draft(
+    return JobDraft(
         text,
         {name: before},
         (f"python3 -c '{program}'",),
@@ -152,7 +152,7 @@ def _json_set(rng: random.Random) -> Draft:
     )
 
 
-def _json_mended(rng: random.Random) -> Draft:
+def _json_mended(rng: random.Random) -> JobDraft:
     name = f"{words(rng, 1)[0]}.json"
     value = {key: rng.randint(1, 99) for key in words(rng, 4)}
     inner = {"towns": rng.sample(TOWNS, 3), "limits": value, "active": True}
@@ -171,12 +171,12 @@ def _json_mended(rng: random.Random) -> Draft:
         "too many, and a name has the wrong quotes. Mend it without "
         "changing any value or name."
     )
-    return Draft(
+    return JobDraft(
         said, {name: broken + "\n"}, steps, (Text(name, text, "json"),), changes=(name,), looks=(name,)
     )
 
 
-def _env_json(rng: random.Random) -> Draft:
+def _env_json(rng: random.Random) -> JobDraft:
     name, out = f"{words(rng, 1)[0]}.env", f"{words(rng, 1)[0]}.json"
     pairs = {
         key.upper(): f"{word} {rng.randint(1, 9)}"
@@ -196,10 +196,12 @@ def _env_json(rng: random.Random) -> Draft:
         "the names of the variables and their values as texts, without the quotes."
     )
     steps = (f"python3 -c '{program}'",)
-    return Draft(text, {name: text_of(lines)}, steps, (Text(out, json.dumps(pairs), "json"),), looks=(name,))
+    return JobDraft(
+        text, {name: text_of(lines)}, steps, (Text(out, json.dumps(pairs), "json"),), looks=(name,)
+    )
 
 
-def _ini_env(rng: random.Random) -> Draft:
+def _ini_env(rng: random.Random) -> JobDraft:
     name, out = f"{words(rng, 1)[0]}.ini", f"{words(rng, 1)[0]}.env"
     sections = _settings(rng, "data/a.csv")
     due = [f"{s.upper()}_{k.upper()}={v}" for s, body in sections.items() for k, v in body.items()]
@@ -213,10 +215,10 @@ def _ini_env(rng: random.Random) -> Draft:
             f'next}} NF>1 {{print s "_" toupper($1) "=" $2}}\' {name} > {out}'
         ),
     )
-    return Draft(text, {name: _ini(sections)}, steps, (Text(out, text_of(due)),), looks=(name,))
+    return JobDraft(text, {name: _ini(sections)}, steps, (Text(out, text_of(due)),), looks=(name,))
 
 
-def _merged(rng: random.Random) -> Draft:
+def _merged(rng: random.Random) -> JobDraft:
     one, two, out = (f"{word}.json" for word in words(rng, 3))
     keys = words(rng, 6)
     base: dict[str, object] = {keys[0]: 1, keys[1]: {"a": 1, "b": {"x": 1, "y": 2}}, keys[2]: [1, 2, 3]}
@@ -239,10 +241,10 @@ def _merged(rng: random.Random) -> Draft:
     )
     files = {one: json.dumps(base, indent=1) + "\n", two: json.dumps(over, indent=1) + "\n"}
     steps = (f"python3 -c '{program}'",)
-    return Draft(text, files, steps, (Text(out, json.dumps(due), "json"),), looks=(one, two))
+    return JobDraft(text, files, steps, (Text(out, json.dumps(due), "json"),), looks=(one, two))
 
 
-def _filled(rng: random.Random) -> Draft:
+def _filled(rng: random.Random) -> JobDraft:
     name, values, out = f"{words(rng, 1)[0]}.template", f"{words(rng, 1)[0]}.env", f"{words(rng, 1)[0]}.conf"
     pairs = {key: str(rng.randint(100, 999)) for key in words(rng, 4)}
     lines = [
@@ -259,10 +261,10 @@ def _filled(rng: random.Random) -> Draft:
     )
     steps = (f"sed $(sed -E 's/^([a-z]+)=(.*)$/-e s\\/{{{{\\1}}}}\\/\\2\\/g/' {values}) {name} > {out}",)
     files = {name: text_of(lines), values: text_of([f"{k}={v}" for k, v in pairs.items()])}
-    return Draft(text, files, steps, (Text(out, text_of(due)),), looks=(name, values))
+    return JobDraft(text, files, steps, (Text(out, text_of(due)),), looks=(name, values))
 
 
-def _renamed(rng: random.Random) -> Draft:
+def _renamed(rng: random.Random) -> JobDraft:
     root, (old, new) = f"{words(rng, 1)[0]}-conf", words(rng, 2)
     files = {}
     for service in rng.sample(SERVICES, 4):
@@ -279,12 +281,12 @@ def _renamed(rng: random.Random) -> Draft:
         f'is now called "{new}". Other settings that begin so, and notes, stay.'
     )
     checks = tuple(Text(path, body) for path, body in due.items())
-    return Draft(
+    return JobDraft(
         text, files, (f"sed -i 's/^{old} =/{new} =/' {root}/*.conf",), checks, changes=(f"{root}/*",)
     )
 
 
-def _ports(rng: random.Random) -> Draft:
+def _ports(rng: random.Random) -> JobDraft:
     root, start = f"{words(rng, 1)[0]}-conf", rng.randint(3000, 8000)
     services = sorted(rng.sample(SERVICES, 6))
     ports = [start, start + 1, start, start + 2, start + 1, start]
@@ -311,7 +313,7 @@ def _ports(rng: random.Random) -> Draft:
         ),
     )
     checks = tuple(Text(path, body) for path, body in due.items())
-    return Draft(text, files, steps, checks, changes=(f"{root}/*",))
+    return JobDraft(text, files, steps, checks, changes=(f"{root}/*",))
 
 
 def _app(
@@ -320,7 +322,7 @@ def _app(
     sections: Mapping[str, Mapping[str, str]],
     said: tuple[str, str],
     more: Mapping[str, str] | None = None,
-) -> Draft:
+) -> JobDraft:
     """A program that does not start with its configuration: `said` is what to know, and how to mend it."""
     name = f"{words(rng, 1)[0]}.ini"
     program = APP.replace("FILE", name)
@@ -337,7 +339,7 @@ def _app(
         f"{said[0]}"
     )
     run = Ran("the program is ready", "python3 app.py", (name,), {"app.py": program, **data}, due, 0)
-    return Draft(
+    return JobDraft(
         text,
         {name: broken, "app.py": program, **data},
         (said[1].replace("NAME", name),),
@@ -348,7 +350,7 @@ def _app(
     )
 
 
-def _broken(how: str, rng: random.Random) -> Draft:
+def _broken(how: str, rng: random.Random) -> JobDraft:
     data = f"data/{words(rng, 1)[0]}.csv"
     sections = _settings(rng, data)
     good = _ini(sections)
@@ -409,7 +411,7 @@ def _broken(how: str, rng: random.Random) -> Draft:
     return _app(rng, broken, sections, said)
 
 
-def _crontab(rng: random.Random) -> Draft:
+def _crontab(rng: random.Random) -> JobDraft:
     out, name = f"{words(rng, 1)[0]}.txt", f"{words(rng, 1)[0]}.cron"
     jobs = words(rng, 7)
     lines = [
@@ -437,10 +439,10 @@ def _crontab(rng: random.Random) -> Draft:
             f'"%02d:%02d %s\\n", $2, $1, $6}}\' {name} | sort > {out}'
         ),
     )
-    return Draft(text, {name: text_of(lines)}, steps, (Text(out, text_of(due)),), looks=(name,))
+    return JobDraft(text, {name: text_of(lines)}, steps, (Text(out, text_of(due)),), looks=(name,))
 
 
-def _audit(rng: random.Random) -> Draft:
+def _audit(rng: random.Random) -> JobDraft:
     """What differs between the configurations of two machines."""
     one, two, out = (f"{word}.conf" for word in words(rng, 3))
     keys = sorted(words(rng, 9))
@@ -470,30 +472,30 @@ def _audit(rng: random.Random) -> Draft:
             f"{one} {two} | sort > {out}"
         ),
     )
-    return Draft(
+    return JobDraft(
         text, {one: shown(left), two: shown(right)}, steps, (Text(out, text_of(due)),), looks=(one, two)
     )
 
 
 MAKERS: Final = (
-    Maker("configs/set", 1, _set),
-    Maker("configs/comment", 1, _commented),
-    Maker("configs/missing", 1, partial(_broken, "missing")),
-    Maker("configs/header", 1, partial(_broken, "header")),
-    Maker("configs/add", 2, _added),
-    Maker("configs/json_set", 2, _json_set),
-    Maker("configs/ini_env", 2, _ini_env),
-    Maker("configs/rename", 2, _renamed),
-    Maker("configs/path", 2, partial(_broken, "path")),
-    Maker("configs/swapped", 2, partial(_broken, "swapped")),
-    Maker("configs/conflict", 2, partial(_broken, "conflict")),
-    Maker("configs/json_mend", 3, _json_mended),
-    Maker("configs/env_json", 3, _env_json),
-    Maker("configs/template", 3, _filled),
-    Maker("configs/twice", 3, partial(_broken, "twice"), held_out=True),
-    Maker("configs/crontab", 3, _crontab, held_out=True),
-    Maker("configs/merge", 4, _merged),
-    Maker("configs/ports", 4, _ports),
-    Maker("configs/audit", 4, _audit),
-    Maker("configs/several", 4, partial(_broken, "several")),
+    JobMaker("configs/set", 1, _set),
+    JobMaker("configs/comment", 1, _commented),
+    JobMaker("configs/missing", 1, partial(_broken, "missing")),
+    JobMaker("configs/header", 1, partial(_broken, "header")),
+    JobMaker("configs/add", 2, _added),
+    JobMaker("configs/json_set", 2, _json_set),
+    JobMaker("configs/ini_env", 2, _ini_env),
+    JobMaker("configs/rename", 2, _renamed),
+    JobMaker("configs/path", 2, partial(_broken, "path")),
+    JobMaker("configs/swapped", 2, partial(_broken, "swapped")),
+    JobMaker("configs/conflict", 2, partial(_broken, "conflict")),
+    JobMaker("configs/json_mend", 3, _json_mended),
+    JobMaker("configs/env_json", 3, _env_json),
+    JobMaker("configs/template", 3, _filled),
+    JobMaker("configs/twice", 3, partial(_broken, "twice"), held_out=True),
+    JobMaker("configs/crontab", 3, _crontab, held_out=True),
+    JobMaker("configs/merge", 4, _merged),
+    JobMaker("configs/ports", 4, _ports),
+    JobMaker("configs/audit", 4, _audit),
+    JobMaker("configs/several", 4, partial(_broken, "several")),
 )

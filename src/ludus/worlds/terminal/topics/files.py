@@ -12,7 +12,7 @@ from typing import Final
 
 from ludus.worlds.terminal.checks import Check, Executable, Only, Text
 from ludus.worlds.terminal.draw import folder, names, prose, text_of, words
-from ludus.worlds.terminal.job import Draft, Maker
+from ludus.worlds.terminal.job import JobDraft, JobMaker
 
 ENDINGS: Final = (".txt", ".csv", ".md", ".log", ".dat")
 
@@ -46,7 +46,7 @@ def _settled(root: str, due: Mapping[str, str]) -> tuple[Text | Only, ...]:
 
 def _move_by(
     rng: random.Random, asked: str, test: str, goes: Callable[[str, str], bool], copied: bool
-) -> Draft:
+) -> JobDraft:
     """Move or copy the files of a folder that something is true of; `test` is a shell condition on $f."""
     root, found = _flat(rng)
     to = f"{words(rng, 1)[0]}-{'copies' if copied else 'moved'}"
@@ -61,12 +61,12 @@ def _move_by(
     )
     checks = _settled(to, due)
     if copied:
-        return Draft(text, found, steps, checks)
+        return JobDraft(text, found, steps, checks)
     left = {path: content for path, content in found.items() if path not in chosen}
-    return Draft(text, found, steps, (*checks, *_settled(root, left)), changes=(f"{root}/*",))
+    return JobDraft(text, found, steps, (*checks, *_settled(root, left)), changes=(f"{root}/*",))
 
 
-def _by_ending(copied: bool, rng: random.Random) -> Draft:
+def _by_ending(copied: bool, rng: random.Random) -> JobDraft:
     ending = rng.choice(ENDINGS[:4])
     test = f'[ "${{f%{ending}}}" != "$f" ]'
     return _move_by(
@@ -74,7 +74,7 @@ def _by_ending(copied: bool, rng: random.Random) -> Draft:
     )
 
 
-def _by_word(copied: bool, rng: random.Random) -> Draft:
+def _by_word(copied: bool, rng: random.Random) -> JobDraft:
     word = rng.choice(words(rng, 1))
     return _move_by(
         rng,
@@ -85,13 +85,13 @@ def _by_word(copied: bool, rng: random.Random) -> Draft:
     )
 
 
-def _by_size(copied: bool, rng: random.Random) -> Draft:
+def _by_size(copied: bool, rng: random.Random) -> JobDraft:
     size = rng.randint(80, 160)
     test = f'[ "$(wc -c < "$f")" -gt {size} ]'
     return _move_by(rng, f"that have more than {size} bytes", test, lambda p, text: len(text) > size, copied)
 
 
-def _by_lines(copied: bool, rng: random.Random) -> Draft:
+def _by_lines(copied: bool, rng: random.Random) -> JobDraft:
     num = rng.randint(3, 5)
     test = f'[ "$(wc -l < "$f")" -le {num} ]'
     return _move_by(
@@ -99,7 +99,7 @@ def _by_lines(copied: bool, rng: random.Random) -> Draft:
     )
 
 
-def _by_year(rng: random.Random) -> Draft:
+def _by_year(rng: random.Random) -> JobDraft:
     root = folder(rng)
     found = {
         f"{root}/{rng.randint(2019, 2022)}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}-{name}": text_of(
@@ -121,12 +121,12 @@ def _by_year(rng: random.Random) -> Draft:
             f'-c1-4); mkdir -p {root}/$y; mv "$f" {root}/$y/; done'
         ),
     )
-    return Draft(text, found, steps, _settled(root, due), changes=(f"{root}/*",))
+    return JobDraft(text, found, steps, _settled(root, due), changes=(f"{root}/*",))
 
 
 def _renamed(
     rng: random.Random, asked: str, command: str, old: Callable[[int, str], str], new: Callable[[str], str]
-) -> Draft:
+) -> JobDraft:
     """Rename the files of a folder; `command` prints the new name of $n."""
     root = folder(rng)
     found = {
@@ -140,7 +140,7 @@ def _renamed(
             f'[ "$n" = "$m" ] || mv "$f" "{root}/$m"; done'
         ),
     )
-    return Draft(
+    return JobDraft(
         f"Rename the files in the folder {root}: {asked}",
         found,
         steps,
@@ -149,7 +149,7 @@ def _renamed(
     )
 
 
-def _lower(rng: random.Random) -> Draft:
+def _lower(rng: random.Random) -> JobDraft:
     def old(n: int, name: str) -> str:
         return f"{name.title() if n % 2 else name.upper()}.txt"
 
@@ -158,7 +158,7 @@ def _lower(rng: random.Random) -> Draft:
     )
 
 
-def _blanks(rng: random.Random) -> Draft:
+def _blanks(rng: random.Random) -> JobDraft:
     return _renamed(
         rng,
         "each blank becomes an underscore.",
@@ -168,7 +168,7 @@ def _blanks(rng: random.Random) -> Draft:
     )
 
 
-def _ending(rng: random.Random) -> Draft:
+def _ending(rng: random.Random) -> JobDraft:
     one, two = rng.sample(("jpeg", "text", "markdown", "htm", "yml"), 2)
     return _renamed(
         rng,
@@ -179,7 +179,7 @@ def _ending(rng: random.Random) -> Draft:
     )
 
 
-def _padded(rng: random.Random) -> Draft:
+def _padded(rng: random.Random) -> JobDraft:
     width = rng.randint(3, 5)
     start = rng.randint(1, 6)
     return _renamed(
@@ -192,7 +192,7 @@ def _padded(rng: random.Random) -> Draft:
     )
 
 
-def _dates(rng: random.Random) -> Draft:
+def _dates(rng: random.Random) -> JobDraft:
     days = rng.sample(range(1, 29), 7)
     month = rng.randint(1, 12)
 
@@ -212,7 +212,7 @@ def _dates(rng: random.Random) -> Draft:
     )
 
 
-def _numbered(rng: random.Random) -> Draft:
+def _numbered(rng: random.Random) -> JobDraft:
     root, prefix = folder(rng), words(rng, 1)[0]
     found = {f"{root}/{name}": text_of([name, *prose(rng, 1)]) for name in names(rng, 8, ".txt")}
     due = {f"{root}/{prefix}-{n:02}.txt": found[path] for n, path in enumerate(sorted(found), 1)}
@@ -222,18 +222,18 @@ def _numbered(rng: random.Random) -> Draft:
         "from A to Z."
     )
     steps = (f'i=0; for f in {root}/*; do i=$((i+1)); mv "$f" {root}/$(printf "{prefix}-%02d.txt" $i); done',)
-    return Draft(text, found, steps, _settled(root, due), changes=(f"{root}/*",))
+    return JobDraft(text, found, steps, _settled(root, due), changes=(f"{root}/*",))
 
 
 def _removed(
     rng: random.Random, root: str, found: Mapping[str, str], gone: set[str], ask: tuple[str, str]
-) -> Draft:
+) -> JobDraft:
     left = {path: text for path, text in found.items() if path not in gone and path.startswith(f"{root}/")}
     text, command = ask
-    return Draft(text, found, (command,), (Only(f"{root}/*", frozenset(left)),), changes=tuple(gone))
+    return JobDraft(text, found, (command,), (Only(f"{root}/*", frozenset(left)),), changes=tuple(gone))
 
 
-def _empty(rng: random.Random) -> Draft:
+def _empty(rng: random.Random) -> JobDraft:
     root, found = _lot(rng)
     gone = set(rng.sample(sorted(found), 3))
     found |= dict.fromkeys(gone, "")
@@ -241,7 +241,7 @@ def _empty(rng: random.Random) -> Draft:
     return _removed(rng, root, found, gone, (ask, f"find {root} -type f -empty -delete"))
 
 
-def _temporary(rng: random.Random) -> Draft:
+def _temporary(rng: random.Random) -> JobDraft:
     root, found = _lot(rng)
     endings = rng.sample((".tmp", ".bak", ".swp", ".old"), 2)
     gone = {path + endings[n % 2] for n, path in enumerate(rng.sample(sorted(found), 4))}
@@ -254,7 +254,7 @@ def _temporary(rng: random.Random) -> Draft:
     return _removed(rng, root, found, gone, (ask, command))
 
 
-def _listed(keep: bool, rng: random.Random) -> Draft:
+def _listed(keep: bool, rng: random.Random) -> JobDraft:
     root, found = _flat(rng)
     listed = sorted(PurePosixPath(path).name for path in rng.sample(sorted(found), 5))
     note = f"{words(rng, 1)[0]}-list.txt"
@@ -268,7 +268,7 @@ def _listed(keep: bool, rng: random.Random) -> Draft:
     return _removed(rng, root, {**found, note: text_of(listed)}, gone, (ask, command))
 
 
-def _twins(rng: random.Random) -> Draft:
+def _twins(rng: random.Random) -> JobDraft:
     root, found = _flat(rng, 8)
     originals = sorted(found)
     for name, path in zip(names(rng, 4, ".txt"), rng.choices(originals, k=4), strict=True):
@@ -295,12 +295,12 @@ def _report(
     found: Mapping[str, str],
     due: list[str],
     command: str,
-) -> Draft:
+) -> JobDraft:
     out = f"{words(rng, 1)[0]}-report.txt"
-    return Draft(f"{ask} Write it to {out}.", found, (f"{command} > {out}",), (Text(out, text_of(due)),))
+    return JobDraft(f"{ask} Write it to {out}.", found, (f"{command} > {out}",), (Text(out, text_of(due)),))
 
 
-def _sizes(rng: random.Random) -> Draft:
+def _sizes(rng: random.Random) -> JobDraft:
     root, found = _flat(rng)
     ranked = sorted(found, key=lambda path: -len(found[path]))
     due = [f"{len(found[path])} {PurePosixPath(path).name}" for path in ranked]
@@ -314,7 +314,7 @@ def _sizes(rng: random.Random) -> Draft:
     )
 
 
-def _endings(rng: random.Random) -> Draft:
+def _endings(rng: random.Random) -> JobDraft:
     root, found = _lot(rng)
     counts = Counter(PurePosixPath(path).suffix for path in found)
     ask = (
@@ -326,7 +326,7 @@ def _endings(rng: random.Random) -> Draft:
     return _report(rng, ask, found, [f"{ending} {counts[ending]}" for ending in sorted(counts)], command)
 
 
-def _sums(rng: random.Random) -> Draft:
+def _sums(rng: random.Random) -> JobDraft:
     root, found = _lot(rng)
     ask = (
         f"List the SHA-256 sums of all files in {root} and its "
@@ -337,7 +337,7 @@ def _sums(rng: random.Random) -> Draft:
     return _report(rng, ask, found, due, f"find {root} -type f | sort | xargs sha256sum")
 
 
-def _corrupt(rng: random.Random) -> Draft:
+def _corrupt(rng: random.Random) -> JobDraft:
     root, found = _flat(rng)
     sums = [
         f"{hashlib.sha256(found[p].encode()).hexdigest()}  {PurePosixPath(p).name}" for p in sorted(found)
@@ -350,7 +350,7 @@ def _corrupt(rng: random.Random) -> Draft:
     return _report(rng, ask, files, [PurePosixPath(path).name for path in bad], command)
 
 
-def _totals(rng: random.Random) -> Draft:
+def _totals(rng: random.Random) -> JobDraft:
     root, found = _lot(rng, 14)
     sums: Counter[str] = Counter()
     for path, text in found.items():
@@ -368,7 +368,7 @@ def _totals(rng: random.Random) -> Draft:
     return _report(rng, ask, found, sorted(f"{path}:{size}" for path, size in sums.items()), command)
 
 
-def _compared(rng: random.Random) -> Draft:
+def _compared(rng: random.Random) -> JobDraft:
     one, two = (f"{word}-tree" for word in words(rng, 2))
     plain = names(rng, 10, ".txt")
     left, right = plain[:8], plain[2:]
@@ -393,7 +393,7 @@ def _compared(rng: random.Random) -> Draft:
     return _report(rng, ask, files, due, command)
 
 
-def _scripts(rng: random.Random) -> Draft:
+def _scripts(rng: random.Random) -> JobDraft:
     root, found = _flat(rng)
     scripts = set(rng.sample(sorted(found), 4))
     found = {path: ("#!/bin/sh\n" if path in scripts else "") + text for path, text in found.items()}
@@ -413,19 +413,21 @@ def _scripts(rng: random.Random) -> Draft:
         Executable(f"{root}/*", frozenset(scripts)),
         *(Text(path, content, "bytes") for path, content in found.items()),
     )
-    return Draft(text, found, steps, checks, changes=(f"{root}/*",), executable=before)
+    return JobDraft(text, found, steps, checks, changes=(f"{root}/*",), executable=before)
 
 
-def _joined(rng: random.Random) -> Draft:
+def _joined(rng: random.Random) -> JobDraft:
     root, base = folder(rng), words(rng, 1)[0]
     parts = {f"{root}/{base}.part{n}": text_of(prose(rng, 2)) for n in rng.sample(range(1, 30), 11)}
     out = f"{base}.txt"
     due = "".join(parts[path] for path in sorted(parts, key=lambda path: int(path.rpartition("part")[2])))
     text = f"Put the parts {base}.partN in {root} together in the order of their numbers, as the file {out}."
-    return Draft(text, parts, (f"cat $(ls {root}/* | sort -t. -k2.5n) > {out}",), (Text(out, due, "bytes"),))
+    return JobDraft(
+        text, parts, (f"cat $(ls {root}/* | sort -t. -k2.5n) > {out}",), (Text(out, due, "bytes"),)
+    )
 
 
-def _chunks(rng: random.Random) -> Draft:
+def _chunks(rng: random.Random) -> JobDraft:
     size, (base, to) = rng.randint(4, 7), words(rng, 2)
     lines = [f"{n} {line}" for n, line in enumerate(prose(rng, size * 4 + 2))]
     due = {f"{to}/{n // size + 1:03}.txt": text_of(lines[n : n + size]) for n in range(0, len(lines), size)}
@@ -437,10 +439,10 @@ def _chunks(rng: random.Random) -> Draft:
         f"mkdir {to}",
         f'awk \'{{printf "%s\\n", $0 > sprintf("{to}/%03d.txt", int((NR-1)/{size})+1)}}\' {base}.txt',
     )
-    return Draft(text, {f"{base}.txt": text_of(lines)}, steps, _settled(to, due), looks=(f"{base}.txt",))
+    return JobDraft(text, {f"{base}.txt": text_of(lines)}, steps, _settled(to, due), looks=(f"{base}.txt",))
 
 
-def _flattened(rng: random.Random) -> Draft:
+def _flattened(rng: random.Random) -> JobDraft:
     root, found = _lot(rng, 10)
     to = f"{words(rng, 1)[0]}-flat"
     due = {f"{to}/{path.removeprefix(f'{root}/').replace('/', '__')}": text for path, text in found.items()}
@@ -456,10 +458,10 @@ def _flattened(rng: random.Random) -> Draft:
             f'cp "$f" "../{to}/$(echo "$f" | sed "s|/|__|g")"; done)'
         ),
     )
-    return Draft(text, found, steps, _settled(to, due))
+    return JobDraft(text, found, steps, _settled(to, due))
 
 
-def _mirrored(rng: random.Random) -> Draft:
+def _mirrored(rng: random.Random) -> JobDraft:
     root, found = _lot(rng, 10)
     to = f"{words(rng, 1)[0]}-mirror"
     old = {path.replace(root, to, 1): text for path, text in found.items()}
@@ -475,10 +477,10 @@ def _mirrored(rng: random.Random) -> Draft:
         f"change {root}."
     )
     steps = (f"rm -r {to}", f"cp -r {root} {to}")
-    return Draft(text, {**found, **old}, steps, _settled(to, due), changes=(f"{to}/*",))
+    return JobDraft(text, {**found, **old}, steps, _settled(to, due), changes=(f"{to}/*",))
 
 
-def _library(rng: random.Random) -> Draft:
+def _library(rng: random.Random) -> JobDraft:
     """Files to their places, without twins, with an index of what came from where."""
     root, to = folder(rng), f"{words(rng, 1)[0]}-library"
     kinds = rng.sample(("note", "letter", "recipe", "plan"), 3)
@@ -512,39 +514,39 @@ def _library(rng: random.Random) -> Draft:
         ),
         f'(cd {to} && for f in */*; do echo "$f $(wc -c < $f)"; done | sort > index.txt)',
     )
-    return Draft(text, found, steps, _settled(to, due))
+    return JobDraft(text, found, steps, _settled(to, due))
 
 
 MAKERS: Final = (
-    Maker("files/move_ending", 1, partial(_by_ending, False)),
-    Maker("files/copy_ending", 1, partial(_by_ending, True)),
-    Maker("files/lower", 1, _lower),
-    Maker("files/blanks", 1, _blanks),
-    Maker("files/ending", 1, _ending),
-    Maker("files/empty", 1, _empty),
-    Maker("files/temporary", 1, _temporary),
-    Maker("files/sizes", 1, _sizes),
-    Maker("files/sums", 1, _sums),
-    Maker("files/move_word", 2, partial(_by_word, False)),
-    Maker("files/copy_word", 2, partial(_by_word, True), held_out=True),
-    Maker("files/move_size", 2, partial(_by_size, False)),
-    Maker("files/copy_lines", 2, partial(_by_lines, True)),
-    Maker("files/move_lines", 2, partial(_by_lines, False), held_out=True),
-    Maker("files/year", 2, _by_year),
-    Maker("files/padded", 2, _padded),
-    Maker("files/numbered", 2, _numbered),
-    Maker("files/remove_listed", 2, partial(_listed, False)),
-    Maker("files/keep_listed", 2, partial(_listed, True)),
-    Maker("files/endings", 2, _endings),
-    Maker("files/corrupt", 2, _corrupt),
-    Maker("files/joined", 2, _joined),
-    Maker("files/chunks", 2, _chunks),
-    Maker("files/scripts", 2, _scripts),
-    Maker("files/dates", 3, _dates),
-    Maker("files/twins", 3, _twins),
-    Maker("files/totals", 3, _totals),
-    Maker("files/compared", 3, _compared, held_out=True),
-    Maker("files/flattened", 3, _flattened),
-    Maker("files/mirrored", 3, _mirrored),
-    Maker("files/library", 4, _library),
+    JobMaker("files/move_ending", 1, partial(_by_ending, False)),
+    JobMaker("files/copy_ending", 1, partial(_by_ending, True)),
+    JobMaker("files/lower", 1, _lower),
+    JobMaker("files/blanks", 1, _blanks),
+    JobMaker("files/ending", 1, _ending),
+    JobMaker("files/empty", 1, _empty),
+    JobMaker("files/temporary", 1, _temporary),
+    JobMaker("files/sizes", 1, _sizes),
+    JobMaker("files/sums", 1, _sums),
+    JobMaker("files/move_word", 2, partial(_by_word, False)),
+    JobMaker("files/copy_word", 2, partial(_by_word, True), held_out=True),
+    JobMaker("files/move_size", 2, partial(_by_size, False)),
+    JobMaker("files/copy_lines", 2, partial(_by_lines, True)),
+    JobMaker("files/move_lines", 2, partial(_by_lines, False), held_out=True),
+    JobMaker("files/year", 2, _by_year),
+    JobMaker("files/padded", 2, _padded),
+    JobMaker("files/numbered", 2, _numbered),
+    JobMaker("files/remove_listed", 2, partial(_listed, False)),
+    JobMaker("files/keep_listed", 2, partial(_listed, True)),
+    JobMaker("files/endings", 2, _endings),
+    JobMaker("files/corrupt", 2, _corrupt),
+    JobMaker("files/joined", 2, _joined),
+    JobMaker("files/chunks", 2, _chunks),
+    JobMaker("files/scripts", 2, _scripts),
+    JobMaker("files/dates", 3, _dates),
+    JobMaker("files/twins", 3, _twins),
+    JobMaker("files/totals", 3, _totals),
+    JobMaker("files/compared", 3, _compared, held_out=True),
+    JobMaker("files/flattened", 3, _flattened),
+    JobMaker("files/mirrored", 3, _mirrored),
+    JobMaker("files/library", 4, _library),
 )

@@ -10,13 +10,13 @@ from typing import Final
 
 from ludus.worlds.terminal.checks import Check, Only, Text
 from ludus.worlds.terminal.draw import VERBS, prose, text_of, words
-from ludus.worlds.terminal.git_checks import At, Clean, Reaches, Refs, Subjects, Tree
+from ludus.worlds.terminal.git_checks import At, Clean, GitTree, Reaches, Refs, Subjects
 from ludus.worlds.terminal.git_write import IDENTITY, Repository, grow
-from ludus.worlds.terminal.job import Draft, Maker
+from ludus.worlds.terminal.job import JobDraft, JobMaker
 
 
 @dataclass(frozen=True)
-class Story:
+class HistoryStory:
     """A repository with a short history on `main`, and names to use in a task."""
 
     git: Repository
@@ -42,7 +42,7 @@ def subject_of(rng: random.Random) -> str:
     return f"{verb} the {' '.join(words(rng, 2))}"
 
 
-def story_of(rng: random.Random, num: int = 4) -> Story:
+def story_of(rng: random.Random, num: int = 4) -> HistoryStory:
     """A repository with so many commits on `main`."""
     drawn = words(rng, 9)
     paths = [f"{drawn[1]}.txt", f"{drawn[2]}.txt", f"src/{drawn[3]}.txt"]
@@ -51,26 +51,26 @@ def story_of(rng: random.Random, num: int = 4) -> Story:
     ]
     history += [(f"{subject_of(rng)} {n}", {paths[n % 3]: text_of(prose(rng, 6))}) for n in range(num - 1)]
     git, shas = grow(drawn[0], history)
-    return Story(git, shas, [subject for subject, _ in history], paths, drawn[4:])
+    return HistoryStory(git, shas, [subject for subject, _ in history], paths, drawn[4:])
 
 
 def draft_of(
-    story: Story,
+    story: HistoryStory,
     text: str,
     steps: tuple[str, ...],
     checks: tuple[Check, ...],
     work: Mapping[str, str] | None = None,
     more: Mapping[str, str] | None = None,
-) -> Draft:
+) -> JobDraft:
     """A task in the story's repository: the working tree and `.git` may change, other files may not."""
     files: dict[str, str | bytes] = {".gitconfig": IDENTITY, **story.git.files(work), **(more or {})}
     told = f"The folder {story.root} is a git repository with the branch {story.git.head} checked out. {text}"
     changes = (f"{story.root}/*",)
     run = tuple(step.replace("GIT", f"git -C {story.root}") for step in steps)
-    return Draft(told, files, run, checks, changes=changes)
+    return JobDraft(told, files, run, checks, changes=changes)
 
 
-def _first(rng: random.Random) -> Draft:
+def _first(rng: random.Random) -> JobDraft:
     root, subject = words(rng, 1)[0], subject_of(rng)
     files = {f"{name}.txt": text_of(prose(rng, 3)) for name in words(rng, 3)}
     text = (
@@ -80,7 +80,7 @@ def _first(rng: random.Random) -> Draft:
     checks = (
         Refs(root, frozenset({"main"}), head="main"),
         Subjects(root, "main", (subject,)),
-        Tree(root, "main", files),
+        GitTree(root, "main", files),
         Clean(root),
     )
     there: dict[str, str | bytes] = {
@@ -88,10 +88,10 @@ def _first(rng: random.Random) -> Draft:
         **{f"{root}/{path}": body for path, body in files.items()},
     }
     steps = (f'git init -q -b main {root} && git -C {root} add . && git -C {root} commit -q -m "{subject}"',)
-    return Draft(text, there, steps, checks)
+    return JobDraft(text, there, steps, checks)
 
 
-def _changed(only_one: bool, rng: random.Random) -> Draft:
+def _changed(only_one: bool, rng: random.Random) -> JobDraft:
     story, subject = story_of(rng), subject_of(rng)
     work, one, two = dict(story.git.tracked), story.paths[0], story.paths[1]
     work[one] += "a new last line\n"
@@ -101,7 +101,7 @@ def _changed(only_one: bool, rng: random.Random) -> Draft:
     rest = f" The change of {two} stays in the file, uncommitted." if only_one else ""
     checks: tuple[Check, ...] = (
         Subjects(story.root, "main", (subject, *story.past)),
-        Tree(story.root, "main", due),
+        GitTree(story.root, "main", due),
         Reaches(story.root, "main", tuple(story.shas)),
         Text(f"{story.root}/{two}", work[two], "bytes"),
     )
@@ -115,7 +115,7 @@ def _changed(only_one: bool, rng: random.Random) -> Draft:
     )
 
 
-def _branched(rng: random.Random) -> Draft:
+def _branched(rng: random.Random) -> JobDraft:
     story = story_of(rng)
     name, back = story.spare[0], rng.randint(1, 2)
     sha = story.shas[-1 - back]
@@ -133,7 +133,7 @@ def _branched(rng: random.Random) -> Draft:
     return draft_of(story, text, (f"GIT checkout -q -b {name} main~{back}",), checks)
 
 
-def _tagged(annotated: bool, rng: random.Random) -> Draft:
+def _tagged(annotated: bool, rng: random.Random) -> JobDraft:
     story = story_of(rng)
     place, tag = rng.randrange(1, 3), f"v{rng.randint(1, 9)}.{rng.randint(0, 9)}"
     sort = "an annotated tag" if annotated else "a lightweight tag"
@@ -149,7 +149,7 @@ def _tagged(annotated: bool, rng: random.Random) -> Draft:
     return draft_of(story, text, (command,), checks)
 
 
-def _amended(rng: random.Random) -> Draft:
+def _amended(rng: random.Random) -> JobDraft:
     story, subject = story_of(rng), subject_of(rng)
     text = (
         "The last commit of main has a bad subject. It shall be "
@@ -157,13 +157,13 @@ def _amended(rng: random.Random) -> Draft:
     )
     checks: tuple[Check, ...] = (
         Subjects(story.root, "main", (subject, *story.past[1:])),
-        Tree(story.root, "main", story.git.tracked),
+        GitTree(story.root, "main", story.git.tracked),
         Reaches(story.root, "main", tuple(story.shas[:-1]), (story.shas[-1],)),
     )
     return draft_of(story, text, (f'GIT commit -q --amend -m "{subject}"',), checks)
 
 
-def _reverted(rng: random.Random) -> Draft:
+def _reverted(rng: random.Random) -> JobDraft:
     story = story_of(rng, 5)
     place = rng.choice((2, 3))
     before, after = story.git.trees[story.shas[place - 1]], story.git.trees[story.shas[place]]
@@ -177,7 +177,7 @@ def _reverted(rng: random.Random) -> Draft:
     )
     checks: tuple[Check, ...] = (
         Subjects(story.root, "main", ("", *story.past)),
-        Tree(story.root, "main", undone),
+        GitTree(story.root, "main", undone),
         Reaches(story.root, "main", tuple(story.shas)),
         Clean(story.root),
     )
@@ -185,7 +185,7 @@ def _reverted(rng: random.Random) -> Draft:
     return draft_of(story, text, steps, checks)
 
 
-def _restored(rng: random.Random) -> Draft:
+def _restored(rng: random.Random) -> JobDraft:
     story = story_of(rng, 4)
     gone, subject = story.paths[1], subject_of(rng)
     last = story.git.tracked[gone]
@@ -199,7 +199,7 @@ def _restored(rng: random.Random) -> Draft:
     )
     checks: tuple[Check, ...] = (
         Subjects(story.root, "main", (subject, "Tidy up", *story.past)),
-        Tree(story.root, "main", due),
+        GitTree(story.root, "main", due),
         Clean(story.root),
     )
     steps = (
@@ -209,7 +209,7 @@ def _restored(rng: random.Random) -> Draft:
     return draft_of(story, text, steps, checks)
 
 
-def _as_before(rng: random.Random) -> Draft:
+def _as_before(rng: random.Random) -> JobDraft:
     story = story_of(rng, 5)
     path, tag, subject = story.paths[0], f"v{rng.randint(1, 9)}", subject_of(rng)
     story.git.tags[tag] = story.shas[0]
@@ -221,7 +221,7 @@ def _as_before(rng: random.Random) -> Draft:
     )
     checks: tuple[Check, ...] = (
         Subjects(story.root, "main", (subject, *story.past)),
-        Tree(story.root, "main", due),
+        GitTree(story.root, "main", due),
         At(story.root, tag, story.shas[0]),
         Clean(story.root),
     )
@@ -230,7 +230,7 @@ def _as_before(rng: random.Random) -> Draft:
     )
 
 
-def _ignored(rng: random.Random) -> Draft:
+def _ignored(rng: random.Random) -> JobDraft:
     story, subject = story_of(rng), subject_of(rng)
     ending = rng.choice((".log", ".tmp", ".cache"))
     files = {**story.git.tracked, f"a{ending}": "1\n", f"src/b{ending}": "2\n"}
@@ -246,7 +246,7 @@ def _ignored(rng: random.Random) -> Draft:
     )
     checks: tuple[Check, ...] = (
         Subjects(story.root, "main", (subject, "Add all", *story.past)),
-        Tree(story.root, "main", due),
+        GitTree(story.root, "main", due),
         Text(f"{story.root}/a{ending}", "1\n"),
         Text(f"{story.root}/src/b{ending}", "2\n"),
         Clean(story.root),
@@ -259,7 +259,7 @@ def _ignored(rng: random.Random) -> Draft:
     return draft_of(story, text, steps, checks)
 
 
-def side_of(story: Story, name: str, at: int, changed: Mapping[str, str], num: int = 1) -> list[str]:
+def side_of(story: HistoryStory, name: str, at: int, changed: Mapping[str, str], num: int = 1) -> list[str]:
     """A branch with commits of its own."""
     story.git.branch(name, story.shas[at])
     files, made = dict(story.git.trees[story.shas[at]]), list[str]()
@@ -270,13 +270,17 @@ def side_of(story: Story, name: str, at: int, changed: Mapping[str, str], num: i
     return made
 
 
-def _merged(how: str, rng: random.Random) -> Draft:
+def _merged(how: str, rng: random.Random) -> JobDraft:
     """`fast`: forward only; `true`: a merge commit; `squash`: one ordinary commit."""
     story, subject = story_of(rng), subject_of(rng)
     name, extra = story.spare[0], {f"{word}.txt": text_of(prose(rng, 2)) for word in story.spare[1:3]}
     made = side_of(story, name, -1 if how == "fast" else -2, extra)
     due = {**story.git.tracked, **extra}
-    checks: list[Check] = [Tree(story.root, "main", due), Clean(story.root), At(story.root, name, made[-1])]
+    checks: list[Check] = [
+        GitTree(story.root, "main", due),
+        Clean(story.root),
+        At(story.root, name, made[-1]),
+    ]
     if how == "fast":
         said, command = (
             f"Bring main to the tip of the branch {name}, without a merge commit.",
@@ -304,7 +308,7 @@ def _merged(how: str, rng: random.Random) -> Draft:
     return draft_of(story, said, (command,), tuple(checks))
 
 
-def _conflict(how: str, rng: random.Random) -> Draft:
+def _conflict(how: str, rng: random.Random) -> JobDraft:
     """A merge in which both sides changed a file: take one side, or the lines of both."""
     story = story_of(rng, 3)
     path, name, subject = story.paths[0], story.spare[0], subject_of(rng)
@@ -326,7 +330,7 @@ def _conflict(how: str, rng: random.Random) -> Draft:
         f'"{subject}".'
     )
     checks: tuple[Check, ...] = (
-        Tree(story.root, "main", {**story.git.tracked, path: text_of(due)}),
+        GitTree(story.root, "main", {**story.git.tracked, path: text_of(due)}),
         Subjects(story.root, "main", (subject, "Change a line", *story.past)),
         Reaches(story.root, "main", (*story.shas, *made), num_parents=2),
         Clean(story.root),
@@ -340,7 +344,7 @@ def _conflict(how: str, rng: random.Random) -> Draft:
     return draft_of(story, text, (*steps, f'GIT add {path} && GIT commit -q -m "{subject}"'), checks)
 
 
-def _picked(rng: random.Random) -> Draft:
+def _picked(rng: random.Random) -> JobDraft:
     story = story_of(rng)
     name, extra = story.spare[0], {f"{word}.txt": text_of(prose(rng, 2)) for word in story.spare[1:4]}
     made = side_of(story, name, -2, extra)
@@ -352,7 +356,7 @@ def _picked(rng: random.Random) -> Draft:
         "on main: put it there as a new commit with the same subject."
     )
     checks: tuple[Check, ...] = (
-        Tree(story.root, "main", {**story.git.tracked, path: extra[path]}),
+        GitTree(story.root, "main", {**story.git.tracked, path: extra[path]}),
         Subjects(story.root, "main", (subject, *story.past)),
         At(story.root, name, made[-1]),
         Clean(story.root),
@@ -360,7 +364,7 @@ def _picked(rng: random.Random) -> Draft:
     return draft_of(story, text, (f"GIT cherry-pick {made[place][:10]} > /dev/null",), checks)
 
 
-def _rebased(rng: random.Random) -> Draft:
+def _rebased(rng: random.Random) -> JobDraft:
     story = story_of(rng)
     name, extra = story.spare[0], {f"{word}.txt": text_of(prose(rng, 2)) for word in story.spare[1:3]}
     made = side_of(story, name, 1, extra)
@@ -372,7 +376,7 @@ def _rebased(rng: random.Random) -> Draft:
     )
     checks: tuple[Check, ...] = (
         Subjects(story.root, name, subjects),
-        Tree(story.root, name, {**story.git.tracked, **extra}),
+        GitTree(story.root, name, {**story.git.tracked, **extra}),
         Reaches(story.root, name, tuple(story.shas), tuple(made)),
         At(story.root, "main", story.shas[-1]),
         Refs(story.root, frozenset({"main", name}), head="main"),
@@ -381,7 +385,7 @@ def _rebased(rng: random.Random) -> Draft:
     return draft_of(story, text, (f"GIT rebase -q main {name} && GIT checkout -q main",), checks)
 
 
-def _squashed(rng: random.Random) -> Draft:
+def _squashed(rng: random.Random) -> JobDraft:
     num, subject = rng.choice((2, 3)), subject_of(rng)
     story = story_of(rng, 5)
     text = (
@@ -391,7 +395,7 @@ def _squashed(rng: random.Random) -> Draft:
     )
     checks: tuple[Check, ...] = (
         Subjects(story.root, "main", (subject, *story.past[num:])),
-        Tree(story.root, "main", story.git.tracked),
+        GitTree(story.root, "main", story.git.tracked),
         Reaches(story.root, "main", tuple(story.shas[:-num]), tuple(story.shas[-num:])),
         Clean(story.root),
     )
@@ -399,7 +403,7 @@ def _squashed(rng: random.Random) -> Draft:
     return draft_of(story, text, steps, checks)
 
 
-def _moved(rng: random.Random) -> Draft:
+def _moved(rng: random.Random) -> JobDraft:
     num = rng.choice((1, 2))
     story = story_of(rng, 5)
     name = story.spare[0]
@@ -418,7 +422,7 @@ def _moved(rng: random.Random) -> Draft:
     return draft_of(story, text, (f"GIT checkout -q -b {name} && GIT branch -q -f main main~{num}",), checks)
 
 
-def _pruned(rng: random.Random) -> Draft:
+def _pruned(rng: random.Random) -> JobDraft:
     story = story_of(rng, 5)
     merged, others = story.spare[:2], story.spare[2:4]
     for place, name in enumerate(merged):
@@ -445,7 +449,7 @@ def _pruned(rng: random.Random) -> Draft:
     return draft_of(story, text, tuple(step.replace("ROOT", story.root) for step in steps), checks)
 
 
-def _renamed(rng: random.Random) -> Draft:
+def _renamed(rng: random.Random) -> JobDraft:
     story = story_of(rng)
     old, new = story.spare[:2]
     made = side_of(story, old, -2, {f"{old}.txt": "open\n"})
@@ -458,7 +462,7 @@ def _renamed(rng: random.Random) -> Draft:
     return draft_of(story, text, (f"GIT branch -m {old} {new} && GIT branch -m main trunk",), checks)
 
 
-def _exported(rng: random.Random) -> Draft:
+def _exported(rng: random.Random) -> JobDraft:
     story = story_of(rng, 5)
     tag, out = f"v{rng.randint(1, 9)}", f"{story.spare[1]}-release"
     story.git.tags[tag] = story.shas[1]
@@ -478,7 +482,7 @@ def _exported(rng: random.Random) -> Draft:
     return draft_of(story, text, (f"mkdir {out} && GIT archive {tag} | tar -x -C {out}",), checks)
 
 
-def _lost(rng: random.Random) -> Draft:
+def _lost(rng: random.Random) -> JobDraft:
     """Commits that no branch has any more; the reflog is gone, the objects are there."""
     story = story_of(rng)
     name, extra = story.spare[0], {f"{word}.txt": text_of(prose(rng, 2)) for word in story.spare[1:3]}
@@ -499,29 +503,29 @@ def _lost(rng: random.Random) -> Draft:
 
 
 MAKERS: Final = (
-    Maker("git/first", 1, _first),
-    Maker("git/commit", 1, partial(_changed, False)),
-    Maker("git/branch", 1, _branched),
-    Maker("git/tag", 1, partial(_tagged, False)),
-    Maker("git/amend", 1, _amended),
-    Maker("git/rename", 1, _renamed),
-    Maker("git/commit_one", 2, partial(_changed, True)),
-    Maker("git/annotated", 2, partial(_tagged, True)),
-    Maker("git/merge_fast", 2, partial(_merged, "fast")),
-    Maker("git/merge_true", 2, partial(_merged, "true")),
-    Maker("git/revert", 2, _reverted),
-    Maker("git/as_before", 2, _as_before),
-    Maker("git/pick", 2, _picked),
-    Maker("git/restore", 3, _restored),
-    Maker("git/ignore", 3, _ignored),
-    Maker("git/merge_squash", 3, partial(_merged, "squash"), held_out=True),
-    Maker("git/prune", 3, _pruned),
-    Maker("git/export", 3, _exported),
-    Maker("git/squash", 3, _squashed),
-    Maker("git/move", 3, _moved, held_out=True),
-    Maker("git/conflict_ours", 3, partial(_conflict, "ours")),
-    Maker("git/conflict_theirs", 3, partial(_conflict, "theirs")),
-    Maker("git/conflict_both", 4, partial(_conflict, "both")),
-    Maker("git/rebase", 4, _rebased),
-    Maker("git/lost", 4, _lost),
+    JobMaker("git/first", 1, _first),
+    JobMaker("git/commit", 1, partial(_changed, False)),
+    JobMaker("git/branch", 1, _branched),
+    JobMaker("git/tag", 1, partial(_tagged, False)),
+    JobMaker("git/amend", 1, _amended),
+    JobMaker("git/rename", 1, _renamed),
+    JobMaker("git/commit_one", 2, partial(_changed, True)),
+    JobMaker("git/annotated", 2, partial(_tagged, True)),
+    JobMaker("git/merge_fast", 2, partial(_merged, "fast")),
+    JobMaker("git/merge_true", 2, partial(_merged, "true")),
+    JobMaker("git/revert", 2, _reverted),
+    JobMaker("git/as_before", 2, _as_before),
+    JobMaker("git/pick", 2, _picked),
+    JobMaker("git/restore", 3, _restored),
+    JobMaker("git/ignore", 3, _ignored),
+    JobMaker("git/merge_squash", 3, partial(_merged, "squash"), held_out=True),
+    JobMaker("git/prune", 3, _pruned),
+    JobMaker("git/export", 3, _exported),
+    JobMaker("git/squash", 3, _squashed),
+    JobMaker("git/move", 3, _moved, held_out=True),
+    JobMaker("git/conflict_ours", 3, partial(_conflict, "ours")),
+    JobMaker("git/conflict_theirs", 3, partial(_conflict, "theirs")),
+    JobMaker("git/conflict_both", 4, partial(_conflict, "both")),
+    JobMaker("git/rebase", 4, _rebased),
+    JobMaker("git/lost", 4, _lost),
 )

@@ -9,13 +9,13 @@ from typing import Final
 from ludus.worlds.terminal.checks import Check, Text
 from ludus.worlds.terminal.draw import PEOPLE, prose, text_of, words
 from ludus.worlds.terminal.git_checks import At, Refs
-from ludus.worlds.terminal.job import Draft, Maker
-from ludus.worlds.terminal.topics.git import Story, draft_of, side_of, story_of, subject_of
+from ludus.worlds.terminal.job import JobDraft, JobMaker
+from ludus.worlds.terminal.topics.git import HistoryStory, draft_of, side_of, story_of, subject_of
 
 
 def _answered(
-    rng: random.Random, story: Story, ask: str, due: list[str], command: str, how: str = ""
-) -> Draft:
+    rng: random.Random, story: HistoryStory, ask: str, due: list[str], command: str, how: str = ""
+) -> JobDraft:
     """A question to a history, whose answer goes to a file beside the repository, which stays as it is."""
     out = f"{rng.choice(story.spare)}-answer.txt"
     checks: tuple[Check, ...] = (
@@ -27,7 +27,7 @@ def _answered(
     return draft_of(story, text, (f"{command} > {out}",), checks)
 
 
-def _introduced(rng: random.Random) -> Draft:
+def _introduced(rng: random.Random) -> JobDraft:
     story = story_of(rng, 2)
     path, word = story.paths[0], f"{story.spare[0]}{rng.randint(10, 99)}"
     files, due = dict(story.git.tracked), ""
@@ -43,7 +43,7 @@ def _introduced(rng: random.Random) -> Draft:
     return _answered(rng, story, ask, [due], command)
 
 
-def _authors(rng: random.Random) -> Draft:
+def _authors(rng: random.Random) -> JobDraft:
     story = story_of(rng, 1)
     people, files = rng.sample(PEOPLE, 4), dict(story.git.tracked)
     counts: Counter[str] = Counter({"Ada Abel": 1})
@@ -63,7 +63,7 @@ def _authors(rng: random.Random) -> Draft:
     return _answered(rng, story, ask, [f"{count} {name}" for name, count in ranked], command)
 
 
-def _changelog(rng: random.Random) -> Draft:
+def _changelog(rng: random.Random) -> JobDraft:
     story = story_of(rng, 7)
     one, two = sorted(rng.sample(range(4), 2))
     two += 3
@@ -77,7 +77,7 @@ def _changelog(rng: random.Random) -> Draft:
     return _answered(rng, story, ask, due, "GIT log --reverse --format='- %s' v1.0..v2.0")
 
 
-def _touched(rng: random.Random) -> Draft:
+def _touched(rng: random.Random) -> JobDraft:
     story = story_of(rng, 8)
     name = story.spare[0]
     side_of(story, name, 3, {story.paths[2]: "new\n", f"{story.spare[1]}.md": "new\n"})
@@ -88,7 +88,7 @@ def _touched(rng: random.Random) -> Draft:
     return _answered(rng, story, ask, due, f"GIT diff --name-only main...{name} | sort")
 
 
-def _hotspots(rng: random.Random) -> Draft:
+def _hotspots(rng: random.Random) -> JobDraft:
     story = story_of(rng, 1)
     files, counts = dict(story.git.tracked), Counter(story.paths)
     for n in range(14):
@@ -106,7 +106,7 @@ def _hotspots(rng: random.Random) -> Draft:
     return _answered(rng, story, ask, [f"{n} {path}" for path, n in counts.most_common()], command)
 
 
-def _bisected(rng: random.Random) -> Draft:
+def _bisected(rng: random.Random) -> JobDraft:
     """Which commit broke a check that the repository brings along."""
     story = story_of(rng, 1)
     config = f"{story.spare[0]}.conf"
@@ -135,14 +135,14 @@ def _bisected(rng: random.Random) -> Draft:
     )
     drawn = _answered(rng, story, ask, [due], command)
     end = f"git -C {story.root} checkout -q main"
-    return Draft(drawn.text, drawn.files, (*drawn.steps, end), drawn.checks, changes=drawn.changes)
+    return JobDraft(drawn.text, drawn.files, (*drawn.steps, end), drawn.checks, changes=drawn.changes)
 
 
 MAKERS: Final = (
-    Maker("git/authors", 2, _authors),
-    Maker("git/changelog", 2, _changelog),
-    Maker("git/touched", 3, _touched),
-    Maker("git/introduced", 3, _introduced),
-    Maker("git/hotspots", 3, _hotspots),
-    Maker("git/bisect", 4, _bisected),
+    JobMaker("git/authors", 2, _authors),
+    JobMaker("git/changelog", 2, _changelog),
+    JobMaker("git/touched", 3, _touched),
+    JobMaker("git/introduced", 3, _introduced),
+    JobMaker("git/hotspots", 3, _hotspots),
+    JobMaker("git/bisect", 4, _bisected),
 )

@@ -10,8 +10,8 @@ from typing import Final
 
 from ludus.worlds.terminal.checks import Only, Text
 from ludus.worlds.terminal.draw import SERVICES, TOWNS, text_of, words
-from ludus.worlds.terminal.job import Draft, Maker
-from ludus.worlds.terminal.services import Ended, Lives, Runs, Service, Watched
+from ludus.worlds.terminal.job import JobDraft, JobMaker
+from ludus.worlds.terminal.services import Lives, Runs, ServiceEnded, TerminalService, WatchedService
 
 _BEGIN: Final = """import os, signal, sys, time
 
@@ -93,9 +93,9 @@ class Yard:
         """What it prints."""
         return f"{self.root}/log/{name}.log"
 
-    def service(self, name: str) -> Service:
+    def service(self, name: str) -> TerminalService:
         """The service, as it runs."""
-        return Service(name, (self.script(name),), self.log(name))
+        return TerminalService(name, (self.script(name),), self.log(name))
 
     def program(self, name: str, text: str = PLAIN) -> dict[str, str]:
         """Its program, with a pid file."""
@@ -112,7 +112,7 @@ def yard_of(rng: random.Random, num: int = 4) -> Yard:
     return Yard(words(rng, 1)[0], tuple(rng.sample(SERVICES, num)))
 
 
-def others(names: Sequence[str]) -> tuple[Watched, ...]:
+def others(names: Sequence[str]) -> tuple[WatchedService, ...]:
     """All of these live, not suspended."""
     return tuple(map(Lives, names))
 
@@ -139,11 +139,11 @@ def started(yard: Yard, name: str, values: str = "") -> str:
     return f"{command}; until [ -s {yard.pid_file(name)} ]; do sleep 0.05; done"
 
 
-def of_yard(yard: Yard, text: str, steps: tuple[str, ...], watched: tuple[Watched, ...]) -> Draft:
+def of_yard(yard: Yard, text: str, steps: tuple[str, ...], watched: tuple[WatchedService, ...]) -> JobDraft:
     """A task whose services are the plain ones of a yard."""
     programs = {path: program for name in yard.names for path, program in yard.program(name).items()}
     made = [place(name) for place in (yard.log, yard.pid_file) for name in yard.names]
-    return Draft(
+    return JobDraft(
         text + COUNTING,
         {**programs, **dict.fromkeys(made, "")},
         steps,
@@ -153,18 +153,18 @@ def of_yard(yard: Yard, text: str, steps: tuple[str, ...], watched: tuple[Watche
     )
 
 
-def with_files(draft: Draft, files: Mapping[str, str], changing: bool = False) -> Draft:
+def with_files(draft: JobDraft, files: Mapping[str, str], changing: bool = False) -> JobDraft:
     """The task with more files, or others in their place, the last of which is worth a look."""
     changes = (*draft.changes, *files) if changing else draft.changes
     return replace(draft, files={**draft.files, **files}, changes=changes, looks=tuple(files)[-1:])
 
 
-def without(draft: Draft, paths: Sequence[str]) -> Draft:
+def without(draft: JobDraft, paths: Sequence[str]) -> JobDraft:
     """The task without files that lie there else."""
     return replace(draft, files={path: data for path, data in draft.files.items() if path not in paths})
 
 
-def with_service(draft: Draft, service: Service) -> Draft:
+def with_service(draft: JobDraft, service: TerminalService) -> JobDraft:
     """The task whose service of that name is this one."""
     own = tuple(service if one.name == service.name else one for one in draft.services)
     return replace(draft, services=own)
@@ -175,7 +175,7 @@ def pids_left(yard: Yard, names: Sequence[str]) -> Only:
     return Only(f"{yard.root}/run/*", frozenset(map(yard.pid_file, names)))
 
 
-def _pid_file(rng: random.Random) -> Draft:
+def _pid_file(rng: random.Random) -> JobDraft:
     yard = yard_of(rng)
     name, *rest = yard.names
     path = yard.pid_file(name)
@@ -184,11 +184,11 @@ def _pid_file(rng: random.Random) -> Draft:
         f"{path}; the others go on."
     )
     steps = (f"p=$(cat {path}); kill $p; {gone('$p')}",)
-    draft = of_yard(yard, text, steps, (Ended(name), *others(rest)))
+    draft = of_yard(yard, text, steps, (ServiceEnded(name), *others(rest)))
     return replace(draft, checks=(pids_left(yard, rest),))
 
 
-def _resume(rng: random.Random) -> Draft:
+def _resume(rng: random.Random) -> JobDraft:
     yard = yard_of(rng)
     name, *rest = yard.names
     text = (
@@ -200,7 +200,7 @@ def _resume(rng: random.Random) -> Draft:
     return with_service(draft, replace(yard.service(name), fate="STOP"))
 
 
-def _suspend(rng: random.Random) -> Draft:
+def _suspend(rng: random.Random) -> JobDraft:
     yard = yard_of(rng)
     name, *rest = yard.names
     text = (
@@ -211,7 +211,7 @@ def _suspend(rng: random.Random) -> Draft:
     return of_yard(yard, text, steps, (Lives(name, suspended=True), *others(rest)))
 
 
-def _listed(rng: random.Random) -> Draft:
+def _listed(rng: random.Random) -> JobDraft:
     yard = yard_of(rng, 5)
     ending, rest = yard.names[:2], yard.names[2:]
     path = f"{yard.root}/stop.txt"
@@ -220,11 +220,11 @@ def _listed(rng: random.Random) -> Draft:
         f"their pid files, {yard.root}/run/NAME.pid. The others go on."
     )
     steps = (f"for n in $(cat {path}); do p=$(cat {yard.root}/run/$n.pid); kill $p; {gone('$p')}; done",)
-    draft = of_yard(yard, text, steps, (*map(Ended, ending), *others(rest)))
+    draft = of_yard(yard, text, steps, (*map(ServiceEnded, ending), *others(rest)))
     return replace(with_files(draft, {path: text_of(ending)}), checks=(pids_left(yard, rest),))
 
 
-def _by_script(rng: random.Random) -> Draft:
+def _by_script(rng: random.Random) -> JobDraft:
     yard = yard_of(rng)
     name, *rest = yard.names
     text = (
@@ -232,38 +232,44 @@ def _by_script(rng: random.Random) -> Draft:
         f"{yard.script(name)}; the others go on."
     )
     steps = (each(is_command(f"python3 {yard.script(name)}"), f"kill $p; {gone('$p')}"),)
-    draft = of_yard(yard, text, steps, (Ended(name), *others(rest)))
+    draft = of_yard(yard, text, steps, (ServiceEnded(name), *others(rest)))
     bare = with_files(draft, {yard.script(one): BARE for one in yard.names})
     return without(bare, list(map(yard.pid_file, yard.names)))
 
 
-def workers(yard: Yard, sets: Sequence[tuple[tuple[str, ...], Mapping[str, str]]]) -> tuple[Service, ...]:
+def workers(
+    yard: Yard, sets: Sequence[tuple[tuple[str, ...], Mapping[str, str]]]
+) -> tuple[TerminalService, ...]:
     """The same program several times, each with arguments and variables of its own."""
     script = yard.script("worker")
     return tuple(
-        Service(f"worker{number}", (script, *arguments), yard.log(f"worker{number}"), values)
+        TerminalService(f"worker{number}", (script, *arguments), yard.log(f"worker{number}"), values)
         for number, (arguments, values) in enumerate(sets, 1)
     )
 
 
 def of_workers(
-    yard: Yard, text: str, steps: tuple[str, ...], services: tuple[Service, ...], ending: Sequence[str]
-) -> Draft:
+    yard: Yard,
+    text: str,
+    steps: tuple[str, ...],
+    services: tuple[TerminalService, ...],
+    ending: Sequence[str],
+) -> JobDraft:
     """A task about one program that runs several times: those that shall end, while the others live."""
     names = [service.name for service in services]
     script = yard.script("worker")
-    return Draft(
+    return JobDraft(
         text + COUNTING,
         {script: BARE, **{service.log: "" for service in services}},
         steps,
         changes=yard.changing,
         looks=(script,),
         services=services,
-        watched=(*map(Ended, ending), *others([name for name in names if name not in ending])),
+        watched=(*map(ServiceEnded, ending), *others([name for name in names if name not in ending])),
     )
 
 
-def _by_argument(rng: random.Random) -> Draft:
+def _by_argument(rng: random.Random) -> JobDraft:
     yard, queues = yard_of(rng), words(rng, 4)
     services = workers(yard, [(("--queue", queue), {}) for queue in queues])
     place = rng.randrange(4)
@@ -276,7 +282,7 @@ def _by_argument(rng: random.Random) -> Draft:
     return of_workers(yard, text, steps, services, [services[place].name])
 
 
-def _stubborn(rng: random.Random) -> Draft:
+def _stubborn(rng: random.Random) -> JobDraft:
     yard = yard_of(rng)
     name, *rest = yard.names
     path = yard.pid_file(name)
@@ -285,11 +291,11 @@ def _stubborn(rng: random.Random) -> Draft:
         f"and remove its pid file, {path}. The others go on."
     )
     steps = (f"p=$(cat {path}); kill -9 $p; {gone('$p')}", f"rm {path}")
-    draft = of_yard(yard, text, steps, (Ended(name), *others(rest)))
+    draft = of_yard(yard, text, steps, (ServiceEnded(name), *others(rest)))
     return replace(with_files(draft, yard.program(name, STUBBORN)), checks=(pids_left(yard, rest),))
 
 
-def _restart(rng: random.Random) -> Draft:
+def _restart(rng: random.Random) -> JobDraft:
     yard, (old, new) = yard_of(rng), rng.sample(TOWNS, 2)
     name, *rest = yard.names
     path = yard.pid_file(name)
@@ -300,11 +306,11 @@ def _restart(rng: random.Random) -> Draft:
     )
     steps = (f"p=$(cat {path}); kill $p; {gone('$p')}", started(yard, name, f"REGION={new}"))
     runs = Runs((yard.script(name),), 1, {"REGION": new}, path)
-    draft = of_yard(yard, text, steps, (Ended(name), runs, *others(rest)))
+    draft = of_yard(yard, text, steps, (ServiceEnded(name), runs, *others(rest)))
     return with_service(draft, replace(yard.service(name), environment={"REGION": old}))
 
 
-def _reload(rng: random.Random) -> Draft:
+def _reload(rng: random.Random) -> JobDraft:
     yard, (old, new) = yard_of(rng), rng.sample(range(10, 99), 2)
     name, *rest = yard.names
     conf = f"{yard.root}/{name}.conf"
@@ -327,7 +333,7 @@ def _reload(rng: random.Random) -> Draft:
     return replace(draft, checks=(Text(conf, f"level={new}\n"),))
 
 
-def _drain(rng: random.Random) -> Draft:
+def _drain(rng: random.Random) -> JobDraft:
     yard, done = yard_of(rng), rng.randint(1000, 9000)
     name, *rest = yard.names
     state, path = f"{yard.root}/{name}.json", yard.pid_file(name)
@@ -338,7 +344,7 @@ def _drain(rng: random.Random) -> Draft:
     )
     saved = f"until [ -e {state} ]; do sleep 0.05; done"
     steps = (f"p=$(cat {path}); kill -USR1 $p; {saved}; kill $p; {gone('$p')}",)
-    draft = of_yard(yard, text, steps, (Ended(name), *others(rest)))
+    draft = of_yard(yard, text, steps, (ServiceEnded(name), *others(rest)))
     draft = with_files(draft, yard.program(name, COUNTS.replace("STATE", state)))
     draft = with_service(draft, replace(yard.service(name), environment={"DONE": str(done)}))
     due = json.dumps({"done": done * 7 + 1, "failed": done % 5})
@@ -346,14 +352,14 @@ def _drain(rng: random.Random) -> Draft:
 
 
 MAKERS: Final = (
-    Maker("processes/pid_file", 1, _pid_file),
-    Maker("processes/resume", 1, _resume),
-    Maker("processes/suspend", 1, _suspend),
-    Maker("processes/listed", 2, _listed),
-    Maker("processes/by_script", 2, _by_script),
-    Maker("processes/by_argument", 2, _by_argument),
-    Maker("processes/stubborn", 2, _stubborn),
-    Maker("processes/restart", 2, _restart),
-    Maker("processes/reload", 2, _reload),
-    Maker("processes/drain", 2, _drain),
+    JobMaker("processes/pid_file", 1, _pid_file),
+    JobMaker("processes/resume", 1, _resume),
+    JobMaker("processes/suspend", 1, _suspend),
+    JobMaker("processes/listed", 2, _listed),
+    JobMaker("processes/by_script", 2, _by_script),
+    JobMaker("processes/by_argument", 2, _by_argument),
+    JobMaker("processes/stubborn", 2, _stubborn),
+    JobMaker("processes/restart", 2, _restart),
+    JobMaker("processes/reload", 2, _reload),
+    JobMaker("processes/drain", 2, _drain),
 )

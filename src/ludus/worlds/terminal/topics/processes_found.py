@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Final
 
 from ludus.worlds.terminal.draw import TOWNS, text_of, words
-from ludus.worlds.terminal.job import Draft, Maker, Ran
-from ludus.worlds.terminal.services import Ended, Lives, Runs, Service, Watched
+from ludus.worlds.terminal.job import JobDraft, JobMaker, Ran
+from ludus.worlds.terminal.services import Lives, Runs, ServiceEnded, TerminalService, WatchedService
 from ludus.worlds.terminal.topics.processes import (
     BARE,
     PLAIN,
@@ -95,15 +95,19 @@ with open("PATH", "w") as file:
 
 
 def _bare(
-    yard: Yard, text: str, steps: tuple[str, ...], watched: tuple[Watched, ...], programs: Mapping[str, str]
-) -> Draft:
+    yard: Yard,
+    text: str,
+    steps: tuple[str, ...],
+    watched: tuple[WatchedService, ...],
+    programs: Mapping[str, str],
+) -> JobDraft:
     """A task whose services have these programs, by their names, and no pid files."""
     draft = of_yard(yard, text, steps, watched)
     made = with_files(draft, {yard.script(name): program for name, program in programs.items()})
     return without(made, list(map(yard.pid_file, yard.names)))
 
 
-def _hoard(rng: random.Random) -> Draft:
+def _hoard(rng: random.Random) -> JobDraft:
     yard, sizes = yard_of(rng), [rng.randint(40, 60), *rng.sample(range(2, 12), 3)]
     name, *rest = rng.sample(yard.names, 4)
     text = (
@@ -114,10 +118,10 @@ def _hoard(rng: random.Random) -> Draft:
     programs = {
         one: HOARDS.replace("SIZE", str(size)) for one, size in zip((name, *rest), sizes, strict=True)
     }
-    return _bare(yard, text, (f"p=$({largest}); {_KILL}",), (Ended(name), *others(rest)), programs)
+    return _bare(yard, text, (f"p=$({largest}); {_KILL}",), (ServiceEnded(name), *others(rest)), programs)
 
 
-def _dropped(rng: random.Random) -> Draft:
+def _dropped(rng: random.Random) -> JobDraft:
     yard, data = yard_of(rng), words(rng, 4)
     name, *rest = rng.sample(yard.names, 4)
     paths = [f"{yard.root}/{word}.dat" for word in data]
@@ -130,11 +134,11 @@ def _dropped(rng: random.Random) -> Draft:
         one: (DROPS_FILE if one == name else KEEPS_FILE).replace("DATA", path)
         for one, path in zip((name, *rest), paths, strict=True)
     }
-    draft = _bare(yard, text, steps, (Ended(name), *others(rest)), programs)
+    draft = _bare(yard, text, steps, (ServiceEnded(name), *others(rest)), programs)
     return with_files(draft, dict.fromkeys(paths[1:], ""), changing=True)
 
 
-def _dead_children(rng: random.Random) -> Draft:
+def _dead_children(rng: random.Random) -> JobDraft:
     yard = yard_of(rng)
     name, *rest = rng.sample(yard.names, 4)
     text = (
@@ -146,10 +150,10 @@ def _dead_children(rng: random.Random) -> Draft:
     )
     programs = {one: KEEPS_DEAD if one == name else BARE for one in yard.names}
     steps = (f"for p in $({parents} | sort -u); do {_KILL}; done",)
-    return _bare(yard, text, steps, (Ended(name), *others(rest)), programs)
+    return _bare(yard, text, steps, (ServiceEnded(name), *others(rest)), programs)
 
 
-def _by_variable(rng: random.Random) -> Draft:
+def _by_variable(rng: random.Random) -> JobDraft:
     yard, queues = yard_of(rng), words(rng, 4)
     services = workers(yard, [((), {"QUEUE": queue}) for queue in queues])
     place = rng.randrange(4)
@@ -162,7 +166,7 @@ def _by_variable(rng: random.Random) -> Draft:
     return of_workers(yard, text, steps, services, [services[place].name])
 
 
-def _youngest(rng: random.Random) -> Draft:
+def _youngest(rng: random.Random) -> JobDraft:
     yard, num = yard_of(rng), rng.randint(5, 6)
     services = workers(yard, [((), {})] * num)
     text = (
@@ -175,7 +179,7 @@ def _youngest(rng: random.Random) -> Draft:
     return of_workers(yard, text, steps, services, [service.name for service in services[3:]])
 
 
-def _kept_up(rng: random.Random) -> Draft:
+def _kept_up(rng: random.Random) -> JobDraft:
     """A supervisor, which has to end first."""
     yard = yard_of(rng)
     name, *rest = yard.names
@@ -185,15 +189,20 @@ def _kept_up(rng: random.Random) -> Draft:
         "The other services go on."
     )
     steps = tuple(each(is_command(f"python3 {one}"), _KILL) for one in (keeper, script))
-    watched: tuple[Watched, ...] = (Ended("keeper"), Ended(name), Runs((script,), 0), *others(rest))
+    watched: tuple[WatchedService, ...] = (
+        ServiceEnded("keeper"),
+        ServiceEnded(name),
+        Runs((script,), 0),
+        *others(rest),
+    )
     programs = {name: BARE, "keeper": KEEPER.replace("SCRIPT", script), **dict.fromkeys(rest, BARE)}
     draft = _bare(yard, text, steps, watched, programs)
-    parent = Service("keeper", (keeper,), yard.log(name))
+    parent = TerminalService("keeper", (keeper,), yard.log(name))
     child = replace(yard.service(name), parent="keeper")
     return replace(draft, services=(parent, child, *map(yard.service, rest)))
 
 
-def _stale(rng: random.Random) -> Draft:
+def _stale(rng: random.Random) -> JobDraft:
     """A pid file that names an innocent process."""
     yard = yard_of(rng)
     name, *rest = yard.names
@@ -210,7 +219,7 @@ def _stale(rng: random.Random) -> Draft:
     return replace(draft, services=own, afterwards=f"echo {{{rest[0]}}} > {path}")
 
 
-def _missing(rng: random.Random) -> Draft:
+def _missing(rng: random.Random) -> JobDraft:
     """Some services of a list do not run."""
     yard = yard_of(rng, 5)
     rest, regions = yard.names[:3], dict(zip(yard.names, rng.sample(TOWNS, 5), strict=True))
@@ -235,7 +244,7 @@ def _missing(rng: random.Random) -> Draft:
     return replace(draft, services=own)
 
 
-def _orphans(rng: random.Random) -> Draft:
+def _orphans(rng: random.Random) -> JobDraft:
     yard = yard_of(rng, 3)
     dead, living, other = yard.names
     worker = f"{yard.root}/worker.py"
@@ -247,11 +256,11 @@ def _orphans(rng: random.Random) -> Draft:
     alone = "[ \"$(awk '/^PPid:/ {print $2}' $d/status)\" = 1 ]"
     steps = (each(f"{is_command(f'python3 {worker}')} && {alone}", _KILL),)
     children = {
-        name: tuple(Service(f"{name}/{n}", (worker,), yard.log(name), parent=name) for n in (1, 2))
+        name: tuple(TerminalService(f"{name}/{n}", (worker,), yard.log(name), parent=name) for n in (1, 2))
         for name in (dead, living)
     }
     watched = (
-        *(Ended(one.name) for one in children[dead]),
+        *(ServiceEnded(one.name) for one in children[dead]),
         *others([living, other, *(one.name for one in children[living])]),
     )
     pool = POOL.replace("WORKER", worker)
@@ -261,7 +270,7 @@ def _orphans(rng: random.Random) -> Draft:
     return replace(draft, services=own)
 
 
-def _start_script(rng: random.Random) -> Draft:
+def _start_script(rng: random.Random) -> JobDraft:
     """A script that starts a service in the wrong way; its trial has another program for the service."""
     yard, region = yard_of(rng), rng.choice(TOWNS)
     name, *rest = yard.names
@@ -294,7 +303,7 @@ def _start_script(rng: random.Random) -> Draft:
     return replace(draft, services=tuple(map(yard.service, rest)), runs=(trial,))
 
 
-def _locked(rng: random.Random) -> Draft:
+def _locked(rng: random.Random) -> JobDraft:
     yard = yard_of(rng)
     holder, waiter, *rest = yard.names
     lock = f"{yard.root}/{words(rng, 1)[0]}.lock"
@@ -310,7 +319,7 @@ def _locked(rng: random.Random) -> Draft:
         each(is_command(f"python3 {yard.script(waiter)}"), working),
     )
     programs = {holder: LOCKS, waiter: LOCKS, **dict.fromkeys(rest, READS)}
-    watched: tuple[Watched, ...] = (Ended(holder), Lives(waiter, "working"), *others(rest))
+    watched: tuple[WatchedService, ...] = (ServiceEnded(holder), Lives(waiter, "working"), *others(rest))
     draft = _bare(
         yard, text, steps, watched, {name: text.replace("FILE", lock) for name, text in programs.items()}
     )
@@ -319,15 +328,15 @@ def _locked(rng: random.Random) -> Draft:
 
 
 MAKERS: Final = (
-    Maker("processes/hoard", 3, _hoard),
-    Maker("processes/dropped", 3, _dropped),
-    Maker("processes/dead_children", 3, _dead_children),
-    Maker("processes/by_variable", 3, _by_variable, held_out=True),
-    Maker("processes/kept_up", 3, _kept_up),
-    Maker("processes/stale", 3, _stale),
-    Maker("processes/missing", 3, _missing),
-    Maker("processes/youngest", 4, _youngest),
-    Maker("processes/orphans", 4, _orphans, held_out=True),
-    Maker("processes/start_script", 4, _start_script),
-    Maker("processes/locked", 4, _locked),
+    JobMaker("processes/hoard", 3, _hoard),
+    JobMaker("processes/dropped", 3, _dropped),
+    JobMaker("processes/dead_children", 3, _dead_children),
+    JobMaker("processes/by_variable", 3, _by_variable, held_out=True),
+    JobMaker("processes/kept_up", 3, _kept_up),
+    JobMaker("processes/stale", 3, _stale),
+    JobMaker("processes/missing", 3, _missing),
+    JobMaker("processes/youngest", 4, _youngest),
+    JobMaker("processes/orphans", 4, _orphans, held_out=True),
+    JobMaker("processes/start_script", 4, _start_script),
+    JobMaker("processes/locked", 4, _locked),
 )

@@ -8,11 +8,11 @@ from typing import Final
 
 from ludus.worlds.terminal.checks import Check, Only, Text
 from ludus.worlds.terminal.draw import prose, text_of, words
-from ludus.worlds.terminal.job import Draft, Maker, Ran
+from ludus.worlds.terminal.job import JobDraft, JobMaker, Ran
 
 
 @dataclass(frozen=True)
-class Trial:
+class ScriptTrial:
     """One run of the script: the files that lie there, what it prints, its exit code, what it leaves."""
 
     files: dict[str, str]
@@ -23,17 +23,17 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ScriptQuota:
     """A script that is asked for: an example lies there, hidden trials decide."""
 
     name: str
     text: str
     lines: tuple[str, ...]
     example: dict[str, str] = field(default_factory=dict)
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[ScriptTrial, ...] = ()
 
 
-def _draft(wanted: Wanted) -> Draft:
+def _draft(wanted: ScriptQuota) -> JobDraft:
     quoted = "\n".join(wanted.lines)
     steps = (f"cat > {wanted.name} <<'END'\n{quoted}\nEND",)
     runs = tuple(
@@ -49,7 +49,7 @@ def _draft(wanted: Wanted) -> Draft:
         for number, trial in enumerate(wanted.trials, 1)
     )
     text = f"Write a bash script {wanted.name}, which is called in its folder as `bash {wanted.name}`"
-    return Draft(f"{text}{wanted.text}", wanted.example, steps, (), runs)
+    return JobDraft(f"{text}{wanted.text}", wanted.example, steps, (), runs)
 
 
 def _name(rng: random.Random) -> str:
@@ -61,11 +61,11 @@ def _job(say: str, status: int = 0, nap: str = "") -> str:
     return f"#!/bin/sh\n{f'sleep {nap}' if nap else ''}\necho {say}\nexit {status}\n"
 
 
-def _status(rng: random.Random) -> Draft:
+def _status(rng: random.Random) -> JobDraft:
     name = _name(rng)
     out = f"{words(rng, 1)[0]}.txt"
     trials = tuple(
-        Trial({}, f"bash {name} {command}", leaves=(Text(out, f"{code}\n"),))
+        ScriptTrial({}, f"bash {name} {command}", leaves=(Text(out, f"{code}\n"),))
         for command, code in (
             ("true", 0),
             ("sh -c 'exit 7'", 7),
@@ -74,7 +74,7 @@ def _status(rng: random.Random) -> Draft:
         if code is not None
     )
     code = rng.randint(20, 90)
-    more = Trial(
+    more = ScriptTrial(
         {}, f"bash {name} sh -c 'echo \"$0\"; exit {code}' 'a b'", "a b\n", leaves=(Text(out, f"{code}\n"),)
     )
     text = (
@@ -82,10 +82,10 @@ def _status(rng: random.Random) -> Draft:
         "(which may have blanks in them) and writes the command's exit "
         f"code to {out}."
     )
-    return _draft(Wanted(name, text, ('"$@"', f"echo $? > {out}"), trials=(*trials, more)))
+    return _draft(ScriptQuota(name, text, ('"$@"', f"echo $? > {out}"), trials=(*trials, more)))
 
 
-def _apart(rng: random.Random) -> Draft:
+def _apart(rng: random.Random) -> JobDraft:
     name, (out, err) = _name(rng), (f"{word}.txt" for word in words(rng, 2))
     program = "#!/bin/sh\necho one\necho two >&2\necho three\nexit 3\n"
     text = (
@@ -93,15 +93,17 @@ def _apart(rng: random.Random) -> Draft:
         f"writes to standard error to {err}, prints nothing itself, and "
         "ends with the exit code of job.sh."
     )
-    trial = Trial(
+    trial = ScriptTrial(
         {"job.sh": program}, f"bash {name} 2>&1", "", 3, (Text(out, "one\nthree\n"), Text(err, "two\n"))
     )
-    two = Trial({"job.sh": _job("fine")}, f"bash {name} 2>&1", "", 0, (Text(out, "fine\n"), Text(err, "")))
+    two = ScriptTrial(
+        {"job.sh": _job("fine")}, f"bash {name} 2>&1", "", 0, (Text(out, "fine\n"), Text(err, ""))
+    )
     lines = (f"sh job.sh > {out} 2> {err}",)
-    return _draft(Wanted(name, text, lines, {"job.sh": _job("hello")}, (trial, two)))
+    return _draft(ScriptQuota(name, text, lines, {"job.sh": _job("hello")}, (trial, two)))
 
 
-def _first_failure(rng: random.Random) -> Draft:
+def _first_failure(rng: random.Random) -> JobDraft:
     name, root = _name(rng), words(rng, 1)[0]
     text = (
         f", runs the scripts {root}/*.sh with sh, one after the other "
@@ -111,14 +113,16 @@ def _first_failure(rng: random.Random) -> Draft:
     files = {f"{root}/{n}.sh": _job(n, status) for n, status in (("a", 0), ("b", 0), ("c", 4), ("d", 0))}
     good = {path: _job(path[-4]) for path in files}
     trials = (
-        Trial(files, f"bash {name}", "a\nb\nc\n", 4),
-        Trial(good, f"bash {name}", "a\nb\nc\nd\n", 0),
+        ScriptTrial(files, f"bash {name}", "a\nb\nc\n", 4),
+        ScriptTrial(good, f"bash {name}", "a\nb\nc\nd\n", 0),
     )
     lines = (f'for s in {root}/*.sh; do sh "$s" || exit $?; done',)
-    return _draft(Wanted(name, text, lines, {f"{root}/a.sh": _job("a"), f"{root}/b.sh": _job("b")}, trials))
+    return _draft(
+        ScriptQuota(name, text, lines, {f"{root}/a.sh": _job("a"), f"{root}/b.sh": _job("b")}, trials)
+    )
 
 
-def _all_failures(rng: random.Random) -> Draft:
+def _all_failures(rng: random.Random) -> JobDraft:
     name, root = _name(rng), words(rng, 1)[0]
     text = (
         f", runs all scripts {root}/*.sh with sh, from A to Z, what "
@@ -129,8 +133,8 @@ def _all_failures(rng: random.Random) -> Draft:
     files = {f"{root}/{n}.sh": _job(n, s) for n, s in (("ant", 0), ("bee", 2), ("cow", 0), ("dog", 9))}
     stdout = "ant.sh ok\nbee.sh failed 2\ncow.sh ok\ndog.sh failed 9\n"
     trials = (
-        Trial(files, f"bash {name}", stdout, 2),
-        Trial({f"{root}/x.sh": _job("x")}, f"bash {name}", "x.sh ok\n", 0),
+        ScriptTrial(files, f"bash {name}", stdout, 2),
+        ScriptTrial({f"{root}/x.sh": _job("x")}, f"bash {name}", "x.sh ok\n", 0),
     )
     lines = (
         "n=0",
@@ -142,10 +146,10 @@ def _all_failures(rng: random.Random) -> Draft:
         "done",
         "exit $n",
     )
-    return _draft(Wanted(name, text, lines, {f"{root}/ant.sh": _job("ant")}, trials))
+    return _draft(ScriptQuota(name, text, lines, {f"{root}/ant.sh": _job("ant")}, trials))
 
 
-def _parallel(rng: random.Random) -> Draft:
+def _parallel(rng: random.Random) -> JobDraft:
     """Programs that wait for each other, so that they end only where they run at once."""
     name, root = _name(rng), words(rng, 1)[0]
     text = (
@@ -164,8 +168,8 @@ def _parallel(rng: random.Random) -> Draft:
     files = {f"{root}/{n}.sh": meets(n, status) for n, status in (("ant", 3), ("bee", 0), ("cow", 1))}
     good = {f"{root}/{n}.sh": meets(n, 0) for n in ("ant", "bee", "cow")}
     trials = (
-        Trial(files, f"bash {name}", None, 1, (Text("failed.txt", "ant.sh\ncow.sh\n"),)),
-        Trial(good, f"bash {name}", None, 0, (Text("failed.txt", ""),)),
+        ScriptTrial(files, f"bash {name}", None, 1, (Text("failed.txt", "ant.sh\ncow.sh\n"),)),
+        ScriptTrial(good, f"bash {name}", None, 0, (Text("failed.txt", ""),)),
     )
     lines = (
         "declare -A pids",
@@ -175,10 +179,10 @@ def _parallel(rng: random.Random) -> Draft:
         "sort -o failed.txt failed.txt; [ ! -s failed.txt ]",
     )
     lines = (lines[0], lines[1], ": > failed.txt", *lines[3:])
-    return _draft(Wanted(name, text, lines, {f"{root}/ant.sh": _job("ant")}, trials))
+    return _draft(ScriptQuota(name, text, lines, {f"{root}/ant.sh": _job("ant")}, trials))
 
 
-def _patience(rng: random.Random) -> Draft:
+def _patience(rng: random.Random) -> JobDraft:
     name = _name(rng)
     text = (
         " SECONDS COMMAND ARGUMENTS..., runs the command and ends it if "
@@ -186,19 +190,19 @@ def _patience(rng: random.Random) -> Draft:
         "with 99, otherwise it ends with the command's exit code."
     )
     trials = (
-        Trial({}, f"bash {name} 0.3 sleep 30", "too slow\n", 99),
-        Trial({}, f"bash {name} 5 sh -c 'echo done; exit 4'", "done\n", 4),
-        Trial({}, f"bash {name} 5 true", "", 0),
+        ScriptTrial({}, f"bash {name} 0.3 sleep 30", "too slow\n", 99),
+        ScriptTrial({}, f"bash {name} 5 sh -c 'echo done; exit 4'", "done\n", 4),
+        ScriptTrial({}, f"bash {name} 5 true", "", 0),
     )
     lines = (
         't=$1; shift; timeout "$t" "$@"; c=$?',
         'if [ $c = 124 ]; then echo "too slow"; exit 99; fi',
         "exit $c",
     )
-    return _draft(Wanted(name, text, lines, trials=trials))
+    return _draft(ScriptQuota(name, text, lines, trials=trials))
 
 
-def _retry(rng: random.Random) -> Draft:
+def _retry(rng: random.Random) -> JobDraft:
     name, most = _name(rng), rng.randint(3, 5)
     text = (
         " COMMAND ARGUMENTS..., runs the command again until it ends with "
@@ -207,21 +211,21 @@ def _retry(rng: random.Random) -> Draft:
     )
     count = "n=$(cat n 2>/dev/null || echo 0); n=$((n+1)); echo $n > n; "
     trials = (
-        Trial({"job.sh": f"{count}[ $n -ge 2 ]"}, f"bash {name} sh job.sh", "attempts: 2\n", 0),
-        Trial(
+        ScriptTrial({"job.sh": f"{count}[ $n -ge 2 ]"}, f"bash {name} sh job.sh", "attempts: 2\n", 0),
+        ScriptTrial(
             {"job.sh": f"{count}exit $((10+n))"}, f"bash {name} sh job.sh", f"attempts: {most}\n", 10 + most
         ),
-        Trial({}, f"bash {name} true", "attempts: 1\n", 0),
+        ScriptTrial({}, f"bash {name} true", "attempts: 1\n", 0),
     )
     lines = (
         "n=0",
         f'while :; do n=$((n+1)); "$@"; c=$?; [ $c = 0 ] && break; [ $n -ge {most} ] && break; done',
         'echo "attempts: $n"; exit $c',
     )
-    return _draft(Wanted(name, text, lines, trials=trials))
+    return _draft(ScriptQuota(name, text, lines, trials=trials))
 
 
-def _pipe(rng: random.Random) -> Draft:
+def _pipe(rng: random.Random) -> JobDraft:
     name = _name(rng)
     text = (
         ", feeds what `sh source.sh` prints through `sort -u` and writes "
@@ -229,10 +233,10 @@ def _pipe(rng: random.Random) -> Draft:
         "code of source.sh and leaves no result.txt (nor an older one as it was: that is removed)."
     )
     trials = (
-        Trial(
+        ScriptTrial(
             {"source.sh": "printf 'b\\na\\nb\\n'"}, f"bash {name}", None, 0, (Text("result.txt", "a\nb\n"),)
         ),
-        Trial(
+        ScriptTrial(
             {"source.sh": "echo x; exit 6", "result.txt": "old\n"},
             f"bash {name}; echo $?; [ -e result.txt ] && echo there; exit 0",
             "6\n",
@@ -244,10 +248,10 @@ def _pipe(rng: random.Random) -> Draft:
         "[ $c = 0 ] || rm -f result.txt",
         "exit $c",
     )
-    return _draft(Wanted(name, text, lines, {"source.sh": "echo pear; echo fig\n"}, trials))
+    return _draft(ScriptQuota(name, text, lines, {"source.sh": "echo pear; echo fig\n"}, trials))
 
 
-def _cleanup(rng: random.Random) -> Draft:
+def _cleanup(rng: random.Random) -> JobDraft:
     name, place = _name(rng), f"{words(rng, 1)[0]}-work"
     text = (
         f", makes the folder {place}, runs `sh job.sh` while it is there, "
@@ -264,12 +268,12 @@ def _cleanup(rng: random.Random) -> Draft:
         f"n=$((n+1)); done; [ -e {place} ] && echo there; exit 0"
     )
     trials = (
-        Trial(
+        ScriptTrial(
             {"job.sh": f"ls -d {place}; echo y > {place}/y; exit 5"},
             f"bash {name}; echo $?; [ -e {place} ] && echo there; exit 0",
             f"{place}\n5\n",
         ),
-        Trial({"job.sh": busy}, f"bash {name} {kill}", ""),
+        ScriptTrial({"job.sh": busy}, f"bash {name} {kill}", ""),
     )
     lines = (
         f"mkdir {place}",
@@ -278,10 +282,10 @@ def _cleanup(rng: random.Random) -> Draft:
         "sh job.sh & child=$!",
         "wait $child; exit $?",
     )
-    return _draft(Wanted(name, text, lines, {"job.sh": "echo working\n"}, trials))
+    return _draft(ScriptQuota(name, text, lines, {"job.sh": "echo working\n"}, trials))
 
 
-def _lock(rng: random.Random) -> Draft:
+def _lock(rng: random.Random) -> JobDraft:
     name = _name(rng)
     text = (
         ", runs `sh job.sh`, but never twice at the same time: where another "
@@ -300,14 +304,14 @@ def _lock(rng: random.Random) -> Draft:
         f"done; kill -9 $p; sleep 1.3; bash {name} > /dev/null; echo $?"
     )
     trials = (
-        Trial({"job.sh": job}, command, "busy\n75\n3\n3\n2\n"),
-        Trial({"job.sh": job}, f"{killed}", "3\n"),
+        ScriptTrial({"job.sh": job}, command, "busy\n75\n3\n3\n2\n"),
+        ScriptTrial({"job.sh": job}, f"{killed}", "3\n"),
     )
     lines = ("exec 9> .lock", "flock -n 9 || { echo busy; exit 75; }", "sh job.sh")
-    return _draft(Wanted(name, text, lines, {"job.sh": "echo working\n"}, trials))
+    return _draft(ScriptQuota(name, text, lines, {"job.sh": "echo working\n"}, trials))
 
 
-def _stale(rng: random.Random) -> Draft:
+def _stale(rng: random.Random) -> JobDraft:
     name = _name(rng)
     text = (
         ", looks at service.pid, a file with the number of a process. It "
@@ -315,9 +319,11 @@ def _stale(rng: random.Random) -> Draft:
         'there and the process is not (then it removes the file), and "stopped" if there is no such file.'
     )
     trials = (
-        Trial({}, f"bash {name}", "stopped\n"),
-        Trial({}, f"sleep 9 & echo $! > service.pid; bash {name}; ls service.pid", "running\nservice.pid\n"),
-        Trial(
+        ScriptTrial({}, f"bash {name}", "stopped\n"),
+        ScriptTrial(
+            {}, f"sleep 9 & echo $! > service.pid; bash {name}; ls service.pid", "running\nservice.pid\n"
+        ),
+        ScriptTrial(
             {},
             "sleep 0 & p=$!; wait $p; echo $p > service.pid; "
             f"bash {name}; [ -e service.pid ] && echo there; exit 0",
@@ -329,10 +335,10 @@ def _stale(rng: random.Random) -> Draft:
         'elif kill -0 "$(cat service.pid)" 2>/dev/null; then echo running',
         "else rm service.pid; echo stale; fi",
     )
-    return _draft(Wanted(name, text, lines, {"service.pid": "999999\n"}, trials))
+    return _draft(ScriptQuota(name, text, lines, {"service.pid": "999999\n"}, trials))
 
 
-def _watch(rng: random.Random) -> Draft:
+def _watch(rng: random.Random) -> JobDraft:
     name, most = _name(rng), rng.randint(2, 4)
     text = (
         ", runs `sh service.sh` and starts it again each time it ends "
@@ -344,14 +350,14 @@ def _watch(rng: random.Random) -> Draft:
     count = "n=$(cat n 2>/dev/null || echo 0); n=$((n+1)); echo $n > n; "
     all_bad = text_of([f"{n} exited {n + 2}" for n in range(1, most + 2)])
     trials = (
-        Trial(
+        ScriptTrial(
             {"service.sh": f"{count}[ $n = 2 ] && exit 0; exit 8"},
             f"bash {name}",
             None,
             0,
             (Text("service.log", "1 exited 8\n2 exited 0\n"),),
         ),
-        Trial(
+        ScriptTrial(
             {"service.sh": f"{count}exit $((n+2))"}, f"bash {name}", None, 1, (Text("service.log", all_bad),)
         ),
     )
@@ -361,10 +367,10 @@ def _watch(rng: random.Random) -> Draft:
         'echo "$n exited $c" >> service.log; [ $c = 0 ] && exit 0; done',
         "exit 1",
     )
-    return _draft(Wanted(name, text, lines, {"service.sh": "echo serving\n"}, trials))
+    return _draft(ScriptQuota(name, text, lines, {"service.sh": "echo serving\n"}, trials))
 
 
-def _ordered(rng: random.Random) -> Draft:
+def _ordered(rng: random.Random) -> JobDraft:
     """Jobs that need others to be done before."""
     name = _name(rng)
     text = (
@@ -389,8 +395,8 @@ def _ordered(rng: random.Random) -> Draft:
 
     example, hidden = case(), case()
     trials = (
-        Trial({"jobs.txt": hidden[0]}, f"bash {name}", hidden[1], 0),
-        Trial({"jobs.txt": "a: b\nb: c\nc: a\nd:\n"}, f"bash {name}", "circle\n", 2),
+        ScriptTrial({"jobs.txt": hidden[0]}, f"bash {name}", hidden[1], 0),
+        ScriptTrial({"jobs.txt": "a: b\nb: c\nc: a\nd:\n"}, f"bash {name}", "circle\n", 2),
     )
     program = (
         "import sys",
@@ -403,10 +409,10 @@ def _ordered(rng: random.Random) -> Draft:
         'print("\\n".join(done))',
     )
     lines = ("python3 - <<'PY'", *program, "PY")
-    return _draft(Wanted(name, text, lines, {"jobs.txt": example[0]}, trials))
+    return _draft(ScriptQuota(name, text, lines, {"jobs.txt": example[0]}, trials))
 
 
-def _each_file(rng: random.Random) -> Draft:
+def _each_file(rng: random.Random) -> JobDraft:
     name = _name(rng)
     text = (
         " FOLDER, runs `sh convert.sh FILE` for each .in file in the folder "
@@ -430,8 +436,8 @@ def _each_file(rng: random.Random) -> Draft:
     )
     fine = {path: body for path, body in files.items() if "wrong" not in path}
     trials = (
-        Trial(files, f"bash {name} d", None, 1, leaves),
-        Trial(fine, f"bash {name} d", None, 0, leaves),
+        ScriptTrial(files, f"bash {name} d", None, 1, leaves),
+        ScriptTrial(fine, f"bash {name} d", None, 0, leaves),
     )
     lines = (
         "find \"$1\" -type f -name '*.in' -print0 | {",
@@ -442,10 +448,10 @@ def _each_file(rng: random.Random) -> Draft:
         ),
         "exit $s; }",
     )
-    return _draft(Wanted(name, text, lines, {"convert.sh": 'cat "$1"\n', "in/a.in": "a\n"}, trials))
+    return _draft(ScriptQuota(name, text, lines, {"convert.sh": 'cat "$1"\n', "in/a.in": "a\n"}, trials))
 
 
-def _mended(rng: random.Random) -> Draft:
+def _mended(rng: random.Random) -> JobDraft:
     """A script that breaks on blanks in names."""
     name, to = _name(rng), f"{words(rng, 1)[0]}-copy"
     broken = (
@@ -473,25 +479,25 @@ def _mended(rng: random.Random) -> Draft:
         leaves=(Only(f"{to}/*", frozenset({f"{to}/a b.txt", f"{to}/c.txt"})),),
     )
     steps = (f"cat > {name} <<'END'\n{mended}END",)
-    return Draft(
+    return JobDraft(
         text, {name: broken, "plain/x.txt": "x\n"}, steps, (), (run,), changes=(name,), looks=(name,)
     )
 
 
 MAKERS: Final = (
-    Maker("scripts/status", 1, _status),
-    Maker("scripts/apart", 1, _apart),
-    Maker("scripts/first_failure", 2, _first_failure),
-    Maker("scripts/all_failures", 2, _all_failures),
-    Maker("scripts/stale", 2, _stale),
-    Maker("scripts/patience", 3, _patience),
-    Maker("scripts/retry", 3, _retry),
-    Maker("scripts/pipe", 3, _pipe),
-    Maker("scripts/mended", 3, _mended),
-    Maker("scripts/watch", 3, _watch, held_out=True),
-    Maker("scripts/parallel", 4, _parallel),
-    Maker("scripts/cleanup", 4, _cleanup),
-    Maker("scripts/lock", 4, _lock),
-    Maker("scripts/ordered", 4, _ordered),
-    Maker("scripts/each_file", 4, _each_file),
+    JobMaker("scripts/status", 1, _status),
+    JobMaker("scripts/apart", 1, _apart),
+    JobMaker("scripts/first_failure", 2, _first_failure),
+    JobMaker("scripts/all_failures", 2, _all_failures),
+    JobMaker("scripts/stale", 2, _stale),
+    JobMaker("scripts/patience", 3, _patience),
+    JobMaker("scripts/retry", 3, _retry),
+    JobMaker("scripts/pipe", 3, _pipe),
+    JobMaker("scripts/mended", 3, _mended),
+    JobMaker("scripts/watch", 3, _watch, held_out=True),
+    JobMaker("scripts/parallel", 4, _parallel),
+    JobMaker("scripts/cleanup", 4, _cleanup),
+    JobMaker("scripts/lock", 4, _lock),
+    JobMaker("scripts/ordered", 4, _ordered),
+    JobMaker("scripts/each_file", 4, _each_file),
 )

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Final
 
 from ludus.worlds.terminal.checks import Text
-from ludus.worlds.terminal.draw import Table, table, text_of, words
-from ludus.worlds.terminal.job import Draft, Maker
+from ludus.worlds.terminal.draw import TableData, table, text_of, words
+from ludus.worlds.terminal.job import JobDraft, JobMaker
 
 Row = tuple[str, ...]
 Rows = Sequence[Row]
@@ -35,18 +35,18 @@ class Summary:
     due: list[str]
 
 
-def _everything(rng: random.Random, data: Table) -> Filter:
+def _everything(rng: random.Random, data: TableData) -> Filter:
     del rng, data
     return Filter("all rows", "NR>1", lambda row: True)
 
 
-def _equal(rng: random.Random, data: Table) -> Filter:
+def _equal(rng: random.Random, data: TableData) -> Filter:
     value = rng.choice(data.values(1))
     said = f'the rows whose {data.columns[1]} is "{value}"'
     return Filter(said, f'NR>1 && $2=="{value}"', lambda row: row[1] == value)
 
 
-def _more(rng: random.Random, data: Table) -> Filter:
+def _more(rng: random.Random, data: TableData) -> Filter:
     least = rng.randint(3, 5)
     return Filter(
         f"the rows with more than {least} in the column {data.columns[4]}",
@@ -55,7 +55,7 @@ def _more(rng: random.Random, data: Table) -> Filter:
     )
 
 
-def _begins(rng: random.Random, data: Table) -> Filter:
+def _begins(rng: random.Random, data: TableData) -> Filter:
     letter = rng.choice(data.values(0))[0]
     return Filter(
         f'the rows whose {data.columns[0]} begins with the letter "{letter}"',
@@ -64,7 +64,7 @@ def _begins(rng: random.Random, data: Table) -> Filter:
     )
 
 
-def _both(rng: random.Random, data: Table) -> Filter:
+def _both(rng: random.Random, data: TableData) -> Filter:
     value, most = rng.choice(data.values(2)), rng.randint(6, 8)
     said = f'the rows whose {data.columns[2]} is not "{value}" and whose {data.columns[4]} is at most {most}'
     return Filter(
@@ -72,7 +72,7 @@ def _both(rng: random.Random, data: Table) -> Filter:
     )
 
 
-def _either(rng: random.Random, data: Table) -> Filter:
+def _either(rng: random.Random, data: TableData) -> Filter:
     one, two = rng.sample(data.values(1), 2)
     said = f'the rows whose {data.columns[1]} is "{one}" or "{two}"'
     return Filter(said, f'NR>1 && ($2=="{one}" || $2=="{two}")', lambda row: row[1] in (one, two))
@@ -88,7 +88,7 @@ FILTERS: Final = {
 }
 
 
-def _rows(data: Table, rows: Rows) -> Summary:
+def _rows(data: TableData, rows: Rows) -> Summary:
     return Summary(
         "these rows with the heading above them, in their order",
         "{print}",
@@ -96,12 +96,12 @@ def _rows(data: Table, rows: Rows) -> Summary:
     )
 
 
-def _count(data: Table, rows: Rows) -> Summary:
+def _count(data: TableData, rows: Rows) -> Summary:
     del data
     return Summary("their number", "{n++} END {print n+0}", [str(len(rows))])
 
 
-def _column(data: Table, rows: Rows) -> Summary:
+def _column(data: TableData, rows: Rows) -> Summary:
     return Summary(
         f"the column {data.columns[0]} without its heading, in their order",
         "{print $1}",
@@ -109,7 +109,7 @@ def _column(data: Table, rows: Rows) -> Summary:
     )
 
 
-def _swapped(data: Table, rows: Rows) -> Summary:
+def _swapped(data: TableData, rows: Rows) -> Summary:
     return Summary(
         f"the columns {data.columns[3]} and {data.columns[0]}, "
         "in this order, separated by a semicolon, without "
@@ -119,7 +119,7 @@ def _swapped(data: Table, rows: Rows) -> Summary:
     )
 
 
-def _sum(data: Table, rows: Rows) -> Summary:
+def _sum(data: TableData, rows: Rows) -> Summary:
     return Summary(
         f"the sum of the column {data.columns[3]}",
         "{n+=$4} END {print n+0}",
@@ -127,7 +127,7 @@ def _sum(data: Table, rows: Rows) -> Summary:
     )
 
 
-def _product(data: Table, rows: Rows) -> Summary:
+def _product(data: TableData, rows: Rows) -> Summary:
     return Summary(
         f"the sum of {data.columns[3]} times {data.columns[4]}",
         "{n+=$4*$5} END {print n+0}",
@@ -135,7 +135,7 @@ def _product(data: Table, rows: Rows) -> Summary:
     )
 
 
-def _distinct(data: Table, rows: Rows) -> Summary:
+def _distinct(data: TableData, rows: Rows) -> Summary:
     return Summary(
         f"the different values of {data.columns[2]}, each once, from A to Z",
         "{print $3}' | sort -u",
@@ -143,7 +143,7 @@ def _distinct(data: Table, rows: Rows) -> Summary:
     )
 
 
-def _top(data: Table, rows: Rows) -> Summary:
+def _top(data: TableData, rows: Rows) -> Summary:
     best = sorted(rows, key=lambda row: -int(row[3]))[:3]
     return Summary(
         f"the three with the largest {data.columns[3]} (or "
@@ -154,7 +154,7 @@ def _top(data: Table, rows: Rows) -> Summary:
     )
 
 
-def _per(data: Table, rows: Rows) -> Summary:
+def _per(data: TableData, rows: Rows) -> Summary:
     counts = Counter(row[2] for row in rows)
     return Summary(
         f"for each {data.columns[2]} that occurs a line with "
@@ -164,7 +164,7 @@ def _per(data: Table, rows: Rows) -> Summary:
     )
 
 
-def _per_sum(data: Table, rows: Rows) -> Summary:
+def _per_sum(data: TableData, rows: Rows) -> Summary:
     sums: Counter[str] = Counter()
     for row in rows:
         sums[row[2]] += int(row[3])
@@ -178,7 +178,7 @@ def _per_sum(data: Table, rows: Rows) -> Summary:
     )
 
 
-def _per_best(data: Table, rows: Rows) -> Summary:
+def _per_best(data: TableData, rows: Rows) -> Summary:
     best: dict[str, Row] = {}
     for row in rows:
         if row[2] not in best or int(row[3]) > int(best[row[2]][3]):
@@ -192,7 +192,7 @@ def _per_best(data: Table, rows: Rows) -> Summary:
     )
 
 
-def _per_distinct(data: Table, rows: Rows) -> Summary:
+def _per_distinct(data: TableData, rows: Rows) -> Summary:
     found: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         found[row[2]].add(row[0])
@@ -204,7 +204,7 @@ def _per_distinct(data: Table, rows: Rows) -> Summary:
     )
 
 
-def _running(data: Table, rows: Rows) -> Summary:
+def _running(data: TableData, rows: Rows) -> Summary:
     total, lines = 0, []
     for row in rows:
         total += int(row[3])
@@ -218,7 +218,7 @@ def _running(data: Table, rows: Rows) -> Summary:
     )
 
 
-def _pivot(data: Table, rows: Rows) -> Summary:
+def _pivot(data: TableData, rows: Rows) -> Summary:
     places, kinds = sorted({row[1] for row in rows}), sorted({row[2] for row in rows})
     sums: Counter[tuple[str, str]] = Counter()
     for row in rows:
@@ -240,7 +240,7 @@ def _pivot(data: Table, rows: Rows) -> Summary:
     return Summary(said, program, [",".join([data.columns[1], *kinds]), *lines])
 
 
-def _share(data: Table, rows: Rows) -> Summary:
+def _share(data: TableData, rows: Rows) -> Summary:
     counts = Counter(row[2] for row in rows)
     return Summary(
         f"for each {data.columns[2]} that occurs a line with "
@@ -295,7 +295,7 @@ _LEVELS: Final = {
 HELD_OUT: Final = frozenset({"begins", "per_best"})
 
 
-def _query(which: str, what: str, rng: random.Random) -> Draft:
+def _query(which: str, what: str, rng: random.Random) -> JobDraft:
     """A question that has at least two rows for its answer."""
     while True:
         data = table(rng)
@@ -312,7 +312,7 @@ def _query(which: str, what: str, rng: random.Random) -> Draft:
         end = "'" if rest.startswith("python3") else ""
         command += f" | {rest}{end}"
     text = f"Look at {data.path}, a table with a heading. Of {chosen.words}, write to {out} {summary.words}."
-    return Draft(
+    return JobDraft(
         text,
         {data.path: data.text},
         (f"{command} > {out}",),
@@ -322,7 +322,7 @@ def _query(which: str, what: str, rng: random.Random) -> Draft:
 
 
 MAKERS: Final = tuple(
-    Maker(
+    JobMaker(
         f"tables/{what}_{which}",
         min(4, _LEVELS[what] + (which == "both")),
         partial(_query, which, what),

@@ -10,7 +10,7 @@ from typing import Final
 
 from ludus.worlds.terminal.checks import Check, Only, Text
 from ludus.worlds.terminal.draw import TOWNS, prose, table, text_of, words
-from ludus.worlds.terminal.job import Draft, Maker
+from ludus.worlds.terminal.job import JobDraft, JobMaker
 
 
 def _names(rng: random.Random) -> tuple[str, str]:
@@ -25,12 +25,12 @@ def _with(text: str, name: str) -> str:
 
 def _made(
     rng: random.Random, lines: list[str], asked: str, due: list[str], command: str, ending: str = "\n"
-) -> Draft:
+) -> JobDraft:
     """A new file made of one; `command` reads IN and prints it."""
     name, out = _names(rng)
     steps = (f"{_with(command, name)} > {out}",)
     text = "".join(line + ending for line in lines)
-    return Draft(
+    return JobDraft(
         f"{_with(asked, name)} Write the result to {out}.",
         {name: text},
         steps,
@@ -39,11 +39,11 @@ def _made(
     )
 
 
-def _in_place(rng: random.Random, lines: list[str], asked: str, due: list[str], command: str) -> Draft:
+def _in_place(rng: random.Random, lines: list[str], asked: str, due: list[str], command: str) -> JobDraft:
     """A file that changes itself."""
     name, _ = _names(rng)
     checks = (Text(name, text_of(due), "bytes"),)
-    return Draft(
+    return JobDraft(
         _with(asked, name),
         {name: text_of(lines)},
         (_with(command, name),),
@@ -53,7 +53,7 @@ def _in_place(rng: random.Random, lines: list[str], asked: str, due: list[str], 
     )
 
 
-def _replaced(rng: random.Random) -> Draft:
+def _replaced(rng: random.Random) -> JobDraft:
     lines = prose(rng, 12)
     old, new = rng.choice(lines[0].split()), f"{words(rng, 1)[0]}s"
     due = [" ".join(new if word == old else word for word in line.split()) for line in lines]
@@ -61,7 +61,7 @@ def _replaced(rng: random.Random) -> Draft:
     return _in_place(rng, lines, asked, due, f"sed -i 's/\\b{old}\\b/{new}/g' IN")
 
 
-def _blanked(rng: random.Random) -> Draft:
+def _blanked(rng: random.Random) -> JobDraft:
     lines = [line for one in prose(rng, 8) for line in (one, *([""] * rng.randint(0, 2)))]
     lines.insert(2, "# " + rng.choice(lines))
     lines.insert(5, "   ")
@@ -70,7 +70,7 @@ def _blanked(rng: random.Random) -> Draft:
     return _in_place(rng, lines, asked, due, "sed -i -e '/^[[:space:]]*$/d' -e '/^#/d' IN")
 
 
-def _first_lines(rng: random.Random) -> Draft:
+def _first_lines(rng: random.Random) -> JobDraft:
     first = rng.randint(3, 6)
     last = first + rng.randint(2, 5)
     lines = prose(rng, 16)
@@ -83,45 +83,45 @@ def _first_lines(rng: random.Random) -> Draft:
     )
 
 
-def _numbered(rng: random.Random) -> Draft:
+def _numbered(rng: random.Random) -> JobDraft:
     lines = prose(rng, 11)
     due = [f"{n}: {line}" for n, line in enumerate(lines, 1)]
     asked = "Number the lines of IN from 1: the number, a colon and a blank before each line."
     return _made(rng, lines, asked, due, "awk '{print NR \": \" $0}' IN")
 
 
-def _reversed(rng: random.Random) -> Draft:
+def _reversed(rng: random.Random) -> JobDraft:
     lines = prose(rng, 9)
     return _made(
         rng, lines, "Turn the order of the lines of IN round: the last one first.", lines[::-1], "tac IN"
     )
 
 
-def _tabs(rng: random.Random) -> Draft:
+def _tabs(rng: random.Random) -> JobDraft:
     lines = [";".join(rng.choices(words(rng, 8), k=4)) for _ in range(10)]
     due = [line.replace(";", "\t") for line in lines]
     return _made(rng, lines, "In IN, put a tab in the place of every semicolon.", due, "tr ';' '\\t' < IN")
 
 
-def _line_ends(rng: random.Random) -> Draft:
+def _line_ends(rng: random.Random) -> JobDraft:
     lines = prose(rng, 10)
     name, _ = _names(rng)
     text = (
         f"The lines of {name} end in CR LF, as Windows has it. Change the file so that they end in LF alone."
     )
     files = {name: "".join(f"{line}\r\n" for line in lines)}
-    return Draft(
+    return JobDraft(
         text, files, (f"sed -i 's/\\r$//' {name}",), (Text(name, text_of(lines), "bytes"),), changes=(name,)
     )
 
 
-def _once(rng: random.Random) -> Draft:
+def _once(rng: random.Random) -> JobDraft:
     lines = rng.choices(prose(rng, 8), k=20)
     asked = "Of equal lines of IN keep the first one alone, all others in their order."
     return _made(rng, lines, asked, list(dict.fromkeys(lines)), "awk '!seen[$0]++' IN")
 
 
-def _frequent(rng: random.Random) -> Draft:
+def _frequent(rng: random.Random) -> JobDraft:
     lines = prose(rng, 14)
     counts = Counter(word for line in lines for word in line.split())
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:5]
@@ -134,7 +134,7 @@ def _frequent(rng: random.Random) -> Draft:
     return _made(rng, lines, asked, [f"{word} {count}" for word, count in ranked], command)
 
 
-def _longest(rng: random.Random) -> Draft:
+def _longest(rng: random.Random) -> JobDraft:
     lines = prose(rng, 12)
     longest = max(lines, key=len)
     if sum(len(line) == len(longest) for line in lines) > 1:
@@ -144,7 +144,7 @@ def _longest(rng: random.Random) -> Draft:
     return _made(rng, lines, asked, [f"{lines.index(longest) + 1}:{longest}"], command)
 
 
-def _transposed(rng: random.Random) -> Draft:
+def _transposed(rng: random.Random) -> JobDraft:
     rows = [[str(rng.randint(1, 99)) for _ in range(4)] for _ in range(6)]
     due = [",".join(column) for column in zip(*rows, strict=True)]
     command = (
@@ -154,7 +154,7 @@ def _transposed(rng: random.Random) -> Draft:
     return _made(rng, [",".join(row) for row in rows], asked, due, command)
 
 
-def _paragraphs(rng: random.Random) -> Draft:
+def _paragraphs(rng: random.Random) -> JobDraft:
     word = words(rng, 1)[0]
     blocks = [prose(rng, rng.randint(2, 4)) for _ in range(6)]
     for block in rng.sample(blocks, 2):
@@ -170,7 +170,7 @@ def _paragraphs(rng: random.Random) -> Draft:
     return _made(rng, lines, asked, due, command)
 
 
-def _blocks(rng: random.Random) -> Draft:
+def _blocks(rng: random.Random) -> JobDraft:
     """Records of several lines as a table."""
     people = [
         {"name": word, "town": rng.choice(TOWNS), "age": str(rng.randint(20, 70))} for word in words(rng, 6)
@@ -196,7 +196,7 @@ def _blocks(rng: random.Random) -> Draft:
     return _made(rng, lines, asked, due, command)
 
 
-def _joined(rng: random.Random) -> Draft:
+def _joined(rng: random.Random) -> JobDraft:
     data = table(rng)
     towns = data.values(1)
     lands = dict(
@@ -220,10 +220,10 @@ def _joined(rng: random.Random) -> Draft:
         ),
     )
     files = {data.path: data.text, lookup: lands_text}
-    return Draft(text, files, steps, (Text(out, text_of(due)),), looks=(data.path, lookup))
+    return JobDraft(text, files, steps, (Text(out, text_of(due)),), looks=(data.path, lookup))
 
 
-def _to_json(rng: random.Random) -> Draft:
+def _to_json(rng: random.Random) -> JobDraft:
     data = table(rng, 12)
     out = f"{words(rng, 1)[0]}.json"
     kinds = data.columns
@@ -241,7 +241,7 @@ def _to_json(rng: random.Random) -> Draft:
         f'x.items()}} for x in csv.DictReader(open("{data.path}"))]; '
         f'json.dump(r, open("{out}","w"))'
     )
-    return Draft(
+    return JobDraft(
         text,
         {data.path: data.text},
         (f"python3 -c '{program}'",),
@@ -250,7 +250,7 @@ def _to_json(rng: random.Random) -> Draft:
     )
 
 
-def _from_json(rng: random.Random) -> Draft:
+def _from_json(rng: random.Random) -> JobDraft:
     name, out = f"{words(rng, 1)[0]}.jsonl", f"{words(rng, 1)[0]}.csv"
     drawn = [(word, rng.choice(TOWNS), rng.random() < 0.6) for word in words(rng, 12)]
     people = [
@@ -266,7 +266,7 @@ def _from_json(rng: random.Random) -> Draft:
         f'import json; r=[json.loads(l) for l in open("{name}")]; '
         'print("\\n".join(sorted(x["name"]+","+x["place"]["town"] for x in r if x["active"])))'
     )
-    return Draft(
+    return JobDraft(
         text,
         {name: text_of([json.dumps(p) for p in people])},
         (f"python3 -c '{program}' > {out}",),
@@ -275,7 +275,7 @@ def _from_json(rng: random.Random) -> Draft:
     )
 
 
-def _reconciled(rng: random.Random) -> Draft:
+def _reconciled(rng: random.Random) -> JobDraft:
     """Two books that should say the same."""
     ids = sorted(rng.sample(range(1000, 9999), 14))
     amounts = {n: rng.randint(10, 900) for n in ids}
@@ -310,12 +310,12 @@ def _reconciled(rng: random.Random) -> Draft:
             f'END {{for (k in a) if (!(k in s)) print k " only {one}"}}\' {one} {two} | sort -n > {out}'
         ),
     )
-    return Draft(
+    return JobDraft(
         text, {one: shown(ours), two: shown(theirs)}, steps, (Text(out, text_of(due)),), looks=(one, two)
     )
 
 
-def _letters(rng: random.Random) -> Draft:
+def _letters(rng: random.Random) -> JobDraft:
     """A file for each row, made of a template."""
     template, people = f"{words(rng, 1)[0]}.tpl", f"{words(rng, 1)[0]}-people.csv"
     rows = [(word, rng.choice(TOWNS), rng.randint(0, 400)) for word in words(rng, 6)]
@@ -346,10 +346,10 @@ def _letters(rng: random.Random) -> Draft:
         Only(f"{to}/*", frozenset(due)),
         *(Text(path, letter) for path, letter in due.items()),
     )
-    return Draft(text, files, steps, checks, looks=(people, template))
+    return JobDraft(text, files, steps, checks, looks=(people, template))
 
 
-def _contents(rng: random.Random) -> Draft:
+def _contents(rng: random.Random) -> JobDraft:
     """A table of contents for a text with headings."""
     name, out = f"{words(rng, 1)[0]}.md", f"{words(rng, 1)[0]}-contents.md"
     lines, due, numbers = list[str](), list[str](), [0, 0]
@@ -374,27 +374,27 @@ def _contents(rng: random.Random) -> Draft:
             f'!c && /^## / {{b++; print "  " a "." b " " substr($0,4)}}\' {name} > {out}'
         ),
     )
-    return Draft(text, {name: text_of(lines)}, steps, (Text(out, text_of(due)),), looks=(name,))
+    return JobDraft(text, {name: text_of(lines)}, steps, (Text(out, text_of(due)),), looks=(name,))
 
 
 MAKERS: Final = (
-    Maker("text/replace", 1, _replaced),
-    Maker("text/blank", 1, _blanked),
-    Maker("text/lines", 1, _first_lines),
-    Maker("text/number", 1, _numbered),
-    Maker("text/reverse", 1, _reversed),
-    Maker("text/tabs", 1, _tabs),
-    Maker("text/line_ends", 1, _line_ends),
-    Maker("text/once", 2, _once),
-    Maker("text/frequent", 2, _frequent),
-    Maker("text/longest", 2, _longest, held_out=True),
-    Maker("text/transpose", 3, _transposed),
-    Maker("text/paragraphs", 3, _paragraphs),
-    Maker("text/join", 3, _joined),
-    Maker("text/to_json", 3, _to_json),
-    Maker("text/from_json", 3, _from_json, held_out=True),
-    Maker("text/blocks", 4, _blocks),
-    Maker("text/reconcile", 4, _reconciled),
-    Maker("text/letters", 4, _letters),
-    Maker("text/contents", 4, _contents),
+    JobMaker("text/replace", 1, _replaced),
+    JobMaker("text/blank", 1, _blanked),
+    JobMaker("text/lines", 1, _first_lines),
+    JobMaker("text/number", 1, _numbered),
+    JobMaker("text/reverse", 1, _reversed),
+    JobMaker("text/tabs", 1, _tabs),
+    JobMaker("text/line_ends", 1, _line_ends),
+    JobMaker("text/once", 2, _once),
+    JobMaker("text/frequent", 2, _frequent),
+    JobMaker("text/longest", 2, _longest, held_out=True),
+    JobMaker("text/transpose", 3, _transposed),
+    JobMaker("text/paragraphs", 3, _paragraphs),
+    JobMaker("text/join", 3, _joined),
+    JobMaker("text/to_json", 3, _to_json),
+    JobMaker("text/from_json", 3, _from_json, held_out=True),
+    JobMaker("text/blocks", 4, _blocks),
+    JobMaker("text/reconcile", 4, _reconciled),
+    JobMaker("text/letters", 4, _letters),
+    JobMaker("text/contents", 4, _contents),
 )
