@@ -3,10 +3,10 @@
 Takes trajectories that were played. Gives them with their rewards. A scoring whose worker is lost is done by
 another one: nothing is played again for it, and one answer counts, as rewards are functions of the task and
 the trajectory alone. One that is late would be late anywhere: it raises `RewardTimeout` at once, and its
-worker, where it may go on for ever, ends what else it scores and is replaced. Raises what a reward raised, and
-`ScoringLost` where worker after worker is lost over the same trajectory: whoever asked decides about another
-attempt. A scoring that nobody waits for any more keeps its place to its end: a reward cannot be interrupted,
-and the clock of the next one would run while it waits for the thread.
+worker, where it may go on for ever, ends what else it scores and is replaced. Raises what a reward raised,
+and `ScoringLost` where worker after worker is lost over the same trajectory: whoever asked decides about
+another attempt. A scoring that nobody waits for any more keeps its place to its end: a reward cannot be
+interrupted, and the clock of the next one would run while it waits for the thread.
 """
 
 from __future__ import annotations
