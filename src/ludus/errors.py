@@ -1,9 +1,7 @@
-"""The error family. Each error says in one sentence what is wrong, and in `hint` what to do next.
+"""Ludus's exceptions: `message` states the error in one sentence, `hint` the next step.
 
-The command line prints both without a traceback and exits with the class's `exit_code`, so that the
-exit code alone says which part failed: 2 what the user gave, 3 engine, 4 environment, 5 learner,
-6 weight sync, 7 the processes of a cluster. Storage that fails (a full disk) exits with 2 as well: it is the
-user who can mend it.
+The command line prints both without a traceback and exits with the class's `exit_code`, which identifies the
+failed part: 2 user input or storage, 3 engine, 4 environment, 5 learner, 6 weight sync, 7 cluster processes.
 """
 
 from __future__ import annotations
@@ -12,13 +10,13 @@ import difflib
 from collections.abc import Iterable
 
 _LONGEST_NAME = 200
-"""Characters of a wrong name that are compared: time grows with the product of two lengths."""
+"""Compare at most this many characters of a wrong name: time grows with the product of both lengths."""
 _TIES = 3
-"""Names that are equally near which a message lists, at most."""
+"""Maximum number of equally similar names listed in a message."""
 
 
 class LudusError(Exception):
-    """Base of all errors that Ludus raises on purpose."""
+    """Base class of all errors that Ludus raises on purpose."""
 
     exit_code = 1
     part = "ludus"
@@ -37,14 +35,14 @@ class LudusError(Exception):
 
 
 class UserError(LudusError):
-    """Bad input: a setting, a path, a model, a dataset. Nothing has been written."""
+    """Invalid input: a setting, path, model or dataset. Raised before anything is written."""
 
     exit_code = 2
     part = "input"
 
 
 class ConfigError(UserError):
-    """A setting is unknown, of the wrong type, or contradicts another."""
+    """A setting is unknown, has the wrong type, or contradicts another."""
 
     part = "config"
 
@@ -57,28 +55,28 @@ class EngineError(LudusError):
 
 
 class RequestRefused(EngineError):
-    """The request can never be served as it stands."""
+    """The engine can never serve the request; a retry is useless."""
 
 
 class EngineBusy(EngineError):
-    """The engine has as many requests as it takes: come again later."""
+    """The engine's request queue is full; retry later."""
 
 
 class WorldError(LudusError):
-    """An environment could not start or broke: an infrastructure failure, which may be retried."""
+    """An environment failed to start or broke: an infrastructure failure, which may be retried."""
 
     exit_code = 4
     part = "environment"
 
 
 class ToolFault(WorldError):
-    """What stands behind a tool broke (a server, a sandbox): it says nothing about the model."""
+    """The backend of a tool failed (a server, a sandbox); the model is not at fault."""
 
     part = "tool"
 
 
 class LearnerError(LudusError):
-    """The optimiser step is not usable (a loss or gradient that is not finite, say)."""
+    """The optimizer step is unusable, for example because the loss or a gradient is not finite."""
 
     exit_code = 5
     part = "learner"
@@ -92,16 +90,16 @@ class SyncError(LudusError):
 
 
 class StorageError(LudusError):
-    """A file could not be written or read (a full disk, a broken checkpoint)."""
+    """A file could not be read or written (full disk, broken checkpoint)."""
 
     exit_code = 2
     part = "storage"
 
 
 def nearest_names(wrong: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Which of the `known` names are most like a wrong one: several that are equally near, or none.
+    """Return the `known` names most similar to a wrong one: all that tie for the best score, or none.
 
-    `cutoff` is the similarity below which a name is not near, from 0 (any is) to 1 (only the same).
+    `cutoff` is the minimum similarity, from 0 (any name) to 1 (identical).
     """
     matcher = difflib.SequenceMatcher(None, b=wrong[:_LONGEST_NAME].lower())
     scores = {}
@@ -113,6 +111,6 @@ def nearest_names(wrong: str, known: Iterable[str], cutoff: float = 0.6) -> list
 
 
 def did_you_mean(wrong: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The question of a hint, with a space behind it; empty where no known name is near."""
+    """Return a question for a hint, with a trailing space, or "" if no known name is similar."""
     near = nearest_names(wrong, known, cutoff)
     return f"Did you mean {' or '.join(map(repr, near))}? " if near else ""

@@ -1,14 +1,13 @@
-"""The nouns. Read this file first: everything else moves these records around.
+"""The core records. Read this file first.
 
     Task -> messages -> Segment (prompt)
          -> [Segment (action) -> Action -> StepResult -> Segment (observation)] for each turn
          -> Trajectory -> Group -> advantages -> learner
 
-Records are frozen: a step that changes something makes a new record. Token lists are tuples. Names with a
-unit carry it as a suffix (`_s` seconds, `_tokens`); `num_` counts.
+Records are frozen and token lists are tuples. A name ends in its unit (`_s` seconds, `_tokens`); `num_`
+counts.
 
-Tokens travel as ids from the engine into the trajectory and from there to the learner. Text is a view of
-them and is never turned back into ids.
+Token ids pass unchanged from the engine through the trajectory to the learner; text is never tokenized again.
 """
 
 from __future__ import annotations
@@ -25,37 +24,37 @@ JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 
 
 class StopReason(StrEnum):
-    """Why an episode ended. Rewards see it, and every ended episode is counted under one of these."""
+    """Reason why an episode ended; passed to rewards and counted in metrics."""
 
     ANSWERED = "answered"
-    """The environment said that the episode is done: the model gave its answer."""
+    """The environment ended the episode: the model gave its answer."""
     EMPTY_ANSWER = "empty_answer"
-    """The model ended its turn with neither text nor a tool call."""
+    """The model ended its turn without text or a tool call."""
     MAX_TURNS = "max_turns"
-    """The limit on assistant turns was reached."""
+    """The episode reached the limit on assistant turns."""
     MAX_TOKENS = "max_tokens"
-    """No room is left in the token budget of the trajectory or the context of the model."""
+    """The trajectory's token budget or the model's context is exhausted."""
     TRUNCATED = "truncated"
-    """One action reached its token limit before the model ended its turn."""
+    """An action reached its token limit before the model ended its turn."""
     TOOL_ERRORS = "tool_errors"
-    """Too many tool errors or malformed calls in a row."""
+    """Too many consecutive tool errors or malformed calls."""
     PROMPT_TOO_LONG = "prompt_too_long"
-    """The prompt alone does not fit; nothing was sampled."""
+    """The prompt alone does not fit; no token was sampled."""
     TIMEOUT = "timeout"
-    """The episode's wall-clock limit. It ends the claim of bit-for-bit reproducibility, and says so."""
+    """The episode reached its wall-clock limit; the run is flagged as non-reproducible."""
     FAILED = "failed"
-    """The infrastructure failed (environment, engine), not the model; `Trajectory.failure` says how."""
+    """The infrastructure failed (environment, engine), not the model; see `Trajectory.failure`."""
 
 
 class FunctionCall(TypedDict):
-    """The `function` part of an OpenAI tool call: `arguments` is JSON text."""
+    """The `function` part of an OpenAI tool call; `arguments` is JSON text."""
 
     name: str
     arguments: str
 
 
 class MessageToolCall(TypedDict):
-    """A tool call inside an assistant message, in the OpenAI shape."""
+    """A tool call inside an assistant message, in OpenAI's format."""
 
     id: str
     type: Literal["function"]
@@ -63,9 +62,9 @@ class MessageToolCall(TypedDict):
 
 
 class Message(TypedDict, total=False):
-    """One chat message in the OpenAI shape; `reasoning_content` holds the model's thinking.
+    """A chat message in OpenAI's format; `reasoning_content` holds the model's thinking.
 
-    `train` stands in assistant messages of demonstrations: false keeps the message out of the loss.
+    `train` applies to assistant messages of demonstrations: false excludes the message from the loss.
     """
 
     role: Required[Literal["system", "user", "assistant", "tool"]]
@@ -78,18 +77,18 @@ class Message(TypedDict, total=False):
 
 
 DataClass = Literal["format", "reasoning", "tool_use", "negatives"]
-"""What a demonstration teaches: the form of an answer, thinking, calls, or that no call is right."""
+"""Skill that a demonstration teaches: answer format, thinking, tool calls, or abstaining from calls."""
 
 WORLD_TAG: Final = "world"
-"""The tag of a task that names its world in a mixture."""
+"""Tag that names a task's world in a mixture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """One problem.
 
-    `truth` is what the verifier needs. It is never rendered to the policy; only rewards read it.
-    `tags` label the task (split, family, number of hops) for reports.
+    `truth` is the verifier's reference: only rewards read it, and it is never rendered to the policy. `tags`
+    label the task for reports (split, family, number of hops).
     """
 
     id: str
@@ -110,7 +109,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class CallError:
-    """Something that was meant as a tool call and is none: the text, and a reason the model can act on."""
+    """A malformed tool call: its text and a reason that the model can act on."""
 
     id: str
     text: str
@@ -122,7 +121,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What the model did in one turn: its message, the calls in it, and the calls it got wrong."""
+    """One model turn: the message, its valid calls and its malformed calls."""
 
     message: Message
     calls: tuple[ToolCall, ...] = ()
@@ -131,7 +130,7 @@ class Action:
 
 
 class ToolStatus(StrEnum):
-    """How a tool call ended. All but OK are errors that the model sees as an observation."""
+    """Status of a tool call. All but OK are errors, shown to the model as an observation."""
 
     OK = "ok"
     UNKNOWN_TOOL = "unknown_tool"
@@ -143,11 +142,11 @@ class ToolStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolOutcome:
-    """One tool call as it happened: for metrics, rewards and the record.
+    """Result of one tool call, for metrics, rewards and rollout records.
 
-    `output` is what the model saw. `cost` is what the tool's traits ask for it, for both tries where the call
-    was `retried`, and 0 where the tool was never begun. Two outcomes that differ in `seconds` (wall-clock)
-    alone are equal. `call_id` is empty for what an environment leaves unasked (`ludus.rewards.extract`).
+    `output` is the text shown to the model. `cost` comes from the tool's traits: it covers both attempts if
+    the call was `retried`, and is 0 if the tool did not start. Equality ignores `seconds` (wall-clock).
+    `call_id` is empty for outcomes that the environment adds itself (`ludus.rewards.extract`).
     """
 
     call_id: str
@@ -162,7 +161,7 @@ class ToolOutcome:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The environment's answer to one action: observation messages, and whether the episode is over."""
+    """The environment's response to an action: observation messages, and whether the episode is over."""
 
     messages: tuple[Message, ...] = ()
     done: bool = False
@@ -172,29 +171,29 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """What an action must look like: a JSON schema, a regular expression, or a grammar in Lark's notation."""
+    """Constraint on an action: a JSON schema, a regular expression, or a Lark grammar."""
 
     kind: Literal["json_schema", "regex", "lark"]
     text: str
 
 
 MAX_TOP_LOGPROBS = 20
-"""The most alternatives to a token that a request may ask for."""
+"""Maximum `top_logprobs` of a request."""
 
 TopLogprobs = tuple[tuple[int, float], ...]
-"""Token ids with their log-probabilities, the likeliest first, the lowest id first among equals."""
+"""Token ids with log-probabilities, in descending order; ties are sorted by token id."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one action is sampled.
+    """Sampling parameters of one action.
 
-    `temperature` 0 is greedy. The tempered distribution is cut by `top_k` (0: not), then `top_p`, then
-    `min_p` (tokens below that share of the likeliest one's probability go; arXiv:2407.01082). `seed` fixes
-    the randomness of this request alone: token `t` of the action uses the random number counted by (seed,
-    t), whatever else is in the batch. `stop` strings end the action after the token that completes them; no
-    token is removed. `guide` allows only tokens that keep to a schema, an expression or a grammar.
-    `top_logprobs` asks for that many of the likeliest tokens at each place, at most `MAX_TOP_LOGPROBS`.
+    `temperature` 0 is greedy. Filters apply to the tempered distribution in the order `top_k` (0: off),
+    `top_p`, `min_p` (drop tokens below that fraction of the highest probability; arXiv:2407.01082). `seed`
+    fixes the randomness of this request independently of the batch: token `t` uses the random number with
+    counter (seed, t). A `stop` string ends the action after the token that completes it; no token is removed.
+    `guide` allows only tokens that match a schema, expression or grammar. `top_logprobs` is the number of
+    most likely tokens to return per position, at most `MAX_TOP_LOGPROBS`.
     """
 
     temperature: float = 1.0
@@ -210,7 +209,7 @@ class SamplingParams:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The numbers that `PARAM_BOUNDS` bounds, by name."""
+        """Values of the parameters in `PARAM_BOUNDS`, by name."""
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -222,26 +221,26 @@ class SamplingParams:
 
     @property
     def cuts(self) -> bool:
-        """Whether some tokens cannot be sampled although their probability is above 0."""
+        """Whether `top_k`, `top_p`, `min_p` or `guide` can exclude tokens."""
         cut = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return self.guide is not None or (self.temperature > 0 and cut)
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The range of a number, ends included; `or_zero` adds 0."""
+    """A closed range; `or_zero` also allows 0."""
 
     low: float
     high: float
     or_zero: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether the value is in the range; NaN is not."""
+        """Return whether the value is in the range; NaN is not."""
         return self.low <= value <= self.high or (self.or_zero and value == 0)
 
     @property
     def words(self) -> str:
-        """The range in words."""
+        """Text of the range for error messages."""
         return f"it must be {'0 or ' * self.or_zero}{self.low:.10g} to {self.high:.10g}"
 
 
@@ -253,18 +252,18 @@ PARAM_BOUNDS: Mapping[str, Bound] = {
     "max_new_tokens": Bound(1, 2**31 - 1),
     "top_logprobs": Bound(0, MAX_TOP_LOGPROBS),
 }
-"""The numbers of `SamplingParams` that every engine takes. Within them no logits overflow that are finite."""
+"""Bounds of `SamplingParams` that every engine supports; within them finite logits do not overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Sampled tokens with the natural log-probability and the weight version of each.
+    """Sampled tokens with the log-probability (natural log) and weight version of each.
 
-    `logprobs` are of the plain distribution: tempered (a greedy action's: at temperature 1), over the whole
-    vocabulary. `cut_logprobs` are of what was sampled from, after `top_k`, `top_p`, `min_p` and `guide`, and
-    empty for a request that cuts nothing, as the two are then the same. `top_logprobs` has, for each token,
-    the likeliest tokens of the plain distribution at its place, as many as the request asked for (fewer where
-    fewer have a probability); the sampled one may not be among them. It is empty where none were asked for.
+    `logprobs` are of the tempered distribution over the whole vocabulary (temperature 1 for greedy actions).
+    `cut_logprobs` are of the distribution sampled from, after `top_k`, `top_p`, `min_p` and `guide`; they are
+    empty if the request sets none of these. `top_logprobs` holds the most likely tokens of the tempered
+    distribution at each position: as many as requested, fewer if fewer have a nonzero probability, empty if
+    not requested. They may not include the sampled token.
     """
 
     tokens: tuple[int, ...]
@@ -280,12 +279,12 @@ SegmentKind = Literal["prompt", "action", "observation"]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of tokens of one origin.
+    """Consecutive tokens of one origin.
 
-    `action` tokens were sampled by the policy and train; `prompt` and `observation` tokens (tool output and
-    whatever the chat template puts around it) never do. `parent` is the index of the segment that it
-    continues; None means the one before (or, for the first, the root). `logprobs` and `versions` have one
-    entry per action token and are empty otherwise.
+    `action` tokens were sampled by the policy and are trained on; `prompt` and `observation` tokens (tool
+    output and chat template) are not. `parent` is the index of the preceding segment; None means the previous
+    one in the list, or the root for the first. `logprobs` and `versions` have one entry per action token and
+    are empty for other kinds.
     """
 
     kind: SegmentKind
@@ -300,7 +299,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An infrastructure failure: which part, what it said, and after how many attempts it was given up."""
+    """An infrastructure failure: the failed part, the error, and the number of attempts."""
 
     part: str
     error: str
@@ -309,20 +308,20 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Wall-clock seconds of one episode. A record of its own: no deterministic number depends on it."""
+    """Wall-clock seconds of one episode, separate because no deterministic value may depend on them."""
 
     total_s: float = 0.0
     model_s: float = 0.0
     tools_s: float = 0.0
     scoring_s: float = 0.0
-    """After `total_s`, until it has its rewards, waiting for whoever computes them included."""
+    """Time from the end of the episode (`total_s`) to its rewards, including waiting for a grader."""
     grading_s: float = 0.0
-    """Of that, computing them."""
+    """The part of `scoring_s` spent on computing rewards."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """How one path of a tree ended: its dialogue and tool calls from the root on, and its reward parts."""
+    """End of one path of a tree: its messages and tool outcomes from the root on, and its reward parts."""
 
     messages: tuple[Message, ...]
     stop_reason: StopReason
@@ -334,13 +333,12 @@ class Leaf:
 class Trajectory:
     """One attempt at a task.
 
-    `segments` form a tree by `parent`, in the ordinary case a chain. `rewards` holds the named parts as they
-    were scored, `reward` their weighted sum. `turn_rewards` and `anchors` have one entry per turn, in a tree
-    one per action: a hash of the environment's state before it. `leaf_rewards` are those of the `rows` of a
-    tree, where they differ. Of a tree that was sampled as one, `leaves` has one entry per row; `messages`,
-    `stop_reason` and `outcomes` are then those of the first, `rewards` and `reward` means over all.
-    `turn_progress` is the share of the solution that each turn newly reached, if the world's turn verifier
-    was asked. Everything else is derived from these.
+    `segments` form a tree by `parent`, usually a chain. `rewards` holds the named reward parts, `reward`
+    their weighted sum. `turn_rewards` and `anchors` have one entry per turn, or one per action in a tree; an
+    anchor is a hash of the environment state before the action. `leaf_rewards` holds the rewards of a tree's
+    `rows` if they differ. In a tree sampled as one, `leaves` has one entry per row; `messages`, `stop_reason`
+    and `outcomes` are those of the first row, `rewards` and `reward` are means. `turn_progress` is the
+    fraction of the solution that each turn newly completed, if the world has a turn verifier.
     """
 
     task_id: str
@@ -362,7 +360,7 @@ class Trajectory:
 
     @property
     def name(self) -> str:
-        """What a sentence calls it."""
+        """Name in messages."""
         return f"sample {self.sample} of task {self.task_id}"
 
     @cached_property
@@ -375,7 +373,7 @@ class Trajectory:
 
     @cached_property
     def chain(self) -> tuple[Segment, ...]:
-        """The segments of the only row. Raises ValueError where the trajectory branches."""
+        """Segments of the only row. Raises ValueError if the trajectory branches."""
         if len(self.rows) > 1:
             raise ValueError(f"trajectory of task {self.task_id} has {len(self.rows)} rows; read `rows`")
         return self.segments
@@ -387,7 +385,7 @@ class Trajectory:
 
     @cached_property
     def action_mask(self) -> tuple[bool, ...]:
-        """True on tokens that the policy sampled, `[T]`."""
+        """True for tokens sampled by the policy, `[T]`."""
         return tuple(s.kind == "action" for s in self.chain for _ in s.tokens)
 
     @cached_property
@@ -397,40 +395,39 @@ class Trajectory:
 
     @cached_property
     def turn_index(self) -> tuple[int, ...]:
-        """The turn of each token, `[T]`, counted from 0."""
+        """Turn of each token, `[T]`, counted from 0."""
         return tuple(s.turn for s in self.chain for _ in s.tokens)
 
     @cached_property
     def versions(self) -> tuple[int, ...]:
-        """The weight version that produced each action token, `[T]`, -1 where the mask is False."""
+        """Weight version that produced each action token, `[T]`, -1 where the mask is False."""
         return tuple(v for s in self.chain for v in (s.versions or (-1,) * len(s.tokens)))
 
     @property
     def num_action_tokens(self) -> int:
-        """Tokens that train, each counted once whatever the number of rows through it."""
+        """Number of trained tokens; tokens shared by several rows count once."""
         return sum(len(s.tokens) for s in self.segments if s.kind == "action")
 
     @property
     def num_turns(self) -> int:
-        """Assistant turns that were sampled."""
+        """Number of sampled assistant turns."""
         return sum(s.kind == "action" for s in self.segments)
 
     @property
     def call_outcomes(self) -> tuple[ToolOutcome, ...]:
-        """The outcomes of the model's calls: those with a `call_id`, so without what the environment left."""
+        """Outcomes of the model's calls (those with a `call_id`)."""
         return tuple(outcome for outcome in self.outcomes if outcome.call_id)
 
     @property
     def tool_cost(self) -> float:
-        """What the calls of the episode cost together, in the unit of the tools' traits."""
+        """Total cost of the episode's tool calls, in the unit of the tools' traits."""
         return math.fsum(outcome.cost for outcome in self.outcomes)
 
     @property
     def answer(self) -> str:
-        """The text of the last message if it is the model's and holds no tool call.
+        """Text of the last message if it is an assistant message without a tool call.
 
-        Where a call ended the episode (`ludus.tools.submit`), the text that it was given as `answer`; empty
-        otherwise.
+        If a call ended the episode (`ludus.tools.submit`), its `answer` argument; otherwise empty.
         """
         if not self.messages or self.stop_reason is not StopReason.ANSWERED:
             return ""
@@ -441,7 +438,7 @@ class Trajectory:
 
 
 def _handed_in(calls: Sequence[MessageToolCall]) -> str:
-    """The text argument `answer` of the last call that has one, otherwise empty."""
+    """Return the string argument `answer` of the last call that has one, or ""."""
     for call in reversed(calls):
         try:
             given = json.loads(call["function"]["arguments"])
@@ -461,7 +458,7 @@ def _path_to(leaf: int, parents: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Group:
-    """One task and its trajectories, in the order of their `sample` numbers."""
+    """One task and its trajectories, ordered by `sample`."""
 
     task: Task
     trajectories: tuple[Trajectory, ...]

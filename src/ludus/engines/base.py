@@ -1,4 +1,4 @@
-"""The engine protocol: what a rollout needs of whatever samples tokens."""
+"""The engine protocol: the interface between rollouts and whatever samples tokens."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 Key = TypeVar("Key", bound=Hashable)
 
 BASE = ""
-"""The adapter of a request that wants none."""
+"""Adapter name for the base model without an adapter."""
 DEFAULT = "default"
-"""The adapter that came with the model, or that `load_weights` sends."""
+"""Name of the adapter that came with the model or that `load_weights` replaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """One action to sample.
 
-    `token_ids` is the whole history; the engine finds by itself what it has already computed. `episode`
-    names the episode, so that its cache can be kept and later released. What is not done after `timeout_s`
-    ends with what it has, `finish_reason` "abort". `adapter` names loaded adapters; None is what the engine
-    uses by default, and `BASE` the model without any. The last `begun` tokens are the beginning of the
-    action, from an earlier request: `params.max_new_tokens` counts those that follow.
+    `token_ids` is the whole history; the engine looks up its cached prefix. `episode` identifies the
+    episode's cache until `release`. After `timeout_s` the completion ends with `finish_reason` "abort" and
+    the tokens so far. `adapter` names a loaded adapter; None is the engine's default, `BASE` the model
+    without one. The last `begun` tokens of `token_ids` are the beginning of the action, sampled by an earlier
+    request; `params.max_new_tokens` does not count them.
     """
 
     episode: str
@@ -41,7 +41,7 @@ class Request:
 
 
 def copies(request: Request, n: int) -> list[Request]:
-    """`n` requests like this one: the first is it, the others have seeds and episodes of their own."""
+    """Return `n` copies of a request: the first unchanged, the others with distinct seeds and episodes."""
     return [request] + [
         replace(
             request,
@@ -53,12 +53,12 @@ def copies(request: Request, n: int) -> list[Request]:
 
 
 def check_num_top(num: int) -> None:
-    """Raise RequestRefused for a number of alternatives that no engine gives."""
+    """Raise RequestRefused if the number of top log-probabilities is out of range."""
     check_params(SamplingParams(top_logprobs=num))
 
 
 def check_params(params: SamplingParams) -> None:
-    """Raise RequestRefused for a number outside `PARAM_BOUNDS`."""
+    """Raise RequestRefused if a parameter is outside `PARAM_BOUNDS`."""
     for name, value in params.numbers.items():
         bound = PARAM_BOUNDS[name]
         if not bound.holds(value):
@@ -66,21 +66,21 @@ def check_params(params: SamplingParams) -> None:
 
 
 def seed_for(*parts: object) -> int:
-    """A 63-bit seed that depends on nothing but its parts."""
+    """Return a 63-bit seed, a hash of the parts."""
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What the engine did, in tokens and wall-clock seconds.
+    """Counters of an engine, in tokens and wall-clock seconds.
 
-    `prefill_tokens` were computed as context, `cached_tokens` were found in the cache and not computed,
-    `decode_tokens` were sampled. `model_s` is the time in forward passes, `sample_s` in drawing tokens, and
-    `schedule_s` all else of the steps. `batch_tokens` sums the tokens of the passes, `recomputed_tokens`
-    those computed again after new weights; `queue_steps` and `running_steps` sum over the steps how many
-    requests waited and ran. Of a server that does not count its steps, a step is a look at its queue,
-    `wall_s` the time between those looks, and its seconds of work are unknown: 0.
+    Context tokens are either computed (`prefill_tokens`) or read from the cache (`cached_tokens`);
+    `decode_tokens` were sampled. `model_s` is the time in forward passes, `sample_s` in sampling,
+    `schedule_s` the rest of the steps. `batch_tokens` sums the tokens of all passes, `recomputed_tokens`
+    those recomputed after a weight update; `queue_steps` and `running_steps` sum the waiting and running
+    requests over the steps. For a server that does not report steps, a step is one poll of its queue,
+    `wall_s` is the time between polls, and the other times are 0.
     """
 
     steps: int = 0
@@ -99,24 +99,24 @@ class EngineStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the context tokens that the cache served."""
+        """Fraction of context tokens read from the cache."""
         asked = self.cached_tokens + self.prefill_tokens
         return self.cached_tokens / asked if asked else 0.0
 
     def __sub__(self, earlier: EngineStats) -> EngineStats:
-        """What was done since `earlier`."""
+        """Return the difference since `earlier`."""
         before = asdict(earlier)
         return EngineStats(**{name: value - before[name] for name, value in asdict(self).items()})
 
     def __add__(self, other: EngineStats) -> EngineStats:
-        """What was done here and there."""
+        """Return the sum of two engines' counters."""
         more = asdict(other)
         return EngineStats(**{name: value + more[name] for name, value in asdict(self).items()})
 
     def metrics(self) -> dict[str, float]:
-        """Rates by time in the engine's steps, means over those steps, and shares. Empty without a step.
+        """Return rates per second of engine time, means over steps, and fractions; {} without a step.
 
-        Where the seconds of work are unknown, rates are by the clock, and what they alone tell is left out.
+        If the times are unknown (a server), rates are per wall-clock second and time metrics are omitted.
         """
         if not self.steps:
             return {}
@@ -134,7 +134,7 @@ class EngineStats:
         return found
 
     def line(self) -> str:
-        """The same in one line, for a progress bar. Empty without a step: what samples may be elsewhere."""
+        """Return the same in one line for a progress bar, or "" without a step."""
         found = self.metrics()
         if not found:
             return ""
@@ -149,7 +149,7 @@ class EngineStats:
 
 
 def combined(now: Mapping[Key, EngineStats], before: Mapping[Key, EngineStats]) -> EngineStats:
-    """What engines did since `before`: tokens and steps of all, seconds as the mean over them."""
+    """Return the engines' counters since `before`: tokens and steps summed, seconds averaged."""
     done = [stats - before.get(number, EngineStats()) for number, stats in now.items()]
     total = sum(done, EngineStats())
     count = max(1, len(done))
@@ -164,15 +164,15 @@ def combined(now: Mapping[Key, EngineStats], before: Mapping[Key, EngineStats]) 
 
 @runtime_checkable
 class RemoteStats(Protocol):
-    """An engine elsewhere, whose `stats` are as of the last time that they were fetched."""
+    """A remote engine, whose `stats` date from the last `measure`."""
 
     async def measure(self) -> None:
-        """Fetch them."""
+        """Fetch the counters."""
         ...
 
 
 async def counted(engine: Engine) -> EngineStats:
-    """What an engine has done since the last call, up to now."""
+    """Fetch an engine's counters since the last call and reset them."""
     if isinstance(engine, RemoteStats):
         await engine.measure()
     return engine.stats(reset=True)
@@ -180,38 +180,39 @@ async def counted(engine: Engine) -> EngineStats:
 
 @runtime_checkable
 class Sleepable(Protocol):
-    """An engine that shares its device with a learner, and leaves it the memory of its cache."""
+    """An engine that shares its device with a learner and can free its cache memory."""
 
     async def give_up_cache(self) -> None:
-        """Forget what is kept, and give its memory back until there is a request."""
+        """Clear the cache and free its memory until the next request."""
         ...
 
 
 @runtime_checkable
 class Throttleable(Protocol):
-    """An engine in the learner's process, that can leave it more of the cores and memory both use."""
+    """An engine in the learner's process that can yield cores and memory to it."""
 
     def rest(self, times: float) -> None:
-        """Wait after each pass for `times` as long as it took: fewer passes, with more requests in each."""
+        """Sleep after each pass for `times` its duration: fewer passes with larger batches."""
         ...
 
 
 @runtime_checkable
 class ContinuesActions(Protocol):
-    """An engine that honours `Request.begun`: randomness, stop strings and guide go on as if the action had
-    never been interrupted."""
+    """An engine that supports `Request.begun`: sampling resumes with the same random numbers, stop strings
+    and guide as without the interruption."""
 
     @property
     def continues_actions(self) -> bool:
-        """Whether it does."""
+        """Whether resuming is supported."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WeightCheck:
-    """How an engine proves that it has taken the weights of a version, `deadline_s` after they are sent.
+    """Verification that an engine serves the weights of `version`, within `deadline_s` after they were sent.
 
-    `check` takes its digest (None where it tells none) and its scores of `probe`, and raises SyncError.
+    `check` receives the engine's weight digest (None if unsupported) and its log-probabilities of `probe`,
+    and raises SyncError on a mismatch.
     """
 
     version: int
@@ -221,40 +222,40 @@ class WeightCheck:
 
 
 class RollingUpdate(Protocol):
-    """Several engines that take weights one by one."""
+    """A set of engines updated one at a time."""
 
     async def offer(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
-        """Keep weights, that each engine takes and proves when its episodes have ended.
+        """Store weights for each engine to load and verify once its episodes have ended.
 
-        They may change once this has returned.
+        The tensors may be modified after this returns.
         """
         ...
 
     async def served(self, beyond: int) -> int:
-        """The oldest version on which an episode may begin, once that is more than `beyond`.
+        """Return the oldest version on which an episode may start, once it exceeds `beyond`.
 
-        Raises what engines met that should have taken weights.
+        Raises the error of an engine that failed to load weights.
         """
         ...
 
     async def catch_up(self) -> None:
-        """Wait until episodes begin on the newest version. Raises as `served`."""
+        """Wait until new episodes use the newest version. Raises as `served`."""
         ...
 
 
 @runtime_checkable
 class SupportsRollingUpdate(Protocol):
-    """Several engines, of which each may hold a version of its own."""
+    """A set of engines that may each serve a different version."""
 
     @property
     def can_roll(self) -> bool:
-        """Whether there are several, and they can."""
+        """Whether there are several engines and all support rolling updates."""
         ...
 
     async def roll(self, lag: int) -> RollingUpdate:
-        """From now on an episode stays on an engine and a version, and weights are offered, not sent.
+        """Start rolling updates: pin each episode to an engine and a version, and update by `offer`.
 
-        See `rolling.Placement` for `lag`. The engines have all been sent the same weights.
+        All engines must hold the same weights. For `lag` see `rolling.Placement`.
         """
         ...
 
@@ -262,7 +263,7 @@ class SupportsRollingUpdate(Protocol):
 class Engine(Protocol):
     """Samples from a language model.
 
-    Raises `EngineError` where inference fails. `context_tokens` bounds prompt plus completion.
+    Raises `EngineError` if inference fails. `context_tokens` bounds prompt plus completion.
     """
 
     @property
@@ -273,7 +274,7 @@ class Engine(Protocol):
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a request's tokens and log-probabilities are the same bits whatever else is computed."""
+        """Whether a request's tokens and log-probabilities are bit-identical in any batch."""
         ...
 
     async def generate(self, request: Request) -> Completion:
@@ -281,27 +282,28 @@ class Engine(Protocol):
         ...
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample one action for each request, as one batch in the given order."""
+        """Sample one action per request, as one batch in the given order."""
         ...
 
     def release(self, episode: str) -> None:
-        """Forget what was kept for an episode that has ended."""
+        """Free the cache of an episode that has ended."""
         ...
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Take new weights; all later tokens carry `version`."""
+        """Load new weights; all later tokens carry `version`."""
         ...
 
     async def fingerprint(self) -> str | None:
-        """`fingerprint_module` of the weights in use; None where the engine cannot tell."""
+        """Return `fingerprint_module` of the current weights, or None if unsupported."""
         ...
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
-        """Log-probability of each token given those before it, at temperature 1; 0 for the first."""
+        """Return the log-probability of each token given the previous ones, at temperature 1; 0 for the
+        first."""
         ...
 
     def stats(self, *, reset: bool = False) -> EngineStats:
-        """Counts since the start or the last reset."""
+        """Return the counters since the start or the last reset."""
         ...
 
     async def close(self) -> None: ...

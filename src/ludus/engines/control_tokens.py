@@ -1,7 +1,7 @@
-"""The tokens of servers that may be controlled: how a trainer on the same machine finds them.
+"""Tokens that authorize control of a server, and how a trainer finds them.
 
-`ludus serve --control` leaves its token in a file that only its own user can read, named after its port. A
-trainer of the same user takes it from there; one elsewhere is given it (`engine.token_file`).
+`ludus serve --control` writes its token to a file named after its port that only its user can read. A trainer
+of the same user on the same machine reads it there; any other needs `engine.token_file`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHORTEST = 16
 
 
 def read_token(path: Path) -> str:
-    """The token in a file. Raises UserError for a file that cannot be read or holds none."""
+    """Read a token file. Raises UserError if it is unreadable or holds no token."""
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -34,13 +34,13 @@ def read_token(path: Path) -> str:
 
 
 def token_of(path: Path | None) -> str:
-    """The token in the file, or a new one."""
+    """Read the token from the file, or create one."""
     return secrets.token_urlsafe(24) if path is None else read_token(path)
 
 
 @contextmanager
 def published(port: int, token: str) -> Iterator[None]:
-    """Leave the token of the server at `port`, if it has one, for this user's trainers during the block."""
+    """Store the token of the server at `port`, if any, for this user's trainers during the block."""
     if not token:
         yield
         return
@@ -48,24 +48,24 @@ def published(port: int, token: str) -> Iterator[None]:
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         if not _is_private(path.parent):
-            raise OSError(f"{path.parent} belongs to somebody else")
+            raise OSError(f"{path.parent} belongs to another user")
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(token)
-    except OSError:  # the token was printed as well
+    except OSError:  # the token is also printed
         yield
         return
     try:
         yield
     finally:
         with suppress(OSError):
-            if path.read_text() == token:  # else another server has the port by now
+            if path.read_text() == token:  # otherwise another server has taken the port
                 path.unlink()
 
 
 def find_token(url: str) -> str:
-    """The token that a server of this user has left on this machine; empty if there is none."""
+    """Return the token stored on this machine by this user's server, or ""."""
     place = urlsplit(url)
     try:
         port = place.port or 80
@@ -86,6 +86,6 @@ def _folder() -> Path:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether a path is this user's, and nobody else may read or write it."""
+    """Return whether a path belongs to this user and is inaccessible to others."""
     found = path.lstat()
     return found.st_uid == os.getuid() and not found.st_mode & _OTHERS and not stat.S_ISLNK(found.st_mode)

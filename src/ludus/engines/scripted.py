@@ -1,4 +1,4 @@
-"""An engine that plays a written dialogue, for tests of everything around a model."""
+"""An engine that replays scripted completions, for tests."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Script = Callable[[Request, int], str | Completion] | Mapping[str, Sequence[str]]
-"""What the model says: a function of the request and the turn (from 0) of its episode, or the texts of each
-episode by turn."""
+"""Completions: a function of the request and the turn (from 0) of its episode, or each episode's texts by
+turn."""
 
 _LOGPROB = -1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Calls, counted from 0 over all requests, that fail with `EngineError` or never return."""
+    """Indices of calls (from 0, over all requests) that raise `EngineError` or never return."""
 
     fail_at: Collection[int] = ()
     hang_at: Collection[int] = ()
 
 
 class ScriptedEngine:
-    """An `Engine` whose completions are written beforehand.
+    """An `Engine` with predetermined completions.
 
-    A text becomes its tokens and `end_token`, each with log-probability -1 and no alternative but itself; a
-    `Completion` is passed on as it is. Text beyond `max_new_tokens` or the context is cut off, with finish
-    reason `length`. Raises `UserError` where the script has no line for a turn: a mistake in the script is no
-    infrastructure failure.
+    A text becomes its tokens plus `end_token`, each with log-probability -1 and no alternative; a
+    `Completion` is returned unchanged. Text beyond `max_new_tokens` or the context is cut with finish reason
+    `length`. Raises `UserError` if the script has no text for a turn, since that is not an infrastructure
+    failure.
 
-    `requests`, `released` and `loaded` (versions) record what it was asked, in order.
+    `requests`, `released` and `loaded` (versions) record the calls in order.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class ScriptedEngine:
 
     @property
     def batch_invariant(self) -> bool:
-        """False, so that a script sees the rounds of the lock-step."""
+        """False, to exercise lockstep rollouts."""
         return False
 
     @property
     def continues_actions(self) -> bool:
-        """A text goes on where an earlier request cut it off."""
+        """True: a text resumes where the interrupted request ended."""
         return True
 
     async def generate(self, request: Request) -> Completion:
-        """The next line of the request's episode."""
+        """Return the next completion of the request's episode."""
         call = len(self.requests)
         self.requests.append(request)
         room = self._context_tokens - len(request.token_ids)
@@ -104,16 +104,16 @@ class ScriptedEngine:
         return line if isinstance(line, Completion) else self._completion(line, request, room)
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
-        """The next lines, one request after the other; the first failure fails the batch."""
+        """Return the next completions in request order; the first failure fails the batch."""
         return [await self.generate(request) for request in requests]
 
     def release(self, episode: str) -> None:
-        """Note it, and begin the episode's script anew if it comes again."""
+        """Record the release and restart the episode's script."""
         self.released.append(episode)
         self._turns.pop(episode, None)
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Take the version; the fingerprint becomes that of `state`."""
+        """Set the version and take the fingerprint of `state`."""
         from ludus.engines.models.fingerprint import fingerprint_tensors
 
         self._digest = fingerprint_tensors(state)
@@ -121,15 +121,15 @@ class ScriptedEngine:
         self.loaded.append(version)
 
     async def fingerprint(self) -> str:
-        """That of the weights last loaded."""
+        """Return the fingerprint of the last loaded weights."""
         return self._digest
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
-        """-1 for each token but the first."""
+        """Return 0 for the first token and -1 for all others."""
         return [0.0, *[_LOGPROB] * (len(token_ids) - 1)] if token_ids else []
 
     def stats(self, *, reset: bool = False) -> EngineStats:
-        """Nothing: a script computes nothing."""
+        """Return zeros: a script computes nothing."""
         return EngineStats()
 
     async def close(self) -> None:

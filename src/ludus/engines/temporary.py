@@ -1,4 +1,4 @@
-"""Temporary folders that a killed process leaves are removed when the next one of their name is made."""
+"""Temporary folders; leftovers of killed processes are removed when the next folder is created."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LOCK = "in-use"
 
 @dataclass(eq=False)
 class TemporaryFolder:
-    """A new folder under `place`, the system's temporary directory by default, named after `prefix`.
+    """A new folder with name prefix `prefix` in `place` (default: the system's temporary directory).
 
-    It holds a file that this process keeps locked. Where folders are made, those of the prefix whose lock
-    nobody holds are removed first. Raises OSError.
+    The process holds a lock on a file inside. Creation first removes folders with the same prefix whose lock
+    is free. Raises OSError.
     """
 
     prefix: str
@@ -39,13 +39,13 @@ class TemporaryFolder:
         unlocked.rename(self.path / _LOCK)
 
     def close(self) -> None:
-        """Remove the folder. Closing twice does no harm."""
+        """Remove the folder. Idempotent."""
         self._own.cleanup()
         self._lock.close()
 
 
 def remove_abandoned(prefix: str, place: Path) -> None:
-    """Remove the folders of a prefix whose process is gone: nobody holds the lock in them."""
+    """Remove the folders with a prefix whose lock is free: their process has exited."""
     for folder in place.glob(f"{prefix}*"):
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR)
