@@ -7,8 +7,12 @@ import json
 import re
 import tarfile
 import zlib
+from collections import Counter
+from itertools import islice
 
 import pytest
+from generators.terminal import freeze
+from generators.terminal.git_write import IDENTITY, grow
 
 from ludus.envs.registry import WORLDS
 from ludus.envs.toolbox import ToolLimits
@@ -19,17 +23,17 @@ from ludus.sandbox.base import Snapshot
 from ludus.tools.workspace import LIMITS
 from ludus.types import Action, Message, StopReason, ToolCall, ToolStatus, Trajectory
 from ludus.worlds.terminal.checks import Archive, Executable, FilesUnchanged, Gzipped, Only, Text
-from ludus.worlds.terminal.difficulty_report import nearest, report
-from ludus.worlds.terminal.generate import LEVELS, TOPICS, distinct, make_job, shape_of, splits_of
+from ludus.worlds.terminal.difficulty_report import distinct, nearest, report, shape_of
 from ludus.worlds.terminal.git_checks import At, Clean, GitTree, Refs, Subjects
 from ludus.worlds.terminal.git_read import BrokenRepository, GitFolder
-from ludus.worlds.terminal.git_write import IDENTITY, grow
 from ludus.worlds.terminal.job import pair
 from ludus.worlds.terminal.services import Running, begin
 from ludus.worlds.terminal.solver import solve
+from ludus.worlds.terminal.splits import LEVELS, TOPICS, splits_of
+from ludus.worlds.terminal.task_file import make_job, read_tasks, task_file
 from ludus.worlds.terminal.world import TerminalSettings, TerminalWorld, make_terminal_world
 
-MAKERS = {maker.name: (topic, maker) for topic, makers in TOPICS.items() for maker in makers}
+KINDS = {kind.name: kind for kind in task_file().kinds}
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +105,9 @@ def test_there_are_more_than_a_hundred_tasks_and_all_differ_in_more_than_names(s
 
 def test_shapes_are_blind_to_names_and_numbers_alone():
     for name in ("tables/sum_equal", "logs/hours", "git/merge_true", "files/lower", "processes/stale"):
-        topic, maker = MAKERS[name]
-        assert len({shape_of(make_job(topic, maker, n, 0).draft) for n in range(6)}) == 1, name
-        assert len({make_job(topic, maker, n, 0).draft.steps for n in range(6)}) > 1, name
+        drafts = [make_job(KINDS[name], n, 0).draft for n in range(6)]
+        assert len({shape_of(draft) for draft in drafts}) == 1, name
+        assert len({draft.steps for draft in drafts}) > 1, name
 
 
 def test_equal_settings_give_equal_tasks_and_other_seeds_others():
@@ -113,12 +117,12 @@ def test_equal_settings_give_equal_tasks_and_other_seeds_others():
     assert [job.text for job in again] != [job.text for job in drawn[1]]
 
 
-def test_splits_share_no_maker_or_else_no_task(splits):
+def test_splits_share_no_kind_or_else_no_task(splits):
     makers = {split: {part for job in jobs for part in job.parts} for split, jobs in splits.items()}
     assert not makers["train"] & makers["test"]
     assert not makers["train"] & makers["validation"]
     held_out = {part for job in splits["composition"] if len(job.parts) == 1 for part in job.parts}
-    assert held_out == {name for name, (_, maker) in MAKERS.items() if maker.held_out}
+    assert held_out == {name for name, kind in KINDS.items() if kind.held_out}
     pairs = [frozenset(job.parts) for job in splits["composition"] if len(job.parts) == 2]
     assert len(set(pairs)) == len(pairs) == 24
     dealt = splits_of((1,), ("text",), 10, 0, by_shape=False)
@@ -145,10 +149,48 @@ def test_every_task_has_something_to_do_and_names_each_thing_once(splits):
 
 
 def test_pairs_are_refused_where_one_touches_the_files_of_the_other():
-    topic, maker = MAKERS["files/sizes"]
-    one = make_job(topic, maker, 0, 0)
+    one = make_job(KINDS["files/sizes"], 0, 0)
     with pytest.raises(ValueError, match="same files"):
-        pair(one, make_job(topic, maker, 0, 0), 0)
+        pair(one, one, 0)
+
+
+# The file
+
+
+def test_the_file_holds_what_the_generator_draws():
+    """The header, and of each kind one task, or where the pairs take some of it the first of these."""
+    shipped = task_file()
+    header = read_tasks(next(freeze.lines()) + "\n" * (len(shipped.lines) + 1))
+    assert (header.kinds, header.words) == (shipped.kinds, shipped.words)
+    assert tuple(freeze.MAKERS) == TOPICS
+    for place, maker in enumerate(maker for makers in freeze.MAKERS.values() for maker in makers):
+        kind = KINDS[maker.name]
+        number = kind.paired[0] if kind.paired else kind.numbers[place % len(kind.numbers)]
+        assert freeze.line(maker.draft(number)) == shipped.lines[maker.name, number], (maker.name, number)
+        assert maker.draft(number) == shipped.draft(maker.name, number)
+
+
+def test_settings_that_take_more_tasks_than_there_are_are_refused():
+    with pytest.raises(ConfigError, match="per_shape is 13, but a kind of task has 12 tasks"):
+        make_terminal_world({"per_shape": 13}, ToolLimits())
+    small = {"levels": [1], "topics": ["text"], "unseen": "names"}
+    with pytest.raises(ConfigError, match="num_held_out is 5000, but there are"):
+        make_terminal_world({**small, "num_held_out": 5000}, ToolLimits())
+    assert len(make_terminal_world({**small, "per_shape": 100}, ToolLimits()).tasks("train")) == 490
+
+
+def test_the_most_tasks_of_each_kind_make_pairs_too():
+    jobs = splits_of(LEVELS, TOPICS, 12, 0, by_shape=True)
+    assert len({job.id for found in jobs.values() for job in found}) == sum(map(len, jobs.values()))
+    assert sum(len(job.parts) == 2 for job in jobs["composition"]) == 24 * 12
+
+
+def test_demonstrations_begin_again_when_all_have_come():
+    world = TerminalWorld(TerminalSettings(levels=(1,), topics=("git",), habit=0.0))
+    shown = Counter(one.messages[1]["content"] for one in islice(world.demonstrations(0), 200))
+    kept = {task.prompt[-1]["content"] for split in world.splits for task in world.tasks(split)}
+    assert max(shown.values()) > 1
+    assert not kept & set(shown)
 
 
 # Playing
@@ -330,7 +372,7 @@ def test_a_reload_is_seen_in_the_process_and_not_in_what_it_leaves(world):
 def test_services_are_what_they_are_said_to_be_at_the_beginning(world):
     """What holds before anything is done is what the suite says."""
     kinds = ("resume", "reload", "stale", "missing", "orphans", "kept_up", "locked")
-    jobs = [make_job("processes", MAKERS[f"processes/{kind}"][1], 3, 0) for kind in kinds]
+    jobs = [make_job(KINDS[f"processes/{kind}"], 3, 0) for kind in kinds]
 
     async def first(sandbox, job):
         session = await sandbox.session("shell", files=job.start.files, limits=LIMITS)
@@ -399,7 +441,7 @@ def test_without_tools_nothing_is_solved():
     assert "false" in result.outcomes[-1].output
 
 
-def test_demonstrations_are_of_training_makers_some_flawed_and_repeat():
+def test_demonstrations_are_of_training_kinds_some_flawed_and_repeat():
     world = TerminalWorld(TerminalSettings(levels=(1,), topics=("text", "files"), habit=0.5))
     shown, again = (
         [one.messages for one, _ in zip(world.demonstrations(3), range(30), strict=False)] for _ in "ab"

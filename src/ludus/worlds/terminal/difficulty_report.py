@@ -7,16 +7,44 @@ topic whose words are most like those of the task.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 from ludus.sandbox import Sandbox
 from ludus.tools.workspace import LIMITS
-from ludus.worlds.terminal.generate import LEVELS, TOPICS, distinct, form_of
-from ludus.worlds.terminal.job import TerminalJob
+from ludus.worlds.terminal.job import JobDraft, TerminalJob
 from ludus.worlds.terminal.services import Running, begin
+from ludus.worlds.terminal.splits import LEVELS, TOPICS
+from ludus.worlds.terminal.task_file import task_file
 
 Splits = Mapping[str, Sequence[TerminalJob]]
+
+
+def form_of(words: str) -> str:
+    """A text or a script without what is drawn: names, words of files, and numbers."""
+    plain = _drawn().sub("W", words)
+    plain = re.sub(r"\b[0-9a-f]{7,40}\b", "N", plain)
+    plain = re.sub(r"-?\d+(?:[.:-]\d+)*", "N", plain)
+    plain = re.sub(r"\bW(?:[-._]W)*\b", "W", plain)
+    return re.sub(r"\b([\w'\";,=:$/-]+)(?:[ ,]+\1\b)+", r"\1", " ".join(plain.split()))
+
+
+@cache
+def _drawn() -> re.Pattern[str]:
+    return re.compile(rf"(?<![A-Za-z])(?:{'|'.join(task_file().words)})(?![A-Za-z])", re.I)
+
+
+def shape_of(draft: JobDraft) -> str:
+    """The solution without names and numbers."""
+    return form_of("\n".join(draft.steps))
+
+
+def distinct(jobs: Iterable[TerminalJob]) -> tuple[int, int, int]:
+    """How many tasks, how many differ in their words, and how many in their solutions."""
+    all_ = list(jobs)
+    return len(all_), len({form_of(j.draft.text) for j in all_}), len({shape_of(j.draft) for j in all_})
 
 
 def nearest(job: TerminalJob, train: Sequence[TerminalJob]) -> TerminalJob:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -50,7 +49,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class JobDraft:
-    """What a maker draws.
+    """What a task is, as the file of the tasks has it.
 
     `steps` are the commands that do it; they print nothing. `changes` are patterns of the files that may
     change or go; all others are to be kept. `looks` are files whose first lines are worth a look.
@@ -69,16 +68,6 @@ class JobDraft:
     services: tuple[TerminalService, ...] = ()
     afterwards: str = ""
     watched: tuple[WatchedService, ...] = ()
-
-
-@dataclass(frozen=True)
-class JobMaker:
-    """Draws tasks that differ in names and numbers alone."""
-
-    name: str
-    level: int
-    draw: Callable[[random.Random], JobDraft]
-    held_out: bool = False
 
 
 class Assignment(Protocol):
@@ -120,7 +109,7 @@ class Assignment(Protocol):
 
 @dataclass(frozen=True)
 class TerminalJob:
-    """A task. `parts` are the names of the makers that it is made by: one, or those of a pair."""
+    """A task. `parts` are the names of its kind, or of the two kinds of a pair."""
 
     parts: tuple[str, ...]
     topic: str
@@ -242,8 +231,3 @@ def _touches(first: TerminalJob, second: TerminalJob) -> bool:
     same_names = {check.name for check in first.draft.checks} & {check.name for check in second.draft.checks}
     odd = [path for path in shared if first.start.files[path] != second.start.files[path]]
     return bool(odd or same_names) or any(fits(path, tuple(patterns)) for path in second.start.files)
-
-
-def rows(lines: Sequence[object]) -> str:
-    """Lines as the text of a file."""
-    return "".join(f"{line}\n" for line in lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,9 +33,10 @@ from ludus.worlds.terminal.alternative_solutions import other_ways
 from ludus.worlds.terminal.bench.load import BenchTask, load_bench
 from ludus.worlds.terminal.difficulty_report import idle_line, measured, report
 from ludus.worlds.terminal.episode import VERDICT, TerminalEpisode, mended, read_verdict
-from ludus.worlds.terminal.generate import LEVELS, SPLITS, TOPICS, homes_of_makers, make_job, splits_of
 from ludus.worlds.terminal.job import Assignment, TerminalJob
 from ludus.worlds.terminal.solver import fall_short, played, solve
+from ludus.worlds.terminal.splits import LEVELS, SPLITS, TOPICS, homes_of_kinds, kinds_of, splits_of
+from ludus.worlds.terminal.task_file import make_job
 
 SYSTEM = (
     "You work in a shell, in the folder /box. Do what is "
@@ -54,10 +54,10 @@ class TerminalSettings(BaseModel):
 
     levels: tuple[Literal[1, 2, 3, 4], ...] = Field(LEVELS, min_length=1)
     """Which levels."""
-    topics: tuple[str, ...] = Field(tuple(TOPICS), min_length=1)
+    topics: tuple[str, ...] = Field(TOPICS, min_length=1)
     """What tasks are about."""
     per_shape: int = Field(1, ge=1)
-    """Tasks that differ in names and numbers alone."""
+    """Tasks that differ in names and numbers alone, as many as the shipped file has at most."""
     num_held_out: int = Field(0, ge=0)
     """With `unseen = "names"` the split `test` has so many tasks at least, as far as their texts differ."""
     unseen: Literal["shapes", "names"] = "shapes"
@@ -81,7 +81,7 @@ class TerminalSettings(BaseModel):
     bench_dockerfile: Literal["refuse", "skip", "ignore"] = "refuse"
     """What to do with a task that needs a container, as its Dockerfile does more than copy files."""
     seed: int = 0
-    """Of all that is drawn."""
+    """Which tasks of each kind come first, which make pairs, and what demonstrations leave out."""
 
 
 @dataclass(frozen=True)
@@ -163,22 +163,27 @@ class TerminalWorld:
         return Message(role="system", content=SYSTEM), Message(role="user", content=question)
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """An endless stream by the flawed oracle, on ever new tasks of the makers of training tasks."""
-        settings, homes = self.settings, homes_of_makers()
+        """An endless stream by the flawed oracle.
+
+        Its tasks are of the kinds of training tasks, but in no split. Those of a kind come shuffled, and
+        again when all have come.
+        """
+        settings, homes = self.settings, homes_of_kinds()
         rng = random.Random(f"demonstrations/{settings.seed}/{seed}")
         dealt = settings.unseen == "names"
-        makers = [
-            (topic, maker)
-            for topic in settings.topics
-            for maker in TOPICS[topic]
-            if maker.level in settings.levels
-            and (homes[maker.name] == "train" or (dealt and not maker.held_out))
+        kinds = [
+            kind
+            for kind in kinds_of(settings.topics)
+            if kind.level in settings.levels
+            and (homes[kind.name] == "train" or (dealt and not kind.held_out))
         ]
-        if not makers:
+        if not kinds:
             raise ConfigError("The topics have no tasks of these levels.", "Add topics or levels.")
-        for number in itertools.count(10**6):
-            topic, maker = rng.choice(makers)
-            job = make_job(topic, maker, number, rng.randrange(10**6))
+        left: dict[str, list[int]] = {kind.name: [] for kind in kinds}
+        while True:
+            kind = rng.choice(kinds)
+            left[kind.name] = left[kind.name] or rng.sample(kind.shown, len(kind.shown))
+            job = make_job(kind, left[kind.name].pop(), 0)
             yield self._shown(job, fall_short(job, rng) if rng.random() < settings.habit else solve(job))
 
     def expert(self, task: Task) -> Dialogue | None:
@@ -271,6 +276,6 @@ def make_terminal_world(settings: Mapping[str, object], limits: ToolLimits) -> T
         known = ", ".join(TOPICS)
         raise ConfigError(f"There is no topic {strange[0]!r} (env.settings.topics).", f"Topics: {known}.")
     world = TerminalWorld(chosen, limits)
-    if chosen.bench is not None:
-        world.tasks(BENCH_SPLIT)
+    if chosen.bench is not None or chosen.per_shape > 1 or chosen.num_held_out:
+        _made(chosen)
     return world

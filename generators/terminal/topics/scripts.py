@@ -6,9 +6,11 @@ import random
 from dataclasses import dataclass, field
 from typing import Final
 
+from generators.terminal.draw import prose, text_of, words
+from generators.terminal.makers import JobMaker
+
 from ludus.worlds.terminal.checks import Check, Only, Text
-from ludus.worlds.terminal.draw import prose, text_of, words
-from ludus.worlds.terminal.job import JobDraft, JobMaker, Ran
+from ludus.worlds.terminal.job import JobDraft, Ran
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,11 @@ import random
 from collections import Counter, defaultdict
 from typing import Final
 
+from generators.terminal.draw import Event, Hit, events, hits, text_of, words
+from generators.terminal.makers import JobMaker
+
 from ludus.worlds.terminal.checks import Text
-from ludus.worlds.terminal.draw import Event, Hit, events, hits, text_of, words
-from ludus.worlds.terminal.job import JobDraft, JobMaker
+from ludus.worlds.terminal.job import JobDraft
 
 _FORM: Final = "(address [time] method path status bytes milliseconds)"
 _EVENT: Final = "(time level service req=id message)"

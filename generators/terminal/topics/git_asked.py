@@ -6,11 +6,13 @@ import random
 from collections import Counter
 from typing import Final
 
+from generators.terminal.draw import PEOPLE, prose, text_of, words
+from generators.terminal.makers import JobMaker
+from generators.terminal.topics.git import HistoryStory, draft_of, side_of, story_of, subject_of
+
 from ludus.worlds.terminal.checks import Check, Text
-from ludus.worlds.terminal.draw import PEOPLE, prose, text_of, words
 from ludus.worlds.terminal.git_checks import At, Refs
-from ludus.worlds.terminal.job import JobDraft, JobMaker
-from ludus.worlds.terminal.topics.git import HistoryStory, draft_of, side_of, story_of, subject_of
+from ludus.worlds.terminal.job import JobDraft
 
 
 def _answered(

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from generators.terminal.draw import TableData, table, text_of, words
+from generators.terminal.makers import JobMaker
+
 from ludus.worlds.terminal.checks import Text
-from ludus.worlds.terminal.draw import TableData, table, text_of, words
-from ludus.worlds.terminal.job import JobDraft, JobMaker
+from ludus.worlds.terminal.job import JobDraft
 
 Row = tuple[str, ...]
 Rows = Sequence[Row]

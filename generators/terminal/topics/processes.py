@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from generators.terminal.draw import SERVICES, TOWNS, text_of, words
+from generators.terminal.makers import JobMaker
+
 from ludus.worlds.terminal.checks import Only, Text
-from ludus.worlds.terminal.draw import SERVICES, TOWNS, text_of, words
-from ludus.worlds.terminal.job import JobDraft, JobMaker
+from ludus.worlds.terminal.job import JobDraft
 from ludus.worlds.terminal.services import Lives, Runs, ServiceEnded, TerminalService, WatchedService
 
 _BEGIN: Final = """import os, signal, sys, time

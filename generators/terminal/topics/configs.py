@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
+from generators.terminal.draw import SERVICES, TOWNS, text_of, words
+from generators.terminal.makers import JobMaker
+
 from ludus.worlds.terminal.checks import Text
-from ludus.worlds.terminal.draw import SERVICES, TOWNS, text_of, words
-from ludus.worlds.terminal.job import JobDraft, JobMaker, Ran
+from ludus.worlds.terminal.job import JobDraft, Ran
 
 Sections = Mapping[str, Mapping[str, str]]
 

@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Final
 
+from generators.terminal.draw import folder, names, prose, text_of, words
+from generators.terminal.makers import JobMaker
+
 from ludus.worlds.terminal.checks import Check, Executable, Only, Text
-from ludus.worlds.terminal.draw import folder, names, prose, text_of, words
-from ludus.worlds.terminal.job import JobDraft, JobMaker
+from ludus.worlds.terminal.job import JobDraft
 
 ENDINGS: Final = (".txt", ".csv", ".md", ".log", ".dat")
 
@@ -230,13 +232,15 @@ def _removed(
 ) -> JobDraft:
     left = {path: text for path, text in found.items() if path not in gone and path.startswith(f"{root}/")}
     text, command = ask
-    return JobDraft(text, found, (command,), (Only(f"{root}/*", frozenset(left)),), changes=tuple(gone))
+    return JobDraft(
+        text, found, (command,), (Only(f"{root}/*", frozenset(left)),), changes=tuple(sorted(gone))
+    )
 
 
 def _empty(rng: random.Random) -> JobDraft:
     root, found = _lot(rng)
     gone = set(rng.sample(sorted(found), 3))
-    found |= dict.fromkeys(gone, "")
+    found |= dict.fromkeys(sorted(gone), "")
     ask = f"Remove all empty files in {root} and its folders, and nothing else."
     return _removed(rng, root, found, gone, (ask, f"find {root} -type f -empty -delete"))
 
@@ -245,7 +249,7 @@ def _temporary(rng: random.Random) -> JobDraft:
     root, found = _lot(rng)
     endings = rng.sample((".tmp", ".bak", ".swp", ".old"), 2)
     gone = {path + endings[n % 2] for n, path in enumerate(rng.sample(sorted(found), 4))}
-    found |= dict.fromkeys(gone, "left\n")
+    found |= dict.fromkeys(sorted(gone), "left\n")
     ask = (
         f"Remove all files in {root} and its folders whose names "
         f"end in {endings[0]} or {endings[1]}, and nothing else."

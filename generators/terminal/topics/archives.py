@@ -12,9 +12,11 @@ import zipfile
 from collections.abc import Mapping
 from typing import Final
 
+from generators.terminal.draw import folder, names, prose, text_of, words
+from generators.terminal.makers import JobMaker
+
 from ludus.worlds.terminal.checks import Archive, Check, Gzipped, Only, Text
-from ludus.worlds.terminal.draw import folder, names, prose, text_of, words
-from ludus.worlds.terminal.job import JobDraft, JobMaker
+from ludus.worlds.terminal.job import JobDraft
 
 Content = Mapping[str, str]
 
@@ -197,11 +199,12 @@ def _nested(rng: random.Random) -> JobDraft:
     secret = text_of(prose(rng, 3))
     core = zipped({f"{word}/{word}.txt": secret, f"{word}/readme.md": "inside\n"})
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, data in ((f"{inner}.zip", core), ("notes.txt", b"outside\n")):
             info = tarfile.TarInfo(name)
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
+    outer = gzip.compress(buffer.getvalue(), mtime=0)
     text = (
         f"In {root}.tar.gz lies an archive, and in that a file "
         f"{word}.txt. Write it to {word}-found.txt, and keep {root}.tar.gz."
@@ -210,9 +213,7 @@ def _nested(rng: random.Random) -> JobDraft:
         f"mkdir .t && tar -xzf {root}.tar.gz -C .t && python3 -m zipfile -e .t/{inner}.zip .t",
         f"cp .t/{word}/{word}.txt {word}-found.txt && rm -r .t",
     )
-    return JobDraft(
-        text, {f"{root}.tar.gz": buffer.getvalue()}, steps, (Text(f"{word}-found.txt", secret, "bytes"),)
-    )
+    return JobDraft(text, {f"{root}.tar.gz": outer}, steps, (Text(f"{word}-found.txt", secret, "bytes"),))
 
 
 def _trimmed(rng: random.Random) -> JobDraft:

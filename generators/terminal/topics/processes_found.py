@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from ludus.worlds.terminal.draw import TOWNS, text_of, words
-from ludus.worlds.terminal.job import JobDraft, JobMaker, Ran
-from ludus.worlds.terminal.services import Lives, Runs, ServiceEnded, TerminalService, WatchedService
-from ludus.worlds.terminal.topics.processes import (
+from generators.terminal.draw import TOWNS, text_of, words
+from generators.terminal.makers import JobMaker
+from generators.terminal.topics.processes import (
     BARE,
     PLAIN,
     Yard,
@@ -27,6 +26,9 @@ from ludus.worlds.terminal.topics.processes import (
     workers,
     yard_of,
 )
+
+from ludus.worlds.terminal.job import JobDraft, Ran
+from ludus.worlds.terminal.services import Lives, Runs, ServiceEnded, TerminalService, WatchedService
 
 _KILL: Final = f"kill $p; {gone('$p')}"
 _ON: Final = """print("up", flush=True)

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from generators.terminal.draw import VERBS, prose, text_of, words
+from generators.terminal.git_write import IDENTITY, Repository, grow
+from generators.terminal.makers import JobMaker
+
 from ludus.worlds.terminal.checks import Check, Only, Text
-from ludus.worlds.terminal.draw import VERBS, prose, text_of, words
 from ludus.worlds.terminal.git_checks import At, Clean, GitTree, Reaches, Refs, Subjects
-from ludus.worlds.terminal.git_write import IDENTITY, Repository, grow
-from ludus.worlds.terminal.job import JobDraft, JobMaker
+from ludus.worlds.terminal.job import JobDraft
 
 
 @dataclass(frozen=True)

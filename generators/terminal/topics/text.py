@@ -8,9 +8,11 @@ import re
 from collections import Counter
 from typing import Final
 
+from generators.terminal.draw import TOWNS, prose, table, text_of, words
+from generators.terminal.makers import JobMaker
+
 from ludus.worlds.terminal.checks import Check, Only, Text
-from ludus.worlds.terminal.draw import TOWNS, prose, table, text_of, words
-from ludus.worlds.terminal.job import JobDraft, JobMaker
+from ludus.worlds.terminal.job import JobDraft
 
 
 def _names(rng: random.Random) -> tuple[str, str]:

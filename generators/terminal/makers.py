@@ -1,0 +1,23 @@
+"""What a topic offers: makers, each of which draws tasks that differ in names and numbers alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ludus.worlds.terminal.job import JobDraft
+
+
+@dataclass(frozen=True)
+class JobMaker:
+    """Draws tasks of one kind; `held_out` keeps the kind for the split `composition`."""
+
+    name: str
+    level: int
+    draw: Callable[[random.Random], JobDraft]
+    held_out: bool = False
+
+    def draft(self, number: int) -> JobDraft:
+        """The task with a number; equal numbers give equal tasks."""
+        return self.draw(random.Random(f"0/{self.name}/{number}"))

@@ -1,1 +1,0 @@
-"""What tasks are about: each module draws drafts of one topic."""
