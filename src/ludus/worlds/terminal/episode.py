@@ -24,9 +24,12 @@ from ludus.sandbox.base import Sandbox, Snapshot
 from ludus.tools.base import Tool, ToolError
 from ludus.tools.workspace import Workspace
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
-from ludus.worlds.terminal.job import Assignment
+from ludus.worlds.terminal.bench.load import BenchTask
+from ludus.worlds.terminal.job import TerminalJob
 from ludus.worlds.terminal.services import NOTHING_RUNS, Identity, Running, begin
 
+Assignment = TerminalJob | BenchTask
+"""What an episode is about: a task of this world, or a foreign one."""
 VERDICT: Final = "verdict"
 """The tool's name in the outcome that holds the report."""
 read_verdict = last_output(VERDICT)

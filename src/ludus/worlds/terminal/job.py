@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 from ludus.rewards.code.unit_tests import Suite
 from ludus.sandbox.base import Limits, Sandbox, Snapshot
@@ -68,43 +67,6 @@ class JobDraft:
     services: tuple[TerminalService, ...] = ()
     afterwards: str = ""
     watched: tuple[WatchedService, ...] = ()
-
-
-class Assignment(Protocol):
-    """What an episode is about: a task of this world, or a foreign one."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def parts(self) -> tuple[str, ...]: ...
-
-    @property
-    def topic(self) -> str: ...
-
-    @property
-    def level(self) -> int: ...
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def start(self) -> Snapshot: ...
-
-    @property
-    def suite(self) -> Suite: ...
-
-    @property
-    def services(self) -> tuple[TerminalService, ...]: ...
-
-    @property
-    def afterwards(self) -> str: ...
-
-    async def judge(
-        self, state: Snapshot, sandbox: Sandbox, running: Running = NOTHING_RUNS
-    ) -> Mapping[str, bool]:
-        """What holds of final files and processes, by name. Raises WorldError where the sandbox breaks."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,7 @@ from ludus.worlds.terminal.task_file import TaskKind, make_job, task_file
 
 SPLITS: Final = ("train", "validation", "test", "composition")
 LEVELS: Final = (1, 2, 3, 4)
-TOPICS: Final = (
-    "files",
-    "text",
-    "tables",
-    "logs",
-    "git",
-    "archives",
-    "scripts",
-    "configs",
-    "processes",
-)
+TOPICS: Final = ("files", "text", "tables", "logs", "git", "archives", "scripts", "configs", "processes")
 NUM_PAIRS: Final = 24
 """Pairs of tasks in the split `composition`, for each task of a kind."""
 _TENTHS: Final = (*("train",) * 7, "validation", "test", "test")

@@ -30,10 +30,10 @@ from ludus.tools.submit import submit_tool
 from ludus.tools.workspace import LIMITS, Workspace
 from ludus.types import Message, Task
 from ludus.worlds.terminal.alternative_solutions import other_ways
-from ludus.worlds.terminal.bench.load import BenchTask, load_bench
+from ludus.worlds.terminal.bench.load import load_bench
 from ludus.worlds.terminal.difficulty_report import idle_line, measured, report
-from ludus.worlds.terminal.episode import VERDICT, TerminalEpisode, mended, read_verdict
-from ludus.worlds.terminal.job import Assignment, TerminalJob
+from ludus.worlds.terminal.episode import VERDICT, Assignment, TerminalEpisode, mended, read_verdict
+from ludus.worlds.terminal.job import TerminalJob
 from ludus.worlds.terminal.solver import fall_short, played, solve
 from ludus.worlds.terminal.splits import LEVELS, SPLITS, TOPICS, homes_of_kinds, kinds_of, splits_of
 from ludus.worlds.terminal.task_file import make_job
@@ -191,13 +191,7 @@ class TerminalWorld:
         job = self._jobs.get(task.id)
         if job is None or self.settings.tools == "none":
             return None
-        match job:
-            case TerminalJob():
-                messages = solve(job)
-            case BenchTask():
-                messages = job.solve()
-            case _:
-                messages = []
+        messages = solve(job) if isinstance(job, TerminalJob) else job.solve()
         return self._shown(job, messages) if messages else None
 
     def survey(self, measure: bool) -> str:
