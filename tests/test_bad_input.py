@@ -203,6 +203,6 @@ def test_a_model_that_cannot_be_found_is_told_without_jargon(capsys, monkeypatch
     monkeypatch.setattr(HfApi, "model_info", offline)
     said = refused(capsys, "train", "search", "--model", "nobody/none")
     assert said == (
-        "ludus: There is no folder 'nobody/none' here, and the model hub cannot be reached: "
-        "Name or service not known. Check the spelling of the folder, or the network.\n"
+        "ludus: The folder 'nobody/none' does not exist, and the model hub cannot be reached: "
+        "Name or service not known. Check the path or the network.\n"
     )

@@ -77,7 +77,7 @@ def test_what_is_damaged_on_its_way_or_of_another_model_is_refused():
     check_digest(manifest, tensors)
     with pytest.raises(SyncError, match="damaged"):
         check_digest(manifest, {"a": torch.tensor([1.0, 1.0, 1.0001])})
-    with pytest.raises(SyncError, match=r"do not belong"):
+    with pytest.raises(SyncError, match=r"do not match"):
         restored(tensors, {"b": torch.ones(3)})
     manifest.tensors[0].dtype = "int8"
     with pytest.raises(SyncError, match="int8"):
@@ -150,7 +150,7 @@ def test_a_server_that_does_not_come_to_the_line_in_time_is_said_to():
         finally:
             silent.close()
 
-    with pytest.raises(EngineError, match=r"line of weights within 0\.3 s"):
+    with pytest.raises(EngineError, match=r"weight transfer group within 0\.3 s"):
         asyncio.run(run())
 
 
@@ -164,7 +164,7 @@ def test_the_servers_own_words_are_raised(served):
         finally:
             await engine.close()
 
-    with pytest.raises(EngineError, match=r"do not belong to the engine's model: model\.no_such"):
+    with pytest.raises(EngineError, match=r"do not match the engine's model: model\.no_such"):
         asyncio.run(run())
 
 
@@ -214,7 +214,7 @@ def test_weights_that_a_server_left_on_their_way_are_sent_again_over_a_line_with
         engine.leave(leaves.url)
         stays.waits_at = "nothing"
         stays.go.set()
-        with pytest.raises(EngineError, match="has left the line"):
+        with pytest.raises(EngineError, match="left the weight transfer group"):
             await sending
         await engine.load_weights(1, ONES)
         assert stays.label == "1"

@@ -64,7 +64,7 @@ def test_every_recipe_has_settings_for_a_pretrained_model_and_a_checkpoint_of_a_
     assert "--sft.steps" not in model_settings(str(shipped), "search")
     assert model_settings("some/model", "own.toml") == model_settings("some/model")
     for command in ("train", "sft", "eval"):
-        assert "There is no folder './nowhere'" in refused(command, "guess", "--model", "./nowhere")
+        assert "folder './nowhere' does not exist" in refused(command, "guess", "--model", "./nowhere")
 
 
 def test_what_uses_a_fine_tuned_model_keeps_the_limits_that_it_was_tuned_with(tmp_path):

@@ -183,7 +183,7 @@ def test_baselines_of_the_search_world_have_no_tool(tiny_run, tmp_path, baseline
         (("TINY", "--endpoint", "ftp://h", "--model", "m"), "is no web address"),
         (("TINY", "--endpoint", "http://h", "--model", "m", "--env.rendering", "tags"), "env.rendering"),
         (("TINY", "--model", "./nope"), "./nope"),
-        (("TINY", "--model", "RUN"), "is a run folder, not a model. Give its newest checkpoint: "),
+        (("TINY", "--model", "RUN"), "is a run folder, not a model. Use its newest checkpoint: "),
         (("TINY", "--model", "RUN"), "/checkpoints/step-000002\n"),
         (("--run", "RUN", "--baseline", "none"), "keeps its tools"),
         (("--run", "RUN", "--evaluation.splits", '["tset"]'), "no split 'tset'"),

@@ -337,7 +337,7 @@ def test_adapters_that_are_missing_or_do_not_fit_are_refused():
         odd = {name: tensor[:, :3] if "lora_A" in name else tensor for name, tensor in state.items()}
         with pytest.raises(SyncError, match="which is"):
             await engine.load_adapter("a", 1, odd, 2.0)
-        with pytest.raises(SyncError, match="no linear layer"):
+        with pytest.raises(SyncError, match="no supported linear layer"):
             await engine.load_adapter("a", 1, {"model.nowhere.lora_A.weight": torch.zeros(2, 2)}, 2.0)
         await engine.load_adapter("a", 1, state, 2.0)
         await engine.unload_adapter("a")
@@ -371,7 +371,7 @@ def test_a_deadline_ends_a_request_with_what_it_has_also_while_paused():
 def test_more_requests_than_the_limit_are_refused_until_some_are_done():
     async def work(engine):
         asked = [Request(str(i), (1, 2, 3), SamplingParams(max_new_tokens=3)) for i in range(3)]
-        with pytest.raises(RequestRefused, match="3 requests at once; the engine takes 2"):
+        with pytest.raises(RequestRefused, match="3 requests in one batch; the engine accepts 2"):
             await engine.generate_batch(asked)
         both = asyncio.gather(*map(engine.generate, asked[:2]))
         await asyncio.sleep(0)

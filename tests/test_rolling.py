@@ -399,7 +399,7 @@ def test_an_episode_whose_server_has_lost_its_weights_fails_and_goes_to_no_other
         assert (await ask(engine, "again")).versions == (8, 8)
         engine.leave(first.url)
         engine.leave(second.url)
-        with pytest.raises(EngineError, match="has left, and with it the weights 8"):
+        with pytest.raises(EngineError, match="was removed, which served version 8"):
             await ask(engine, "again")
         await engine.close()
 

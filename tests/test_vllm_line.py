@@ -76,7 +76,7 @@ def test_weights_reach_the_model_whole_with_the_head_of_a_tied_one(delta):
 
 
 def test_servers_of_another_dialect_take_no_line():
-    with pytest.raises(EngineError, match="http://there takes no weights over a line"):
+    with pytest.raises(EngineError, match="http://there does not support weight broadcasts"):
         broadcaster_of([Replica("http://there", LINE)], DIALECTS["sglang"], LINE)
 
 

@@ -1,8 +1,8 @@
-"""Attention of ragged batches over paged keys and values, as transformers plugs it in.
+"""Ragged-batch attention over paged keys and values, as a transformers attention implementation.
 
-All new tokens of all sequences stand in one row `[1, T]`. For each layer the new keys and values go into the
-pages, then each token attends to its own sequence's pages up to its position. A compiled kernel does that on
-a CPU in float32 if a compiler is at hand, else torch (`torch_attention`).
+All new tokens of all sequences form one row `[1, T]`. Each layer writes the new keys and values to the pages;
+each token then attends to its sequence's pages up to its position. This uses a compiled kernel on a CPU in
+float32 if a compiler is available, otherwise torch (`attention_torch`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ludus.engines.embedded.kv_pool import PagePool
 from ludus.errors import EngineError
 
 NAME = "ludus_ragged"
-"""The attention implementation's name in transformers."""
+"""Name of the attention implementation in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedPass:
-    """Where the T new tokens of a forward pass belong.
+    """Layout of the T new tokens of a forward pass.
 
-    `slots` and `positions` `[T]` int32 name each token's row in `table` (-1: padding) and its place in its
-    sequence; `table` `[S, M]` int32 holds the pages of each slot. `how` is what attends.
+    `slots` and `positions` `[T]` int32 are each token's row in `table` (-1: padding) and position in its
+    sequence; `table` `[S, M]` int32 holds the pages of each slot. `how` computes the attention.
     """
 
     pool: PagePool
@@ -47,18 +47,18 @@ def ragged_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    **options: Any,  # noqa: ANN401 (what transformers hands on, model by model)
+    **options: Any,  #  noqa: ANN401 (options of transformers, per model)
 ) -> tuple[Tensor, None]:
-    """Attend `query` `[1, Hq, T, D]` to the pages, which take `key` and `value` `[1, H, T, D]` first.
+    """Store `key` and `value` `[1, H, T, D]` in the pages and attend from `query` `[1, Hq, T, D]`.
 
-    Gives `[1, T, Hq, D]`. `options` holds transformers' `scaling`, `sliding_window` and `softcap`, and
-    `ragged`, the `RaggedPass`. Raises EngineError for kinds of attention that this is not.
+    Returns `[1, T, Hq, D]`. `options` holds transformers' `scaling`, `sliding_window` and `softcap`, and
+    `ragged`, the `RaggedPass`. Raises EngineError for an unsupported kind of attention.
     """
     ragged: RaggedPass | None = options.get("ragged")
     if ragged is None:
-        raise EngineError("The model does not hand the engine's pass on to its attention.")
+        raise EngineError("The model does not pass the engine's `ragged` argument to its attention.")
     if options.get("s_aux") is not None or attention_mask is not None:
-        raise EngineError("The model's attention has sinks or a mask of its own.")
+        raise EngineError("The model's attention has sinks or its own mask.")
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     window = options.get("sliding_window") or 0
@@ -71,6 +71,6 @@ def ragged_attention(
 
 
 def register() -> None:
-    """Make the attention known to transformers under `NAME`."""
+    """Register the attention with transformers under `NAME`."""
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
     AttentionInterface.register(NAME, ragged_attention)

@@ -1,6 +1,6 @@
-"""The compiled attention kernel: built once with the compiler at hand, kept in the user's cache.
+"""The compiled attention kernel, built once with the local compiler and cached per user.
 
-Where there is no compiler, or it fails, there is no kernel, and torch's attention does the same, slower.
+Without a working compiler the slower torch attention is used.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _COMPILE = ("-c", "-O3", "-march=native", "-ffast-math", "-fPIC", "-std=gnu11")
 _LINK = ("-shared",)
-"""Linked apart: with `-ffast-math` in sight, compilers link code in that flushes subnormal numbers to zero in
-the whole process."""
+"""Flags of a separate link step: linking with `-ffast-math` would add code that flushes subnormal numbers to
+zero in the whole process."""
 _HEADS = 3
-"""Query heads that the kernel takes together, at most: MANY of its source."""
+"""Maximum number of query heads processed together: MANY of the source."""
 _MIN_WORK = 65_536
-"""Products of one head and column below which a second thread costs more than it gives."""
+"""Products of one head and column below which a second thread does not pay off."""
 
 
 class _Pass(ctypes.Structure):
@@ -54,7 +54,7 @@ class _Pass(ctypes.Structure):
 
 
 class Kernel:
-    """The compiled functions, with `threads` to share the tokens of a pass, and memory for their scores."""
+    """The compiled functions, `threads` to share the tokens of a pass, and memory for scores."""
 
     def __init__(self, library: ctypes.CDLL, max_tokens: int, threads: int) -> None:
         self._library = library
@@ -70,7 +70,7 @@ class Kernel:
         new: tuple[Tensor, Tensor, Tensor],
         how: tuple[float, int, float],
     ) -> Tensor:
-        """Write and attend as `ragged_attention` says; gives `[T, Hq, D]`.
+        """Write and attend as `ragged_attention` does; return `[T, Hq, D]`.
 
         `new` holds queries `[Hq, T, D]`, keys and values `[H, T, D]`; `how` the scale, the window (0: all)
         and the soft cap (0: none).
@@ -108,26 +108,26 @@ class Kernel:
             other.result()
 
     def close(self) -> None:
-        """End the helpers."""
+        """Stop the threads."""
         if self._helpers is not None:
             self._helpers.shutdown()
 
 
 def make_kernel(layers: list[LayerShape], query_width: int, max_tokens: int, threads: int) -> Kernel | None:
-    """A kernel for float32 layers of these shapes on this CPU, or None where it is not to be had."""
+    """Create a kernel for float32 layers of these shapes, or return None if unavailable."""
     fits = all(s.key_width == s.value_width == query_width and s.key_width % 8 == 0 for s in layers)
     library = _library() if fits else None
     return None if library is None else Kernel(library, max_tokens, threads)
 
 
 def available() -> bool:
-    """Whether the kernel compiles here, or has been compiled."""
+    """Return whether the kernel is compiled or can be."""
     return _library() is not None
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Compile, or find what was compiled: the file is named after its source, flags and processor."""
+    """Load the library from the cache, compiling if needed; the file name hashes source, flags and CPU."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None
@@ -148,7 +148,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _compile(compiler: str, source: bytes, target: Path) -> None:
-    """Write the library beside its place and rename it, so that two processes may do so at once."""
+    """Compile to a temporary folder and rename, so that processes may compile concurrently."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         code, unlinked, built = (Path(folder) / f"kernel.{kind}" for kind in ("c", "o", "so"))
@@ -162,7 +162,7 @@ def _compile(compiler: str, source: bytes, target: Path) -> None:
 
 
 def _processor() -> str:
-    """The processor's features: a library for one machine may not run on another."""
+    """Return the CPU's feature flags: a library may not run on a different CPU."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

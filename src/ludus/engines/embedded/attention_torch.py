@@ -1,10 +1,9 @@
-"""Attention of ragged batches by torch alone, where there is no compiled kernel.
+"""Ragged-batch attention in pure torch, for use without the compiled kernel.
 
-Tokens that are decoded, one of each of many sequences, attend together. On a CPU that is a product with a
-sparse matrix: the tokens of all pages are the rows of one matrix of keys and one of values, and the tokens
-that a query looks at are the pattern of a row. Nothing is gathered or padded, and a page that many sequences
-share is read where it lies. On a GPU their pages are gathered into one padded batch. Several tokens of one
-sequence attend by torch's dense attention, sequence by sequence.
+Decoding tokens, one per sequence, attend together. On a CPU this is a product with a sparse matrix: the
+tokens of all pages are the rows of the key and value matrices, and each query's row lists the tokens that it
+attends to. Nothing is gathered or padded, and shared pages are read in place. On a GPU the pages are gathered
+into one padded batch. Several tokens of one sequence use torch's dense attention, one sequence at a time.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from ludus.engines.embedded.radix_cache import PAGE
 
 
 class QuerySpan(NamedTuple):
-    """The tokens `first` to `last` of a pass: those of one sequence that end at position `end` (exclusive).
+    """Tokens `first` to `last` of a pass: one sequence's, ending at position `end` (exclusive).
 
-    `pages` are the sequence's.
+    `pages` are those of the sequence.
     """
 
     first: int
@@ -36,22 +35,22 @@ class QuerySpan(NamedTuple):
 
     @property
     def start(self) -> int:
-        """The position of the first token."""
+        """Position of the first token."""
         return self.end - (self.last - self.first)
 
     @property
     def is_single(self) -> bool:
-        """Whether it is one token."""
+        """Whether the span is one token."""
         return self.last - self.first == 1
 
     def rows(self, begin: int, heads: int) -> NDArray[np.int64]:
-        """Where its tokens from `begin` on stand in the matrix of keys, for the first of `heads`."""
+        """Return the key-matrix rows of positions `begin` to `end`, for the first of `heads`."""
         positions = np.arange(begin, self.end)
         return self.pages[positions // PAGE].astype(np.int64) * (heads * PAGE) + positions % PAGE
 
 
 class HeadShape(NamedTuple):
-    """What a pattern depends on beside the pass: key heads, query heads, the window (0: all)."""
+    """Shape parameters of a pattern: key heads, query heads, window (0: all)."""
 
     heads: int
     query_heads: int
@@ -60,9 +59,9 @@ class HeadShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Which tokens the queries of a pass look at, as a sparse matrix `[queries, pages * heads * PAGE]`.
+    """The tokens that the queries of a pass attend to, as a sparse matrix `[queries, pages * heads * PAGE]`.
 
-    A row is one head of one token. `blocks` are views of its values, `[heads, tokens looked at]` of a token.
+    A row is one head of one token. `blocks` are views of the values, `[heads, attended tokens]` per token.
     """
 
     matrix: Tensor
@@ -70,7 +69,7 @@ class Pattern:
 
     @classmethod
     def of(cls, spans: Sequence[QuerySpan], shape: HeadShape, rows: int, dtype: torch.dtype) -> Pattern:
-        """For tokens of one span each; `rows` is how many the matrix of keys has."""
+        """Build the pattern of single-token spans; `rows` is the height of the key matrix."""
         heads = np.arange(shape.heads).repeat(shape.query_heads // shape.heads)[:, None] * PAGE
         begins = [max(0, span.end - shape.window) if shape.window else 0 for span in spans]
         lengths = [span.end - begin for span, begin in zip(spans, begins, strict=True)]
@@ -95,7 +94,7 @@ class Pattern:
         return cls(matrix, tuple(blocks))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule) -> Tensor:
-        """`[queries, width]` of `query` over the rows of `key` and `value`."""
+        """Attend from `query` to the rows of `key` and `value`; `[queries, width]`."""
         torch.sparse.sampled_addmm(self.matrix, query, key.t(), beta=0.0, alpha=scores.scale, out=self.matrix)
         if scores.softcap:
             self.matrix.values().div_(scores.softcap).tanh_().mul_(scores.softcap)
@@ -109,10 +108,10 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class TorchPass:
-    """One pass over some sequences: made once, used by every layer.
+    """One pass over several sequences, created once and used by every layer.
 
     Keys of `pool` are `[pages, heads, PAGE, width]`. The T new tokens go to `offsets` of `pages`, both `[T]`.
-    What a pass is padded with, behind the last span, gives zeros.
+    Padding after the last span yields zeros.
     """
 
     pool: PagePool
@@ -126,7 +125,7 @@ class TorchPass:
     _gathers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def attend(self, layer: int, new: tuple[Tensor, Tensor, Tensor], scores: ScoreRule) -> Tensor:
-        """Take the new keys and values `[H, T, D]`, and attend the queries `[Hq, T, D]`: `[T, Hq, D]`."""
+        """Store new keys and values `[H, T, D]` and attend from queries `[Hq, T, D]`; `[T, Hq, D]`."""
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         query, key, value = (tensor.to(keys.dtype) for tensor in new)
         shape = HeadShape(key.shape[0], query.shape[0], scores.window)
@@ -145,7 +144,7 @@ class TorchPass:
         return out.to(new[0].dtype)
 
     def _write(self, memory: Tensor, new: Tensor) -> None:
-        """Put the real tokens of `[H, T, D]` into their pages."""
+        """Write the real tokens of `[H, T, D]` to their pages."""
         heads, width = new.shape[0], new.shape[2]
         if heads not in self._places:
             rows = (self.pages[:, None] * heads + np.arange(heads)) * PAGE + self.offsets[:, None]
@@ -156,7 +155,7 @@ class TorchPass:
     def _sparse(
         self, spans: Sequence[QuerySpan], query: Tensor, memory: tuple[Tensor, Tensor], scores: ScoreRule
     ) -> Tensor:
-        """`[N, Hq, D]` of one token `[N, Hq, D]` of each of N sequences."""
+        """Attend from one token `[N, Hq, D]` of each of N sequences; `[N, Hq, D]`."""
         keys, values = (tensor.view(-1, tensor.shape[-1]) for tensor in memory)
         shape = HeadShape(memory[0].shape[1], query.shape[1], scores.window)
         if shape not in self._patterns:
@@ -167,7 +166,7 @@ class TorchPass:
     def _padded(
         self, spans: Sequence[QuerySpan], query: Tensor, memory: tuple[Tensor, Tensor], scores: ScoreRule
     ) -> Tensor:
-        """The same over pages that are gathered; the heads of a group are a sequence's queries' rows."""
+        """Attend as `_sparse` over gathered pages; the heads of a group are rows of queries."""
         if scores.window not in self._gathers:
             self._gathers[scores.window] = _gather(spans, scores.window, query.device)
         pages, mask = self._gathers[scores.window]
@@ -183,7 +182,7 @@ class TorchPass:
         scores: ScoreRule,
         shape: HeadShape,
     ) -> Tensor:
-        """`[n, Hq, D]` of several tokens of one sequence; the heads of a group stand below each other."""
+        """Attend from several tokens of one sequence, with a group's heads stacked; `[n, Hq, D]`."""
         rows = self._rows(span, shape.heads, query.device)
         key, value = (
             tensor.view(-1, tensor.shape[-1]).index_select(0, rows).view(1, shape.heads, span.end, -1)
@@ -197,7 +196,7 @@ class TorchPass:
         return got.view(shape.query_heads, -1, got.shape[-1]).transpose(0, 1)
 
     def _rows(self, span: QuerySpan, heads: int, device: torch.device) -> Tensor:
-        """The rows of all heads of a sequence, head by head."""
+        """Return the rows of all heads of a sequence, head by head."""
         key = (span.first, heads)
         if key not in self._known:
             rows = np.arange(heads)[:, None] * PAGE + span.rows(0, heads)
@@ -206,7 +205,7 @@ class TorchPass:
 
 
 def _gather(spans: Sequence[QuerySpan], window: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The pages `[N, P]` of N tokens' sequences, and which of those pages' places each may look at."""
+    """Return the pages `[N, P]` of N tokens' sequences and the mask of attended positions."""
     ends = np.array([span.end for span in spans])
     num_pages = -(-int(ends.max()) // PAGE)
     pages = torch.from_numpy(np.stack([span.pages[:num_pages] for span in spans])).to(device)
@@ -219,7 +218,7 @@ def _gather(spans: Sequence[QuerySpan], window: int, device: torch.device) -> tu
 
 
 class MaskShape(NamedTuple):
-    """The last `queries` of `columns` positions, each seeing `window` (0: all), for heads of a `group`."""
+    """The last `queries` of `columns` positions, with `window` (0: all) and `group` heads."""
 
     queries: int
     columns: int
@@ -228,9 +227,9 @@ class MaskShape(NamedTuple):
 
 
 def added_mask(shape: MaskShape, like: Tensor) -> Tensor:
-    """What is added to scores `[group * queries, columns]`: -inf where a position may not look.
+    """Return the additive mask `[group * queries, columns]`: -inf at masked positions.
 
-    The heads of a group stand below each other. Dtype and device are those of `like`.
+    The heads of a group are stacked. Dtype and device are those of `like`.
     """
     at = torch.arange(shape.columns - shape.queries, shape.columns, device=like.device)[:, None]
     seen = torch.arange(shape.columns, device=like.device)[None]
@@ -243,16 +242,16 @@ def added_mask(shape: MaskShape, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """The scale, the window (0: all) and the soft cap (0: none)."""
+    """Scale, window (0: all) and soft cap (0: none) of the attention scores."""
 
     scale: float
     window: int
     softcap: float
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """`[N, H, Q, D]` of `query` over `key` and `value` `[N, H, L, D]`; `mask` says where it may look.
+        """Attend from `query` to `key` and `value` `[N, H, L, D]`; `[N, H, Q, D]`.
 
-        A mask of truth values, or of numbers to add to the scores.
+        `mask` is boolean or additive.
         """
         if not self.softcap:
             return scaled_dot_product_attention(query, key, value, mask, scale=self.scale)

@@ -1,4 +1,4 @@
-"""The thread that computes: commands between passes, and passes while there is work."""
+"""The compute thread: run commands between forward passes, and passes while there is work."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Result = TypeVar("Result")
 
 
 class ComputeThread:
-    """Drives an `BatchScheduler` on a thread of its own with `threads` compute threads (0: torch's number).
+    """Drives a `BatchScheduler` on its own thread with `threads` compute threads (0: torch's default).
 
-    Nothing else may touch the core: `post` and `call` have things done between two passes.
+    No other thread may touch the scheduler; `post` and `call` run functions between two passes.
     """
 
     def __init__(self, core: BatchScheduler, threads: int) -> None:
@@ -36,7 +36,7 @@ class ComputeThread:
         self._thread.start()
 
     def post(self, command: Callable[[], object]) -> None:
-        """Have the worker do something between two passes. Raises EngineError once closed."""
+        """Run `command` on the thread between two passes. Raises EngineError if closed."""
         with self._wake:
             if self.closed:
                 raise EngineError("The engine is closed.")
@@ -44,9 +44,9 @@ class ComputeThread:
             self._wake.notify()
 
     async def call(self, work: Callable[[], Result]) -> Result:
-        """Have the worker do something, and wait for its result.
+        """Run `work` on the thread and return its result.
 
-        Where nobody waits any more when its turn comes, it is not done.
+        It is skipped if the caller was cancelled before it starts.
         """
         future: Future[Result] = Future()
 
@@ -55,31 +55,31 @@ class ComputeThread:
                 return
             try:
                 future.set_result(work())
-            except BaseException as error:  # boundary: the cause goes to whoever asked
+            except BaseException as error:  #  boundary: the caller gets the cause
                 future.set_exception(error)
 
         self.post(command)
         return await asyncio.wrap_future(future)
 
     def set_paused(self, paused: bool) -> None:
-        """Compute nothing more, or go on. For the worker itself: hand it to `call`."""
+        """Pause or resume computation. Must run on the thread itself, through `call`."""
         self._paused = paused
 
     def rest(self, times: float) -> None:
-        """Leave the device to others after each pass for `times` as long as it took; 0 does not rest."""
+        """Sleep after each pass for `times` its duration; 0 disables this."""
         with self._wake:
             self._rest = times
             self._wake.notify()
 
     async def close(self) -> None:
-        """Finish the pass under way, refuse all else, and end."""
+        """Finish the current pass, reject further work and join the thread."""
         with self._wake:
             self.closed = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
 
     def _work(self) -> None:
-        """Commands, then a pass, until closed."""
+        """Run commands, then a pass, until closed."""
         _take_threads(self._threads)
         while True:
             commands, closed = self._next()
@@ -93,7 +93,7 @@ class ComputeThread:
                 self._step()
 
     def _next(self) -> tuple[deque[Callable[[], object]], bool]:
-        """Wait for a command, for work or for a deadline."""
+        """Wait for a command, for work or for a deadline; return the pending commands and `closed`."""
         with self._wake:
             while not (self.closed or self._commands):
                 rest_s = self._rest_s
@@ -112,17 +112,17 @@ class ComputeThread:
 
     @property
     def _rest_s(self) -> float:
-        """What is left of the rest after the last pass, 0 where it is over."""
+        """Remaining seconds of sleep after the last pass, at least 0."""
         return max(0.0, self._ended + self._rest * self._took_s - time.monotonic())
 
     def _step(self) -> None:
-        """A pass. What fails in one sequence's computation fails that one; what fails around it, all."""
+        """Run a pass. An error in one sequence fails that sequence; an error outside fails all."""
         begin = time.monotonic()
         try:
             self._core.step()
         except EngineError as error:
             self._core.fail_all(error)
-        except Exception as error:  # boundary: without this thread all who wait would wait for ever
+        except Exception as error:  #  boundary: if the thread died, all callers would wait forever
             count = len(self._core.running)
             self._core.fail_all(EngineError(f"Inference failed on a batch of {count}: {error}"))
         self._ended = time.monotonic()
@@ -131,7 +131,7 @@ class ComputeThread:
 
 @contextmanager
 def compute_threads(threads: int) -> Iterator[None]:
-    """Compute with as many threads as a worker would, for the time of the block (0: torch's number)."""
+    """Set the number of compute threads inside the block (0: torch's default)."""
     before = torch.get_num_threads()
     _take_threads(threads)
     try:
@@ -141,7 +141,7 @@ def compute_threads(threads: int) -> Iterator[None]:
 
 
 def _take_threads(threads: int) -> None:
-    """Give the calling thread its own number of compute threads: OpenMP counts them thread by thread."""
+    """Set the calling thread's number of compute threads, which OpenMP keeps per thread."""
     if threads:
-        torch.zeros(1).sum()  # torch takes over its global number on first use, so that comes before
+        torch.zeros(1).sum()  #  torch applies its global number on first use, so trigger that first
         torch.set_num_threads(threads)

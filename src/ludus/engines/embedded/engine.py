@@ -1,11 +1,11 @@
 """The embedded engine: samples from a Hugging Face causal language model in this process.
 
-Takes requests from any number of tasks on an event loop; gives completions. All compute and all access to
-the cache happens on one worker thread, one forward pass after another; requests, new weights and
-cancellations take effect between two passes. It waits for work and for nothing else, and never retries.
+Accepts requests from any number of asyncio tasks. All computation and cache access runs on one worker thread,
+one forward pass at a time; requests, weight updates and cancellations take effect between two passes. It
+never retries.
 
-In the batch-invariant mode a request's tokens and log-probabilities are the same bits whatever else is in
-the batch, whether its history was in the cache, and in how many parts it was computed (`EngineSettings`).
+In batch-invariant mode a request's tokens and log-probabilities are bit-identical for any batch, cache state
+and prefill chunking (see `EngineSettings`).
 """
 
 from __future__ import annotations
@@ -45,35 +45,36 @@ _PIECE_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Limits of the embedded engine, in tokens but for `max_batch` (requests) and `threads`."""
+    """Limits of the embedded engine, in tokens except `max_batch` (requests) and `threads`."""
 
     context_tokens: int = 1024
-    """Prompt plus completion."""
+    """Maximum length of prompt plus completion."""
     max_batch: int = 128
-    """Requests computed together; others wait."""
+    """Maximum number of requests computed together; others wait."""
     cache_tokens: int = 131_072
-    """Keys and values kept, of all that runs and of what may come back; the least recently used go first."""
+    """Capacity of the KV cache, for running requests and cached prefixes; evicts the least recently used."""
     pass_tokens: int = 512
-    """Tokens of one forward pass: what decodes comes first, the rest is for prompts and observations."""
+    """Tokens of one forward pass: decoding first, then prompts and observations."""
     threads: int = 0
-    """Compute threads on a CPU, apart from those of the learner; 0 leaves torch its own number."""
+    """CPU compute threads, separate from the learner's; 0 keeps torch's default."""
     batch_invariant: bool = True
-    """Same bits whatever else is in the batch. Where matrix products do not treat all rows alike (the engine
-    tries) every pass has one fixed shape, which costs speed. Only on a CPU in float32 with the kernel."""
+    """Make results bit-identical in any batch. If matrix products do not treat all rows alike (tested at
+    start), every pass has one fixed shape, which is slower. Requires float32 on a CPU with the compiled
+    kernel."""
     max_requests: int = 0
-    """Requests under way and waiting; more are refused with `EngineBusy`. 0 is no limit."""
+    """Maximum number of running and waiting requests; further ones raise `EngineBusy`. 0 is no limit."""
     recompute_on_update: bool = True
-    """New weights: compute the histories of episodes again. Else an episode goes on from its keys and values,
-    and its log-probabilities are those of a mixture of versions; it shares with no episode that began under
-    other weights."""
+    """Recompute the histories of episodes after a weight update. Otherwise an episode keeps its old keys and
+    values, its log-probabilities mix versions, and it shares its cache only with episodes that started under
+    the same weights."""
     adapter_versions: bool = False
-    """Of a model with adapters: new weights are one more adapter, and an episode stays with the version that
-    it began with; one that no episode needs is unloaded."""
+    """For models with adapters: load new weights as an additional adapter and keep each episode on the
+    version that it started with. A version that no episode uses is unloaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The next tokens of an action that is being sampled. `finish_reason` is None where more follow."""
+    """The next tokens of a streamed action. `finish_reason` is None until the last piece."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -83,10 +84,10 @@ class Piece:
 
 
 class LocalEngine:
-    """An `Engine` around any causal language model with standard attention.
+    """An `Engine` for any causal language model with standard attention.
 
-    Works on its own copy of `model` unless `copy` is False; then the model is the engine's from here on.
-    `tokenizer` is needed for stop strings only. Raises `UserError` for a model it cannot run.
+    Works on a copy of `model` unless `copy` is False; the engine then owns the model. `tokenizer` is needed
+    only for stop strings and guides. Raises `UserError` for an unsupported model.
     """
 
     def __init__(
@@ -137,42 +138,42 @@ class LocalEngine:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a request's bits do not depend on what else is in the batch."""
+        """Whether a request's results are bit-identical in any batch."""
         return self._invariant
 
     @property
     def continues_actions(self) -> bool:
-        """An action may be sampled by several requests (`Request.begun`)."""
+        """True: an action may be sampled by several requests (`Request.begun`)."""
         return True
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one action, in passes shared with whatever else there is."""
+        """Sample one action, batched with all concurrent requests."""
         (completion,) = await self.generate_batch([request])
         return completion
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample one action for each request; they are queued in order and at once.
+        """Sample one action per request; all are queued together, in order.
 
-        Raises RequestRefused for one that can never be served, EngineBusy where there are too many.
+        Raises RequestRefused for a request that can never be served, EngineBusy if too many are queued.
         """
         places = await self._sequences(requests)
         self._worker.post(partial(_each, self._caches.add, places))
         try:
             done = [await asyncio.wrap_future(future) for _, future in places]
-        except (asyncio.CancelledError, EngineError):  # nobody waits for the others
+        except (asyncio.CancelledError, EngineError):  #  the others have no caller left
             self._worker.post(partial(_each, self._core.abort, places))
             raise
         return done
 
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
-        """Sample one action, giving what is new every 20 ms; the last piece has the finish reason."""
+        """Sample one action and yield its new tokens every 20 ms; the last piece has the finish reason."""
         ((sequence, future),) = await self._sequences([request])
         self._worker.post(partial(self._caches.add, sequence))
         done, given = asyncio.wrap_future(future), 0
         try:
             while not done.done():
                 await asyncio.wait({done}, timeout=_PIECE_S)
-                until = len(sequence.versions)  # of a token's parts the worker adds this one last
+                until = len(sequence.versions)  #  the worker appends a token's version last
                 if until > given and not done.done():
                     yield _piece(sequence, given, until, None)
                     given = until
@@ -184,35 +185,35 @@ class LocalEngine:
                 self._worker.post(partial(self._core.abort, sequence))
 
     def abort(self, episode: str) -> None:
-        """End the episode's request with what has been sampled, `finish_reason` "abort"."""
+        """End the episode's requests with the tokens so far and `finish_reason` "abort"."""
         self._worker.post(partial(self._abort, episode))
 
     async def pause(self) -> None:
-        """Compute nothing more until `resume`; requests wait where they are. Returns between two passes."""
+        """Pause computation until `resume`; requests stay queued. Returns between two passes."""
         await self._worker.call(partial(self._worker.set_paused, True))
 
     async def resume(self) -> None:
-        """Go on."""
+        """Resume computation."""
         await self._worker.call(partial(self._worker.set_paused, False))
 
     def rest(self, times: float) -> None:
-        """Wait after each pass for `times` as long as it took, from now on; 0 is not at all."""
+        """Sleep after each pass for `times` its duration; 0 disables this."""
         self._worker.rest(times)
 
     async def give_up_cache(self) -> None:
-        """Give the memory of keys and values back until the next request; EngineError while there is one."""
+        """Free the KV cache's memory until the next request. Raises EngineError if there are requests."""
         await self._worker.call(self._core.give_up_cache)
 
     async def relabel(self, version: int) -> None:
-        """Give the weights in use another version; all later tokens carry it."""
+        """Assign a version to the current weights; all later tokens carry it."""
         await self._worker.call(partial(self._set_version, version))
 
     def forget_name(self, episode: str) -> None:
-        """The episode is over; what it computed stays for others until the room is needed."""
+        """End the episode but keep its cache entries for others until evicted."""
         self._over(episode, self._caches.forget_name)
 
     def release(self, episode: str) -> None:
-        """Forget what is kept for an episode and shared with nobody."""
+        """End the episode and free the cache entries that it shares with no other."""
         self._over(episode, self._caches.release)
 
     def _over(self, episode: str, forget: Callable[[str], object]) -> None:
@@ -222,10 +223,10 @@ class LocalEngine:
                 self._worker.post(partial(self._unload_adapter, unused))
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Copy `state` (all parameters or some, by name) into the engine's model between two passes.
+        """Copy `state` (all or some parameters, by name) into the model between two passes.
 
-        Requests under way go on; each token carries the version that sampled it. Raises `SyncError`, with
-        nothing changed, for an unknown name or another shape.
+        Running requests continue; each token carries the version that sampled it. Raises `SyncError`, without
+        changes, for an unknown name or a different shape.
         """
         if not self._versions.keeps:
             await self._worker.call(partial(self._load, version, state))
@@ -237,7 +238,7 @@ class LocalEngine:
             await self.unload_adapter(unused)
 
     async def fingerprint(self, *, adapter: str | None = None) -> str:
-        """`fingerprint_module` of the weights in use, with an adapter as a PEFT model would hold it."""
+        """Return `fingerprint_module` of the current weights, with an adapter in PEFT's layout."""
         self._check_adapter(adapter)
         asked = self._versions.current if adapter is None else adapter
         return await self._worker.call(partial(self._fingerprint, asked))
@@ -245,33 +246,33 @@ class LocalEngine:
     async def load_adapter(
         self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
     ) -> None:
-        """Take LoRA factors by PEFT's names as the adapter `name`, beside others; tokens carry its `version`.
+        """Load LoRA factors, named as in PEFT, as the adapter `name`; its tokens carry `version`.
 
-        `scaling` is alpha over rank. Raises `SyncError`, with nothing changed, where they do not fit.
+        `scaling` is alpha over rank. Raises `SyncError`, without changes, if they do not fit.
         """
         await self._worker.call(partial(self._load_adapter, name, version, state, scaling))
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter. Its requests under way fail."""
+        """Unload an adapter. Its running requests fail."""
         await self._worker.call(partial(self._unload_adapter, name))
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
-        """Log-probability of each token at temperature 1; 0 for the first.
+        """Return the log-probability of each token at temperature 1; 0 for the first.
 
-        Raises `EngineError` if there are none, or more than `context_tokens`.
+        Raises `EngineError` for no tokens or more than `context_tokens`.
         """
         return (await self.score_top(token_ids, 0, adapter=adapter))[0]
 
     async def score_top(
         self, token_ids: Sequence[int], num_top: int, *, adapter: str | None = None
     ) -> tuple[list[float], list[TopLogprobs]]:
-        """What `score` gives, and the `num_top` likeliest tokens at the place of each; none for the first."""
+        """Return `score` and the `num_top` most likely tokens at each position; none for the first."""
         check_num_top(num_top)
         self._check_adapter(adapter)
         if not 0 < len(token_ids) <= self.context_tokens:
             raise EngineError(
                 f"A sequence of {len(token_ids)} tokens cannot be scored: "
-                f"the engine takes 1 to {self.context_tokens}."
+                f"the engine accepts 1 to {self.context_tokens}."
             )
         params = SamplingParams(top_logprobs=num_top)
         sequence, future = self._sequence(Request("", tuple(token_ids), params, adapter=adapter))
@@ -281,12 +282,12 @@ class LocalEngine:
         return sequence.scores, [(), *(sequence.top_logprobs or [()] * (len(token_ids) - 1))]
 
     async def close(self) -> None:
-        """Finish the pass under way, refuse all else, and end the worker."""
+        """Finish the current pass, reject further requests and stop the worker."""
         await self._worker.close()
         self._forward.close()
 
     def stats(self, *, reset: bool = False) -> EngineStats:
-        """Counts since the start or the last reset."""
+        """Return the counters since the start or the last reset."""
         now, before = self._core.stats, self._counted
         if reset:
             self._counted = now
@@ -297,17 +298,17 @@ class LocalEngine:
             _check_fits(request, self.context_tokens, self._forward.vocab_size)
             if (request.params.stop or request.params.guide) and self._tokenizer is None:
                 raise RequestRefused(
-                    "Stop strings and guides need a tokenizer.", "Give the engine one, or use stop_token_ids."
+                    "Stop strings and guides need a tokenizer.", "Pass a tokenizer or use stop_token_ids."
                 )
             self._check_adapter(request.adapter)
 
     def _check_adapter(self, adapter: str | None) -> None:
         if adapter and adapter not in self._forward.adapters.names:
             known = ", ".join(sorted(self._forward.adapters.names)) or "none"
-            raise RequestRefused(f"There is no adapter {adapter!r}; loaded: {known}.")
+            raise RequestRefused(f"Adapter {adapter!r} is not loaded; loaded: {known}.")
 
     async def _sequences(self, requests: Sequence[Request]) -> list[_Place]:
-        """Sequences for requests that can be served; their guides are compiled on another thread."""
+        """Create sequences for valid requests; guides are compiled on another thread."""
         self._check(requests)
         _check_room(len(self._open), len(requests), self._settings.max_requests)
         guides: list[GuideState | None] = [None] * len(requests)
@@ -319,7 +320,7 @@ class LocalEngine:
         return [self._sequence(request, guide) for request, guide in zip(requests, guides, strict=True)]
 
     def _sequence(self, request: Request, guide: GuideState | None = None) -> _Place:
-        """A sequence whose end resolves the future; that may happen on the worker thread."""
+        """Create a sequence whose end resolves the future, possibly on the worker thread."""
         future: Future[Completion] = Future()
         limit = min(request.params.max_new_tokens, self.context_tokens - len(request.token_ids))
         adapter = self._versions.of(request.episode) if request.adapter is None else request.adapter
@@ -351,8 +352,8 @@ class LocalEngine:
         own = self._model.state_dict(keep_vars=True)
         unknown = sorted(set(state) - set(own))
         if unknown or not state:
-            shown = ", ".join(unknown[:3]) or "no tensors at all"
-            raise SyncError(f"The weights of version {version} do not belong to the engine's model: {shown}.")
+            shown = ", ".join(unknown[:3]) or "no tensors"
+            raise SyncError(f"The weights of version {version} do not match the engine's model: {shown}.")
         _check_shapes(version, state, own)
         for name, tensor in state.items():
             own[name].copy_(tensor)
@@ -385,35 +386,35 @@ def _each(
 
 
 def _check_room(num_open: int, num: int, limit: int) -> None:
-    """Raise RequestRefused for more requests than the limit (0: none), EngineBusy while too many are open."""
+    """Raise RequestRefused if `num` exceeds the limit (0: none), EngineBusy if the queue is full."""
     if 0 < limit < num:
-        raise RequestRefused(f"{num} requests at once; the engine takes {limit} (max_requests).")
+        raise RequestRefused(f"{num} requests in one batch; the engine accepts {limit} (max_requests).")
     if limit and num_open + num > limit:
         raise EngineBusy(
-            f"The engine has {num_open} requests and takes {limit} at most (max_requests).",
-            "Try again when some are done.",
+            f"The engine has {num_open} requests and accepts {limit} at most (max_requests).",
+            "Retry when some have finished.",
         )
 
 
 def _check_fits(request: Request, limit: int, vocab_size: int) -> None:
-    """Raise RequestRefused for a request that no engine of this context and vocabulary can serve."""
+    """Raise RequestRefused for a request beyond the engine's context or vocabulary."""
     length = len(request.token_ids)
     if not 0 < length < limit:
         raise RequestRefused(
             f"Episode {request.episode} has a prompt of {length} tokens, "
-            f"but the engine takes 1 to {limit - 1} (context_tokens is {limit}).",
-            "Shorten the history or give the engine a larger context.",
+            f"but the engine accepts 1 to {limit - 1} (context_tokens is {limit}).",
+            "Shorten the history or increase the engine's context.",
         )
     check_params(request.params)
     if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
         raise RequestRefused(
             f"Episode {request.episode} has token ids outside the model's vocabulary of {vocab_size}.",
-            "Use the tokenizer that belongs to the model.",
+            "Use the model's own tokenizer.",
         )
 
 
 def _check_shapes(version: int, state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
-    """Raise SyncError for a tensor of another shape than the engine's own of its name."""
+    """Raise SyncError for a tensor whose shape differs from the engine's parameter."""
     for name, tensor in state.items():
         if own[name].shape != tensor.shape:
             raise SyncError(

@@ -1,7 +1,7 @@
-"""Guided sampling: which tokens an action may go on with, to keep to a schema, an expression or a grammar.
+"""Guided decoding: mask tokens that would violate a JSON schema, regular expression or grammar.
 
-The automata are llguidance's (the extra `guided`). A guide changes the distribution that is sampled from:
-the completion's `cut_logprobs` are of what the guide left, its `logprobs` of the model's own distribution.
+The automata are llguidance's (extra `guided`). The completion's `cut_logprobs` are of the masked
+distribution, its `logprobs` of the model's own.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 _KEPT = 128
-"""Guides that stay compiled, those used last."""
+"""Number of compiled guides kept (least recently used are dropped)."""
 
 
 class GuideState:
-    """How far one action has come in its guide."""
+    """State of one action in its guide."""
 
     def __init__(self, matcher: Any, stop_token_ids: tuple[int, ...]) -> None:  # noqa: ANN401 (untyped)
         self._matcher = matcher
@@ -36,16 +36,17 @@ class GuideState:
 
     @property
     def ended(self) -> bool:
-        """Whether the guide leaves nothing more to say."""
+        """Whether the guide allows no further token."""
         return bool(self._matcher.is_stopped())
 
     def advance(self, token: int) -> None:
-        """Take a sampled token. Raises EngineError for one that the guide does not allow."""
+        """Advance by a sampled token. Raises EngineError if the guide does not allow it."""
         if token not in self._stops and not self._matcher.consume_token(token):
-            raise EngineError(f"The guide broke off: {_first_line(self._matcher.get_error())}.")
+            raise EngineError(f"The guide failed: {_first_line(self._matcher.get_error())}.")
 
     def allowed(self, vocab_size: int) -> np.ndarray:
-        """The tokens that may come next, `[vocab_size]` bool; where the action may end, its stop ids too."""
+        """Return the mask of allowed next tokens, `[vocab_size]` bool; includes stop ids if the action may
+        end."""
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         bits = np.unpackbits(words, count=min(vocab_size, 8 * len(words)), bitorder="little").astype(bool)
         allowed = np.zeros(vocab_size, dtype=bool)
@@ -53,12 +54,12 @@ class GuideState:
         if self._matcher.is_accepting():
             allowed[[token for token in self._stops if token < vocab_size]] = True
         if not allowed.any():
-            raise EngineError("The guide leaves no token to go on with, and the request has no stop token.")
+            raise EngineError("The guide allows no next token, and the request has no stop token.")
         return allowed
 
 
 class GuideCompiler:
-    """Makes the states of guides for one tokenizer. Raises UserError where the extra `guided` is missing."""
+    """Compiles guides for one tokenizer. Raises UserError if the extra `guided` is not installed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if importlib.util.find_spec("llguidance") is None:
@@ -72,11 +73,11 @@ class GuideCompiler:
         self._matcher = lru_cache(_KEPT)(self._compile)
 
     def start(self, guide: Guide, stop_token_ids: tuple[int, ...]) -> GuideState:
-        """The state of an action that begins. Raises RequestRefused for a guide that is none."""
+        """Return the initial state of an action. Raises RequestRefused for an invalid guide."""
         return GuideState(self._matcher(guide).deep_copy(), stop_token_ids)
 
     def start_all(self, requests: Sequence[Request]) -> list[GuideState | None]:
-        """The states of actions, also of those that have begun; None without a guide. Thread-safe."""
+        """Return the state of each action, including resumed ones; None without a guide. Thread-safe."""
         states: list[GuideState | None] = []
         with self._lock:
             for request in requests:
@@ -103,7 +104,7 @@ class GuideCompiler:
             problem = str(error)
         if problem:
             raise RequestRefused(
-                f"The {guide.kind.replace('_', ' ')} of the guide is wrong: {_first_line(problem)}."
+                f"The {guide.kind.replace('_', ' ')} of the guide is invalid: {_first_line(problem)}."
             )
         return matcher
 

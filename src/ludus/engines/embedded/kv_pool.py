@@ -1,4 +1,4 @@
-"""The memory of keys and values in pages."""
+"""Paged memory for keys and values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from ludus.engines.embedded.radix_cache import PAGE
 
 _LINE = 64
-"""Bytes of a line of the processor's cache."""
+"""Bytes of a CPU cache line."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Key heads, and the widths of a key and of a value."""
+    """Number of key heads, width of a key and of a value."""
 
     heads: int
     key_width: int
@@ -25,9 +25,9 @@ class LayerShape:
 
 
 class PagePool:
-    """The memory of the pages: per layer keys and values `[pages, heads, PAGE, width]`.
+    """Page memory: per layer keys and values `[pages, heads, PAGE, width]`.
 
-    With `transposed` keys are `[pages, heads, width, PAGE]`, as the compiled kernel reads them.
+    If `transposed`, keys are `[pages, heads, width, PAGE]`, as the compiled kernel expects.
     """
 
     def __init__(
@@ -49,27 +49,27 @@ class PagePool:
         self.take_back()
 
     def take_back(self) -> None:
-        """Have memory; after `give_up` with nothing in it."""
+        """Allocate the memory, filled with zeros."""
         self.keys = [lazy_zeros(key, *self._kind) for key, _ in self._shapes]
         self.values = [lazy_zeros(value, *self._kind) for _, value in self._shapes]
 
     def give_up(self) -> None:
-        """Give all memory back, with what it holds."""
+        """Free all memory and its contents."""
         self.keys, self.values = [], []
 
     @property
     def is_there(self) -> bool:
-        """Whether it has memory."""
+        """Whether the memory is allocated."""
         return bool(self.keys)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy one page of every layer."""
+        """Copy one page in every layer."""
         for memory in (*self.keys, *self.values):
             memory[target] = memory[source]
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take no memory on a CPU until they are written: numpy has them from the system untouched."""
+    """Return zeros that use no CPU memory until written (numpy maps them lazily)."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize

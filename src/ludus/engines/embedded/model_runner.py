@@ -1,8 +1,8 @@
-"""Forward passes of any Hugging Face causal language model over a ragged row of tokens.
+"""Forward passes of a Hugging Face causal language model over a ragged batch of tokens.
 
-Works with models of standard attention (full, or sliding windows) that hand their attention on to
-transformers' interface. `RaggedForward` tries that out on a few tokens before it is used, and refuses a model
-whose ragged, paged pass does not agree with a plain one.
+Supports models with standard attention (full or sliding-window) that use transformers' attention interface.
+`RaggedForward` compares a paged pass with a plain pass on a few tokens at start, and rejects the model if
+they disagree.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROW_BLOCK = 16
-"""Tokens of a pass are padded to a multiple of this: matrix products then treat every row alike."""
+"""Passes are padded to a multiple of this many tokens, so that matrix products treat every row alike."""
 _AGREEMENT = {torch.float64: 1e-6, torch.float32: 1e-3}
 _COARSE_AGREEMENT = 0.5
-"""Largest difference of log-probabilities in the trial; 16-bit types round far more than the others."""
+"""Maximum difference of log-probabilities in the comparison; 16-bit types round much more than the others."""
 _TRIAL_TOKENS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New tokens of one sequence: ids, the position of the first, the row of the page table, the adapter."""
+    """New tokens of one sequence: ids, position of the first, row of the page table, adapter."""
 
     ids: tuple[int, ...]
     start: int
@@ -50,10 +50,9 @@ class Chunk:
 
 
 class RaggedForward:
-    """The logits of chosen tokens of a pass over chunks of many sequences.
+    """Logits of selected tokens of a pass over chunks of many sequences.
 
-    `pool` is the memory of the pages. `max_tokens` bounds a sequence. Raises `UserError` for a model that
-    does not work this way.
+    `pool` is the page memory. `max_tokens` bounds a sequence. Raises `UserError` for an unsupported model.
     """
 
     def __init__(self, model: PreTrainedModel, num_pages: int, max_tokens: int, threads: int) -> None:
@@ -91,15 +90,15 @@ class RaggedForward:
 
     @property
     def compiled(self) -> bool:
-        """Whether the compiled attention kernel is in use."""
+        """Whether the compiled attention kernel is used."""
         return self._kernel is not None
 
     def logits(
         self, chunks: list[Chunk], table: NDArray[np.int32], keep: NDArray[np.int64], block: int = ROW_BLOCK
     ) -> Tensor:
-        """Logits `[len(keep), V]` at the tokens `keep` of the concatenated chunks.
+        """Return logits `[len(keep), V]` at the tokens `keep` of the concatenated chunks.
 
-        `table` `[slots, M]` names the pages of each slot, into which the chunks' keys and values go. Tokens
+        `table` `[slots, M]` holds the pages of each slot, which receive the chunks' keys and values. Tokens
         and logits are padded to multiples of `block`.
         """
         if not self.pool.is_there:
@@ -134,9 +133,10 @@ class RaggedForward:
 
     @torch.inference_mode()
     def block_for(self, pass_tokens: int) -> int:
-        """What passes must be a multiple of for a token's logits to be the same bits alone and in any pass.
+        """Return the padding multiple that makes a token's logits bit-identical in any pass.
 
-        `pass_tokens`, the most that a pass has, where the small block does not do: all have one shape then.
+        That is `pass_tokens`, the maximum size of a pass, if `ROW_BLOCK` is not enough: all passes then have
+        one shape.
         """
         if not self.invariant:
             return pass_tokens
@@ -145,13 +145,13 @@ class RaggedForward:
         return ROW_BLOCK if torch.equal(alone, among) else pass_tokens
 
     def _padded(self, rows: int, block: int) -> int:
-        """The next multiple of `block`; oneDNN takes many rows in blocks of its own in any case."""
+        """Return the next multiple of `block`; oneDNN needs its own block size from `LEAST` rows on."""
         if rows > LEAST and by_onednn(self.model.get_input_embeddings().weight):
             block = max(block, LEAST)
         return -(-rows // block) * block
 
     def close(self) -> None:
-        """End the kernel's threads, and give the model back as it was."""
+        """Stop the kernel's threads and restore the model."""
         if self._kernel is not None:
             self._kernel.close()
         self.adapters.close()
@@ -164,7 +164,7 @@ class RaggedForward:
         return make_kernel(layers, layers[0].key_width, max_tokens, threads)
 
     def _make_pool(self, layers: list[LayerShape], num_pages: int) -> PagePool:
-        """On a CPU torch keeps keys and values of 16 bits in 32: its sparse products take no others."""
+        """Create the page memory. On a CPU, sparse products need 16-bit types stored in 32 bits."""
         wide = self.device.type == "cpu" and self.dtype.itemsize < torch.float32.itemsize
         dtype = torch.float32 if wide else self.dtype
         return PagePool(layers, num_pages, dtype, self.device, transposed=self._kernel is not None)
@@ -176,7 +176,8 @@ class RaggedForward:
         table: NDArray[np.int32],
         tokens: tuple[NDArray[np.int32], NDArray[np.int32]],
     ) -> TorchPass:
-        """What attends by torch. `ends` are the chunks' in the pass, `tokens` are its slots and positions."""
+        """Describe the pass for torch attention. `ends` are the chunks' ends, `tokens` the slots and
+        positions."""
         spans = tuple(
             QuerySpan(end - len(chunk.ids), end, chunk.start + len(chunk.ids), table[chunk.slot])
             for chunk, end in zip(chunks, ends, strict=True)
@@ -187,12 +188,12 @@ class RaggedForward:
 
     @torch.inference_mode()
     def _plain_trial(self) -> tuple[Tensor, list[LayerShape]]:
-        """Log-probabilities of a few tokens by the model's own attention, and its layers' shapes."""
+        """Return log-probabilities of a few tokens by the model's own attention, and its layers' shapes."""
         recorder = _ShapeRecorder()
         ids = torch.tensor([self._trial_ids()], device=self.device)
         logits = self.model(input_ids=ids, past_key_values=recorder, use_cache=True).logits[0]
         if not recorder.layers_seen:
-            raise ValueError("it does not use the key-value cache it is given")
+            raise ValueError("it ignores the key-value cache passed to it")
         return logits.double().log_softmax(-1), recorder.layers_seen
 
     def _trial_ids(self) -> tuple[int, ...]:
@@ -200,7 +201,7 @@ class RaggedForward:
 
     @torch.inference_mode()
     def _trial(self) -> Tensor:
-        """The same by ragged passes: in two chunks, each beside another sequence."""
+        """Return the same by ragged passes: in two chunks, each batched with another sequence."""
         ids, cut = self._trial_ids(), _TRIAL_TOKENS // 2 + 3
         table = self._trial_table()
         other = tuple(reversed(ids))
@@ -215,7 +216,7 @@ class RaggedForward:
 
     @torch.inference_mode()
     def _rows_are_alike(self) -> bool:
-        """Whether a token's logits are the same bits alone and at several places among others."""
+        """Return whether a token's logits are bit-identical alone and at several positions in a batch."""
         if self.device.type != "cpu":
             return False
         ids, table = self._trial_ids(), self._trial_table()
@@ -234,7 +235,7 @@ class RaggedForward:
 
 
 class _ShapeRecorder(Cache):  # type: ignore[misc]
-    """Stores nothing; notes the shape of each layer's keys and values."""
+    """Stores nothing; records the shape of each layer's keys and values."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -255,13 +256,13 @@ class _ShapeRecorder(Cache):  # type: ignore[misc]
         return query_length, 0
 
 
-def _inner(model: PreTrainedModel) -> Any:  # noqa: ANN401 (a model, or what adapters wrap)
-    """The model below adapters."""
+def _inner(model: PreTrainedModel) -> Any:  #  noqa: ANN401 (a model, or a PEFT model's inner one)
+    """Return the model below the adapters."""
     return model.get_base_model() if is_peft(model) else model
 
 
 def _check_kind(model: PreTrainedModel) -> None:
-    """Raises UserError for kinds of layers and positions that ragged passes do not have."""
+    """Raise UserError for unsupported layer kinds or position embeddings."""
     config = model.config.get_text_config().to_dict()
     kinds = set(config.get("layer_types") or ["full_attention"])
     unknown = sorted(kinds - {"full_attention", "sliding_attention"})

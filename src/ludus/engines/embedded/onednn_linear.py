@@ -1,10 +1,10 @@
-"""Matrix products of linear layers by oneDNN, on processors where torch's own choice is about half as fast.
+"""Linear layers by oneDNN, about twice as fast as torch's default on some processors.
 
-In float32 torch multiplies by Intel's MKL, which on other makers' processors leaves registers of 512 bits
-unused. oneDNN, which torch also brings and whose operator inductor calls, does not.
+In float32 torch uses Intel MKL, which does not use 512-bit registers on other vendors' processors. oneDNN,
+which torch ships and whose operator inductor calls, does.
 
-oneDNN compiles a product for each number of rows and keeps it with its memory, so rows are taken in blocks of
-few sizes. What a row gives is the same number whatever other rows stand beside it, from `LEAST` rows on.
+oneDNN compiles and caches a kernel, with its memory, for each number of rows, so rows are processed in blocks
+of few sizes. From `LEAST` rows on, the result of a row does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, FunctionCtx, once_differentiable
 
 LEAST = 16
-"""Rows are padded to a multiple of this; fewer are torch's."""
+"""Rows are padded to a multiple of this; fewer rows use torch."""
 _MOST = 256
 """Rows of a block, a multiple of `LEAST`."""
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`rows` `[..., in]` times `weight` `[out, in]`, plus `bias` `[out]`: as torch's, but for rounding."""
+    """Multiply `rows` `[..., in]` by `weight` `[out, in]` and add `bias` `[out]`; equals torch's up to
+    rounding."""
     if rows.numel() < LEAST * weight.shape[1] or rows.dtype != weight.dtype or not by_onednn(weight):
         return nn.functional.linear(rows, weight, bias)
     flat = rows.reshape(-1, rows.shape[-1])
@@ -36,12 +37,12 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """`left` `[m, k]` times `right` `[k, n]`, without gradient; either may be transposed."""
+    """Multiply `left` `[m, k]` by `right` `[k, n]` without gradient; either may be transposed."""
     return _in_blocks(left, right.t(), None) if by_onednn(right) else left @ right
 
 
 def outer_sum(left: Tensor, right: Tensor) -> Tensor:
-    """The sum `[m, n]` of the outer products of rows: `left` `[r, m]` transposed, times `right` `[r, n]`."""
+    """Sum the outer products of rows: `left` `[r, m]` transposed, times `right` `[r, n]`; `[m, n]`."""
     if not by_onednn(right) or len(left) < _MOST:
         return left.t() @ right
     whole = len(left) // _MOST * _MOST
@@ -52,7 +53,7 @@ def outer_sum(left: Tensor, right: Tensor) -> Tensor:
 
 
 def by_onednn(weight: Tensor) -> bool:
-    """Whether products with `weight` are oneDNN's."""
+    """Return whether products with `weight` use oneDNN."""
     return (
         weight.dtype == torch.float32
         and weight.device.type == "cpu"
@@ -63,9 +64,9 @@ def by_onednn(weight: Tensor) -> bool:
 
 @functools.cache
 def is_faster() -> bool:
-    """Whether this machine has registers of 512 bits on which MKL does not act.
+    """Return whether the CPU has AVX-512 but is not from Intel, so that MKL does not use it.
 
-    It is decided by what the machine is and not by a clock, so that a run's numbers stay its numbers.
+    Decided by hardware, not by timing, so that a run is reproducible.
     """
     try:
         operator = torch.ops.mkldnn._linear_pointwise
@@ -77,17 +78,17 @@ def is_faster() -> bool:
 
 
 class OneDnnLinear(nn.Linear):
-    """A linear layer that multiplies as `linear` does."""
+    """A linear layer that multiplies by `linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """`[..., out]` of `[..., in]`."""
+        """Map `[..., in]` to `[..., out]`."""
         return linear(input, self.weight, self.bias)
 
 
 def use_onednn(model: nn.Module) -> list[nn.Linear]:
-    """Let the plain linear layers of a model multiply as `linear` does; weights and names stay.
+    """Make a model's plain linear layers use `linear`; weights and names stay.
 
-    Gives the layers that were changed; `as_before` changes them back.
+    Returns the changed layers, for `as_before`.
     """
     plain = [m for m in model.modules() if type(m) is nn.Linear] if is_faster() else []
     for layer in plain:
@@ -96,13 +97,13 @@ def use_onednn(model: nn.Module) -> list[nn.Linear]:
 
 
 def as_before(layers: Iterable[nn.Linear]) -> None:
-    """Let layers that were changed multiply as torch does."""
+    """Restore layers changed by `use_onednn`."""
     for layer in layers:
         layer.__class__ = nn.Linear
 
 
 def apply(function: type[Function], *inputs: object) -> tuple[Tensor, ...]:
-    """What a function with a gradient of its own gives."""
+    """Apply a custom autograd function."""
     made: Tensor | tuple[Tensor, ...] = function.apply(*inputs)  # type: ignore[no-untyped-call]
     return made if isinstance(made, tuple) else (made,)
 
@@ -113,7 +114,7 @@ class _Context(FunctionCtx):
 
 
 class _Linear(Function):
-    """With gradients for rows `[r, in]`, weight `[out, in]` and bias."""
+    """Linear layer with gradients for rows `[r, in]`, weight `[out, in]` and bias."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -132,7 +133,7 @@ class _Linear(Function):
 
 
 def _in_blocks(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`[r, out]`: blocks of `_MOST` rows, and a last one that is padded to a multiple of `LEAST`."""
+    """Multiply in blocks of `_MOST` rows, the last one padded to a multiple of `LEAST`; `[r, out]`."""
     count = len(rows)
     if count <= _MOST and count % LEAST == 0:
         return _multiply(rows, weight, bias)

@@ -1,11 +1,11 @@
-"""Which page of the cache holds what: a radix tree of token pages, shared by whoever has the same prefix.
+"""Radix tree of KV-cache pages, shared between sequences with a common prefix.
 
 A page holds the keys and values of up to `PAGE` consecutive tokens. A node of the tree is one page; the path
-from the root to it spells a prefix. Sequences that run hold their path; pages that nobody holds stay until
-memory is short and then go, least recently used first. Members of a group, episodes that come back for
-their next turn, branches of a tree and prompts with a common beginning all find each other here.
+from the root to it is a prefix. Running sequences hold their path; pages held by none stay cached until
+memory runs out and are evicted least recently used first. Rollouts of a group, later turns of an episode,
+branches of a tree and prompts with a common beginning share pages this way.
 
-A page is written from left to right only, so a prefix of it may be read while its owner goes on.
+A page is written from left to right, so its prefix may be read while its owner extends it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 PAGE = 16
-"""Tokens of one page; the compiled kernel has the same number."""
+"""Tokens of one page; must equal PAGE of the compiled kernel."""
 AT = "@"
-"""What stands between an adapter and a version in the name of a beginning."""
+"""Separator between adapter and version in the name of a root."""
 
 
 @dataclass(slots=True, eq=False)
 class RadixNode:
-    """One page. `tokens` are those that others may find here; `ready` once they are computed.
+    """One page. `tokens` are those that others may match; `ready` once they are computed.
 
-    `refs` counts the running sequences that hold it. A node that is not `listed` is its owner's alone.
+    `refs` counts the running sequences that hold it. A node that is not `listed` is private to its owner.
     """
 
     page: int
@@ -38,9 +38,10 @@ class RadixNode:
 
 @dataclass(slots=True)
 class CacheMatch:
-    """What of a history is there: whole pages, then `num_copied` tokens of `source` (taken over if `owned`).
+    """Cached part of a history: whole pages, then `num_copied` tokens of `source` (moved, not copied, if
+    `owned`).
 
-    `wait` says that somebody computes more of it at this moment.
+    `wait` is set if another sequence is computing more of it now.
     """
 
     nodes: list[RadixNode]
@@ -51,12 +52,12 @@ class CacheMatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that need not be computed."""
+        """Number of tokens that need not be computed."""
         return PAGE * len(self.nodes) + self.num_copied
 
 
 def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
-    """Length of the common prefix of two sequences."""
+    """Return the length of the common prefix of two sequences."""
     length = min(len(left), len(right))
     if left[:length] == right[:length]:
         return length
@@ -64,7 +65,7 @@ def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
 
 
 class RadixCache:
-    """Hands out the pages 0 to `num_pages - 1`, and finds those that hold a prefix."""
+    """Allocates the pages 0 to `num_pages - 1` and finds those that hold a prefix."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -76,20 +77,20 @@ class RadixCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that are free or can be freed."""
+        """Number of pages that are free or can be evicted."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_held(self) -> int:
-        """Pages held by sequences that run."""
+        """Number of pages held by running sequences."""
         return self.num_pages - self.num_available
 
     def root(self, adapter: str) -> RadixNode:
-        """Where the prefixes begin that are computed with this adapter, or with a version of it."""
+        """Return the root of the prefixes computed with this adapter (or a version of it)."""
         return self._roots.setdefault(adapter, RadixNode(-1, (), None, ready=True, listed=True))
 
     def match(self, tokens: tuple[int, ...], adapter: str = "") -> CacheMatch:
-        """The longest prefix that is there, short of the last token, whose logits are needed."""
+        """Return the longest cached prefix, excluding the last token, whose logits are needed."""
         limit = len(tokens) - 1
         node, at, found = self.root(adapter), 0, CacheMatch([])
         while at + PAGE <= limit:
@@ -114,7 +115,7 @@ class RadixCache:
         return found
 
     def hold(self, match: CacheMatch) -> list[RadixNode]:
-        """Take the pages of a match; the path so far. The copy of `source` is the caller's to make."""
+        """Hold the pages of a match and return the path so far. The caller copies `source`."""
         path = [*match.nodes, match.source] if match.owned and match.source is not None else match.nodes
         for node in path:
             if node.refs == 0:
@@ -125,9 +126,9 @@ class RadixCache:
     def take(
         self, path: list[RadixNode], tokens: tuple[int, ...], *, listed: bool, adapter: str = ""
     ) -> RadixNode:
-        """Add a page to a path, found by others under `tokens` if `listed` and nobody has that already.
+        """Append a page to a path, shared under `tokens` if `listed` and not yet present.
 
-        Raises IndexError if no page is left: reserve before.
+        Raises IndexError if no page is left; reserve pages first.
         """
         if not self._free:
             self._evict()
@@ -140,9 +141,9 @@ class RadixCache:
         return node
 
     def settle(self, path: list[RadixNode], place: int, tokens: tuple[int, ...]) -> None:
-        """`tokens` of a path's page are computed: let others find them there.
+        """Mark `tokens` of a path's page as computed, so that others can match them.
 
-        If somebody else's page holds the same, a full page of the path is exchanged for that.
+        A full page that duplicates another sequence's is replaced by that page.
         """
         node = path[place]
         parent = path[place - 1] if place else node.parent
@@ -166,7 +167,7 @@ class RadixCache:
             path[place] = known
 
     def release(self, path: list[RadixNode]) -> None:
-        """Let go of a path; what others can find stays as long as there is room."""
+        """Release a path; shared pages stay cached until evicted."""
         self._clock += 1
         for node in reversed(path):
             node.refs -= 1
@@ -179,7 +180,7 @@ class RadixCache:
                 self._drop(node)
 
     def forget(self, tokens: tuple[int, ...], adapter: str = "") -> None:
-        """Drop the end of a history that nobody holds and nobody shares: an episode that is over."""
+        """Drop the end of a finished episode's history that no other sequence holds or shares."""
         node, at = self.root(adapter), 0
         while at < len(tokens):
             rest = tokens[at : at + PAGE]
@@ -197,7 +198,7 @@ class RadixCache:
             node = above
 
     def clear(self, adapter: str | None = None) -> None:
-        """Let nobody find anything any more (of one adapter, or all); what runs keeps its pages."""
+        """Make all entries (of one adapter, or all) unfindable; running sequences keep their pages."""
         roots = self._names(adapter)
         stack = [node for name in roots for node in self.root(name).children.values()]
         while stack:
@@ -212,21 +213,21 @@ class RadixCache:
             self.root(name).children = {}
 
     def forget_adapter(self, adapter: str) -> None:
-        """Keep nothing of an adapter that is no more, its beginning neither."""
+        """Drop all entries and roots of an unloaded adapter."""
         self.clear(adapter)
         for name in self._names(adapter):
             del self._roots[name]
 
     def forget_empty(self) -> None:
-        """Forget the beginnings of which nothing is kept."""
+        """Drop roots without entries."""
         self._roots = {name: root for name, root in self._roots.items() if root.children}
 
     def _names(self, adapter: str | None) -> list[str]:
-        """The beginnings that are an adapter's, or all."""
+        """Return the root names of an adapter, or all."""
         return [name for name in self._roots if adapter in (None, name, name.partition(AT)[0])]
 
     def _evict(self) -> None:
-        """Free the least recently used eighth of what nobody holds, leaves first."""
+        """Evict the least recently used eighth of the unheld pages, leaves first."""
         ordered = sorted(self._idle, key=lambda n: n.used)
         count = max(1, len(ordered) // 8)
         while count and ordered:

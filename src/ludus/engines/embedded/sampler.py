@@ -1,12 +1,12 @@
-"""Draws tokens from logits, vectorised over a batch, with randomness that belongs to the request.
+"""Sample tokens from logits, vectorized over a batch, with per-request randomness.
 
-Token `t` of an action uses the uniform number counted by (the request's seed, t) and nothing else, so
-what a row draws does not depend on its neighbours, on their number or on its place in the batch.
+Token `t` of an action uses only the uniform number with counter (request seed, t), so a row's result does not
+depend on other rows or on the batch size.
 
-Two log-probabilities are recorded: of the tempered distribution over the whole vocabulary, and of what is
-left of it after guide, top-k, top-p and min-p, from which is sampled. A greedy row (temperature 0) records
-both at temperature 1, with nothing but the guide cut. Rows that ask get the likeliest tokens of the first
-distribution.
+Two log-probabilities are recorded: of the tempered distribution over the whole vocabulary, and of the
+distribution sampled from, after guide, top-k, top-p and min-p. Greedy rows (temperature 0) record both at
+temperature 1, with only the guide applied. Rows with `top_logprobs` also get the most likely tokens of the
+tempered distribution.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _WORD = (1 << 64) - 1
 _BLOCK = 64
-"""Tokens of one block in the search of a draw."""
+"""Tokens per block in the search for the sampled token."""
 
 
 def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014), elementwise."""
+    """Apply the splitmix64 finalizer (Steele, Lea and Flood 2014) elementwise."""
     words = (words ^ (words >> np.uint64(30))) * _MIX_1
     words = (words ^ (words >> np.uint64(27))) * _MIX_2
     return words ^ (words >> np.uint64(31))
 
 
 def seed_words(seeds: Sequence[int]) -> NDArray[np.uint64]:
-    """Seeds of any size and sign as well-spread 64-bit words, `[B]`."""
+    """Hash seeds of any size and sign to 64-bit words, `[B]`."""
     words = np.array([seed & _WORD for seed in seeds], dtype=np.uint64)
     return _mix(words + _GOLDEN)
 
 
 def uniforms(words: NDArray[np.uint64], steps: int | NDArray[np.uint64]) -> NDArray[np.float64]:
-    """One number in [0, 1) per row, `[B]`, counted by (seed word, step): 53 bits of splitmix64."""
+    """Return one number in [0, 1) per row, `[B]`, with counter (seed word, step): 53 bits of splitmix64."""
     counted = np.atleast_1d(np.asarray(steps, dtype=np.uint64)) + np.uint64(1)
     offset = _GOLDEN * counted
     draws: NDArray[np.float64] = (_mix(words + offset) >> np.uint64(11)).astype(np.float64)
@@ -53,11 +53,11 @@ def uniforms(words: NDArray[np.uint64], steps: int | NDArray[np.uint64]) -> NDAr
 
 @dataclass(frozen=True, slots=True)
 class SamplingRules:
-    """The sampling parameters of a batch as arrays.
+    """Sampling parameters of a batch as arrays.
 
-    `words` `[B]` uint64; `temperature` `[B, 1]` (1 on greedy rows), `top_k` `[B, 1]` (the vocabulary where
-    there is no limit), `top_p` and `min_p` `[B, 1]` float64; `greedy` and `cut`
-    (by any of the three) `[B]` bool; `num_top` how many of the likeliest tokens each row asks for.
+    `words` `[B]` uint64; `temperature` `[B, 1]` (1 on greedy rows), `top_k` `[B, 1]` (vocabulary size if
+    off), `top_p` and `min_p` `[B, 1]` float64; `greedy` and `cut` (top-k, top-p or min-p set) `[B]` bool;
+    `num_top` the number of top log-probabilities per row.
     """
 
     words: NDArray[np.uint64]
@@ -101,7 +101,7 @@ class SamplingRules:
         )
 
     def select(self, rows: Sequence[int]) -> SamplingRules:
-        """The rules of these rows, in this order."""
+        """Return the rules of the given rows, in order."""
         index = torch.tensor(rows, dtype=torch.int64, device=self.greedy.device)
         return SamplingRules(
             words=self.words[np.asarray(rows, dtype=np.int64)],
@@ -122,9 +122,9 @@ class SamplingRules:
 
 @dataclass(frozen=True, slots=True)
 class TokenDraw:
-    """Token ids `[B]` int64, and their log-probabilities `[B]` in the plain and in the cut distribution.
+    """Token ids `[B]` int64 and their log-probabilities `[B]` in the plain and the cut distribution.
 
-    `top` has what `likeliest` gives of the plain distribution; it is empty where no row asks.
+    `top` is `likeliest` of the plain distribution, or empty if no row requests it.
     """
 
     tokens: Tensor
@@ -136,10 +136,10 @@ class TokenDraw:
 def sample(
     logits: Tensor, rules: SamplingRules, steps: int | NDArray[np.uint64], allowed: Tensor | None = None
 ) -> TokenDraw:
-    """Draw token number `steps` (one for all, or `[B]`) of each action from `logits` `[B, V]`.
+    """Sample token number `steps` (one for all, or `[B]`) of each action from `logits` `[B, V]`.
 
-    `allowed` `[B, V]` bool are the tokens that a guide leaves. Log-probabilities are float32 (float64 for
-    float64 logits). A greedy row takes the largest logit, the lowest id among equals.
+    `allowed` `[B, V]` bool is the guide's mask. Log-probabilities are float32 (float64 for float64 logits). A
+    greedy row takes the largest logit; ties go to the lowest id.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     tempered = logits / rules.temperature.to(logits.dtype) if rules.any_tempered else logits
@@ -167,15 +167,16 @@ def sample(
 
 
 def likeliest(logprobs: Tensor, nums: Sequence[int]) -> list[TopLogprobs]:
-    """The `nums[b]` likeliest tokens of each row of `logprobs` `[B, V]`; one at least asks for some.
+    """Return the `nums[b]` most likely tokens of each row of `logprobs` `[B, V]`; some `nums` must be
+    positive.
 
-    Tokens without probability are left out. What a row gets depends on nothing but the row.
+    Tokens of zero probability are omitted. The result of a row depends on that row only.
     """
     asking = [row for row, num in enumerate(nums) if num > 0]
     rows = logprobs if len(asking) == len(nums) else logprobs[asking]
     most = min(max(nums), rows.shape[1])
     values, tokens = rows.topk(most, dim=-1)
-    # Of equals at the end `topk` takes any: take all of them, and then the lowest ids.
+    # `topk` breaks ties at the end arbitrarily: take all tied tokens, then keep the lowest ids.
     num_tied = int((rows >= values[:, -1:]).sum(-1).max())
     if num_tied > most:
         values, tokens = rows.topk(num_tied, dim=-1)
@@ -194,10 +195,10 @@ def _at(values: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _draw(probs: Tensor, rules: SamplingRules, steps: int | NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
-    """Inverse of the cumulative distribution of `probs` `[B, V]` at one uniform number per row.
+    """Invert the cumulative distribution of `probs` `[B, V]` at one uniform number per row.
 
-    Gives tokens `[B]` and the sums of the rows `[B]`, float64. The sums of blocks of tokens are searched
-    first, then one block a row: a cumulative sum over the vocabulary is the dearest part of sampling.
+    Returns tokens `[B]` and row sums `[B]`, float64. It searches the sums of blocks first, then one block per
+    row, since a cumulative sum over the vocabulary is the most expensive part of sampling.
     """
     rows, vocabulary = probs.shape
     blocks = torch.nn.functional.pad(probs, (0, -vocabulary % _BLOCK)).view(rows, -1, _BLOCK)
@@ -212,17 +213,17 @@ def _draw(probs: Tensor, rules: SamplingRules, steps: int | NDArray[np.uint64]) 
 
 
 def _search(cumulative: Tensor, points: Tensor) -> Tensor:
-    """The first place `[B, 1]` whose cumulative sum exceeds the point; one of positive probability."""
+    """Return the first index `[B, 1]` with a cumulative sum above the point and positive probability."""
     found = torch.searchsorted(cumulative, points, right=True)
-    # Rounding may put a point on the total itself; the last place of positive probability is meant then.
+    # Rounding may put a point on the total itself; use the last index of positive probability then.
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous(), right=False)
-    # Logits that are not finite sort nowhere; their token is any, and its log-probability tells.
+    # With non-finite logits the index is arbitrary; the log-probability reveals them.
     return torch.minimum(found, last).clamp(max=cumulative.shape[1] - 1)
 
 
 def _cut(probs: Tensor, rules: SamplingRules) -> Tensor:
-    """Keep the `top_k` likeliest tokens, of those the fewest whose share reaches `top_p`, and of those the
-    ones with at least `min_p` times the probability of the likeliest; `[B, V]` float64."""
+    """Keep the `top_k` most likely tokens, then the fewest with total share `top_p`, then those with at least
+    `min_p` times the highest probability; `[B, V]` float64."""
     ranked, order = probs.double().sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[1], device=probs.device)
     ranked = ranked.masked_fill(rank >= rules.top_k, 0.0)

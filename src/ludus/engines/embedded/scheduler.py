@@ -1,12 +1,12 @@
 """Continuous batching: sequences join and leave between any two forward passes.
 
-Takes `Sequence`s (one action to sample, or given tokens to score). Each `step` is one forward pass: a token
-for every sequence that decodes, then, as far as the pass has room, chunks of prompts and observations in the
-order in which they came. Waits for nothing, never retries, knows no event loop; one thread calls it.
+Schedules `Sequence`s (an action to sample, or tokens to score). Each `step` is one forward pass: one token
+for every decoding sequence, then chunks of prompts and observations in order of arrival, up to the token
+limit. It never waits or retries and uses no event loop; one thread calls it.
 
-A sequence is admitted when a slot is free, when its longest possible length fits the pages left, and when
-nobody else is computing a prefix of it just then: then it waits and shares. Admission goes in the order of
-arrival; only one that waits to share lets others pass.
+A sequence is admitted once a slot is free, the remaining pages fit its maximum length, and no other sequence
+is computing a prefix of it (it then waits to share that). Admission is first come, first served; only a
+sequence that waits for a prefix lets others pass.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SCORE_CHUNK = 256
-"""Tokens of one scoring chunk: each has a row of logits, which is as wide as the vocabulary."""
+"""Tokens of one scoring chunk: each needs a row of logits as wide as the vocabulary."""
 
 
 _STOP_TAIL = 512
-"""Tokens in which a stop string is looked for."""
+"""Number of last tokens searched for stop strings."""
 
 _KEPT_STOPS = 64
-"""Sets of stop strings whose tokens stay known, those used last."""
+"""Number of sets of stop strings kept (least recently used are dropped)."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request on its way: `tokens` is its history and what has been sampled so far.
+    """One request being processed: `tokens` is its history plus the tokens sampled so far.
 
-    Its history is looked for, and kept, on a `shelf` of the cache.
+    `shelf` is the cache branch on which its history is looked up and stored.
     """
 
     request: Request
@@ -86,17 +86,17 @@ class Sequence:
 
     @property
     def _action(self) -> int:
-        """Where the action begins, an earlier request's part of it included."""
+        """Index where the action begins, including the part sampled by an earlier request."""
         return self.num_prompt - self.request.begun
 
     @property
     def num_drawn(self) -> int:
-        """Tokens of the action so far: the count of its random numbers."""
+        """Number of action tokens so far: the counter of the random numbers."""
         return self.request.begun + len(self.logprobs)
 
     @property
     def num_pages(self) -> int:
-        """Pages of the longest that this can become; the last sampled token is never computed."""
+        """Pages needed at maximum length; the last sampled token is never computed."""
         longest = len(self.tokens) if self.scores is not None else self.num_prompt + self.limit - 1
         return -(-longest // PAGE)
 
@@ -112,7 +112,7 @@ class Sequence:
         )
 
     def add(self, token: int, logprob: float, cut_logprob: float, version: int) -> None:
-        """Take a sampled token, and notice the end."""
+        """Append a sampled token and check whether the action ends."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.cut_logprobs.append(cut_logprob)
@@ -130,7 +130,7 @@ class Sequence:
             self.finish = "length"
 
     def fail(self, message: str, hint: str = "") -> None:
-        """End with an error, at the end of the pass; an earlier error stays."""
+        """End with an error at the end of the pass; an earlier error is kept."""
         self.error = self.error or EngineError(message, hint)
         self.finish = "abort"
 
@@ -143,7 +143,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward pass: `rows` of `plan` sample from the first logits, the others are scored or prefilled."""
+    """One forward pass: `rows` of `plan` sample from the first logits; the others are scored or prefilled."""
 
     plan: list[tuple[Sequence, Chunk]]
     rows: list[Sequence]
@@ -154,7 +154,7 @@ class Pass:
 
 
 class BatchScheduler:
-    """The queue, the running sequences, and the pass that moves them all."""
+    """The queue, the running sequences, and the steps that advance them."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class BatchScheduler:
         slots: tuple[int, int],
         pass_tokens: int,
     ) -> None:
-        """`slots` is (sequences that run at once, the longest in tokens)."""
+        """`slots` is (maximum number of running sequences, maximum length in tokens)."""
         self._forward = forward
         self._stop_strings = (
             None if tokenizer is None else lru_cache(_KEPT_STOPS)(partial(StopStrings, tokenizer))
@@ -183,12 +183,12 @@ class BatchScheduler:
         self.block = ROW_BLOCK
 
     def version_of(self, adapter: str) -> int:
-        """The version of tokens that are sampled with this adapter."""
+        """Return the version of tokens sampled with this adapter."""
         return self.adapter_versions.get(adapter, self.version)
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether there are waiting or running sequences."""
         return bool(self.waiting or self.running)
 
     @property
@@ -198,13 +198,13 @@ class BatchScheduler:
         return None if earliest == math.inf else max(0.0, earliest - time.monotonic())
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. It has been checked to fit an empty cache."""
+        """Queue a sequence. It must fit an empty cache."""
         sequence.stops = self._stops(sequence.request.params.stop)
         self.waiting.append(sequence)
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admit what fits, compute one pass, sample, and finish what is complete."""
+        """Admit sequences, compute one pass, sample, and finish completed sequences."""
         begin = time.perf_counter()
         self._admit()
         if not self.running:
@@ -235,7 +235,7 @@ class BatchScheduler:
         self.stats = replace(self.stats, schedule_s=self.stats.schedule_s + rest_s)
 
     def abort(self, sequence: Sequence) -> None:
-        """End a sequence with what it has."""
+        """End a sequence with the tokens so far."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         elif sequence in self.running:
@@ -246,7 +246,7 @@ class BatchScheduler:
         sequence.done(sequence)
 
     def fail_all(self, error: EngineError) -> None:
-        """End everything with an error; the cache may hold anything and is dropped."""
+        """End all sequences with an error and clear the cache, whose contents may be corrupt."""
         sequences = [*self.running, *self.waiting]
         for sequence in self.running[:]:
             self._leave(sequence)
@@ -257,13 +257,13 @@ class BatchScheduler:
             sequence.done(sequence)
 
     def forget(self, tokens: tuple[int, ...], shelf: str) -> None:
-        """Drop what is kept at the end of a history and nowhere else used."""
+        """Drop the cached end of a history that no other sequence uses."""
         self._tree.forget(tokens, shelf)
 
     def new_weights(self, version: int, *, recompute: bool, adapter: str | None = None) -> None:
-        """All tokens from here on (those of one adapter) are of `version`.
+        """Set the version of all further tokens (or of one adapter's).
 
-        Keys and values are of older weights: compute them again, or keep them.
+        With `recompute`, discard keys and values of the older weights; otherwise keep them.
         """
         if adapter is None:
             self.version = version
@@ -280,14 +280,14 @@ class BatchScheduler:
         self.stats = replace(self.stats, recomputed_tokens=self.stats.recomputed_tokens + again)
 
     def forget_adapter(self, adapter: str) -> None:
-        """Keep nothing of an adapter that is no more. Nothing may run under it."""
+        """Drop everything cached for an unloaded adapter. It must have no running sequence."""
         self._tree.forget_adapter(adapter)
         self.adapter_versions.pop(adapter, None)
 
     def give_up_cache(self) -> None:
-        """Forget all keys and values, and give their memory back until the next pass.
+        """Clear the KV cache and free its memory until the next pass.
 
-        Raises EngineError while there are requests.
+        Raises EngineError if there are requests.
         """
         if self.busy:
             raise EngineError("The engine's cache is in use: it has requests.")
@@ -295,13 +295,13 @@ class BatchScheduler:
         self._forward.pool.give_up()
 
     def expire(self) -> None:
-        """End what is past its deadline, with what it has."""
+        """End sequences past their deadline with the tokens so far."""
         now = time.monotonic()
         for sequence in [s for s in (*self.running, *self.waiting) if s.deadline <= now]:
             self.abort(sequence)
 
     def _admit(self) -> None:
-        """Move sequences from the queue to free slots, oldest first; those that wait for a prefix stay."""
+        """Move sequences from the queue to free slots, oldest first; skip those that wait for a prefix."""
         stay: deque[Sequence] = deque()
         while self.waiting and self._free_slots:
             sequence = self.waiting.popleft()
@@ -319,7 +319,7 @@ class BatchScheduler:
         self.waiting = stay
 
     def _match(self, sequence: Sequence) -> CacheMatch:
-        """What the cache has; a sequence that is scored computes all, for it needs every row of logits."""
+        """Look up the cached prefix; scoring matches nothing, since it needs every row of logits."""
         if sequence.scores is not None:
             return CacheMatch([])
         return self._tree.match(tuple(sequence.tokens), sequence.shelf)
@@ -332,7 +332,7 @@ class BatchScheduler:
         return True
 
     def _enter(self, sequence: Sequence, path: list[RadixNode], match: CacheMatch) -> None:
-        """Give a sequence its slot and the pages of its history."""
+        """Assign a slot and the pages of its history to a sequence."""
         sequence.slot = self._free_slots.popleft()
         self._params.put(sequence.slot, sequence.request)
         self._table[sequence.slot, : len(path)] = [node.page for node in path]
@@ -348,7 +348,7 @@ class BatchScheduler:
         self.stats = replace(self.stats, cached_tokens=self.stats.cached_tokens + match.num_tokens)
 
     def _take(self, sequence: Sequence, *, listed: bool) -> None:
-        """One more of the sequence's reserved pages; those of a prompt are announced to others."""
+        """Take one of the sequence's reserved pages; prompt pages are `listed` for others to share."""
         at = len(sequence.path)
         tokens = tuple(sequence.tokens[at * PAGE : (at + 1) * PAGE]) if listed else ()
         node = self._tree.take(sequence.path, tokens, listed=listed, adapter=sequence.shelf)
@@ -357,7 +357,7 @@ class BatchScheduler:
         self._table[sequence.slot, at] = node.page
 
     def _plan(self) -> list[tuple[Sequence, Chunk]]:
-        """What the next pass computes: every sequence that decodes, then prompts by age."""
+        """Choose the tokens of the next pass: every decoding sequence, then prompts by age."""
         plan: list[tuple[Sequence, Chunk]] = []
         room = self._pass_tokens
         prefills: list[Sequence] = []
@@ -378,17 +378,18 @@ class BatchScheduler:
         return plan
 
     def _compute(self, plan: list[tuple[Sequence, Chunk]]) -> list[Pass]:
-        """One pass over the plan; if it raises, one pass per sequence, so that the faulty one fails alone."""
+        """Compute the plan in one pass; if that raises, one pass per sequence, so that only the faulty one
+        fails."""
         try:
             return [self._pass(plan)]
-        except Exception as error:  # boundary: to torch (memory, a device, an index)
+        except Exception as error:  #  boundary: torch errors (memory, device, index)
             if len(plan) == 1:
                 plan[0][0].fail(f"Inference failed: {error}")
                 return []
         return [done for item in plan for done in self._compute([item])]
 
     def _pass(self, plan: list[tuple[Sequence, Chunk]]) -> Pass:
-        """Logits of the plan, and a drawn token for each sequence that samples; it may run again."""
+        """Compute logits and sample a token for each sampling sequence; safe to repeat."""
         begin = time.perf_counter()
         keep, rows = _kept_rows(plan)
         logits = self._forward.logits([chunk for _, chunk in plan], self._table, keep, self.block)
@@ -404,7 +405,7 @@ class BatchScheduler:
 
     def _finish_ended(self, plan: list[tuple[Sequence, Chunk]]) -> None:
         for sequence, _ in plan:
-            if sequence.error is not None:  # what it computed is not kept
+            if sequence.error is not None:  #  its results are not cached
                 self._end(sequence)
                 continue
             if sequence.scores is not None:
@@ -417,14 +418,14 @@ class BatchScheduler:
             elif sequence.num_computed == len(sequence.path) * PAGE:
                 self._take(sequence, listed=False)
         if not self.running and any(sequence.error is not None for sequence, _ in plan):
-            self._tree.clear()  # nothing that was computed is known to be good
+            self._tree.clear()  #  all computed results may be faulty
 
     def _end(self, sequence: Sequence) -> None:
         self._leave(sequence)
         sequence.done(sequence)
 
     def _settle(self, sequence: Sequence) -> None:
-        """Let others find what has been computed: whole pages, the end of the prompt, and at the end all."""
+        """Make computed pages available to others: whole pages, the end of the prompt, and all at the end."""
         ended = sequence.finish is not None or sequence.num_computed == sequence.num_prompt
         while sequence.num_settled < sequence.num_computed:
             place = sequence.num_settled // PAGE
@@ -450,7 +451,7 @@ class BatchScheduler:
 
 
 class SlotParams:
-    """The sampling parameters of the running sequences, by slot."""
+    """Sampling parameters of the running sequences, by slot."""
 
     def __init__(self, num_slots: int, forward: RaggedForward) -> None:
         self._forward = forward
@@ -458,12 +459,12 @@ class SlotParams:
         self._known: tuple[bytes, SamplingRules] | None = None
 
     def put(self, slot: int, request: Request) -> None:
-        """A new request has this slot."""
+        """Assign a request to the slot."""
         self._requests[slot] = request
         self._known = None
 
     def rules(self, slots: np.ndarray) -> SamplingRules:
-        """The rules of these slots; kept as long as the same ones are asked for."""
+        """Return the rules of these slots; cached while the same slots are requested."""
         key = slots.tobytes()
         if self._known is None or self._known[0] != key:
             params = [request.params for slot in slots if (request := self._requests[slot]) is not None]
@@ -472,9 +473,9 @@ class SlotParams:
 
 
 def _kept_rows(plan: list[tuple[Sequence, Chunk]]) -> tuple[np.ndarray, list[Sequence]]:
-    """The tokens of the pass whose logits are needed, and the sequences that sample from the first of them.
+    """Return the token indices whose logits are needed, and the sequences that sample from the first ones.
 
-    A sequence samples where the chunk ends with its last token; one that is scored needs every row.
+    A sequence samples if the chunk contains its last token; a scored sequence needs every row.
     """
     last: list[int] = []
     scored: list[int] = []
@@ -496,7 +497,7 @@ def _use(done: Pass, version_of: Callable[[str], int]) -> None:
         sequence.num_computed += len(chunk.ids)
     if done.draw is not None:
         draw = done.draw
-        for sequence, top in zip(done.rows, draw.top, strict=False):  # none at all where no row asks
+        for sequence, top in zip(done.rows, draw.top, strict=False):  #  empty if no row requests them
             if sequence.request.params.top_logprobs:
                 sequence.top_logprobs.append(top)
         drawn = (draw.tokens.tolist(), draw.logprobs.tolist(), draw.cut_logprobs.tolist())
@@ -506,7 +507,7 @@ def _use(done: Pass, version_of: Callable[[str], int]) -> None:
                 continue
             try:
                 sequence.add(token, logprob, cut, version_of(sequence.adapter))
-            except Exception as error:  # boundary: to the guide and the tokenizer of this sequence
+            except Exception as error:  #  boundary: guide and tokenizer of this sequence
                 sequence.fail(f"The request failed: {error}")
     at = len(done.rows)
     for sequence, chunk in done.plan:
@@ -515,7 +516,7 @@ def _use(done: Pass, version_of: Callable[[str], int]) -> None:
 
 
 def _allowed(rows: list[Sequence], forward: RaggedForward) -> Tensor | None:
-    """What guides leave to these rows; a row whose guide breaks ends with the error, and alone."""
+    """Return the guides' mask for these rows; a row whose guide fails ends with the error."""
     states = [sequence.guide for sequence in rows]
     if all(state is None for state in states):
         return None
@@ -531,13 +532,13 @@ def _allowed(rows: list[Sequence], forward: RaggedForward) -> Tensor | None:
 
 
 def _score(sequence: Sequence, chunk: Chunk, logits: Tensor) -> int:
-    """The log-probabilities of the tokens after each of the chunk's; returns the rows used."""
+    """Append log-probabilities of the tokens that follow each of the chunk's; return the rows used."""
     after = sequence.tokens[chunk.start + 1 : chunk.start + 1 + len(chunk.ids)]
     logits = logits if logits.dtype == torch.float64 else logits.float()
     logprobs = torch.log_softmax(logits[: len(after)], dim=-1)
     index = torch.tensor(after, device=logits.device)[:, None]
     assert sequence.scores is not None
-    del sequence.scores[chunk.start + 1 :]  # of older weights, where new ones made it begin again
+    del sequence.scores[chunk.start + 1 :]  #  drop scores of older weights after a restart
     found = logprobs.gather(1, index)[:, 0].tolist()
     if any(map(math.isnan, found)):
         sequence.fail("The model's logits are not finite.", "Its weights have diverged.")

@@ -1,8 +1,8 @@
-"""Per-tensor digests of weights, and what a server's digests prove about the weights that were sent.
+"""Per-tensor digests of weights, to verify that a server holds the weights that were sent.
 
-A digest is the SHA-256 of a tensor's raw bytes, under the tensor's name, as vLLM's `weight_checker` gives it.
-vLLM fuses some tensors and pads the vocabulary; the digests that are expected follow it there. On a CPU it
-repacks linear weights and drops the originals, whose digest is then that of nothing and proves nothing.
+A digest is the SHA-256 of a tensor's raw bytes, as reported by vLLM's `weight_checker`. vLLM fuses some
+tensors and pads the vocabulary, so the expected digests are computed likewise. On a CPU it repacks linear
+weights and drops the originals; their digest is then that of an empty tensor and verifies nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _EMPTY = hashlib.sha256().hexdigest()
 
 @dataclass(frozen=True, slots=True)
 class WeightProof:
-    """How many of a server's tensors are proved equal to those sent, which differ, how many say nothing."""
+    """Number of a server's tensors verified, names of those that differ, and number that could not be
+    verified."""
 
     proved: int
     wrong: tuple[str, ...]
@@ -31,7 +32,7 @@ class WeightProof:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of the tensor's bytes, row by row, as hexadecimal text."""
+    """Return the SHA-256 of the tensor's bytes in row-major order, as hexadecimal text."""
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -39,10 +40,10 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def compare_digests(theirs: Mapping[str, str], sent: Mapping[str, torch.Tensor]) -> WeightProof:
-    """Hold a server's digests against the tensors that it was sent, under any of the usual precisions.
+    """Compare a server's digests with the tensors sent, in any of the usual precisions.
 
-    Names may begin with a worker's (`dp0:pp0:pcp0:tp0:`); where there are several workers each holds a part
-    of the tensors, and nothing is proved.
+    Names may have a worker's prefix (`dp0:pp0:pcp0:tp0:`). With several workers, each of which holds shards,
+    nothing is verified.
     """
     workers = {name.rpartition(":")[0] for name in theirs}
     if len(workers) > 1:
@@ -61,7 +62,7 @@ def compare_digests(theirs: Mapping[str, str], sent: Mapping[str, torch.Tensor])
 
 
 def _whole(name: str, sent: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """The tensor of that name, put together from its parts where the server fuses them."""
+    """Return the tensor of that name, concatenated from its parts if the server fuses them."""
     import torch
 
     if name in sent:

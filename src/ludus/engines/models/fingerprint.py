@@ -1,4 +1,4 @@
-"""A digest of weights, the same function for learner and engine."""
+"""Digests of weights, computed identically by learner and engine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def fingerprint_module(module: nn.Module) -> str:
-    """A BLAKE2b digest (32 hex characters) of all named parameters, equal exactly for equal weights.
+    """Return a BLAKE2b digest (32 hex characters) of all named parameters.
 
-    A tied parameter counts once, under its first name; buffers do not count. A PEFT model has the digest of
-    its base with its adapter, whoever holds the two. Raises UserError for a PEFT model without plain LoRA.
+    A tied parameter counts once, under its first name; buffers are ignored. A PEFT model has the same digest
+    as its base model with the adapter held separately. Raises UserError for a PEFT model with anything but
+    plain LoRA.
     """
     from ludus.engines.models.lora import lora_layers
 
@@ -27,15 +28,15 @@ def fingerprint_module(module: nn.Module) -> str:
 
 
 def fingerprint_adapted(module: nn.Module, pairs: Mapping[str, LowRank]) -> str:
-    """The digest of a model's own parameters, adapters apart, with one adapter's factors by layer.
+    """Return the digest of a model's own parameters combined with one adapter's factors by layer.
 
-    Factors count in the precision of their layer, scalings in float32.
+    Factors are converted to the precision of their layer, scalings to float32.
     """
     return _fingerprint_parts(dict(module.named_parameters()), pairs)
 
 
 def fingerprint_gathered(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
-    """`fingerprint_module` of a model whose parameters, by its names, are at hand as `tensors`."""
+    """Return `fingerprint_module` of a model whose gathered parameters are `tensors`, by its names."""
     from ludus.engines.models.lora import FACTOR, LowRank, lora_layers
 
     factors = {match.groups(): t for name, t in tensors.items() if (match := FACTOR.fullmatch(name))}
@@ -63,10 +64,10 @@ def _fingerprint_parts(tensors: Mapping[str, torch.Tensor], pairs: Mapping[str, 
 
 
 def fingerprint_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
-    """The digest of name, dtype, shape and content of each tensor, in the order of their names.
+    """Return the digest of each tensor's name, dtype, shape and content, in order of name.
 
-    The content of a tensor without gradient, such as the frozen base under an adapter, is read again only if
-    its version counter or its memory has changed.
+    The digest of a tensor without gradient (such as a frozen base model) is cached until its version counter
+    or memory address changes.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
@@ -77,7 +78,7 @@ def fingerprint_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The digest of a tensor's content at a state of its memory."""
+    """Digest of a tensor's content at one version of its memory."""
 
     version: int
     pointer: int
@@ -85,7 +86,7 @@ class _Known:
 
 
 def _content(tensor: torch.Tensor) -> bytes:
-    """The digest of a tensor's raw bytes."""
+    """Return the digest of a tensor's raw bytes."""
     if tensor.requires_grad or tensor.is_inference():
         return hashlib.blake2b(_raw_bytes(tensor)).digest()
     cache = _digests_of_frozen()
@@ -98,7 +99,7 @@ def _content(tensor: torch.Tensor) -> bytes:
 
 @functools.cache
 def _digests_of_frozen() -> MutableMapping[torch.Tensor, _Known]:
-    """The digests that are known, dropped with their tensors."""
+    """Return the cache of digests, whose entries are dropped with their tensors."""
     from torch.utils.weak import WeakIdKeyDictionary
 
     return WeakIdKeyDictionary()

@@ -1,4 +1,4 @@
-"""Models and tokenizers from disk, to disk, and from nothing."""
+"""Load, save and create models and tokenizers."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ _DTYPES: dict[DTypeName, torch.dtype] = {
 _HUB_TIMEOUT_S = 10.0
 _ATTENTION = "sdpa"
 _MOST_LOST = 0.1
-"""Share of what adapters change that merging them may lose."""
+"""Maximum fraction of the adapters' effect that merging may lose."""
 _TRIAL_TOKENS = 24
 _SAFE = "Unpickling them could run code. Save them as safetensors."
 
 
 def resolve_device(device: DeviceName) -> torch.device:
-    """`auto` is the GPU where there is one. Raises `UserError` for `cuda` without a GPU."""
+    """Return the torch device; `auto` is the GPU if there is one. Raises `UserError` for `cuda` without a
+    GPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -48,10 +49,10 @@ def resolve_device(device: DeviceName) -> torch.device:
 
 
 def resolve_model(path: str) -> str:
-    """The folder that a model's name stands for; anything else is itself.
+    """Return the folder of a named model; any other path is returned unchanged.
 
-    There is one name, `smollm2`: its folder is made in the user's cache at the first call (see
-    `materialise_smollm2` for what it takes and raises). A folder of that name is written `./smollm2`.
+    The only name is `smollm2`: its folder is created in the user's cache on the first call (see
+    `materialise_smollm2`). To use a local folder of that name, write `./smollm2`.
     """
     if path != smollm2.NAME:
         return path
@@ -59,19 +60,19 @@ def resolve_model(path: str) -> str:
 
 
 def hide_progress() -> None:
-    """Have transformers draw no bars: the last words of a process are then what it had to say."""
+    """Disable the progress bars of transformers."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
 
 def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "auto") -> PreTrainedModel:
-    """The causal language model in a checkpoint folder or under a model name, in eval mode.
+    """Load a causal language model from a checkpoint folder or a model name, in eval mode.
 
-    Adapters in a folder of their own are merged into the model that they name as their base.
+    An adapter folder is merged into the base model that it names.
 
-    Raises `UserError` where there is none, where it is of another kind, and where the weights do not fit
-    the architecture: a tensor that is missing, left over or of another shape.
+    Raises `UserError` if there is no model, if it is not a causal language model, and if tensors are missing,
+    unexpected or of the wrong shape.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -87,11 +88,11 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
             path,
             config=config,
             dtype=_DTYPES[dtype],
-            attn_implementation=None,  # torch's own where the family has it (Gemma2 has not)
+            attn_implementation=None,  #  torch's own if the family supports it (Gemma2 does not)
             local_files_only=_is_folder(path),
             trust_remote_code=False,
             weights_only=True,
-            ignore_mismatched_sizes=True,  # reported below, in one sentence
+            ignore_mismatched_sizes=True,  #  reported below in one sentence
             output_loading_info=True,
         )
     except UnpicklingError as error:
@@ -108,19 +109,16 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
 
 
 def num_positions(model: PreTrainedModel) -> int | None:
-    """The tokens of the longest sequence that a model has positions for, whatever its family calls that.
-
-    None where its configuration does not say.
-    """
+    """Return the maximum sequence length of a model, or None if its configuration does not state one."""
     name = "max_position_embeddings"
     found: int | None = model.config.to_dict().get(model.config.attribute_map.get(name, name))
     return found
 
 
 def _load_adapted(folder: Path, dtype: DTypeName, device: DeviceName) -> PreTrainedModel:
-    """The base model that a folder of adapters names, with these merged into its weights.
+    """Load the base model of an adapter folder and merge the adapters into it.
 
-    Raises UserError where the weights' format rounds a good part of what the adapters learnt away.
+    Raises UserError if the weights' precision rounds away much of what the adapters learned.
     """
     from safetensors import SafetensorError
 
@@ -132,23 +130,23 @@ def _load_adapted(folder: Path, dtype: DTypeName, device: DeviceName) -> PreTrai
         merged, lost = _merged(PeftModel.from_pretrained(model, str(folder)))
     except UserError as error:
         raise UserError(
-            f"{folder} holds adapters only, and their base model cannot be loaded: {error.message}",
+            f"{folder} holds only adapters, and their base model cannot be loaded: {error.message}",
             error.hint,
         ) from error
     except ImportError as error:
         raise UserError(
-            f"{folder} holds adapters only, which need the package peft.",
+            f"{folder} holds only adapters, which need the package peft.",
             "Install it: pip install 'ludus[lora]'.",
         ) from error
     except UnpicklingError as error:
         raise UserError(f"The adapters in {folder} are pickled with more than tensors.", _SAFE) from error
     except (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise UserError(
-            f"The adapters in {folder} cannot be loaded: {_first_line(error)}.", "Give a whole model."
+            f"The adapters in {folder} cannot be loaded: {_first_line(error)}.", "Use a full model."
         ) from error
     if lost > _MOST_LOST:
         raise UserError(
-            f"Merging the adapters in {folder} into {dtype} weights loses {lost:.0%} of what they change.",
+            f"Merging the adapters in {folder} into {dtype} weights loses {lost:.0%} of their effect.",
             "Load it with model.dtype = float32, or train on the base model with model.lora.",
         )
     return merged.requires_grad_(True).eval()
@@ -156,7 +154,7 @@ def _load_adapted(folder: Path, dtype: DTypeName, device: DeviceName) -> PreTrai
 
 @torch.no_grad()
 def _merged(adapted: PeftModel) -> tuple[PreTrainedModel, float]:
-    """The model with its adapters merged, and the share of their effect on some logits that this loses."""
+    """Merge the adapters; return the model and the fraction of their effect on some logits that is lost."""
     vocabulary = adapted.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(_TRIAL_TOKENS, device=adapted.device)[None] * 7 % vocabulary
     adapted.eval()
@@ -170,9 +168,9 @@ def _merged(adapted: PeftModel) -> tuple[PreTrainedModel, float]:
 
 
 def load_tokenizer(path: str, *, needs_template: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder or under a name.
+    """Load the tokenizer from a folder or a name.
 
-    Raises `UserError` where there is none, or where `needs_template` and it has no chat template.
+    Raises `UserError` if there is none, or if `needs_template` and it has no chat template.
     """
     from transformers import AutoTokenizer
 
@@ -201,10 +199,10 @@ def save_model(
     folder: Path,
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a checkpoint that `from_pretrained` loads: safetensors, a tied tensor once, and the tokenizer.
+    """Write a checkpoint for `from_pretrained`: safetensors (tied tensors once) and the tokenizer.
 
-    A model with adapters writes only these, in PEFT's layout. `weights` by name take the place of the
-    model's own. Raises `StorageError`.
+    A model with adapters writes only the adapters, in PEFT's format. `weights`, by name, replace the model's
+    own. Raises `StorageError`.
     """
     from safetensors import SafetensorError
 
@@ -220,17 +218,17 @@ def save_model(
 
 
 def _order_adapters(model: PreTrainedModel) -> None:
-    """Name the layers of adapters in order: PEFT has a set, which each process would write in another one."""
+    """Sort the target modules of adapters: PEFT's set would be written in a different order per process."""
     for config in model.peft_config.values() if is_peft(model) else ():
         if isinstance(config.target_modules, set):
             config.target_modules = sorted(config.target_modules)
 
 
 def build_tiny(scratch: ScratchConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """A small Qwen3 model in float32 on the CPU with random weights, the same for the same seed.
+    """Create a small randomly initialized Qwen3 model in float32 on the CPU, deterministic in `seed`.
 
-    Its vocabulary is the tokenizer's, its embeddings are tied. The global random state stays as it was.
-    Raises `UserError` where the sizes do not fit together.
+    Its vocabulary is the tokenizer's; embeddings are tied. The global random state is unchanged. Raises
+    `UserError` for inconsistent sizes.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -260,7 +258,7 @@ def _check_scratch(scratch: ScratchConfig, vocab_size: int) -> None:
     if vocab_size > scratch.vocab_size:
         raise UserError(
             f"The tokenizer has {vocab_size} tokens, but model.scratch.vocab_size is {scratch.vocab_size}.",
-            "Raise model.scratch.vocab_size.",
+            "Increase model.scratch.vocab_size.",
         )
     if scratch.hidden_size % (2 * scratch.num_heads):
         raise UserError(
@@ -284,24 +282,24 @@ def _load_config(path: str) -> PreTrainedConfig:
     if _is_folder(path) and not (Path(path) / "config.json").is_file():
         raise UserError(
             f"The folder {path} has no config.json, so it is not a model checkpoint.",
-            "Give the folder that holds config.json and the weights.",
+            "Set the path to the folder that holds config.json and the weights.",
         )
     try:
         return AutoConfig.from_pretrained(path, local_files_only=_is_folder(path), trust_remote_code=False)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(
             f"The model {path} cannot be read: {_first_line(error)}.",
-            "Give a checkpoint folder, or the name of a model that can be downloaded from here.",
+            "Use a checkpoint folder or the name of a downloadable model.",
         ) from error
 
 
 def _check_exists(path: str) -> None:
-    """A path must be a folder; a name (`owner/name`) must be cached or on the hub."""
+    """Check that a path is a folder, or that a name (`owner/name`) is cached or on the hub."""
     looks_like_path = path.startswith((".", "/", "~")) or path.count("/") > 1
     if not path or (looks_like_path and not _is_folder(path)) or Path(path).is_file():
         raise UserError(
-            f"There is no folder {path!r} to load a model from.",
-            "Check the path of the model; it names a folder.",
+            f"The model folder {path!r} does not exist.",
+            "Check the model path.",
         )
     if not _is_folder(path):
         _check_on_hub(path)
@@ -309,12 +307,12 @@ def _check_exists(path: str) -> None:
         found = sorted(Path(path).glob("checkpoints/step-*"))
         raise UserError(
             f"{path} is a run folder, not a model.",
-            f"Give its newest checkpoint: {found[-1]}" if found else "It has no checkpoint yet.",
+            f"Use its newest checkpoint: {found[-1]}" if found else "It has no checkpoint yet.",
         )
 
 
 def _check_on_hub(name: str) -> None:
-    """Ask once, so that a misspelt name or a missing network costs no minute of retries."""
+    """Query the hub once, to fail fast on a misspelled name or a missing network."""
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
@@ -324,13 +322,13 @@ def _check_on_hub(name: str) -> None:
         HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(
-            f"There is no folder {name!r} here, and the model hub has no model of that name.",
+            f"The folder {name!r} does not exist, and the model hub has no model of that name.",
             "Check the spelling; a private model needs a login.",
         ) from error
-    except Exception as error:  # boundary: what the hub's client raises without a network differs by version
+    except Exception as error:  #  boundary: the hub client's network errors differ by version
         raise UserError(
-            f"There is no folder {name!r} here, and the model hub cannot be reached: {_first_line(error)}.",
-            "Check the spelling of the folder, or the network.",
+            f"The folder {name!r} does not exist, and the model hub cannot be reached: {_first_line(error)}.",
+            "Check the path or the network.",
         ) from error
 
 
@@ -347,7 +345,7 @@ def _check_causal(path: str, config: PreTrainedConfig) -> None:
         raise UserError(
             f"The model {path} is not a causal language model "
             f"(it is {', '.join(named) or config.model_type}).",
-            "Give a checkpoint for text generation.",
+            "Use a checkpoint for text generation.",
         )
 
 
@@ -357,7 +355,7 @@ def _check_weights(path: str, fault: str, names: Iterable[str]) -> None:
         shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
         raise UserError(
             f"The checkpoint {path} {fault} weights ({len(found)}): {shown}.",
-            "Its weight files and config.json do not belong together.",
+            "Its weight files do not match config.json.",
         )
 
 
@@ -366,6 +364,6 @@ def _is_folder(path: str) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    """What an error says, without its number and the punctuation at its end."""
+    """Return an error's first line without its error number and trailing punctuation."""
     lines = re.sub(r"\[Errno -?\d+\] ", "", str(error)).strip().splitlines()
     return lines[0].rstrip(" .:;") if lines else type(error).__name__

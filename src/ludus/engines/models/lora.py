@@ -1,7 +1,7 @@
-"""LoRA adapters side by side on one model, unmerged: each token of a pass has its own, or none.
+"""Unmerged LoRA adapters on one model: each token of a pass uses one adapter or none.
 
-`y = W x + scaling * B (A x)` (Hu et al., arXiv:2106.09685) is added by hooks on the linear layers, to the
-rows whose request asks for that adapter. The base weights stay as they are: no small update is lost in them.
+Hooks on the linear layers add `y = W x + scaling * B (A x)` (Hu et al., arXiv:2106.09685) to the rows of
+requests with that adapter. The base weights are unchanged, so no small update is lost to rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
-"""A factor by one of PEFT's names: its layer, and A (down) or B (up)."""
+"""Name of a factor in PEFT: its layer, and A (down) or B (up)."""
 _HEAD = "lm_head"
 
 
@@ -59,17 +59,17 @@ class AdapterBank:
 
     @property
     def names(self) -> frozenset[str]:
-        """The adapters that are there."""
+        """Names of the loaded adapters."""
         return frozenset(self._pairs)
 
     def load(self, name: str, state: Mapping[str, Tensor], scaling: float) -> None:
-        """Take an adapter, or a new version, by PEFT's names. Raises SyncError where it does not fit."""
+        """Load an adapter or its new version, named as in PEFT. Raises SyncError if it does not fit."""
         factors: dict[str, dict[str, Tensor]] = {}
         for key, tensor in state.items():
             match = FACTOR.fullmatch(key)
             if match is None or match[1] not in self._layers:
                 raise SyncError(
-                    f"The adapter {name} has a tensor for no linear layer that can have one: {key}."
+                    f"The adapter {name} has a tensor that matches no supported linear layer: {key}."
                 )
             factors.setdefault(match[1], {})[match[2]] = tensor
         pairs = {}
@@ -81,25 +81,25 @@ class AdapterBank:
         self._put(name, pairs)
 
     def pairs(self, name: str) -> Mapping[str, LowRank]:
-        """The factors of an adapter by layer; none for "".
+        """Return the factors of an adapter by layer; {} for "".
 
-        Raises KeyError for an adapter that is not there.
+        Raises KeyError for an unknown adapter.
         """
         return self._pairs[name] if name else {}
 
     def unload(self, name: str) -> None:
-        """Forget an adapter."""
+        """Remove an adapter."""
         self._pairs.pop(name, None)
 
     def close(self) -> None:
-        """Take the hooks off, and leave a PEFT model with its own adapter on."""
+        """Remove the hooks and re-enable a PEFT model's own adapter."""
         for hook in self._hooks.values():
             hook.remove()
         if is_peft(self._model):
             self._model.enable_adapter_layers()
 
     def select(self, names: Sequence[str], counts: Sequence[int], total: int, device: torch.device) -> None:
-        """Say for the next pass which runs of tokens, `counts` long, use which adapter ("": none)."""
+        """Set the adapter ("": none) of each run of `counts` tokens for the next pass."""
         self._active = []
         used = dict.fromkeys(name for name in names if name)
         if len(used) == 1 and len(set(names)) == 1:
@@ -120,7 +120,7 @@ class AdapterBank:
         self._pairs[name] = pairs
 
     def added(self, layer: str, x: Tensor, y: Tensor) -> Tensor:
-        """What the layer gives with the adapters of this pass."""
+        """Return the layer's output with the adapters of this pass added."""
         for pairs, mask in self._active:
             pair = pairs.get(layer)
             if pair is not None:
@@ -141,7 +141,7 @@ class _Hook:
 def _pair(name: str, layer: str, parts: dict[str, Tensor], module: nn.Linear, scaling: float) -> LowRank:
     shape = tuple(module.weight.shape)
     if parts.keys() != {"A", "B"}:
-        raise SyncError(f"The adapter {name} lacks a half of {layer}.")
+        raise SyncError(f"The adapter {name} lacks one factor of {layer}.")
     down, up = parts["A"], parts["B"]
     if down.shape[1] != shape[1] or up.shape[0] != shape[0] or down.shape[0] != up.shape[1]:
         raise SyncError(
@@ -152,9 +152,9 @@ def _pair(name: str, layer: str, parts: dict[str, Tensor], module: nn.Linear, sc
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
-    """The factors of a PEFT model's own adapter: its tensors, not copies, so that updates reach them.
+    """Yield the factors of a PEFT model's adapter: the tensors themselves, so that updates reach them.
 
-    Nothing for a plain model. Raises UserError for anything but one LoRA of linear layers.
+    Yields nothing for a plain model. Raises UserError for anything but one LoRA of linear layers.
     """
     if not is_peft(model):
         return
@@ -168,8 +168,8 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
         plain = type(module) is Linear and len(active) == 1 and not module.lora_variant
         if not plain or name.endswith("lm_head"):
             raise UserError(
-                f"The embedded engine runs plain LoRA of linear layers, and {name} is adapted otherwise.",
-                "Leave the output layer out of the targets; use neither DoRA nor several active adapters.",
+                f"The embedded engine supports only plain LoRA of linear layers; {name} differs.",
+                "Exclude the output layer from the targets; do not use DoRA or several active adapters.",
             )
         (adapter,) = active
         yield (
@@ -181,5 +181,5 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
 
 
 def is_peft(model: object) -> bool:
-    """Whether this is a model with adapters, without importing PEFT."""
+    """Return whether a model has PEFT adapters, without importing PEFT."""
     return "PeftModel" in {c.__name__ for c in type(model).__mro__}

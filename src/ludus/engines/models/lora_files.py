@@ -1,4 +1,4 @@
-"""LoRA adapters on disk as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors`."""
+"""LoRA adapters on disk in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter that was read: its factors by PEFT's names; `scaling` is alpha over rank."""
+    """A loaded adapter: its factors, named as in PEFT; `scaling` is alpha over rank."""
 
     state: Mapping[str, torch.Tensor]
     scaling: float
@@ -29,7 +29,7 @@ class AdapterFiles:
 
 
 class _Config(BaseModel):
-    """What of PEFT's configuration says how the factors are used."""
+    """Fields of PEFT's configuration that determine how the factors are applied."""
 
     peft_type: str
     r: int = Field(ge=1)
@@ -45,12 +45,12 @@ class _Config(BaseModel):
 
     @property
     def scaling(self) -> float:
-        """What the product of the factors is multiplied with."""
+        """Factor applied to the product of the two matrices."""
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the factors, of one rank and scaling, are all that there is."""
+        """Whether the adapter is plain LoRA with a single rank and scaling."""
         more = (self.use_dora, self.lora_bias, self.fan_in_fan_out, self.bias != "none")
         return self.peft_type == "LORA" and not any(
             (*more, self.modules_to_save, self.rank_pattern, self.alpha_pattern)
@@ -58,9 +58,9 @@ class _Config(BaseModel):
 
 
 def write_adapter(folder: Path, state: Mapping[str, torch.Tensor], scaling: float) -> int:
-    """Write factors, named as PEFT names them in a model or a file; gives their rank.
+    """Write factors, named as in PEFT's models or files; return their rank.
 
-    Raises SyncError for tensors that are no factors or differ in rank, OSError where writing fails.
+    Raises SyncError for tensors that are not LoRA factors or differ in rank, OSError if writing fails.
     """
     from safetensors.torch import save_file
 
@@ -71,14 +71,14 @@ def write_adapter(folder: Path, state: Mapping[str, torch.Tensor], scaling: floa
     for name, tensor in state.items():
         match = FACTOR.fullmatch(name)
         if match is None:
-            raise SyncError(f"{name} is no factor of a LoRA adapter.")
+            raise SyncError(f"{name} is not a factor of a LoRA adapter.")
         layer, factor = match.groups()
         targets.add(layer.rpartition(".")[2])
         ranks.add(tensor.shape[0] if factor == "A" else tensor.shape[1])
         plain = tensor.detach().cpu().contiguous().clone()
         stored[f"base_model.model.{layer}.lora_{factor}.weight"] = plain
     if len(ranks) != 1:
-        raise SyncError(f"An adapter has one rank, and this one has {sorted(ranks) or 'no tensors'}.")
+        raise SyncError(f"An adapter must have a single rank; this one has {sorted(ranks) or 'no tensors'}.")
     (rank,) = ranks
     config = {
         "peft_type": "LORA",
@@ -97,9 +97,9 @@ def write_adapter(folder: Path, state: Mapping[str, torch.Tensor], scaling: floa
 
 
 def read_adapter(folder: Path) -> AdapterFiles:
-    """Read a folder.
+    """Read an adapter from a folder.
 
-    Raises UserError for one that is missing, broken, no plain LoRA, or that contradicts itself.
+    Raises UserError if it is missing, broken, inconsistent, or not plain LoRA.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -109,18 +109,18 @@ def read_adapter(folder: Path) -> AdapterFiles:
         state = load_file(folder / _WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"There is no adapter at {folder}: {error}.",
-            f"It takes {_CONFIG} and {_WEIGHTS}, as PEFT writes.",
+            f"The adapter at {folder} cannot be read: {error}.",
+            f"The folder must hold {_CONFIG} and {_WEIGHTS}, as written by PEFT.",
         ) from error
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         raise UserError(
-            f"{folder / _CONFIG} is no configuration of an adapter (at {where or 'the top'})."
+            f"{folder / _CONFIG} is not a valid adapter configuration (at {where or 'the top'})."
         ) from error
     if not config.is_plain:
         raise UserError(
-            f"The adapter at {folder} is more than plain LoRA of one rank.",
-            "DoRA, biases, saved modules, and patterns of ranks or alphas are not served.",
+            f"The adapter at {folder} is not plain LoRA of a single rank.",
+            "DoRA, biases, saved modules, and rank or alpha patterns are not supported.",
         )
     _check_rank(folder, state, config.r)
     return AdapterFiles(state, config.scaling, config.r)
@@ -131,5 +131,5 @@ def _check_rank(folder: Path, state: Mapping[str, torch.Tensor], rank: int) -> N
         own = tensor.shape[0] if ".lora_A." in name else tensor.shape[-1]
         if tensor.ndim != 2 or own != rank:
             raise UserError(
-                f"The adapter at {folder} says that its rank is {rank}, and {name} is {tuple(tensor.shape)}."
+                f"The adapter at {folder} declares rank {rank}, but {name} has shape {tuple(tensor.shape)}."
             )

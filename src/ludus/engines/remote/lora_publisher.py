@@ -1,8 +1,7 @@
-"""LoRA adapters at servers, by version: each is a folder, and a name at the servers that no other ever has.
+"""Versioned LoRA adapters at inference servers: each version has its own folder and unique name.
 
-A request, or with `keeps` an episode, runs to its end on the version that it began with. A new version is
-loaded beside the old one, which is unloaded when nothing under way uses it. A server that lost them (it was
-started anew) gets all that are in use again. Waits for the servers alone.
+A request (or, with `keeps`, an episode) finishes on the version that it started with. A new version is loaded
+in addition to the old one, which is unloaded when unused. A restarted server gets all versions in use again.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ if TYPE_CHECKING:
     import torch
 
 _GOODBYE_S = 5.0
-"""How long the servers are waited for when all is over."""
+"""Timeout for unloading adapters on close."""
 
 log = logging.getLogger("ludus.server")
 
 
 @dataclass(eq=False)
 class _Kept:
-    """A version that is at the servers. `users` counts the calls under way."""
+    """A version loaded at the servers. `users` counts its running requests or episodes."""
 
     served: RemoteAdapter
     users: int = 0
@@ -42,9 +41,9 @@ class _Kept:
 
 @dataclass
 class LoraPublisher:
-    """The adapters of one engine: the version in use of each, and older ones that requests still need.
+    """The adapters of one engine: the current version of each, and older ones still in use.
 
-    `prefix` begins the names at the servers and is this engine's alone.
+    `prefix` begins the names at the servers and must be unique to this engine.
     """
 
     dialect: ApiAdapter
@@ -52,7 +51,7 @@ class LoraPublisher:
     shelf: WeightFolder
     prefix: str
     keeps: bool = False
-    """Whether an episode stays with the version that it began with."""
+    """Whether an episode keeps the version that it started with."""
     _episodes: dict[str, _Kept] = field(default_factory=dict)
     _current: dict[str, _Kept] = field(default_factory=dict)
     _kept: list[_Kept] = field(default_factory=list)
@@ -63,10 +62,10 @@ class LoraPublisher:
         return bool(self._kept)
 
     async def send(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
-        """Write an adapter, have every replica load it, and use it from then on; the old one goes.
+        """Write an adapter, load it at every replica, make it current and retire the old version.
 
-        Raises SyncError for tensors that are no adapter, or where a server does not list it afterwards,
-        EngineError where one cannot be reached or refuses; the old version then stays in use.
+        Raises SyncError if the tensors are not an adapter or a server does not list it afterwards,
+        EngineError if a server is unreachable or refuses; the old version then stays current.
         """
         served = await asyncio.to_thread(self._write, name, version, state, scaling)
         kept = _Kept(served)
@@ -83,32 +82,34 @@ class LoraPublisher:
             self._retire(old)
 
     def follow(self, served: RemoteAdapter | None) -> None:
-        """Use by default what another client has sent, and keeps at the servers."""
+        """Use as default an adapter that another client sent and manages."""
         if served is not None:
             self._current[DEFAULT] = _Kept(served)
 
     @property
     def default(self) -> RemoteAdapter | None:
-        """The one that requests have by default."""
+        """The default adapter of requests."""
         kept = self._current.get(DEFAULT)
         return None if kept is None else kept.served
 
     def unload(self, name: str) -> None:
-        """Forget an adapter; what runs under it ends first. Nothing where there is none."""
+        """Retire an adapter; its running requests finish first. Does nothing if it is unknown."""
         kept = self._current.pop(name, None)
         if kept is not None:
             self._retire(kept)
 
     @contextmanager
     def using(self, adapter: str | None, episode: str = "") -> Iterator[RemoteAdapter | None]:
-        """The version in use of a request's adapter, or its episode's, kept for the time of a block; None for
-        the base. Raises RequestRefused for one that was not sent.
+        """Hold the current version of a request's or episode's adapter during the block; None for the base
+        model.
+
+        Raises RequestRefused for an unknown adapter.
         """
         kept = self._episodes.get(episode) or self._current.get(DEFAULT if adapter is None else adapter)
         if kept is None:
             if adapter not in (None, BASE):
                 known = ", ".join(sorted(self._current)) or "none"
-                raise RequestRefused(f"There is no adapter {adapter!r}; loaded: {known}.")
+                raise RequestRefused(f"Adapter {adapter!r} is not loaded; loaded: {known}.")
             yield None
             return
         if self.keeps and episode and adapter is None and episode not in self._episodes:
@@ -121,7 +122,7 @@ class LoraPublisher:
             self._done_with(kept)
 
     def release(self, episode: str) -> None:
-        """An episode is over, and with it what it needs."""
+        """End an episode and release its adapter."""
         kept = self._episodes.pop(episode, None)
         if kept is not None:
             self._done_with(kept)
@@ -132,17 +133,17 @@ class LoraPublisher:
             self._leave(kept)
 
     async def restore(self, replica: Replica) -> None:
-        """Send a replica those that it does not list; whoever calls holds its lock."""
+        """Reload adapters that a replica lost; the caller holds its lock."""
         if not self._kept:
             return
         listed = await self.dialect.adapters(replica)
         for kept in tuple(self._kept):
             if kept.served.name not in listed:
-                log.warning("%s has lost adapter %s; sending it again", replica.url, kept.served.name)
+                log.warning("%s lost adapter %s; reloading it", replica.url, kept.served.name)
                 await self._load(replica, kept.served)
 
     async def close(self) -> None:
-        """Have the servers forget all that was sent, as far as they answer."""
+        """Unload all adapters from the reachable servers."""
         gone = [kept.served for kept in self._kept]
         self._kept, self._current = [], {}
         reached = [replica for replica in self.replicas if not replica.is_down]
@@ -151,7 +152,7 @@ class LoraPublisher:
                 await asyncio.gather(*self._tasks)
                 await asyncio.gather(*(self._unload(r, served) for served in gone for r in reached))
         except TimeoutError:
-            log.warning("the servers did not forget the adapters in time")
+            log.warning("timed out while unloading the adapters from the servers")
 
     def _write(
         self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
@@ -172,7 +173,7 @@ class LoraPublisher:
     async def _load(self, replica: Replica, served: RemoteAdapter) -> None:
         await self.dialect.load_adapter(replica, served)
         if served.name not in await self.dialect.adapters(replica):
-            raise SyncError(f"{replica.url} took the adapter {served.name} and does not list it.")
+            raise SyncError(f"{replica.url} accepted the adapter {served.name} but does not list it.")
 
     def _retire(self, kept: _Kept) -> None:
         kept.is_old = True
@@ -180,7 +181,7 @@ class LoraPublisher:
             self._leave(kept)
 
     def _leave(self, kept: _Kept) -> None:
-        """Unload it everywhere, beside what else there is to do."""
+        """Unload an adapter from all servers in the background."""
         if kept in self._kept:
             self._kept.remove(kept)
         task = asyncio.get_running_loop().create_task(self._drop(kept.served))
@@ -195,4 +196,4 @@ class LoraPublisher:
         try:
             await self.dialect.unload_adapter(replica, served.name)
         except EngineError as error:
-            log.info("%s keeps adapter %s: %s", replica.url, served.name, error)
+            log.info("%s failed to unload adapter %s: %s", replica.url, served.name, error)

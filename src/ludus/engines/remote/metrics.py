@@ -1,8 +1,8 @@
-"""What inference servers say of their work at `/metrics`: of `ludus serve`, vLLM and SGLang.
+"""Poll `/metrics` of inference servers: `ludus serve`, vLLM and SGLang.
 
-Reads each server when it is asked to, and every second from then on, while the event loop lasts. Gives counts
-since the first reading; of a server that says nothing, or nothing that is known here, none. Never raises
-because of a server, and never waits long for one: numbers are no reason to stop.
+Each server is read on request, and then every second while the event loop runs. Counts start at the first
+reading; a server without known metrics counts nothing. A server's failure never raises, and requests time out
+quickly.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OWN = {
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """What another kind of server calls its numbers."""
+    """Metric names of another kind of server."""
 
     prompt: str
     cached: str
@@ -66,9 +66,9 @@ _OTHERS = (
 
 @dataclass(frozen=True, slots=True)
 class MetricsReading:
-    """Counts since a server's start.
+    """Counters since a server's start.
 
-    Where it does not count its passes, `now` are the requests that run and wait at this moment, else None.
+    `now` holds the running and waiting requests if the server does not count its passes, else None.
     """
 
     counts: EngineStats
@@ -76,7 +76,7 @@ class MetricsReading:
 
 
 def reading_of(text: str) -> MetricsReading | None:
-    """What a page of metrics says, summed over the labels; None where nothing of it is known."""
+    """Parse a metrics page, summed over labels; None if it has no known metric."""
     found: dict[str, float] = {}
     for name, value in _LINE.findall(text):
         try:
@@ -103,14 +103,14 @@ def reading_of(text: str) -> MetricsReading | None:
 
 @dataclass
 class PolledServer:
-    """A server's work since it was first read. A look at its queue counts as a step."""
+    """A server's counters since its first reading. Each poll of its queue counts as a step."""
 
     total: EngineStats = field(default_factory=EngineStats)
     _last: EngineStats | None = None
     _at_s: float = 0.0
 
     def take(self, reading: MetricsReading, at_s: float) -> None:
-        """Add what is new in a reading of time `at_s`; a server whose counts fell has been started anew."""
+        """Add the difference to a reading at time `at_s`; if counts fell, the server was restarted."""
         if self._last is not None:
             new = reading.counts - self._last
             if new.decode_tokens < 0 or new.steps < 0:
@@ -127,7 +127,7 @@ class PolledServer:
 
 @dataclass
 class ServerStats:
-    """Watches the servers at the addresses that `urls` gives."""
+    """Polls the servers at the addresses returned by `urls`."""
 
     urls: Callable[[], Sequence[str]]
     _servers: dict[str, PolledServer] = field(default_factory=dict)
@@ -136,14 +136,14 @@ class ServerStats:
     _turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     async def measure(self) -> None:
-        """Read all servers now, and each second from now on."""
+        """Read all servers now, and every second from now on."""
         await self._read()
         loop = asyncio.get_running_loop()
         if self._watching is None or self._watching.done() or self._watching.get_loop() is not loop:
             self._watching = loop.create_task(self._watch())
 
     def stats(self, *, reset: bool) -> EngineStats:
-        """What they did together since the last reset, by the last reading."""
+        """Return the servers' total since the last reset, as of the last reading."""
         now = {url: self._servers[url].total for url in self.urls() if url in self._servers}
         found = combined(now, self._before)
         if reset:
@@ -151,7 +151,7 @@ class ServerStats:
         return found
 
     async def close(self) -> None:
-        """Read no more."""
+        """Stop polling."""
         watching, self._watching = self._watching, None
         if watching is not None and watching.get_loop() is asyncio.get_running_loop():
             watching.cancel()
@@ -163,7 +163,7 @@ class ServerStats:
             await self._read()
 
     async def _read(self) -> None:
-        """One reading after the other: an older one that came later would look like a server started anew."""
+        """Read the servers, one reading at a time: a late older reading would look like a restart."""
         loop = asyncio.get_running_loop()
         if self._turn is None or self._turn[0] is not loop:
             self._turn = loop, asyncio.Lock()

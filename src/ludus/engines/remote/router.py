@@ -1,4 +1,4 @@
-"""Which replica an episode's requests go to. Replicas may come and go while requests run."""
+"""Route each episode's requests to a replica. Replicas may join and leave while requests run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ludus.errors import EngineError
 
 @dataclass
 class Router:
-    """The replicas of one client (a list that changes in place), those that left, and where episodes are."""
+    """The replicas of one client (modified in place), removed ones, and the replica of each episode."""
 
     replicas: list[Replica]
     left: list[Replica] = field(default_factory=list)
@@ -20,18 +20,18 @@ class Router:
     _pins: dict[str, EpisodePin] = field(default_factory=dict)
 
     def pin(self, episode: str, pin: EpisodePin) -> None:
-        """Have an episode stay at one replica and one version, to its end or until it is pinned anew."""
+        """Pin an episode to a replica and version until released or pinned again."""
         self._pins[episode] = pin
         self._by_episode.pop(episode, None)
 
     def pin_of(self, episode: str) -> EpisodePin | None:
-        """Where the episode stays, if it does."""
+        """Return the episode's pin, or None."""
         return self._pins.get(episode)
 
     def of(self, episode: str) -> Replica:
-        """The episode's replica: the one that it had, else the least busy of those in reach.
+        """Return the episode's replica: its previous one, otherwise the least loaded reachable one.
 
-        Raises EngineError where there is none, or that at which it stays has left.
+        Raises EngineError if there is none, or if the replica it is pinned to was removed.
         """
         pin = self._pins.get(episode)
         if pin is not None:
@@ -40,25 +40,25 @@ class Router:
         if known is not None and not known.is_down:
             return known
         if not self.replicas:
-            raise EngineError("There is no inference server: all have left.")
+            raise EngineError("No inference server is left: all were removed.")
         return min(self.replicas, key=lambda replica: (replica.is_down, replica.load))
 
     def is_new(self, episode: str) -> bool:
-        """Whether the episode has no replica yet."""
+        """Return whether the episode has no replica yet."""
         return episode not in self._by_episode
 
     def keep(self, episode: str, replica: Replica) -> None:
-        """Send the episode's next request to the same replica, unless that has left."""
+        """Route the episode's next request to the same replica, unless it was removed."""
         if not replica.gone:
             self._by_episode[episode] = replica
 
     def release(self, episode: str) -> None:
-        """Forget where an episode is."""
+        """Forget an episode."""
         self._by_episode.pop(episode, None)
         self._pins.pop(episode, None)
 
     def leave(self, url: str) -> None:
-        """Send nothing more to a replica; what waits for it to come back fails, episodes move on."""
+        """Remove a replica: requests waiting for it to come back fail, and episodes move to others."""
         for replica in [one for one in self.replicas if one.url == url]:
             replica.part()
             self.replicas.remove(replica)
@@ -69,8 +69,8 @@ class Router:
         for replica in self.replicas:
             if replica.url == pin.url:
                 return replica
-        raise EngineError(f"{pin.url} has left, and with it the weights {pin.version} of its episodes.")
+        raise EngineError(f"{pin.url} was removed, which served version {pin.version} of its episodes.")
 
     def urls(self) -> Sequence[str]:
-        """The addresses of the replicas."""
+        """Return the addresses of the replicas."""
         return [replica.url for replica in self.replicas]

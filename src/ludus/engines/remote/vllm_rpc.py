@@ -1,4 +1,4 @@
-"""The trainer's words to the workers of a vLLM server that is on its line of weights."""
+"""Calls to the worker extension of a vLLM server through `/collective_rpc`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ EXTENSION = "ludus.engines.remote.vllm_worker_extension.LudusWorkerExtension"
 
 
 class _Results(BaseModel):
-    """What each worker answered."""
+    """Result of each worker."""
 
     results: list[dict[str, str | int] | str | None]
 
 
 async def tell_workers(replica: Replica, path: str, body: Mapping[str, object]) -> None:
-    """Have the workers do what `path` of `ludus serve` does. Raises Refused with a worker's own words."""
+    """Call the worker method of `path` (as in `ludus serve`). Raises HttpRefusal with its error."""
     method = "ludus_" + path.removeprefix("/")
     asked = {"method": method, "kwargs": {"text": json.dumps(body)}}
     try:
         answers = (await replica.post("/collective_rpc", asked, _Results)).results
     except HttpRefusal as error:
         error.hint = (
-            f"Start vLLM with --worker-extension-cls {EXTENSION} and VLLM_SERVER_DEV_MODE=1, where its "
-            "Python finds Ludus; or leave engine.broadcast_host out."
+            f"Start vLLM with --worker-extension-cls {EXTENSION} and VLLM_SERVER_DEV_MODE=1 in an "
+            "environment with Ludus installed; or unset engine.broadcast_host."
         )
         raise
     for answer in answers:
@@ -37,5 +37,5 @@ async def tell_workers(replica: Replica, path: str, body: Mapping[str, object]) 
 
 
 async def receive(replica: Replica, dialect: VllmApi, version: int) -> None:
-    """Have a server take the weights that come, paused meanwhile, and label them."""
+    """Pause a server, have it receive broadcast weights, and set their version."""
     await dialect.exchange(replica, version, lambda: tell_workers(replica, "/receive_weights", {}))

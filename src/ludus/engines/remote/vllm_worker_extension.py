@@ -1,9 +1,8 @@
-"""The receiving end of a line of weights inside of vLLM's worker.
+"""Worker extension for vLLM that receives broadcast weights.
 
-vLLM mixes the class into its worker where it is started with `--worker-extension-cls
-ludus.engines.remote.vllm_worker_extension.LudusWorkerExtension`; its Python has to find this package, of
-which torch and pydantic are enough. The trainer speaks to it through `/collective_rpc`. An answer is None, or
-an error's words and status: what a worker raises would end the server.
+Start vLLM with `--worker-extension-cls ludus.engines.remote.vllm_worker_extension.LudusWorkerExtension`; its
+environment must have this package, torch and pydantic. The trainer calls it through `/collective_rpc`.
+Methods return None or an error's text and status, since an exception in a worker would end the server.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Answer = dict[str, str | int] | None
 
 
 class LudusWorkerExtension:
-    """What the worker can do besides; one worker a server."""
+    """Methods mixed into vLLM's worker; supports one worker per server."""
 
     reload_weights: Callable[..., None]
     rank: int
@@ -34,10 +33,10 @@ class LudusWorkerExtension:
     _ludus_expects: WeightManifest | None = None
 
     def ludus_join_weight_line(self, text: str) -> Answer:
-        """Join the trainer's line at a `TransferAddress`, in place of an earlier one."""
+        """Join the trainer's process group at a `TransferAddress`, replacing an earlier one."""
         place, self._ludus_line = TransferAddress.model_validate_json(text), None
         if self.rank:
-            return _error("It has several workers, and the line takes one a server.", _BAD)
+            return _error("The server has several workers; broadcasting supports one per server.", _BAD)
         try:
             self._ludus_line = enter_line(place)
         except EngineError as error:
@@ -45,15 +44,15 @@ class LudusWorkerExtension:
         return None
 
     def ludus_prepare_weights(self, text: str) -> Answer:
-        """Say what a `WeightManifest` announces; differences are none to a model whose layers are fused."""
+        """Expect the weights of a `WeightManifest`; deltas are unsupported because vLLM fuses layers."""
         manifest = WeightManifest.model_validate_json(text)
         if self._ludus_line is None or manifest.base is not None:
-            return _error("It is on no line, or holds no weights that a difference would be to.", _CONFLICT)
+            return _error("The worker has not joined a group, or has no base weights for a delta.", _CONFLICT)
         self._ludus_expects = manifest
         return None
 
     def ludus_receive_weights(self, text: str) -> Answer:
-        """Take what the trainer sends, and have vLLM load it."""
+        """Receive the trainer's weights and load them into vLLM."""
         line, manifest = self._ludus_line, self._ludus_expects
         if line is None or manifest is None:
             return _error("No weights are expected.", _CONFLICT)

@@ -1,4 +1,5 @@
-"""The trainer's end of a line of weights to `ludus serve` and vLLM: who is on it, and what they hold."""
+"""Broadcast weights from the trainer to `ludus serve` and vLLM; tracks the connected replicas and their
+versions."""
 
 from __future__ import annotations
 
@@ -36,12 +37,12 @@ log = logging.getLogger("ludus.server")
 
 
 class _Anything(BaseModel):
-    """An answer whose content does not matter."""
+    """A response whose content is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Parcel:
-    """Weights on the CPU, and what of them is sent, as `manifest` announces it."""
+    """Weights on the CPU, and the part of them to send, as announced by `manifest`."""
 
     plain: dict[str, torch.Tensor]
     tensors: dict[str, torch.Tensor]
@@ -50,11 +51,11 @@ class _Parcel:
 
 @dataclass
 class Broadcaster:
-    """Sends weights to `replicas`, which reach this process at `host`; with `delta` what changed alone.
+    """Broadcasts weights to `replicas`, which reach this process at `host`; with `delta` only changes.
 
-    A server without paths for it is asked through its workers, as vLLM is, and has all of them sent. With
-    `delta`, or where it `keeps` them, a copy of the last weights is kept on the CPU. A server that has left
-    the line, or holds other weights than the difference is to, has all of them sent.
+    A server without the HTTP endpoints (vLLM) is called through its worker extension and always gets all
+    weights. With `delta` or `keeps`, a CPU copy of the last weights is kept. A server that left the group, or
+    holds other weights than the delta's base, gets all weights.
     """
 
     replicas: Sequence[Replica]
@@ -66,15 +67,15 @@ class Broadcaster:
     sent_bytes: int = 0
     _line: WeightTransferGroup | None = None
     _has_left: bool = False
-    """Whether a server has left since the last weights began to be sent."""
+    """Whether a server left since the last send began."""
     _last: dict[str, torch.Tensor] = field(default_factory=dict)
     _version: int = -1
     _by_workers: set[str] = field(default_factory=set)
 
     async def send(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Have every server take the weights. Raises EngineError with a server's own words.
+        """Send the weights to every server. Raises EngineError with a server's error.
 
-        Whatever comes of it: a server that is brought the last weights has these from then on.
+        Even after a failure, `bring` sends these weights from then on.
         """
         self._has_left = False
         parcel = await asyncio.to_thread(self._pack, version, state)
@@ -88,20 +89,20 @@ class Broadcaster:
         if self.delta or self.keeps:
             self._last, self._version = await asyncio.to_thread(_copy, parcel.plain), version
         if self._has_left:
-            raise EngineError("A server has left the line of weights that it was to be on.")
+            raise EngineError("A server left the weight transfer group.")
         self._line = None
         await self._send(line, parcel.tensors, version)
         self.sent_bytes = sum(t.numel() * t.element_size() for t in parcel.tensors.values())
         self._line = None if self._has_left else line
 
     def keep(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Keep a copy of weights, for servers to be brought one by one."""
+        """Keep a copy of weights, to bring servers up to date one at a time."""
         self._last, self._version = {n: t.detach().cpu().clone() for n, t in state.items()}, version
 
     async def bring(self, replica: Replica) -> Mapping[str, torch.Tensor]:
-        """Send the last weights to a server that is not on the line, and give them; there may be none.
+        """Send the last weights, if any, to a server outside the group and return them.
 
-        The next ones go over a new line.
+        The next broadcast forms a new group.
         """
         self._line, last = None, self._last
         if last:
@@ -109,15 +110,15 @@ class Broadcaster:
         return last
 
     def relay(self) -> None:
-        """Lay the line anew before the next weights: a server has left."""
+        """Form a new group before the next broadcast: a server left."""
         self._line, self._has_left = None, True
 
     def close(self) -> None:
-        """Leave the line."""
+        """Leave the group and drop the kept weights."""
         self._line, self._last = None, {}
 
     def _pack(self, version: int, state: Mapping[str, torch.Tensor]) -> _Parcel:
-        """What those on the line are to be sent: of large models this takes a while."""
+        """Choose what to send to a group (slow for large models)."""
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
         same = {n: t.shape for n, t in plain.items()} == {n: t.shape for n, t in self._last.items()}
         if not (same and self.delta and self._line is not None):
@@ -126,7 +127,7 @@ class Broadcaster:
         return _Parcel(plain, changed, manifest_of(version, self._version, changed))
 
     async def _ready_for(self, manifest: WeightManifest) -> bool:
-        """Whether all servers are on the line and can take what the manifest says."""
+        """Return whether all servers are in the group and accept the manifest."""
         if self._line is None:
             return False
         try:
@@ -134,7 +135,7 @@ class Broadcaster:
         except HttpRefusal as error:
             if error.status != _NO_LINE:
                 raise
-            log.info("a line of weights is laid anew: %s", error)
+            log.info("re-forming the weight transfer group: %s", error)
             return False
         return True
 
@@ -143,7 +144,7 @@ class Broadcaster:
         await asyncio.gather(*(self._tell(r, "/prepare_weights", body) for r in self.replicas))
 
     async def _tell(self, replica: Replica, path: str, body: Mapping[str, object]) -> None:
-        """A message of the line, to the server or to its workers."""
+        """Send a command to the server or to its workers."""
         if replica.url not in self._by_workers:
             try:
                 await replica.post(path, body, _Anything)
@@ -155,7 +156,7 @@ class Broadcaster:
         await tell_workers(replica, path, body)
 
     async def _line_up(self) -> WeightTransferGroup:
-        """Meet all servers at a new place. Raises EngineError where one does not come in time."""
+        """Form a group with all servers. Raises EngineError if one does not join in time."""
         self._line = None
         store = open_store(self.host, self.timeout_s)
         count = len(self.replicas) + 1
@@ -173,8 +174,8 @@ class Broadcaster:
                 line, _ = await asyncio.gather(joined, asyncio.gather(*asked))
         except TimeoutError as error:
             raise EngineError(
-                f"Not every server joined the line of weights within {self.timeout_s:g} s.",
-                "Look at the servers' logs, or raise engine.timeout_s.",
+                f"Not every server joined the weight transfer group within {self.timeout_s:g} s.",
+                "Check the servers' logs, or increase engine.timeout_s.",
             ) from error
         return line
 
@@ -201,16 +202,16 @@ def _copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def broadcaster_of(
     replicas: Sequence[Replica], dialect: ApiAdapter, settings: RemoteEngineSettings
 ) -> Broadcaster | None:
-    """What broadcasts to `replicas`, where the settings name an address for it.
+    """Return a broadcaster to `replicas` if the settings name a broadcast address.
 
-    Raises EngineError for servers that do not speak as vLLM does.
+    Raises EngineError for servers that do not support vLLM's API.
     """
     if not settings.broadcast_host:
         return None
     if not isinstance(dialect, VllmApi):
         raise EngineError(
-            f"{replicas[0].url} takes no weights over a line.",
-            "Leave engine.broadcast_host out: they go by a folder.",
+            f"{replicas[0].url} does not support weight broadcasts.",
+            "Unset engine.broadcast_host to send weights through a folder.",
         )
     return Broadcaster(
         replicas, dialect, settings.broadcast_host, settings.timeout_s, settings.delta, settings.keeps_weights

@@ -1,7 +1,7 @@
-"""Where weights lie on their way to a server: a folder that both see.
+"""Shared folder for weight files between trainer and server.
 
-Without a folder of the user's it is a temporary one, in shared memory where there is room, so that nothing
-touches a disk. One that a killed process left there would hold memory: it goes when the next is made.
+By default it is a temporary folder, in shared memory if there is room. A folder left by a killed process is
+removed when the next one is created.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "ludus-weights-"
 _COPIES = 2
-"""Those that are in use, and the next."""
+"""The weights in use and the next."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class WeightFolder:
     _own: TemporaryFolder | None = field(init=False, default=None)
 
     def folder(self, name: str, num_bytes: int) -> Path:
-        """The folder `name`, yet to be made, for so much of weights. Raises StorageError."""
+        """Return the path `name`, not yet created, for `num_bytes` of weights. Raises StorageError."""
         if self.root:
             return (Path(self.root) / name).absolute()
         if self._own is None:
@@ -46,7 +46,7 @@ class WeightFolder:
         return self._own.path / name
 
     def close(self) -> None:
-        """Remove what is temporary. A later `folder` makes it anew."""
+        """Remove the temporary folder. A later `folder` recreates it."""
         if self._own is not None:
             self._own.close()
         self._own = None
@@ -59,7 +59,7 @@ class WeightFolder:
 
 
 def save_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors as `model.safetensors`. Raises StorageError."""
+    """Write tensors to `model.safetensors`. Raises StorageError."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -72,7 +72,7 @@ def save_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """What `save_weights` wrote. Raises StorageError."""
+    """Read the tensors of `save_weights`. Raises StorageError."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -81,18 +81,18 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     except (OSError, SafetensorError) as error:
         raise StorageError(
             f"The weights for the server cannot be read from {folder}: {error}.",
-            "Something else removed or changed them: see engine.weights_folder.",
+            "They were removed or changed: check engine.weights_folder.",
         ) from error
 
 
 def num_bytes(state: Mapping[str, torch.Tensor]) -> int:
-    """The size of tensors."""
+    """Return the total size of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 
 
 def unwritable(folder: Path, error: Exception) -> StorageError:
-    """What to say where weights cannot be written."""
+    """Return the error for weights that cannot be written."""
     return StorageError(
         f"The weights for the server cannot be written to {folder}: {error}.",
-        "Set engine.weights_folder to a folder with room that the server sees as well.",
+        "Set engine.weights_folder to a folder with free space that the server can also access.",
     )
