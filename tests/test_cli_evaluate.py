@@ -307,5 +307,5 @@ def test_a_checkpoint_of_adapters_is_base_and_adapters(tiny_run, tmp_path):
     named = adapters / "adapter_config.json"
     named.write_text(named.read_text().replace(str(base), "/no/base"))
     said = refused("train", recipe, "--model", adapters, "--run.folder", tmp_path / "third")
-    assert "holds adapters only" in said
+    assert "holds only adapters" in said
     assert "'/no/base'" in said

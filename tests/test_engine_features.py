@@ -192,7 +192,7 @@ def test_a_guided_action_says_under_which_distribution_it_was_sampled(speaker):
 
 
 def test_a_guide_that_is_none_is_refused_and_others_go_on(speaker):
-    with pytest.raises(EngineError, match="json schema of the guide is wrong"):
+    with pytest.raises(EngineError, match="json schema of the guide is invalid"):
         say(speaker, Guide("json_schema", '{"type": "nothing"}'))
 
 
@@ -332,7 +332,7 @@ def test_adapters_that_are_missing_or_do_not_fit_are_refused():
     state = get_peft_model_state_dict(adapted(base, 1))
 
     async def work(engine):
-        with pytest.raises(EngineError, match="no adapter 'a'; loaded: none"):
+        with pytest.raises(EngineError, match="Adapter 'a' is not loaded; loaded: none"):
             await engine.generate(Request("x", (1, 2), SamplingParams(), adapter="a"))
         odd = {name: tensor[:, :3] if "lora_A" in name else tensor for name, tensor in state.items()}
         with pytest.raises(SyncError, match="which is"):
@@ -341,7 +341,7 @@ def test_adapters_that_are_missing_or_do_not_fit_are_refused():
             await engine.load_adapter("a", 1, {"model.nowhere.lora_A.weight": torch.zeros(2, 2)}, 2.0)
         await engine.load_adapter("a", 1, state, 2.0)
         await engine.unload_adapter("a")
-        with pytest.raises(EngineError, match="no adapter"):
+        with pytest.raises(EngineError, match="is not loaded"):
             await engine.score((1, 2), adapter="a")
 
     with_engine(base, work)
@@ -375,7 +375,7 @@ def test_more_requests_than_the_limit_are_refused_until_some_are_done():
             await engine.generate_batch(asked)
         both = asyncio.gather(*map(engine.generate, asked[:2]))
         await asyncio.sleep(0)
-        with pytest.raises(EngineBusy, match="takes 2 at most"):
+        with pytest.raises(EngineBusy, match="accepts 2 at most"):
             await engine.generate(asked[2])
         await both
         return await engine.generate(asked[2])

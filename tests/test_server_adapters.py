@@ -112,7 +112,7 @@ def test_a_version_taken_in_place_reaches_the_next_token(served, base, folder, t
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"r": 4}, "rank is 4"),
+        ({"r": 4}, "rank 4"),
         ({"use_dora": True}, "not plain LoRA"),
         ({"rank_pattern": {"q_proj": 2}}, "not plain LoRA"),
         ({"peft_type": "IA3"}, "not plain LoRA"),
@@ -187,7 +187,7 @@ def test_a_server_without_lora_says_what_to_start_it_with(base, served):
             await engine.close()
 
     fake = Plain()
-    with serving(fake) as engine, pytest.raises(EngineError, match="takes no LoRA adapters") as info:
+    with serving(fake) as engine, pytest.raises(EngineError, match="does not support LoRA adapters") as info:
         asyncio.run(send(engine))
     assert "--enable-lora --max-loras 2 --max-lora-rank 32" in info.value.hint
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in info.value.hint
@@ -278,8 +278,8 @@ def test_weights_that_have_gone_or_are_no_weights_are_said_to(tmp_path):
 def test_what_a_killed_process_left_in_shared_memory_goes(tmp_path):
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from ludus.engines.remote.weight_folder import WeightShelf\n"
-        "shelf = WeightShelf(shared_memory=Path(sys.argv[1]))\nshelf.folder('x', 1)\n"
+        "from ludus.engines.remote.weight_folder import WeightFolder\n"
+        "shelf = WeightFolder(shared_memory=Path(sys.argv[1]))\nshelf.folder('x', 1)\n"
         "os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.DEVNULL, check=False)

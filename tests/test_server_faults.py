@@ -72,10 +72,10 @@ def test_a_killed_server_is_named_in_time_and_the_run_resumes_when_it_is_back(tm
     assert time.monotonic() - killed < ERROR_WITHIN_S
     assert run.returncode in (3, 6)
     text = said.decode()
-    assert f"{server.url} cannot be reached" in text
+    assert f"{server.url} is unreachable" in text
     assert f"ludus train --resume {cut}" in text
     assert "Traceback" not in text
-    assert "cannot be reached" in (cut / "log.txt").read_text()
+    assert "is unreachable" in (cut / "log.txt").read_text()
 
     again = start_server("--control", port=server.port)
     try:
@@ -103,6 +103,6 @@ def test_a_server_that_comes_back_in_time_gets_its_weights_again_and_nobody_noti
         assert run.returncode == 0, said.decode()
     finally:
         again.kill()
-    assert "lacks the weights of version" in (cut / "log.txt").read_text()
+    assert "holds weights" in (cut / "log.txt").read_text()
     expected, found = lasting_files(whole), lasting_files(cut)
     assert [name for name in expected if found.get(name) != expected[name]] == []

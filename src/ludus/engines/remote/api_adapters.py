@@ -1,8 +1,8 @@
-"""What inference servers are asked, and how their answers read: one class a dialect.
+"""Adapters to the HTTP APIs of inference servers, one class per API.
 
-`VllmApi` is that of vLLM in its development mode and of `ludus serve`: completions from token ids with
-`return_token_ids`, and the endpoints that pause, reload and check weights. `SglangApi` is written from
-SGLang's documentation and has met no real server.
+`VllmApi` covers vLLM in development mode and `ludus serve`: completions from token ids with
+`return_token_ids`, and the endpoints to pause, reload and check weights. `SglangApi` follows SGLang's
+documentation and is untested against a real server.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ludus.errors import EngineError
 from ludus.types import FinishReason, Guide, SamplingParams, TopLogprobs
 
 LogprobMode = Literal["exact", "raw", "processed"]
-"""What a server's log-probabilities are of: `exact` the tempered distribution before it is cut, always; `raw`
-the model's at temperature 1; `processed` the tempered distribution after it is cut."""
+"""Distribution of a server's log-probabilities: `exact` is always tempered and before top-k, top-p, min-p and
+guide; `raw` is the model's at temperature 1; `processed` is tempered and filtered."""
 
 _SEED = (1 << 63) - 1
 _TOKEN_ID = "token_id:"
-"""What vLLM puts before a token id that stands for a token."""
+"""vLLM's prefix of a token id in place of a token's text."""
 _NOT_FOUND = 404
 _NO_TOKEN, _FORBIDDEN = 401, 403
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server says of itself. `logprobs` is None where it has to be found out."""
+    """Properties reported by a server. `logprobs` is None if unknown."""
 
     model: str
     context_tokens: int
@@ -42,7 +42,7 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class VersionRange:
-    """Tokens [`start`, `end`) were sampled by the weights labelled `version`."""
+    """Tokens [`start`, `end`) were sampled by the weights labeled `version`."""
 
     version: str
     start: int
@@ -51,7 +51,7 @@ class VersionRange:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """An action as the server gave it. `spans` is None where it does not tell versions."""
+    """An action as returned by the server. `spans` is None if the server does not report versions."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -62,7 +62,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class RemoteAdapter:
-    """A LoRA adapter of `rank` in a folder that the server sees; `name` is what the server calls it."""
+    """A LoRA adapter of `rank` in a folder accessible to the server; `name` is its name there."""
 
     name: str
     folder: str
@@ -71,70 +71,70 @@ class RemoteAdapter:
 
 
 class ApiAdapter(Protocol):
-    """How one kind of server is spoken to. All but `describe` raise EngineError."""
+    """Interface to one kind of server. All methods but `describe` raise EngineError."""
 
     def describe(self, url: str) -> ServerFacts:
-        """Ask a server what it serves. Raises EngineError, UserError for a bad address."""
+        """Query the server's properties. Raises EngineError, UserError for an invalid address."""
         ...
 
     async def generate(
         self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
     ) -> SampledTokens:
-        """Sample one action; `name` is the request's own, the same when it is sent again.
+        """Sample one action; `name` is the request id, the same for retries.
 
-        `adapter` is a served one's name, "" for the model without.
+        `adapter` is the name of a loaded adapter, "" for the base model.
         """
         ...
 
     async def score(
         self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str
     ) -> list[float]:
-        """Log-probability of each token at temperature 1; 0 for the first."""
+        """Return the log-probability of each token at temperature 1; 0 for the first."""
         ...
 
     async def version(self, replica: Replica) -> str:
-        """The label of the weights in use."""
+        """Return the label of the current weights."""
         ...
 
     async def update(self, replica: Replica, folder: str, version: int) -> None:
-        """Have the weights in a folder taken, between two steps of whatever runs."""
+        """Load the weights in a folder between two steps."""
         ...
 
     async def digests(self, replica: Replica) -> Mapping[str, str] | None:
-        """SHA-256 of each tensor's bytes by name; None where the server does not tell."""
+        """Return the SHA-256 of each tensor's bytes by name; None if unsupported."""
         ...
 
     async def fingerprint(self, replica: Replica, adapter: str) -> str | None:
-        """`fingerprint_module` of the weights in use with an adapter; None where the server does not tell."""
+        """Return `fingerprint_module` of the current weights with an adapter; None if unsupported."""
         ...
 
     async def load_adapter(self, replica: Replica, adapter: RemoteAdapter) -> None:
-        """Have an adapter taken from its folder, beside those that are there."""
+        """Load an adapter from its folder in addition to others."""
         ...
 
     async def unload_adapter(self, replica: Replica, name: str) -> None:
-        """Have an adapter forgotten."""
+        """Unload an adapter."""
         ...
 
     async def adapters(self, replica: Replica) -> frozenset[str]:
-        """The names that the server serves, that of its model among them."""
+        """Return the names that the server serves, including its model."""
         ...
 
     async def abort(self, replica: Replica, name: str) -> None:
-        """End a request with what it has."""
+        """End a request with the tokens so far."""
         ...
 
     async def pause(self, replica: Replica) -> None:
-        """Compute nothing more; requests wait where they are."""
+        """Pause computation; requests stay queued."""
         ...
 
     async def resume(self, replica: Replica) -> None:
-        """Go on."""
+        """Resume computation."""
         ...
 
 
 class _Anything(BaseModel):
-    """An answer whose content does not matter."""
+    """A response whose content is ignored."""
 
 
 class _Model(BaseModel):
@@ -192,10 +192,10 @@ class VllmApi:
     """vLLM's HTTP server, started with VLLM_SERVER_DEV_MODE=1, and `ludus serve --control`."""
 
     def describe(self, url: str) -> ServerFacts:
-        """From `/v1/models`."""
+        """Read `/v1/models`."""
         model = ask_once(url, "/v1/models", _Models).data[0]
         if model.max_model_len is None:
-            raise EngineError(f"{url} does not say how long its context is.", "Check engine.dialect.")
+            raise EngineError(f"{url} does not report its context length.", "Check engine.dialect.")
         own = model.owned_by == "ludus"
         return ServerFacts(
             model.id, model.max_model_len, model.batch_invariant, logprobs="exact" if own else None
@@ -204,7 +204,7 @@ class VllmApi:
     async def generate(
         self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
     ) -> SampledTokens:
-        """One completion of token ids. Penalties and the end-of-text token count for nothing."""
+        """Request one completion from token ids. Penalties and end-of-text handling are disabled."""
         params, room = request.params, facts.context_tokens - len(request.token_ids)
         body = _sampling(params) | {
             "model": adapter or facts.model,
@@ -219,11 +219,11 @@ class VllmApi:
         choice = (await replica.post("/v1/completions", body, _Completion, samples=True)).choices[0]
         if choice.token_ids is None or choice.prompt_token_ids is None or choice.logprobs is None:
             raise EngineError(
-                f"{replica.url} gives no token ids, of the prompt or the answer, or no log-probabilities.",
-                "It must know `return_token_ids`, as vLLM and `ludus serve` do.",
+                f"{replica.url} returned no token ids of prompt or completion, or no log-probabilities.",
+                "It must support `return_token_ids`, as vLLM and `ludus serve` do.",
             )
         if choice.prompt_token_ids != list(request.token_ids):
-            raise EngineError(f"{replica.url} sampled from another prompt than it was sent.")
+            raise EngineError(f"{replica.url} sampled from a different prompt than the one sent.")
         spans = choice.weight_versions
         top = _named_ids(choice.logprobs, replica.url) if params.top_logprobs else []
         return SampledTokens(
@@ -237,7 +237,7 @@ class VllmApi:
     async def score(
         self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str
     ) -> list[float]:
-        """One completion that echoes its prompt with log-probabilities and samples nothing."""
+        """Request a completion that echoes its prompt with log-probabilities and samples nothing."""
         body = {"model": adapter or facts.model, "prompt": list(token_ids), "prompt_logprobs": 0}
         body |= {"max_tokens": 0, "echo": True, "temperature": 0.0, "return_token_ids": True}
         choice = (await replica.post("/v1/completions", body, _Completion)).choices[0]
@@ -246,16 +246,16 @@ class VllmApi:
         return [0.0, *_finite([r.logprob if r else None for r in rows[1:]], len(token_ids) - 1, replica.url)]
 
     async def version(self, replica: Replica) -> str:
-        """`/weight_info`."""
+        """Read `/weight_info`."""
         return (await replica.get("/weight_info", _WeightInfo)).weight_version
 
     async def update(self, replica: Replica, folder: str, version: int) -> None:
-        """Reload from the folder, as `exchange` says."""
+        """Reload from the folder through `exchange`."""
         reload: Mapping[str, object] = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         await self.exchange(replica, version, lambda: replica.post("/collective_rpc", reload, _Anything))
 
     async def exchange(self, replica: Replica, version: int, load: Callable[[], Awaitable[object]]) -> None:
-        """Pause, `load`, forget the cached prefixes, relabel, resume."""
+        """Pause, `load`, clear the prefix cache, set the version, resume."""
         await self.pause(replica)
         try:
             await load()
@@ -265,7 +265,7 @@ class VllmApi:
             await self.resume(replica)
 
     async def digests(self, replica: Replica) -> Mapping[str, str] | None:
-        """`/weight_checker`; None for a server that has no such endpoint."""
+        """Query `/weight_checker`; None if the server lacks it."""
         try:
             return (await replica.post("/weight_checker", {"action": "checksum"}, _Checksums)).checksums
         except HttpRefusal as error:
@@ -274,7 +274,7 @@ class VllmApi:
             raise
 
     async def fingerprint(self, replica: Replica, adapter: str) -> str | None:
-        """`/fingerprint`, which `ludus serve` has and vLLM has not."""
+        """Query `/fingerprint`, which only `ludus serve` has."""
         path = f"/fingerprint?model={quote(adapter)}" if adapter else "/fingerprint"
         try:
             return (await replica.get(path, _Fingerprint)).fingerprint
@@ -284,7 +284,7 @@ class VllmApi:
             raise
 
     async def load_adapter(self, replica: Replica, adapter: RemoteAdapter) -> None:
-        """`/v1/load_lora_adapter`; vLLM passes over the version."""
+        """Call `/v1/load_lora_adapter`; vLLM ignores the version."""
         body = {"lora_name": adapter.name, "lora_path": adapter.folder}
         try:
             await replica.tell("/v1/load_lora_adapter", body | {"weight_version": str(adapter.version)})
@@ -294,23 +294,23 @@ class VllmApi:
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, `ludus serve` with --control."
             )
             if "Not Found" in error.message or error.status == _FORBIDDEN:
-                error.message = f"{replica.url} takes no LoRA adapters."
+                error.message = f"{replica.url} does not support LoRA adapters."
             raise
 
     async def unload_adapter(self, replica: Replica, name: str) -> None:
-        """`/v1/unload_lora_adapter`."""
+        """Call `/v1/unload_lora_adapter`."""
         await replica.tell("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def adapters(self, replica: Replica) -> frozenset[str]:
-        """`/v1/models`."""
+        """Read `/v1/models`."""
         return frozenset(model.id for model in (await replica.get("/v1/models", _Models)).data)
 
     async def abort(self, replica: Replica, name: str) -> None:
-        """`/abort_requests`, by the name that the server makes of ours."""
+        """Call `/abort_requests` with the server's id of the request."""
         await replica.post("/abort_requests", {"request_ids": [f"cmpl-{name}-0"]}, _Anything)
 
     async def pause(self, replica: Replica) -> None:
-        """`/pause`, keeping the requests."""
+        """Call `/pause`, keeping the requests."""
         try:
             await replica.post("/pause?mode=keep", {}, _Anything)
         except HttpRefusal as error:
@@ -318,12 +318,12 @@ class VllmApi:
                 error.hint = "Start `ludus serve` with --control, vLLM with VLLM_SERVER_DEV_MODE=1."
             if error.status == _NO_TOKEN:
                 error.hint = (
-                    "Put the token that `ludus serve --control` prints into a file: engine.token_file."
+                    "Save the token printed by `ludus serve --control` to a file and set engine.token_file."
                 )
             raise
 
     async def resume(self, replica: Replica) -> None:
-        """`/resume`."""
+        """Call `/resume`."""
         await replica.post("/resume", {}, _Anything)
 
 
@@ -364,16 +364,16 @@ class SglangApi:
     """SGLang's native HTTP server. Untested against a real one."""
 
     def describe(self, url: str) -> ServerFacts:
-        """From `/v1/models`, which SGLang gives a context length as well."""
+        """Read `/v1/models`, which includes the context length."""
         model = ask_once(url, "/v1/models", _Models).data[0]
         if model.max_model_len is None:
-            raise EngineError(f"{url} does not say how long its context is.", "Check engine.dialect.")
+            raise EngineError(f"{url} does not report its context length.", "Check engine.dialect.")
         return ServerFacts(model.id, model.max_model_len)
 
     async def generate(
         self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
     ) -> SampledTokens:
-        """`/generate` from token ids."""
+        """Call `/generate` with token ids."""
         params, room = request.params, facts.context_tokens - len(request.token_ids)
         sampling = {
             "temperature": params.temperature,
@@ -397,7 +397,7 @@ class SglangApi:
         given = answer.meta_info.output_token_logprobs
         tokens = tuple(token for _, token, _ in given)
         if answer.output_ids and tokens != tuple(answer.output_ids):
-            raise EngineError(f"{replica.url} gave other token ids than it gave log-probabilities of.")
+            raise EngineError(f"{replica.url} returned log-probabilities of other tokens than its token ids.")
         finish = answer.meta_info.finish_reason
         logprobs = _finite([logprob for logprob, _, _ in given], len(tokens), replica.url)
         reason = _finish(finish.type if finish else None, replica.url)
@@ -406,7 +406,7 @@ class SglangApi:
     async def score(
         self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str
     ) -> list[float]:
-        """`/generate` of nothing, with log-probabilities from the first token on."""
+        """Call `/generate` for no tokens, with log-probabilities from the first token on."""
         body: dict[str, object] = {"input_ids": list(token_ids), "return_logprob": True}
         body |= {"logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}}
         answer = await replica.post("/generate", body | _lora_path(adapter), _SglangAnswer)
@@ -414,11 +414,11 @@ class SglangApi:
         return [0.0, *_finite(given[1:], len(token_ids) - 1, replica.url)]
 
     async def version(self, replica: Replica) -> str:
-        """`/get_model_info`."""
+        """Read `/get_model_info`."""
         return (await replica.get("/get_model_info", _SglangInfo)).weight_version
 
     async def update(self, replica: Replica, folder: str, version: int) -> None:
-        """`/update_weights_from_disk`, which flushes the cache."""
+        """Call `/update_weights_from_disk`, which flushes the cache."""
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
         await self.pause(replica)
         try:
@@ -426,18 +426,18 @@ class SglangApi:
         finally:
             await self.resume(replica)
         if not done.success:
-            raise EngineError(f"{replica.url} did not take the weights: {done.message}")
+            raise EngineError(f"{replica.url} did not load the weights: {done.message}")
 
     async def digests(self, replica: Replica) -> Mapping[str, str] | None:
-        """None: what its checker hashes is not documented."""
+        """Return None: the content of SGLang's hashes is undocumented."""
         return None
 
     async def fingerprint(self, replica: Replica, adapter: str) -> str | None:
-        """None: it has no such thing."""
+        """Return None: unsupported."""
         return None
 
     async def load_adapter(self, replica: Replica, adapter: RemoteAdapter) -> None:
-        """`/load_lora_adapter`."""
+        """Call `/load_lora_adapter`."""
         body = {"lora_name": adapter.name, "lora_path": adapter.folder}
         try:
             done = await replica.post("/load_lora_adapter", body, _SglangLora)
@@ -447,31 +447,31 @@ class SglangApi:
             )
             raise
         if not done.success:
-            raise EngineError(f"{replica.url} did not take the adapter: {done.error_message}")
+            raise EngineError(f"{replica.url} did not load the adapter: {done.error_message}")
 
     async def unload_adapter(self, replica: Replica, name: str) -> None:
-        """`/unload_lora_adapter`."""
+        """Call `/unload_lora_adapter`."""
         await replica.post("/unload_lora_adapter", {"lora_name": name}, _SglangLora)
 
     async def adapters(self, replica: Replica) -> frozenset[str]:
-        """`/v1/models`."""
+        """Read `/v1/models`."""
         return frozenset(model.id for model in (await replica.get("/v1/models", _Models)).data)
 
     async def abort(self, replica: Replica, name: str) -> None:
-        """`/abort_request`."""
+        """Call `/abort_request`."""
         await replica.post("/abort_request", {"rid": name}, _Anything)
 
     async def pause(self, replica: Replica) -> None:
-        """`/pause_generation`, keeping the requests in place."""
+        """Call `/pause_generation`, keeping the requests in place."""
         await replica.post("/pause_generation", {"mode": "in_place"}, _Anything)
 
     async def resume(self, replica: Replica) -> None:
-        """`/continue_generation`."""
+        """Call `/continue_generation`."""
         await replica.post("/continue_generation", {}, _Anything)
 
 
 def _sampling(params: SamplingParams) -> dict[str, object]:
-    """The parameters as completions take them, with what a server would else take from the model's files."""
+    """Return the parameters of a completion, overriding defaults from the model's files."""
     return {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -497,12 +497,12 @@ def _sglang_guide(guide: Guide | None) -> dict[str, object]:
     if guide is None:
         return {}
     if guide.kind == "lark":
-        raise EngineError("SGLang takes no grammar in Lark's notation.", "Use a JSON schema.")
+        raise EngineError("SGLang does not support Lark grammars.", "Use a JSON schema.")
     return {guide.kind: guide.text}
 
 
 def _guided(guide: Guide | None) -> dict[str, object]:
-    """The guide as vLLM takes it since 0.12."""
+    """Return the guide in the format of vLLM 0.12 and later."""
     if guide is None:
         return {}
     field = {"json_schema": "json", "regex": "regex", "lark": "grammar"}[guide.kind]
@@ -513,31 +513,31 @@ def _finish(reason: str | None, url: str) -> FinishReason:
     match reason:
         case "stop" | "length" | "abort":
             return reason
-    raise EngineError(f"{url} broke off its answer (finish reason {reason!r}).")
+    raise EngineError(f"{url} aborted its response (finish reason {reason!r}).")
 
 
 def _finite(logprobs: Sequence[float | None], num: int, url: str) -> list[float]:
     found = [value for value in logprobs if value is not None]
     if len(found) != num or len(logprobs) != num:
-        raise EngineError(f"{url} gave {len(found)} log-probabilities for {num} tokens.")
+        raise EngineError(f"{url} returned {len(found)} log-probabilities for {num} tokens.")
     return found
 
 
 def _named_ids(logprobs: _Logprobs, url: str) -> list[list[tuple[int, float]]]:
-    """Alternatives as vLLM names them where it is asked for `return_tokens_as_token_ids`."""
+    """Parse top log-probabilities in vLLM's `return_tokens_as_token_ids` format."""
     rows = [row or {} for row in logprobs.top_logprobs or ()]
     if not all(name.startswith(_TOKEN_ID) for row in rows for name in row):
-        raise EngineError(f"{url} names alternatives by their text, not as {_TOKEN_ID}N.")
+        raise EngineError(f"{url} names top tokens by their text, not as {_TOKEN_ID}N.")
     return [[(int(name.removeprefix(_TOKEN_ID)), lp) for name, lp in row.items()] for row in rows]
 
 
 def _top(
     rows: Sequence[Sequence[tuple[int, float]]], params: SamplingParams, num: int, url: str
 ) -> tuple[TopLogprobs, ...]:
-    """As many of the likeliest as were asked for; servers add the sampled token to them."""
+    """Return the requested number of most likely tokens; servers add the sampled one."""
     if not params.top_logprobs:
         return ()
     if len(rows) != num or not all(rows):
-        raise EngineError(f"{url} gave alternatives for {sum(map(bool, rows))} of {num} tokens.")
+        raise EngineError(f"{url} returned top tokens for {sum(map(bool, rows))} of {num} tokens.")
     ranked = (sorted(row, key=lambda pair: (-pair[1], pair[0])) for row in rows)
     return tuple(tuple(row[: params.top_logprobs]) for row in ranked)

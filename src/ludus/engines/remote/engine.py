@@ -1,15 +1,14 @@
-"""An engine behind HTTP: vLLM, SGLang or `ludus serve`, one replica or several.
+"""An engine behind HTTP: one or more replicas of vLLM, SGLang or `ludus serve`.
 
-Takes requests as token ids; gives token ids with log-probabilities and versions. Sends all requests of an
-episode to one replica, whose cache then holds its history. Waits on each call for as long as the settings
-say (`RemoteEngineSettings`) and then raises `EngineError` with the server's own words. Never trains on what
-the wrong weights sampled: a replica that has been out of reach, or that answers under a version that was not
-sent, gets the weights again, with their proof, before it samples more.
+Requests are token ids; completions are token ids with log-probabilities and versions. All requests of an
+episode go to one replica, whose cache holds its history. A call times out as set in `RemoteEngineSettings`
+and raises `EngineError` with the server's error. Tokens sampled under wrong weights are never used: a replica
+that was unreachable, or that reports an unknown version, gets the weights again and is verified before it
+samples more.
 
-Weights go through a folder that the server sees, or over a line between processes (`Broadcaster`). After each
-transfer the server's digests of its tensors, where it gives any, are held against what was sent; the caller
-compares log-probabilities (`WeightSync`). LoRA adapters go alone, beside the server's own weights
-(`LoraPublisher`).
+Weights are sent through a shared folder or broadcast (`Broadcaster`). After each transfer the server's
+digests of its tensors, if it reports any, are compared with those sent; the caller compares log-probabilities
+(`WeightSync`). LoRA adapters are sent without the base weights (`LoraPublisher`).
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ log = logging.getLogger("ludus.server")
 
 
 class ServerEngine:
-    """An `Engine` whose tokens come from servers.
+    """An `Engine` that samples from inference servers.
 
-    `urls` are the replicas' addresses. Asks each for its model at once, and raises `EngineError` where one
-    does not answer, `UserError` for an address that is none or replicas that serve different things. With a
-    `lora_scaling` (alpha over rank) `load_weights` takes the factors of an adapter, and sends that alone.
+    `urls` are the replicas' addresses. The constructor queries each for its model and raises `EngineError` if
+    one does not respond, `UserError` for an invalid address or replicas that serve different models. With a
+    `lora_scaling` (alpha over rank), `load_weights` expects an adapter's factors and sends only these.
     """
 
     def __init__(
@@ -94,17 +93,17 @@ class ServerEngine:
 
     @property
     def context_tokens(self) -> int:
-        """The server's."""
+        """Context length of the server."""
         return self._facts.context_tokens
 
     @property
     def version(self) -> int:
-        """That of the weights that were sent last; 0 before that."""
+        """Version of the last weights sent, initially 0."""
         return self._weights.version
 
     @property
     def batch_invariant(self) -> bool:
-        """What the server says of itself; vLLM and SGLang say nothing."""
+        """Whether the server reports batch invariance; vLLM and SGLang do not."""
         return self._facts.batch_invariant
 
     async def generate(self, request: Request) -> Completion:
@@ -119,7 +118,7 @@ class ServerEngine:
                 return await self._generate(call, request, adapter)
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample one action for each request, all at once."""
+        """Sample one action per request concurrently."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self.generate(request)) for request in requests]
@@ -128,29 +127,29 @@ class ServerEngine:
         return [task.result() for task in tasks]
 
     def abort(self, episode: str) -> None:
-        """End the episode's requests with what they have, `finish_reason` "abort"."""
+        """End the episode's requests with the tokens so far and `finish_reason` "abort"."""
         self._calls.abort(episode)
 
     async def pause(self) -> None:
-        """Have all replicas compute nothing more until `resume`; requests wait where they are."""
+        """Pause computation on all replicas until `resume`; requests stay queued."""
         await asyncio.gather(*(self._dialect.pause(replica) for replica in self._replicas))
 
     async def resume(self) -> None:
-        """Go on."""
+        """Resume computation."""
         await asyncio.gather(*(self._dialect.resume(replica) for replica in self._replicas))
 
     def release(self, episode: str) -> None:
-        """Forget the episode's replica; what it cached goes when it needs the room."""
+        """Forget the episode's replica; its cache is evicted there when needed."""
         self._routes.release(episode)
         self._weights.adapters.release(episode)
         if self._rolling is not None:
             self._rolling.release(episode)
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Write the weights, or the adapter alone, and have every replica take them.
+        """Send the weights, or only the adapter, to every replica.
 
-        Raises `SyncError` where a replica's digests are not those of what was sent, `EngineError` where one
-        cannot be reached or refuses, `StorageError` where the folder cannot be written.
+        Raises `SyncError` if a replica's digests differ from those sent, `EngineError` if one is unreachable
+        or refuses, `StorageError` if the folder cannot be written.
         """
         if self._lora_scaling is not None:
             await self.load_adapter(DEFAULT, version, state, self._lora_scaling)
@@ -164,18 +163,18 @@ class ServerEngine:
 
     @property
     def can_roll(self) -> bool:
-        """Whether there are several replicas, and whole weights go to them."""
+        """Whether there are several replicas that receive full weights."""
         return len(self._replicas) > 1 and self._lora_scaling is None
 
     async def roll(self, lag: int, lives: Callable[[str], Awaitable[bool]] | None = None) -> RollingUpdates:
-        """From now on each episode stays at a replica and a version; see `Placement` for `lag`."""
+        """Start rolling updates: pin each episode to a replica and a version; see `Placement` for `lag`."""
         placement = Placement(self._replicas, self.version, lag)
         self._rolling = RollingUpdates(placement, self._weights.hold, self._give, lives or _always)
         return self._rolling
 
     def pin(self, episode: str, pin: EpisodePin) -> None:
-        """Have an episode stay where the client that sends the weights has placed it."""
-        if pin.url not in self._routes.urls():  # it has joined just now
+        """Pin an episode to the replica chosen by the client that sends the weights."""
+        if pin.url not in self._routes.urls():  #  a replica that has just joined
             self._replicas.append(Replica(pin.url, self._settings, restore=self._restore))
         self._weights.know(pin.version)
         self._routes.pin(episode, pin)
@@ -183,21 +182,22 @@ class ServerEngine:
     async def load_adapter(
         self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
     ) -> None:
-        """Send LoRA factors by PEFT's names as the adapter `name`, beside others; tokens carry its `version`.
+        """Send LoRA factors, named as in PEFT, as the adapter `name`; its tokens carry `version`.
 
-        `scaling` is alpha over rank. What runs under an older version of it goes on with that to its end.
-        Raises as `load_weights` does, with the older version left in use.
+        `scaling` is alpha over rank. Requests that run under an older version finish on it. Raises as
+        `load_weights`; the older version then stays in use.
         """
         await self._weights.send_adapter(name, version, state, scaling)
 
     async def unload_adapter(self, name: str) -> None:
-        """Have the servers forget an adapter, once nothing runs under it."""
+        """Unload an adapter from the servers once no request uses it."""
         self._weights.adapters.unload(name)
 
     async def join(self, url: str) -> None:
-        """Take in one more replica, with the weights that were sent last and their proof before any request.
+        """Add a replica after sending it the last weights and verifying them.
 
-        Not while weights are being sent. Raises EngineError, SyncError, UserError for one that serves others.
+        Must not run during a weight transfer. Raises EngineError, SyncError, or UserError if it serves a
+        different model.
         """
         replica = Replica(url, self._settings, restore=self._restore)
         _agreed([self._facts, await asyncio.to_thread(self._dialect.describe, url)])
@@ -207,7 +207,7 @@ class ServerEngine:
             self._rolling.change()
 
     def leave(self, url: str) -> None:
-        """Send nothing more to a replica; its episodes move on to others."""
+        """Remove a replica; its episodes move to others."""
         self._routes.leave(url)
         if self._weights.line is not None:
             self._weights.line.relay()
@@ -215,9 +215,9 @@ class ServerEngine:
             self._rolling.change()
 
     def follow(self, urls: Sequence[str], version: int | None, adapter: RemoteAdapter | None) -> None:
-        """Sample from these replicas under weights that another client sends, `version` the last of them.
+        """Sample from these replicas under weights sent by another client, last `version`.
 
-        What a replica samples from weights that were never said here is refused.
+        Tokens sampled under versions not announced here are rejected.
         """
         for url in set(self._routes.urls()) - set(urls):
             self._routes.leave(url)
@@ -232,13 +232,13 @@ class ServerEngine:
 
     @property
     def adapter(self) -> RemoteAdapter | None:
-        """The adapter that requests have by default, where one was sent."""
+        """The default adapter of requests, if one was sent."""
         return self._weights.adapters.default
 
     async def fingerprint(self) -> str | None:
-        """`fingerprint_module` of the weights in use, with the adapter that requests have by default.
+        """Return `fingerprint_module` of the current weights, including the default adapter.
 
-        None where a server does not tell. Raises `SyncError` where the replicas differ.
+        None if a server does not report it. Raises `SyncError` if the replicas differ.
         """
         with self._weights.adapters.using(None) as adapter:
             name = adapter.name if adapter else BASE
@@ -249,11 +249,12 @@ class ServerEngine:
         return found.pop()
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
-        """Log-probability of each token at temperature 1; 0 for the first. The replicas must agree."""
+        """Return the log-probability of each token at temperature 1; 0 for the first. The replicas must
+        agree."""
         if not 0 < len(token_ids) < self.context_tokens:
             raise EngineError(
                 f"A sequence of {len(token_ids)} tokens cannot be scored: "
-                f"the server takes 1 to {self.context_tokens - 1}."
+                f"the server accepts 1 to {self.context_tokens - 1}."
             )
         with self._weights.adapters.using(adapter) as served:
             rows = await _of_each(
@@ -268,15 +269,15 @@ class ServerEngine:
         return expected
 
     async def measure(self) -> None:
-        """Read what the servers say of their work."""
+        """Read the servers' counters."""
         await self._stats.measure()
 
     def stats(self, *, reset: bool = False) -> EngineStats:
-        """Of all servers together, by the last reading; nothing before `measure`."""
+        """Return the sum over all servers as of the last reading; zeros before `measure`."""
         return self._stats.stats(reset=reset)
 
     async def close(self) -> None:
-        """Close the connections; the servers go on."""
+        """Close the connections; the servers keep running."""
         await self._stats.close()
         self._calls.close()
         if self._rolling is not None:
@@ -288,7 +289,7 @@ class ServerEngine:
     async def _generate(
         self, call: InflightRequest, request: Request, adapter: RemoteAdapter | None
     ) -> Completion:
-        """Sample from the weights that were sent; once more where the server had others."""
+        """Sample from the weights that were sent; retry once if the server had others."""
         replica, pin = call.replica, self._routes.pin_of(request.episode)
         stays = None if pin is None else pin.version
         for _ in range(2):
@@ -302,14 +303,14 @@ class ServerEngine:
             if self._weights.knows(sampled, adapter, stays):
                 return _completion(sampled, before)
             replica.holds = None
-            log.warning("%s sampled from weights that were not sent to it", replica.url)
+            log.warning("%s sampled from unknown weights", replica.url)
         raise EngineError(
-            f"{replica.url} samples from weights {_labels(sampled)}, and was sent {before}.",
-            "Has it been restarted, or does someone else update it?",
+            f"{replica.url} samples from weights {_labels(sampled)}, but was sent {before}.",
+            "Check whether it was restarted or another client updates it.",
         )
 
     async def _give(self, replica: Replica, check: WeightCheck) -> None:
-        """Have one replica take the weights that are held, and prove them."""
+        """Send the held weights to one replica and verify them."""
         await self._weights.give(replica)
         theirs = await self._dialect.fingerprint(replica, BASE)
         check.check(theirs, await self._score(replica, check.probe, BASE))
@@ -324,7 +325,7 @@ class ServerEngine:
     async def _under(
         self, replica: Replica, adapter: RemoteAdapter | None, call: Callable[[str], Awaitable[Answer]]
     ) -> Answer:
-        """Call with a served adapter's name; where the server has lost it, send it again and once more."""
+        """Call with a loaded adapter's name; if the server lost it, reload it and retry once."""
         if adapter is None:
             return await call(BASE)
         try:
@@ -340,14 +341,14 @@ class ServerEngine:
         await self._weights.ready(replica, first_turn=False)
 
     async def _check_logprobs(self, replica: Replica, params: SamplingParams) -> None:
-        """Refuse sampling whose log-probabilities the server would report of another distribution."""
+        """Reject parameters under which the server would report log-probabilities of another distribution."""
         plain = params.temperature == 1 and not params.cuts
         if self._mode == "exact" or plain:
             return
         if params.guide is not None:
             raise EngineError(
-                f"{replica.url} reports log-probabilities of what a guide leaves, not of the distribution.",
-                "Sample without a guide, or from `ludus serve`, which gives both.",
+                f"{replica.url} reports log-probabilities of the guided distribution, not of the model's.",
+                "Sample without a guide, or from `ludus serve`, which reports both.",
             )
         if params.temperature == 0:
             return
@@ -360,9 +361,9 @@ class ServerEngine:
 async def _of_each(
     replicas: Sequence[Replica], ask: Callable[[Replica], Awaitable[Answer]]
 ) -> dict[Replica, Answer]:
-    """What replicas answer, one after the other; those that leave meanwhile do not count.
+    """Call each replica in turn and return the results; replicas removed meanwhile are skipped.
 
-    Raises EngineError where all have left.
+    Raises EngineError if all were removed.
     """
     found: dict[Replica, Answer] = {}
     for replica in tuple(replicas):
@@ -373,17 +374,17 @@ async def _of_each(
                 raise
     there = {replica: answer for replica, answer in found.items() if not replica.gone}
     if not there:
-        raise EngineError("There is no inference server: all have left.")
+        raise EngineError("No inference server is left: all were removed.")
     return there
 
 
 async def _always(url: str) -> bool:
-    """Nobody else runs the servers."""
+    """Return True: no other process manages the servers."""
     return True
 
 
 async def _find_mode(dialect: ApiAdapter, replica: Replica, facts: ServerFacts, name: str) -> LogprobMode:
-    """Sample hot: raw log-probabilities are then those of scoring, processed ones are not."""
+    """Detect the mode by sampling at a high temperature: only raw log-probabilities then match scoring."""
     request = Request("", (0,), _MODE_PROBE)
     sampled = await dialect.generate(replica, facts, name, request, BASE)
     scores = await dialect.score(replica, facts, request.token_ids + sampled.tokens, BASE)
@@ -395,7 +396,7 @@ def _check_mode(url: str, mode: LogprobMode, params: SamplingParams) -> None:
     cut, tempered = params.cuts, params.temperature != 1
     if not ((tempered and mode == "raw") or (cut and mode == "processed")):
         return
-    hint = "Sample at temperature 1, or cut nothing from the distribution."
+    hint = "Sample at temperature 1, or without top_k, top_p and min_p."
     if cut != tempered:
         wanted = "without" if cut else "with"
         hint = f"Start vLLM {wanted} --logprobs-mode processed_logprobs, or {hint[0].lower()}{hint[1:]}"
@@ -408,7 +409,7 @@ def _check_mode(url: str, mode: LogprobMode, params: SamplingParams) -> None:
 
 
 async def _place(rolling: RollingUpdates, routes: Router, episode: str, *, moves: bool) -> None:
-    """Say where an episode begins, or, between two turns, that it goes on elsewhere."""
+    """Pin a new episode, or move it to another replica between two turns."""
     if routes.pin_of(episode) is None:
         routes.pin(episode, await rolling.place(episode))
     elif moves and (pin := rolling.move(episode)) is not None:
@@ -419,26 +420,26 @@ def _check_fits(request: Request, limit: int) -> None:
     length = len(request.token_ids)
     if not 0 < length < limit:
         raise EngineError(
-            f"Episode {request.episode} has a prompt of {length} tokens, but the server takes "
+            f"Episode {request.episode} has a prompt of {length} tokens, but the server accepts "
             f"1 to {limit - 1} (its context is {limit}).",
-            "Shorten the history or give the server a larger context.",
+            "Shorten the history or increase the server's context.",
         )
     check_params(request.params)
 
 
 def _agreed(facts: Sequence[ServerFacts]) -> ServerFacts:
     if not facts:
-        raise UserError("No address of an inference server is given.", "Set engine.url.")
+        raise UserError("No inference server address is set.", "Set engine.url.")
     if len(set(facts)) > 1:
         raise UserError(
-            f"The replicas serve different things: {'; '.join(map(str, facts))}.",
+            f"The replicas serve different models: {'; '.join(map(str, facts))}.",
             "Start them with the same model, name and settings.",
         )
     return facts[0]
 
 
 def _completion(sampled: SampledTokens, before: int) -> Completion:
-    """Where the server does not tell versions, that of the moment when the request was sent."""
+    """Build the completion; without versions from the server, use the version at sending."""
     versions = [before] * len(sampled.tokens)
     for span in sampled.spans or ():
         version = int(span.version) if span.version.isdecimal() else before

@@ -170,7 +170,7 @@ async def aside(work: Callable[[], Result]) -> Result:
 
 
 def take(line: WeightTransferGroup, manifest: WeightManifest) -> dict[str, torch.Tensor]:
-    """Receive the tensors of a manifest. Raises EngineError on connection loss, SyncError for corrupt data."""
+    """Receive the tensors of a manifest. Raises EngineError if the connection fails, SyncError if corrupt."""
     tensors = room_for(manifest)
     line.broadcast(tensors)
     check_digest(manifest, tensors)

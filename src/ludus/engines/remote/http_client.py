@@ -1,9 +1,8 @@
-"""Calls to an inference server: each has a deadline, and raises the server's own words.
+"""HTTP calls to an inference server, with deadlines and retries.
 
-A call is sent again, the same, where the server cannot be reached, breaks off, or says that it is busy (429,
-503); never after a deadline, for the server may still be at work on it. A server that has been out of reach
-for longer than the settings' patience fails a call at its first attempt. Nothing is read from the
-environment, proxies included.
+A call is retried if the server is unreachable, drops the connection or is busy (429, 503); never after a
+deadline, since the server may still be working on it. A server that has been unreachable for longer than
+`patience_s` fails a call at the first attempt. Environment variables, such as proxies, are ignored.
 """
 
 from __future__ import annotations
@@ -34,17 +33,15 @@ Reply = TypeVar("Reply", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class RemoteEngineSettings:
-    """How a server is asked.
+    """Settings of the connection to servers.
 
-    `timeout_s` bounds each call; `patience_s` is how long one that cannot be reached is asked again, with
-    waits of `backoff_s`, doubled each time up to 5 s. Weights go through `weights_folder` (empty: a
-    temporary one), which the server must see under the same path; with a `broadcast_host`, at which servers
-    reach this process, over a line of gloo instead, and with `delta` what changed alone. With `keeps_weights`
-    a copy of what was sent over the line stays, for servers that join later. With `keeps_adapters` an episode
-    stays with the version of the adapter that it began with. With `moves_episodes` one that stays with the
-    weights of its engine moves, between two turns, to newer ones where that engine waits for its end.
-    `token` is that of the servers' control paths; empty looks for the one that a server on this machine has
-    left.
+    `timeout_s` bounds each call; `patience_s` is how long to retry an unreachable server, with delays of
+    `backoff_s`, doubled up to 5 s. Weights are sent through `weights_folder` (empty: a temporary folder),
+    which the server must see under the same path. With a `broadcast_host`, an address at which servers reach
+    this process, they are sent over a gloo process group instead, with `delta` only the changes; with
+    `keeps_weights` a copy is kept for servers that join later. `keeps_adapters` keeps each episode on the
+    adapter version that it started with. `moves_episodes` moves episodes off a draining engine between two
+    turns. `token` authorizes the control endpoints; empty uses the token stored by a local server.
     """
 
     timeout_s: float = 600.0
@@ -60,7 +57,7 @@ class RemoteEngineSettings:
 
 
 class HttpRefusal(EngineError):
-    """The server answered that it will not. `status` is the HTTP status."""
+    """The server rejected the request. `status` is the HTTP status."""
 
     def __init__(self, message: str, hint: str = "", status: int = 0) -> None:
         super().__init__(message, hint)
@@ -71,7 +68,7 @@ class HttpRefusal(EngineError):
 
 
 class NoServerAvailable(EngineError):
-    """Nobody answers at `url`, before anything was asked of it."""
+    """No server responds at `url`; no request was sent."""
 
     def __init__(self, message: str, hint: str = "", url: str = "") -> None:
         super().__init__(message, hint)
@@ -80,7 +77,7 @@ class NoServerAvailable(EngineError):
 
 @dataclass
 class _Line:
-    """What belongs to one event loop: connections, and the lock of the weights."""
+    """Connection state of one event loop: HTTP client and weight lock."""
 
     loop: asyncio.AbstractEventLoop
     client: httpx.AsyncClient
@@ -89,12 +86,11 @@ class _Line:
 
 @dataclass(eq=False)
 class Replica:
-    """One server. `load` counts the calls under way; `holds` is its weights' version, None if unknown.
+    """One server. `load` counts its running calls; `holds` is its weight version, None if unknown.
 
-    `behind` is an older version that it stays at while its episodes end; None where it is to have the newest.
-
-    `restore` makes sure of its weights; it comes before what samples is sent again, for the server may have
-    been started anew. One that is `gone` is not asked again.
+    `behind` is the older version it keeps while its episodes end; None if it should hold the newest.
+    `restore` ensures its weights before a sampling call is retried, since the server may have been restarted.
+    No calls are made once `gone`.
     """
 
     url: str
@@ -115,41 +111,42 @@ class Replica:
 
     @property
     def is_down(self) -> bool:
-        """Whether the last attempt did not reach it."""
+        """Whether the last attempt failed to connect."""
         return self._down_since is not None
 
     @property
     def lock(self) -> asyncio.Lock:
-        """Held while its weights are exchanged or looked at."""
+        """Lock held while its weights are updated or checked."""
         return self._own_line().lock
 
     async def get(self, path: str, reply: type[Reply]) -> Reply:
-        """The answer to a GET. Raises EngineError."""
+        """Send a GET and return the parsed response. Raises EngineError."""
         return self._read(await self._call("GET", path, None, samples=False), reply)
 
     async def post(
         self, path: str, body: Mapping[str, object], reply: type[Reply], *, samples: bool = False
     ) -> Reply:
-        """The answer to a POST of JSON; `samples` where it depends on the weights. Raises EngineError."""
+        """POST JSON and return the parsed response; set `samples` if it depends on the weights. Raises
+        EngineError."""
         return self._read(await self._call("POST", path, json.dumps(body).encode(), samples=samples), reply)
 
     async def tell(self, path: str, body: Mapping[str, object]) -> None:
-        """A POST of JSON whose answer is no JSON. Raises EngineError."""
+        """POST JSON and ignore the response body. Raises EngineError."""
         await self._call("POST", path, json.dumps(body).encode(), samples=False)
 
     def part(self) -> None:
-        """Ask it nothing more. Its connections go when what is under way has ended."""
+        """Stop making calls. Connections close when running calls have ended."""
         self.gone = True
         self._close_idle()
 
     async def close(self) -> None:
-        """Close the connections; those of a loop that is over went with it."""
+        """Close the connections; those of an ended loop are already closed."""
         line, self._line = self._line, None
         if line is not None and line.loop is asyncio.get_running_loop():
             await line.client.aclose()
 
     async def _call(self, method: str, path: str, body: bytes | None, *, samples: bool) -> httpx.Response:
-        if not self.load:  # it owes no answer
+        if not self.load:  #  no call is running
             self._last_answer = time.time()
         self.load += 1
         try:
@@ -163,24 +160,24 @@ class Replica:
                 self._close_idle()
 
     async def _late(self, path: str) -> EngineError:
-        """What to say of a call that had no answer: the server hangs, or it only has too much to do."""
+        """Return the error for a timed-out call: the server either hangs or is overloaded."""
         limit_s, silent_s = self.settings.timeout_s, time.time() - self._last_answer
         if silent_s < limit_s:
             return EngineError(
-                f"{self.url}{path} gave no answer within {limit_s:g} s, but {silent_s:.0f} s ago it answered "
+                f"{self.url}{path} gave no response within {limit_s:g} s, but {silent_s:.0f} s ago answered "
                 "another request.",
-                "Give it fewer requests at once (rollout.concurrency) or more time (engine.timeout_s).",
+                "Decrease rollout.concurrency or increase engine.timeout_s.",
             )
         try:
             await self._own_line().client.get(f"{self.url}/health", timeout=min(limit_s, _HEALTH_S))
-            alive = "its HTTP side still answers /health, so its engine hangs or is far too slow"
+            alive = "/health still responds, so its engine hangs or is far too slow"
         except httpx.HTTPError:
-            alive = "/health does not answer either"
+            alive = "/health does not respond either"
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self._last_answer))
         return EngineError(
-            f"The replica {self.url} hangs: it has answered nothing since {since} ({silent_s:.0f} s ago) "
-            f"and {self.load} requests wait for it ({path} for {limit_s:g} s); {alive}.",
-            "Look at its log and start it again. If it only needs longer, raise engine.timeout_s.",
+            f"The replica {self.url} hangs: no response since {since} ({silent_s:.0f} s ago), "
+            f"{self.load} requests waiting ({path} for {limit_s:g} s); {alive}.",
+            "Check its log and restart it. If it is only slow, increase engine.timeout_s.",
         )
 
     def _close_idle(self) -> None:
@@ -190,7 +187,7 @@ class Replica:
         self._closing = line.loop.create_task(line.client.aclose())
 
     async def _attempts(self, method: str, path: str, body: bytes | None, *, samples: bool) -> httpx.Response:
-        """As many attempts as it takes and the patience allows. Raises what the last one met."""
+        """Retry within `patience_s`. Raises the last attempt's error."""
         begin, attempt = time.monotonic(), 0
         while True:
             try:
@@ -201,10 +198,10 @@ class Replica:
                 if self.gone or time.monotonic() - self._down_since >= self.settings.patience_s:
                     raise self._unreached(path, error, attempt + 1) from error
             except httpx.DecodingError as error:
-                raise EngineError(f"{self.url}{path} sent a reply that cannot be taken: {error}.") from error
+                raise EngineError(f"{self.url}{path} sent an unreadable response: {error}.") from error
             else:
                 self._down_since = None
-                if not path.startswith(_ABORT):  # which it answers although it may do nothing
+                if not path.startswith(_ABORT):  #  the abort endpoint responds even if the engine hangs
                     self._last_answer = time.time()
                 if response.status_code == _NO_TOKEN and self._has_new_token():
                     continue
@@ -224,7 +221,7 @@ class Replica:
         return await client.request(method, f"{self.url}{path}", content=body, headers=headers)
 
     def _has_new_token(self) -> bool:
-        """Whether a server that was started again here has left another token."""
+        """Return whether a restarted local server has stored a new token."""
         token = self.settings.token or find_token(self.url)
         changed, self._token = token not in ("", self._token), token
         return changed
@@ -242,9 +239,9 @@ class Replica:
     def _unreached(self, path: str, error: httpx.HTTPError, attempts: int) -> EngineError:
         times = "attempt" if attempts == 1 else "attempts"
         return EngineError(
-            f"The inference server {self.url} cannot be reached or broke off ({path}, {attempts} {times}): "
-            f"{type(error).__name__}: {error or 'no more is known'}.",
-            "Look at its log and start it again. engine.patience_s says how long it is waited for.",
+            f"The inference server {self.url} is unreachable or hung up ({path}, {attempts} {times}): "
+            f"{type(error).__name__}: {error or 'no details'}.",
+            "Check its log and restart it. engine.patience_s sets how long to retry.",
         )
 
     def _checked(self, path: str, response: httpx.Response) -> httpx.Response:
@@ -261,39 +258,37 @@ class Replica:
         except ValidationError as error:
             where = ".".join(str(part) for part in error.errors()[0]["loc"])
             raise EngineError(
-                f"{response.request.url} sent something else than expected (at {where or 'the top'}): "
+                f"{response.request.url} sent an unexpected response (at {where or 'the top'}): "
                 f"{excerpt(response.content)}",
                 "Check engine.url and engine.dialect.",
             ) from error
 
 
 def ask_once(url: str, path: str, reply: type[Reply]) -> Reply:
-    """The answer to a GET before there is an event loop. Raises EngineError, UserError for a bad address."""
+    """Send a GET outside an event loop. Raises EngineError, UserError for an invalid address."""
     try:
         response = get_bounded(f"{url}{path}", 10.0)
         response.raise_for_status()
         return reply.model_validate_json(response.content)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise UserError(f"{url!r} is no web address: {error}.", "Begin engine.url with http://.") from error
+        raise UserError(f"{url!r} is not a valid URL: {error}.", "Start engine.url with http://.") from error
     except httpx.HTTPStatusError as error:
         status = error.response.status_code
         raise EngineError(f"{url}{path} answered {status}: {server_words(error.response)}") from error
     except httpx.DecodingError as error:
-        raise EngineError(f"{url}{path} sent a reply that cannot be taken: {error}.") from error
+        raise EngineError(f"{url}{path} sent an unreadable response: {error}.") from error
     except httpx.HTTPError as error:
         raise NoServerAvailable(
-            f"The inference server {url} cannot be reached: {type(error).__name__}: {error}.",
+            f"The inference server {url} is unreachable: {type(error).__name__}: {error}.",
             f"Start it first, for example with: {serve_command(url, 'MODEL')}",
             url,
         ) from error
     except ValidationError as error:
-        raise EngineError(
-            f"{url}{path} sent something else than expected.", "Check engine.dialect."
-        ) from error
+        raise EngineError(f"{url}{path} sent an unexpected response.", "Check engine.dialect.") from error
 
 
 def serve_command(url: str, model: str) -> str:
-    """What to type to have a server at that address with the weights of a model, to be trained."""
+    """Return the command that starts a trainable server of a model at that address."""
     place = httpx.URL(url)
     host = "" if place.host in ("127.0.0.1", "localhost") else f" --host {place.host}"
     port = place.port or (443 if place.scheme == "https" else 80)
@@ -301,7 +296,7 @@ def serve_command(url: str, model: str) -> str:
 
 
 def server_words(response: httpx.Response) -> str:
-    """The server's own words: the error's message where the body has one, else the body's beginning."""
+    """Return the error message in the body, or else the beginning of the body."""
     try:
         body = response.json()
     except (ValueError, RecursionError):
@@ -312,7 +307,7 @@ def server_words(response: httpx.Response) -> str:
 
 
 def excerpt(body: bytes) -> str:
-    """The beginning of a body as one line."""
+    """Return the beginning of a body as one line."""
     text = " ".join(body.decode("utf-8", "replace").split())
     cut = text[:_EXCERPT_CHARS] + (" ..." if len(text) > _EXCERPT_CHARS else "")
     return cut or "an empty body"

@@ -24,7 +24,7 @@ log = logging.getLogger("ludus.server")
 
 @dataclass(eq=False)
 class InflightRequest:
-    """A running request. `name` is its id at the server, "" before sending; `aborted` asks for an early end."""
+    """A running request. `name` is its id at the server, "" before sending."""
 
     replica: Replica
     name: str = ""

@@ -1,10 +1,9 @@
-"""Several engines that take new weights one by one, so that an episode stays with those it began on.
+"""Rolling weight updates of several engines: each episode stays on the version that it started with.
 
-Takes weights to hand out, and episodes that begin and end. Gives each episode an engine and a version, both
-for all of its life. Waits with the weights of an engine until its episodes have ended; it then takes the
-newest, not those that it missed. Never lets an episode begin on an engine whose weights are not proved
-there, nor on weights older than `served` has said. An engine that has left is forgotten; one that joins holds
-the newest.
+Each episode is assigned an engine and a version for its whole life. An engine's update waits until its
+episodes have ended and then loads the newest weights, skipping missed versions. No episode starts on an
+engine whose weights are not verified, or on weights older than the version that `served` returned. An engine
+that leaves is forgotten; one that joins holds the newest weights.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ log = logging.getLogger("ludus.server")
 
 @dataclass(frozen=True, slots=True)
 class EpisodePin:
-    """The engine that samples an episode, and the version of the weights that samples all of it."""
+    """Engine and weight version that sample all of an episode."""
 
     url: str
     version: int
@@ -40,51 +39,51 @@ class EpisodePin:
 
 @dataclass
 class Placement:
-    """Which engine an episode begins on, and which may take weights. Knows no clock and no event loop.
+    """Decides on which engine an episode starts, and which engines may update. Uses no clock or event loop.
 
-    `replicas` changes in place. `newest` is the version that was published last; a replica that is not
-    `behind` holds it. At most half of the engines wait for the end of their episodes at once, the oldest
-    first, and all that are more than `lag` versions behind; but never all of them. One that waits for more
-    than `lag` versions changes places with an open one that is as old.
+    `replicas` is modified in place. `newest` is the last published version; a replica with `behind` unset
+    holds it. At most half of the engines, oldest versions first, drain at once (wait for their episodes to
+    end), plus all that are more than `lag` versions behind; but never all engines. An engine that drains for
+    more than `lag` versions swaps roles with an open one of the same version.
     """
 
     replicas: list[Replica]
     newest: int
     lag: int
     floor: int = field(init=False)
-    """No episode begins on an older version."""
+    """Minimum version on which an episode may start."""
     taking: set[Replica] = field(default_factory=set, init=False)
-    """Those to which weights are on their way."""
+    """Replicas whose weights are being sent."""
     leaving: set[str] = field(default_factory=set, init=False)
-    """Addresses of those that go when their episodes have ended: none begins there."""
+    """Addresses of engines being removed: they accept no new episode."""
     _waiting: dict[Replica, int] = field(default_factory=dict, init=False)
-    """Those on which no episode begins, with the newest version of when that began."""
+    """Draining replicas, with the newest version at the time they began."""
     _pins: dict[str, EpisodePin] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.floor = self.newest
 
     def held(self, replica: Replica) -> int:
-        """The version that a replica samples from."""
+        """Return the version that a replica samples from."""
         return self.newest if replica.behind is None else replica.behind
 
     @property
     def open(self) -> list[Replica]:
-        """Those on which episodes may begin."""
+        """Replicas that accept new episodes."""
         shut = self.taking | self._waiting.keys()
         return [one for one in self._kept if one not in shut and self.held(one) >= self.floor]
 
     @property
     def _kept(self) -> list[Replica]:
-        """Those that have not left, and are not about to."""
+        """Replicas that have not left and are not being removed."""
         return [one for one in self.replicas if not one.gone and one.url not in self.leaving]
 
     def is_empty(self, url: str) -> bool:
-        """Whether no episode is at an address."""
+        """Return whether an address has no episode."""
         return all(pin.url != url for pin in self._pins.values())
 
     def begin(self, episode: str) -> EpisodePin | None:
-        """The least busy engine that is open, of equally busy ones the newest; None while there is none."""
+        """Pin an episode to the least loaded open engine (newest version on ties); None if there is none."""
         busy = self._busy()
         found = self.open
         if not found:
@@ -94,8 +93,8 @@ class Placement:
         return self._pins[episode]
 
     def move(self, episode: str) -> EpisodePin | None:
-        """Where an episode goes on whose engine waits for it to end: the least busy of the open engines with
-        newer weights; None where it stays."""
+        """Move an episode from a draining engine to the least loaded open engine with newer weights; None if
+        it stays."""
         pin = self._pins[episode]
         waits = {one.url for one in self._waiting} | self.leaving
         newer = [one for one in self.open if self.held(one) > pin.version]
@@ -108,19 +107,19 @@ class Placement:
         return self._pins[episode]
 
     def end(self, episode: str) -> None:
-        """An episode is over."""
+        """End an episode."""
         self._pins.pop(episode, None)
 
     def publish(self, version: int) -> None:
-        """There are newer weights."""
+        """Set the newest version."""
         self.newest = version
 
     def serve_newest(self) -> None:
-        """Let episodes begin on the newest version alone from now on."""
+        """Start episodes only on the newest version from now on."""
         self.floor = self.newest
 
     def settle(self) -> list[Replica]:
-        """Decide which engines wait for the end of their episodes; gives those that may take weights now."""
+        """Choose the engines to drain; return those that may update now."""
         busy = self._busy()
         behind = [one for one in self._kept if self.held(one) < self.newest]
         self._waiting = {one: since for one, since in self._waiting.items() if one in behind}
@@ -134,7 +133,7 @@ class Placement:
         return [one for one in behind if not (busy[one.url] or one in self.taking)]
 
     def _change_places(self, busy: Counter[str]) -> None:
-        """Let no slow episode keep engines from newer weights that have no such episode."""
+        """Prevent a slow episode from blocking updates of engines of the same version."""
         for one, since in tuple(self._waiting.items()):
             as_old = [other for other in self.open if self.held(other) == self.held(one)]
             if self.newest - since > self.lag and self.held(one) >= self.floor and as_old:
@@ -142,16 +141,16 @@ class Placement:
                 self._waiting[min(as_old, key=lambda other: busy[other.url])] = self.newest
 
     def _busy(self) -> Counter[str]:
-        """Episodes by engine."""
+        """Count episodes by engine address."""
         return Counter(pin.url for pin in self._pins.values())
 
 
 @dataclass
 class RollingUpdates:
-    """Places episodes and hands weights out, in one event loop.
+    """Places episodes and distributes weights, in one event loop.
 
-    `hold` keeps weights of a version; `give` brings those to one replica, with their proof. `lives` tells,
-    after that has failed, whether the engine at an address is still one of them.
+    `hold` stores weights of a version; `give` sends them to one replica and verifies them. After a failure,
+    `lives` returns whether the replica still exists.
     """
 
     placement: Placement
@@ -165,7 +164,7 @@ class RollingUpdates:
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     async def place(self, episode: str) -> EpisodePin:
-        """Where an episode begins, as soon as an engine is open. Raises what a transfer met."""
+        """Pin an episode as soon as an engine is open. Raises a transfer's error."""
         while True:
             pin = self.placement.begin(episode)
             if pin is not None:
@@ -173,36 +172,35 @@ class RollingUpdates:
             await self._change()
 
     def move(self, episode: str) -> EpisodePin | None:
-        """Where an episode goes on between two turns, if that is another engine; its own may then take
-        weights."""
+        """Move an episode between two turns, if its engine drains; that engine may then update."""
         pin = self.placement.move(episode)
         if pin is not None:
             self._settle()
         return pin
 
     def release(self, episode: str) -> None:
-        """An episode is over."""
+        """End an episode."""
         self.placement.end(episode)
         self._settle()
 
     async def served(self, beyond: int) -> int:
-        """The version than which no episode begins on an older one, once it is more than `beyond`.
+        """Return the minimum version on which episodes may start, once it exceeds `beyond`.
 
-        Raises what a transfer met.
+        Raises a transfer's error.
         """
         while self.placement.floor <= beyond:
             await self._change()
         return self.placement.floor
 
     async def catch_up(self) -> None:
-        """Let episodes begin on the newest weights alone, and wait until the first engine has them."""
+        """Allow only the newest weights for new episodes, and wait until one engine has them."""
         self.placement.serve_newest()
         self._settle()
         while not self.placement.open:
             await self._change()
 
     async def offer(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
-        """Keep weights, which each replica takes and proves when its episodes have ended."""
+        """Store weights for each replica to load and verify once its episodes have ended."""
         async with self.quiet():
             await self.hold(check.version, state)
             self._check = check
@@ -210,7 +208,7 @@ class RollingUpdates:
 
     @asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:
-        """No weights are on their way for the time of the block; waits for those that are."""
+        """Suspend transfers during the block, after waiting for running ones."""
         self._paused = True
         try:
             await asyncio.gather(*self._transfers.values(), return_exceptions=True)
@@ -220,11 +218,11 @@ class RollingUpdates:
             self._settle()
 
     def change(self) -> None:
-        """An engine has joined or left."""
+        """Re-plan after an engine joined or left."""
         self._settle()
 
     async def empty(self, url: str) -> None:
-        """Let no more episodes begin at an address, and wait until those that are there have ended."""
+        """Stop new episodes at an address and wait until its episodes have ended."""
         self.placement.leaving.add(url)
         try:
             self._settle()
@@ -234,13 +232,13 @@ class RollingUpdates:
             self.placement.leaving.discard(url)
 
     def close(self) -> None:
-        """End what is on its way."""
+        """Cancel running transfers."""
         self._paused = True
         for task in self._transfers.values():
             task.cancel()
 
     def _settle(self) -> None:
-        """Begin the transfers that may begin, and wake up whoever waits for a change."""
+        """Start the transfers that may start, and wake all waiters."""
         for replica in () if self._paused else self.placement.settle():
             assert self._check is not None
             self.placement.taking.add(replica)
@@ -262,10 +260,10 @@ class RollingUpdates:
                 replica.gone = True
                 return
             raise SyncError(f"{replica.url} refused weights {check.version}: {error}") from error
-        log.info("%s has taken weights %d; %s", replica.url, check.version, self._versions())
+        log.info("%s loaded weights %d; %s", replica.url, check.version, self._versions())
 
     def _after(self, replica: Replica, task: asyncio.Task[None]) -> None:
-        """A transfer is over. A replica without its proof stays shut."""
+        """Finish a transfer. A replica that failed verification accepts no episodes."""
         self._transfers.pop(replica, None)
         error = None if task.cancelled() else task.exception()
         if error is None:
@@ -274,12 +272,12 @@ class RollingUpdates:
         self._settle()
 
     def _versions(self) -> str:
-        """Which versions the engines hold, in words."""
+        """Return the number of engines per version as text."""
         counts = Counter(map(self.placement.held, self.placement.replicas))
         return ", ".join(f"{counts[version]} at version {version}" for version in sorted(counts))
 
     async def _change(self) -> None:
-        """Wait until something has changed. Raises what a transfer met."""
+        """Wait for a change. Raises a transfer's error."""
         if self._failure is None:
             self._changed.clear()
             await self._changed.wait()

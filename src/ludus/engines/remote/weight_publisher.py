@@ -1,8 +1,8 @@
-"""The weights that were sent to inference servers: where they lie, who holds them, and the proof.
+"""Publish weights to inference servers: where they are stored, which replica holds them, verification.
 
-They go through a folder that the servers see, or over a line between processes (`Broadcaster`); LoRA
-adapters go alone (`LoraPublisher`). A client that follows another one sends nothing: it knows what was sent,
-and refuses what a server samples from anything else.
+Weights are sent through a shared folder or broadcast (`Broadcaster`); LoRA adapters are sent alone
+(`LoraPublisher`). A client that follows another one sends nothing; it tracks the versions sent and rejects
+tokens sampled under any other.
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ log = logging.getLogger("ludus.server")
 
 
 KNOWN_LABELS = 1000
-"""Labels of versions that stay known, the newest: no request runs under as many."""
+"""Number of newest version labels remembered; no running request spans as many."""
 
 
 @dataclass
 class _Sent:
-    """The whole weights that were sent last, where they lie, and the labels of those that were sent."""
+    """The last full weights sent, their folder, and the labels of all versions sent."""
 
     version: int = 0
     folder: Path | None = None
     labels: tuple[str, ...] = ()
 
     def and_then(self, version: int) -> tuple[str, ...]:
-        """The labels once `version` is sent as well."""
+        """Return the labels after sending `version`."""
         earlier = (label for label in self.labels if label != str(version))
         return (*earlier, str(version))[-KNOWN_LABELS:]
 
 
 class WeightPublisher:
-    """What one client has sent to `replicas`, a list that may change in place. `name` is the client's own.
+    """Weights sent by one client to `replicas`, a list that may change in place. `name` is unique to the
+    client.
 
-    `tells_versions` says whether the servers label each token with the weights that sampled it.
+    `tells_versions`: the servers label each token with its weight version.
     """
 
     def __init__(
@@ -74,20 +75,20 @@ class WeightPublisher:
         self._unproved: set[str] = set()
         self._sent = _Sent()
         self._old: list[Path] = []
-        """Folders of weights before the last, which are to go."""
+        """Folders of outdated weights, to be removed."""
         self._shelf = WeightFolder(settings.weights_folder)
         self.adapters = LoraPublisher(dialect, replicas, self._shelf, name, settings.keeps_adapters)
         self.line = broadcaster_of(replicas, dialect, settings)
 
     async def send(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Have every replica take whole weights. Raises as `ServerEngine.load_weights`."""
+        """Send full weights to every replica. Raises as `ServerEngine.load_weights`."""
         if self.line is not None:
             await self._broadcast(version, state)
             return
         state, replicas = with_head(state), tuple(self._replicas)
         folder = await self._save(version, state)
         async with AsyncExitStack() as held:
-            for replica in replicas:  # one that is looked at meanwhile would seem to have lost them
+            for replica in replicas:  #  a replica checked meanwhile would seem to lack them
                 await held.enter_async_context(replica.lock)
             self._announce(version, folder)
             updates = (self._update(replica, state) for replica in replicas)
@@ -98,9 +99,9 @@ class WeightPublisher:
         await self._remove_old()
 
     async def hold(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Keep whole weights for `give`; each replica stays at the version that it has until then.
+        """Store full weights for `give`; each replica stays at its version until then.
 
-        Not while a replica is given any. Raises StorageError.
+        Must not run during `give`. Raises StorageError.
         """
         old = self.version
         if self.line is not None:
@@ -113,7 +114,7 @@ class WeightPublisher:
         await self._remove_old()
 
     async def give(self, replica: Replica) -> None:
-        """Have one replica take what is held, and prove it. Raises as `ServerEngine.load_weights`."""
+        """Send the held weights to one replica and verify them. Raises as `ServerEngine.load_weights`."""
         async with replica.lock:
             if self.line is not None:
                 await self._prove(replica, await self.line.bring(replica))
@@ -123,22 +124,22 @@ class WeightPublisher:
             replica.holds, replica.behind = self.version, None
 
     async def _save(self, version: int, state: Mapping[str, torch.Tensor]) -> Path:
-        """Write weights; gives their folder."""
+        """Write weights and return their folder."""
         folder = self._shelf.folder(f"{self._name}-{version}", num_bytes(state))
         await asyncio.to_thread(save_weights, folder, state)
         return folder
 
     def _announce(self, version: int, folder: Path | None) -> None:
-        """These are the weights that replicas are to have."""
+        """Record the weights that replicas should hold."""
         every = {*self._old, self._sent.folder} - {folder, None}
         self._old = [one for one in every if one is not None]
         self._sent = _Sent(version, folder, self._sent.and_then(version))
         self.version = version
 
     async def _remove_old(self) -> None:
-        """Remove folders that nobody reads any more, once no replica is looked at.
+        """Remove outdated folders once no replica is being checked.
 
-        Those of a transfer that failed go with the next one that does not.
+        After a failed transfer they are removed with the next successful one.
         """
         while self._old:
             for replica in tuple(self._replicas):
@@ -147,9 +148,9 @@ class WeightPublisher:
             await asyncio.to_thread(shutil.rmtree, self._old.pop(), ignore_errors=True)
 
     async def _broadcast(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Send the weights over a line; no file is left to send them from again."""
+        """Broadcast the weights; no file is kept to resend them."""
         assert self.line is not None
-        self.know(version)  # the first to have them may sample before the last one has
+        self.know(version)  #  the first replica may sample before the last has them
         await self.line.send(version, state)
         self._announce(version, None)
         for replica in tuple(self._replicas):
@@ -159,7 +160,7 @@ class WeightPublisher:
     async def send_adapter(
         self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
     ) -> None:
-        """Have every replica take an adapter. Raises as `ServerEngine.load_adapter`."""
+        """Send an adapter to every replica. Raises as `ServerEngine.load_adapter`."""
         await self.adapters.send(name, version, state, scaling)
         if name != DEFAULT:
             return
@@ -168,9 +169,9 @@ class WeightPublisher:
         self.version = version
 
     def follow(self, version: int | None, adapter: RemoteAdapter | None) -> None:
-        """Know that another client sends `version` (None: nothing yet), as `adapter` where it sends these.
+        """Record that another client sent `version` (None: nothing yet), as `adapter` if it sends adapters.
 
-        What was said here before stays known, for `KNOWN_LABELS` versions: a request may still run under it.
+        The last `KNOWN_LABELS` versions stay known, since requests may still run under them.
         """
         self._follows = True
         self.adapters.follow(adapter)
@@ -181,11 +182,11 @@ class WeightPublisher:
         self.version = version
 
     def know(self, version: int) -> None:
-        """Know of weights that are sent beside those that were sent last, by another client too."""
+        """Record a version sent in addition to the last one, possibly by another client."""
         self._sent = replace(self._sent, labels=self._sent.and_then(version))
 
     async def bring(self, replica: Replica) -> None:
-        """Have a replica that is not in the list yet take what was sent last, and prove it."""
+        """Send the last weights to a new replica and verify them."""
         if self.line is not None:
             last = await self.line.bring(replica)
             if last:
@@ -194,10 +195,10 @@ class WeightPublisher:
         await self.ready(replica, first_turn=True)
 
     async def ready(self, replica: Replica, *, first_turn: bool, stays: int | None = None) -> None:
-        """Make sure that a replica holds the weights that it is to have, as far as it tells.
+        """Ensure that a replica holds the expected weights, as far as it reports them.
 
-        One that reports versions with its tokens is asked only when in doubt, others once an episode. Raises
-        EngineError where it has other ones than the version at which an episode `stays`.
+        A replica that reports versions with its tokens is queried only when in doubt, others once per
+        episode. Raises EngineError if it does not hold the version to which the episode is pinned (`stays`).
         """
         if self._follows:
             if replica.holds != self.version or (first_turn and not self._tells_versions):
@@ -208,10 +209,10 @@ class WeightPublisher:
         else:
             await self._make_ready(replica, first_turn)
         if stays is not None and stays != self._due(replica):
-            raise EngineError(f"{replica.url} has lost the weights {stays}, at which an episode was to stay.")
+            raise EngineError(f"{replica.url} lost weights {stays}, to which an episode is pinned.")
 
     async def _make_ready(self, replica: Replica, first_turn: bool) -> None:
-        """Send the weights that were sent last again where they are gone."""
+        """Resend the last weights if the replica lost them."""
         in_doubt = replica.holds != self._due(replica)
         tells = self._tells_versions or self._sent.folder is None
         if not in_doubt and (tells or not first_turn):
@@ -222,25 +223,25 @@ class WeightPublisher:
             folder, version = self._sent.folder, self._sent.version
             label = str(version if replica.behind is None else replica.behind)
             if folder is not None and await self._dialect.version(replica) != label:
-                log.warning("%s lacks the weights of version %s; sending %d", replica.url, label, version)
+                log.warning("%s holds weights %s; sending version %d", replica.url, label, version)
                 await self._update(replica, await asyncio.to_thread(read_weights, folder))
             await self.adapters.restore(replica)
             replica.holds = self._due(replica)
 
     def _due(self, replica: Replica) -> int:
-        """The version that a replica is to have."""
+        """Return the version that a replica should hold."""
         return self.version if replica.behind is None else replica.behind
 
     def before(self, adapter: RemoteAdapter | None, stays: int | None = None) -> int:
-        """The version that a request begins under."""
+        """Return the version that a request starts under."""
         if adapter is not None:
             return adapter.version
         return self._sent.version if stays is None else stays
 
     def knows(self, sampled: SampledTokens, adapter: RemoteAdapter | None, stays: int | None = None) -> bool:
-        """Whether all tokens are of versions that were sent; true where the server does not tell.
+        """Return whether all tokens are of known versions, or the server reports none.
 
-        Those of an episode that `stays` at a version are to be of that alone.
+        With `stays`, only that version is accepted.
         """
         labels = self._sent.labels if adapter is None else (str(adapter.version),)
         if stays is not None:
@@ -248,7 +249,7 @@ class WeightPublisher:
         return not labels or all(span.version in labels for span in sampled.spans or ())
 
     async def close(self) -> None:
-        """Have the servers forget adapters, and remove what is temporary."""
+        """Unload adapters from the servers and remove temporary folders."""
         await self.adapters.close()
         if not self._shelf.root:
             self._sent.folder = None
@@ -257,34 +258,34 @@ class WeightPublisher:
             self.line.close()
 
     async def _check_label(self, replica: Replica, stays: int | None) -> None:
-        """Raise EngineError where a replica holds other weights than were sent by the client that sends."""
+        """Raise EngineError if a replica holds weights that no client sent."""
         labels = self._sent.labels if stays is None else {str(stays)}
         if labels:
             label = await self._dialect.version(replica)
             if label not in labels:
-                raise EngineError(f"{replica.url} holds the weights {label}, which were not sent to it.")
+                raise EngineError(f"{replica.url} holds unknown weights {label}.")
         replica.holds = self.version
 
     async def _check_broadcast(self, replica: Replica) -> None:
-        """Raise EngineError where a replica, after it was out of reach, has not what was broadcast last."""
+        """Raise EngineError if a replica that was unreachable lacks the last broadcast."""
         due = self._due(replica)
         if self.line is None or not self._sent.labels or replica.holds == due:
             return
         if await self._dialect.version(replica) != str(due):
             raise EngineError(
-                f"{replica.url} has lost the weights of version {due}, which were broadcast.",
-                "Resume the run: it sends them anew. Weights in a folder are sent again by themselves.",
+                f"{replica.url} lost the broadcast weights of version {due}.",
+                "Resume the run to resend them. Weights in a folder are resent automatically.",
             )
         replica.holds = due
 
     async def _update(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
-        """Have one replica take the weights in the folder, and hold its digests against `state`."""
+        """Load the weights in the folder at one replica and verify its digests against `state`."""
         await self._dialect.update(replica, str(self._sent.folder), self._sent.version)
         await self._prove(replica, state)
         replica.holds, replica.behind = self.version, None
 
     async def _prove(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
-        """Hold the digests of a replica's tensors against `state`."""
+        """Compare the digests of a replica's tensors with `state`."""
         version, digests = self._sent.version, await self._dialect.digests(replica)
         if digests is None:
             self._say_unproved(replica)
@@ -298,10 +299,10 @@ class WeightPublisher:
                 f"{len(proof.wrong)} tensors differ, {', '.join(proof.wrong[:3])} among them.",
                 "The rollouts would come from another policy; nothing was trained on them.",
             )
-        log.info("%s: %d tensors proved, %d say nothing", replica.url, proof.proved, proof.silent)
+        log.info("%s: %d tensors verified, %d without digests", replica.url, proof.proved, proof.silent)
 
     def _say_unproved(self, replica: Replica) -> None:
-        """Say once of each server that nothing but the probe shows which weights it holds."""
+        """Warn once per server that only log-probabilities verify its weights."""
         if replica.url not in self._unproved:
             self._unproved.add(replica.url)
-            log.warning("%s gives no digest of its weights: the probe alone proves them", replica.url)
+            log.warning("%s reports no weight digests: only the probe verifies them", replica.url)
