@@ -174,7 +174,7 @@ async def what_does_not_fit_is_refused_and_the_old_version_stays(case):
     uneven = {**factors(made), **{n: p[:4] for n, p in list(factors(made).items())[:1]}}
     with pytest.raises(SyncError, match="single rank"):
         await case.engine.load_adapter("a", 2, uneven, SCALING)
-    with pytest.raises(SyncError, match="no factor"):
+    with pytest.raises(SyncError, match="not a factor"):
         await case.engine.load_adapter("a", 2, {"model.norm.weight": torch.ones(128)}, SCALING)
     done = await case.ask("a")
     assert (set(done.versions), is_right(made, done)) == ({1}, True)

@@ -447,7 +447,7 @@ def test_episodes_move_on_when_their_engine_leaves_and_a_new_one_is_used():
         engine = ServerEngine([first.url], "vllm", QUICK)
         await ask(engine)
         engine.leave(first.url)
-        with pytest.raises(EngineError, match="all have left"):
+        with pytest.raises(EngineError, match="all were removed"):
             await ask(engine)
         await engine.join(second.url)
         await ask(engine)

@@ -343,14 +343,14 @@ def test_tool_choice_none_leaves_the_tools_out_and_none_can_be_forced(server):
             "completions",
             400,
             {"prompt": "x", "prompt_logprobs": 50},
-            "at most 20 alternatives are served, 50",
+            "at most 20 top_logprobs are supported, 50",
         ),
         ("completions", 400, {"prompt": "x", "top_logprobs": 2}, "top_logprobs is not a field"),
         (
             "chat/completions",
             400,
             {"messages": QUESTION, "logprobs": True, "top_logprobs": 21},
-            "top_logprobs: at most 20 alternatives are served, 21 are asked for",
+            "top_logprobs: at most 20 top_logprobs are supported, 21 requested",
         ),
         ("chat/completions", 400, {"messages": QUESTION, "top_logprobs": 2}, "needs logprobs = true"),
         ("completions", 400, {"prompt": "x", "n": 0}, "n"),
@@ -371,7 +371,7 @@ def test_tool_choice_none_leaves_the_tools_out_and_none_can_be_forced(server):
             "json_schema.schema",
         ),
         ("completions", 400, {"prompt": "x", "structured_outputs": {"regex": "("}}, "regex of the guide"),
-        ("completions", 400, {"prompt": "x", "structured_outputs": {}}, "takes one of"),
+        ("completions", 400, {"prompt": "x", "structured_outputs": {}}, "accepts one of"),
         ("completions", 400, {"prompt": "x", "min_p": 2}, "min_p"),
         ("nothing", 404, {}, "Not Found"),
     ],
@@ -612,5 +612,5 @@ def test_more_requests_than_the_server_takes_are_put_off_and_come_again(referenc
 
 def test_the_command_says_what_cannot_be_served(server, tmp_path):
     assert "no folder" in refused("serve", tmp_path / "none")
-    assert "cannot be listened at" in refused("serve", COLD_START, "--port", server.served.port)
+    assert "cannot be bound" in refused("serve", COLD_START, "--port", server.served.port)
     assert "--context-tokens must be 2 to 1024" in refused("serve", COLD_START, "--context-tokens", "9999")

@@ -130,7 +130,7 @@ def test_adapters_that_are_missing_broken_or_foreign_are_refused(served, base, f
     assert "adapter at" in post(served, load, 400, lora_name="x", lora_path=str(tmp_path / "none"))
     assert "name of the model" in post(served, load, 400, lora_name="policy", lora_path=str(folder))
     assert "lora_name" in post(served, load, 400, lora_path=str(folder))
-    assert "no adapter 'x'" in post(served, "/v1/unload_lora_adapter", 404, lora_name="x")
+    assert "Adapter 'x' is not loaded" in post(served, "/v1/unload_lora_adapter", 404, lora_name="x")
     state = {name: p[:, :64] if "lora_A" in name else p for name, p in factors(adapted(base, 1)).items()}
     write_adapter(tmp_path / "narrow", state, SCALING)
     words = post(served, load, 400, lora_name="x", lora_path=str(tmp_path / "narrow"))

@@ -1,4 +1,4 @@
-"""Who may use a server: no web page of another origin, and the control paths only with the token."""
+"""Access control: reject web pages of other origins, and require the token on control endpoints."""
 
 from __future__ import annotations
 
@@ -17,41 +17,39 @@ _NO_TOKEN, _FORBIDDEN, _WRONG_TYPE = 401, 403, 415
 
 @dataclass(frozen=True)
 class ControlAccess:
-    """The token of the control paths, and the names under which they may be called besides addresses."""
+    """Token of the control endpoints, and the host names allowed in addition to IP addresses."""
 
     token: str
     hosts: frozenset[str] = frozenset()
 
     def check(self, request: Request) -> None:
-        """Raise BadRequest for a request that lacks the token, or that a web page may have caused."""
+        """Raise BadRequest if the token is missing or a web page may have sent the request."""
         host = _hostname(request.headers.get("host", ""))
         known = {"localhost", socket.gethostname().lower(), *(name.lower() for name in self.hosts)}
         if not _is_address(host) and host not in known:
             raise BadRequest(
-                f"The control paths are not served under the host name {host[:80]!r}; use the address, or "
+                f"Control endpoints are not served under the host name {host[:80]!r}; use the address, or "
                 "start the server with --allow-host.",
                 _FORBIDDEN,
             )
         given = request.headers.get("authorization", "")
         if not secrets.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
             raise BadRequest(
-                "This path needs the server's control token, as Authorization: Bearer TOKEN; a trainer takes "
-                "it from engine.token_file.",
+                "This path needs the server's control token, as Authorization: Bearer TOKEN; set "
+                "in engine.token_file of a trainer.",
                 _NO_TOKEN,
             )
 
 
 def check_origin(request: Request) -> None:
-    """Raise BadRequest for a request of a web page that this server has not served."""
+    """Raise BadRequest for a request from a web page of another origin."""
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-        raise BadRequest(
-            f"Requests of web pages are refused, and this one is of {origin[:80]!r}.", _FORBIDDEN
-        )
+        raise BadRequest(f"Cross-origin requests are refused; the origin is {origin[:80]!r}.", _FORBIDDEN)
 
 
 def check_json(request: Request) -> None:
-    """Raise BadRequest for a body that does not say that it is JSON, as no plain web form can."""
+    """Raise BadRequest unless the content type is JSON, which plain web forms cannot send."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise BadRequest(

@@ -1,8 +1,7 @@
-"""LoRA adapters of a served engine, by the names that clients call them.
+"""LoRA adapters of a served engine by client-visible name.
 
-Takes folders as PEFT writes them. A request that has begun under an adapter keeps it: one that is unloaded
-is listed no more at once, and leaves the engine when nothing under way uses it. Never gives an adapter's
-name in the engine to another.
+Adapters are read from folders in PEFT's format. A running request keeps its adapter: an unloaded adapter
+disappears from the list at once and leaves the engine when unused. Engine names are never reused.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _NOT_FOUND = 404
 
 @dataclass(eq=False)
 class GatewayAdapter:
-    """One adapter: `key` is its name in the engine, `users` counts the requests under way."""
+    """One adapter: `key` is its name in the engine, `users` counts running requests."""
 
     name: str
     key: str
@@ -35,7 +34,7 @@ class GatewayAdapter:
 
 @dataclass
 class AdapterTable:
-    """The adapters that are there."""
+    """The loaded adapters."""
 
     engine: LocalEngine
     _by_name: dict[str, GatewayAdapter] = field(default_factory=dict)
@@ -45,22 +44,22 @@ class AdapterTable:
 
     @property
     def listed(self) -> tuple[GatewayAdapter, ...]:
-        """Those that requests may name, oldest first."""
+        """Adapters that requests may name, oldest first."""
         return tuple(self._by_name.values())
 
     def find(self, name: str) -> GatewayAdapter | None:
-        """The adapter of that name."""
+        """Return the adapter with that name, or None."""
         return self._by_name.get(name)
 
     async def load(self, name: str, root: str, version: int | None, *, in_place: bool) -> None:
-        """Take an adapter from a folder; `in_place`, as a new version of the one that has its name.
+        """Load an adapter from a folder; with `in_place` replace a loaded one of that name.
 
-        `version` None counts up from 0. Raises BadRequest, with nothing changed, where it cannot be.
+        `version` None counts up from 0. Raises BadRequest, without changes, if it cannot be loaded.
         """
         async with self._lock:
             known = self._by_name.get(name)
             if known is not None and not in_place:
-                raise BadRequest(f"The adapter {name!r} is loaded already; load_inplace takes a new version.")
+                raise BadRequest(f"The adapter {name!r} is already loaded; set load_inplace to replace it.")
             if version is None:
                 version = 0 if known is None else known.version + 1
             self._num_loaded += known is None
@@ -76,18 +75,18 @@ class AdapterTable:
                 known.root, known.version = root, version
 
     async def unload(self, name: str) -> None:
-        """Forget an adapter. Raises BadRequest where there is none of that name."""
+        """Unload an adapter. Raises BadRequest if the name is unknown."""
         async with self._lock:
             adapter = self._by_name.pop(name, None)
             if adapter is None:
-                raise BadRequest(f"There is no adapter {name!r}.", _NOT_FOUND)
+                raise BadRequest(f"Adapter {name!r} is not loaded.", _NOT_FOUND)
             adapter.is_leaving = True
             if not adapter.users:
                 await self.engine.unload_adapter(adapter.key)
 
     @contextmanager
     def using(self, adapter: GatewayAdapter | None) -> Iterator[str | None]:
-        """Keep an adapter for the time of a request; gives its name in the engine."""
+        """Hold an adapter during the block; yield its name in the engine."""
         if adapter is None:
             yield None
             return

@@ -1,7 +1,7 @@
-"""The HTTP server: routes, errors, and clients that go away.
+"""The HTTP server: routes, errors and client disconnects.
 
-Needs the `serve` extra (starlette and uvicorn). Every error is JSON with a sentence. The control paths answer
-403 unless the server has a control token, and 401 without it.
+Needs the `serve` extra (starlette and uvicorn). Every error is JSON with a message. Control endpoints respond
+403 if the server has no control token, 401 if the request lacks it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _REFUSED, _BUSY = 400, 429
 
 
 def make_app(service: CompletionService, model: PreTrainedModel) -> Starlette:
-    """The application; `model` is the engine's own, whose parameters are hashed."""
+    """Create the application; `model` is the engine's, whose parameters are hashed."""
     access = ControlAccess(service.control_token, service.control_hosts) if service.control_token else None
     router = HttpRouter(service.door, service.engine.context_tokens, access)
     routes = [router.public(endpoint) for endpoint in Public(service).endpoints()]
@@ -68,12 +68,12 @@ def make_app(service: CompletionService, model: PreTrainedModel) -> Starlette:
 
 @dataclass(frozen=True)
 class Public:
-    """What every client may ask."""
+    """Public endpoints."""
 
     service: CompletionService
 
     def endpoints(self) -> list[EndpointResult]:
-        """All of them."""
+        """List the endpoints."""
         return [
             endpoint("/v1/models", NoBody, self.models, method="GET"),
             endpoint("/v1/completions", CompletionRequest, self.completions),
@@ -142,7 +142,7 @@ class Public:
     async def _answer(
         self, request: Request, asked: Sampling, work: Callable[[], Awaitable[bytes]]
     ) -> Response:
-        """Compute, at most once for a name that the client gave, and only while the client is there."""
+        """Compute a response, once per client-chosen request id, until the client disconnects."""
         name = asked.request_id
         doing = work() if name is None else self.service.answers.once(name, await request.body(), work)
         done = await _while_there(request, doing)
@@ -154,7 +154,7 @@ class Public:
 
 
 async def _while_there(request: Request, work: Awaitable[Result]) -> Result | None:
-    """The result, or None (and the work cancelled) once the client has hung up."""
+    """Return the result, or cancel the work and return None if the client disconnects."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -170,7 +170,7 @@ async def _hung_up(request: Request) -> None:
 
 
 async def _streamed(pieces: AsyncIterator[BaseModel]) -> Response:
-    """Server-sent events. What is wrong with the request is known before the first byte is sent."""
+    """Send server-sent events. Invalid requests are rejected before the first byte."""
     first = await anext(pieces)
 
     async def events() -> AsyncIterator[bytes]:

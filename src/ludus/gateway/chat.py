@@ -1,8 +1,8 @@
-"""`/v1/chat/completions`: messages and tools in, a message with its tool calls out.
+"""`/v1/chat/completions`: chat messages and tools in, a message with tool calls out.
 
-Rendering and parsing are those of training: the model's chat template, and the parser of its tool calls. In
-a stream plain text comes as it grows; from the first character that may begin a call or a thought the rest
-comes in one piece at the end.
+Rendering and parsing are the same as in training: the model's chat template and tool-call parser. Plain text
+is streamed as it is sampled; from the first character that may begin a tool call or thinking, the rest is
+sent as one chunk at the end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ludus.types import Action, Completion, FinishReason, MessageToolCall, Sampl
 
 @dataclass(frozen=True)
 class _Asked:
-    """A dialogue as it is sampled. `turn` counts the model's messages in it."""
+    """A rendered dialogue. `turn` counts the model's previous messages."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -45,7 +45,7 @@ class _Asked:
 
 
 async def complete(service: CompletionService, name: str, request: ChatRequest) -> ChatAnswer:
-    """The whole answer. Raises BadRequest, EngineError."""
+    """Return the complete response. Raises BadRequest, EngineError."""
     asked, renderer = await _asked(service, request), _renderer(service)
     parts = [(asked.prompt, params) for params in choices(asked.params, request.n)]
     with service.under(request.model) as adapter:
@@ -70,7 +70,7 @@ async def complete(service: CompletionService, name: str, request: ChatRequest) 
 
 
 async def stream(service: CompletionService, name: str, request: ChatRequest) -> AsyncIterator[ChatPiece]:
-    """The answer in pieces. Raises BadRequest before the first, EngineError."""
+    """Stream the response. Raises BadRequest before the first chunk, EngineError."""
     asked, renderer = await _asked(service, request), _renderer(service)
     rules = TextRules(service.model.tokenizer, request.stops, keep_stop=True)
     texts = [GrowingText(rules, plain_only=True) for _ in range(request.n)]
@@ -124,14 +124,14 @@ async def _asked(service: CompletionService, request: ChatRequest) -> _Asked:
 
 
 def _text(renderer: TemplateRenderer, request: ChatRequest) -> str:
-    """The dialogue as the model's template writes it. Raises BadRequest for one that it cannot write."""
+    """Render the dialogue with the model's template. Raises BadRequest if that fails."""
     messages = [message.message for message in request.messages]
     given = request.tools or [] if request.tool_choice != "none" else []
     try:
         return renderer.text(messages, [described_tool(tool.schema_) for tool in given], generate=True)
     except UserError as error:
         raise BadRequest(str(error)) from error
-    except (ValueError, TypeError, LookupError, RecursionError) as error:  # the template is a program
+    except (ValueError, TypeError, LookupError, RecursionError) as error:  #  templates can raise anything
         raise BadRequest(f"The dialogue cannot be rendered: {type(error).__name__}.") from error
 
 
@@ -169,7 +169,7 @@ def _called(call: MessageToolCall) -> CalledFunction:
 
 
 def _rest(action: Action, shown: str, new: str) -> ChatDelta:
-    """The last piece: what of the content has not been shown, thinking, and the calls."""
+    """Build the last chunk: unsent content, thinking and tool calls."""
     before = shown[: len(shown) - len(new)] if new else shown
     content = action.message["content"]
     calls = [
@@ -184,7 +184,7 @@ def _rest(action: Action, shown: str, new: str) -> ChatDelta:
 
 
 def _says_something(choice: ChatPieceChoice) -> bool:
-    """Whether a piece holds more than text that is held back, as the tokens of a call are until its end."""
+    """Return whether a chunk has anything to send; text of an unfinished call is held back."""
     ended = choice.finish_reason is not None
     return ended or bool(choice.delta.content) or choice.logprobs is not None or choice.token_ids is not None
 

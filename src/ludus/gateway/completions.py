@@ -1,4 +1,4 @@
-"""`/v1/completions`: text or token ids in, text, token ids and log-probabilities out."""
+"""`/v1/completions`: completions of text or token ids, with log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ludus.types import Completion, SamplingParams
 
 @dataclass(frozen=True)
 class _Asked:
-    """One choice to sample: its prompt, its parameters, and the scores of the prompt where asked for."""
+    """One choice to sample: prompt, parameters, and the prompt's log-probabilities if requested."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -24,7 +24,7 @@ class _Asked:
 
 
 async def complete(service: CompletionService, name: str, request: CompletionRequest) -> TextAnswer:
-    """The whole answer. Raises BadRequest, EngineError."""
+    """Return the complete response. Raises BadRequest, EngineError."""
     prompts = await _prompts(service, request)
     with service.under(request.model) as adapter:
         asked = [
@@ -50,7 +50,7 @@ async def complete(service: CompletionService, name: str, request: CompletionReq
 async def stream(
     service: CompletionService, name: str, request: CompletionRequest
 ) -> AsyncIterator[TextAnswer]:
-    """The answer in pieces. Raises BadRequest before the first, EngineError."""
+    """Stream the response. Raises BadRequest before the first chunk, EngineError."""
     prompts = await _prompts(service, request)
     asked = [(ids, p) for ids in prompts for p in choices(_params(service, request, ids), request.n)]
     rules = text_rules(service, request)
@@ -75,7 +75,7 @@ async def stream(
 
 
 def text_rules(service: CompletionService, request: CompletionRequest) -> TextRules:
-    """How the request wants its text."""
+    """Return the request's text options."""
     return TextRules(
         service.model.tokenizer,
         request.stops,
@@ -85,7 +85,7 @@ def text_rules(service: CompletionService, request: CompletionRequest) -> TextRu
 
 
 def version_spans(versions: Sequence[int]) -> list[VersionSpan]:
-    """Runs of tokens of one version."""
+    """Group consecutive tokens by version."""
     lengths = [(version, len(list(run))) for version, run in groupby(versions)]
     ends = list(accumulate(num for _, num in lengths))
     return [
@@ -111,7 +111,7 @@ def _params(service: CompletionService, request: CompletionRequest, ids: Sequenc
 async def _scores(
     service: CompletionService, request: CompletionRequest, ids: tuple[int, ...], adapter: str | None
 ) -> Scored | None:
-    """The log-probabilities of the prompt, where the request asks for them."""
+    """Score the prompt if the request asks for it."""
     num = request.num_prompt_top
     if num is None:
         return None

@@ -1,4 +1,4 @@
-"""The control paths: what a trainer may do besides, as in vLLM's development mode."""
+"""Control endpoints for trainers, as in vLLM's development mode."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LONGEST_PATH, _LONGEST_VERSION = 4096, 18
 
 def _path(text: str) -> str:
     if "\0" in text or not text.isprintable():
-        raise ValueError("it must be a path, which has no control characters")
+        raise ValueError("it must be a path without control characters")
     return text
 
 
 def _version(text: str) -> int:
     if not (text.isascii() and text.isdecimal()) or len(text) > _LONGEST_VERSION:
-        raise ValueError(f"it must be a whole number of at most {_LONGEST_VERSION} digits")
+        raise ValueError(f"it must be an integer of at most {_LONGEST_VERSION} digits")
     return int(text)
 
 
@@ -79,13 +79,13 @@ class _Abort(BaseModel):
 
 @dataclass(frozen=True)
 class Control:
-    """What the control paths do."""
+    """The control endpoints."""
 
     service: CompletionService
     desk: WeightReceiver
 
     def endpoints(self) -> list[EndpointResult]:
-        """All of them."""
+        """List the endpoints."""
         return [
             endpoint("/pause", NoBody, self.pause),
             endpoint("/resume", NoBody, self.resume),
@@ -135,20 +135,20 @@ class Control:
 
     async def join_line(self, _: Request, asked: TransferAddress) -> Response:
         await self.desk.join(asked)
-        return JSONResponse({"message": "On the line"})
+        return JSONResponse({"message": "Joined the weight transfer group"})
 
     async def prepare(self, _: Request, asked: WeightManifest) -> Response:
         self.desk.prepare(asked)
-        return JSONResponse({"message": "Weights are expected"})
+        return JSONResponse({"message": "Ready to receive weights"})
 
     async def receive(self, _: Request, __: NoBody) -> Response:
         await self.desk.receive()
-        return JSONResponse({"message": "Weights taken"})
+        return JSONResponse({"message": "Weights received"})
 
     async def rpc(self, _: Request, asked: _Rpc) -> Response:
         path = asked.keywords.get("weights_path")
         if asked.method != "reload_weights" or path is None or asked.args or len(asked.keywords) > 1:
-            raise BadRequest("The one method is reload_weights, with kwargs = {weights_path: ...}.")
+            raise BadRequest("The only method is reload_weights, with kwargs = {weights_path: ...}.")
         await self.desk.reload(path)
         return JSONResponse({"results": [None]})
 
@@ -158,7 +158,7 @@ class Control:
         return JSONResponse({"success": True, "new_version": version})
 
     async def reset_cache(self, _: Request, __: NoBody) -> Response:
-        """New weights drop what was cached under the old ones, so that there is nothing to do."""
+        """Do nothing: weight updates already clear the cache."""
         return JSONResponse({"success": True})
 
     async def check(self, _: Request, asked: _Check) -> Response:
@@ -179,7 +179,7 @@ class Control:
 
     async def load_adapter(self, _: Request, asked: _LoadAdapter) -> Response:
         if asked.lora_name == self.service.model.name:
-            raise BadRequest(f"{asked.lora_name!r} is the name of the model itself.")
+            raise BadRequest(f"{asked.lora_name!r} is the name of the base model.")
         version = None if asked.weight_version is None else int(asked.weight_version)
         await self.service.adapters.load(
             asked.lora_name, asked.lora_path, version, in_place=asked.load_inplace

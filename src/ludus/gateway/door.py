@@ -1,6 +1,6 @@
-"""Work on what clients sent that may take long, on threads: the event loop goes on meanwhile.
+"""Decode request data on threads, off the event loop.
 
-Bodies are measured before they are decoded. Long texts have a thread of their own, and few of them wait.
+Bodies are checked for size before decoding. Long texts use a separate thread with a short queue.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ludus.errors import EngineBusy
 from ludus.gateway.protocol.requests import BadRequest
 
 _LONG = 64 * 2**10
-"""Characters of a long text."""
+"""Minimum characters of a long text."""
 _MOST_LONG = 32
-"""Long texts under way and waiting."""
+"""Maximum number of long texts running or queued."""
 _CONTAINERS, _COMMAS = 2**13, 2**17
 _MANY = 413
 
@@ -26,19 +26,20 @@ Result = TypeVar("Result")
 
 @dataclass
 class RequestThreads:
-    """The threads of one server."""
+    """The worker threads of one server."""
 
     _short: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "ludus-door"))
     _long: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "ludus-door-long"))
     _num_long: int = 0
 
     async def do(self, work: Callable[[], Result], size: int = 0) -> Result:
-        """Have a thread do it; `size` is that of its text. Raises EngineBusy if too many long ones wait."""
+        """Run `work` on a thread; `size` is the length of its text. Raises EngineBusy if the long-text queue
+        is full."""
         loop = asyncio.get_running_loop()
         if size < _LONG:
             return await loop.run_in_executor(self._short, work)
         if self._num_long >= _MOST_LONG:
-            raise EngineBusy(f"The server reads {_MOST_LONG} long texts already.", "Try again later.")
+            raise EngineBusy(f"The server is already processing {_MOST_LONG} long texts.", "Retry later.")
         self._num_long += 1
         future = loop.run_in_executor(self._long, work)
         future.add_done_callback(self._one_less)
@@ -49,9 +50,9 @@ class RequestThreads:
 
 
 def check_shape(body: bytes, context_tokens: int) -> None:
-    """Raise BadRequest for JSON of more values than a request has: each costs time, even if it is refused.
+    """Raise BadRequest for JSON with more values than a valid request has, since parsing each takes time.
 
-    Marks inside strings count too: text within the context has fewer.
+    Punctuation inside strings counts too; text that fits the context has less.
     """
     containers = body.count(b"[") + body.count(b"{") + body.count(b":")
     commas = body.count(b",")

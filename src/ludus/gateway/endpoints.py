@@ -1,4 +1,4 @@
-"""An endpoint as data: its path, the body that it takes, what it does. All bodies are read here."""
+"""Endpoints as data: path, body type and handler. All request bodies are parsed here."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ FORBIDDEN, FAILED = 403, 500
 
 
 class NoBody(BaseModel):
-    """A body that says nothing."""
+    """An ignored body."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class EndpointResult(Protocol):
-    """An endpoint, whatever its body is."""
+    """An endpoint with any body type."""
 
     @property
     def path(self) -> str: ...
@@ -40,13 +40,13 @@ class EndpointResult(Protocol):
     def body(self) -> type[BaseModel]: ...
 
     async def answer(self, request: Request, door: RequestThreads, context_tokens: int | None) -> Response:
-        """Read the body and act; `context_tokens` bounds its shape."""
+        """Parse the body and call the handler; `context_tokens` bounds the body's shape."""
         ...
 
 
 @dataclass(frozen=True)
 class HttpEndpoint(Generic[RequestBody]):
-    """`act` answers a request with its body, which is of the type `body`."""
+    """`act` handles a request with its parsed body of type `body`."""
 
     path: str
     body: type[RequestBody]
@@ -54,7 +54,7 @@ class HttpEndpoint(Generic[RequestBody]):
     method: Literal["GET", "POST"] = "POST"
 
     async def answer(self, request: Request, door: RequestThreads, context_tokens: int | None) -> Response:
-        """See `EndpointResult`."""
+        """Implement `EndpointResult`."""
         raw = b"" if self.method == "GET" else await request.body()
         if raw:
             check_json(request)
@@ -69,20 +69,20 @@ def endpoint(
     act: Callable[[Request, RequestBody], Awaitable[Response]],
     method: Literal["GET", "POST"] = "POST",
 ) -> EndpointResult:
-    """An endpoint of any body."""
+    """Create an endpoint of any body type."""
     return HttpEndpoint(path, body, act, method)
 
 
 @dataclass(frozen=True)
 class HttpRouter:
-    """What stands before every endpoint. `access` is None where the server cannot be controlled."""
+    """Context of all endpoints. `access` is None if control is disabled."""
 
     door: RequestThreads
     context_tokens: int
     access: ControlAccess | None
 
     def public(self, endpoint: EndpointResult) -> Route:
-        """An endpoint for every client."""
+        """Create a public endpoint."""
 
         async def answer(request: Request) -> Response:
             check_origin(request)
@@ -91,7 +91,7 @@ class HttpRouter:
         return Route(endpoint.path, answer, methods=[endpoint.method])
 
     def control(self, endpoint: EndpointResult) -> Route:
-        """An endpoint for those with the token."""
+        """Create an endpoint that requires the token."""
 
         async def answer(request: Request) -> Response:
             check_origin(request)
@@ -104,11 +104,7 @@ class HttpRouter:
 
 
 def json_bytes(body: BaseModel) -> bytes:
-    """A body as JSON. Text that is no Unicode (half of a pair) is escaped, not refused.
-
-    Lists of objects are encoded one object at a time: an encoding keeps the interpreter's lock, and other
-    threads run between two of them. What is encoded already is copied.
-    """
+    """Serialize a body to JSON. Invalid Unicode (unpaired surrogates) is escaped, not rejected."""
     apart = {name: value for name, value in body if _is_apart(value)}
     rest = body.model_dump(exclude=set(apart))
     if not apart:
@@ -136,16 +132,16 @@ def _json(value: object) -> bytes:
 
 
 def json_response(body: BaseModel, status: int = 200) -> Response:
-    """A response of JSON."""
+    """Create a JSON response."""
     return Response(json_bytes(body), status, media_type="application/json")
 
 
 def error_body(message: str, status: int, code: str | None = None) -> ErrorAnswer:
-    """The body of an error, as OpenAI has it."""
+    """Return an error body in OpenAI's format."""
     kind = "invalid_request_error" if status < FAILED else "server_error"
     return ErrorAnswer(error=ErrorInfo(message=message, type=kind, code=code or status))
 
 
 def error_response(status: int, message: str) -> Response:
-    """The response of an error."""
+    """Create an error response."""
     return json_response(error_body(message, status), status)

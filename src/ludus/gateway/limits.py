@@ -1,8 +1,8 @@
-"""What one client may cost an HTTP listener: bytes, time, connections, requests under way.
+"""Resource limits per HTTP listener: bytes, time, connections and concurrent requests.
 
-`http_server` puts every listener of the package behind these limits. Takes ASGI messages and passes them on,
-bodies chunk by chunk, each counted before it is kept. Waits for a client's next chunk no longer than the
-limits say. A refusal is an HTTP error with a sentence; a client that sends no request is disconnected.
+`http_server` applies the limits to every listener of the package. ASGI messages pass through; each chunk of a
+body is counted before it is kept, and must arrive in time. A refused request gets an HTTP error with a
+message; a connection that sends no request is closed.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ MIB = 2**20
 _TIMEOUT, _TOO_LARGE, _BUSY = 408, 413, 503
 _DRAIN_S = 5.0
 _SPARE_FILES = 256
-"""Open files that are not connections."""
+"""File descriptors reserved for purposes other than connections."""
 
 Refuse = Callable[[int, str], Response]
-"""Makes the response of an error from its status and sentence."""
+"""Builds an error response from a status and a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
     """Limits of one listener; times in seconds.
 
-    `body_bytes` bounds one body and `buffered_bytes` all bodies of requests under way. A request line with
-    its headers must arrive within `head_s`, each next part of a body within `part_s` and all of it within
-    `body_s`; a client must take what is sent to it within `send_s`. A connection without a request is closed
-    after `idle_s`. `requests` counts those that may have a body.
+    `body_bytes` bounds one body and `buffered_bytes` all bodies of running requests. The request line and
+    headers must arrive within `head_s`, each next chunk of a body within `part_s` and the whole body within
+    `body_s`; the client must read sent data within `send_s`. An idle connection is closed after `idle_s`.
+    `requests` bounds requests that may have a body.
     """
 
     body_bytes: int
@@ -53,14 +53,14 @@ class HttpLimits:
 
 
 def model_limits(context_tokens: int) -> HttpLimits:
-    """Those of a served model: a body has room for several prompts of the whole context."""
+    """Return the limits of a served model: a body may hold several prompts of the whole context."""
     return HttpLimits(body_bytes=max(8 * MIB, 64 * context_tokens))
 
 
 def http_server(
     app: ASGIApp, limits: HttpLimits, refuse: Refuse, *, lifespan: bool = False
 ) -> uvicorn.Server:
-    """A server of `app` behind the limits. `refuse` makes the responses that the app is not asked for."""
+    """Create a server of `app` with limits. `refuse` builds the error responses."""
     own = replace(limits, connections=_room(limits.connections))
 
     class Limited(_Protocol):
@@ -79,7 +79,7 @@ def http_server(
 
 
 def _room(connections: int) -> int:
-    """Raise this process' limit of open files for so many connections; return how many it then may have."""
+    """Raise the process's file descriptor limit for `connections`; return how many are then possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return connections
@@ -92,7 +92,7 @@ def _room(connections: int) -> int:
 
 @dataclass
 class LimitsMiddleware:
-    """ASGI middleware that holds requests to the limits."""
+    """ASGI middleware that enforces the limits."""
 
     app: ASGIApp
     limits: HttpLimits
@@ -101,7 +101,7 @@ class LimitsMiddleware:
     _num_bytes: int = field(default=0, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Forward a request or refuse it."""
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
             await self.app(scope, receive, self._timed(send))
             return
@@ -113,14 +113,14 @@ class LimitsMiddleware:
         self._num_requests += 1
         try:
             await self.app(scope, body.receive, self._timed(send, body))
-        except TimeoutError:  # the client takes nothing: the server disconnects it
+        except TimeoutError:  #  the client does not read: the server closes the connection
             return
         finally:
             self._num_requests -= 1
             self._num_bytes -= body.num_bytes
 
     def take(self, body: _Body, num: int) -> None:
-        """Count bytes of a body before they are kept. Raises HTTPException past a limit."""
+        """Count bytes of a body before they are kept. Raises HTTPException above a limit."""
         if body.num_bytes + num > self.limits.body_bytes:
             raise HTTPException(_TOO_LARGE, self._too_large, {"Connection": "close"})
         if self._num_bytes + num > self.limits.buffered_bytes:
@@ -130,10 +130,10 @@ class LimitsMiddleware:
 
     @property
     def _too_large(self) -> str:
-        return f"The body is larger than {self.limits.body_bytes} bytes, which is the limit"
+        return f"The body exceeds the limit of {self.limits.body_bytes} bytes"
 
     def _reason(self, headers: Headers) -> tuple[int, str] | None:
-        """The status and the sentence of a refusal that is clear before the body has been read."""
+        """Return status and message of a refusal that needs no body, or None."""
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self.limits.body_bytes:
             return _TOO_LARGE, self._too_large
@@ -154,7 +154,7 @@ class LimitsMiddleware:
         await response(scope, body.receive, drained)
 
     def _timed(self, send: Send, body: _Body | None = None) -> Send:
-        """`send`, given up where the client takes nothing; a refusal waits for what is still being sent."""
+        """Wrap `send` with a timeout; before a refusal is completed, unread request data is drained."""
         refused = False
 
         async def timed(message: Message) -> None:
@@ -172,7 +172,7 @@ class LimitsMiddleware:
 
 @dataclass
 class _Body:
-    """The body of one request as it arrives."""
+    """The body of one request while it arrives."""
 
     gate: LimitsMiddleware
     _receive: Receive
@@ -181,7 +181,7 @@ class _Body:
     _deadline: float | None = None
 
     async def receive(self) -> Message:
-        """The next message. Raises HTTPException for a body that is too large or too slow."""
+        """Return the next message. Raises HTTPException if the body is too large or too slow."""
         if self._ended:
             return await self._receive()
         loop = asyncio.get_running_loop()
@@ -200,7 +200,7 @@ class _Body:
         return message
 
     async def drain(self, send: Send, message: Message) -> None:
-        """Send the end of a refusal after dropping what the client still sends: it then reads the refusal."""
+        """Discard the client's remaining data before completing a refusal, so that the client reads it."""
         await send({**message, "more_body": True})
         with suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_S):
@@ -210,11 +210,11 @@ class _Body:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-_FULL = "The server has as many requests as it takes; send this one again later"
+_FULL = "The server is at its request limit; retry later"
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's, with a bound on connections and a deadline for each request's line and headers."""
+    """uvicorn's protocol with a connection limit and a deadline for the request line and headers."""
 
     limits: ClassVar[HttpLimits]
     _head_timer: asyncio.TimerHandle | None = None

@@ -1,4 +1,4 @@
-"""The listening socket of a server. Importable without uvicorn."""
+"""The listening socket of a server; importable without uvicorn."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from ludus.errors import UserError
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that takes connections from now on. Raises UserError where the address is taken."""
+    """Create a listening socket. Raises UserError if the address is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sends without delay (TCP_NODELAY) only if the socket names its protocol: 40 ms an answer else
+    # asyncio sets TCP_NODELAY only if the socket names its protocol; otherwise responses take 40 ms more
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -19,7 +19,7 @@ def listening(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         raise UserError(
-            f"{host}:{port} cannot be listened at: {str(error).rstrip('.')}.",
-            "Give another --port, or 0 for a free one.",
+            f"{host}:{port} cannot be bound: {str(error).rstrip('.')}.",
+            "Set another --port, or 0 for a free one.",
         ) from error
     return listener

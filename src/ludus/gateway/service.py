@@ -1,8 +1,7 @@
-"""What is served: an embedded engine with its tokenizer, and the requests that are under way.
+"""Serve an embedded engine: its model, tokenizer and running requests.
 
-Takes checked requests. Gives completions, whole or in pieces. A request that comes again under the same name,
-because its client lost the connection, joins the one under way or gets its answer: nothing is computed
-twice. One that nobody waits for any more is cancelled. Never keeps an answer that was broken off.
+A retried request with the same id joins the running one or gets its cached response, so nothing is computed
+twice. A request whose clients have all disconnected is cancelled. Aborted responses are never cached.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 _KEPT_ANSWERS, _KEPT_BYTES = 1024, 64 * 2**20
 _MOST_CHOICES = 4096
-"""Choices of one request, of all its prompts together."""
+"""Maximum number of choices of one request over all its prompts."""
 _NOT_FOUND, _CONFLICT = 404, 409
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model as clients see it.
+    """A model as seen by clients.
 
     `end_ids` end its texts; `longest_token` is in characters; `renderer` is None without a chat template.
     """
@@ -63,19 +62,19 @@ class _Answer:
 
     @property
     def num_bytes(self) -> int:
-        """Of an answer that is there."""
+        """Size of a finished response, 0 if it failed."""
         failed = self.task.cancelled() or self.task.exception() is not None
         return 0 if failed else len(self.task.result())
 
 
 @dataclass
 class FinishedRequests:
-    """Answers by the names that clients gave their requests: those under way, and the last ones."""
+    """Running and recent responses by request id."""
 
     _by_name: OrderedDict[str, _Answer] = field(default_factory=OrderedDict)
 
     async def once(self, name: str, body: bytes, work: Callable[[], Awaitable[bytes]]) -> bytes:
-        """The answer to `body`, computed at most once. Raises BadRequest where the name had another body."""
+        """Return the response to `body`, computed at most once. Raises BadRequest if the id had another body."""
         digest = hashlib.sha256(body).digest()
         answer = self._by_name.get(name)
         if answer is not None and answer.digest != digest:
@@ -91,11 +90,11 @@ class FinishedRequests:
             self._settle(name, answer)
 
     def forget(self, name: str) -> None:
-        """Compute it anew if it comes again."""
+        """Drop a response, so that a retry is recomputed."""
         self._by_name.pop(name, None)
 
     def _settle(self, name: str, answer: _Answer) -> None:
-        """Cancel what nobody waits for, and keep no failure."""
+        """Cancel a request without waiting clients, and drop failures."""
         if not answer.task.done():
             if answer.waiting:
                 return
@@ -122,7 +121,7 @@ async def _run(work: Callable[[], Awaitable[bytes]]) -> bytes:
 class CompletionService:
     """An engine with its model, open for requests.
 
-    Clients with the `control_token` may pause it and change its weights (nobody if it is empty), under its
+    Clients with the `control_token` may pause it and change its weights (empty: disabled), at its IP
     addresses and the names in `control_hosts`.
     """
 
@@ -142,24 +141,24 @@ class CompletionService:
         self.adapters = AdapterTable(self.engine)
 
     def token_names(self, request: Sampling) -> TokenNames:
-        """What the request wants tokens to be called. Kept, so that each token is decoded once."""
+        """Return the request's token naming, cached so that each token is decoded once."""
         as_ids = bool(request.return_tokens_as_token_ids)
         return self._names.setdefault(as_ids, TokenNames(self.model.tokenizer, as_ids))
 
     @property
     def num_under_way(self) -> int:
-        """Choices that wait or are being sampled."""
+        """Number of waiting and running choices."""
         return len(self._under_way)
 
     async def prompt_ids(self, prompt: str | TokenIds, *, add_special: bool) -> tuple[int, ...]:
-        """A prompt's token ids. Raises BadRequest for one that is empty, foreign or too long."""
+        """Return a prompt's token ids. Raises BadRequest if it is empty, out of vocabulary or too long."""
         if isinstance(prompt, str):
             ids = await self.encoded(prompt, add_special=add_special)
         else:
             self.check_room(prompt, sample=False)
             ids = tuple(prompt)
         if not ids:
-            raise BadRequest(f"The prompt is empty{', or is no token' if isinstance(prompt, str) else ''}.")
+            raise BadRequest(f"The prompt is empty{' or has no token' if isinstance(prompt, str) else ''}.")
         if max(ids) >= self.model.vocab_size:
             raise BadRequest(
                 f"The prompt has token id {max(ids)}; the model's vocabulary has {self.model.vocab_size}."
@@ -167,16 +166,15 @@ class CompletionService:
         return ids
 
     async def encoded(self, text: str, *, add_special: bool) -> tuple[int, ...]:
-        """The token ids of a text. Raises BadRequest for one that cannot fit or cannot be encoded.
+        """Tokenize a text. Raises BadRequest if it cannot fit or cannot be encoded.
 
-        A text of more characters than the context times the longest token has too many tokens: it is refused
-        before it is tokenised.
+        A text with more characters than the context times the longest token is rejected before tokenization.
         """
         limit = self.engine.context_tokens
         least = -(-len(text) // self.model.longest_token)
         if least > limit:
             raise BadRequest(
-                f"The prompt has {len(text)} characters, which is {least} tokens at least, and this model's "
+                f"The prompt has {len(text)} characters, at least {least} tokens; this model's "
                 f"maximum context length is {limit} tokens.",
                 code="context_length_exceeded",
             )
@@ -184,44 +182,44 @@ class CompletionService:
         try:
             return tuple(await self.door.do(encode, len(text)))
         except UnicodeEncodeError as error:
-            raise BadRequest("The prompt has half of a surrogate pair, which is not text.") from error
+            raise BadRequest("The prompt has an unpaired surrogate, which is not valid text.") from error
 
     def check_num(self, num: int) -> None:
-        """Raise BadRequest for more choices than one request may have."""
+        """Raise BadRequest if one request asks for too many choices."""
         if num > _MOST_CHOICES:
-            raise BadRequest(f"The request asks for {num} choices, and {_MOST_CHOICES} is the most.")
+            raise BadRequest(f"The request asks for {num} choices; the maximum is {_MOST_CHOICES}.")
 
     def check_room(self, ids: Sequence[int], *, sample: bool) -> None:
-        """Raise BadRequest for a prompt that leaves no room."""
+        """Raise BadRequest for a prompt that leaves no room to sample."""
         limit = self.engine.context_tokens
         if len(ids) > limit - sample:
             raise BadRequest(
                 f"The prompt has {len(ids)} tokens, and this model's maximum context length is {limit} "
-                "tokens with what is sampled.",
+                "tokens, including the completion.",
                 code="context_length_exceeded",
             )
 
     def adapter(self, model: str | None) -> GatewayAdapter | None:
-        """What a request's `model` means; None is the model itself. Raises BadRequest for an unknown name."""
+        """Resolve a request's `model`; None is the base model. Raises BadRequest for an unknown name."""
         if model in (None, self.model.name):
             return None
         found = self.adapters.find(model)
         if found is None:
             names = [self.model.name, *(adapter.name for adapter in self.adapters.listed)]
             served = ", ".join(map(repr, names))
-            raise BadRequest(f"The model {model!r} is not served here; {served} is.", _NOT_FOUND)
+            raise BadRequest(f"The model {model!r} is not served; available: {served}.", _NOT_FOUND)
         return found
 
     @contextmanager
     def under(self, model: str | None) -> Iterator[str | None]:
-        """The engine's name for a request's `model`, which stays for the time of the block."""
+        """Hold the engine's adapter for a request's `model` during the block."""
         with self.adapters.using(self.adapter(model)) as key:
             yield key
 
     async def sample(
         self, name: str, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None
     ) -> list[Completion]:
-        """A completion for each prompt, all at once; choice `i` is known as `NAME-i`."""
+        """Sample a completion per prompt concurrently; choice `i` has the id `NAME-i`."""
         requests = _requests(name, asked, adapter)
         with self._noted(requests):
             return await self.engine.generate_batch(requests)
@@ -229,7 +227,7 @@ class CompletionService:
     async def stream(
         self, name: str, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None
     ) -> AsyncIterator[tuple[int, Piece]]:
-        """The pieces of several completions, each with the number of its own, as they come."""
+        """Yield the pieces of several completions with their index, as they are sampled."""
         requests = _requests(name, asked, adapter)
         queue: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
 
@@ -237,7 +235,7 @@ class CompletionService:
             try:
                 async for piece in self.engine.stream(request):
                     queue.put_nowait((index, piece))
-            except Exception as error:  # boundary: whoever reads the pieces raises it
+            except Exception as error:  #  boundary: raised by the consumer of the pieces
                 queue.put_nowait((index, error))
 
         with self._noted(requests):
@@ -249,7 +247,7 @@ class CompletionService:
                     if isinstance(piece, BaseException):
                         raise piece
                     left -= piece.finish_reason is not None
-                    await asyncio.sleep(0)  # a full queue does not keep other requests from the loop
+                    await asyncio.sleep(0)  #  yield to other requests while the queue is full
                     yield index, piece
             finally:
                 for task in tasks:
@@ -257,14 +255,14 @@ class CompletionService:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     def abort(self, names: Sequence[str] = ()) -> int:
-        """End requests (all, where none is named) with what they have; gives the number of choices."""
+        """Abort requests (all if no name is given); return the number of choices aborted."""
         found = [e for e in self._under_way if not names or e in names or e.rpartition("-")[0] in names]
         for episode in found:
             self.engine.abort(episode)
         return len(found)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Compute nothing more, after what is under way has ended, was ended, or at once."""
+        """Pause computation: after running requests end, after aborting them, or immediately."""
         if mode == "abort":
             self.abort()
         while mode != "keep" and self._under_way:
@@ -273,13 +271,13 @@ class CompletionService:
         self.is_paused = True
 
     async def resume(self) -> None:
-        """Go on."""
+        """Resume computation."""
         await self.engine.resume()
         self.is_paused = False
 
     @contextmanager
     def _noted(self, requests: Sequence[Request]) -> Iterator[None]:
-        """What is under way, for as long as it is."""
+        """Register requests as running during the block."""
         names = [request.episode for request in requests]
         self.num_requests += len(names)
         self._under_way.update(names)
@@ -298,7 +296,7 @@ def _requests(
 
 
 def choices(params: SamplingParams, num: int) -> list[SamplingParams]:
-    """The parameters of several choices for one prompt: they differ in their seeds alone."""
+    """Return the parameters of several choices of one prompt, with distinct seeds."""
     return [replace(params, seed=params.seed + i) for i in range(num)]
 
 
@@ -309,7 +307,7 @@ def served_model(
     root: str,
     renderer: TemplateRenderer | None,
 ) -> ServedModel:
-    """A model under a name, as clients see it; `root` is where it came from."""
+    """Describe a model to clients; `root` is its origin."""
     return ServedModel(
         name=name,
         root=root,
@@ -323,7 +321,7 @@ def served_model(
 
 
 def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that end a text, by the model's generation settings and its tokenizer."""
+    """Return the tokens that end a text, from the generation settings and the tokenizer."""
     given = model.generation_config.eos_token_id if model.generation_config is not None else None
     listed = [given] if isinstance(given, int) else list(given or ())
     own = tokenizer.eos_token_id

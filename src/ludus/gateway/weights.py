@@ -1,4 +1,4 @@
-"""New weights for a served engine, from files or from a trainer's line, and the digests that prove them."""
+"""Weight updates of a served engine, from files or a trainer's broadcast, and weight digests."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 _CONFLICT = 409
 _SPARE = 2**20
 _WORKER = "dp0:pp0:pcp0:tp0:"
-"""What vLLM puts before a tensor's name where there is one worker."""
+"""vLLM's prefix of tensor names with one worker."""
 
 
 @dataclass
 class WeightReceiver:
-    """Weights on their way into the engine.
+    """Loads new weights into the engine.
 
-    `start`, any number of `update`s and `finish` exchange all of them between two passes; `reload` does it
-    in one; `prepare` and `receive` take them from a trainer's line. All may happen while requests run: their
-    later tokens are of the new weights, and say so.
+    `start`, any number of `update`s and `finish` replace all weights between two passes; `reload` does so in
+    one call; `prepare` and `receive` receive a trainer's broadcast. Requests may run meanwhile: their later
+    tokens use the new weights and carry the new version.
     """
 
     service: CompletionService
@@ -50,30 +50,30 @@ class WeightReceiver:
     _expected: WeightManifest | None = field(init=False, default=None)
 
     def start(self) -> None:
-        """Open an update. Raises BadRequest where one is open."""
+        """Open an update. Raises BadRequest if one is open."""
         if self._parts is not None:
             raise BadRequest("A weight update is open already; finish it first.", _CONFLICT)
         self._parts = {}
 
     async def update(self, path: str) -> None:
-        """Add the tensors in a folder or file to the open update."""
+        """Add the tensors of a folder or file to the open update."""
         if self._parts is None:
             raise BadRequest("No weight update is open; start one first.", _CONFLICT)
         self._parts |= await asyncio.to_thread(read_weights, path)
 
     async def finish(self, version: int | None) -> None:
-        """Have the engine take the open update, whole; on an error it keeps what it had."""
+        """Load the open update into the engine, which keeps its weights on an error."""
         if self._parts is None:
             raise BadRequest("No weight update is open; start one first.", _CONFLICT)
         parts, self._parts = self._parts, None
         await self._load(parts, version)
 
     async def reload(self, path: str) -> None:
-        """Take the tensors in a folder or file, under the version that the engine has."""
+        """Load the tensors of a folder or file under the current version."""
         await self._load(await asyncio.to_thread(read_weights, path), None)
 
     async def join(self, place: TransferAddress) -> None:
-        """Join a trainer's line, in place of an earlier one. Raises BadRequest if it is out of reach."""
+        """Join a trainer's process group, replacing an earlier one. Raises BadRequest if it is unreachable."""
         self._line = None
         try:
             self._line = await aside(partial(enter_line, place))
@@ -81,21 +81,23 @@ class WeightReceiver:
             raise BadRequest(str(error)) from error
 
     def prepare(self, manifest: WeightManifest) -> None:
-        """Say what will come. Raises BadRequest without a line, or with other weights than it builds on."""
+        """Announce the next weights. Raises BadRequest without a group or with a different base version."""
         version = self.service.engine.version
         if self._line is None:
-            raise BadRequest("This server is on no line of weights.", _CONFLICT)
+            raise BadRequest("This server has not joined a weight transfer group.", _CONFLICT)
         if manifest.base is not None and manifest.base != version:
-            raise BadRequest(f"A difference to {manifest.base} is no use: {version} is held.", _CONFLICT)
+            raise BadRequest(
+                f"The delta's base is version {manifest.base}, but {version} is loaded.", _CONFLICT
+            )
         most = 2 * sum(parameter.numel() for parameter in self.model.state_dict(keep_vars=True).values())
         if sum(math.prod(tensor.shape) for tensor in manifest.tensors) > most + _SPARE:
             raise BadRequest("tensors: they have more than twice as many elements as the model.")
         self._expected = manifest
 
     async def receive(self) -> None:
-        """Take what the trainer sends.
+        """Receive the trainer's weights.
 
-        Raises EngineError where the line breaks, BadRequest for weights that do not fit.
+        Raises EngineError on a lost connection, BadRequest for weights that do not fit.
         """
         line, manifest = self._line, self._expected
         if line is None or manifest is None:
@@ -106,7 +108,7 @@ class WeightReceiver:
             own = dict(self.model.state_dict(keep_vars=True))
             found = await asyncio.to_thread(restored, tensors, own)
         except EngineError:
-            if self._line is line:  # it may be on another one by now
+            if self._line is line:  #  it may have joined another group meanwhile
                 self._line = None
             raise
         except SyncError as error:
@@ -117,7 +119,7 @@ class WeightReceiver:
             await self.service.engine.relabel(manifest.version)
 
     async def digests(self) -> dict[str, str]:
-        """SHA-256 of each parameter by its name, after a worker's prefix as vLLM puts it."""
+        """Return the SHA-256 of each parameter by name, with vLLM's worker prefix."""
         return await asyncio.to_thread(self._digests)
 
     def _digests(self) -> dict[str, str]:
@@ -134,7 +136,7 @@ class WeightReceiver:
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file, or of those in a folder. Raises BadRequest."""
+    """Read all tensors of a safetensors file or folder. Raises BadRequest."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -143,7 +145,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     try:
         files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
         if not files or not files[0].is_file():
-            raise BadRequest(f"There are no safetensors at {path}.")
+            raise BadRequest(f"No safetensors files at {path}.")
         for file in files:
             found |= load_file(file)
     except (OSError, SafetensorError) as error:

@@ -55,11 +55,11 @@ log = logging.getLogger("ludus.server")
 
 
 class ServerEngine:
-    """An `Engine` that samples from inference servers.
+    """An `Engine` that samples from inference servers at `urls`, one per replica.
 
-    `urls` are the replicas' addresses. The constructor queries each for its model and raises `EngineError` if
-    one does not respond, `UserError` for an invalid address or replicas that serve different models. With a
-    `lora_scaling` (alpha over rank), `load_weights` expects an adapter's factors and sends only these.
+    The constructor queries each for its model and raises `EngineError` if one does not respond, `UserError`
+    for an invalid address or replicas that serve different models. With a `lora_scaling` (alpha over rank),
+    `load_weights` expects an adapter's factors and sends only these.
     """
 
     def __init__(
@@ -182,10 +182,9 @@ class ServerEngine:
     async def load_adapter(
         self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
     ) -> None:
-        """Send LoRA factors, named as in PEFT, as the adapter `name`; its tokens carry `version`.
+        """Send LoRA factors, named as in PEFT, as the adapter `name`; `scaling` is alpha over rank.
 
-        `scaling` is alpha over rank. Requests that run under an older version finish on it. Raises as
-        `load_weights`; the older version then stays in use.
+        Running requests finish on their version. Raises as `load_weights`; the old version then stays.
         """
         await self._weights.send_adapter(name, version, state, scaling)
 
@@ -194,10 +193,9 @@ class ServerEngine:
         self._weights.adapters.unload(name)
 
     async def join(self, url: str) -> None:
-        """Add a replica after sending it the last weights and verifying them.
+        """Add a replica, after sending and verifying the last weights, if none are being sent now.
 
-        Must not run during a weight transfer. Raises EngineError, SyncError, or UserError if it serves a
-        different model.
+        Raises EngineError, SyncError, or UserError if it serves a different model.
         """
         replica = Replica(url, self._settings, restore=self._restore)
         _agreed([self._facts, await asyncio.to_thread(self._dialect.describe, url)])

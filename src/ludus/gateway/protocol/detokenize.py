@@ -1,4 +1,4 @@
-"""From sampled tokens to the text that a client sees, whole or as it grows."""
+"""Decode sampled tokens to client-visible text, at once or incrementally."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ludus.chat.render import Tokenizer, decode_exactly
 from ludus.types import Completion, FinishReason, SamplingParams
 
 _TORN = "\ufffd"
-"""What a character decodes to while some of its bytes are missing."""
+"""Decoding of an incomplete multi-byte character."""
 _MAY_CALL = "<[{`"
-"""What the ways of writing a tool call, or thinking, begin with."""
+"""First characters of tool calls and thinking in all formats."""
 
 
 @dataclass(frozen=True)
 class TextRules:
-    """How tokens are shown. `keep_stop` leaves a stop string there; `skip_special` drops control tokens."""
+    """Text options. `keep_stop` keeps the stop string; `skip_special` drops control tokens."""
 
     tokenizer: Tokenizer
     stops: tuple[str, ...] = ()
@@ -24,15 +24,15 @@ class TextRules:
     skip_special: bool = True
 
     def text(self, tokens: Sequence[int], finish: FinishReason | None) -> str:
-        """The text of an action, without what is not settled yet where more is to come (`finish` None)."""
+        """Return an action's text; if it continues (`finish` None), without its unsettled end."""
         return self.cut(self.decoded(tokens), finish)
 
     def decoded(self, tokens: Sequence[int]) -> str:
-        """The text of the tokens, with control tokens where they are kept."""
+        """Decode the tokens, with control tokens if they are kept."""
         return decode_exactly(self.tokenizer, tokens, skip_special=self.skip_special)
 
     def cut(self, text: str, finish: FinishReason | None) -> str:
-        """A decoded text up to its stop string, or up to what may become one where more is to come."""
+        """Cut a text at its stop string or, if it continues, at a possible beginning of one."""
         if finish is None:
             text = text.rstrip(_TORN)
             return text[: len(text) - self._open_stop(text)]
@@ -40,14 +40,14 @@ class TextRules:
         return text if found is None or self.keep_stop else text[: text.find(found)]
 
     def stop_in(self, text: str) -> str | None:
-        """The stop string that stands first in the text, None where there is none."""
+        """Return the stop string that occurs first in the text, or None."""
         found = [stop for stop in self.stops if stop and stop in text]
         return min(found, key=text.find, default=None)
 
     def stop_reason(
         self, completion: Completion, params: SamplingParams, ends: Sequence[int]
     ) -> int | str | None:
-        """The stop string, or the token of the request's own, that ended an action."""
+        """Return the stop string or the request's stop token that ended an action, or None."""
         if completion.finish_reason != "stop" or not completion.tokens:
             return None
         last = completion.tokens[-1]
@@ -56,7 +56,7 @@ class TextRules:
         return self.stop_in(decode_exactly(self.tokenizer, completion.tokens))
 
     def _open_stop(self, text: str) -> int:
-        """Characters at the end of the text that may be the beginning of a stop string."""
+        """Return the length of the text's end that may be the beginning of a stop string."""
         longest = max((len(stop) for stop in self.stops), default=0)
         ends = (n for n in range(min(longest, len(text)), 0, -1))
         return next((n for n in ends if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)
@@ -64,11 +64,10 @@ class TextRules:
 
 @dataclass
 class GrowingText:
-    """The text of one choice as it is streamed. `plain_only` holds back what a tool call may begin with.
+    """Streamed text of one choice. `plain_only` holds back text that may begin a tool call.
 
-    Tokens are decoded with the ones of the addition before them, so that a stream costs time linear in its
-    length: `settled` is the text of the tokens up to `read`, whose decoding ends with a whole character. The
-    last addition decodes all tokens, as a whole answer does.
+    New tokens are decoded together with the previous addition's, so the cost is linear in the number of
+    tokens. The last addition decodes all tokens, as a complete response does.
     """
 
     rules: TextRules
@@ -80,7 +79,7 @@ class GrowingText:
     read: int = 0
 
     def add(self, tokens: Sequence[int], finish: FinishReason | None) -> str:
-        """Take the next tokens; gives the text that is new."""
+        """Add tokens and return the new text."""
         self.tokens += tokens
         text = self.rules.text(self.tokens, finish) if finish else self.rules.cut(self._grown(), None)
         if self.plain_only:
@@ -93,7 +92,7 @@ class GrowingText:
         return new
 
     def _grown(self) -> str:
-        """The text of all tokens so far."""
+        """Return the text of all tokens so far."""
         before = self.rules.decoded(self.tokens[self.start : self.read])
         text = self.settled + self.rules.decoded(self.tokens[self.start :])[len(before) :]
         if not text.endswith(_TORN):
@@ -102,5 +101,5 @@ class GrowingText:
 
 
 def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """Each token's own text."""
+    """Decode each token separately."""
     return [decode_exactly(tokenizer, [token]) for token in tokens]

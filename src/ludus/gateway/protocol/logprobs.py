@@ -1,4 +1,4 @@
-"""Log-probabilities as clients see them: of sampled tokens and of prompts, with alternatives."""
+"""Log-probabilities of sampled tokens and prompts in the clients' formats, with top tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ludus.types import TopLogprobs
 
 @dataclass
 class TokenNames:
-    """What tokens are called: their own text or, with `as_ids`, `token_id:N`, as vLLM names them."""
+    """Token names: the token's text or, with `as_ids`, `token_id:N` as in vLLM."""
 
     tokenizer: Tokenizer
     as_ids: bool = False
@@ -23,7 +23,7 @@ class TokenNames:
     _json: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def text(self, token: int) -> str:
-        """The token's own text."""
+        """Return the token's text."""
         known = self._texts.get(token)
         if known is None:
             (known,) = token_texts(self.tokenizer, [token])
@@ -34,7 +34,7 @@ class TokenNames:
         return f"token_id:{token}" if self.as_ids else self.text(token)
 
     def entry(self, token: int, logprob: float) -> str:
-        """The token's name, its log-probability and the bytes of its text as JSON, without the last brace."""
+        """Return JSON with the token's name, log-probability and bytes, without the closing brace."""
         known = self._json.get(token)
         if known is None:
             values = ",".join(map(str, self.text(token).encode()))
@@ -45,9 +45,9 @@ class TokenNames:
 
 @dataclass(frozen=True)
 class Scored:
-    """Tokens with log-probabilities; None for the first of a prompt.
+    """Tokens with log-probabilities; None for the first token of a prompt.
 
-    `top` has the likeliest tokens at each place, and is empty where nobody asked for them.
+    `top` holds the top tokens per position, or is empty if not requested.
     """
 
     tokens: Sequence[int] = ()
@@ -56,15 +56,15 @@ class Scored:
 
     @property
     def rows(self) -> list[tuple[int, float | None, TopLogprobs]]:
-        """Token, log-probability and alternatives, by place."""
+        """Token, log-probability and top tokens per position."""
         return list(zip(self.tokens, self.logprobs, self._tops, strict=True))
 
     def cut(self, num_top: int) -> Scored:
-        """The same with fewer alternatives."""
+        """Return the same with fewer top tokens."""
         return replace(self, top=[row[:num_top] for row in self.top])
 
     def then(self, other: Scored) -> Scored:
-        """These tokens and, after them, others."""
+        """Concatenate with other tokens."""
         return Scored(
             [*self.tokens, *other.tokens],
             [*self.logprobs, *other.logprobs],
@@ -77,9 +77,9 @@ class Scored:
 
 
 def text_logprobs(names: TokenNames, scored: Scored, offset: int) -> TextLogprobs:
-    """As completions give them. The token itself is always among its alternatives.
+    """Return the completions format. The token itself is always among its top tokens.
 
-    Where two tokens have the same text, the likelier one stands for both.
+    If two tokens have the same text, the more likely one is kept.
     """
     lengths = [len(names.text(token)) for token in scored.tokens]
     top: list[dict[str, float] | None] = []
@@ -110,7 +110,7 @@ def chat_logprobs(names: TokenNames, scored: Scored) -> EncodedJson:
 
 
 def prompt_logprobs(names: TokenNames, scored: Scored) -> list[dict[int, PromptLogprob] | None]:
-    """As vLLM gives those of a prompt: the token itself, then its alternatives. None for the first token."""
+    """Return vLLM's prompt format: the token itself, then its top tokens. None for the first token."""
     found: list[dict[int, PromptLogprob] | None] = []
     for token, logprob, likeliest in scored.rows:
         if logprob is None:

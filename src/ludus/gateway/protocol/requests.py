@@ -1,7 +1,7 @@
-"""What clients may ask: the bodies of completions and chat completions, checked.
+"""Request bodies of completions and chat completions, validated.
 
-A field that would change the answer and is not served is refused unless it holds its neutral value; so is a
-field that nobody knows. Fields that only label a request are taken and ignored.
+An unsupported field that would change the result is rejected unless it has its neutral value, and so is an
+unknown field. Fields that only label a request are ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
 }
-"""Fields that are not served, with the values that change nothing; null is always one."""
+"""Unsupported fields and their neutral values; null is always neutral."""
 
 _LABELS = frozenset({"user", "metadata", "store", "service_tier", "priority", "session_id", "cache_salt"})
 _NUM_CHOICES, _NUM_STOPS, _NUM_STOP_IDS, _LONGEST_GUIDE = 128, 64, 1024, 2**16
@@ -52,7 +52,7 @@ RequestBody = TypeVar("RequestBody", bound=BaseModel)
 
 
 class BadRequest(ValueError):
-    """The request cannot be served as it stands. `status` is the answer's, `code` a word for programs."""
+    """The request is invalid or unsupported. `status` is the HTTP status, `code` a machine-readable reason."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class BadRequest(ValueError):
 
 
 class StreamOptions(BaseModel):
-    """`include_usage` asks for a last piece with the counts."""
+    """`include_usage` requests a last chunk with token counts."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -70,7 +70,7 @@ class StreamOptions(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """One of a JSON schema, a regular expression and a grammar in Lark's notation, as vLLM takes them."""
+    """One of a JSON schema, a regular expression and a Lark grammar, as in vLLM."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -79,7 +79,7 @@ class StructuredOutputs(BaseModel):
     grammar: str | None = None
 
     def guides(self) -> list[Guide]:
-        """All that are given."""
+        """All guides that are set."""
         found = []
         if self.json_ is not None:
             text = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
@@ -92,7 +92,7 @@ class StructuredOutputs(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """`text`, any object of JSON, or one that keeps to `json_schema.schema`."""
+    """`text`, any JSON object, or one that matches `json_schema.schema`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, JsonValue] | None = None
@@ -100,12 +100,12 @@ class ResponseFormat(BaseModel):
 
 def _few_enough(num: int) -> int:
     if num > MAX_TOP_LOGPROBS:
-        raise ValueError(f"at most {MAX_TOP_LOGPROBS} alternatives are served, {num} are asked for")
+        raise ValueError(f"at most {MAX_TOP_LOGPROBS} top_logprobs are supported, {num} requested")
     return num
 
 
 def _within(name: str, *, also: int | None = None) -> AfterValidator:
-    """Check a number against the engines' bound of that name; `also` is one more value."""
+    """Return a validator for the engines' bound of that name; `also` is one more valid value."""
     bound = PARAM_BOUNDS[name]
 
     def check(value: float) -> float:
@@ -117,11 +117,11 @@ def _within(name: str, *, also: int | None = None) -> AfterValidator:
 
 
 NumTop = Annotated[int, Field(ge=0), AfterValidator(_few_enough)]
-"""How many of the likeliest tokens are asked for at each place."""
+"""Number of top log-probabilities per position."""
 
 
 class Sampling(BaseModel):
-    """What both kinds of request share. `seed` None draws one."""
+    """Fields common to both kinds of request. `seed` None chooses one at random."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -151,13 +151,13 @@ class Sampling(BaseModel):
             if name in _LABELS or value is None or value in _NEUTRAL.get(name, ()):
                 continue
             if name in _NEUTRAL:
-                raise ValueError(f"{name} = {json.dumps(value)[:80]} is not served")
+                raise ValueError(f"{name} = {json.dumps(value)[:80]} is not supported")
             raise ValueError(f"{name[:80]} is not a field of this request")
         return self
 
     @property
     def guide(self) -> Guide | None:
-        """What the action must look like. Raises BadRequest where that is said twice or not in full."""
+        """The constraint on the action. Raises BadRequest if it is ambiguous or incomplete."""
         asked, form = self.structured_outputs, self.response_format
         guides = [] if asked is None else asked.guides()
         if form is not None and form.type == "json_object":
@@ -167,10 +167,12 @@ class Sampling(BaseModel):
                 raise BadRequest("response_format needs json_schema.schema.")
             guides.append(Guide("json_schema", json.dumps(form.json_schema["schema"])))
         if len(guides) > 1 or (asked is not None and not guides):
-            raise BadRequest("structured_outputs takes one of json, regex, grammar, and no response_format.")
+            raise BadRequest(
+                "structured_outputs accepts one of json, regex, grammar, without response_format."
+            )
         if guides and len(guides[0].text) > _LONGEST_GUIDE:
             raise BadRequest(
-                f"The guide has {len(guides[0].text)} characters, and {_LONGEST_GUIDE} is the most."
+                f"The guide has {len(guides[0].text)} characters; the maximum is {_LONGEST_GUIDE}."
             )
         return guides[0] if guides else None
 
@@ -180,7 +182,7 @@ class Sampling(BaseModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def params(self, max_new_tokens: int, end_ids: tuple[int, ...], num_top: int) -> SamplingParams:
-        """The parameters of the first choice; `end_ids` end the text unless the end is to be ignored."""
+        """Return the first choice's parameters; `end_ids` end the text unless `ignore_eos` is set."""
         ends = () if self.ignore_eos else end_ids
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -197,7 +199,7 @@ class Sampling(BaseModel):
 
 
 class CompletionRequest(Sampling):
-    """The body of `/v1/completions`: a text, token ids, or a list of either."""
+    """Body of `/v1/completions`: a text, token ids, or a list of either."""
 
     prompt: (
         str
@@ -214,21 +216,21 @@ class CompletionRequest(Sampling):
     @model_validator(mode="after")
     def _something_to_do(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens = 0 samples nothing; echo the prompt, or ask for a token")
+            raise ValueError("max_tokens = 0 samples nothing; set echo, or increase max_tokens")
         if self.stream and (self.echo or self.prompt_logprobs is not None):
-            raise ValueError("echo and prompt_logprobs are not served with stream")
+            raise ValueError("echo and prompt_logprobs are not supported with stream")
         return self
 
     @property
     def num_prompt_top(self) -> int | None:
-        """How many alternatives to each token of the prompt are asked for; None: not even its own score."""
+        """Number of top log-probabilities per prompt token; None if the prompt is not scored."""
         echoed = self.logprobs if self.echo else None
         given = [num for num in (self.prompt_logprobs, echoed) if num is not None]
         return max(given, default=None)
 
     @property
     def prompts(self) -> list[str | TokenIds]:
-        """One or several prompts, as a list."""
+        """The prompts as a list."""
         given = self.prompt
         if isinstance(given, str):
             return [given]
@@ -253,7 +255,7 @@ class _Part(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message of the dialogue. Its content may be null or a list of texts."""
+    """One chat message. Its content may be null or a list of texts."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -266,7 +268,7 @@ class ChatMessage(BaseModel):
 
     @property
     def message(self) -> Message:
-        """The message as the rest of Ludus knows it."""
+        """The message as a `Message`."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         message = Message(role="system" if self.role == "developer" else self.role, content=text)
@@ -295,7 +297,7 @@ class ChatTool(BaseModel):
 
     @property
     def schema_(self) -> ToolSchema:
-        """As chat templates take it."""
+        """The tool in the format of chat templates."""
         given = self.function
         function = FunctionSchema(
             name=given.name, description=given.description, parameters=dict(given.parameters)
@@ -304,7 +306,7 @@ class ChatTool(BaseModel):
 
 
 class ChatRequest(Sampling):
-    """The body of `/v1/chat/completions`."""
+    """Body of `/v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
     tools: Annotated[list[ChatTool], Field(fail_fast=True)] | None = None
@@ -322,7 +324,7 @@ class ChatRequest(Sampling):
 
 
 def read_body(kind: type[RequestBody], body: bytes) -> RequestBody:
-    """A request's body. Raises BadRequest in one sentence."""
+    """Parse a request body. Raises BadRequest with a one-sentence message."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -340,7 +342,7 @@ def _message_call(call: _Call) -> MessageToolCall:
         fine = False
     if not fine:
         raise BadRequest(
-            f"The arguments of tool call {call.id[:80]!r} are not a JSON object of ordinary depth and digits."
+            f"The arguments of tool call {call.id[:80]!r} are not a JSON object of allowed depth and digits."
         )
     return {
         "id": call.id,

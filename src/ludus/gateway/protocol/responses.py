@@ -1,4 +1,4 @@
-"""What clients get: the bodies of answers and of streamed pieces, in the shapes that OpenAI and vLLM use."""
+"""Response bodies and streamed chunks, in the formats of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_seri
 
 
 class Usage(BaseModel):
-    """Tokens of the prompts, each counted once, and of all choices."""
+    """Token counts: prompts, each counted once, and all choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -23,13 +23,13 @@ class Usage(BaseModel):
 
 @dataclass(frozen=True)
 class EncodedJson:
-    """A value that is JSON already: one with so many parts that an object for each would be slow."""
+    """A value already encoded as JSON, to avoid creating an object per part."""
 
     text: bytes
 
 
 class TextLogprobs(BaseModel):
-    """Log-probabilities of a completion's tokens. `top_logprobs` has the token too."""
+    """Log-probabilities of a completion's tokens. `top_logprobs` includes the sampled token."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -38,7 +38,7 @@ class TextLogprobs(BaseModel):
 
 
 class PromptLogprob(BaseModel):
-    """Of one token of the prompt, or of an alternative. `rank` (from 1) is known of the likeliest alone."""
+    """Log-probability of a prompt token or an alternative. `rank` (from 1) is set only for top tokens."""
 
     logprob: float
     rank: int | None = None
@@ -54,7 +54,7 @@ class VersionSpan(BaseModel):
 
 
 class TextChoice(BaseModel):
-    """One completion, or a piece of it (then `finish_reason` may be null)."""
+    """One completion, or a chunk of it (`finish_reason` may then be null)."""
 
     index: int
     text: str
@@ -68,7 +68,7 @@ class TextChoice(BaseModel):
 
 
 class TextAnswer(BaseModel):
-    """The answer of `/v1/completions`, or a piece of it."""
+    """Response of `/v1/completions`, or a chunk of it."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -86,7 +86,7 @@ class CalledFunction(BaseModel):
 
 
 class CallReply(BaseModel):
-    """A tool call of the model's."""
+    """A tool call of the model."""
 
     id: str
     type: Literal["function"] = "function"
@@ -115,7 +115,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatAnswer(BaseModel):
-    """The answer of `/v1/chat/completions`."""
+    """Response of `/v1/chat/completions`."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -127,13 +127,13 @@ class ChatAnswer(BaseModel):
 
 
 class CallPiece(CallReply):
-    """A tool call in a stream; it comes whole."""
+    """A tool call in a stream, sent whole."""
 
     index: int
 
 
 class ChatDelta(BaseModel):
-    """What is new in a streamed message; what is None is left out."""
+    """New parts of a streamed message; None is omitted."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -146,7 +146,7 @@ class ChatDelta(BaseModel):
 
 
 class ChatPieceChoice(BaseModel):
-    """A piece of one message."""
+    """A chunk of one message."""
 
     index: int
     delta: ChatDelta
@@ -157,7 +157,7 @@ class ChatPieceChoice(BaseModel):
 
 
 class ChatPiece(BaseModel):
-    """A piece of a streamed chat completion."""
+    """A chunk of a streamed chat completion."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -169,7 +169,7 @@ class ChatPiece(BaseModel):
 
 
 class ErrorInfo(BaseModel):
-    """What is wrong, in a sentence; `code` is a word for programs, or the status."""
+    """Error message; `code` is a machine-readable reason or the status."""
 
     message: str
     type: str
@@ -178,13 +178,13 @@ class ErrorInfo(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """The body of every answer that is an error."""
+    """Body of every error response."""
 
     error: ErrorInfo
 
 
 class ModelCard(BaseModel):
-    """What is served: the model, or an adapter of it, whose `parent` is the model."""
+    """A served model or one of its adapters, whose `parent` is the model."""
 
     id: str
     object: Literal["model"] = "model"
@@ -198,7 +198,7 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """The answer of `/v1/models`."""
+    """Response of `/v1/models`."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
