@@ -74,7 +74,7 @@ class FinishedRequests:
     _by_name: OrderedDict[str, _Answer] = field(default_factory=OrderedDict)
 
     async def once(self, name: str, body: bytes, work: Callable[[], Awaitable[bytes]]) -> bytes:
-        """Return the response to `body`, computed at most once. Raises BadRequest if the id had another body."""
+        """Return the response to `body`, computed once. Raises BadRequest if the id had another body."""
         digest = hashlib.sha256(body).digest()
         answer = self._by_name.get(name)
         if answer is not None and answer.digest != digest:

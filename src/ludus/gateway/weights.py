@@ -73,7 +73,7 @@ class WeightReceiver:
         await self._load(await asyncio.to_thread(read_weights, path), None)
 
     async def join(self, place: TransferAddress) -> None:
-        """Join a trainer's process group, replacing an earlier one. Raises BadRequest if it is unreachable."""
+        """Join a trainer's process group in place of an earlier one. Raises BadRequest if unreachable."""
         self._line = None
         try:
             self._line = await aside(partial(enter_line, place))

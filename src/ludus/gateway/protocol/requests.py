@@ -52,7 +52,7 @@ RequestBody = TypeVar("RequestBody", bound=BaseModel)
 
 
 class BadRequest(ValueError):
-    """The request is invalid or unsupported. `status` is the HTTP status, `code` a machine-readable reason."""
+    """The request is invalid or unsupported. `status` is the HTTP status, `code` a reason for programs."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
