@@ -178,7 +178,7 @@ def test_a_container_sandbox_says_how_many_sessions_it_has_room_for(engine):
     assert isinstance(box, BoundsSessions)
     assert box.most_sessions == 3
     assert open_sandbox(SandboxSettings(backend="docker")).most_sessions >= 2
-    with pytest.raises(UserError, match="no session of the kind"):
+    with pytest.raises(UserError, match="Unknown session kind"):
         asyncio.run(box.session("ruby"))
 
 

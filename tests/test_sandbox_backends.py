@@ -292,7 +292,7 @@ def test_sessions_that_nobody_uses_are_closed():
 def test_a_server_out_of_reach_is_named_and_a_silent_one_has_a_deadline():
     with pytest.raises(UserError, match="sandbox serve"):
         open_sandbox(SandboxSettings(backend="remote"))
-    with pytest.raises(WorldError, match="cannot be reached"):
+    with pytest.raises(WorldError, match="is unreachable"):
         remotely("http://127.0.0.1:9", lambda box: box.run("print(1)"))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"

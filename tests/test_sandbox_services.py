@@ -143,7 +143,7 @@ def test_a_service_that_fails_is_the_sandbox_s_failure_with_its_words(backend, a
         ask(backend, url, "print('no place')")
     with service(lambda _: (200, {"odd": 1})) as url, pytest.raises(WorldError, match="cannot be read"):
         ask(backend, url, "print(1)")
-    with pytest.raises(WorldError, match="cannot be reached"):
+    with pytest.raises(WorldError, match="is unreachable"):
         ask(backend, "http://127.0.0.1:9", "print(1)")
 
 
@@ -219,12 +219,12 @@ def test_a_service_is_checked_by_programs_and_what_they_cannot_tell_is_said(back
     rows = dict(re.findall(r"│ (\S.*?) +│ (\S.*?) +│", said.out))
     assert rows["files and standard input"] == "reach the program"
     assert rows["exit codes"] == "are told"
-    assert rows["the clock"].startswith("ends a program of more than 1 s after 1.")
-    assert rows["memory"] == "no program gets 512 MiB where 256 are allowed"
+    assert rows["the clock"].startswith("stops a program with a limit of 1 s after 1.")
+    assert rows["memory"] == "programs cannot hold 512 MiB with a limit of 256"
     assert rows["files that come back"].startswith("none")
-    assert rows["sessions"].startswith("none: the worlds terminal and swe")
-    assert rows["runs apart from each other"] == "the next run finds what one left in /tmp"
-    assert "Not judged: what the service keeps its own machine" in said.out
+    assert rows["sessions"].startswith("none: unusable for the terminal and swe")
+    assert rows["runs apart from each other"] == "the next run sees files left in /tmp"
+    assert "Not judged: whether the service isolates its machine" in said.out
 
 
 def test_a_service_that_graders_cannot_rely_on_fails_its_check():
@@ -232,8 +232,8 @@ def test_a_service_that_graders_cannot_rely_on_fails_its_check():
         said = refused("sandbox", "check", "--backend", "sandbox_fusion", "--url", url)
     assert "does not do what graders rely on: exit codes, memory" in said
     dead = refused("sandbox", "check", "--backend", "piston", "--url", "http://127.0.0.1:9", code=4)
-    assert "cannot be reached" in dead
-    assert "needs the address of its service" in refused("sandbox", "check", "--backend", "piston")
+    assert "is unreachable" in dead
+    assert "needs the URL of its service" in refused("sandbox", "check", "--backend", "piston")
     assert "--url is the address of a service" in refused("sandbox", "check", "--url", "http://a")
     assert "nothing to serve" in refused("sandbox", "serve", "--backend", "piston", "--url", "http://a")
 
@@ -249,7 +249,7 @@ def test_a_dead_service_is_told_once_before_anything_is_played_or_trained(comman
     place = [*command, "code"] if verb == "env" else [verb, "code", *options]
     said = refused(*place, *words, code=4)
     assert "The world 'code' runs programs, and its sandbox does not." in said
-    assert said.count("cannot be reached") == 1
+    assert said.count("is unreachable") == 1
     assert "`ludus sandbox check --backend sandbox_fusion --url http://127.0.0.1:9` tries it." in said
     assert not list(tmp_path.rglob("checkpoints"))
 

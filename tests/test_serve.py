@@ -338,7 +338,12 @@ def test_tool_choice_none_leaves_the_tools_out_and_none_can_be_forced(server):
         ("completions", 400, {"prompt": "x", "temperature": -1}, "temperature"),
         ("completions", 400, {"prompt": "x", "top_p": 0}, "top_p"),
         ("completions", 400, {"prompt": "x", "max_tokens": 0}, "samples nothing"),
-        ("completions", 400, {"prompt": "x", "logprobs": 21}, "logprobs: at most 20 alternatives are served"),
+        (
+            "completions",
+            400,
+            {"prompt": "x", "logprobs": 21},
+            "logprobs: at most 20 top_logprobs are supported",
+        ),
         (
             "completions",
             400,
@@ -358,10 +363,10 @@ def test_tool_choice_none_leaves_the_tools_out_and_none_can_be_forced(server):
             "completions",
             400,
             {"prompt": "x", "frequency_penalty": 0.5},
-            "frequency_penalty = 0.5 is not served",
+            "frequency_penalty = 0.5 is not supported",
         ),
         ("completions", 400, {"prompt": "x", "temprature": 1}, "temprature is not a field"),
-        ("completions", 404, {"prompt": "x", "model": "gpt"}, "'gpt' is not served here"),
+        ("completions", 404, {"prompt": "x", "model": "gpt"}, "'gpt' is not served; available"),
         ("chat/completions", 400, {"messages": []}, "messages"),
         ("chat/completions", 400, {"messages": [{"role": "king", "content": ""}]}, "role"),
         (
@@ -530,7 +535,7 @@ def test_weights_are_taken_in_parts_whole_or_not_at_all(server, tmp_path):
     rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path / "odd")}}
     assert "nobody.weight" in error(server, "/collective_rpc", 400, rpc)
     rpc["kwargs"] = {"weights_path": str(tmp_path / "none")}
-    assert "no safetensors" in error(server, "/collective_rpc", 400, rpc)
+    assert "No safetensors" in error(server, "/collective_rpc", 400, rpc)
     assert "reload_weights" in error(server, "/collective_rpc", 400, {"method": "exit"})
     assert server.get("/fingerprint").json() == fingerprint
 
@@ -602,7 +607,7 @@ def test_more_requests_than_the_server_takes_are_put_off_and_come_again(referenc
         busy, never, answers, first = asyncio.run(run(served))
         refusals = refused("serve", COLD_START, "--max-requests", "-1")
     assert (busy.status_code, busy.headers["Retry-After"]) == (429, "1")
-    assert "takes 2 at most" in busy.json()["error"]["message"]
+    assert "accepts 2 at most" in busy.json()["error"]["message"]
     assert (never.status_code, "3 requests at once" in never.text) == (400, True)
     assert "--max-requests" in refusals
     assert first.status_code == 200
@@ -611,6 +616,6 @@ def test_more_requests_than_the_server_takes_are_put_off_and_come_again(referenc
 
 
 def test_the_command_says_what_cannot_be_served(server, tmp_path):
-    assert "no folder" in refused("serve", tmp_path / "none")
+    assert "does not exist" in refused("serve", tmp_path / "none")
     assert "cannot be bound" in refused("serve", COLD_START, "--port", server.served.port)
     assert "--context-tokens must be 2 to 1024" in refused("serve", COLD_START, "--context-tokens", "9999")

@@ -88,7 +88,7 @@ def test_a_version_taken_in_place_reaches_the_next_token(served, base, folder, t
     load = {"lora_name": "mine", "lora_path": str(folder)}
     post(served, "/v1/load_lora_adapter", **load)
     try:
-        assert "loaded already" in post(served, "/v1/load_lora_adapter", 400, **load)
+        assert "already loaded" in post(served, "/v1/load_lora_adapter", 400, **load)
 
         async def run():
             async with httpx.AsyncClient(base_url=served.url, headers=served.headers, timeout=60) as client:
@@ -128,7 +128,7 @@ def test_an_adapter_that_is_not_what_it_says_is_refused(served, folder, change, 
 def test_adapters_that_are_missing_broken_or_foreign_are_refused(served, base, folder, tmp_path):
     load = "/v1/load_lora_adapter"
     assert "adapter at" in post(served, load, 400, lora_name="x", lora_path=str(tmp_path / "none"))
-    assert "name of the model" in post(served, load, 400, lora_name="policy", lora_path=str(folder))
+    assert "name of the base model" in post(served, load, 400, lora_name="policy", lora_path=str(folder))
     assert "lora_name" in post(served, load, 400, lora_path=str(folder))
     assert "Adapter 'x' is not loaded" in post(served, "/v1/unload_lora_adapter", 404, lora_name="x")
     state = {name: p[:, :64] if "lora_A" in name else p for name, p in factors(adapted(base, 1)).items()}

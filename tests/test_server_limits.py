@@ -113,7 +113,7 @@ def test_a_body_that_is_too_large_is_refused_while_it_streams_in(narrow, body):
     content = body if isinstance(body, bytes) else parts(body)
     answer = httpx.post(f"http://127.0.0.1:{narrow}/", content=content)
     assert (answer.status_code, answer.headers["connection"]) == (413, "close")
-    assert "larger than 10000 bytes" in answer.text
+    assert "exceeds the limit of 10000 bytes" in answer.text
     assert httpx.post(f"http://127.0.0.1:{narrow}/", content=parts(10)).text == "10000"
 
 

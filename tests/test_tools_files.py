@@ -83,7 +83,7 @@ def test_too_many_files_are_said_and_the_session_goes_on():
 
     (status, text), kept = inside(act, limits=Limits(files_out=3))
     assert (status, kept) == (ToolStatus.RAISED, "5\n")
-    assert "more than its limits let out" in text
+    assert "exceed its limits" in text
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, None), (3, 2), (5, 9)])

@@ -1,4 +1,4 @@
-"""What every sandbox takes and gives: limits, outcomes, sessions, and the protocol of the backends."""
+"""Sandbox interface: limits, outcomes, sessions and the backend protocol."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ SessionKind = Literal["python", "shell"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one run, or one call of a session, may use. Raises UserError for what is not positive.
+    """Resource limits of one run, or of one call of a session. Raises UserError unless positive.
 
-    `wall_s` and `cpu_s` (of all its processes together) are seconds. `memory_bytes` bounds the address space
-    of each process and the resident memory of all of them together. `disk_bytes` and `disk_files` bound
-    everything written, `file_bytes` one file. `output_bytes` bounds what is kept of each of stdout and
-    stderr: two thirds from its head, one from its tail. `files_out` and `files_out_bytes` bound the files
-    that are given back.
+    `wall_s` and `cpu_s` (total of all processes) are seconds. `memory_bytes` bounds the address space of each
+    process and the resident memory of all together. `disk_bytes` and `disk_files` bound everything written,
+    `file_bytes` one file. `output_bytes` bounds the kept part of each of stdout and stderr: two thirds from
+    its head, one from its tail. `files_out` and `files_out_bytes` bound the returned files.
     """
 
     wall_s: float = 10.0
@@ -52,20 +51,20 @@ class Limits:
         }
         for name, value in values.items():
             if not 0 < value < float("inf"):
-                raise UserError(f"The sandbox limit {name} is {value}.", "Give a positive, finite number.")
+                raise UserError(f"The sandbox limit {name} is {value}.", "Set a positive, finite number.")
         if self.files_out < 0 or self.files_out_bytes < 0:
             raise UserError("The sandbox limits files_out and files_out_bytes cannot be negative.")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended: never a judgement, for a program chooses its exit code and its output.
+    """Result of a run. It is untrusted: the program chooses its exit code and output.
 
-    `exit` is the exit code, None where a signal (`signal`) ended it. `timed_out` is true past the wall clock
-    or the CPU seconds, `memory_exceeded` where memory ended it, `truncated` where output was cut or files
-    were left out; `left_out_bytes` of the output are not kept, and a note in the streams says where. `files`
-    are the regular files, with one link, that it made or changed, by their path under its folder.
-    `peak_memory_bytes` is of all processes together, sampled.
+    `exit` is the exit code, None if a signal (`signal`) ended the program. `timed_out`: the wall-clock or CPU
+    limit was exceeded; `memory_exceeded`: the memory limit; `truncated`: output was cut or files were
+    omitted. `left_out_bytes` of the output were dropped, with a note in the stream. `files` are the regular
+    files with one link that the program created or changed, by path relative to its folder.
+    `peak_memory_bytes` is the sampled total of all processes.
     """
 
     stdout: bytes = b""
@@ -83,27 +82,27 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether it ended by itself with exit code 0."""
+        """Whether the program exited with code 0 within its limits."""
         return self.exit == 0 and not self.timed_out and not self.memory_exceeded
 
     @property
     def text(self) -> str:
-        """Its stdout as text; bytes that are no UTF-8 are replaced."""
+        """The stdout as text; invalid UTF-8 is replaced."""
         return self.stdout.decode("utf-8", "replace")
 
     @property
     def error_text(self) -> str:
-        """Its stderr as text; bytes that are no UTF-8 are replaced."""
+        """The stderr as text; invalid UTF-8 is replaced."""
         return self.stderr.decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The regular files of a session: contents by path, and which of them are executable.
+    """Regular files of a session: contents by path, and the executable ones.
 
-    Links, pipes and empty folders are not among them. `left_out` counts regular files, and folders with all
-    that is in them, that no path of a snapshot can name: hard links, names that do not print, more than 32
-    folders deep, paths of more than 512 characters.
+    Links, pipes and empty folders are not included. `left_out` counts regular files and folders that a
+    snapshot cannot name: hard links, unprintable names, more than 32 levels deep, paths longer than 512
+    characters.
     """
 
     files: Mapping[str, bytes]
@@ -113,11 +112,11 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of a session, as the kernel tells it: `pid` and `started` together are one process for good.
+    """A process of a session as reported by the kernel; `pid` and `started` identify it uniquely.
 
-    `started` is in ticks of the kernel's clock, `state` a letter of proc(5) (R S D T Z), `program` the file
-    that it runs. `title` is a name of at most 15 bytes that a process gives to itself and to no other one.
-    `argv`, `environment` (as it was when the program began) and `folder` are whatever the program chose.
+    `started` is in kernel clock ticks, `state` a letter of proc(5) (R S D T Z), `program` the executable's
+    path. `title` is a name of at most 15 bytes that the process sets. `argv`, `environment` (as of program
+    start) and `folder` are also under the program's control.
     """
 
     pid: int
@@ -133,10 +132,10 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class FileChange:
-    """What to do with files of a session, one by one: all others, links and folders too, stay as they are.
+    """Changes to individual files of a session; all other files, links and folders stay.
 
-    `write` has contents by path, `executable` says of written files, or of others, whether they are from then
-    on; the files in `remove` go last. A file that is written anew keeps its mode.
+    `write` maps paths to contents, `executable` sets or clears the executable flag of written or existing
+    files; `remove` is applied last. An overwritten file keeps its mode.
     """
 
     write: Mapping[str, bytes] = field(default_factory=dict)
@@ -145,52 +144,52 @@ class FileChange:
 
 
 class SandboxSession(Protocol):
-    """A long-lived interpreter with its files. One call at a time; not safe to share between tasks.
+    """A persistent interpreter with its files. One call at a time; not safe to share between tasks.
 
-    A call past its limits ends the interpreter: its variables are lost, its files stay, and the next call
-    finds a new one. A call may take as long as the limits say, and raises WorldError only where the sandbox
-    itself broke.
+    A call that exceeds its limits ends the interpreter: variables are lost, files stay, and the next call
+    starts a new interpreter. Methods raise WorldError only if the sandbox itself failed.
     """
 
     async def run(self, code: str) -> Outcome:
-        """Run code. A Python session shows the value of a last expression. `files` is empty here."""
+        """Run code. A Python session prints the value of a final expression. `files` is empty."""
         ...
 
     async def write(self, files: Mapping[str, bytes]) -> None:
-        """Put files into its folder; links on the way are refused with WorldError."""
+        """Write files to the session's folder; links in a path raise WorldError."""
         ...
 
     async def change(self, change: FileChange) -> None:
-        """Write, mark and remove files of its folder; links on the way are refused with WorldError."""
+        """Write, mark and remove files; links in a path raise WorldError."""
         ...
 
     async def snapshot(self) -> Snapshot:
-        """Its regular files. Raises WorldError where they exceed `files_out` or `files_out_bytes`."""
+        """Return the regular files. Raises WorldError if they exceed `files_out` or `files_out_bytes`."""
         ...
 
     async def processes(self) -> tuple[Process, ...]:
-        """What runs in it, its interpreter too. Raises WorldError for more than 128 KiB of words."""
+        """List the session's processes, including its interpreter. Raises WorldError above 128
+        KiB of text."""
         ...
 
     async def restore(self, snapshot: Snapshot) -> None:
-        """Replace its files by those of the snapshot. Variables and processes stay."""
+        """Replace the files by those of the snapshot. Variables and processes stay."""
         ...
 
     async def reset(self) -> None:
-        """End all its processes, remove its files, and start anew."""
+        """End all processes, remove the files, and start a new interpreter."""
         ...
 
     async def close(self) -> None:
-        """End it. Nothing of it stays."""
+        """End the session and delete its files."""
         ...
 
 
 class Sandbox(Protocol):
-    """Runs programs apart from the host. A backend that cannot do so raises UserError and runs nothing."""
+    """Runs programs isolated from the host. A backend that cannot do so raises UserError and runs nothing."""
 
     @property
     def name(self) -> str:
-        """The backend's name."""
+        """Name of the backend."""
         ...
 
     async def run(
@@ -201,9 +200,9 @@ class Sandbox(Protocol):
         stdin: bytes = b"",
         limits: Limits | None = None,
     ) -> Outcome:
-        """Run a Python program (a string) or a command (a sequence) once, in a folder that has `files`.
+        """Run a Python program (str) or a command (sequence) once, in a folder that contains `files`.
 
-        Raises UserError for bad input or a backend that cannot run, WorldError where the sandbox broke.
+        Raises UserError for invalid input or an unavailable backend, WorldError if the sandbox failed.
         """
         ...
 
@@ -214,33 +213,33 @@ class Sandbox(Protocol):
         files: Mapping[str, bytes] | None = None,
         limits: Limits | None = None,
     ) -> SandboxSession:
-        """A new session; `limits` hold for each call, those of disk and processes for all together."""
+        """Open a session; `limits` hold per call, those of disk and processes for the whole session."""
         ...
 
     async def close(self) -> None:
-        """End everything that the backend keeps."""
+        """End all processes and free all resources of the backend."""
         ...
 
 
 @runtime_checkable
 class BoundsSessions(Protocol):
-    """A sandbox that says how many sessions this machine has room for."""
+    """A sandbox that recommends a maximum number of sessions for this machine."""
 
     @property
     def most_sessions(self) -> int:
-        """Sessions that should be open at once. Whoever opens them sees to it: none is refused or waits here,
-        as one that waits may be what another one waits for."""
+        """Recommended maximum of open sessions. The caller must enforce it: the sandbox neither refuses nor
+        queues sessions, since a queued one could deadlock with one that waits for it."""
         ...
 
 
 def room_in_memory() -> int:
-    """How many sessions with the default limits half of this machine's memory has room for, at least 2."""
+    """Return how many sessions with default limits fit in half of this machine's memory, at least 2."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(2, memory // 2 // Limits().memory_bytes)
 
 
 class RunsOnly:
-    """The part of a backend that has no sessions and keeps nothing between runs. For backends to inherit."""
+    """Base class of backends without sessions or state between runs."""
 
     async def session(
         self,
@@ -249,16 +248,16 @@ class RunsOnly:
         files: Mapping[str, bytes] | None = None,
         limits: Limits | None = None,
     ) -> SandboxSession:
-        """Raises UserError: this backend has no sessions."""
+        """Raise UserError: this backend has no sessions."""
         raise UserError("This sandbox backend has no sessions.", "Use namespaces, docker, podman or remote.")
 
     async def close(self) -> None:
-        """Nothing is kept between runs."""
+        """Do nothing: nothing is kept between runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOrder:
-    """One run, checked: `source` (Python) or `argv`, exactly one of which is given."""
+    """A validated run: either `source` (Python) or `argv`."""
 
     source: str | None
     argv: tuple[str, ...]
@@ -270,23 +269,23 @@ class RunOrder:
 def make_order(
     program: str | Sequence[str], files: Mapping[str, bytes] | None, stdin: bytes, limits: Limits | None
 ) -> RunOrder:
-    """Check what `run` was given. Raises UserError."""
+    """Validate the arguments of `run`. Raises UserError."""
     argv = () if isinstance(program, str) else tuple(program)
     if not isinstance(program, str) and (not argv or not argv[0] or any("\0" in word for word in argv)):
-        raise UserError("A command needs at least one word, and words without NUL characters.")
+        raise UserError("A command needs at least one argument, without NUL characters.")
     source = program if isinstance(program, str) else None
     return RunOrder(source, argv, checked_files(files or {}), stdin, limits or Limits())
 
 
 def checked_files(files: Mapping[str, bytes]) -> Mapping[str, bytes]:
-    """The files, if their paths are relative and stay inside. Raises UserError."""
+    """Return the files if all paths are relative and inside the folder. Raises UserError."""
     for path in files:
         parts = PurePosixPath(path).parts
         bad = not parts or path.startswith("/") or ".." in parts or "\0" in path or len(path) > LONGEST
         bad = bad or len(parts) > DEEPEST + 1
         if bad or path.endswith("/") or not path.isprintable():
             raise UserError(
-                f"{path!r} is no path for a file of a sandbox.",
-                f"Give a relative path without '..', at most {DEEPEST} folders deep.",
+                f"{path!r} is not a valid sandbox file path.",
+                f"Use a relative path without '..', at most {DEEPEST} folders deep.",
             )
     return files

@@ -1,4 +1,4 @@
-"""A backend by its name. Nothing else is ever taken instead of the one that was asked for."""
+"""Create a sandbox backend by name. There is no fallback to another backend."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BACKENDS = ("namespaces", "docker", "podman", "remote", *SERVICES, "process")
 
 @dataclass(frozen=True, slots=True)
 class SandboxSettings:
-    """Which backend, and what it needs: `concurrency`, `python`, `binds` and `paths` are for namespaces,
-    `sessions` for it and for docker and podman, `image` and `runtime` for these two, `url` and `token` for
-    remote and for public services, `unsafe` for process."""
+    """Backend name and options: `concurrency`, `python`, `binds` and `paths` are for namespaces, `sessions`
+    for namespaces, docker and podman, `image` and `runtime` for docker and podman, `url` and `token` for
+    remote and public services, `unsafe` for process."""
 
     backend: str = "namespaces"
     concurrency: int = 0
@@ -34,7 +34,7 @@ class SandboxSettings:
 
 
 def open_sandbox(settings: SandboxSettings | None = None) -> Sandbox:
-    """The backend of the settings. Raises UserError where it cannot run here."""
+    """Create the backend of the settings. Raises UserError if it cannot run on this machine."""
     given = settings or SandboxSettings()
     match given.backend:
         case "namespaces":
@@ -54,4 +54,4 @@ def open_sandbox(settings: SandboxSettings | None = None) -> Sandbox:
             return service(ServiceSettings(given.url, given.token))
         case "process":
             return ProcessSandbox(unsafe=given.unsafe)
-    raise UserError(f"There is no sandbox backend {given.backend!r}.", f"Backends: {', '.join(BACKENDS)}.")
+    raise UserError(f"Unknown sandbox backend {given.backend!r}.", f"Backends: {', '.join(BACKENDS)}.")

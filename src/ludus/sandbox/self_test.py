@@ -1,7 +1,7 @@
-"""What a backend does when it is asked: small programs of our own, one after another.
+"""Self-test of a sandbox backend by small programs.
 
-`python_inside` is the least of it and says whether the backend answers at all. `findings` tries what worlds
-and graders rely on. Neither can tell what a backend protects its machine from: that is what it is built of.
+`python_inside` checks that the backend runs at all. `findings` tests the behaviour that worlds and graders
+rely on. Neither can test isolation, which depends on the backend's construction.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ludus.sandbox.base import MIB, Limits, Sandbox
 from ludus.sandbox.factory import SERVICES
 
 _LATE_S = 10.0
-"""A program that should end after one second and takes as much longer was not ended by the clock."""
+"""A program that runs this much longer than its 1 s limit was not stopped by the clock."""
 _LARGE_MIB, _ROOM_MIB = 512, 256
 
 _VERSION = "import platform; print(platform.python_version())"
@@ -39,7 +39,7 @@ for place in ('/tmp', '.'):
 
 @dataclass(frozen=True, slots=True)
 class SelfTestFinding:
-    """What was tried and what came of it; `wrong`: worlds and graders rely on another result."""
+    """A test and its result; `wrong` if worlds and graders rely on a different one."""
 
     what: str
     found: str
@@ -47,17 +47,18 @@ class SelfTestFinding:
 
 
 async def python_inside(sandbox: Sandbox) -> str:
-    """Python's version inside. Raises UserError where a program fails, WorldError where the backend does."""
+    """Return the Python version inside. Raises UserError if the program fails, WorldError if the backend
+    does."""
     outcome = await sandbox.run(_VERSION)
     if not outcome.ok:
         raise UserError(
-            f"The {sandbox.name} backend ran a program, which failed: {outcome.error_text[-300:]}"
+            f"The {sandbox.name} backend ran a test program, which failed: {outcome.error_text[-300:]}"
         )
     return outcome.text.strip()
 
 
 async def findings(sandbox: Sandbox) -> list[SelfTestFinding]:
-    """What the backend does, one finding for each thing that is tried."""
+    """Run all tests and return one finding each."""
     tried: dict[str, Callable[[Sandbox], Awaitable[SelfTestFinding]]] = {
         "files and standard input": _input,
         "commands": _command,
@@ -80,15 +81,15 @@ async def findings(sandbox: Sandbox) -> list[SelfTestFinding]:
 
 
 def not_judged(backend: str) -> str:
-    """What no program can find out about a backend, in a sentence."""
+    """Return a sentence on what cannot be tested about a backend."""
     if backend in SERVICES:
         return (
-            "what the service keeps its own machine, its network and other users' runs safe from; whether it "
-            "bounds CPU seconds, processes, open files and disk, which nobody asks of it; how it bears load"
+            "whether the service isolates its machine, its network and other users' runs; whether it "
+            "limits CPU seconds, processes, open files and disk, which are not requested; its load capacity"
         )
     if backend == "remote":
-        return "what the backend behind the server protects from: docs/sandbox.md says it of each"
-    return "what it protects from, which is what it is built of: docs/sandbox.md says what that is not"
+        return "the isolation of the backend behind the server: see docs/sandbox.md"
+    return "its isolation, which depends on its construction: see docs/sandbox.md"
 
 
 async def _input(sandbox: Sandbox) -> SelfTestFinding:
@@ -96,7 +97,7 @@ async def _input(sandbox: Sandbox) -> SelfTestFinding:
     outcome = await sandbox.run(program, files={"given.txt": b"one "}, stdin=b"two")
     right = outcome.text == "one two"
     return SelfTestFinding(
-        "", "reach the program" if right else f"do not: it read {outcome.text!r}", not right
+        "", "reach the program" if right else f"do not reach it: it read {outcome.text!r}", not right
     )
 
 
@@ -104,7 +105,7 @@ async def _command(sandbox: Sandbox) -> SelfTestFinding:
     outcome = await sandbox.run(["echo", "a  b", "$HOME"])
     right = outcome.text == "a  b $HOME\n"
     return SelfTestFinding(
-        "", "run, word by word" if right else f"do not: echo gave {outcome.text!r}", not right
+        "", "run with exact arguments" if right else f"fail: echo printed {outcome.text!r}", not right
     )
 
 
@@ -115,7 +116,7 @@ async def _exit(sandbox: Sandbox) -> SelfTestFinding:
     )
     right = left.exit == 5 and not struck.ok
     return SelfTestFinding(
-        "", "are told" if right else f"are not: 5 is {left.exit}, a crash is {struck.exit}", not right
+        "", "are reported" if right else f"are wrong: 5 is {left.exit}, a crash is {struck.exit}", not right
     )
 
 
@@ -124,32 +125,34 @@ async def _clock(sandbox: Sandbox) -> SelfTestFinding:
     outcome = await sandbox.run("while True: pass", limits=Limits(wall_s=1.0))
     took_s = time.perf_counter() - begin
     right = outcome.timed_out and took_s < 1.0 + _LATE_S
-    said = f"ends a program of more than 1 s after {took_s:.1f} s"
+    said = f"stops a program with a limit of 1 s after {took_s:.1f} s"
     return SelfTestFinding(
-        "", said if right else f"does not hold: a program of 1 s took {took_s:.1f} s", not right
+        "", said if right else f"fails: a program with a limit of 1 s took {took_s:.1f} s", not right
     )
 
 
 async def _memory(sandbox: Sandbox) -> SelfTestFinding:
     program = f"held = b'x' * ({_LARGE_MIB} << 20); print(len(held))"
     outcome = await sandbox.run(program, limits=Limits(memory_bytes=_ROOM_MIB * MIB))
-    held = f"{_LARGE_MIB} MiB where {_ROOM_MIB} are allowed"
+    held = f"{_LARGE_MIB} MiB with a limit of {_ROOM_MIB}"
     return SelfTestFinding(
-        "", f"no program gets {held}" if not outcome.ok else f"a program got {held}", outcome.ok
+        "",
+        f"programs cannot hold {held}" if not outcome.ok else f"a program held {held}",
+        outcome.ok,
     )
 
 
 async def _files(sandbox: Sandbox) -> SelfTestFinding:
     outcome = await sandbox.run("open('made.txt', 'w').write('made')")
     back = outcome.files.get("made.txt") == b"made"
-    return SelfTestFinding("", "what a run makes comes back" if back else "none: what a run makes is lost")
+    return SelfTestFinding("", "created files are returned" if back else "none: created files are lost")
 
 
 async def _sessions(sandbox: Sandbox) -> SelfTestFinding:
     try:
         session = await sandbox.session("shell")
     except UserError:
-        return SelfTestFinding("", "none: the worlds terminal and swe and the tool shell cannot use it")
+        return SelfTestFinding("", "none: unusable for the terminal and swe worlds and the shell tool")
     try:
         await session.run("kept=5")
         value = await session.run("echo $kept")
@@ -157,7 +160,7 @@ async def _sessions(sandbox: Sandbox) -> SelfTestFinding:
         await session.close()
     right = value.text == "5\n"
     return SelfTestFinding(
-        "", "keep what was done" if right else f"do not keep it: {value.text!r}", not right
+        "", "keep their state" if right else f"lose their state: {value.text!r}", not right
     )
 
 
@@ -165,10 +168,10 @@ async def _network(sandbox: Sandbox) -> SelfTestFinding:
     names = (await sandbox.run(_NETWORK)).text.split()
     seen = [name for name in names if name != "lo"]
     if names == ["?"]:
-        return SelfTestFinding("", "cannot be told from inside")
+        return SelfTestFinding("", "cannot be detected from inside")
     if not seen:
-        return SelfTestFinding("", "programs see none but their own")
-    return SelfTestFinding("", f"programs see {', '.join(seen)}; where that leads is not tried")
+        return SelfTestFinding("", "programs see only a loopback interface")
+    return SelfTestFinding("", f"programs see {', '.join(seen)}; connections are not tested")
 
 
 async def _apart(sandbox: Sandbox) -> SelfTestFinding:
@@ -176,5 +179,5 @@ async def _apart(sandbox: Sandbox) -> SelfTestFinding:
     await sandbox.run(_LEAVE.replace("NAME", name))
     places = (await sandbox.run(_FIND.replace("NAME", name))).text.split()
     if not places:
-        return SelfTestFinding("", "the next run does not find what one left in /tmp or its folder")
-    return SelfTestFinding("", f"the next run finds what one left in {' and '.join(places)}")
+        return SelfTestFinding("", "files in /tmp and the folder are not visible to the next run")
+    return SelfTestFinding("", f"the next run sees files left in {' and '.join(places)}")

@@ -1,4 +1,4 @@
-"""The guard as process 1 of a container: orders over stdin, answers over stdout."""
+"""The guard as process 1 of a container: orders from stdin, responses to stdout."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ _SET_DUMPABLE = 4
 
 
 class Pipes:
-    """Two descriptors as the guard's socket."""
+    """Two descriptors used as the guard's socket."""
 
     def __init__(self, source: int, sink: int) -> None:
         self._source, self._sink = source, sink
 
     def fileno(self) -> int:
-        """Where orders come in, and where the host's end is seen."""
+        """Return the descriptor of orders, which also shows a disconnect of the host."""
         return self._source
 
     def recv(self, count: int) -> bytes:
-        """Some bytes; none at the end."""
+        """Read some bytes; b"" at the end."""
         return os.read(self._source, count)
 
     def sendall(self, data: bytes) -> None:
-        """Write all. Raises OSError."""
+        """Write all bytes. Raises OSError."""
         view = memoryview(data)
         while view:
             view = view[os.write(self._sink, view) :]
 
 
 def main() -> None:
-    """Serve one run or one session. The engine sized the box already."""
+    """Serve one run or one session. The engine has set the size of the box."""
     source, sink = os.dup(0), os.dup(1)
     nothing = os.open("/dev/null", os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
-    sys.path[:] = [place for place in sys.path if place]  # the box is the working folder
+    sys.path[:] = [place for place in sys.path if place]  #  the box is the working folder
     line = WireLine(Pipes(source, sink))
     ignore_interrupts()
     try:
@@ -48,7 +48,7 @@ def main() -> None:
         line.send({"ready": True}, [])
     except Gone:
         return
-    except Exception as error:  # boundary: the host must hear why there is no guard
+    except Exception as error:  #  boundary: report to the host why there is no guard
         line.send({"error": f"{type(error).__name__}: {error}"}, [])
         return
     answer(line, code, contained=True)

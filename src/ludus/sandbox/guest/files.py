@@ -1,4 +1,4 @@
-"""Files of the box, put in and collected: regular ones only, links never followed."""
+"""Write and collect files of the box: regular files only, never following links."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ludus.sandbox.guest.light import Suppress
 from ludus.sandbox.guest.program import BOX
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # collections take time to import
+if TYPE_CHECKING:  #  `collections.abc` is slow to import
     from collections.abc import Iterator
 
 DEEPEST, LONGEST = 32, 512
-"""Folders on the way to a file that is taken, and characters of its path."""
+"""Maximum depth of a file, and characters of its path."""
 
 
 class FileTree:
-    """The files under a folder. `left_out` counts those that `walk` passed over."""
+    """Files under a folder. `left_out` counts those that `walk` skipped."""
 
     def __init__(self) -> None:
         self.left_out = 0
@@ -27,10 +27,10 @@ class FileTree:
     def walk(
         self, root: int, prefix: str = "", depth: int = 0
     ) -> Iterator[tuple[str, int, str, os.stat_result]]:
-        """Each regular file under a folder's descriptor: its path, where it lies, its name, its state.
+        """Yield each regular file under a folder descriptor: path, folder descriptor, name, stat.
 
-        Follows no link. Passes over files with several links and what a path does not lead to: names that do
-        not print, folders below the deepest, paths that are too long; a folder counts once.
+        Never follows links. Skips files with several links, unprintable names, folders that are too deep and
+        paths that are too long; a skipped folder counts once.
         """
         for name in sorted(os.listdir(root)):
             state = os.stat(name, dir_fd=root, follow_symlinks=False)
@@ -52,10 +52,9 @@ class FileTree:
 
 
 class Collected:
-    """Regular files of a box: contents by path, and which are executable.
+    """Regular files of a box: contents by path, and the executable ones.
 
-    `cut` says that the bounds left files out, or that files went away meanwhile; `left_out` counts those that
-    no path leads to.
+    `cut` is set if limits excluded files or files vanished meanwhile; `left_out` counts unnameable files.
     """
 
     def __init__(self) -> None:
@@ -66,7 +65,7 @@ class Collected:
 
 
 def collect(bounds: ResourceBounds, known: dict[str, bytes], box: str = BOX) -> Collected:
-    """The regular files with one link that are not as in `known`."""
+    """Collect the regular files with one link that differ from `known`."""
     found, tree, room = Collected(), FileTree(), bounds.files_out_bytes
     root = os.open(box, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -80,7 +79,7 @@ def collect(bounds: ResourceBounds, known: dict[str, bytes], box: str = BOX) -> 
             room -= len(found.files[path])
             if state.st_mode & 0o100:
                 found.executable.add(path)
-    except OSError:  # a session's processes may change folders under our feet
+    except OSError:  #  a session's processes may change folders concurrently
         found.cut = True
     finally:
         os.close(root)
@@ -95,14 +94,14 @@ def _read(folder: int, name: str) -> bytes:
 
 
 def make_box(bounds: ResourceBounds) -> None:
-    """Give the folders of the run their sizes. Raises OSError."""
+    """Set the sizes of the run's folders. Raises OSError."""
     mount(
         None, BOX, None, REMOUNT | NOSUID | NODEV, f"size={bounds.disk_bytes},nr_inodes={bounds.disk_files}"
     )
 
 
 def put(files: dict[str, bytes], executable: set[str], box: str = BOX) -> None:
-    """Write files under the box; no link is followed. Raises OSError."""
+    """Write files under the box without following links. Raises OSError."""
     root = os.open(box, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for path, content in files.items():
@@ -114,7 +113,7 @@ def put(files: dict[str, bytes], executable: set[str], box: str = BOX) -> None:
 
 
 def mark(modes: dict[str, bool], box: str = BOX) -> None:
-    """Make files executable, or not; no link is followed. Raises OSError."""
+    """Set or clear executable flags without following links. Raises OSError."""
     for path, executable in modes.items():
         folder, name = _folder_of(path, box)
         try:
@@ -129,7 +128,7 @@ def mark(modes: dict[str, bool], box: str = BOX) -> None:
 
 
 def remove(paths: list[str], box: str = BOX) -> None:
-    """Remove files; their folders stay, and no link is followed. Raises OSError."""
+    """Remove files without following links; their folders stay. Raises OSError."""
     for path in paths:
         folder, name = _folder_of(path, box)
         try:
@@ -139,7 +138,7 @@ def remove(paths: list[str], box: str = BOX) -> None:
 
 
 def _folder_of(path: str, box: str) -> tuple[int, str]:
-    """A descriptor of the folder in which a file lies, to be closed, and its name there."""
+    """Return a descriptor of a file's folder, to be closed by the caller, and the file's name."""
     root = os.open(box, os.O_RDONLY | os.O_DIRECTORY)
     try:
         *folders, name = [part for part in path.split("/") if part not in ("", ".")]
@@ -149,7 +148,7 @@ def _folder_of(path: str, box: str) -> tuple[int, str]:
 
 
 def _enter(root: int, parts: list[str], make: bool) -> int:
-    """A descriptor of a folder below another one."""
+    """Return a descriptor of a folder below `root`."""
     folder = os.dup(root)
     try:
         for part in parts:
@@ -181,7 +180,7 @@ def _put_one(root: int, parts: list[str], content: bytes, executable: bool) -> N
 
 
 def wipe(attempts: int) -> None:
-    """Empty the box, however deep its folders are. Raises OSError."""
+    """Empty the box, including deep folders. Raises OSError."""
     root = os.open(BOX, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for number in range(attempts):

@@ -1,4 +1,4 @@
-"""The guard: process 1 of a run's namespaces. It starts programs, watches them and ends them all."""
+"""The guard: process 1 of a run's namespaces. It starts, watches and ends the programs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ludus.sandbox.guest.usage import ResourceUsage, reaped_cpu
 from ludus.sandbox.guest.wire import Gone, WireLine
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # collections take time to import
+if TYPE_CHECKING:  #  `collections.abc` is slow to import
     from collections.abc import Callable
 
 _CHUNK = 65536
 _MOST_READS = 64
-"""Of a pipe when a call is over: more than it can hold."""
+"""Reads of a pipe after a call's end; more than its capacity."""
 _SAMPLE_S = 0.01
 _BROKEN = 70
 
 
 class Guard:
-    """One program at a time, with its three streams."""
+    """Runs one program at a time with its three streams."""
 
     def __init__(self, line: WireLine, code: bytes, bounds: ResourceBounds) -> None:
         self.line, self.code, self.bounds = line, code, bounds
@@ -38,7 +38,7 @@ class Guard:
         self.poll = select.poll()
 
     def start(self, body: Callable[[], int], stdin: bytes, extra: tuple[int, ...] = ()) -> None:
-        """Fork the program, whose exit code `body` gives. `extra` become its descriptors 3 and on."""
+        """Fork a program whose exit code is `body()`. `extra` become its descriptors 3 and up."""
         (in_r, in_w), (out_r, out_w), (err_r, err_w) = os.pipe(), os.pipe(), os.pipe()
         self.child = os.fork()
         if self.child == 0:
@@ -46,7 +46,7 @@ class Guard:
             try:
                 become_program(self.bounds, self.code, [in_r, out_w, err_w, *extra])
                 status = finish(body())
-            except BaseException as error:  # boundary: a fork must never go on as its parent
+            except BaseException as error:  #  boundary: a fork must never continue as its parent
                 os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode(errors="replace"))
             os._exit(status)
         for fd in (in_r, out_w, err_w, *extra):
@@ -63,9 +63,9 @@ class Guard:
             self.poll.register(in_w, select.POLLOUT)
 
     def watch(self, spent: float) -> str:
-        """Wait until the program 'ended', said that a call is 'done', or passed its 'time' or 'memory'.
+        """Wait until the program 'ended', reported a call as 'done', or exceeded 'time' or 'memory'.
 
-        CPU seconds up to `spent` do not count. Raises Gone where the host does not wait any more.
+        CPU seconds up to `spent` do not count. Raises Gone if the host has disconnected.
         """
         begin = sampled = time.monotonic()
         while True:
@@ -79,7 +79,7 @@ class Guard:
                 return ended
 
     def _serve(self, ready: dict[int, int]) -> str:
-        """Do what can be done without waiting; empty while the program goes on."""
+        """Handle what is ready; return "" while the program runs."""
         if self.line.sock.fileno() in ready:
             raise Gone
         for fd in [fd for fd in self.outs if fd in ready]:
@@ -95,7 +95,8 @@ class Guard:
         return "done" if self.done in ready and self._is_done() else ""
 
     def _is_done(self) -> bool:
-        """Whether the interpreter said so; where it only closed its end, its own end will tell."""
+        """Return whether the interpreter reported the end of a call; if it only closed the pipe, wait for its
+        exit."""
         said = os.read(self.done, _CHUNK)
         if not said:
             self.poll.unregister(self.done)
@@ -104,7 +105,7 @@ class Guard:
         return True
 
     def tell(self, fd: int, text: bytes, spent: float) -> str:
-        """Write `text` for a running interpreter and `watch` it."""
+        """Write `text` to a running interpreter and `watch` it."""
         self.stdin, self.feed, self.keep = fd, memoryview(text), True
         os.set_blocking(fd, False)
         if self._feed():
@@ -112,13 +113,13 @@ class Guard:
         return self.watch(spent)
 
     def _feed(self) -> bool:
-        """Write more of what the program is to read, and close at the end; whether there is more."""
+        """Write more of the program's input, closing it at the end; return whether data is left."""
         try:
             while self.feed:
                 self.feed = self.feed[os.write(self.stdin, self.feed[:_CHUNK]) :]
         except BlockingIOError:
             return True
-        except OSError:  # it reads no more
+        except OSError:  #  the program closed its input
             self.feed = memoryview(b"")
         if not self.keep:
             os.close(self.stdin)
@@ -126,7 +127,7 @@ class Guard:
         return False
 
     def _take(self, fd: int) -> int:
-        """Read some of a stream: how many bytes, 0 at its end, -1 where it has none now."""
+        """Read from a stream; return the number of bytes, 0 at its end, -1 if none is available."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:
@@ -135,9 +136,9 @@ class Guard:
         return len(data)
 
     def drain(self) -> list[bytes]:
-        """What is kept of the two streams, with what lies in the pipes now; they are empty then.
+        """Return the captured output of both streams, emptying the pipes.
 
-        `left_out` is how many bytes are not.
+        Sets `left_out` to the number of omitted bytes.
         """
         for fd in self.outs:
             for _ in range(_MOST_READS):
@@ -147,11 +148,11 @@ class Guard:
         return [kept.take() for kept in self.outs.values()]
 
     def cpu(self) -> float:
-        """CPU seconds so far, of the living and the dead."""
+        """Return the CPU seconds so far, of running and ended processes."""
         return self.usage.sample(1 << 62)[1] + reaped_cpu()
 
     def excess(self, spent: float) -> str:
-        """Reap orphans; which bound is passed, if any. CPU seconds up to `spent` do not count."""
+        """Reap orphans and return the exceeded limit, or "". CPU seconds up to `spent` do not count."""
         self.reap(os.WNOHANG)
         memory, cpu = self.usage.sample(self.bounds.memory_bytes)
         if memory > self.bounds.memory_bytes:
@@ -159,7 +160,7 @@ class Guard:
         return "time" if cpu + reaped_cpu() - spent > self.bounds.cpu_s else ""
 
     def reap(self, flags: int) -> None:
-        """Take note of processes that ended; without WNOHANG until none is left."""
+        """Record processes that ended; without WNOHANG wait until none is left."""
         while True:
             try:
                 pid, status, used = os.wait4(-1, flags)
@@ -172,7 +173,7 @@ class Guard:
                 self.status = status
 
     def end_all(self) -> None:
-        """Kill every process of the namespace but this one, and wait for them."""
+        """Kill all processes of the namespace except this one, and wait for them."""
         with Suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         self.reap(0)

@@ -1,4 +1,4 @@
-"""Calls of the kernel that Python has no words for, and the limits that it keeps for each process."""
+"""System calls missing from Python's standard library, and the kernel's limits per process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SET_SECCOMP, _FILTER = 22, 2
 
 
 class ResourceBounds:
-    """The limits of a run, as `ludus.sandbox.base.Limits` names them."""
+    """Limits of a run, named as in `ludus.sandbox.base.Limits`."""
 
     def __init__(self, given: object) -> None:
         if not isinstance(given, dict):
@@ -31,14 +31,14 @@ _opened: list[ctypes.CDLL] = []
 
 
 def libc() -> ctypes.CDLL:
-    """The C library."""
+    """Return the C library."""
     if not _opened:
         _opened.append(ctypes.CDLL(None, use_errno=True))
     return _opened[0]
 
 
 def checked(result: int, what: str) -> int:
-    """The result of a C call. Raises OSError where it is -1."""
+    """Return a C call's result. Raises OSError if it is -1."""
     if result == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -46,25 +46,25 @@ def checked(result: int, what: str) -> int:
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """mount(2). Raises OSError."""
+    """Call mount(2). Raises OSError."""
     words = [None if word is None else word.encode() for word in (source, target, kind, options)]
     checked(libc().mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]), f"mount {target}")
 
 
 def write_text(path: str, text: str) -> None:
-    """Write into a file of the kernel's. Raises OSError."""
+    """Write a kernel file. Raises OSError."""
     with open(path, "w") as file:
         file.write(text)
 
 
 def drop_capabilities() -> None:
-    """Give up all capabilities. Raises OSError."""
+    """Drop all capabilities. Raises OSError."""
     header, nothing = struct.pack("=Ii", 0x20080522, 0), bytes(24)
     checked(libc().capset(header, nothing), "capset")
 
 
 def install_filter(code: bytes) -> None:
-    """Bind this process and its children to a filter of system calls. Raises OSError."""
+    """Install a seccomp filter for this process and its children. Raises OSError."""
     array = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("@HP", len(code) // 8, ctypes.addressof(array))
     checked(libc().prctl(_SET_SECCOMP, _FILTER, program, 0, 0), "seccomp")

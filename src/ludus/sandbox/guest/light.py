@@ -1,7 +1,8 @@
-"""Small stand-ins for modules of the standard library that take long to import, for a cell to start in time.
+"""Lightweight replacements of slow-to-import standard modules, for a fast start of cells.
 
-`json` brings `re`, `signal` brings `enum`, `contextlib` brings `collections` and `functools`: together they
-take as long as the interpreter itself. Programs find all of them imported, but for the first one of a cell.
+`json` imports `re`, `signal` imports `enum`, `contextlib` imports `collections` and `functools`: together
+they take as long as the interpreter's start. Programs find them preloaded, except the first program of a
+cell.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ else:
 
 
 class Suppress:
-    """As `contextlib.suppress`."""
+    """Replacement of `contextlib.suppress`."""
 
     def __init__(self, *kinds: type[BaseException]) -> None:
         self._kinds = kinds
 
     def __enter__(self) -> None:
-        """Nothing has to be done."""
+        """Do nothing."""
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
         return kind is not None and issubclass(kind, self._kinds)
 
 
 def as_json(value: object) -> str:
-    """Numbers, texts, lists and objects of them as JSON, in ASCII. Raises TypeError for anything else."""
+    """Encode numbers, strings, lists and dicts as ASCII JSON. Raises TypeError for other types."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
@@ -42,4 +43,4 @@ def as_json(value: object) -> str:
         return f"[{', '.join(map(as_json, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{as_json(str(key))}: {as_json(one)}' for key, one in value.items())}}}"
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    raise TypeError(f"{type(value).__name__} is not JSON serializable")

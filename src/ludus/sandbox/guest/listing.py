@@ -1,4 +1,4 @@
-"""The processes of a namespace as the kernel tells them."""
+"""List the processes of a namespace from /proc."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 from ludus.sandbox.guest.light import Suppress
 
 _LONGEST, _MOST = 4096, 128 * 1024
-"""Bytes of one text of a process, and of all texts together."""
+"""Maximum bytes of one text of a process, and of all texts together."""
 
 
 class ListedFile:
-    """The processes of the namespace but process 1. `cut` says that there was no room for all."""
+    """The processes of the namespace except process 1. `cut` is set if the size limit was exceeded."""
 
     def __init__(self) -> None:
         self.found: list[dict[str, object]] = []
         self.cut = False
         room = _MOST
         for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"):
-            with Suppress(OSError, ValueError, IndexError):  # it ended meanwhile
+            with Suppress(OSError, ValueError, IndexError):  #  the process has ended
                 program, folder = _link(f"/proc/{pid}/exe"), _link(f"/proc/{pid}/cwd")
                 argv, environment = _bytes(f"/proc/{pid}/cmdline"), _bytes(f"/proc/{pid}/environ")
                 room -= len(program) + len(folder) + len(argv) + len(environment)
@@ -49,7 +49,7 @@ def _words(text: bytes) -> list[str]:
 
 
 def _link(path: str) -> str:
-    """Where a link leads; nowhere for a process that has ended and was not waited for."""
+    """Return a link's target, or "" for a zombie process."""
     try:
         return os.readlink(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""What a guard is asked: one run, or a session of many calls."""
+"""Orders of a guard: one run, or a session of several calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IDLE_S = 0.1
 
 
 class ProcessEnded:
-    """How a program or a call ended, as it is sent."""
+    """Result of a program or call, as sent to the host."""
 
     def __init__(self, guard: Guard, how: str, begin: float, cpu_s: float) -> None:
         status = guard.status
@@ -41,9 +41,9 @@ class ProcessEnded:
 def run_once(
     line: WireLine, code: bytes, bounds: ResourceBounds, header: dict[str, object], blobs: list[bytes]
 ) -> None:
-    """One program: its answer carries stdout, stderr and files. Raises Gone.
+    """Run a program; the response carries stdout, stderr and files. Raises Gone.
 
-    What breaks once the program runs is told as its doing.
+    Errors after the program's start are blamed on the program.
     """
     guard, begin = Guard(line, code, bounds), time.monotonic()
     names, argv = list(map(str, _list(header["names"]))), list(map(str, _list(header["argv"])))
@@ -69,13 +69,13 @@ def run_once(
 
 
 class _Telling:
-    """Tells the host what breaks while a program runs as the program's doing. Gone passes."""
+    """Reports errors while a program runs as caused by the program; Gone passes through."""
 
     def __init__(self, line: WireLine) -> None:
         self._line = line
 
     def __enter__(self) -> None:
-        """Nothing has to be done."""
+        """Do nothing."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, Exception) or isinstance(error, Gone):
@@ -91,7 +91,7 @@ def _list(value: object) -> list[object]:
 
 
 class SessionGuard:
-    """A session: an interpreter that is started again where a call ended it."""
+    """A session: an interpreter that is restarted if a call ended it."""
 
     def __init__(self, line: WireLine, code: bytes, bounds: ResourceBounds, kind: object) -> None:
         self.line, self.kind, self.bounds = line, kind, bounds
@@ -101,7 +101,7 @@ class SessionGuard:
         self.overrun = ""
 
     def serve(self) -> None:
-        """Answer the host until it goes. Raises Gone."""
+        """Serve the host until it disconnects. Raises Gone."""
         poll = select.poll()
         poll.register(self.line.sock.fileno(), select.POLLIN)
         self._begin()
@@ -162,7 +162,7 @@ class SessionGuard:
         self.commands = -1
 
     def _look(self) -> None:
-        """Between calls: what processes in the background may use."""
+        """Check the limits of background processes between calls."""
         if self.commands >= 0:
             over = self.guard.excess(self.spent)
             if over or self.guard.status is not None:
@@ -195,17 +195,17 @@ class SessionGuard:
 
 
 def _clear(fd: int) -> None:
-    """Forget what the interpreter said between calls."""
+    """Drop what the interpreter reported between calls."""
     with Suppress(BlockingIOError):
         while os.read(fd, 4096):
             pass
 
 
 def answer(line: WireLine, code: bytes, contained: bool = False) -> None:
-    """Take one order and serve it; what breaks the guard itself is told to the host.
+    """Serve one order; failures of the guard itself are reported to the host.
 
-    In a container (`contained`) the engine has sized the box and counts the processes: the kernel would count
-    those of the user in all containers.
+    In a container (`contained`) the engine sets the size of the box and the process limit, since the kernel
+    would count the user's processes in all containers.
     """
     try:
         header, blobs = line.read()
@@ -224,5 +224,5 @@ def answer(line: WireLine, code: bytes, contained: bool = False) -> None:
             session.serve()
     except Gone:
         return
-    except Exception as error:  # boundary: the host must hear why there is no outcome
+    except Exception as error:  #  boundary: report to the host why there is no outcome
         line.send({"error": f"{type(error).__name__}: {error}"}, [])

@@ -1,4 +1,4 @@
-"""What is kept of a stream: its head and its tail, and a note between them of what was left out."""
+"""Bounded capture of a stream: head and tail, with a note on the omitted bytes in between."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ _NOTE_BYTES = 64
 
 
 class BoundedOutput:
-    """A stream of which at most `bound` bytes are kept, the note included: two thirds from its head.
+    """Keeps at most `bound` bytes of a stream, including the note; two thirds from its head.
 
-    Where the bound has no room for a note, only the head is kept. `left_out` counts the other bytes.
+    If `bound` is too small for a note, only the head is kept. `left_out` counts the omitted bytes.
     """
 
     def __init__(self, bound: int) -> None:
@@ -18,7 +18,7 @@ class BoundedOutput:
         self._bound, self._past = bound, 0
 
     def add(self, data: bytes) -> None:
-        """Take the next bytes of the stream."""
+        """Append bytes of the stream."""
         room = self._bound - len(self._head)
         self._head += data[:room]
         rest = data[room:]
@@ -29,7 +29,7 @@ class BoundedOutput:
 
     @property
     def left_out(self) -> int:
-        """How many bytes are not kept."""
+        """Number of bytes not kept."""
         if not self._past or not self._tail_bytes:
             return self._past
         return self._bound + self._past - self._head_bytes - self._tail_bytes
@@ -39,7 +39,7 @@ class BoundedOutput:
         return self._bound - self._tail_bytes - self._note_bytes
 
     def take(self) -> bytes:
-        """What is kept; nothing is held after it."""
+        """Return what was kept, and reset."""
         kept = bytes(self._head)
         if self._past and self._tail_bytes:
             note = f"\n[{self.left_out} bytes left out]\n".encode()

@@ -1,4 +1,4 @@
-"""The side of a fork that becomes the program: it loses its rights, then runs code or a command."""
+"""The forked child that becomes the program: drop privileges, then run code or a command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MISSING = 127
 
 
 def become_program(bounds: ResourceBounds, code: bytes, fds: list[int]) -> None:
-    """Turn a fresh fork into what may run untrusted code: its descriptors become 0, 1, 2, ..."""
+    """Turn a fork into an unprivileged process; `fds` become descriptors 0, 1, 2, ..."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     high = [_duplicate(fd) for fd in fds]
@@ -44,7 +44,7 @@ def _duplicate(fd: int) -> int:
 
 
 def fresh_main() -> dict[str, object]:
-    """The names of a new `__main__`, which stands in for the zygote's own."""
+    """Create a new `__main__` in place of the zygote's, and return its namespace."""
     main = type(sys)("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     main.__dict__["__file__"] = "main.py"
@@ -57,7 +57,7 @@ def fresh_main() -> dict[str, object]:
 
 
 def run_python(source: str) -> int:
-    """Run a whole program; gives its exit code. Interpreter shutdown is `finish`."""
+    """Run a program and return its exit code. Interpreter shutdown is `finish`."""
     names = fresh_main()
     if "linecache" in sys.modules:
         remember_source(source, "main.py")
@@ -65,21 +65,21 @@ def run_python(source: str) -> int:
         exec(compile(source, "main.py", "exec"), names)
     except SystemExit as stop:
         return exit_code(stop)
-    except BaseException as error:  # boundary: whatever a program raises is its own and is shown
+    except BaseException as error:  #  boundary: any exception of the program is printed
         show(error, source)
         return 1
     return 0
 
 
 def remember_source(source: str, name: str) -> None:
-    """Let tracebacks quote the lines of code that is in no file."""
+    """Register source code that is in no file, for tracebacks."""
     import linecache
 
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
 
 
 def exit_code(stop: SystemExit) -> int:
-    """What the interpreter makes of `sys.exit(...)`."""
+    """Return the exit code of `sys.exit(...)`."""
     if stop.code is None:
         return 0
     if isinstance(stop.code, int):
@@ -89,7 +89,7 @@ def exit_code(stop: SystemExit) -> int:
 
 
 def show(error: BaseException, source: str = "") -> None:
-    """The traceback, from the program's own frames on; `source` where it has not been remembered."""
+    """Print the traceback from the program's own frames on; `source` if it is not registered."""
     own = error.__traceback__.tb_next if error.__traceback__ else None
     try:
         import traceback
@@ -100,12 +100,12 @@ def show(error: BaseException, source: str = "") -> None:
             traceback.print_exception(type(error), error, own)
         else:
             sys.excepthook(type(error), error, own)
-    except BaseException as second:  # boundary: printing an exception runs the program's code again
+    except BaseException as second:  #  boundary: printing an exception runs the program's code again
         sys.stderr.write(f"{type(error).__name__} (and printing it: {type(second).__name__})\n")
 
 
 def finish(status: int) -> int:
-    """What the interpreter does at its end, without taking its modules apart."""
+    """Shut down like the interpreter, without tearing down modules."""
     try:
         if "threading" in sys.modules:
             sys.modules["threading"].__dict__["_shutdown"]()
@@ -113,13 +113,13 @@ def finish(status: int) -> int:
             sys.modules["atexit"].__dict__["_run_exitfuncs"]()
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException:  # boundary: closing hooks are the program's code
+    except BaseException:  #  boundary: exit hooks are the program's code
         return status or 120
     return status
 
 
 def run_command(argv: list[str]) -> int:
-    """Become a command. Gives 127 where there is none."""
+    """Exec a command. Returns 127 if it does not exist."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         os.execvp(argv[0], argv)
@@ -129,7 +129,8 @@ def run_command(argv: list[str]) -> int:
 
 
 def serve_python() -> int:
-    """The interpreter of a session: code comes over descriptor 3, a status byte goes to 4 after each."""
+    """Run a session's interpreter: code arrives on descriptor 3, a status byte is sent to 4 after
+    each call."""
     names, count = fresh_main(), 0
     while True:
         source = _read_counted(3)
@@ -144,7 +145,7 @@ def serve_python() -> int:
 
 
 def run_cell(source: str, name: str, names: dict[str, object]) -> int:
-    """One call of a Python session: the value of a last expression is printed. `sys.exit` ends the call."""
+    """Run a call of a Python session and print the value of a final expression. `sys.exit` ends the call."""
     import ast
 
     remember_source(source, name)
@@ -160,14 +161,14 @@ def run_cell(source: str, name: str, names: dict[str, object]) -> int:
                 print(repr(value))
     except SystemExit as stop:
         return exit_code(stop)
-    except BaseException as error:  # boundary: whatever a call raises is its own and is shown
+    except BaseException as error:  #  boundary: any exception of the call is printed
         show(error)
         return 1
     return 0
 
 
 def _read_counted(fd: int) -> bytes | None:
-    """4 bytes of length, then so many bytes; None at the end."""
+    """Read a 4-byte length and that many bytes; None at the end."""
     wanted, parts = 4, b""
     head = True
     while len(parts) < wanted:
@@ -186,4 +187,4 @@ while IFS= command read -r -d '' __call <&3; do
   command printf "\\x$(command printf %x $?)" >&4
 done
 """
-"""The loop of a session of bash. `command` passes by functions, which a call may name as it likes."""
+"""Loop of a bash session. `command` bypasses functions, which a call may define under any name."""

@@ -1,4 +1,4 @@
-"""What the processes of a namespace use together."""
+"""Resource usage of all processes in a namespace."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from ludus.sandbox.guest.light import Suppress
 
 _HIDDEN_EVERY = 5
 _FREE_SOCKETS = 64
-"""More than ordinary programs have; what these hold does not count."""
+"""More sockets than ordinary programs open; up to this number their buffers are not counted."""
 
 
 class ResourceUsage:
-    """What all processes of the namespace use, but this one. `peak` is the most bytes of memory seen."""
+    """Usage of all processes in the namespace except this one. `peak` is the maximum memory in bytes."""
 
     def __init__(self) -> None:
         self.peak = self.hidden = self.samples = 0
         self.tick = os.sysconf("SC_CLK_TCK")
 
     def sample(self, bound: int) -> tuple[int, float]:
-        """Bytes of memory and CPU seconds of those alive.
+        """Return memory in bytes and CPU seconds of the running processes.
 
-        Resident pages count in each process that has them; only where that passes the bound are those that
-        several share divided among them. Page tables count too, as do shared memory without a file, resident
-        or not, and sockets, if they are many, with all that they may hold.
+        Resident pages count for each process that maps them; only if that exceeds `bound`, shared pages are
+        divided among their processes. Page tables, anonymous shared memory (resident or not) and, above
+        `_FREE_SOCKETS`, maximum socket buffers count too.
         """
         memory, tables, ticks, places = 0, 0, 0, []
         for pid in [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]:
@@ -47,9 +47,9 @@ class ResourceUsage:
 
 
 def _memory_of(pid: str) -> tuple[str, str]:
-    """Where in /proc a process's memory is told, and its status there.
+    """Return the /proc path that reports a process's memory, and its status there.
 
-    It is told by each thread. A first thread that has ended tells nothing, though others go on.
+    A thread's path is used if the main thread has ended, which then reports nothing.
     """
     place = f"/proc/{pid}"
     status = _text(f"{place}/status")
@@ -63,15 +63,15 @@ def _memory_of(pid: str) -> tuple[str, str]:
 
 
 def _bytes(status: str, name: str) -> int:
-    """A line of a status, or 0. The first line is a name of the process's own choice, on one line."""
+    """Return a field of a status in bytes, or 0. The first line is a name that the process chooses."""
     found = status.partition(f"\n{name}:")[2].split(None, 1)
     return int(found[0]) * 1024 if found else 0
 
 
 def _socket_memory() -> int:
-    """The most that sockets may hold, those too that have no descriptor any more: the kernel counts no bytes.
+    """Return the maximum memory of sockets, including unreferenced ones: the kernel reports no byte counts.
 
-    Each takes messages as long as its buffer is not full, the last of them as large as the buffer at most.
+    A socket accepts messages until its buffer is full; the last may be as large as the buffer.
     """
     with Suppress(OSError, ValueError, IndexError):
         many = int(_text("/proc/net/sockstat").split(None, 3)[2]) - _FREE_SOCKETS
@@ -84,7 +84,7 @@ def _socket_memory() -> int:
 
 
 def _shared_memory(places: list[str]) -> int:
-    """Bytes of shared memory that is in no file system: its pages outlive their place in a page table."""
+    """Return the bytes of anonymous shared memory, whose pages outlive their page table entries."""
     sizes: dict[str, int] = {}
     for place in places:
         with Suppress(OSError, ValueError), open(f"{place}/maps") as lines:
@@ -105,7 +105,7 @@ def _text(path: str) -> str:
 
 
 def _proportional(place: str) -> int:
-    """A process's memory, shared pages divided among those who share them, without that of no file."""
+    """Return a process's memory with shared pages divided, excluding anonymous shared memory."""
     values = {"Pss:": 0, "Pss_Shmem:": 0}
     with Suppress(OSError, ValueError):
         for line in _text(f"{place}/smaps_rollup").splitlines():
@@ -116,6 +116,6 @@ def _proportional(place: str) -> int:
 
 
 def reaped_cpu() -> float:
-    """CPU seconds of all that has ended."""
+    """Return the CPU seconds of all ended processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -1,7 +1,7 @@
-"""Frames between the host and a guard. Used on both sides.
+"""Frames between host and guard, used on both sides.
 
-An order's header is data of `marshal`, which a guard reads without a further module; an answer's is JSON, for
-the host believes nothing of it.
+Orders have `marshal` headers, which a guard reads without importing a module; responses have JSON headers,
+since the host must not trust them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from ludus.sandbox.guest.light import as_json
 
 
 def pack_order(header: dict[str, object], blobs: list[bytes]) -> bytes:
-    """A frame for a guard: two lengths, the header, the blobs one after the other."""
+    """Build a frame for a guard: two lengths, the header, the concatenated blobs."""
     return _frame(marshal.dumps({**header, "sizes": _sizes(blobs)}, 2), blobs)
 
 
 def pack_answer(header: dict[str, object], blobs: list[bytes]) -> bytes:
-    """A frame for the host, its header as JSON."""
+    """Build a frame for the host, with a JSON header."""
     return _frame(as_json({**header, "sizes": _sizes(blobs)}).encode(), blobs)
 
 
@@ -31,13 +31,13 @@ def _frame(text: bytes, blobs: list[bytes]) -> bytes:
 
 
 def sizes_of(head: bytes) -> tuple[int, int]:
-    """How long a frame's header and blobs are, from its first 8 bytes."""
+    """Return the lengths of header and blobs from a frame's first 8 bytes."""
     text, body = struct.unpack(">II", head)
     return text, body
 
 
 def take_apart(header: object, body: bytes) -> tuple[dict[str, object], list[bytes]]:
-    """The header and the blobs of a frame. Raises ValueError for what does not fit together."""
+    """Split a frame into header and blobs. Raises ValueError if inconsistent."""
     sizes = header.pop("sizes", None) if isinstance(header, dict) else None
     fits = isinstance(sizes, list) and sum(sizes) == len(body) and all(size >= 0 for size in sizes)
     if not fits or not isinstance(header, dict) or not isinstance(sizes, list):
@@ -50,37 +50,37 @@ def take_apart(header: object, body: bytes) -> tuple[dict[str, object], list[byt
 
 
 class Gone(Exception):
-    """The host closed its end: nobody waits for an answer."""
+    """The host has disconnected."""
 
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # `typing` takes time to import, and a cell starts with this module
+if TYPE_CHECKING:  #  `typing` is slow to import, and a cell starts with this module
     from typing import Protocol
 
     class Ends(Protocol):
-        """What a line needs of a socket."""
+        """The socket methods that a line needs."""
 
         def fileno(self) -> int:
-            """The descriptor that is readable once there is something, or once the host goes."""
+            """Return a descriptor that becomes readable on data or disconnect."""
             ...
 
         def recv(self, count: int, /) -> bytes:
-            """Some bytes; none at the end."""
+            """Receive some bytes; b"" at the end."""
             ...
 
         def sendall(self, data: bytes, /) -> None:
-            """Write all. Raises OSError."""
+            """Send all bytes. Raises OSError."""
             ...
 
 
 class WireLine:
-    """The guard's end of what connects it to the host."""
+    """The guard's end of the connection to the host."""
 
     def __init__(self, sock: Ends) -> None:
         self.sock = sock
 
     def read(self) -> tuple[dict[str, object], list[bytes]]:
-        """The next frame. Raises Gone."""
+        """Read the next frame. Raises Gone."""
         text, body = sizes_of(self._exactly(8))
         return take_apart(marshal.loads(self._exactly(text)), self._exactly(body))
 

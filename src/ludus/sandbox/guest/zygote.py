@@ -1,4 +1,4 @@
-"""The zygote: process 1 of a cell. It forks a guard whenever the host asks for one."""
+"""The zygote: process 1 of a cell. It forks a guard on each request of the host."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ludus.sandbox.guest.orders import answer
 from ludus.sandbox.guest.wire import Gone, WireLine
 
 _NAMESPACES = 0x10000000 | 0x20000000 | 0x20000 | 0x08000000
-"""CLONE_NEWUSER, NEWPID, NEWNS, NEWIPC: new for each run. The cell has one run at a time and no network."""
+"""CLONE_NEWUSER, NEWPID, NEWNS, NEWIPC: new for each run. A cell has one run at a time and no network."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _SET_DUMPABLE, _DROP_BOUNDING, _NO_NEW_PRIVILEGES = 4, 24, 38
 _DETACH = 2
 _PATIENCE_S = 0.05
-"""A first run may be waiting: what makes later ones faster comes after it, or after this time."""
+"""Delay of optimizations that would hold up a waiting first run."""
 
 
 def main(control: _socket.socket) -> None:
@@ -55,7 +55,7 @@ def _words(value: object) -> list[str]:
 
 
 def _preload(names: list[str]) -> None:
-    """Import what programs will want, so that each of them has it already."""
+    """Import modules in advance, so that forked programs share them."""
     for name in names:
         with Suppress(ImportError):
             __import__(name)
@@ -65,7 +65,7 @@ def _preload(names: list[str]) -> None:
 
 
 def _offer(control: _socket.socket, code: bytes, uid: int, gid: int) -> None:
-    """Fork a guard and send the host its socket."""
+    """Fork a guard and send its socket to the host."""
     ours, theirs = _socket.socketpair()
     pid = libc().syscall(_CLONE[os.uname().machine], ctypes.c_ulong(_NAMESPACES | signal.SIGCHLD), 0, 0, 0, 0)
     if pid == 0:
@@ -87,13 +87,13 @@ def _be_guard(line: WireLine, code: bytes, uid: int, gid: int) -> None:
         _furnish(uid, gid)
         line.send({"ready": True}, [])
         answer(line, code)
-    except BaseException as error:  # boundary: a fork must never go on as its parent
+    except BaseException as error:  #  boundary: a fork must never continue as its parent
         with Suppress(Gone):
             line.send({"error": f"{type(error).__name__}: {error}"}, [])
 
 
 def _furnish(uid: int, gid: int) -> None:
-    """Inside the new namespaces: identity, its own /proc, one small file system for all that is written."""
+    """Set up the new namespaces: user ids, /proc, and one small writable file system."""
     write_text("/proc/self/setgroups", "deny")
     write_text("/proc/self/uid_map", f"{uid} {uid} 1")
     write_text("/proc/self/gid_map", f"{gid} {gid} 1")

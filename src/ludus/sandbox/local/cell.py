@@ -1,7 +1,6 @@
-"""A cell: one bubblewrap with a zygote in it, and the host's side of the talk with its guards.
+"""A cell: a bubblewrap process with a zygote, and the host's end of the connection to its guards.
 
-Gives guards, one at a time, and carries what they are asked and answer. Believes nothing of what comes back
-but its form.
+A cell runs one guard at a time. Responses are untrusted; only their format is checked.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ _MODULES = (
     *("light", "wire", "kernel", "usage", "listing", "program", "output", "files", "guard"),
     *("orders", "zygote", "contained"),
 )
-"""Of the guest, each behind those that it imports."""
+"""Modules of the guest, in import order."""
 INSIDE_ID = 1000
 _CHUNK = 1 << 16
 _LONGEST_HEADER = 1 << 20
 _ESCAPED_BYTES = 12
-"""Of a character in JSON, at most."""
+"""Maximum length of a JSON-escaped character."""
 
 CANNOT_START_HINT = (
     "The namespaces backend needs user namespaces: as root, `sysctl -w user.max_user_namespaces=15000`, "
@@ -61,9 +60,9 @@ sys.modules["ludus.sandbox.guest.zygote"].main(line)
 
 @dataclass(frozen=True)
 class CellPlan:
-    """What a cell is made of: the words of its command, and what its zygote imports beforehand.
+    """Command of a cell and preloaded modules of its zygote.
 
-    `same_python` says that the inner interpreter reads the host's bytecode.
+    `same_python`: the inner interpreter can load the host's bytecode.
     """
 
     command: tuple[str, ...]
@@ -75,7 +74,7 @@ class CellPlan:
 
 
 class GuardGoneError(WorldError):
-    """A guard ended without an answer."""
+    """A guard ended without a response."""
 
 
 @dataclass
@@ -86,14 +85,14 @@ class Wire:
     _held: bytearray = field(default_factory=bytearray)
 
     async def send(self, header: Mapping[str, object], blobs: list[bytes]) -> None:
-        """Send a frame. Raises WorldError where nobody reads."""
+        """Send a frame. Raises WorldError if the guard is gone."""
         try:
             await asyncio.get_running_loop().sock_sendall(self.sock, pack_order(dict(header), blobs))
         except OSError as error:
-            raise GuardGoneError(f"The sandbox broke off: {error}.") from error
+            raise GuardGoneError(f"The sandbox connection was lost: {error}.") from error
 
     async def read(self, most: int, longest: int = _LONGEST_HEADER) -> tuple[dict[str, object], list[bytes]]:
-        """The next frame: blobs of at most `most` bytes, a header of `longest`. Raises WorldError."""
+        """Read a frame with at most `most` bytes of blobs and `longest` of header. Raises WorldError."""
         text, body = sizes_of(await self._exactly(8))
         if text > longest or body > most:
             raise WorldError(
@@ -103,13 +102,13 @@ class Wire:
             told, sent = await self._exactly(text), await self._exactly(body)
             header, blobs = take_apart(json.loads(told), sent)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise WorldError("The sandbox sent a frame that cannot be read.") from error
+            raise WorldError("The sandbox sent an invalid frame.") from error
         if "error" in header:
             raise WorldError(f"The sandbox failed: {header['error']}.")
         return header, blobs
 
     def close(self) -> None:
-        """Close it; the guard ends its programs and itself."""
+        """Close the socket; the guard then ends its programs and exits."""
         self.sock.close()
 
     async def _exactly(self, count: int) -> bytes:
@@ -118,10 +117,10 @@ class Wire:
             try:
                 part = await loop.sock_recv(self.sock, _CHUNK)
             except OSError as error:
-                raise GuardGoneError(f"The sandbox broke off: {error}.") from error
+                raise GuardGoneError(f"The sandbox connection was lost: {error}.") from error
             if not part:
                 raise GuardGoneError(
-                    "The sandbox broke off: it was killed from outside, or the machine has no memory."
+                    "The sandbox connection was lost: it was killed, or the machine is out of memory."
                 )
             self._held += part
         taken = bytes(self._held[:count])
@@ -131,7 +130,7 @@ class Wire:
 
 @dataclass(eq=False)
 class Cell:
-    """A running cell. `runs` counts the guards that it gave."""
+    """A running cell. `runs` counts the guards it started."""
 
     process: subprocess.Popen[bytes]
     control: socket.socket
@@ -146,31 +145,31 @@ class Cell:
         return self.process.poll() is None
 
     async def guard(self) -> Wire:
-        """The next guard, ready for one order. Raises WorldError."""
+        """Return the next guard, ready for one order. Raises WorldError."""
         try:
             async with asyncio.timeout(START_S):
                 await _readable(self.control.fileno())
                 _, fds, _, _ = socket.recv_fds(self.control, 1, 1)
                 if not fds:
-                    raise WorldError(f"A cell of the sandbox ended. {self._words()}".strip())
+                    raise WorldError(f"A sandbox cell exited. {self._words()}".strip())
                 sock = socket.socket(fileno=fds[0])
                 sock.setblocking(False)
                 wire = Wire(sock)
                 await wire.read(most=0)
         except (TimeoutError, OSError) as error:
             raise WorldError(
-                f"A cell of the sandbox gives no guard: {type(error).__name__}. {self._words()}"
+                f"A sandbox cell failed to start a guard: {type(error).__name__}. {self._words()}"
             ) from error
         self.runs += 1
         return wire
 
     def prepare(self) -> None:
-        """Have the next guard made while nobody waits for it."""
+        """Start the next guard in advance."""
         with contextlib.suppress(OSError):
             self.control.send(b"n")
 
     async def goes_on(self) -> bool:
-        """Whether the zygote outlives a guard that broke off. Waits a moment, as guards end before it."""
+        """Return whether the zygote survives a lost guard, after a short wait."""
         if self._ended:
             return False
         try:
@@ -181,7 +180,7 @@ class Cell:
         return False
 
     async def end(self) -> None:
-        """Kill all its processes and wait until they are gone. Ending twice does no harm."""
+        """Kill all processes and wait for their end. Idempotent."""
         if self._ended:
             return
         self._ended = True
@@ -204,7 +203,7 @@ class Cell:
 
 
 async def start_cell(plan: CellPlan) -> Cell:
-    """Start a cell. Raises UserError where this machine cannot have one."""
+    """Start a cell. Raises UserError if this machine does not support it."""
     ours, theirs = socket.socketpair()
     info_r, info_w = os.pipe()
     errors = os.fdopen(os.memfd_create("ludus-errors"), "w+b")
@@ -230,18 +229,18 @@ async def start_cell(plan: CellPlan) -> Cell:
         ours.close()
         errors.close()
         raise UserError(
-            f"The sandbox cannot be started: {words or 'it gives no reason'}.", CANNOT_START_HINT
+            f"The sandbox cannot be started: {words or 'no reason given'}.", CANNOT_START_HINT
         ) from None
     header: dict[str, object] = {"uid": INSIDE_ID, "gid": INSIDE_ID}
     header |= {"paths": list(plan.paths), "preload": list(plan.preload)}
-    with contextlib.suppress(OSError):  # where it ended already, asking for its first guard says why
+    with contextlib.suppress(OSError):  #  if it has exited, the first `guard` reports why
         sent = sources(plan.same_python) + pack_order(header, [plan.filter])
         await asyncio.get_running_loop().sock_sendall(ours, sent)
     return cell
 
 
 def _spawn(plan: CellPlan, theirs: socket.socket, info: int, errors: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start bubblewrap, from this thread: the cell dies with it. Raises OSError."""
+    """Start bubblewrap from this thread, with which the cell dies. Raises OSError."""
     notes = {
         "/etc/passwd": _memory_file(f"box:x:{INSIDE_ID}:{INSIDE_ID}::/box:/bin/sh\n"),
         "/etc/group": _memory_file(f"box:x:{INSIDE_ID}:\n"),
@@ -272,7 +271,7 @@ def _memory_file(text: str) -> int:
 
 
 async def _readable(fd: int) -> None:
-    """Wait until there is something to read."""
+    """Wait until the descriptor is readable."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
     loop.add_reader(fd, _settle, ready)
@@ -288,7 +287,7 @@ def _settle(ready: asyncio.Future[None]) -> None:
 
 
 async def _read_all(fd: int) -> bytes:
-    """All that a pipe brings until it is closed, and close it. Raises TimeoutError."""
+    """Read a pipe until it is closed, and close it. Raises TimeoutError."""
     parts: list[bytes] = []
     try:
         async with asyncio.timeout(START_S):
@@ -304,7 +303,7 @@ async def _read_all(fd: int) -> bytes:
 
 @cache
 def sources(same_python: bool) -> bytes:
-    """The guest's modules in their order, as bytecode where the inner interpreter reads it."""
+    """Serialize the guest's modules in order, as bytecode if the inner interpreter can load it."""
     parts = []
     for name in ("", *_MODULES):
         path = files("ludus.sandbox.guest") / f"{name or '__init__'}.py"
@@ -315,27 +314,27 @@ def sources(same_python: bool) -> bytes:
 
 
 def given(limits: Limits, files: Mapping[str, bytes]) -> dict[str, object]:
-    """The part of an order's header that runs and sessions share."""
+    """Build the part of an order's header common to runs and sessions."""
     return {"limits": asdict(limits), "names": list(files)}
 
 
 def most_bytes(limits: Limits) -> int:
-    """The most that the blobs of an answer may hold."""
+    """Return the maximum size of a response's blobs."""
     return 2 * limits.output_bytes + limits.files_out_bytes
 
 
 def header_bytes(limits: Limits) -> int:
-    """The most that the header of an answer may hold: it names each file, and again those executable."""
+    """Return the maximum size of a response's header, which lists each file and each executable file."""
     return _LONGEST_HEADER + 2 * _ESCAPED_BYTES * LONGEST * limits.files_out
 
 
 def broken_outcome(why: str) -> Outcome:
-    """The outcome of a program that broke its guard: it failed, and nothing that it printed is known."""
+    """Return the outcome of a program that broke its guard: failed, with unknown output."""
     return Outcome(stderr=f"[{why}]".encode(errors="replace"), signal=signal.SIGKILL, truncated=True)
 
 
 def outcome_of(answer: dict[str, object], blobs: list[bytes]) -> Outcome:
-    """An answer as an outcome. Raises WorldError where it does not have its form."""
+    """Convert a response to an outcome. Raises WorldError if malformed."""
     if "broken" in answer:
         return broken_outcome(f"The guard broke: {answer['broken']}.")
     try:
@@ -358,4 +357,4 @@ def outcome_of(answer: dict[str, object], blobs: list[bytes]) -> Outcome:
             peak_memory_bytes=int(str(answer["peak"])),
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise WorldError("The sandbox sent an outcome that cannot be read.") from error
+        raise WorldError("The sandbox sent an invalid outcome.") from error

@@ -1,9 +1,9 @@
-"""Containers by Docker or Podman, with gVisor's runtime where it is asked for.
+"""Docker or Podman containers, optionally with gVisor.
 
-The same guard as in the namespaces backend is process 1 of a container that exists for one run or session: it
-gets orders over stdin, answers over stdout, and ends, with the whole container, where stdin ends, as it does
-when this process does. The container has no network, a read-only root, no capabilities, an unprivileged user,
-sized folders in memory and the engine's limits of processes and memory.
+The guard of the namespaces backend is process 1 of a container created for one run or session. It reads
+orders from stdin and writes responses to stdout; when stdin closes, also because this process died, it exits
+and the container with it. The container has no network, a read-only root, no capabilities, an unprivileged
+user, size-limited in-memory folders, and the engine's process and memory limits.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from ludus.sandbox.local.seccomp import system_call_filter
 _PACKAGES = {"docker": "docker.io", "podman": "podman"}
 _START_S = 60.0
 _LABEL = "ludus"
-"""Of all containers, so that their owner finds them: `docker ps --filter label=ludus`."""
+"""Label of all containers: `docker ps --filter label=ludus`."""
 _ENGINE_FAILED = 125
-"""What an engine's client exits with where not the container but the engine failed."""
+"""Exit code of the engine's client if the engine, not the container, failed."""
 _OTHER_MEMORY = 64 * 2**20
-"""What the guard itself uses."""
+"""Memory of the guard itself."""
 
 _BOOT = """
 import marshal, os, sys
@@ -59,9 +59,10 @@ sys.modules["ludus.sandbox.guest.contained"].main()
 
 @dataclass(frozen=True, slots=True)
 class ContainerSettings:
-    """`engine` is docker or podman, `image` has Python 3.9 or newer, `runtime` is the engine's (runsc).
+    """`engine` is docker or podman, `image` needs Python 3.9 or newer, `runtime` is a container runtime
+    (runsc).
 
-    `sessions` is how many sessions should be open at once (0: those that half of the memory has room for).
+    `sessions` is the maximum of open sessions (0: as many as fit in half of the memory).
     """
 
     engine: str = "docker"
@@ -72,7 +73,7 @@ class ContainerSettings:
 
 @dataclass(eq=False)
 class Container:
-    """The home of a guard that is process 1 of a container; each guard has a new one."""
+    """Runs guards as process 1 of containers, one new container per guard."""
 
     engine: str
     settings: ContainerSettings
@@ -83,7 +84,7 @@ class Container:
     _wire: Wire | None = field(default=None, init=False)
 
     async def guard(self) -> Wire:
-        """Start a container in the place of the last. Raises WorldError with the engine's words."""
+        """Start a new container. Raises WorldError with the engine's message."""
         await self.end()
         self._wire = wire = Wire(self._spawn())
         try:
@@ -97,19 +98,19 @@ class Container:
             await self._wait(GRACE_S)
             words = self._words()
             await self.end()
-            raise WorldError(f"The container gives no guard: {words or type(error).__name__}.") from error
+            raise WorldError(f"The container started no guard: {words or type(error).__name__}.") from error
         return wire
 
     def prepare(self) -> None:
-        """Nothing: a container is started when it is asked for."""
+        """Do nothing: containers are started on demand."""
 
     async def goes_on(self) -> bool:
-        """Whether the engine says that process 1 ended, and not that the engine failed."""
+        """Return whether process 1 ended, as opposed to a failure of the engine."""
         ended = await self._wait(GRACE_S)
         return ended is None or (ended >= 0 and ended != _ENGINE_FAILED)
 
     async def end(self) -> None:
-        """Close the wire, with which the guard goes and the container too; by force where it does not."""
+        """Close the wire, which ends the guard and the container; kill the container if it does not end."""
         client, errors = self._client, self._errors
         if client is None or errors is None or self._wire is None:
             return
@@ -122,7 +123,7 @@ class Container:
         self._client = self._errors = None
 
     def _spawn(self) -> socket.socket:
-        """Start the engine's client; our end of its stdin and stdout. Raises WorldError."""
+        """Start the engine's client and return our end of its stdin and stdout. Raises WorldError."""
         self._label = f"ludus-{secrets.token_hex(8)}"
         words = [self.engine, *run_words(self.settings, self.limits, self._label)]
         ours, theirs = socket.socketpair()
@@ -147,7 +148,7 @@ class Container:
         return ours
 
     async def _wait(self, within_s: float) -> int | None:
-        """How the engine's client ended; None where it still runs then."""
+        """Return the exit code of the engine's client, or None if it still runs."""
         assert self._client is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
@@ -156,7 +157,7 @@ class Container:
         return self._client.poll()
 
     def _remove(self) -> None:
-        """End the container itself: to kill the engine's client alone would leave it running."""
+        """Remove the container: killing only the engine's client would leave it running."""
         command = [self.engine, "rm", "--force", self._label]
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(command, capture_output=True, timeout=GRACE_S, check=False)
@@ -169,7 +170,7 @@ class Container:
 
 @dataclass(eq=False)
 class ContainerSandbox:
-    """See the module. Raises UserError where the engine or the runtime is missing."""
+    """The container backend. Raises UserError if the engine or runtime is not installed."""
 
     settings: ContainerSettings = field(default_factory=ContainerSettings)
     _open: set[Container] = field(default_factory=set, init=False)
@@ -179,12 +180,12 @@ class ContainerSandbox:
 
     @property
     def name(self) -> str:
-        """The engine's name."""
+        """Name of the engine."""
         return self.settings.engine
 
     @property
     def most_sessions(self) -> int:
-        """Those of the settings."""
+        """Maximum number of open sessions."""
         return self.settings.sessions or room_in_memory()
 
     async def run(
@@ -195,7 +196,7 @@ class ContainerSandbox:
         stdin: bytes = b"",
         limits: Limits | None = None,
     ) -> Outcome:
-        """One run in a container of its own. Raises UserError, and WorldError where the engine fails."""
+        """Run in a new container. Raises UserError, and WorldError if the engine fails."""
         order = make_order(program, files, stdin, limits)
         home = self._home(order.limits)
         try:
@@ -210,7 +211,7 @@ class ContainerSandbox:
         files: Mapping[str, bytes] | None = None,
         limits: Limits | None = None,
     ) -> SandboxSession:
-        """A session in a container of its own. Raises UserError, and WorldError where the engine fails."""
+        """Open a session in a new container. Raises UserError, and WorldError if the engine fails."""
         given, bounds = checked_files(files or {}), limits or Limits()
         home = self._home(bounds)
         try:
@@ -220,7 +221,7 @@ class ContainerSandbox:
             raise
 
     async def close(self) -> None:
-        """End all containers that are open."""
+        """End all containers."""
         await asyncio.gather(*(self._end(home) for home in list(self._open)))
 
     def _home(self, limits: Limits) -> Container:
@@ -234,9 +235,9 @@ class ContainerSandbox:
 
 
 def find_engine(settings: ContainerSettings) -> str:
-    """The engine's program. Raises UserError for one that is missing."""
+    """Return the path of the engine. Raises UserError if it is not installed."""
     if settings.engine not in _PACKAGES:
-        raise UserError(f"There is no container engine {settings.engine!r}.", "Engines: docker, podman.")
+        raise UserError(f"Unknown container engine {settings.engine!r}.", "Engines: docker, podman.")
     engine = shutil.which(settings.engine)
     if engine is None:
         raise UserError(
@@ -246,13 +247,13 @@ def find_engine(settings: ContainerSettings) -> str:
     if settings.runtime and shutil.which(settings.runtime) is None:
         raise UserError(
             f"The container runtime {settings.runtime} is not installed.",
-            "gVisor's is runsc: install it as gvisor.dev says, and register it with the engine.",
+            "For gVisor, install runsc (see gvisor.dev) and register it with the engine.",
         )
     return engine
 
 
 def run_words(settings: ContainerSettings, limits: Limits, label: str) -> list[str]:
-    """The engine's arguments up to the image, which is the last."""
+    """Return the engine's arguments, ending with the image."""
     memory = str(limits.memory_bytes + limits.disk_bytes + _OTHER_MEMORY)
     sized = f"rw,nosuid,nodev,exec,mode=1777,size={limits.disk_bytes},nr_inodes={limits.disk_files}"
     words = ["run", "--rm", "--interactive", "--name", label, "--label", _LABEL]

@@ -1,7 +1,7 @@
-"""What is asked of a guard, wherever it lives: one run, or a session whose interpreter it keeps.
+"""Requests to a guard: one run, or a session with a persistent interpreter.
 
-Takes orders, one at a time; gives outcomes; waits for the guard at most a grace beyond the order's own
-limits, and ends its whole home after that.
+One order at a time. A guard that does not respond within a grace period after the order's limits is ended
+with its home.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from ludus.sandbox.local.cell import (
 
 
 class Home(Protocol):
-    """Where guards live: a cell, or one container after another. Has one guard at a time."""
+    """Container of guards: a cell, or a series of containers. Has one guard at a time."""
 
     async def guard(self) -> Wire:
-        """The next guard, which nothing of an earlier one reaches, ready for one order. Raises WorldError."""
+        """Return a new guard, isolated from earlier ones, for one order. Raises WorldError."""
         ...
 
     def prepare(self) -> None:
-        """Have the next guard made while nobody waits for it, where that can be."""
+        """Start the next guard in advance, if supported."""
         ...
 
     async def goes_on(self) -> bool:
-        """Whether it outlives a guard that broke off, which its program did then."""
+        """Return whether the home survives a lost guard, in which case the program broke it."""
         ...
 
     async def end(self) -> None:
-        """End all that is in it and wait until it is gone. Ending twice does no harm."""
+        """End everything inside and wait for it. Idempotent."""
         ...
 
 
 async def run_order(home: Home, order: RunOrder) -> Outcome:
-    """One run from a clean start. Raises WorldError; the home is of no more use then.
+    """Run once from a clean state. Raises WorldError; the home is then unusable.
 
-    A guard that does not answer in time is the program's doing: it timed out, and the home is ended. A guard
-    that breaks is too, in a home that goes on: programs reach their guard, and never what holds it.
+    A guard that does not respond in time is blamed on the program: it timed out, and the home is ended. So is
+    a lost guard in a surviving home: programs can reach their guard, but not its home.
     """
     wire = await home.guard()
     limits, begin = order.limits, time.monotonic()
@@ -84,11 +84,11 @@ async def run_order(home: Home, order: RunOrder) -> Outcome:
 
 
 class _Unanswered(WorldError):
-    """The guard said nothing in time, and its home was ended."""
+    """The guard did not respond in time, and its home was ended."""
 
 
 class _Broken(WorldError):
-    """The guard broke off, and its home, which went on, was ended."""
+    """The guard was lost in a surviving home, which was then ended."""
 
 
 Place = TypeVar("Place", bound=Home)
@@ -96,7 +96,7 @@ Place = TypeVar("Place", bound=Home)
 
 @dataclass(eq=False)
 class GuardSession:
-    """See `ludus.sandbox.base.SandboxSession`. What breaks the guard ends the session's home."""
+    """A `SandboxSession` on a guard. A failure of the guard ends the session's home."""
 
     home: Home
     wire: Wire
@@ -114,21 +114,21 @@ class GuardSession:
         limits: Limits,
         end: Callable[[Place], Awaitable[None]],
     ) -> GuardSession:
-        """A session in `home`, which `end` ends. Raises WorldError."""
+        """Start a session in `home`, which `end` ends. Raises WorldError."""
         if kind not in ("python", "shell"):
-            raise UserError(f"There is no session of the kind {kind!r}.", "Kinds: python, shell.")
+            raise UserError(f"Unknown session kind {kind!r}.", "Kinds: python, shell.")
         session = cls(home, await home.guard(), kind, limits, lambda: end(home))
         await session._open(files)
         return session
 
     async def run(self, code: str) -> Outcome:
-        """One call. Raises WorldError where the session is broken or closed.
+        """Run a call. Raises WorldError if the session is broken or closed.
 
-        A guard that does not answer in time is the program's doing: the call timed out, the session is over.
-        So is one that breaks, in a home that goes on.
+        A guard that does not respond in time is blamed on the program: the call timed out and the session is
+        over. So is a lost guard in a surviving home.
         """
         if self.kind == "shell" and "\0" in code:
-            raise UserError("A command of a shell cannot have NUL characters.")
+            raise UserError("A shell command cannot contain NUL characters.")
         source = code.encode("utf-8", "surrogatepass")
         deadline_s = self.limits.wall_s + GRACE_S
         try:
@@ -142,49 +142,50 @@ class GuardSession:
         return outcome_of(answer, blobs)
 
     async def write(self, files: Mapping[str, bytes]) -> None:
-        """Put files into its folder. Raises UserError and WorldError."""
+        """Write files to the session's folder. Raises UserError and WorldError."""
         await self.change(FileChange(files))
 
     async def change(self, change: FileChange) -> None:
-        """Write, mark and remove files of its folder. Raises UserError and WorldError."""
+        """Write, mark and remove files. Raises UserError and WorldError."""
         checked_files(dict.fromkeys([*change.executable, *change.remove], b""))
         header = {"op": "change", "names": list(checked_files(change.write)), "remove": sorted(change.remove)}
         await self._ask({**header, "modes": dict(change.executable)}, [*change.write.values()])
 
     async def snapshot(self) -> Snapshot:
-        """Its regular files. Raises WorldError where they are more than the limits let out."""
+        """Return the regular files. Raises WorldError if they exceed the limits."""
         answer, blobs = await self._ask({"op": "snapshot"}, [])
         if answer.get("cut"):
             raise WorldError(
-                "The session's files are more than its limits let out, or changed meanwhile.",
-                "Raise files_out and files_out_bytes of its limits.",
+                "The session's files exceed its limits, or changed during the snapshot.",
+                "Increase the limits files_out and files_out_bytes.",
             )
         names, executable, left_out = (answer.get(key) for key in ("names", "executable", "left_out"))
         if not isinstance(names, list) or not isinstance(executable, list) or len(names) != len(blobs):
-            raise WorldError("The sandbox sent a snapshot that cannot be read.")
+            raise WorldError("The sandbox sent an invalid snapshot.")
         if not isinstance(left_out, int):
-            raise WorldError("The sandbox sent a snapshot that cannot be read.")
+            raise WorldError("The sandbox sent an invalid snapshot.")
         return Snapshot(
             dict(zip(map(str, names), blobs, strict=True)), frozenset(map(str, executable)), left_out
         )
 
     async def processes(self) -> tuple[Process, ...]:
-        """What runs in it, its interpreter too. Raises WorldError for more than 128 KiB of words."""
+        """List the session's processes, including its interpreter. Raises WorldError above 128
+        KiB of text."""
         answer, _ = await self._ask({"op": "processes"}, [])
         if answer.get("cut"):
-            raise WorldError("The session's processes have more arguments and variables than can be told.")
+            raise WorldError("The arguments and variables of the session's processes exceed 128 KiB.")
         found = answer.get("processes")
         if not isinstance(found, list):
-            raise WorldError("The sandbox sent processes that cannot be read.")
+            raise WorldError("The sandbox sent an invalid process list.")
         return tuple(map(_process, found))
 
     async def restore(self, snapshot: Snapshot) -> None:
-        """Replace its files by those of the snapshot. Raises WorldError."""
+        """Replace the files by those of the snapshot. Raises WorldError."""
         header = {"op": "restore", "names": list(checked_files(snapshot.files))}
         await self._ask({**header, "executable": sorted(snapshot.executable)}, [*snapshot.files.values()])
 
     async def reset(self) -> None:
-        """A new guard, and with it nothing of the old one. Raises WorldError."""
+        """Replace the guard with a new one. Raises WorldError."""
         self._check()
         self.wire.close()
         self.home.prepare()
@@ -192,7 +193,7 @@ class GuardSession:
         await self._open({})
 
     async def close(self) -> None:
-        """End its home. Closing twice does no harm."""
+        """End the home. Idempotent."""
         if not self._closed:
             self._closed = True
             self.wire.close()
@@ -205,7 +206,8 @@ class GuardSession:
     async def _ask(
         self, header: Mapping[str, object], blobs: list[bytes], deadline_s: float = 4 * GRACE_S
     ) -> tuple[dict[str, object], list[bytes]]:
-        """One question and its answer. Raises WorldError; a session without an answer is closed."""
+        """Send a request and return the response. Raises WorldError; without a response the session is
+        closed."""
         self._check()
         asked = False
         try:
@@ -214,7 +216,7 @@ class GuardSession:
                 answer = await self.wire.read(most_bytes(self.limits), header_bytes(self.limits))
                 asked = True
         except TimeoutError as error:
-            raise _Unanswered("The guard of a session gave no answer; the session was ended.") from error
+            raise _Unanswered("The guard of a session did not respond; the session was ended.") from error
         except GuardGoneError as error:
             if await self.home.goes_on():
                 raise _Broken(error.message) from error
@@ -233,7 +235,7 @@ class GuardSession:
 
 
 def _process(told: dict[str, Any]) -> Process:
-    """A process as the guard tells it. Raises WorldError."""
+    """Parse a process. Raises WorldError."""
     try:
         pairs = (str(word).partition("=") for word in told["environment"])
         return Process(
@@ -248,4 +250,4 @@ def _process(told: dict[str, Any]) -> Process:
             environment={name: value for name, _, value in pairs},
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise WorldError("The sandbox sent processes that cannot be read.") from error
+        raise WorldError("The sandbox sent an invalid process list.") from error

@@ -1,8 +1,7 @@
-"""The default backend on Linux: namespaces by bubblewrap, with a pool of warm cells.
+"""The default backend on Linux: bubblewrap namespaces with a pool of warm cells.
 
-Takes runs from any number of tasks; `concurrency` of them are under way at once, each in a cell of its own.
-Waits for a free cell; gives each run namespaces, processes and files that no other run had. Never falls back
-to a weaker way of running: what is missing raises UserError.
+At most `concurrency` runs execute at once, each in a cell with new namespaces, processes and files; others
+wait for a free cell. There is no fallback to a weaker isolation: missing requirements raise UserError.
 """
 
 from __future__ import annotations
@@ -62,22 +61,22 @@ PRELOAD = (
         "typing",
     ),
 )
-"""Modules that a program finds imported already; each program has its own copy of them."""
+"""Preloaded modules; each program has its own copy of them."""
 
 _INSTALL = "Install it: on Debian or Ubuntu `apt-get install bubblewrap`, on Fedora `dnf install bubblewrap`."
 _FIRST_UID, _NUM_UIDS = 1_900_000_000, 100_000_000
-"""Where root starts a cell, it becomes one of these users, to whom no file belongs."""
+"""If started by root, cells run as one of these users, who own no files."""
 _RUNS_PER_CELL = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceSettings:
-    """`concurrency` is how many runs are under way at once (0: one for each processor, at least 2), and
-    `sessions` how many sessions should be open at once (0: those that half of the memory has room for).
+    """`concurrency` is the maximum of concurrent runs (0: one per CPU, at least 2), `sessions` that of open
+    sessions (0: as many as fit in half of the memory).
 
-    `python` is the interpreter inside (empty: this one, else the system's). `binds` are folders of the host
-    that programs may read, at the same place or, written `folder:place`, at another. `paths` are added to
-    the interpreter's `sys.path`; `preload` are modules imported beforehand.
+    `python` is the interpreter inside (empty: this one, else the system's). `binds` are host folders that
+    programs may read, at the same path or, as `folder:place`, at another. `paths` are added to `sys.path`;
+    `preload` are modules imported in advance.
     """
 
     concurrency: int = 0
@@ -90,7 +89,7 @@ class NamespaceSettings:
 
 @dataclass(eq=False)
 class NamespacesSandbox:
-    """See the module. Use it on one event loop at a time, and `close` it there."""
+    """The namespaces backend. Use and close it on one event loop."""
 
     settings: NamespaceSettings = field(default_factory=NamespaceSettings)
     name: str = field(default="namespaces", init=False)
@@ -103,12 +102,12 @@ class NamespacesSandbox:
 
     @property
     def concurrency(self) -> int:
-        """How many runs are under way at once."""
+        """Maximum number of concurrent runs."""
         return self.settings.concurrency or max(2, os.cpu_count() or 2)
 
     @property
     def most_sessions(self) -> int:
-        """Those of the settings."""
+        """Maximum number of open sessions."""
         return self.settings.sessions or room_in_memory()
 
     async def run(
@@ -119,7 +118,7 @@ class NamespacesSandbox:
         stdin: bytes = b"",
         limits: Limits | None = None,
     ) -> Outcome:
-        """One run from a clean start. Raises UserError and WorldError as the protocol says."""
+        """Run once from a clean state. Raises UserError and WorldError as in the protocol."""
         order = make_order(program, files, stdin, limits)
         loop = asyncio.get_running_loop()
         places = self._places.setdefault(loop, asyncio.Semaphore(self.concurrency))
@@ -150,7 +149,7 @@ class NamespacesSandbox:
         files: Mapping[str, bytes] | None = None,
         limits: Limits | None = None,
     ) -> SandboxSession:
-        """A session in a cell of its own, beside the runs. Raises UserError and WorldError."""
+        """Open a session in a separate cell. Raises UserError and WorldError."""
         given = checked_files(files or {})
         cell = await self._take()
         try:
@@ -160,17 +159,17 @@ class NamespacesSandbox:
             raise
 
     async def warm(self, count: int = 0) -> None:
-        """Start cells beforehand (0: as many as may run at once). Raises UserError."""
+        """Start cells in advance (0: as many as may run at once). Raises UserError."""
         cells = [await self._start() for _ in range((count or self.concurrency) - len(self._idle))]
         self._idle += cells
 
     async def close(self) -> None:
-        """End all cells, those of sessions too."""
+        """End all cells, including those of sessions."""
         self._idle.clear()
         await asyncio.gather(*(self._end(cell) for cell in list(self._open)))
 
     async def _take(self) -> Cell:
-        """An idle cell, or a new one."""
+        """Return an idle cell, or a new one."""
         while self._idle:
             cell = self._idle.pop(0)
             if cell.is_alive:
@@ -190,14 +189,14 @@ class NamespacesSandbox:
 
 
 def make_plan(settings: NamespaceSettings, python: str) -> CellPlan:
-    """The command of a cell. Raises UserError for what is missing."""
+    """Build the command of a cell. Raises UserError if a requirement is missing."""
     if sys.platform != "linux":
         raise UserError(
-            f"The namespaces backend needs Linux, and this is {sys.platform}.", "Use docker or remote."
+            f"The namespaces backend needs Linux; this is {sys.platform}.", "Use docker or remote."
         )
     bwrap = shutil.which("bwrap")
     if bwrap is None:
-        raise UserError("The namespaces backend needs bubblewrap, and there is no bwrap.", _INSTALL)
+        raise UserError("The namespaces backend needs bubblewrap, but bwrap is not installed.", _INSTALL)
     code = system_call_filter()
     binds = _folders(settings, python)
     words = [*_other_user(), bwrap]
@@ -222,21 +221,21 @@ def make_plan(settings: NamespaceSettings, python: str) -> CellPlan:
 
 
 def _other_user() -> list[str]:
-    """The words that make root somebody else before anything is started."""
+    """Return the command prefix that drops root before anything is started."""
     if os.geteuid() != 0:
         return []
     setpriv = shutil.which("setpriv")
     if setpriv is None:
         raise UserError(
-            "The namespaces backend started by root needs setpriv.",
-            "Install util-linux, or start as another user.",
+            "The namespaces backend needs setpriv if run as root.",
+            "Install util-linux, or run as another user.",
         )
     uid = str(_FIRST_UID + random.SystemRandom().randrange(_NUM_UIDS))
     return [setpriv, "--reuid", uid, "--regid", uid, "--clear-groups", "--"]
 
 
 def _folders(settings: NamespaceSettings, python: str) -> list[tuple[str, str]]:
-    """What of the host is readable, and where: /usr, the interpreter's own folder, the settings' folders."""
+    """Return the readable host folders and their mount points: /usr, the interpreter's, the settings'."""
     folders = [("/usr", "/usr")]
     prefix = str(Path(python).resolve().parent.parent)
     if not Path(prefix).is_relative_to("/usr"):
@@ -258,7 +257,7 @@ def _folders(settings: NamespaceSettings, python: str) -> list[tuple[str, str]]:
 
 
 def _loose_ends() -> list[str]:
-    """/bin and its like as the host has them, and the few files of /etc that commands need."""
+    """Return mounts of /bin and the like, as on the host, and of a few files of /etc that commands need."""
     words: list[str] = []
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         place = Path("/", name)
@@ -272,7 +271,7 @@ def _loose_ends() -> list[str]:
 
 
 def find_python(wanted: str) -> str:
-    """The interpreter for inside: one that the sandbox's user may read. Raises UserError."""
+    """Return an interpreter that the sandbox's user can read. Raises UserError."""
     candidates = [wanted] if wanted else [sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"]
     for candidate in candidates:
         real = Path(candidate).resolve()
@@ -285,7 +284,7 @@ def find_python(wanted: str) -> str:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether the user of a cell may reach a file: for root, everybody must be allowed to."""
+    """Return whether the cell's user can reach a file; if started by root, it must be world-accessible."""
     if os.geteuid() != 0:
         return os.access(path, os.X_OK)
     return all(part.stat().st_mode & stat.S_IXOTH for part in (path, *path.parents))

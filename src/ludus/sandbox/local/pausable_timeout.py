@@ -1,7 +1,7 @@
-"""Clocks that stand still while what they measure waits for a place of a sandbox.
+"""Timeouts that pause while the measured work waits for a sandbox slot.
 
-A program that has yet to begin takes no time: neither its tool nor its environment is late because others
-run. Who bounds a piece of work runs it under a `PausableClock`; who has places says when work waits for one.
+Time spent in a queue does not count towards the deadline of a tool or environment. The code that sets a
+deadline uses a `PausableClock`; the code that owns slots marks waits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class PausableClock:
-    """Seconds that something may take from now on. `on_change`, where given, is told of each change: how many
-    are left, or None while the clock stands still. Of several things under one clock none need wait."""
+    """A pausable deadline. `on_change`, if set, is called at each change with the remaining seconds, or None
+    while paused. If several tasks share a clock, it pauses while any of them waits."""
 
     limit_s: float
     on_change: Callable[[float | None], None] | None = None
@@ -24,26 +24,26 @@ class PausableClock:
     _num_waiting: int = field(default=0, init=False)
     _stood_since: float = field(default=0.0, init=False)
     stood_s: float = field(default=0.0, init=False)
-    """Seconds for which it stood still and went on again."""
+    """Total seconds paused."""
 
     def __post_init__(self) -> None:
         self._begun = asyncio.get_running_loop().time()
 
     @property
     def left_s(self) -> float:
-        """What is left of the limit; it does not shrink while the clock stands still."""
+        """Remaining seconds; constant while paused."""
         now = self._stood_since if self._num_waiting else asyncio.get_running_loop().time()
         return self._begun + self.limit_s - now
 
     def stop(self) -> None:
-        """Stand still, until `go` was called as often as this."""
+        """Pause until `go` has been called as often as `stop`."""
         if not self._num_waiting:
             self._stood_since = asyncio.get_running_loop().time()
             self._tell(None)
         self._num_waiting += 1
 
     def go(self) -> None:
-        """Go on."""
+        """Resume."""
         self._num_waiting -= 1
         if not self._num_waiting:
             stood_s = asyncio.get_running_loop().time() - self._stood_since
@@ -61,7 +61,7 @@ _episode: ContextVar[PausableClock | None] = ContextVar("ludus-episode-clock", d
 
 @contextmanager
 def episode_clock(clock: PausableClock) -> Iterator[None]:
-    """Within the block, this is the clock of the episode: it stands still in `episode_waits`."""
+    """Set the episode's clock within the block; it pauses in `episode_waits`."""
     token = _episode.set(clock)
     try:
         yield
@@ -72,7 +72,7 @@ def episode_clock(clock: PausableClock) -> Iterator[None]:
 
 @contextmanager
 def episode_waits() -> Iterator[None]:
-    """Within the block the episode waits for the next step's budget."""
+    """Pause the episode's clock within the block, while waiting for the next step's budget."""
     clock = _episode.get()
     if clock is not None:
         clock.stop()
@@ -88,8 +88,8 @@ _clocks: ContextVar[tuple[PausableClock, ...]] = ContextVar("ludus-clocks", defa
 
 @contextmanager
 def under(clock: PausableClock) -> Iterator[None]:
-    """Within the block, and in tasks that begin in it, waiting stops this clock as well. Behind the block
-    nobody is told of its changes any more: tasks may outlive it."""
+    """Pause this clock during waits within the block and in tasks created there. After the block `on_change`
+    is not called, even from tasks that outlive it."""
     token = _clocks.set((*_clocks.get(), clock))
     try:
         yield
@@ -100,7 +100,7 @@ def under(clock: PausableClock) -> Iterator[None]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Within the block work waits for a place."""
+    """Pause the current clocks within the block."""
     clocks = _clocks.get()
     for clock in clocks:
         clock.stop()

@@ -1,4 +1,4 @@
-"""A child process of the host with bounded time and output: what the weaker backends start."""
+"""A host child process with bounded time and output, for backends without a guard."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ludus.sandbox.guest.output import BoundedOutput
 _CHUNK = 1 << 16
 _LOOK_S = 0.02
 _MOST_READS = 64
-"""Of a pipe when the child has ended: more than it can hold."""
+"""Reads of a pipe after the child's end; more than its capacity."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessResult:
-    """How a child ended: `status` as `os.wait4` gives it, memory in bytes."""
+    """Result of a child: `status` as in `os.wait4`, memory in bytes."""
 
     stdout: bytes
     stderr: bytes
@@ -37,7 +37,7 @@ class ProcessResult:
 
 @dataclass
 class ProcessRun:
-    """One child in a process group of its own; `most_bytes` are kept of each of its two streams."""
+    """One child in its own process group; `most_bytes` are kept of each output stream."""
 
     argv: Sequence[str]
     folder: str
@@ -47,7 +47,7 @@ class ProcessRun:
     _stopped: bool = field(default=False, init=False)
 
     async def run(self, stdin: bytes, stop: Callable[[], None] = lambda: None) -> ProcessResult:
-        """Run it, in a thread; `stop` is called too where it is ended early. Raises OSError."""
+        """Run in a thread; `stop` is also called if the run is ended early. Raises OSError."""
         task = asyncio.ensure_future(asyncio.to_thread(self._run, stdin, stop))
         try:
             return await asyncio.shield(task)
@@ -83,13 +83,13 @@ class ProcessRun:
         stdout, stderr = streams.finish()
         wall_s, cpu_s = time.monotonic() - begin, used.ru_utime + used.ru_stime
         told = used.ru_maxrss * 1024
-        if told > own_peak:  # else it may be of this process, which it was before exec
+        if told > own_peak:  #  otherwise it may be this process's peak, inherited before exec
             peak = told
         return ProcessResult(stdout, stderr, status, timed_out, streams.left_out, cpu_s, wall_s, peak)
 
 
 def peak_memory(process: str) -> int:
-    """The most memory (bytes) that a process has held since it was what it is; 0 where that is not told."""
+    """Return a process's peak memory in bytes since exec, or 0 if unavailable."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{process}/status").read_text("utf-8", "replace").splitlines():
             if line.startswith("VmHWM:"):
@@ -98,7 +98,7 @@ def peak_memory(process: str) -> int:
 
 
 class _Streams:
-    """The three pipes of a child, never waited for longer than the child lives."""
+    """The three pipes of a child; never blocks beyond the child's life."""
 
     def __init__(self, child: subprocess.Popen[bytes], stdin: bytes, most: int) -> None:
         assert child.stdin
@@ -114,7 +114,7 @@ class _Streams:
             self._poll.register(pipe.fileno(), select.POLLOUT if pipe is child.stdin else select.POLLIN)
 
     def serve(self, pidfd: int) -> bool:
-        """Move what can be moved; whether the child has ended."""
+        """Transfer available data; return whether the child has ended."""
         self._poll.register(pidfd, select.POLLIN)
         ready = [fd for fd, _ in self._poll.poll(_LOOK_S * 1000)]
         for fd in self._kept:
@@ -127,7 +127,7 @@ class _Streams:
         return pidfd in ready
 
     def finish(self) -> list[bytes]:
-        """What both streams brought, with what lies in the pipes now; closes all."""
+        """Read what is left in the pipes, close them and return both outputs."""
         for fd in self._kept:
             for _ in range(_MOST_READS):
                 if self._take(fd) <= 0:
@@ -139,7 +139,7 @@ class _Streams:
         return [kept.take() for kept in self._kept.values()]
 
     def _take(self, fd: int) -> int:
-        """Read some of a stream: how many bytes, 0 at its end, -1 where it has none now."""
+        """Read from a stream; return the number of bytes, 0 at its end, -1 if none is available."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:
@@ -148,7 +148,7 @@ class _Streams:
         return len(data)
 
     def _give(self) -> bool:
-        """Write more of stdin; whether there is more."""
+        """Write more of stdin; return whether data is left."""
         try:
             self._feed = self._feed[os.write(self._in, self._feed[:_CHUNK]) :]
         except BlockingIOError:

@@ -1,8 +1,8 @@
-"""The filter of system calls for untrusted programs, written as a classic BPF program.
+"""The seccomp filter of untrusted programs, as a classic BPF program.
 
-Refused calls answer EPERM (or another errno that makes the caller fall back), a foreign instruction set ends
-the process. The filter is the last of several walls: what it refuses, namespaces and missing capabilities
-refuse mostly as well.
+Denied calls return EPERM (or another errno that makes the caller fall back); a call of another architecture
+kills the process. The filter is defence in depth: namespaces and missing capabilities already block most of
+these calls.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ _NEW_NAMESPACES = 0x7E020080
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _AF_UNIX = 1
 _BUFFERS = (7, 8, 32, 33)
-"""SO_SNDBUF, SO_RCVBUF and their forms that pass the system's bound; local sockets know one level."""
+"""SO_SNDBUF, SO_RCVBUF and the variants that exceed the system's limit; local sockets have only
+this level."""
 _OWN = 0
-"""The caller itself: limits are no business between processes, least of all those of the guard."""
+"""The caller itself: a process may not change limits of others, such as the guard."""
 
 
 @dataclass(frozen=True)
 class _Machine:
-    """An instruction set: its audit number and the numbers of its calls."""
+    """A CPU architecture: its audit number and system call numbers."""
 
     audit: int
     clone: int
@@ -42,7 +43,7 @@ class _Machine:
     denied: tuple[int, ...]
 
 
-# From 424 on the numbers are the same everywhere: io_uring, mount interfaces, pidfd_getfd, memfd_secret.
+# From 424 on numbers are equal on all architectures: io_uring, mount API, pidfd_getfd, memfd_secret.
 _COMMON = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 440, 442, 443, 447)
 _CLONE3 = 435
 
@@ -102,12 +103,12 @@ _MACHINES = {
 
 
 def system_call_filter(machine: str | None = None) -> bytes:
-    """The filter as an array of `struct sock_filter`. Raises UserError for an unknown instruction set."""
+    """Return the filter as an array of `struct sock_filter`. Raises UserError for an unknown architecture."""
     name = machine or platform.machine()
     if name not in _MACHINES:
         raise UserError(
-            f"There is no filter of system calls for {name}.",
-            f"The namespaces backend runs on {' and '.join(_MACHINES)}; use the remote backend here.",
+            f"No seccomp filter is available for {name}.",
+            f"The namespaces backend supports {' and '.join(_MACHINES)}; use the remote backend.",
         )
     known = _MACHINES[name]
     code = [
@@ -133,7 +134,7 @@ def system_call_filter(machine: str | None = None) -> bytes:
 
 
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """One `struct sock_filter`: the jumps count instructions to skip."""
+    """Encode a `struct sock_filter`; jumps count instructions to skip."""
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
@@ -142,6 +143,6 @@ def _refuse(number: int) -> bytes:
 
 
 def _with_argument(call: int, index: int, steps: list[bytes]) -> list[bytes]:
-    """`steps` upon the low 32 bits of an argument of a call; the call's number is loaded after them."""
+    """Apply `steps` to the low 32 bits of a call's argument, then reload the call number."""
     load = _step(_LOAD, _ARGS + 8 * index)
     return [_step(_EQUAL, call, 0, len(steps) + 2), load, *steps, _step(_LOAD, _NR)]

@@ -1,7 +1,7 @@
-"""The backend without isolation: a child process with resource limits.
+"""Backend without isolation: a child process with resource limits.
 
-It protects from accidents, not from anybody: programs read and write all that this user may, use the network,
-and may leave processes behind. Refused unless the settings call it unsafe by name.
+It protects only against accidents: programs can access everything that this user can, use the network, and
+leave processes behind. Requires `unsafe`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ except OSError as error:
 
 @dataclass(eq=False)
 class ProcessSandbox(RunsOnly):
-    """See the module. `unsafe` says that the caller knows it."""
+    """The process backend. `unsafe` must be set explicitly."""
 
     unsafe: bool = False
     name: str = field(default="process", init=False)
@@ -46,8 +46,8 @@ class ProcessSandbox(RunsOnly):
     def __post_init__(self) -> None:
         if not self.unsafe:
             raise UserError(
-                "The process backend isolates nothing: programs could read, change and send what you can.",
-                "Use the namespaces backend, or set sandbox.unsafe = true where every program is trusted.",
+                "The process backend has no isolation: programs have all of your access rights.",
+                "Use the namespaces backend, or set sandbox.unsafe = true if every program is trusted.",
             )
 
     async def run(
@@ -58,7 +58,7 @@ class ProcessSandbox(RunsOnly):
         stdin: bytes = b"",
         limits: Limits | None = None,
     ) -> Outcome:
-        """One run in a folder of its own. Raises UserError and WorldError as the protocol says."""
+        """Run in a temporary folder. Raises UserError and WorldError as in the protocol."""
         order = make_order(program, files, stdin, limits)
         with tempfile.TemporaryDirectory(prefix="ludus-process-") as name:
             box, given = Path(name, "box"), dict(order.files)
@@ -81,7 +81,7 @@ class ProcessSandbox(RunsOnly):
 
 
 def _resources(limits: Limits) -> list[tuple[int, int]]:
-    """What each process may use. Their number is not bounded: the kernel counts all of a user's."""
+    """Return the limits per process. Their number is not limited, since the kernel counts all of a user's."""
     return [
         (resource.RLIMIT_AS, limits.memory_bytes),
         (resource.RLIMIT_CPU, int(limits.cpu_s) + 1),
@@ -92,7 +92,7 @@ def _resources(limits: Limits) -> list[tuple[int, int]]:
 
 
 def outcome_of_child(done: ProcessResult, files: Mapping[str, bytes], cut: bool, is_python: bool) -> Outcome:
-    """How a child ended, as an outcome."""
+    """Convert a child's result to an outcome."""
     ended_by = os.WTERMSIG(done.status) if os.WIFSIGNALED(done.status) else None
     code = os.WEXITSTATUS(done.status) if ended_by is None else None
     return Outcome(

@@ -1,6 +1,6 @@
-"""The backend whose programs run elsewhere: behind `ludus sandbox serve` on another machine.
+"""Backend that runs programs on another machine through `ludus sandbox serve`.
 
-Every question has a deadline: what the limits allow and a margin. A question is never sent twice.
+Every request has a deadline: the limits plus a margin. Requests are never retried.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Reply = TypeVar("Reply", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
-    """`url` is the server's, `token` what it asks for; `margin_s` is added to the limits of each run."""
+    """`url` and `token` of the server; `margin_s` is added to the limits of each run."""
 
     url: str
     token: str
@@ -54,7 +54,7 @@ class RemoteSettings:
 
 @dataclass(eq=False)
 class RemoteSandbox:
-    """See the module. Use it on one event loop at a time, and `close` it there."""
+    """The remote backend. Use and close it on one event loop."""
 
     settings: RemoteSettings
     name: str = field(default="remote", init=False)
@@ -63,10 +63,10 @@ class RemoteSandbox:
     def __post_init__(self) -> None:
         if not self.settings.url.startswith(("http://", "https://")) or not self.settings.token:
             raise UserError(
-                "The remote backend needs the address and the token of a server.",
-                "Start one: ludus sandbox serve; then set sandbox.url and sandbox.token.",
+                "The remote backend needs a server's URL and token.",
+                "Start a server with `ludus sandbox serve`; then set sandbox.url and sandbox.token.",
             )
-        hint = "Look at its log, or start it: ludus sandbox serve"
+        hint = "Check its log, or start it with `ludus sandbox serve`."
         self._asker = HttpClient(self.settings.url, self.settings.token, hint, MOST_BYTES)
 
     async def run(
@@ -77,7 +77,7 @@ class RemoteSandbox:
         stdin: bytes = b"",
         limits: Limits | None = None,
     ) -> Outcome:
-        """One run on the server. Raises UserError and WorldError as the protocol says."""
+        """Run on the server. Raises UserError and WorldError as in the protocol."""
         order = make_order(program, files, stdin, limits)
         source = None if order.source is None else order.source.encode("utf-8", "surrogatepass")
         asked = RunMessage.model_construct(
@@ -96,7 +96,7 @@ class RemoteSandbox:
         files: Mapping[str, bytes] | None = None,
         limits: Limits | None = None,
     ) -> SandboxSession:
-        """A session on the server. Raises UserError and WorldError."""
+        """Open a session on the server. Raises UserError and WorldError."""
         own = limits or Limits()
         asked = SessionMessage.model_construct(
             kind=kind, files=dict(checked_files(files or {})), limits=LimitsMessage.of(own)
@@ -109,7 +109,7 @@ class RemoteSandbox:
         await self._asker.close()
 
     async def ask(self, path: str, asked: BaseModel, reply: type[Reply], wall_s: float) -> Reply:
-        """A POST and its answer. Raises UserError for what the server refuses, WorldError for what fails."""
+        """POST a request and parse the response. Raises UserError if refused, WorldError on failures."""
         content, within_s = asked.model_dump_json(), wall_s + self.settings.margin_s
         response = await self._asker.post(path, content, within_s)
         try:
@@ -118,7 +118,7 @@ class RemoteSandbox:
             refusal = Refusal.model_validate_json(response.content)
         except ValidationError as error:
             raise WorldError(
-                f"{response.url} answered {response.status_code} and nothing that can be read."
+                f"{response.url} answered {response.status_code} with an unreadable body."
             ) from error
         kind = WorldError if refusal.kind == "environment" else UserError
         raise kind(refusal.message, refusal.hint)
@@ -126,38 +126,38 @@ class RemoteSandbox:
 
 @dataclass(eq=False)
 class RemoteSession:
-    """A session that the server keeps."""
+    """A session on the server."""
 
     sandbox: RemoteSandbox
     session: str
     limits: Limits
 
     async def run(self, code: str) -> Outcome:
-        """One call. Raises UserError and WorldError."""
+        """Run a call. Raises UserError and WorldError."""
         asked = CallMessage.model_construct(code=code.encode("utf-8", "surrogatepass"))
         return (await self._ask("run", asked, OutcomeMessage)).outcome()
 
     async def write(self, files: Mapping[str, bytes]) -> None:
-        """Put files into its folder. Raises UserError and WorldError."""
+        """Write files to the session's folder. Raises UserError and WorldError."""
         await self.change(FileChange(checked_files(files)))
 
     async def change(self, change: FileChange) -> None:
-        """Write, mark and remove files of its folder. Raises UserError and WorldError."""
+        """Write, mark and remove files. Raises UserError and WorldError."""
         asked = ChangeMessage.model_construct(
             write=dict(change.write), executable=dict(change.executable), remove=sorted(change.remove)
         )
         await self._ask("change", asked, Nothing)
 
     async def snapshot(self) -> Snapshot:
-        """Its regular files. Raises WorldError."""
+        """Return the regular files. Raises WorldError."""
         return (await self._ask("snapshot", Nothing(), SnapshotMessage)).snapshot()
 
     async def processes(self) -> tuple[Process, ...]:
-        """What runs in it. Raises WorldError."""
+        """List the processes. Raises WorldError."""
         return (await self._ask("processes", Nothing(), ProcessesMessage)).told()
 
     async def restore(self, snapshot: Snapshot) -> None:
-        """Replace its files by those of the snapshot. Raises WorldError."""
+        """Replace the files by those of the snapshot. Raises WorldError."""
         executable = sorted(snapshot.executable)
         files = dict(checked_files(snapshot.files))
         await self._ask(
@@ -165,11 +165,11 @@ class RemoteSession:
         )
 
     async def reset(self) -> None:
-        """Start anew. Raises WorldError."""
+        """Restart the session. Raises WorldError."""
         await self._ask("reset", Nothing(), Nothing)
 
     async def close(self) -> None:
-        """End it on the server."""
+        """End the session on the server."""
         await self._ask("close", Nothing(), Nothing)
 
     async def _ask(self, act: str, asked: BaseModel, reply: type[Reply]) -> Reply:

@@ -1,4 +1,4 @@
-"""Questions to a service over HTTP, each with a deadline, none sent twice."""
+"""HTTP client with a deadline per request and no retries."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ludus.errors import WorldError
 from ludus.untrusted.replies import PLAIN, bounded_replies
 
 MOST_BYTES = 256 * 2**20
-"""Of a reply with all files of a run."""
+"""Maximum size of a response with all files of a run."""
 
 
 @dataclass(eq=False)
 class HttpClient:
-    """A service at `url`; `hint` says what helps where it cannot be reached. For one event loop at a time.
+    """Client of a service at `url`; `hint` is shown if it is unreachable. For one event loop at a time.
 
-    A reply has at most `most_bytes`, by default as many as any (`ludus.untrusted.replies`).
+    A response has at most `most_bytes`, by default the limit of `ludus.untrusted.replies`.
     """
 
     url: str
@@ -29,21 +29,21 @@ class HttpClient:
     _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
 
     async def post(self, path: str, content: str, within_s: float) -> httpx.Response:
-        """The answer to a POST of JSON. Raises WorldError where none comes within these seconds."""
+        """POST JSON and return the response. Raises WorldError if none arrives within `within_s`."""
         url = f"{self.url.rstrip('/')}{path}"
         try:
             async with asyncio.timeout(within_s):
                 return await self._own_client().post(url, content=content)
         except TimeoutError as error:
-            raise WorldError(f"The sandbox server {url} gave no answer within {within_s:g} s.") from error
+            raise WorldError(f"The sandbox server {url} did not respond within {within_s:g} s.") from error
         except httpx.DecodingError as error:
-            raise WorldError(f"{url} sent a reply that cannot be taken: {error}.") from error
+            raise WorldError(f"{url} sent an unreadable response: {error}.") from error
         except httpx.HTTPError as error:
-            words = f"The sandbox server {url} cannot be reached: {type(error).__name__}: {error}."
+            words = f"The sandbox server {url} is unreachable: {type(error).__name__}: {error}."
             raise WorldError(words, self.hint) from error
 
     async def close(self) -> None:
-        """Close the connections, on the loop of the questions."""
+        """Close the connections; must run on the same event loop."""
         client, self._client = self._client, None
         if client is not None and self._loop is asyncio.get_running_loop():
             await client.aclose()

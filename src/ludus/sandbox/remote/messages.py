@@ -1,4 +1,4 @@
-"""What goes over HTTP between the remote backend and `ludus sandbox serve`: JSON, bytes as base64."""
+"""HTTP messages between the remote backend and `ludus sandbox serve`: JSON, with bytes as base64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ludus.sandbox.base import FileChange, Limits, Outcome, Process, SessionKind
 
 
 class _Base64(EncoderProtocol):
-    """Base64 without anything else in it: what is no base64 is refused and never skipped."""
+    """Strict base64: invalid input is rejected, not skipped."""
 
     @classmethod
     def decode(cls, data: bytes) -> bytes:
@@ -59,11 +59,11 @@ class LimitsMessage(_Message):
 
     @classmethod
     def of(cls, limits: Limits) -> LimitsMessage:
-        """The limits as a message."""
+        """Convert limits to a message."""
         return cls(**asdict(limits))
 
     def limits(self) -> Limits:
-        """The message as limits. Raises UserError."""
+        """Convert the message to limits. Raises UserError."""
         return Limits(**self.model_dump())
 
 
@@ -99,7 +99,7 @@ class SnapshotMessage(_Message):
     left_out: int = 0
 
     def snapshot(self) -> Snapshot:
-        """The message as a snapshot."""
+        """Convert the message to a snapshot."""
         return Snapshot(self.files, frozenset(self.executable), self.left_out)
 
 
@@ -118,17 +118,17 @@ class ProcessMessage(_Message):
 
 
 class ProcessesMessage(_Message):
-    """What runs in a session."""
+    """Processes of a session."""
 
     processes: list[ProcessMessage]
 
     @classmethod
     def of(cls, processes: tuple[Process, ...]) -> ProcessesMessage:
-        """The processes as a message."""
+        """Convert processes to a message."""
         return cls(processes=[ProcessMessage(**asdict(one)) for one in processes])
 
     def told(self) -> tuple[Process, ...]:
-        """The message as processes."""
+        """Convert the message to processes."""
         return tuple(Process(**dict(one)) for one in self.processes)
 
 
@@ -140,7 +140,7 @@ class ChangeMessage(_Message):
     remove: list[str]
 
     def change(self) -> FileChange:
-        """The message as a change."""
+        """Convert the message to a change."""
         return FileChange(self.write, self.executable, frozenset(self.remove))
 
 
@@ -162,26 +162,26 @@ class OutcomeMessage(_Message):
 
     @classmethod
     def of(cls, outcome: Outcome) -> OutcomeMessage:
-        """The outcome as a message."""
+        """Convert an outcome to a message."""
         return cls.model_construct(**asdict(outcome))
 
     def outcome(self) -> Outcome:
-        """The message as an outcome."""
+        """Convert the message to an outcome."""
         return Outcome(**dict(self))
 
 
 class NamedSession(_Message):
-    """The name of a session that was opened."""
+    """Name of an opened session."""
 
     session: str
 
 
 class Nothing(_Message):
-    """An answer that only says that it is done."""
+    """An empty response."""
 
 
 class Refusal(_Message):
-    """Why there is no answer: `kind` is input, environment or token."""
+    """Error response; `kind` is input, environment or token."""
 
     kind: str
     message: str

@@ -1,7 +1,7 @@
-"""An HTTP service in front of any backend, for `ludus sandbox serve`. Needs the `serve` extra.
+"""HTTP server for any backend, for `ludus sandbox serve`. Needs the `serve` extra.
 
-Every question carries the token. Limits above the server's own are refused. Sessions that nobody used for a
-while are closed. Bodies are bounded by the listener (`LARGEST_BODY`) and decoded off the event loop.
+Every request must carry the token. Limits above the server's are refused. Idle sessions are closed. The
+listener bounds bodies (`LARGEST_BODY`); they are decoded off the event loop.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Asked = TypeVar("Asked", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class SandboxServerSettings:
-    """`ceiling` bounds what clients may ask for, `sessions` how many are open, unused `idle_s` at most."""
+    """`ceiling` bounds the limits of clients, `sessions` the open sessions, `idle_s` their idle time."""
 
     token: str
     ceiling: Limits
@@ -80,7 +80,7 @@ class _Service:
         await self.sweep()
         num = len(self.opened) + self.starting
         if num >= self.settings.sessions:
-            raise WorldError(f"The sandbox server has {num} sessions, which is all it takes.")
+            raise WorldError(f"The sandbox server is at its limit of {num} sessions.")
         self.starting += 1
         try:
             session = await self.sandbox.session(asked.kind, files=asked.files, limits=limits)
@@ -93,7 +93,7 @@ class _Service:
     async def act(self, name: str, act: str, body: bytes) -> BaseModel:
         kept = self.opened.get(name)
         if kept is None:
-            raise WorldError("The sandbox server has no such session; unused ones are closed after a while.")
+            raise WorldError("The session does not exist on the sandbox server; idle sessions are closed.")
         async with kept.lock:
             try:
                 return await self._act(kept.session, name, act, body)
@@ -122,11 +122,11 @@ class _Service:
             self.opened.pop(name, None)
             await session.close()
         else:
-            raise UserError(f"A session has no act {act!r}.")
+            raise UserError(f"Unknown session operation {act!r}.")
         return Nothing()
 
     async def sweep(self) -> None:
-        """Close the sessions that nobody used for too long."""
+        """Close sessions idle for too long."""
         now = time.monotonic()
         for name, kept in list(self.opened.items()):
             if now - kept.used > self.settings.idle_s and not kept.lock.locked():
@@ -143,13 +143,13 @@ class _Service:
         for name, asked in asdict(limits).items():
             if asked > ceiling[name]:
                 raise UserError(
-                    f"The limit {name} is {asked}, and this sandbox server allows {ceiling[name]}."
+                    f"The limit {name} is {asked}, but this sandbox server allows {ceiling[name]}."
                 )
         return limits
 
 
 def make_app(sandbox: Sandbox, settings: SandboxServerSettings) -> Starlette:
-    """The application; it closes `sandbox` at its end."""
+    """Create the application; it closes `sandbox` on shutdown."""
     service = _Service(sandbox, settings)
 
     def route(path: str, act: Callable[[Request, bytes], Awaitable[BaseModel]]) -> Route:
@@ -188,10 +188,10 @@ async def _sweep_on(service: _Service) -> None:
 async def _answer(
     request: Request, token: str, act: Callable[[Request, bytes], Awaitable[BaseModel]]
 ) -> Response:
-    """Check the token, read the body, act, and put errors into words."""
+    """Check the token, parse the body, act, and convert errors to responses."""
     told = request.headers.get("authorization", "")
     if not secrets.compare_digest(told.encode(), f"Bearer {token}".encode()):
-        return _response(_NO_TOKEN, Refusal(kind="token", message="The sandbox server wants another token."))
+        return _response(_NO_TOKEN, Refusal(kind="token", message="Invalid sandbox server token."))
     body = await request.body()
     try:
         done = await act(request, body)
@@ -203,7 +203,7 @@ async def _answer(
 
 
 def refusal(status: int, message: str) -> Response:
-    """The response to a request that the service does not look at."""
+    """Return the response to an invalid request."""
     kind = "input" if status < _UNFORESEEN else "environment"
     return _response(status, Refusal(kind=kind, message=message))
 
@@ -230,7 +230,7 @@ def _text(name: str, source: bytes) -> str:
 
 
 async def _read(kind: type[Asked], body: bytes) -> Asked:
-    """The body as a message. Raises UserError."""
+    """Parse a message. Raises UserError."""
     try:
         return await asyncio.to_thread(kind.model_validate_json, body)
     except ValidationError as error:

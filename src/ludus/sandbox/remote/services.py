@@ -1,7 +1,7 @@
-"""Public execution services behind the protocol: SandboxFusion and Piston.
+"""Public execution services as backends: SandboxFusion and Piston.
 
-A service isolates as it was set up to; of the limits only the clock and the memory of a process are asked of
-it, and output beyond `output_bytes` is cut here. No files come back, and there are no sessions.
+Isolation depends on the service's setup. Of the limits, only the clock and the memory per process are
+requested; output beyond `output_bytes` is cut here. Files are not returned, and there are no sessions.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ludus.sandbox.guest.output import BoundedOutput
 from ludus.sandbox.remote.client_session import HttpClient
 
 _MARGIN_S = 30.0
-_SERVICES = "docs/sandbox.md says what such a service must be set up to do."
+_SERVICES = "See docs/sandbox.md for the required setup of the service."
 Answer = TypeVar("Answer", bound=BaseModel)
 Text = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
 
 
 class FusionResult(BaseModel):
-    """What SandboxFusion says of one command; a negative return code is a signal."""
+    """SandboxFusion's result of one command; a negative return code is a signal."""
 
     status: Literal["Finished", "Error", "TimeLimitExceeded"]
     return_code: int | None = None
@@ -41,7 +41,7 @@ class FusionResult(BaseModel):
 
 
 class FusionAnswer(BaseModel):
-    """SandboxFusion's answer to `/run_code`; `SandboxError` is its own failure."""
+    """SandboxFusion's response to `/run_code`; `SandboxError` is a failure of the service."""
 
     status: Literal["Success", "Failed", "SandboxError"]
     message: Text = ""
@@ -49,7 +49,7 @@ class FusionAnswer(BaseModel):
 
 
 class PistonRun(BaseModel):
-    """What Piston says of the stage `run`. Newer releases add `status` (`TO` is the clock) and numbers."""
+    """Piston's result of the stage `run`. Newer releases add `status` (`TO`: timed out) and numbers."""
 
     stdout: Text = ""
     stderr: Text = ""
@@ -63,15 +63,15 @@ class PistonRun(BaseModel):
 
 
 class PistonAnswer(BaseModel):
-    """Piston's answer to `/api/v2/execute`."""
+    """Piston's response to `/api/v2/execute`."""
 
     run: PistonRun
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSettings:
-    """`url` is the service's; `token`, where it is not empty, goes as a bearer token; `margin_s` is added to
-    the limits of each run."""
+    """`url` of the service; `token`, if set, is sent as a bearer token; `margin_s` is added to the limits of
+    each run."""
 
     url: str
     token: str = ""
@@ -80,7 +80,7 @@ class ServiceSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """How a run ended at a service; a negative code is a signal."""
+    """Result of a run at a service; a negative code is a signal."""
 
     stdout: str
     stderr: str
@@ -91,7 +91,7 @@ class _Ended:
     peak_memory_bytes: int = 0
 
     def outcome(self, limits: Limits) -> Outcome:
-        """As an outcome, with streams cut as everywhere."""
+        """Convert to an `Outcome` with truncated streams."""
         streams, left_out = [], 0
         for text in (self.stdout, self.stderr):
             kept = BoundedOutput(limits.output_bytes)
@@ -116,24 +116,24 @@ class _Ended:
 
 @dataclass(eq=False)
 class _Service(RunsOnly, ABC):
-    """What the services share: one question a run."""
+    """Common part of the services: one request per run."""
 
     settings: ServiceSettings
     _asker: HttpClient = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.settings.url.startswith(("http://", "https://")):
-            raise UserError(f"The {self.name} backend needs the address of its service.", "Set sandbox.url.")
+            raise UserError(f"The {self.name} backend needs the URL of its service.", "Set sandbox.url.")
         self._asker = HttpClient(self.settings.url, self.settings.token, _SERVICES)
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The backend's name."""
+        """Name of the backend."""
 
     @abstractmethod
     async def _ask(self, order: RunOrder) -> Outcome:
-        """Run it there."""
+        """Run at the service."""
 
     async def run(
         self,
@@ -143,8 +143,8 @@ class _Service(RunsOnly, ABC):
         stdin: bytes = b"",
         limits: Limits | None = None,
     ) -> Outcome:
-        """One run at the service; its outcome has no files. Raises UserError for what the service refuses
-        and for stdin that is no UTF-8, WorldError where the service fails."""
+        """Run at the service; the outcome has no files. Raises UserError if the service refuses or stdin is
+        not UTF-8, WorldError if the service fails."""
         return await self._ask(make_order(program, files, stdin, limits))
 
     async def close(self) -> None:
@@ -152,7 +152,7 @@ class _Service(RunsOnly, ABC):
         await self._asker.close()
 
     async def _post(self, path: str, asked: Mapping[str, object], limits: Limits) -> httpx.Response:
-        """The answer. Raises UserError for a refusal, with the service's words."""
+        """POST and return the response. Raises UserError with the service's message if it refuses."""
         within_s = limits.wall_s + self.settings.margin_s
         response = await self._asker.post(path, json.dumps(asked), within_s)
         if response.is_client_error:
@@ -168,7 +168,7 @@ class FusionSandbox(_Service):
 
     @property
     def name(self) -> str:
-        """The backend's name."""
+        """Name of the backend."""
         return "sandbox_fusion"
 
     async def _ask(self, order: RunOrder) -> Outcome:
@@ -185,7 +185,7 @@ class FusionSandbox(_Service):
         answer = _parsed(FusionAnswer, response, self.name)
         done = answer.run_result
         if answer.status == "SandboxError" or done is None or done.status == "Error":
-            raise WorldError(f"{self.name} failed: {answer.message[:500] or 'it gives no reason'}")
+            raise WorldError(f"{self.name} failed: {answer.message[:500] or 'no reason given'}")
         late = done.status == "TimeLimitExceeded"
         ended = _Ended(done.stdout, done.stderr, done.return_code, late, wall_s=done.execution_time or 0.0)
         return ended.outcome(order.limits)
@@ -197,7 +197,7 @@ class PistonSandbox(_Service):
 
     @property
     def name(self) -> str:
-        """The backend's name."""
+        """Name of the backend."""
         return "piston"
 
     async def _ask(self, order: RunOrder) -> Outcome:
@@ -214,7 +214,7 @@ class PistonSandbox(_Service):
         response = await self._post("/api/v2/execute", asked, order.limits)
         done = _parsed(PistonAnswer, response, self.name).run
         if done.status == "XX":
-            raise WorldError(f"{self.name} failed: {done.message or 'it gives no reason'}")
+            raise WorldError(f"{self.name} failed: {done.message or 'no reason given'}")
         ended_by = None if done.signal is None else _number(done.signal)
         ended = _Ended(
             done.stdout,
@@ -229,33 +229,33 @@ class PistonSandbox(_Service):
 
 
 def _code_of(order: RunOrder) -> tuple[str, str]:
-    """Language and code: a command is a line for bash."""
+    """Return language and code; a command becomes a bash line."""
     if order.source is None:
         return "bash", shlex.join(order.argv)
     return "python", order.source.encode("utf-8", "replace").decode()
 
 
 def _text(data: bytes) -> str:
-    """Bytes as the services take them. Raises UserError."""
+    """Decode bytes for the services. Raises UserError."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise UserError("Execution services take stdin as text; this one is no UTF-8.") from error
+        raise UserError("Execution services require stdin to be valid UTF-8.") from error
 
 
 def _encoded(data: bytes) -> dict[str, str]:
-    """A file for Piston, which takes files in base64 for data and all others for code."""
+    """Encode a file for Piston, which treats base64 files as data and all others as code."""
     return {"content": base64.b64encode(data).decode(), "encoding": "base64"}
 
 
 def _number(name: str) -> int:
-    """A signal by its name; one that this machine does not know counts as SIGKILL."""
+    """Return a signal by name; unknown names count as SIGKILL."""
     return int(signal.Signals.__members__.get(name, signal.SIGKILL))
 
 
 def _parsed(kind: type[Answer], response: httpx.Response, name: str) -> Answer:
-    """The answer in its form. Raises WorldError."""
+    """Parse the response. Raises WorldError."""
     try:
         return kind.model_validate_json(response.content)
     except ValidationError as error:
-        raise WorldError(f"{name} answered what cannot be read: {response.text[:300]}") from error
+        raise WorldError(f"{name} sent an unreadable response: {response.text[:300]}") from error
