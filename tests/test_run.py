@@ -257,7 +257,7 @@ def test_settings_of_another_mode_of_training_are_announced():
 
 def test_observations_in_the_loss_are_announced_and_change_the_gradient(finished, tmp_path):
     reporter = run(tmp_path / "unmasked", training__mask_observations="false", training__steps="1")
-    assert any("Observations are in the loss" in text for text in reporter.alarms)
+    assert any("observations are in the loss" in text for text in reporter.alarms)
     masked = read_metrics(finished / "metrics.jsonl")[0].metrics
     unmasked = reporter.steps[0][1]
     assert unmasked["reward/mean"] == masked["reward/mean"]

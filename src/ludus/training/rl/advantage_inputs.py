@@ -1,7 +1,7 @@
-"""What credit needs of the models: KL, the word of a critic, rejection, the entropy filter, parity.
+"""Compute the model-based inputs of advantages: KL, values, rejection, entropy filter, parity check.
 
-Everything here looks at the whole batch of a step, before its first gradient. Where an algorithm asks for
-none of it, nothing is computed.
+Works on the whole batch of a step before its first gradient. Nothing is computed unless the algorithm needs
+it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from ludus.training.value_models.factory import Judge, at_actions, judged
 from ludus.types import Trajectory
 
 REJECTED = "rejected"
-"""Why a trajectory is masked whose ratio to the engine is out of bounds."""
+"""Mask reason of a trajectory whose ratio to the engine is out of bounds."""
 PARITY_ROWS = 8
-"""Rows that are compared before the first step: the shortest, the longest and some between."""
+"""Rows compared before the first step, evenly spread by length."""
 PARITY_NATS = 0.05
-"""Mean difference of log-probabilities between engine and learner beyond which nothing is trained."""
+"""Largest mean log-probability difference between engine and learner at which training starts."""
 ENGINE_PARITY_NATS = 1e-3
-"""The same where the engine's log-probabilities take the place of the learner's."""
+"""The same bound if the engine's log-probabilities replace the learner's."""
 
 
 def refine(
@@ -56,10 +56,10 @@ def refine(
     check: bool = False,
     version: int | None = None,
 ) -> list[TrainingSample]:
-    """The credits as they train. `check` compares engine and learner first, on what `version` alone sampled.
+    """Return the samples with filters and model estimates applied.
 
-    Without a version that is everything. Raises SyncError where the two disagree: what was sampled then came
-    from another policy.
+    If `check` is set, engine and learner are compared first, on samples generated entirely by `version`
+    (None: on all). Raises SyncError if they disagree.
     """
     found = list(credits)
     if check:
@@ -71,7 +71,7 @@ def refine(
     if algorithm.loss == "gtpo":
         entropies = compared_entropies(found, learner)
         found = _without_the_uncertain(found, entropies, algorithm)
-    # Last: a mean over the batch is over what is left.
+    # Last, so that batch means cover only the remaining samples.
     penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
     whitened = algorithm.advantage in WHITENED_ADVANTAGES
     compares_probabilities = algorithm.advantage in PROBABILITY_ADVANTAGES
@@ -81,10 +81,10 @@ def refine(
 
 
 def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | None:
-    """Compare the recorded log-probabilities of rows of all lengths with the learner's, by length.
+    """Compare recorded log-probabilities with the learner's, bucketed by position.
 
-    Gives what was measured, None without rows. Raises SyncError beyond `PARITY_NATS` in any bucket, or
-    `ENGINE_PARITY_NATS` where ratios divide by what the engine recorded.
+    Returns the measurement, None without rows. Raises SyncError if any bucket exceeds `PARITY_NATS`, or
+    `ENGINE_PARITY_NATS` if ratios divide by the engine's log-probabilities.
     """
     if not rows:
         return None
@@ -101,11 +101,11 @@ def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | No
         if not bucket.gap_mean <= bound
     ]
     if apart:
-        why = "They hold other weights, or use another temperature or precision; nothing was trained."
+        why = "Check that both use the same weights, temperature and precision. Nothing was trained."
         raise SyncError(
             f"Engine and learner differ in the log-probabilities of sampled tokens by {', '.join(apart)} "
             f"nats on average (at most {bound:g}).",
-            "Set training.learner.old_logprobs = 'recomputed': the engine's are too coarse to be divided by."
+            "Set training.learner.old_logprobs = 'recomputed': the engine's are not precise enough."
             if from_engine
             else why,
         )
@@ -113,7 +113,7 @@ def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | No
 
 
 def effective_share(trajectories: Sequence[Trajectory], learner: Learner) -> float:
-    """The effective sample share of recorded trajectories under the learner's policy, over their tokens."""
+    """Return the effective sample share of trajectories under the learner's policy, over their tokens."""
     rows = [row_of_trajectory(trajectory, 0.0) for trajectory in trajectories]
     old, behavior, mask = _table(rows, learner.score(rows))
     return mismatch(old_logprobs=old, behavior_logprobs=behavior, mask=mask).effective_share
@@ -131,7 +131,7 @@ def _row(credit: TrainingSample) -> Row:
 def _estimated(
     credits: list[TrainingSample], learner: Learner, judge: Judge | None, max_length: int, known: Estimates
 ) -> list[TrainingSample]:
-    """The credits with `known` and whatever else the algorithm asks of the models."""
+    """Return the samples with `known` and the other model estimates that the algorithm needs."""
     compared = [credit for credit in credits if credit.advantages is not None]
     rows = [_row(credit) for credit in compared]
     if not rows:
@@ -172,7 +172,7 @@ def _rejected(credits: list[TrainingSample], learner: Learner) -> list[TrainingS
 
 
 def _kept_tokens(old: Tensor, behavior: Tensor, mask: Tensor, algorithm: Algorithm) -> Tensor:
-    """The action tokens that the filter of the correction lets train, [N, L] bool."""
+    """Return the mask of action tokens that pass the correction's filter, [N, L] bool."""
     options = algorithm.options.correction
     if algorithm.correction == "m2po":
         bound = number(options, "bound", 0.04)
@@ -190,16 +190,16 @@ def _kept_tokens(old: Tensor, behavior: Tensor, mask: Tensor, algorithm: Algorit
 
 
 def _narrowed(credit: TrainingSample, keep: Tensor) -> tuple[bool, ...]:
-    """Which action tokens of a credit train, of those that did and are in `keep` [n_i]."""
+    """Return the training mask of a sample's action tokens, intersected with `keep` [n_i]."""
     kept: list[bool] = keep.tolist()
     before = credit.trains or (True,) * len(kept)
     return tuple(a and b for a, b in zip(before, kept, strict=True))
 
 
 def rejected_share(credits: Sequence[TrainingSample]) -> float:
-    """The share of the action tokens that would train that were rejected; 0 without any.
+    """Return the fraction of trainable action tokens that were rejected; 0 if there are none.
 
-    Tokens that another filter took from a trajectory (`training.collection.staleness`) count as rejected.
+    Tokens masked by another filter (`training.collection.staleness`) count as rejected.
     """
     trained = [c for c in credits if c.outcome is RolloutOutcome.TRAINED and not c.expert]
     rejected = [c for c in credits if c.reason == REJECTED]
@@ -209,15 +209,15 @@ def rejected_share(credits: Sequence[TrainingSample]) -> float:
 
 
 def compared_entropies(credits: Sequence[TrainingSample], learner: Learner) -> list[Tensor]:
-    """The policy's entropies at the action tokens of the credits that were compared, `[n_i]` each."""
+    """Return the policy's entropies at the action tokens of samples with advantages, `[n_i]` each."""
     rows = [_row(credit) for credit in credits if credit.advantages is not None]
     return at_actions(learner.entropies(rows), rows) if rows else []
 
 
 def with_entropy_filter(algorithm: Algorithm, initial: float) -> Algorithm:
-    """The algorithm without GTPO's entropy filter if the policy's `initial` mean entropy reached its bound.
+    """Return the algorithm, without GTPO's entropy filter if the `initial` mean entropy reaches its bound.
 
-    Such a policy is uncertain everywhere, and the filter would keep nothing (arXiv:2508.03772).
+    At such an entropy the filter would remove every sample (arXiv:2508.03772).
     """
     if initial < number(algorithm.options.loss, "entropy_bound", math.log(2)):
         return algorithm
@@ -251,7 +251,7 @@ def _masked(
 
 
 def _table(rows: Sequence[Row], values: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """`values`, the engine's log-probabilities and the mask of action tokens, padded `[N, L]`, on the CPU."""
+    """Pad `values`, the engine's log-probabilities and the action mask to `[N, L]` on the CPU."""
     width = max(len(row.tokens) for row in rows)
     table, behavior = torch.zeros(2, len(rows), width, dtype=torch.float64)
     mask = torch.zeros(len(rows), width, dtype=torch.bool)

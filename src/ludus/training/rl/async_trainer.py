@@ -1,11 +1,11 @@
-"""Ways to connect sampling and learning other than one after the other.
+"""One-step-off-policy and asynchronous training.
 
-`run_one_step` samples the next batch while it learns on this one. Each batch is of one version, that of the
-step before its own; so it repeats bit for bit where synchronous training does. `AsyncTrainer` lets episodes
-stream: the learner takes a batch when the admission lets one go, and new weights reach the engine between two
-of its passes, or, where an episode is to stay with the weights that it began on, each engine of several once
-its episodes have ended. Both learn on a thread of their own; the event loop, the ledger and the episodes stay
-on the caller's.
+`run_one_step` samples the next batch while the learner trains on the current one. Each batch is sampled by
+one version, one step old, so runs are as reproducible as synchronous ones. `AsyncTrainer` streams episodes:
+the learner takes a batch when the staleness controller admits it. New weights are loaded between two forward
+passes; if episodes must finish on the version they started with, each of several engines is updated once it
+has drained. In both modes the learner runs on its own thread; the event loop, the ledger and the episodes
+stay on the caller's.
 """
 
 from __future__ import annotations
@@ -48,13 +48,15 @@ from ludus.training.run.checkpoint import checkpoint_path, load_text
 from ludus.training.run.session import keeps_adapter_versions
 
 TOO_LATE = "too_late"
-"""Why an episode from before a resume was dropped: the settings that it was to train under are others now."""
+"""Drop reason of an episode from before a resume, sampled for settings that have changed."""
 
 
 async def run(loop: SyncTrainer, done: int, before: StreamState, waiting: StreamState) -> None:
-    """Train from step `done` to the last, as `training.mode` says. `before` and `waiting` are of the run that
-    is resumed: what had ended of its stream, or waits for the next step, goes on where the mode has such a
-    thing, and is dropped where it does not."""
+    """Train from step `done` to the last in the configured `training.mode`.
+
+    `before` and `waiting` are the restored stream and the restored leftover episodes. They are dropped if the
+    mode does not use them.
+    """
     mode, ledger = loop.session.config.training.mode, loop.sampler.ledger
     gone = waiting if mode == "async" else before
     if gone.num_ended:
@@ -74,7 +76,7 @@ async def run(loop: SyncTrainer, done: int, before: StreamState, waiting: Stream
 
 
 async def run_one_step(loop: SyncTrainer, done: int) -> None:
-    """Learn on each batch while the next one is sampled; the weights wait for the end of both."""
+    """Train on each batch while the next one is sampled; sync weights after both."""
     last = loop.session.config.training.steps
     order = task_order(loop.session.config, loop.session.world)
     await loop.sync.publish(done)
@@ -107,7 +109,7 @@ async def run_one_step(loop: SyncTrainer, done: int) -> None:
 
 
 async def _end(task: asyncio.Task[list[TrainingSample]] | asyncio.Task[None] | None) -> None:
-    """Cancel a task and wait for its end; what it says then is of no use to anyone."""
+    """Cancel a task and wait for it, ignoring its errors."""
     if task is not None:
         task.cancel()
         await asyncio.wait({task})
@@ -117,9 +119,9 @@ async def _end(task: asyncio.Task[list[TrainingSample]] | asyncio.Task[None] | N
 
 @dataclass
 class StreamRunner:
-    """Plays the jobs of a stream; the failures for good are counted anew for each step of `num_jobs`.
+    """Run the rollout requests of a stream, with a failure budget for each step of `num_jobs`.
 
-    While the learner is at one step, the jobs of several may begin: then they are counted among those.
+    Requests of several steps may start during one learner step; the budget covers all of them.
     """
 
     sampler: RolloutCollector
@@ -131,11 +133,11 @@ class StreamRunner:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the failures of the last step."""
+        """Reset the failure budget."""
         self.budget = FailureBudget(self.num_jobs)
 
     async def play(self, job: RolloutRequest) -> Episode:
-        """Play a job to its end, its rewards included."""
+        """Run a request to its end, rewards included."""
         budget = self.budget
         budget.begun += 1
         return await self.sampler.add_parts(await self.scheduler.play(job, budget), budget)
@@ -143,7 +145,7 @@ class StreamRunner:
 
 @dataclass
 class AsyncTrainer:
-    """A run whose episodes stream."""
+    """Train on streamed episodes."""
 
     loop: SyncTrainer
     stream: GroupQueue
@@ -152,14 +154,14 @@ class AsyncTrainer:
     thread: LearnerThread
     limit: ConcurrencyController
     several: SupportsRollingUpdate | None = None
-    """The engines, where an episode stays with the weights that it began on and each can take them alone."""
+    """The engines, if episodes keep their starting version and engines are updated one by one."""
     rolling: RollingUpdate | None = field(default=None, init=False)
     proofs: list[SyncProof] = field(default_factory=list)
-    """Of the engines that took weights since the last step."""
+    """Checks of the engines updated since the last step."""
     transfers_s: list[float] = field(default_factory=list)
-    """Seconds of the transfers beside the learner that have ended since then."""
+    """Durations of background transfers that ended since the last step."""
     sending: asyncio.Task[None] | None = field(default=None, init=False)
-    """Weights on their way to an engine elsewhere, or the proof of those here, beside the next step."""
+    """Background weight transfer, or background check of an engine in this process."""
     replay: ReplayBuffer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -168,7 +170,7 @@ class AsyncTrainer:
 
     @classmethod
     def of(cls, loop: SyncTrainer, done: int, before: StreamState) -> AsyncTrainer:
-        """The run that goes on after step `done` with what is on its way."""
+        """Build the trainer that continues after step `done` with the restored stream."""
         config, sampler = loop.session.config, loop.sampler
         training, staleness = config.training, config.staleness
         pace = StalenessSchedule(
@@ -205,7 +207,7 @@ class AsyncTrainer:
         return made
 
     async def run(self, done: int, before: StreamState) -> None:
-        """Train from step `done` to the last; `before` is of the run that is resumed."""
+        """Train from step `done` to the last; `before` is the restored stream."""
         loop = self.loop
         await loop.sync.publish(done)
         following: asyncio.Task[None] | None = None
@@ -214,7 +216,7 @@ class AsyncTrainer:
                 self.rolling = await self.several.roll(self.stream.admission.pace.max_staleness // 2)
                 following = asyncio.create_task(follow(self.stream, self.rolling, done))
             for episode in self.stream.start():
-                if episode.trajectory.failure is None:  # those that failed are in the totals
+                if episode.trajectory.failure is None:  # failed episodes are in the totals
                     loop.sampler.ledger.start(episode.key)
             for episode in (*before.unwanted, *self.stream.late):
                 loop.sampler.ledger.start(episode.key)
@@ -228,10 +230,10 @@ class AsyncTrainer:
             self.thread.close()
 
     async def step(self, step: int) -> None:
-        """One batch: wait for it, learn, send the weights."""
+        """Wait for a batch, train on it and send the weights."""
         loop, clock = self.loop, StepTimings(beside=True)
         await counted(loop.engine)
-        loop.reporter.phase(f"step {step}: episodes of the stream", None, loop.engine)
+        loop.reporter.phase(f"step {step}: waiting for episodes", None, loop.engine)
         ready = self.stream.admission.num_ready / loop.session.config.training.tasks_per_step
         with clock.phase("rollout"):
             batch = await self.stream.take()
@@ -252,9 +254,9 @@ class AsyncTrainer:
         await loop.end_step(step, metrics, self.thread, self.texts())
 
     def _unhurried(self) -> AbstractContextManager[None]:
-        """Leave the learner more of what it shares with an engine of its process, where batches wait for it.
+        """Throttle an engine in this process while the learner trains and batches are waiting.
 
-        Not where the episodes are to end before the engine takes new weights: they would take longer.
+        Not used if episodes must finish before the engine takes new weights.
         """
         engine, interruptible = self.loop.engine, self.loop.session.config.staleness.interruptible
         return (
@@ -264,7 +266,7 @@ class AsyncTrainer:
         )
 
     def texts(self) -> Texts:
-        """What a checkpoint keeps of the stream and of what may train again, as it is now."""
+        """Return the serializers of the stream and the replay buffer in their present state."""
         stream = StreamState(self.stream.next_number, tuple(self.stream.on_their_way()))
         return lambda: {STREAM_FILE: stream.to_text(), REPLAY_FILE: self.replay.to_text()}
 
@@ -283,14 +285,14 @@ class AsyncTrainer:
         return credits + sampler.again(drawn)
 
     async def _refuse_far(self, step: int) -> None:
-        """Leave out what would be replayed of other runs and is too far from the policy by now."""
+        """Remove replay groups of other runs that are now too far from the policy."""
         least, learner = self.loop.session.config.staleness.min_ess, self.loop.learning.learner
         while foreign := self.replay.foreign(step, self.loop.sampler.algorithm):
             if not await self.thread(partial(refuse_far, self.replay, foreign, learner, least)):
                 return
 
     async def _publish(self, step: int) -> tuple[SyncProof, ...]:
-        """Send the weights, or leave them on their way; gives the proof where they have arrived."""
+        """Send the weights, or start sending them; return the checks that have completed."""
         sync, config = self.loop.sync, self.loop.session.config
         if self.rolling is not None and step < config.training.steps:
             await sync.offer(step, self.rolling, self.thread, self.proofs.append)
@@ -299,7 +301,7 @@ class AsyncTrainer:
         if step == config.training.steps or not (
             config.staleness.interruptible or keeps_adapter_versions(config)
         ):
-            await self.stream.drain()  # at the end, so that members who were stopped are in the account
+            await self.stream.drain()  # at the end, so that cancelled group members are counted
         else:
             await (self._send_beside if isinstance(self.loop.engine, RemoteStats) else self._prove_beside)(
                 step
@@ -311,9 +313,9 @@ class AsyncTrainer:
         return (proof,)
 
     async def _send_beside(self, step: int) -> None:
-        """Have an engine elsewhere take a copy of the weights while the learner goes on to the next step.
+        """Send a copy of the weights to a remote engine in the background.
 
-        Episodes begin on the version before until it has; the next transfer waits for this one.
+        Episodes start on the previous version until it arrives. The next transfer waits for this one.
         """
         await self._arrived()
         kept = await self.loop.sync.keep(step, self.thread)
@@ -329,7 +331,7 @@ class AsyncTrainer:
         self.sending = asyncio.create_task(self._beside(send))
 
     async def _prove_beside(self, step: int) -> None:
-        """Have the engine of this process take the weights, and ask for its proof beside the next step."""
+        """Load the weights into the engine of this process and check them in the background."""
         await self._arrived()
         expected = await self.loop.sync.hand_over(step, self.thread)
         self.stream.published(step)
@@ -337,20 +339,21 @@ class AsyncTrainer:
         self.sending = asyncio.create_task(self._beside(partial(self.loop.sync.prove, expected)))
 
     async def _beside(self, proving: Callable[[], Awaitable[SyncProof]]) -> None:
-        """Keep a proof that comes beside the next step, whose batch raises what it meets."""
+        """Record a check that completes during the next step, whose batch raises its error."""
         try:
             self.proofs.append(await proving())
-        except Exception as error:  # boundary: a learner that waits for a batch raises it
+        except Exception as error:  # boundary: raised by the learner when it waits for a batch
             self.stream.fail(error)
             raise
 
     async def _arrived(self) -> None:
-        """Wait until the engine has what it was sent, and has proved it. Raises what it met."""
+        """Wait until the last transfer is complete and checked. Raises its error."""
         if self.sending is not None:
             await self.sending
 
     def _proved(self, now: tuple[SyncProof, ...]) -> dict[str, float]:
-        """The largest gap of the probes since the last step, and how many engines took weights one by one."""
+        """Return the largest probe difference since the last step and the number of engines updated one by
+        one."""
         before, self.proofs[:] = tuple(self.proofs), ()
         found = {} if self.rolling is None else {"sync/engines": float(len(before))}
         if before or now:
@@ -364,12 +367,15 @@ class AsyncTrainer:
         )
 
     def _transfers(self) -> dict[str, float]:
-        """The mean seconds of the transfers beside the learner that have ended since the last step."""
+        """Return the mean duration of the background transfers since the last step."""
         found, self.transfers_s = self.transfers_s, []
         return {"sync/transfer_s": statistics.fmean(found)} if found else {}
 
     async def _engine_load(self) -> dict[str, float]:
-        """What the engine did since the last step. One of this process that made no pass was idle."""
+        """Return engine metrics since the last step.
+
+        An engine of this process without a forward pass was idle.
+        """
         stats = await counted(self.loop.engine)
         known = stats.steps or isinstance(self.loop.engine, RemoteStats)
         return stats.metrics() if known else {"engine/busy_s": 0.0}
@@ -386,7 +392,7 @@ class AsyncTrainer:
         }
 
     def _adjust(self, clock: StepTimings, ready: float) -> None:
-        """Let more or fewer episodes fly, where that is left to measurement."""
+        """Adjust the number of concurrent episodes if it is set automatically."""
         if self.loop.session.config.staleness.in_flight:
             return
         limited = self.stream.is_limited and not self.stream.held
@@ -394,15 +400,15 @@ class AsyncTrainer:
 
 
 async def follow(stream: GroupQueue, engines: RollingUpdate, version: int) -> None:
-    """Have a stream know the version on which episodes begin, and whatever a transfer meets."""
+    """Keep a stream informed of the version that new episodes use, and of transfer errors."""
     try:
         while True:
             version = await engines.served(version)
             stream.serves(version)
-    except Exception as error:  # boundary: a learner that waits for weights raises it
+    except Exception as error:  # boundary: raised by the learner when it waits for weights
         stream.fail(error)
 
 
 def rolling_engines(engine: Engine) -> SupportsRollingUpdate | None:
-    """The engines, where they are several that can take weights one by one."""
+    """Return the engines if there are several and each supports rolling updates."""
     return engine if isinstance(engine, SupportsRollingUpdate) and engine.can_roll else None

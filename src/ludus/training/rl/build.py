@@ -1,4 +1,4 @@
-"""From a configuration to a finished run: builds the parts, evaluates, trains, evaluates again."""
+"""Build and validate the parts of a training run, then evaluate, train and evaluate again."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ UNWATCHED = SilentProgress()
 
 @dataclass(frozen=True)
 class Comparison:
-    """Evaluations before and after training: one split, one way of sampling.
+    """Evaluations before and after training, on one split with one sampling setting.
 
-    `before` is None where there is none. The two have other numbers of tasks, or other conditions, where
-    the run was resumed with other settings.
+    `before` is None if there is none. The number of tasks or other conditions differ if the run was resumed
+    with other settings.
     """
 
     before: Evaluation | None
@@ -109,18 +109,18 @@ class Comparison:
 
 @dataclass(frozen=True)
 class AdapterOff:
-    """A reference that is the trained model with its adapters switched off."""
+    """Reference model: the trained model with its adapters disabled."""
 
     model: PreTrainedModel
     temperature: float
 
     def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> ScoredTokens:
-        """As `LogprobScorer.score`, under the base weights."""
+        """Score as `LogprobScorer.score`, under the base weights."""
         with self.model.disable_adapter():
             return self._scorer.score(tokens, asked, entropy)
 
     def distributions(self, tokens: Tensor, asked: Tensor) -> HiddenStates:
-        """As `LogprobScorer.distributions`, under the base weights."""
+        """Return `LogprobScorer.distributions` under the base weights."""
         with self.model.disable_adapter():
             return self._scorer.distributions(tokens, asked)
 
@@ -130,9 +130,9 @@ class AdapterOff:
 
 
 def check(config: Config, world: World, watch: AuditProgress = UNWATCHED) -> None:
-    """Refuse, before anything is written, what a run would only find out later.
+    """Validate a configuration before anything is written.
 
-    Raises UserError as `check_settings`, WorldError where the sandbox does not answer.
+    Raises UserError as `check_settings`, and WorldError if the sandbox does not respond.
     """
     check_settings(config, world)
     check_plays(config, world, watch)
@@ -161,9 +161,9 @@ def check_settings(config: Config, world: World) -> None:
 
 
 def check_plays(config: Config, world: World, watch: AuditProgress = UNWATCHED) -> None:
-    """Raise where the world's sandbox does not answer, and as `check_cheats`.
+    """Raise WorldError if the world's sandbox does not respond; raise as `check_cheats`.
 
-    On a Ray cluster the sandbox is asked by the workers alone: this machine may not reach it.
+    On a Ray cluster the workers check the sandbox, which may be unreachable from this machine.
     """
     if config.cluster.kind != "ray":
         check_sandbox(config.sandbox, world)
@@ -171,8 +171,10 @@ def check_plays(config: Config, world: World, watch: AuditProgress = UNWATCHED) 
 
 
 def check_cheats(config: Config, world: World, watch: AuditProgress = UNWATCHED) -> None:
-    """Raise ConfigError where the world pays for cheating, WorldError where its rewards are late again and
-    again; unless `env.check` is off."""
+    """Raise ConfigError if the world rewards cheating, WorldError if its rewards time out repeatedly.
+
+    Skipped if `env.check` is off.
+    """
     if config.env.check:
         for one, own in worlds_in(world, config):
             limits, scoring = episode_limits(own.rollout), ProcessRewardExecutor.of(own)
@@ -180,22 +182,22 @@ def check_cheats(config: Config, world: World, watch: AuditProgress = UNWATCHED)
 
 
 def check_cache(config: Config) -> None:
-    """Raise ConfigError where the engine should give its cache up and cannot."""
+    """Raise ConfigError if engine.give_up_cache is set and not supported."""
     if not config.engine.give_up_cache:
         return
     if config.engine.url:
-        raise ConfigError("engine.give_up_cache is for the embedded engine.", "Leave out it or engine.url.")
+        raise ConfigError("engine.give_up_cache needs the embedded engine.", "Unset it or engine.url.")
     if config.training.mode != "sync":
         raise ConfigError(
-            f"With training.mode = {config.training.mode!r} the engine samples while the learner works.",
+            f"With training.mode = {config.training.mode!r} the engine samples while the learner trains.",
             "Set engine.give_up_cache = false, or training.mode = 'sync'.",
         )
 
 
 def check_max_requests(config: Config) -> None:
-    """Raise ConfigError where the limit is for nobody, or would refuse what the run itself plays at once.
+    """Raise ConfigError if engine.max_requests has no effect or is below the run's own concurrency.
 
-    Where episodes stream, an evaluation is played beside them, or the probe of new weights.
+    In async mode, evaluations and weight checks run concurrently with streamed episodes.
     """
     most = config.engine.max_requests
     needed = config.rollout.concurrency * (2 if config.training.mode == "async" else 1)
@@ -203,18 +205,18 @@ def check_max_requests(config: Config) -> None:
         return
     if config.engine.url:
         raise ConfigError(
-            "engine.max_requests is for embedded engines.",
-            "Give it to the server: ludus serve --max-requests.",
+            "engine.max_requests needs the embedded engine.",
+            "Set it on the server: ludus serve --max-requests.",
         )
     if config.cluster.kind == "none" and most < needed:
         raise ConfigError(
-            f"engine.max_requests ({most}) is below the {needed} requests that this run makes at once.",
-            "Lower rollout.concurrency, or leave it out: nobody else asks an engine in this process.",
+            f"engine.max_requests ({most}) is below the {needed} concurrent requests of this run.",
+            "Unset it (an engine in this process has no other clients) or lower rollout.concurrency.",
         )
 
 
 def check_trackers(config: Config) -> None:
-    """Raise ConfigError for a tracker that is unknown."""
+    """Raise ConfigError for an unknown tracker."""
     for name in config.run.trackers:
         check_tracker(name)
 
@@ -222,8 +224,8 @@ def check_trackers(config: Config) -> None:
 def prepare(config: Config, watch: AuditProgress = UNWATCHED) -> TrainingSession | None:
     """Check a configuration and load its model, before anything is written.
 
-    `watch` sees the check of the world. None where the model is yet to be made from scratch. What the
-    settings and the world show to be wrong is refused first: loading takes its time.
+    `watch` receives the progress of the environment audit. Returns None if the model is still to be trained
+    from scratch. Settings and world are checked before the model is loaded.
     """
     algorithm_of(config)
     world = build_world(config.env, config.rollout, config.sandbox)
@@ -240,9 +242,9 @@ def prepare(config: Config, watch: AuditProgress = UNWATCHED) -> TrainingSession
 def train(
     session: TrainingSession, folder: RunFolder, reporter: Reporter, elsewhere: RemoteSampler | None = None
 ) -> list[Comparison]:
-    """Run, or go on with, the training in `folder`; gives the evaluations before and after.
+    """Run or resume the training in `folder` and return the evaluations before and after.
 
-    Episodes are played in this process, or `elsewhere`.
+    Episodes run in this process unless `elsewhere` is set.
     """
     config = session.config
     algorithm = algorithm_of(config)
@@ -258,7 +260,7 @@ def train(
 
 
 def stream_before(loop: SyncTrainer, done: int) -> StreamState:
-    """The stream that the checkpoint of step `done` has; a new one where it has none."""
+    """Return the stream of the checkpoint of step `done`, or a new one if there is none."""
     training, sampler = loop.session.config.training, loop.sampler
     if done == 0:
         return StreamState()
@@ -267,7 +269,7 @@ def stream_before(loop: SyncTrainer, done: int) -> StreamState:
     path = checkpoint_path(loop.folder.checkpoints, done)
     if text is None and read_state(path).mode == "async":
         raise broken(path, f"trainer/{STREAM_FILE} is missing")
-    if text is None:  # the steps so far were not asynchronous, or the run has left asynchronous training
+    if text is None:  # the checkpoint was not written by asynchronous training
         return StreamState(max([done, *sampler.ledger.steps_ahead]) * order.chunk)
     source = PromptStream(sampler, order, training.tasks_per_step, loop.session.config.staleness.oversample)
     state = StreamState.from_text(text, {task.id: task for task in order.tasks}, source.jobs_of)
@@ -275,7 +277,7 @@ def stream_before(loop: SyncTrainer, done: int) -> StreamState:
 
 
 def waiting_before(loop: SyncTrainer, done: int) -> StreamState:
-    """What waits in the checkpoint of step `done` for the next step's budget."""
+    """Return the leftover episodes in the checkpoint of step `done` for the next step."""
     path = checkpoint_path(loop.folder.checkpoints, done)
     text = load_text(path, WAITING_FILE) if done else None
     if text is None:
@@ -286,32 +288,34 @@ def waiting_before(loop: SyncTrainer, done: int) -> StreamState:
 
 
 def doubts(config: Config) -> list[str]:
-    """What is allowed and changes what training means, one sentence each."""
+    """Return warnings for settings that are valid but change what training does."""
     found = []
     if not config.training.mask_observations:
-        found.append("Observations are in the loss (training.mask_observations is off): for comparison only.")
+        found.append(
+            "training.mask_observations is off: observations are in the loss. Use this for comparison only."
+        )
     if config.algorithm.preset == "vapo" and config.critic.warmup_steps == 0:
-        found.append("VAPO pre-trains its critic on a fixed policy, and critic.warmup_steps is 0.")
+        found.append("VAPO pre-trains its critic on a fixed policy, but critic.warmup_steps is 0.")
     if (alone := planned_warmup(config)) >= config.training.steps:
         found.append(
-            f"The policy learns nothing: in the first {alone} steps (critic.warmup_steps) the critic does."
+            f"The policy is never trained: the first {alone} steps (critic.warmup_steps) are the critic's."
         )
     if config.training.mode == "async" and config.rollout.reproducible:
         found.append(
-            "An asynchronous run does not repeat bit for bit (training.mode = async): rollout.reproducible "
-            "has no effect on its order."
+            "Asynchronous runs (training.mode = async) are not reproducible: rollout.reproducible "
+            "does not fix the order of episodes."
         )
     if config.training.mode == "async" and config.engine.url and config.staleness.cache == "keep":
         found.append(
-            "Servers decide themselves what of an episode they compute again under new weights: "
+            "Servers manage their own KV cache on weight updates: "
             "staleness.cache has no effect with an engine.url."
         )
     params = sampling_params(config.rollout, config.rollout.temperature)
     if params.cuts or config.rollout.guided_tools:
         found.append(
-            "Actions are sampled from a cut distribution (rollout.top_p, top_k, min_p, guided_tools), while "
-            "ratios are those of the whole one: each action was likelier than training believes, and no "
-            "correction sees it."
+            "Actions are sampled from a truncated distribution (rollout.top_p, top_k, min_p, guided_tools), "
+            "but ratios use the full one: sampling probabilities are underestimated, and no "
+            "correction accounts for it."
         )
     return found + staleness_doubts(config) + reward_doubts(config) + unread_settings(config)
 
@@ -324,9 +328,9 @@ def build_loop(
     ranks: Collectives = ONE_PROCESS,
     elsewhere: RemoteSampler | None = None,
 ) -> tuple[SyncTrainer, int]:
-    """The parts of the loop, brought to the newest checkpoint; and the step of that checkpoint.
+    """Build the trainer and restore the newest checkpoint; return both the trainer and its step.
 
-    Nothing in the folder changes before all of them are there.
+    The run folder is not changed until all parts are built.
     """
     config, model = session.config, session.model
     control = control_of(config, algorithm)
@@ -339,7 +343,7 @@ def build_loop(
     engine = None
     if elsewhere is not None:
         engine = elsewhere.engine()
-    elif ranks.count > 1:  # before the weights are split
+    elif ranks.count > 1:  # before the weights are sharded
         engine = make_engine(session)
     with ranks.together(StartRanks(config, folder.path, found[-1][1] if found else None)):
         parts = make_parts(session, algorithm, ranks, found[-1][1] if found else None)
@@ -359,7 +363,7 @@ def build_loop(
     forget_after(folder, done)
     warmup = warmup_steps(parts.judge, config, None if stored is None else stored.warmup)
     if warmup > done:
-        log.info("the critic alone learns until step %d (critic.warmup_steps)", warmup)
+        log.info("only the critic is trained until step %d (critic.warmup_steps)", warmup)
     bound, entropy = over_age_bound(config), memory.initial_entropy
     sampler = RolloutCollector(
         session, engine, algorithm, reporter, ledger, memory, combiner, experts, elsewhere
@@ -379,28 +383,28 @@ def build_loop(
 
 
 def over_age_bound(config: Config) -> int | None:
-    """The age in versions beyond which tokens do not train; None where they are waited for instead."""
+    """Return the age in versions beyond which tokens are masked, or None if episodes wait instead."""
     masks = config.training.mode == "async" and config.staleness.over_age == "mask"
     return config.staleness.max_staleness if masks else None
 
 
 @dataclass(frozen=True)
 class LearnerParts:
-    """What learns in a run, and what a checkpoint says besides; None where there was none."""
+    """The trained parts of a run and the restored trainer state (None without a checkpoint)."""
 
     learner: Learner
     judge: Judge | None
     stored: TrainerState | None
     origins: Mapping[str, str] = field(default_factory=dict)
-    """Of the leader: the digests of what is not in the checkpoint."""
+    """On rank 0: digests of models and data outside the checkpoint."""
 
 
 def make_parts(
     session: TrainingSession, algorithm: Algorithm, ranks: Collectives, resumed: Path | None
 ) -> LearnerParts:
-    """Policy, optimiser, scorers and judge, brought to a checkpoint; each of `ranks` makes its own.
+    """Build policy, optimizer, scorers and judge, and restore a checkpoint; runs on every rank.
 
-    Their weights are split where the ranks work so. Copies of the model are made before.
+    Copies of the model are made before the weights are sharded.
     """
     config, model = session.config, session.model
     same_weights(model, ranks)
@@ -428,7 +432,7 @@ def make_parts(
 def make_learner(
     session: TrainingSession, algorithm: Algorithm, optimiser: Optimizer, scorers: Mapping[str, TokenScorer]
 ) -> Learner:
-    """The learner of the session's model, as its configuration sets it."""
+    """Build the learner of the session's model from the configuration."""
     config, training = session.config, session.config.training
     settings = LearnerSettings(
         microbatch_tokens=training.microbatch_tokens,
@@ -448,7 +452,7 @@ def make_learner(
 
 
 def make_trackers(config: Config, folder: RunFolder, done: int) -> list[Tracker]:
-    """The configured trackers, cut back to the step that the run goes on from."""
+    """Build the configured trackers, truncated to the resumed step."""
     return [make_tracker(name, folder.path, done) for name in config.run.trackers]
 
 
@@ -466,22 +470,22 @@ async def _run(loop: SyncTrainer, done: int, before: StreamState, waiting: Strea
 
 
 async def _evaluate_once(loop: SyncTrainer, plan: EvaluationPlan) -> Evaluation:
-    """Play a plan, unless there is an evaluation of its name: that one stays, whatever it holds."""
+    """Run an evaluation plan unless an evaluation of that name exists."""
     kept = kept_evaluation(loop.folder, plan)
     if kept is None:
         return await loop.evaluate(plan)
-    log.info("%s is there already and is not played again", plan.name)
+    log.info("evaluation %s already exists, skipping it", plan.name)
     return kept
 
 
 def kept_evaluation(folder: RunFolder, plan: EvaluationPlan) -> Evaluation | None:
-    """The evaluation of a plan's name in the run folder, None where there is none."""
+    """Return the stored evaluation of a plan, or None."""
     path = folder.evaluations / f"{plan.name}.json"
     return load_evaluation(path) if path.is_file() else None
 
 
 def _scorers(session: TrainingSession, algorithm: Algorithm, control: KlControl) -> dict[str, TokenScorer]:
-    """The models beside the policy: a teacher and the reference, where they are needed or asked for."""
+    """Build the scorers besides the policy: teacher and reference, if needed or configured."""
     found: dict[str, TokenScorer] = {}
     if algorithm.loss in TEACHER_LOSSES:
         found["teacher"] = load_teacher(session)
@@ -496,13 +500,13 @@ def _scorers(session: TrainingSession, algorithm: Algorithm, control: KlControl)
 
 
 def probe_tokens(session: TrainingSession) -> tuple[int, ...]:
-    """A fixed text of the world, as tokens, on which engine and learner are compared."""
+    """Return a fixed text of the world as tokens, used to compare engine and learner."""
     task = session.world.tasks("train")[0]
     return session.renderer.prompt(task.prompt, ())[:PROBE_TOKENS]
 
 
 def forget_after(folder: RunFolder, done: int) -> None:
-    """Remove rollouts and evaluations of steps that will be done again."""
+    """Remove rollouts and evaluations of steps after `done`."""
     for path in [*folder.rollouts.glob("step-*"), *folder.evaluations.glob("step-*")]:
         if int(path.name.split("-")[1].split(".")[0]) > done:
             path.unlink()
@@ -510,7 +514,7 @@ def forget_after(folder: RunFolder, done: int) -> None:
 
 @contextmanager
 def _closing(loop: SyncTrainer) -> Iterator[None]:
-    """Close engine and trackers, whatever happens."""
+    """Close engine and trackers on exit."""
     try:
         yield
     finally:

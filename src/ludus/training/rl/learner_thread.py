@@ -1,7 +1,6 @@
-"""The thread on which the learner computes while the event loop plays episodes.
+"""Run the learner on its own thread while the event loop runs episodes.
 
-Takes work, one piece after the other. Gives its result to whoever awaits it. Never touches what belongs to
-the event loop: the ledger, the episodes in flight.
+Work runs serially. It must not touch the event loop's state: the ledger and the episodes in flight.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ T = TypeVar("T")
 
 
 class LearnerThread:
-    """One thread with `threads` compute threads of its own. `busy_s` adds up the seconds that it worked."""
+    """Single worker thread with `threads` compute threads. `busy_s` is its total busy time."""
 
     def __init__(self, threads: int) -> None:
         self.busy_s = 0.0
@@ -26,7 +25,7 @@ class LearnerThread:
         self._executor = ThreadPoolExecutor(1, "ludus-learner", _begin, (threads, device))
 
     async def __call__(self, work: Callable[[], T]) -> T:
-        """Have something computed, and wait for its result. Work that has begun is never abandoned."""
+        """Run `work` and wait for its result. Started work is never abandoned, even on cancellation."""
         future = asyncio.get_running_loop().run_in_executor(self._executor, self._timed, work)
         try:
             return await asyncio.shield(future)
@@ -35,7 +34,7 @@ class LearnerThread:
             raise
 
     def close(self) -> None:
-        """Wait for the work under way, and end the thread."""
+        """Wait for running work and end the thread."""
         self._executor.shutdown()
 
     def _timed(self, work: Callable[[], T]) -> T:
@@ -47,9 +46,9 @@ class LearnerThread:
 
 
 def _begin(threads: int, device: int | None) -> None:
-    """OpenMP counts compute threads thread by thread; torch sets its own number on first use.
+    """Set the compute threads and the GPU of this thread.
 
-    The GPU in use is the thread's as well.
+    OpenMP counts threads per thread, and torch sets its own number on first use.
     """
     torch.zeros(1).sum()
     torch.set_num_threads(threads)

@@ -1,10 +1,10 @@
-"""A process of a learner that follows a leader.
+"""Learner process of a rank other than 0.
 
-    python -m ludus.training.rl.rank_worker FOLDER RANK PORT COUNT LIMIT_S KIND PID
+python -m ludus.training.rl.rank_worker FOLDER RANK PORT COUNT LIMIT_S KIND PID
 
-It says in FOLDER that it has begun, meets the others at the leader's PORT, hears from the first which run it
-is, builds the parts that learn, and does what it is told until it is told to stop. It ends with the leader,
-whose process is PID, also before they have met. Under torchrun `follow_launched` does the same in its place.
+Writes a start marker to FOLDER, joins the rendezvous at rank 0's PORT, receives the run's configuration,
+builds the learner and executes broadcast commands until told to stop. Exits when process PID (rank 0) ends,
+even before the rendezvous. Under torchrun `follow_launched` does the same.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ log = logging.getLogger("ludus.follow")
 
 
 def follow(meeting: Rendezvous, device: torch.device) -> None:
-    """Meet the others, and follow the leader."""
+    """Join the other ranks and execute the commands of rank 0."""
     try:
         meeting.form_group(device)
         _follow(meeting, device)
     except Exception as error:
         meeting.say(f"{type(error).__name__}: {error}")
-        log.error("it cannot go on: %s: %s", type(error).__name__, error)
+        log.error("rank failed: %s: %s", type(error).__name__, error)
         raise
     finally:
         if distributed.is_initialized():
@@ -73,9 +73,9 @@ def _follow(meeting: Rendezvous, device: torch.device) -> None:
     command = follower.hear()
     if not isinstance(command, StartRanks):
         return
-    if command.folder.is_dir():  # not so on another machine without a shared disk
+    if command.folder.is_dir():  # missing on a machine without the shared disk
         log_into(RunFolder(command.folder), f"rank {meeting.rank}")
-    log.info("follows the learner (%d)", os.getpid())
+    log.info("rank %d is ready", os.getpid())
     if command.config.training.learner.shard:
         follower.split_on(device)
     session = open_session(command.config, cold_start(command.config, command.folder))
@@ -83,13 +83,13 @@ def _follow(meeting: Rendezvous, device: torch.device) -> None:
     while not isinstance(heard := follower.hear(), StopRanks):
         try:
             obey(heard, session, learning)
-        except LearnerError as error:  # the leader raises it as well, and decides
+        except LearnerError as error:  # rank 0 raises it as well and handles it
             log.warning("%s", error)
             meeting.say(str(error))
 
 
 def obey(command: object, session: TrainingSession, learning: LearnerParts) -> None:
-    """Do this process's part of a command."""
+    """Execute this rank's part of a command."""
     learner, judge = learning.learner, learning.judge
     match command:
         case ScoreRows(name, rows, entropy, keep):
@@ -113,26 +113,26 @@ def obey(command: object, session: TrainingSession, learning: LearnerParts) -> N
 
 
 def cold_start(config: Config, folder: Path) -> Path | None:
-    """The checkpoint that a run from scratch begins with."""
+    """Return the checkpoint that a run from scratch starts with, or None."""
     if not config.model.from_scratch:
         return None
     return list_checkpoints(RunFolder(folder / "cold_start").checkpoints)[-1][1]
 
 
 def follow_launched(device: torch.device, limit_s: float) -> None:
-    """Follow under torchrun, which says where the others are. Nobody is waited for longer than `limit_s`."""
+    """Run as a rank other than 0 under torchrun. The rendezvous times out after `limit_s`."""
     follow(Rendezvous.launched(limit_s), device)
 
 
 def _end_with(leader: int) -> None:
-    """End this process once its leader is gone: before they have met, nobody else would tell it."""
+    """Exit once rank 0 is gone; this also covers the time before the rendezvous."""
     while os.getppid() == leader:
         time.sleep(_LOOK_S)
     os._exit(1)
 
 
 def main(folder: str, rank: str, *where: str) -> None:
-    """Follow a leader on this machine, on a device of this kind."""
+    """Run as a rank other than 0 on this machine, on a device of this kind."""
     port, count, limit_s, kind, leader = where
     threading.Thread(target=_end_with, args=(int(leader),), name="ludus-leader", daemon=True).start()
     hide_progress()

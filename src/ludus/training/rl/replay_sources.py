@@ -1,4 +1,4 @@
-"""Rollouts of other runs that a run may train on again: where they lie, and whether they are near enough."""
+"""Load rollouts of other runs into the replay buffer and check that they are close to the policy."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from ludus.training.rl.advantage_inputs import effective_share
 from ludus.types import Task
 
 _CHECKED = 16
-"""Groups of a source that are looked at before the first step, evenly over it."""
+"""Groups per source that are checked before the first step, evenly spaced."""
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 
 
 def load_sources(
     replay: ReplayBuffer, tasks: Mapping[str, Task], learner: Learner, vocab_size: int, min_share: float
 ) -> None:
-    """Put the groups of `staleness.replay.sources` into the buffer.
+    """Add the groups of `staleness.replay.sources` to the buffer.
 
-    Raises ConfigError for a source without rollouts that could train here, or whose effective sample share
-    under the learner's policy is below `min_share`; UserError where a file cannot be read.
+    Raises ConfigError if a source has no usable rollouts or its effective sample share under the learner's
+    policy is below `min_share`; UserError if a file cannot be read.
     """
     for source in replay.config.sources:
         groups = _groups(source, tasks, vocab_size)
         if not groups:
             raise ConfigError(
-                f"{source} has no rollouts that this run could train on: groups of two or more, of tasks of "
-                "this world's split train, with log-probabilities, in this model's tokens.",
-                "Leave it out of staleness.replay.sources.",
+                f"{source} has no usable rollouts. Needed: groups of two or more, of tasks in "
+                "this world's train split, with log-probabilities, in this model's vocabulary.",
+                "Remove it from staleness.replay.sources.",
             )
         chosen = groups[:: -(-len(groups) // _CHECKED)]
         share = effective_share([one.trajectory for group in chosen for one in group], learner)
@@ -43,20 +43,20 @@ def load_sources(
             raise ConfigError(
                 f"The rollouts of {source} are too far from this policy to train on: their effective sample "
                 f"share is {share:.2g}, below staleness.min_ess = {min_share:g}.",
-                "Leave it out of staleness.replay.sources, or start from weights that are nearer to it.",
+                "Remove it from staleness.replay.sources, or start from weights that are closer to it.",
             )
         replay.add_source(source, groups)
 
 
 def check_sources(config: Config) -> None:
-    """Raise ConfigError for a source of `staleness.replay` that holds no rollouts."""
+    """Raise ConfigError for a source of `staleness.replay` without rollouts."""
     if config.training.mode == "async" and config.staleness.replay.share:
         for source in config.staleness.replay.sources:
             _files(source)
 
 
 def refuse_far(replay: ReplayBuffer, groups: Sequence[list[Episode]], learner: Learner, least: float) -> int:
-    """Leave out of the buffer the groups whose effective sample share is below `least`; gives how many."""
+    """Exclude the groups whose effective sample share is below `least`; return their number."""
     far = [group for group in groups if effective_share([e.trajectory for e in group], learner) < least]
     for group in far:
         replay.refuse(group)
@@ -64,7 +64,7 @@ def refuse_far(replay: ReplayBuffer, groups: Sequence[list[Episode]], learner: L
 
 
 def _files(source: str) -> list[Path]:
-    """The files of rollouts of a run, of a run up to a checkpoint, or the one that is named."""
+    """Return the rollout files of a run, of a run up to a checkpoint, or a single file."""
     path = Path(source)
     if path.is_file():
         return [path]
@@ -74,7 +74,7 @@ def _files(source: str) -> list[Path]:
     found = [one for one in found if last is None or int(one.name.split("-")[1].split(".")[0]) <= last]
     if not found:
         raise ConfigError(
-            f"{source} holds no rollouts to replay.",
+            f"{source} has no rollouts to replay.",
             "staleness.replay.sources takes run folders, checkpoints of runs and files step-*.jsonl.gz.",
         )
     return found
@@ -92,7 +92,7 @@ def _groups(source: str, tasks: Mapping[str, Task], vocab_size: int) -> list[lis
 
 
 def _can_train(record: RolloutRecord, vocab_size: int) -> bool:
-    """Whether a rollout has what a correction reads, and tokens of this model."""
+    """Return whether a rollout has the fields that corrections need, and tokens of this model."""
     segments = record.trajectory.segments
     actions = [segment for segment in segments if segment.kind == "action"]
     whole = all(len(s.logprobs) == len(s.versions) == len(s.tokens) for s in actions)

@@ -1,9 +1,9 @@
-"""The RL loop: its parts, what a step leaves behind, and the synchronous way through them.
+"""Synchronous RL loop and the parts that all trainers share.
 
-Takes a session and a run folder. Gives new weights, one line of metrics a step and checkpoints. Synchronous
-training waits for every episode of a step before it learns from them, and never samples the next step from
-weights that the engine has not proved to hold; other ways are in `modes`. In reproducible mode all it writes
-but the timings is the same, bit for bit, for the same seed, also across a kill and resume at any moment.
+Each step samples all of its episodes, trains on them, and sends the weights; sampling resumes only after the
+engine's weights were checked. Writes one line of metrics a step, and checkpoints. The other modes are in
+`async_trainer`. In reproducible mode all output except timings is bit-identical for the same seed, also
+across a kill and resume.
 """
 
 from __future__ import annotations
@@ -50,32 +50,32 @@ from ludus.types import Group
 log = logging.getLogger("ludus.rl")
 
 Texts = Callable[[], Mapping[str, str]]
-"""Makes the text files that a way of training keeps in a checkpoint, by name; on the learner's thread."""
+"""Build a trainer's own checkpoint files by name; runs on the learner's thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class PauseReason:
-    """Why a run pauses, and what to change to go on."""
+    """Reason to pause a run and the settings to change before resuming."""
 
     reason: str
     way_on: str
 
 
 class Reporter(EpisodeReporter, Protocol):
-    """Whoever watches a run: a progress bar, a test."""
+    """Observer of a run, such as a progress bar."""
 
     def step(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
-        """A training step is done."""
+        """Report a completed training step."""
         ...
 
     def alarm(self, text: str) -> None:
-        """Something needs a look."""
+        """Report a warning."""
         ...
 
 
 @dataclass
 class SyncTrainer:
-    """The parts of a run, and its steps. `step` counts from 1; 0 is the model before training."""
+    """Parts and steps of a run. Steps count from 1; 0 is the model before training."""
 
     session: TrainingSession
     folder: RunFolder
@@ -85,14 +85,14 @@ class SyncTrainer:
     trackers: Sequence[Tracker]
     reporter: Reporter
     history: list[Mapping[str, float]] = field(default_factory=list)
-    """The metrics of the last steps, as many as an alarm looks at; of all of them where a run is resumed."""
+    """Metrics of the last steps that alarms use; all steps if the run was resumed."""
     origins: Mapping[str, str] = field(default_factory=dict)
     sampled: CollectorState = field(init=False)
-    """Of the sampler, as it was when the step at hand had been sampled."""
+    """State of the rollout collector right after the current step was sampled."""
     guard: EssGuard = field(init=False)
     empty: EmptyBatchGuard = field(init=False)
     hinted: bool = field(default=False, init=False)
-    """Whether it has been said that rewards are slow: once is enough."""
+    """Whether the hint about slow rewards was already shown."""
 
     def __post_init__(self) -> None:
         self.sampled = self.sampler.state
@@ -103,13 +103,13 @@ class SyncTrainer:
 
     @property
     def engine(self) -> Engine:
-        """What samples."""
+        """The sampling engine."""
         return self.sampler.engine
 
     async def run(self, done: int = 0) -> None:
-        """Train from step `done` to the last, one thing after the other.
+        """Train from step `done` to the last, sampling and training in turn.
 
-        Raises LearnerError, behind a checkpoint, where a guard pauses the run.
+        Raises LearnerError after writing a checkpoint if a guard pauses the run.
         """
         await self.sync.publish(done)
         order = task_order(self.session.config, self.session.world)
@@ -117,14 +117,14 @@ class SyncTrainer:
             await self.end_step(step, await self.step(step, order))
 
     async def step(self, step: int, order: TaskSequence) -> dict[str, float]:
-        """One step: everything between two versions of the weights."""
+        """Run one step: sample, train, sync weights, report."""
         clock = StepTimings()
         await counted(self.engine)
         with clock.phase("rollout"):
             credits = await self.sampler.sample(step, order)
         self.sampled = self.sampler.state
         clock.engine = (await counted(self.engine)).metrics()
-        self.reporter.phase(f"step {step}: learning", None)
+        self.reporter.phase(f"step {step}: training", None)
         if self.session.config.engine.give_up_cache and isinstance(self.engine, Sleepable):
             await self.engine.give_up_cache()
         with clock.phase("learn"):
@@ -141,7 +141,7 @@ class SyncTrainer:
         clock: StepTimings,
         work: ComputeDispatch = here,
     ) -> dict[str, float]:
-        """Close the step's account, evaluate where it is time to, and write everything down."""
+        """Close the step's ledger, evaluate every `evaluation.every` steps, and write the results."""
         metrics = self.account(step, credits, learned)
         with clock.phase("evaluate"):
             metrics |= await self.evaluate_during(step)
@@ -161,7 +161,7 @@ class SyncTrainer:
     def account(
         self, step: int, credits: list[TrainingSample], learned: Mapping[str, float]
     ) -> dict[str, float]:
-        """Close the ledger of a step; gives its metrics. What is no rollout of the step leaves `credits`."""
+        """Close the ledger of a step and return its metrics. Replayed and expert samples leave `credits`."""
         sampler, found = self.sampler, dict(learned)
         credits[:] = [credit for credit in credits if not credit.replayed]
         equal = equal_groups(credits, sampler.algorithm)
@@ -191,9 +191,9 @@ class SyncTrainer:
         work: ComputeDispatch = here,
         texts: Texts = dict,
     ) -> None:
-        """Write a checkpoint where it is time to, with the `texts` of a way of its own.
+        """Write a checkpoint if due, with the trainer's own `texts`.
 
-        Raises LearnerError where the KL or the effective sample share pauses the run.
+        Raises LearnerError if a guard on the KL or the effective sample share pauses the run.
         """
         training = self.session.config.training
         verdict = self._judged(step, metrics)
@@ -203,12 +203,12 @@ class SyncTrainer:
             await work(lambda: self.save(state, waiting | dict(texts())))
         if verdict is not None:
             raise LearnerError(
-                f"{verdict.reason} The run is paused after step {step}.",
-                f"Go on with {verdict.way_on}: {resume_command(self.folder)}",
+                f"{verdict.reason} Run paused after step {step}.",
+                f"Resume with {verdict.way_on}: {resume_command(self.folder)}",
             )
 
     def _judged(self, step: int, metrics: Mapping[str, float]) -> PauseReason | None:
-        """What the guards say of a step; both see every one of them."""
+        """Return the first pause reason of the guards. Every guard receives the metrics."""
         warning = self.guard.warning(metrics)
         if warning:
             self.alarm(step, warning)
@@ -218,9 +218,7 @@ class SyncTrainer:
             lower = "a larger algorithm.kl_coef, a lower training.learning_rate"
             return PauseReason(reason, f"{lower} or another kl_control.guard_factor")
         if empty:
-            return PauseReason(
-                empty, "tasks of which some attempts succeed, or a larger algorithm.group_size"
-            )
+            return PauseReason(empty, "tasks that are sometimes solved, or a larger algorithm.group_size")
         if self.guard.verdict:
             streams = self.session.config.training.mode == "async"
             bound = "a lower staleness.max_staleness or " if streams else "a lower "
@@ -230,13 +228,13 @@ class SyncTrainer:
         return None
 
     async def evaluate(self, plan: EvaluationPlan, name: str | None = None) -> Evaluation:
-        """Evaluate the engine's present weights; keep result and rollouts under `name` (None: the plan's)."""
+        """Evaluate the engine's current weights; store the result as `name` (default: the plan's)."""
         result, episodes = await self.sampler.evaluate(plan)
         save_evaluation(self.folder.evaluations, result, episodes, name)
         return result
 
     async def evaluate_during(self, step: int) -> dict[str, float]:
-        """The metrics of an evaluation, on the steps that have one."""
+        """Return the evaluation metrics if an evaluation is due at this step."""
         config = self.session.config
         if step % config.evaluation.every:
             return {}
@@ -250,7 +248,7 @@ class SyncTrainer:
         metrics: Mapping[str, float],
         timings: Mapping[str, float],
     ) -> None:
-        """Write what the step left behind."""
+        """Write rollouts, metrics and timings of a step."""
         if self.session.config.run.save_rollouts:
             write_rollouts(rollouts_path(self.folder.path, step), [credit.record for credit in credits])
         for tracker in self.trackers:
@@ -258,12 +256,12 @@ class SyncTrainer:
         write_timings(self.folder.timings, step, timings)
 
     def alarm(self, step: int, text: str) -> None:
-        """Say what looks wrong."""
+        """Log and report a warning."""
         log.warning("step %d: %s", step, text)
         self.reporter.alarm(text)
 
     def trainer_state(self, step: int) -> TrainerState:
-        """What a checkpoint has beside weights and moments."""
+        """Return the trainer state of a checkpoint, without weights and optimizer moments."""
         learning = self.learning
         return TrainerState(
             step=step,
@@ -279,40 +277,40 @@ class SyncTrainer:
         )
 
     def save(self, state: TrainerState, texts: Mapping[str, str]) -> None:
-        """Write a checkpoint and remove the oldest."""
+        """Write a checkpoint and remove the oldest ones."""
         session, judge, optimiser = self.session, self.learning.judge, self.learning.learner.optimiser
         shelf = self.folder.checkpoints
         parts = {} if judge is None else {part_name(judge): judge.state()}
         extra = Extra(parts, texts)
         save_checkpoint(shelf, session.model, session.tokenizer, optimiser, state, extra)
         prune(shelf, session.config.training.keep_checkpoints)
-        log.info("checkpoint of step %d written", state.step)
+        log.info("saved checkpoint of step %d", state.step)
 
 
 def proof_metrics(proof: SyncProof) -> dict[str, float]:
-    """What the proof of a transfer says in numbers."""
+    """Return the metrics of a weight check."""
     return {"sync/probe_gap": proof.probe_gap}
 
 
 def task_order(config: Config, world: World) -> TaskSequence:
-    """Which tasks come when. Raises ConfigError where one step needs more than there are."""
+    """Return the task order. Raises ConfigError if one step needs more tasks than the split has."""
     tasks = world.tasks("train")
     chunk = config.training.tasks_per_step * (resolve(config.algorithm).resample_rounds + 1)
     if len(tasks) < chunk:
         raise ConfigError(
-            f"One step may need {chunk} tasks, and the split train has {len(tasks)}.",
+            f"One step may need {chunk} tasks, and the train split has {len(tasks)}.",
             "Lower training.tasks_per_step or algorithm.resample_rounds.",
         )
     return order_of(world, config.run.seed, chunk, config.training.steps)
 
 
 def _numbers(credits: Sequence[TrainingSample]) -> list[int]:
-    """The numbers of the groups of `_groups`."""
+    """Return the ids of the groups of `_groups`."""
     return list(dict.fromkeys(credit.group for credit in credits if not credit.episode.greedy))
 
 
 def _groups(credits: Sequence[TrainingSample]) -> list[Group]:
-    """The episodes by group, as the metrics take them: without baselines."""
+    """Return the episodes grouped for the metrics, without greedy baselines."""
     by_group: dict[int, list[Episode]] = {}
     for credit in credits:
         if not credit.episode.greedy:

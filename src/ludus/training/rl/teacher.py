@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation: a model of its own that scores what the student sampled."""
+"""Teacher of on-policy distillation: a separate model that scores the student's samples."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ludus.training.run.session import TrainingSession
 
 
 def check_teacher(config: Config, algorithm: Algorithm) -> None:
-    """Raise ConfigError for a loss without the teacher it needs, and for a teacher that nothing reads."""
+    """Raise ConfigError if the loss lacks its teacher, or a configured teacher is unused."""
     path, needed = config.teacher.path, algorithm.loss in TEACHER_LOSSES
     if needed and path is None:
         raise ConfigError(
-            f"The loss {algorithm.loss} learns from a teacher, and none is given.",
+            f"The loss {algorithm.loss} needs a teacher, but teacher.path is not set.",
             "Set teacher.path to a model folder with the policy's tokenizer.",
         )
     if path is not None and not needed:
         raise ConfigError(
-            f"teacher.path = {path} would have no effect: the loss {algorithm.loss} has no teacher.",
-            "Leave it out, or set algorithm.preset = 'distill'.",
+            f"teacher.path = {path} has no effect: the loss {algorithm.loss} uses no teacher.",
+            "Unset it, or set algorithm.preset = 'distill'.",
         )
 
 
 def load_teacher(session: TrainingSession) -> LogprobScorer:
-    """The configured teacher, frozen, at the temperature of the rollouts.
+    """Load the configured teacher, frozen, at the rollout temperature.
 
-    Raises ConfigError where its vocabulary is not the policy's: their token ids would mean other things.
+    Raises ConfigError if its vocabulary differs from the policy's.
     """
     config = session.config
     path = config.teacher.path or ""
@@ -36,9 +36,9 @@ def load_teacher(session: TrainingSession) -> LogprobScorer:
     if theirs != own:
         odd = min(t for t in theirs.keys() | own.keys() if theirs.get(t) != own.get(t))
         raise ConfigError(
-            f"The teacher {path} has another vocabulary than the policy ({len(theirs)} tokens, and"
-            f" {len(own)}; the first that differs is {odd!r}).",
-            "Take a teacher with the policy's tokenizer.",
+            f"The teacher {path} has a different vocabulary from the policy ({len(theirs)} tokens and"
+            f" {len(own)}; first difference: {odd!r}).",
+            "Use a teacher with the policy's tokenizer.",
         )
     model = load_model(path, config.model.dtype, config.model.device).requires_grad_(False).eval()
     return LogprobScorer(model, config.rollout.temperature or 1.0)

@@ -1,7 +1,7 @@
-"""Learning: from the credit of a step to new weights.
+"""One training step: from training samples to updated weights.
 
-Takes credits. Gives them back as they were settled, and metrics. Knows no environment and no engine;
-`ComputeDispatch` says on which thread it computes. The ledger is touched on the caller's thread alone.
+Independent of environment and engine. `ComputeDispatch` chooses the compute thread; the ledger is only used
+on the caller's thread.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ ENTROPY_FILTER_OFF = (
 
 
 class ComputeDispatch(Protocol):
-    """Where the learner computes."""
+    """Run learner work, possibly on another thread."""
 
     def __call__(self, work: Callable[[], T]) -> Awaitable[T]:
-        """Have something computed, and wait for its result."""
+        """Run `work` and wait for its result."""
         ...
 
 
 async def here(work: Callable[[], T]) -> T:
-    """Compute on the caller's own thread."""
+    """Run `work` on the caller's thread."""
     return work()
 
 
 @dataclass
 class TrainStep:
-    """What turns credits into weights: the learner, the model that judges beside it, the control of the KL.
+    """Update the weights from training samples; holds the learner, the value model and the KL controller.
 
-    `ledger` is the run's. Tokens older than `bound` versions do not train; None is no bound. In the first
-    `warmup` steps of the run the judge alone learns. `initial_entropy` is the policy's mean entropy on the
-    first batch, which decides whether GTPO's entropy filter applies; None until that batch.
+    Tokens older than `bound` versions are masked (None: no bound). During the first `warmup` steps only the
+    judge is trained. `initial_entropy` is the policy's mean entropy on the first batch (None before it) and
+    decides whether GTPO's entropy filter applies.
     """
 
     session: TrainingSession
@@ -69,7 +69,7 @@ class TrainStep:
     async def learn(
         self, step: int, credits: Sequence[TrainingSample], work: ComputeDispatch = here
     ) -> tuple[list[TrainingSample], dict[str, float]]:
-        """Settle what trains and train on it; gives the final credits and the metrics."""
+        """Record outcomes and train; return the final samples and the metrics."""
         found = await work(lambda: self._prepare(step, credits))
         settle(self.ledger, found)
         rows = training_rows(
@@ -81,7 +81,7 @@ class TrainStep:
         return found, await work(lambda: self._train(step, found, rows))
 
     def control_kl(self, metrics: Mapping[str, float]) -> str:
-        """Let the control see the KL of a step; gives the reason to pause, empty where there is none."""
+        """Update the KL controller with a step's KL; return the reason to pause, or an empty string."""
         kl = metrics.get("policy/kl_reference")
         if kl is None:
             return ""
@@ -90,7 +90,7 @@ class TrainStep:
         return verdict
 
     def _prepare(self, step: int, credits: Sequence[TrainingSample]) -> list[TrainingSample]:
-        """The credits as they train."""
+        """Return the samples after masking and refinement."""
         if self.kl.acts:
             self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl.coef(step))
         if self.learner.algorithm.loss == "gtpo":

@@ -1,8 +1,8 @@
-"""From the learner's weights to the engine's, with the proof that they arrived.
+"""Send the learner's weights to the engine and check that they arrived.
 
-After each transfer the digest of the engine's weights must equal the learner's, where the engine can tell
-it, and a probe of log-probabilities must agree within a tolerance. A mismatch raises `SyncError`; so does a
-transfer that outlives its deadline, or that the engine refuses, with the engine's own words.
+After each transfer the engine's digest must equal the learner's, if the engine reports one, and the
+log-probabilities of a probe must agree within a tolerance. SyncError is raised on a mismatch, on timeout, and
+if the engine rejects the transfer.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SyncProof:
-    """What was compared: the digest, and the largest difference of the probe's log-probabilities (nats).
+    """Result of a weight check: digest and largest log-probability difference on the probe (nats).
 
-    `fingerprint` is None where the engine cannot tell its own; then the probe alone is the proof.
+    `fingerprint` is None if the engine reports none.
     """
 
     version: int
@@ -46,7 +46,7 @@ class SyncProof:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What an engine has to say once it holds the weights of a version: their digest, and the probe's scores.
+    """Expected digest and probe scores of an engine with a given version of the weights.
 
     `logprobs` `[T]`, on the CPU; `tolerance` in nats.
     """
@@ -57,13 +57,13 @@ class Expected:
     tolerance: float
 
     def compare(self, theirs: str | None, scores: Sequence[float]) -> SyncProof:
-        """Hold what an engine says against it. Raises SyncError where they differ."""
+        """Compare an engine's digest and scores with the expected ones. Raises SyncError if they differ."""
         if theirs is not None and self.fingerprint != theirs:
             raise SyncError(
                 f"The engine's weights are not those of version {self.version}: digest {theirs[:12]} there, "
                 f"{self.fingerprint[:12]} here.",
-                "The rollouts would come from another policy; no checkpoint has learned from them. "
-                "A server that another run has trained is to be started anew.",
+                "No checkpoint was trained on rollouts of these weights. "
+                "If another run has trained this server, restart it.",
             )
         own = self.logprobs
         found = torch.tensor(scores, dtype=own.dtype)
@@ -78,10 +78,10 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class PendingWeights:
-    """Weights on their way: a copy of those that train, and what an engine has to say once it holds them.
+    """Copy of the trainable weights to send, and the expected check.
 
-    All of it is in the CPU's memory: beside the next step the learner's device has no room to spare, and
-    whoever reads from it would wait for all that it has been given to do.
+    Everything is in CPU memory: the learner's device has no room left during the next step, and reads from it
+    would wait for its queue.
     """
 
     expected: Expected
@@ -90,7 +90,7 @@ class PendingWeights:
 
 @dataclass(frozen=True)
 class WeightSync:
-    """Publishes a model's trainable weights to an engine. `probe` is a fixed sequence of token ids."""
+    """Publish a model's trainable weights to an engine. `probe` is a fixed sequence of token ids."""
 
     model: PreTrainedModel
     engine: Engine
@@ -108,20 +108,20 @@ class WeightSync:
         probe: tuple[int, ...],
         ranks: Collectives = ONE_PROCESS,
     ) -> WeightSync:
-        """With the tolerance and the deadline of the settings."""
+        """Build with the tolerance and the timeout of the settings."""
         training = config.training
         return cls(model, engine, probe, training.sync_tolerance, training.sync_timeout_s, ranks)
 
     async def publish(self, version: int) -> SyncProof:
-        """Send the weights as `version` and prove it. They must not change until this has ended."""
+        """Send the weights as `version` and check them. They must not change until this returns."""
         weights = self._gathered()
         found = await self._transfer(version, self._trainable(weights))
         return self._expected(version, weights).compare(*found)
 
     async def keep(self, version: int, work: ComputeDispatch) -> PendingWeights:
-        """What `deliver` sends as `version`: a copy. The weights may change once this has returned.
+        """Copy the weights as `version` for `deliver`. They may change once this returns.
 
-        Copying, and what has to be computed for the proof, is `work`.
+        Copying and the computation of the expected check run as `work`.
         """
         weights = self._gathered()
 
@@ -133,13 +133,13 @@ class WeightSync:
         return await work(copy)
 
     async def deliver(self, kept: PendingWeights) -> SyncProof:
-        """Send a copy, and prove it. Raises SyncError."""
+        """Send a copy and check it. Raises SyncError."""
         return kept.expected.compare(*await self._transfer(kept.expected.version, kept.state))
 
     async def hand_over(self, version: int, work: ComputeDispatch) -> Expected:
-        """Send the weights as `version`; they may change once this has returned.
+        """Send the weights as `version`; they may change once this returns.
 
-        What has to be computed for the proof, which is `prove`'s, is `work`, beside the transfer.
+        The expected check for `prove` is computed as `work`, concurrently with the transfer.
         """
         weights = self._gathered()
         async with self._in_time(version):
@@ -148,35 +148,35 @@ class WeightSync:
         return expected
 
     async def prove(self, expected: Expected) -> SyncProof:
-        """Hold what the engine says against what it has to say. Raises SyncError."""
+        """Compare the engine's weights with the expected check. Raises SyncError."""
         async with self._in_time(expected.version):
             return expected.compare(*await self._ask())
 
     async def _transfer(
         self, version: int, state: Mapping[str, Tensor]
     ) -> tuple[str | None, Sequence[float]]:
-        """Have the engine take weights; gives its digest of them and its scores of the probe."""
+        """Send weights; return the engine's digest and its scores of the probe."""
         async with self._in_time(version):
             await self.engine.load_weights(version, state)
             return await self._ask()
 
     async def _ask(self) -> tuple[str | None, Sequence[float]]:
-        """The engine's digest of its weights, and its scores of the probe."""
+        """Return the engine's digest of its weights and its scores of the probe."""
         return await self.engine.fingerprint(), await self.engine.score(self.probe)
 
     @asynccontextmanager
     async def _in_time(self, version: int) -> AsyncIterator[None]:
-        """A transfer: what the engine meets, or one that outlives the deadline, is raised as SyncError."""
+        """Raise SyncError if a transfer times out or the engine fails."""
         try:
             async with asyncio.timeout(self.deadline_s):
                 yield
         except TimeoutError as error:
             raise SyncError(
                 f"Sending weights {version} took longer than {self.deadline_s:g} s.",
-                "Look at the engine and the network, or raise training.sync_timeout_s.",
+                "Check the engine and the network, or raise training.sync_timeout_s.",
             ) from error
         except EngineError as error:
-            raise SyncError(f"The engine refused weights {version}: {error}") from error
+            raise SyncError(f"The engine rejected weights {version}: {error}") from error
 
     async def offer(
         self,
@@ -185,9 +185,9 @@ class WeightSync:
         work: ComputeDispatch,
         on_proof: Callable[[SyncProof], None],
     ) -> None:
-        """Leave the weights as `version` with engines that take them one by one; `on_proof` hears of each.
+        """Publish the weights as `version` for rolling updates; `on_proof` receives each engine's check.
 
-        What has to be computed for the proof is `work`. The weights may change once this has returned.
+        The expected check is computed as `work`. The weights may change once this returns.
         """
         weights = self._gathered()
         expected = await work(lambda: self._expected(version, weights))
@@ -201,13 +201,13 @@ class WeightSync:
                     WeightCheck(version, self.probe, check, self.deadline_s), self._trainable(weights)
                 )
         except TimeoutError as error:
-            raise SyncError(f"Keeping weights {version} took longer than {self.deadline_s:g} s.") from error
+            raise SyncError(f"Storing weights {version} took longer than {self.deadline_s:g} s.") from error
 
     def _trainable(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: weights[name] for name, p in self.model.named_parameters() if p.requires_grad}
 
     def _gathered(self) -> dict[str, Tensor]:
-        """All weights in one piece, as they are in this moment where they are not split."""
+        """Return all weights unsharded. Unsharded weights are not copied."""
         if not is_sharded(self.model):
             return {name: p.detach() for name, p in self.model.named_parameters()}
         with self.ranks.together(GatherWeights()):
@@ -215,7 +215,7 @@ class WeightSync:
 
     @torch.no_grad()
     def _expected(self, version: int, weights: Mapping[str, Tensor]) -> Expected:
-        """What an engine with these weights, the model's own, has to say."""
+        """Return the expected check of an engine with these weights."""
         ours = fingerprint_gathered(self.model, weights)
         if is_sharded(self.model):
             with self.ranks.together(ProbeTokens(self.probe)):
@@ -231,6 +231,6 @@ class WeightSync:
 
 @torch.no_grad()
 def probe_logprobs(scorer: LogprobScorer, probe: Sequence[int]) -> Tensor:
-    """The log-probability of each token `[T]`; 0 for the first."""
+    """Return the log-probability of each token `[T]`; 0 for the first."""
     tokens = torch.tensor([probe], device=next(scorer.model.parameters()).device)
     return scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool)).logprobs[0]
