@@ -23,7 +23,7 @@ from ludus.sandbox.base import Snapshot
 from ludus.tools.workspace import LIMITS
 from ludus.types import Action, Message, StopReason, ToolCall, ToolStatus, Trajectory
 from ludus.worlds.terminal.checks import Archive, Executable, FilesUnchanged, Gzipped, Only, Text
-from ludus.worlds.terminal.difficulty_report import distinct, nearest, report, shape_of
+from ludus.worlds.terminal.difficulty_report import distinct, nearest, report, shape_of, solves
 from ludus.worlds.terminal.git_checks import At, Clean, GitTree, Refs, Subjects
 from ludus.worlds.terminal.git_read import BrokenRepository, GitFolder
 from ludus.worlds.terminal.job import pair
@@ -469,6 +469,23 @@ def test_the_oracle_solves_every_task(seed):
                 assert success(world.rewards, lived), (task.id, lived.outcomes[-1].output, said)
                 assert set(said) <= {"[no output]"}, (task.id, said)
                 assert nothing.rewards["solved"] == 0.0, task.id
+
+
+@pytest.mark.scale
+def test_the_steps_of_every_task_of_the_file_solve_it():
+    async def act():
+        sandbox, room = open_sandbox(), asyncio.Semaphore(4)
+
+        async def missed(kind, number):
+            async with room:
+                job = make_job(kind, number, 0)
+                return None if await solves(job, job.draft.steps, sandbox) else job.id
+
+        found = await asyncio.gather(*(missed(kind, n) for kind in KINDS.values() for n in kind.numbers))
+        await sandbox.close()
+        return [job for job in found if job]
+
+    assert asyncio.run(act()) == []
 
 
 def test_the_survey_names_what_it_does_not_measure():

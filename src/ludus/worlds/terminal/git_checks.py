@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ludus.sandbox.base import Snapshot
 from ludus.worlds.terminal.git_read import BrokenRepository, GitFolder
 
 
-def _asked(state: Snapshot, root: str, ask: Callable[[GitFolder], bool]) -> bool:
-    try:
-        return ask(GitFolder(state.files, root))
-    except (BrokenRepository, RecursionError):
-        return False
+class GitCheck(ABC):
+    """A check of the repository in `root`; none holds of one that is broken."""
+
+    __slots__ = ()
+    root: str
+
+    def holds(self, state: Snapshot) -> bool:
+        """Whether it holds of the repository among these files."""
+        try:
+            return self._holds(GitFolder(state.files, self.root))
+        except (BrokenRepository, RecursionError):
+            return False
+
+    @abstractmethod
+    def _holds(self, git: GitFolder) -> bool:
+        """Whether it holds. Raises BrokenRepository."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refs:
+class Refs(GitCheck):
     """The branches, or the tags, are exactly these; `head` is the one checked out, where it is given."""
 
     root: str
@@ -30,17 +42,12 @@ class Refs:
         """By what is listed."""
         return f"{'branches' if self.kind == 'heads' else 'tags'} of {self.root}"
 
-    def holds(self, state: Snapshot) -> bool:
-        """Whether they are."""
-        return _asked(
-            state,
-            self.root,
-            lambda git: set(git.refs(self.kind)) == self.names and (not self.head or git.head == self.head),
-        )
+    def _holds(self, git: GitFolder) -> bool:
+        return set(git.refs(self.kind)) == self.names and (not self.head or git.head == self.head)
 
 
 @dataclass(frozen=True, slots=True)
-class At:
+class At(GitCheck):
     """A branch or tag is at this commit. `annotated`, where given, says which sort of tag it is."""
 
     root: str
@@ -53,10 +60,6 @@ class At:
         """By the ref."""
         return f"{self.ref} of {self.root}"
 
-    def holds(self, state: Snapshot) -> bool:
-        """Whether it is."""
-        return _asked(state, self.root, self._holds)
-
     def _holds(self, git: GitFolder) -> bool:
         found = {**git.refs("tags"), **git.refs("heads")}.get(self.ref)
         if found is None or git.resolve(self.ref) != self.sha:
@@ -65,7 +68,7 @@ class At:
 
 
 @dataclass(frozen=True, slots=True)
-class GitTree:
+class GitTree(GitCheck):
     """The files of a commit are exactly these."""
 
     root: str
@@ -77,14 +80,12 @@ class GitTree:
         """By the ref."""
         return f"files of {self.ref} in {self.root}"
 
-    def holds(self, state: Snapshot) -> bool:
-        """Whether they are."""
-        due = {path: text.encode() for path, text in self.files.items()}
-        return _asked(state, self.root, lambda git: git.tree(self.ref) == due)
+    def _holds(self, git: GitFolder) -> bool:
+        return git.tree(self.ref) == {path: text.encode() for path, text in self.files.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Subjects:
+class Subjects(GitCheck):
     """The commits of a branch along first parents, newest first: an empty text stands for any subject."""
 
     root: str
@@ -96,10 +97,6 @@ class Subjects:
         """By the ref."""
         return f"history of {self.ref} in {self.root}"
 
-    def holds(self, state: Snapshot) -> bool:
-        """Whether they are as many, with these subjects."""
-        return _asked(state, self.root, self._holds)
-
     def _holds(self, git: GitFolder) -> bool:
         found = [commit.subject for _, commit in git.history(self.ref, first_parents=True)]
         return len(found) == len(self.subjects) and all(
@@ -108,7 +105,7 @@ class Subjects:
 
 
 @dataclass(frozen=True, slots=True)
-class Reaches:
+class Reaches(GitCheck):
     """These commits are in the history of a ref, those of `without` are not; its tip has so many parents."""
 
     root: str
@@ -122,10 +119,6 @@ class Reaches:
         """By the ref."""
         return f"commits of {self.ref} in {self.root}"
 
-    def holds(self, state: Snapshot) -> bool:
-        """Whether they are."""
-        return _asked(state, self.root, self._holds)
-
     def _holds(self, git: GitFolder) -> bool:
         found = {sha for sha, _ in git.history(self.ref)}
         tip = git.commit(git.resolve(self.ref))
@@ -134,7 +127,7 @@ class Reaches:
 
 
 @dataclass(frozen=True, slots=True)
-class Clean:
+class Clean(GitCheck):
     """Nothing is left to commit: index and working tree have the files of HEAD, beside untracked ones."""
 
     root: str
@@ -143,10 +136,6 @@ class Clean:
     def name(self) -> str:
         """By the folder."""
         return f"{self.root} is clean"
-
-    def holds(self, state: Snapshot) -> bool:
-        """Whether it is."""
-        return _asked(state, self.root, self._holds)
 
     def _holds(self, git: GitFolder) -> bool:
         prefix = f"{self.root}/" if self.root else ""
