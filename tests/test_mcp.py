@@ -319,7 +319,7 @@ def test_a_server_that_ends_at_once_is_quoted():
 
 def test_a_server_that_says_nothing_is_given_up_and_ended():
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(WorldError, match=r"no answer within 0\.5 s"):
+    with pytest.raises(WorldError, match=r"no response within 0\.5 s"):
         mcp_server(command=sys.executable, args=(*SMALL, "mute"), start_timeout_s=0.5)
     assert set(psutil.Process().children(recursive=True)) <= before
 

@@ -80,7 +80,7 @@ def test_clients_choose_an_adapter_by_the_models_name(served, base, folder):
         assert '"model":"mine"' in pieces
     finally:
         post(served, "/v1/unload_lora_adapter", lora_name="mine")
-    assert "'mine' is not served here" in post(served, "/v1/completions", 404, model="mine", **asked)
+    assert "'mine' is not served; available" in post(served, "/v1/completions", 404, model="mine", **asked)
 
 
 def test_a_version_taken_in_place_reaches_the_next_token(served, base, folder, tmp_path):

@@ -1,1 +1,1 @@
-"""Messages to tokens and back."""
+"""Conversion of messages to tokens and back."""

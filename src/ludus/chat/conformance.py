@@ -1,11 +1,10 @@
-"""Does a chat template append? A check for any tokenizer with a template.
+"""Check that a chat template only appends, for any tokenizer with a template.
 
-A rollout never renders a dialogue again: it appends what was sampled and the deltas of what the environment
-said. Whoever deploys the model renders the whole dialogue with the template at every turn. The two agree
-where the template only ever appends, and where the tokenizer splits a text at the same places as its pieces.
-Many templates do not (they drop the thinking of earlier turns, say). Training stays exact then, as what is
-trained is what was sampled; but the model is served other tokens than it was trained on, from the turn that
-the report names.
+A rollout never renders a dialogue twice: it appends sampled tokens and the deltas of the environment's
+messages. A deployed model renders the whole dialogue with the template at every turn. Both agree if the
+template only appends, and if the tokenizer splits a text at the same places as its pieces. Many templates do
+not, for example because they drop the thinking of earlier turns. Training is still exact, since it uses the
+sampled tokens; but in deployment the model sees other tokens than in training, from the reported turn on.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _EXCERPT = 60
 
 @dataclass(frozen=True, slots=True)
 class ProbeDialogue:
-    """A dialogue to check a template with. It ends with an assistant message."""
+    """A test dialogue that ends with an assistant message."""
 
     name: str
     messages: tuple[Message, ...]
@@ -34,7 +33,7 @@ class ProbeDialogue:
 
 @dataclass(frozen=True, slots=True)
 class ConformanceFailure:
-    """One disagreement: in which dialogue, at which assistant turn (from 0), what, and both texts there.
+    """One disagreement: dialogue, assistant turn (from 0), description, and both texts.
 
     A prompt belongs to turn 0, an observation to the turn before it.
     """
@@ -48,26 +47,26 @@ class ConformanceFailure:
 
 @dataclass(frozen=True, slots=True)
 class ConformanceReport:
-    """What `check_conformance` found."""
+    """Result of `check_conformance`."""
 
     num_dialogues: int
     failures: tuple[ConformanceFailure, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether there is no failure."""
+        """Whether there are no failures."""
         return not self.failures
 
 
 def check_conformance(
     renderer: TemplateRenderer, dialogues: Sequence[ProbeDialogue] | None = None
 ) -> ConformanceReport:
-    """Compare appended segments with whole renderings, on the built-in dialogues unless others are given.
+    """Compare appended segments with whole renderings, on the built-in dialogues by default.
 
-    For each dialogue: prompt, actions and deltas, joined, are the tokens of the whole dialogue rendered and
-    encoded at once, up to what the template puts after the last end of turn; each action holds the
-    end-of-turn token once, at its end, and reads back to its message; nothing that users or tools say
-    becomes a special token. A template that refuses a dialogue is a failure in the report, never an error.
+    For each dialogue: prompt, actions and deltas, joined, are the tokens of the whole rendered dialogue, up
+    to the text after the last end of turn; each action contains the end-of-turn token once, at its end, and
+    parses to its message; user and tool messages produce no special token. A template that refuses a dialogue
+    is a failure in the report, not an error.
     """
     probes = probe_dialogues() if dialogues is None else tuple(dialogues)
     failures = tuple(failure for probe in probes for failure in _check(renderer, probe))
@@ -88,7 +87,7 @@ def _check(renderer: TemplateRenderer, probe: ProbeDialogue) -> Iterator[Conform
 
 
 def _refused_at(renderer: TemplateRenderer, probe: ProbeDialogue) -> int:
-    """The first assistant turn up to which the dialogue cannot be rendered."""
+    """Return the first assistant turn up to which the dialogue cannot be rendered."""
     turns = _assistant_at(probe.messages)
     for turn, at in enumerate(turns):
         try:
@@ -102,7 +101,7 @@ def _refused_at(renderer: TemplateRenderer, probe: ProbeDialogue) -> int:
 def _difference(
     renderer: TemplateRenderer, probe: ProbeDialogue, segments: Sequence[Segment], whole: str
 ) -> ConformanceFailure | None:
-    """The first place where the segments are not the tokens of the whole text, and why."""
+    """Return the first position where the segments differ from the whole text's tokens, and why."""
     expected = renderer.tokenizer.encode(whole, add_special_tokens=False)
     got = [token for segment in segments for token in segment.tokens]
     same = _common(expected, got)
@@ -124,7 +123,7 @@ def _difference(
 
 
 def _text_is_same(renderer: TemplateRenderer, whole: str, got: Sequence[int]) -> bool:
-    """Whether the difference is one of tokens only."""
+    """Return whether only the tokens differ, not the text."""
     decode, encode = renderer.tokenizer.decode, renderer.tokenizer.encode
     return decode(encode(whole, add_special_tokens=False)).startswith(decode(got))
 
@@ -154,7 +153,7 @@ def _lost(part: str, alone: str, whole: str) -> bool:
 def _check_actions(
     renderer: TemplateRenderer, probe: ProbeDialogue, segments: Sequence[Segment]
 ) -> Iterator[ConformanceFailure]:
-    """Each action ends with its end-of-turn token, holds no other, and reads back to its message."""
+    """Check that each action ends with its only end-of-turn token and parses to its message."""
     (end,) = renderer.stop_token_ids
     messages = [message for message in probe.messages if message["role"] == "assistant"]
     actions = [segment for segment in segments if segment.kind == "action"]
@@ -170,7 +169,7 @@ def _check_actions(
 
 
 def _unread(renderer: TemplateRenderer, message: Message, segment: Segment) -> tuple[str, str, str] | None:
-    """What of a message does not read back from its action, with the message's side and what was read."""
+    """Return the first part of a message that does not parse back, with both versions; or None."""
     text = decode_exactly(renderer.tokenizer, segment.tokens)
     read = renderer.parse(segment.tokens, segment.turn, "stop").message
     thought, said = message.get("reasoning_content", ""), message["content"].strip()
@@ -195,7 +194,7 @@ def _fault(part: str, *, left_out: bool) -> str:
 
 
 def _called(message: Message) -> list[tuple[str, str]]:
-    """Names and arguments of the calls, the latter as JSON in one spelling, their order kept."""
+    """Return names and arguments of the calls, the latter as normalized JSON in their order."""
     functions = [call["function"] for call in message.get("tool_calls", [])]
     return [(f["name"], json.dumps(json.loads(f["arguments"]), ensure_ascii=False)) for f in functions]
 
@@ -203,7 +202,7 @@ def _called(message: Message) -> list[tuple[str, str]]:
 def _check_control(
     renderer: TemplateRenderer, probe: ProbeDialogue, segments: Sequence[Segment]
 ) -> Iterator[ConformanceFailure]:
-    """The special tokens are those of the same dialogue with harmless words from users and tools."""
+    """Check that special tokens equal those of the same dialogue with harmless user and tool messages."""
     control = control_ids(renderer.tokenizer)
     harmless = tuple(_harmless(message) for message in probe.messages)
     for segment, plain in zip(segments, render_dialogue(renderer, harmless, probe.tools), strict=True):
@@ -231,7 +230,7 @@ def _assistant_at(messages: Sequence[Message]) -> list[int]:
 
 
 def _segment_at(segments: Sequence[Segment], position: int) -> Segment:
-    """The segment that holds the token at a position of the joined segments."""
+    """Return the segment that contains the token at a position of the joined segments."""
     for segment in segments:
         if position < len(segment.tokens):
             return segment
@@ -240,12 +239,12 @@ def _segment_at(segments: Sequence[Segment], position: int) -> Segment:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """The number of equal tokens at the beginning."""
+    """Return the length of the common prefix."""
     pairs = zip(left, right, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
-# The built-in dialogues.
+# Built-in dialogues.
 
 _SYSTEM = Message(role="system", content="Answer briefly. Look up what you do not know.")
 _HOSTILE = (
@@ -256,7 +255,7 @@ _HOSTILE = (
 
 
 def probe_dialogues() -> tuple[ProbeDialogue, ...]:
-    """The built-in dialogues: what happens in rollouts, and what tools may say."""
+    """Return the built-in dialogues: typical rollouts and adversarial tool output."""
     look_up = tool(name="look_up")(_look_up)
     with_tools = {**_searches(), **_outputs()}
     chat = _chat()
@@ -268,7 +267,7 @@ def probe_dialogues() -> tuple[ProbeDialogue, ...]:
 
 
 def _searches() -> dict[str, tuple[Message, ...]]:
-    """The ways in which a model calls."""
+    """Return dialogues with all kinds of calls."""
     paris, rome = _call("call_0_0", query="Paris", k=3), _call("call_0_1", query="Rome")
     quoted = _call("call_1_0", k=1, query='the "Seine"\nand its \\ banks')
     return {
@@ -302,7 +301,7 @@ def _searches() -> dict[str, tuple[Message, ...]]:
 
 
 def _outputs() -> dict[str, tuple[Message, ...]]:
-    """What tools may say."""
+    """Return dialogues with unusual tool output."""
     lines = "\n".join(f"{i}. Line {i * i} of the page." for i in range(200))
     outputs = {"empty": "", "blank": "\n\n  \t\n", "long": lines, "hostile": _HOSTILE}
     call = _turn(_call("call_0_0", query="page"))
@@ -310,7 +309,7 @@ def _outputs() -> dict[str, tuple[Message, ...]]:
 
 
 def _chat() -> tuple[Message, ...]:
-    """Answers that users go on from."""
+    """Return a dialogue of several user turns."""
     return (
         _SYSTEM,
         Message(role="user", content=f"Hello! What does {_HOSTILE} mean?"),

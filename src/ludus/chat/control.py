@@ -1,16 +1,15 @@
-"""Text that others wrote must not become control tokens.
+"""Prevent text from users and tools from becoming control tokens.
 
-A tokenizer turns the string `<|im_end|>` into the end-of-turn token wherever it stands, also inside a tool's
-output: whoever writes a page that a tool fetches could end the tool's turn and speak as the user. Before a
-message reaches the template, such strings in it are broken with a character that has no width, so that they
-look the same and encode as ordinary text. The same broken messages are used for the prompt, the deltas and
-whole dialogues, so that these agree with each other.
+A tokenizer encodes the string `<|im_end|>` as the end-of-turn token anywhere, also in a tool's output: the author
+of a fetched page could end the tool's turn and speak as the user. Before rendering, such strings are broken
+with a zero-width character, so that they look the same but encode as ordinary text. The prompt, the deltas
+and whole dialogues use the same broken messages, so that they agree.
 
 - In `user` and `tool` messages every special token of the tokenizer is broken.
-- In `tool` messages also the marks of the protocol: tokens that are not special but stand in the template
-  (`<tool_call>`, `<think>`), and the tags that wrap tool output. A user may write these, as instructions do.
-- `system` and `assistant` messages stay as they are: the environment's author wrote the first, and what the
-  model sampled is kept as tokens anyway.
+- In `tool` messages also protocol marks are broken: non-special tokens that occur in the template
+  (`<tool_call>`, `<think>`), and the tags around tool output. Users may write these, as in instructions.
+- `system` and `assistant` messages are unchanged: the environment's author wrote the former, and sampled
+  text is kept as tokens.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ _BREAKS = ("\u200b", "\u2060", " ", "\ufffd")
 
 
 class AddedToken(Protocol):
-    """A token that a tokenizer finds before all others; `str` gives its text."""
+    """A token matched before all others; `str` returns its text."""
 
     @property
     def special(self) -> bool: ...
 
 
 class ControlTokenizer(Protocol):
-    """What a guard needs of a Hugging Face tokenizer."""
+    """The tokenizer methods that a guard needs."""
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
@@ -45,18 +44,18 @@ class ControlTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class ControlGuard:
-    """Breaks control strings in the text of messages. Text without any stays as it is."""
+    """Breaks control strings in the text of messages. Other text is unchanged."""
 
     special: tuple[str, ...]
     """The special tokens."""
     marks: tuple[str, ...]
-    """What is broken besides these in tool output."""
+    """Strings also broken in tool output."""
     _breaker: str
     _special: re.Pattern[str]
     _all: re.Pattern[str]
 
     def message(self, message: Message) -> Message:
-        """The message, safe to put into a template."""
+        """Return the message, safe to render with a template."""
         if message["role"] not in ("user", "tool"):
             return message
         safe = message.copy()
@@ -64,7 +63,7 @@ class ControlGuard:
         return safe
 
     def text(self, text: str, *, from_tool: bool) -> str:
-        """The text without control strings. Breaking one may uncover another, hence the loop."""
+        """Return the text without control strings. Repeats, since breaking one may uncover another."""
         pattern = self._all if from_tool else self._special
         while pattern.search(text):
             text = pattern.sub(lambda match: _broken(match.group(), self._breaker), text)
@@ -72,16 +71,16 @@ class ControlGuard:
 
 
 def control_ids(tokenizer: ControlTokenizer) -> frozenset[int]:
-    """The ids of the special tokens."""
+    """Return the ids of the special tokens."""
     return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
 def make_guard(
     tokenizer: ControlTokenizer, template: str = "", wrappers: Sequence[str] = WRAPPERS
 ) -> ControlGuard:
-    """The guard for a tokenizer, its chat template (Jinja text) and the tags around tool output.
+    """Create the guard for a tokenizer, its Jinja chat template and the tags around tool output.
 
-    Raises `UserError` where no break keeps this tokenizer from making special tokens of text.
+    Raises `UserError` if no break prevents this tokenizer from producing special tokens from text.
     """
     added = list(tokenizer.added_tokens_decoder.values())
     special = tuple(str(token) for token in added if token.special)
@@ -92,7 +91,7 @@ def make_guard(
 
 
 def _breaker(tokenizer: ControlTokenizer, strings: Sequence[str]) -> str:
-    """The first break after which this tokenizer makes no control token of any of the strings."""
+    """Return the first break that prevents control tokens for all strings."""
     control = control_ids(tokenizer)
     for breaker in _BREAKS:
         text = "\n".join(_broken(string, breaker) for string in strings)
@@ -100,7 +99,7 @@ def _breaker(tokenizer: ControlTokenizer, strings: Sequence[str]) -> str:
         if not contained and control.isdisjoint(tokenizer.encode(text, add_special_tokens=False)):
             return breaker
     raise UserError(
-        "The tokenizer makes special tokens of ordinary text, so tool output could end a turn.",
+        "The tokenizer produces special tokens from ordinary text, so tool output could end a turn.",
         "Check the special tokens in its tokenizer_config.json.",
     )
 
@@ -110,6 +109,6 @@ def _broken(token: str, breaker: str) -> str:
 
 
 def _any_of(strings: Iterable[str]) -> re.Pattern[str]:
-    """A pattern for any of the strings, the longest first; one that matches nothing where there is none."""
+    """Return a pattern of all strings, longest first; it matches nothing if there are none."""
     ordered = sorted({string for string in strings if string}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")

@@ -1,4 +1,4 @@
-"""Guides for tool calls: what an action may look like so that every call in it can be executed."""
+"""Guides for tool calls: constrain an action so that every call in it is executable."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from ludus.chat.parse_hermes import CLOSE, OPEN
 from ludus.tools.base import ToolSchema
 from ludus.types import JSON, Guide
 
-GUIDES_EXIST = "They exist for templates that write calls as Hermes, Qwen2.5 and Qwen3 do."
-"""The hint of every refusal."""
+GUIDES_EXIST = "They support templates with the call format of Hermes, Qwen2.5 and Qwen3."
+"""Hint of every refusal."""
 JSON_STYLE: dict[str, dict[str, JSON]] = {
     "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 }
-"""Blanks as `json.dumps` sets them: a model that may choose them can go on for ever."""
+"""Whitespace as in `json.dumps`: if the model could choose it, it might never end."""
 _THINKING = ("<think>", "</think>")
 _TEXT = r"TEXT: /(.|\n)+/ & ~/(.|\n)*(<tool_call>|<\/tool_call>)(.|\n)*/"
 
 
 class AddedVocabulary(Protocol):
-    """The part of a tokenizer that tells which tokens stand apart from text."""
+    """The part of a tokenizer that lists its added tokens."""
 
     def get_added_vocab(self) -> dict[str, int]: ...
 
 
 def hermes_guide(tools: Sequence[ToolSchema], tokenizer: AddedVocabulary) -> Guide:
-    """Free text with any number of calls in the format of Hermes, each of a tool that there is.
+    """Return a grammar of free text with any number of Hermes calls of the given tools.
 
-    Arguments keep to the tool's schema. For guided sampling, which changes the distribution that is sampled
-    from: leave it off in training.
+    Arguments must match the tool's schema. For guided sampling only: it changes the sampled distribution, so
+    do not use it in training.
     """
     opening, closing = (_terminal(tag, tokenizer) for tag in (OPEN, CLOSE))
     calls = " | ".join(f"call_{i}" for i in range(len(tools)))
@@ -51,6 +51,6 @@ def hermes_guide(tools: Sequence[ToolSchema], tokenizer: AddedVocabulary) -> Gui
 
 
 def _terminal(tag: str, tokenizer: AddedVocabulary) -> str:
-    """A tag in a grammar: by its number where it is one added token, else as text."""
+    """Return a tag in a grammar: its id if it is an added token, otherwise text."""
     number = tokenizer.get_added_vocab().get(tag)
     return json.dumps(tag) if number is None else f"<[{number}]>"

@@ -1,19 +1,19 @@
-"""From the model's text to an `Action`: one parser for each way of writing tool calls.
+"""Parse the model's text to an `Action`: one parser per tool-call format.
 
-A parser takes the text of one action, decoded from its tokens without the end-of-turn token, and returns an
-`Action`. These rules hold for all of them:
+A parser takes the decoded text of one action, without the end-of-turn token, and returns an `Action`. Rules
+for all parsers:
 
-- A parser never raises, whatever the text. What was meant as a call and is none becomes a `CallError` whose
-  reason tells the model what to write instead.
+- A parser never raises. A malformed call becomes a `CallError` whose reason tells the model what to write
+  instead.
 - Calls and errors share one count, in the order of the text: ids are `call_{turn}_{index}`.
-- `message["content"]` is the text outside the well-formed calls, with the blanks at the ends removed. A
-  malformed call stays in it, so that the transcript shows what the model wrote.
-- Thinking goes to `message["reasoning_content"]`, and no call inside it counts (rules: `split_thinking`).
+- `message["content"]` is the text outside the well-formed calls, stripped. A malformed call stays in it, so
+  that the transcript shows what the model wrote.
+- Thinking goes to `message["reasoning_content"]`; calls inside it are ignored (see `split_thinking`).
 - Arguments are plain JSON: finite numbers, no lone surrogates, at most `MAX_DEPTH` levels. Their text in the
-  message keeps Unicode as it is, and reads back to the same values.
-- Empty text gives an action with empty content, without calls or errors.
+  message keeps Unicode unescaped and parses back to the same values.
+- Empty text yields an action with empty content, without calls or errors.
 
-A new format is one file with a parser and one line in `PARSERS`.
+A new format needs one file with a parser and one line in `PARSERS`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LLAMA3_MARKS = ("<|python_tag|>", '"parameters":')
 
 
 class ToolCallParser(Protocol):
-    """Reads the tool calls out of one action's text. Never raises."""
+    """Parses the tool calls in one action's text. Never raises."""
 
     @property
     def name(self) -> str: ...
@@ -60,10 +60,10 @@ PARSERS: Mapping[str, ToolCallParser] = MappingProxyType(
 
 
 def detect(chat_template: str) -> str:
-    """Return the name of the parser for the tool calls that `chat_template` (Jinja text) writes.
+    """Return the name of the parser for the tool calls of a Jinja `chat_template`.
 
     `<tool_call>` means hermes. A list of Python calls, as an example or as the template builds it, means
-    pythonic; `<|python_tag|>` or a `"parameters":` key means llama3. Without any of these, hermes.
+    pythonic; `<|python_tag|>` or a `"parameters":` key means llama3. The default is hermes.
     """
     if "<tool_call>" in chat_template:
         return "hermes"

@@ -1,4 +1,4 @@
-"""What the parsers share: an action under construction, and thinking apart from the rest."""
+"""Shared by the parsers: an action under construction, and the separation of thinking."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ludus.types import JSON, Action, CallError, Message, MessageToolCall, ToolCall
 
 MAX_DEPTH = 64
-"""Levels of lists and objects in the arguments of a call. Deeper ones are an error."""
+"""Maximum nesting of lists and objects in the arguments of a call."""
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
@@ -19,7 +19,7 @@ _FENCE_LANGUAGE = re.compile(r"[\w-]*(?=[\s{\[])")
 
 
 class Malformed(ValueError):
-    """A would-be call is none. `reason` is a sentence that the model can act on. Never leaves a parser."""
+    """A malformed call. `reason` is a sentence that the model can act on. Never leaves a parser."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -28,7 +28,7 @@ class Malformed(ValueError):
 
 @dataclass
 class ParsedDraft:
-    """An action under construction. Calls and errors are numbered in the order in which they are added."""
+    """An action under construction. Calls and errors are numbered in the order of addition."""
 
     turn: int
     calls: list[ToolCall] = field(default_factory=list)
@@ -45,7 +45,7 @@ class ParsedDraft:
         self.calls.append(ToolCall(self._next_id(), name, arguments))
 
     def fail(self, text: str, reason: str, content: str | None = None) -> None:
-        """Add a malformed call; its text, or `content` in its place, stays in the content."""
+        """Add a malformed call; its text, or `content` instead, stays in the content."""
         self.errors.append(CallError(self._next_id(), text, reason))
         self.say(text if content is None else content)
 
@@ -68,13 +68,12 @@ def _in_openai_shape(call: ToolCall) -> MessageToolCall:
 
 
 def split_thinking(text: str, inside_call: Callable[[int], bool]) -> tuple[str | None, str]:
-    """Return the thinking (None where there is none) and the text after it.
+    """Return the thinking (None if there is none) and the text after it.
 
-    `<think>...</think>` at the start is thinking, and so is another such block directly after it; without
-    `</think>` everything is. Where the generation prompt has already opened `<think>`, the text starts
-    inside: a `</think>` without a `<think>` before it ends thinking that began with the text. The exception
-    is a `</think>` at an offset for which `inside_call` says that it belongs to the arguments of a call. A
-    `<think>` after other text is ordinary text.
+    `<think>...</think>` at the start is thinking, and so is an adjacent second block; without `</think>`
+    everything is. If the generation prompt has opened `<think>`, the text starts inside: a `</think>` without
+    a preceding `<think>` ends thinking that began with the text, unless `inside_call` returns that its offset
+    belongs to a call's arguments. A `<think>` after other text is ordinary text.
     """
     thoughts: list[str] = []
     rest = text
@@ -89,9 +88,9 @@ def split_thinking(text: str, inside_call: Callable[[int], bool]) -> tuple[str |
 
 
 def parse_whole(text: str, turn: int, fill: Callable[[ParsedDraft, str], None]) -> Action:
-    """Parse a format whose calls make up the whole text, with thinking before them taken off.
+    """Parse a format in which calls make up the whole text after the thinking.
 
-    A text that is calls from end to end holds no thinking, so that arguments may contain `</think>`.
+    A text that consists of calls contains no thinking, so arguments may contain `</think>`.
     """
     whole = ParsedDraft(turn)
     fill(whole, text)
@@ -106,7 +105,7 @@ def parse_whole(text: str, turn: int, fill: Callable[[ParsedDraft, str], None]) 
 
 
 def unfence(text: str) -> str:
-    """Return the inside of a Markdown fence around the whole text, or the text, without outer blanks."""
+    """Return the inside of a Markdown fence around the whole text, or the stripped text."""
     stripped = text.strip()
     if len(stripped) < 2 * len(_FENCE) or not (stripped.startswith(_FENCE) and stripped.endswith(_FENCE)):
         return stripped
@@ -116,7 +115,7 @@ def unfence(text: str) -> str:
 
 
 def deeper_than(value: object, limit: int) -> bool:
-    """Say whether lists and dicts in `value` nest in more than `limit` levels."""
+    """Return whether lists and dicts in `value` nest in more than `limit` levels."""
     level = [value]
     for _ in range(limit + 1):
         level = [child for node in level for child in _children(node)]
@@ -132,7 +131,7 @@ def _children(node: object) -> list[object]:
 
 
 def check_plain(arguments: dict[str, JSON]) -> dict[str, JSON]:
-    """Return `arguments` if JSON text can hold them and UTF-8 can hold that text. Raises Malformed."""
+    """Return `arguments` if they can be encoded as JSON and UTF-8. Raises Malformed."""
     if deeper_than(arguments, MAX_DEPTH):
         raise Malformed(f"The arguments nest deeper than {MAX_DEPTH} levels. Make them flatter.")
     try:

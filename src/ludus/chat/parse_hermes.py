@@ -20,15 +20,15 @@ _UNTAGGED = f"The call has no tags. Write it between {OPEN} and {CLOSE}."
 
 @dataclass(frozen=True, slots=True)
 class HermesParser:
-    """Reads `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times.
+    """Parses any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-    Accepted as well: `parameters` for `arguments`, arguments as JSON text, no arguments, a Markdown fence
-    around the JSON, and an unclosed tag whose JSON is complete at the end of the text (the stop token often
-    comes first). Tags inside JSON strings are part of the string. Text around the calls is content.
+    Also accepts `parameters` for `arguments`, arguments as JSON text, no arguments, a Markdown fence around
+    the JSON, and an unclosed tag with complete JSON at the end of the text (the stop token often comes
+    first). Tags inside JSON strings belong to the string. Text around the calls is content.
 
-    Errors: broken JSON, JSON that is no call, tags in tags (one error, up to the tag that closes the outer
-    one or the end), a closing tag alone (its text reaches back to the call before it), and a text that is
-    nothing but a call without tags.
+    Errors: broken JSON, JSON that is not a call, nested tags (one error, up to the tag that closes the outer
+    one or the end), a lone closing tag (its text reaches back to the previous call), and a text that is a
+    call without tags.
     """
 
     name: str = "hermes"

@@ -1,4 +1,4 @@
-"""JSON as models write it: strict decoding, reasons that help, and an object read as a call."""
+"""JSON as written by models: strict decoding, helpful errors, and objects parsed as calls."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def skip_blanks(text: str, start: int) -> int:
 
 
 def decode_prefix(text: str, start: int = 0) -> tuple[object, int]:
-    """Decode the JSON value at `start` (blanks before it are skipped); return it and the offset after it.
+    """Decode the JSON value at `start`, skipping blanks; return it and the offset after it.
 
-    Of a repeated key the last value wins. Raises Malformed: broken JSON, NaN and infinities, numbers beyond
-    a float, too many digits or levels.
+    The last value of a repeated key wins. Raises Malformed for broken JSON, NaN and infinities, numbers
+    beyond a float, and too many digits or levels.
     """
     begin = skip_blanks(text, start)
     try:
@@ -50,7 +50,7 @@ def decode_prefix(text: str, start: int = 0) -> tuple[object, int]:
 
 
 def decode(text: str) -> object:
-    """Decode a text that is one JSON value and nothing else. Raises Malformed as `decode_prefix` does."""
+    """Decode a text that is exactly one JSON value. Raises Malformed as `decode_prefix`."""
     value, end = decode_prefix(text)
     after = text[end:].strip()
     if after:
@@ -61,10 +61,10 @@ def decode(text: str) -> object:
 
 
 def call_of(value: object, key: str) -> tuple[str, dict[str, JSON]]:
-    """Read a decoded value as a call: its name and its arguments. Raises Malformed.
+    """Parse a decoded value as a call; return name and arguments. Raises Malformed.
 
-    The arguments stand under `arguments` or, in its absence, `parameters`, as an object or as JSON text of
-    one; without either there are none. `key` is the one that the reasons of the errors name.
+    The arguments are an object, or JSON text of one, under `arguments` or else `parameters`; missing
+    arguments are empty. `key` is the name used in error messages.
     """
     if not isinstance(value, dict):
         raise Malformed(f'A call is a JSON object with "name" and "{key}", not {_kind(value)}.')
@@ -106,7 +106,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite
 
 
 def _reason(error: json.JSONDecodeError, begin: int) -> str:
-    """Say what is wrong with the JSON, and where, in words that do not depend on Python's version."""
+    """Describe the JSON error and its position, independently of Python's version."""
     rest = error.doc[error.pos :]
     if not rest.strip():
         return "The JSON ends too early. Close every quote, bracket and brace."

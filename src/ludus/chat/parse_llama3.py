@@ -1,4 +1,4 @@
-"""The JSON format of Llama 3.1 and later: the whole text is a call, or several separated by `;`."""
+"""The JSON format of Llama 3.1 and later: the whole text is one call, or several separated by `;`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ _NOTHING = f"Nothing follows {PYTHON_TAG}. Write a JSON object with name and par
 
 @dataclass(frozen=True, slots=True)
 class Llama3Parser:
-    """Reads `{"name": ..., "parameters": {...}}` as the whole text, several separated by `;`.
+    """Parses `{"name": ..., "parameters": {...}}` as the whole text, or several separated by `;`.
 
-    `<|python_tag|>` may come first, also after other text; what follows it is meant as calls. Accepted as
-    well: `arguments` for `parameters`, a `type` key, no parameters, a Markdown fence around the whole.
+    `<|python_tag|>` may come first, also after other text; calls must follow it. Also accepts `arguments` for
+    `parameters`, a `type` key, no parameters, and a Markdown fence around the whole.
 
-    Without the tag, JSON that has neither parameters nor arguments is an answer and so content, unless it has
-    a name and nothing else but a type. What follows a call without `;` is one error, to the end; so is a
-    call with other text before it.
+    Without the tag, JSON without parameters or arguments is content, unless it has only a name and possibly a
+    type. Text that follows a call without `;` is one error, to the end; so is a call after other text.
     """
 
     name: str = "llama3"

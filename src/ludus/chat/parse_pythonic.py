@@ -1,6 +1,6 @@
-"""The format of Llama 3.2 and 4 and of others: a list of Python calls, `[f(a=1, b="x"), g()]`.
+"""The format of Llama 3.2, Llama 4 and others: a list of Python calls, `[f(a=1, b="x"), g()]`.
 
-The text is read with `ast` and never evaluated.
+The text is parsed with `ast` and never evaluated.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
 
 @dataclass(frozen=True, slots=True)
 class PythonicParser:
-    """Reads a list of calls with keyword arguments that are literals; tuples become lists.
+    """Parses a list of calls whose keyword arguments are literals; tuples become lists.
 
-    `<|python_tag|>` or `<|python_start|>` may come first, `<|python_end|>` last, and a Markdown fence around
-    the whole is accepted. A list that does not start with a call is an answer and so content.
+    Accepts a leading `<|python_tag|>` or `<|python_start|>`, a trailing `<|python_end|>`, and a Markdown
+    fence around the whole. A list that does not start with a call is content.
 
-    Errors: a list that does not parse (one error for the whole), a positional argument, a repeated or
-    starred one, anything but a literal as its value, an item that is no call, and a call without the list.
+    Errors: a list that does not parse (one error for the whole), positional, repeated or starred arguments,
+    values that are not literals, items that are not calls, and a call outside a list.
     """
 
     name: str = "pythonic"
@@ -62,7 +62,7 @@ def _fill(draft: ParsedDraft, text: str) -> None:
 def _items(body: str) -> list[ast.expr]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an escape such as "\d" is the model's affair
+            warnings.simplefilter("ignore")  # the model may write invalid escapes such as "\d"
             tree = ast.parse(body, mode="eval").body
     except SyntaxError as error:
         raise Malformed(f"This is not a Python list of calls ({error.msg}). {_EXAMPLE}") from None
@@ -99,7 +99,7 @@ def _dotted(func: ast.expr) -> str:
 
 
 def _literal(node: ast.expr, levels: int) -> JSON:
-    """Return the JSON value that a literal stands for. Raises Malformed for anything else."""
+    """Return the JSON value of a literal. Raises Malformed for anything else."""
     if levels < 0:
         raise Malformed(f"The arguments nest deeper than {MAX_DEPTH} levels. Make them flatter.")
     match node:

@@ -1,7 +1,7 @@
-"""Text protocols in tags, for base models: Search-R1's and ReTool's.
+"""Tag protocols for base models: Search-R1's and ReTool's.
 
-Search-R1 (Jin et al. 2025, arXiv:2503.09516) writes `<think>`, `<search>` and `<answer>`; ReTool (Feng et al.
-2025, arXiv:2504.11536) writes `<code>` and `<answer>`.
+Search-R1 (Jin et al. 2025, arXiv:2503.09516) uses `<think>`, `<search>` and `<answer>`; ReTool (Feng et al.
+2025, arXiv:2504.11536) uses `<code>` and `<answer>`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from ludus.chat.parse_draft import THINK_CLOSE, THINK_OPEN, ParsedDraft, split_t
 from ludus.types import Action
 
 ANSWER = "answer"
-"""The tag of the answer, in every protocol."""
+"""Tag of the answer in every protocol."""
 _TO_ANSWER = f"To answer, I write the answer between <{ANSWER}> and </{ANSWER}>."
 
 
 @dataclass(frozen=True, slots=True)
 class TagProtocol:
-    """A call is the text between the tags `call`: the `argument` of the `tool`, which is `said` to the model.
+    """A call is the text between the tags `call`: the `argument` of the `tool`, named `said` to the model.
 
-    What comes back stands between the tags `result`. Where it `is_program`, the blanks that begin its first
-    line belong to it, and a Markdown fence around it does not.
+    Results are returned between the tags `result`. If it `is_program`, leading blanks of its first line are
+    kept, and a Markdown fence around it is removed.
     """
 
     name: str
@@ -57,19 +57,19 @@ RETOOL = TagProtocol(
 
 @dataclass(frozen=True, slots=True)
 class TagsParser:
-    """Reads `<search>query</search>`, say, as a call and `<answer>text</answer>` as the answer.
+    """Parses, for example, `<search>query</search>` as a call and `<answer>text</answer>` as the answer.
 
-    After the thinking, the first pair of tags that is complete counts, as in Search-R1; what follows it does
-    not act. The content of an answer is the text between its tags alone. The engine stops at the closing
-    tags and keeps them, so that a tag without its closing one is an error, as is a text with no pair at all,
-    or an empty call. An empty answer gives empty content and no error.
+    After the thinking, only the first complete pair of tags counts, as in Search-R1. The content of an answer
+    is the text between its tags. The engine stops at closing tags and keeps them, so an unclosed tag is an
+    error, as are a text without a pair and an empty call. An empty answer has empty content and is not an
+    error.
     """
 
     protocol: TagProtocol
 
     @property
     def name(self) -> str:
-        """The protocol's name."""
+        """Name of the protocol."""
         return self.protocol.name
 
     def parse(self, text: str, *, turn: int) -> Action:
@@ -102,7 +102,7 @@ def _fill(draft: ParsedDraft, rest: str, whole: str, protocol: TagProtocol) -> N
 
 
 def _program(text: str) -> str:
-    """A program without the empty lines and the fence around it."""
+    """Return a program without surrounding empty lines and fence."""
     inner = unfence(text)
     if inner != text.strip():
         return inner
@@ -113,7 +113,7 @@ def _program(text: str) -> str:
 
 
 def _first_pair(text: str, tag: str) -> tuple[int, int, str] | None:
-    """Return where the first opening tag and the closing tag after it begin and end, and the tag."""
+    """Return start and end of the first opening tag with the next closing tag, and the tag."""
     start = text.find(f"<{tag}>")
     close = text.find(f"</{tag}>", start) if start >= 0 else -1
     return (start, close + len(f"</{tag}>"), tag) if close >= 0 else None

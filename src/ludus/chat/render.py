@@ -1,10 +1,9 @@
-"""Messages to tokens: the renderer protocol, and the renderer of a model's own chat template.
+"""Render messages to tokens: the renderer protocol, and the renderer of chat templates.
 
-Only three things are ever turned from text into tokens: the prompt, what the environment says, and (for
-supervised training) demonstrations. What the model sampled is kept as it was sampled and never rendered
-again; observations are appended after it as *deltas*, the exact tokens that the template puts between the
-end of one assistant turn and the beginning of the next. What users and tools say is kept from becoming
-control tokens on the way (`ludus.chat.control`).
+Only three things are tokenized: the prompt, the environment's messages, and (for supervised training)
+demonstrations. Sampled tokens are kept and never rendered again; observations are appended as *deltas*, the
+exact tokens that the template puts between the end of one assistant turn and the beginning of the next.
+Control strings in user and tool messages are broken (`ludus.chat.control`).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _PROBE: ToolSchema = {
 
 
 class Tokenizer(Protocol):
-    """What the chat layer needs of a Hugging Face tokenizer."""
+    """The methods that the chat layer needs of a Hugging Face tokenizer."""
 
     chat_template: Any
 
@@ -61,12 +60,12 @@ class Tokenizer(Protocol):
 
 
 def decode_exactly(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special: bool = False) -> str:
-    """The text of the tokens, without the tidying of blanks that some tokenizers are set to."""
+    """Decode tokens without cleaning up spaces."""
     return tokenizer.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
 
 
 class Renderer(Protocol):
-    """How one kind of rendering turns messages into tokens and sampled tokens into an action."""
+    """Converts messages to tokens, and sampled tokens to an action."""
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -75,36 +74,36 @@ class Renderer(Protocol):
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an action; a sampled one belongs to it."""
+        """Tokens that end an action and belong to it."""
         ...
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
-        """The tokens that open the episode, up to where the model begins to write."""
+        """Return the tokens of the prompt, up to where the model starts to write."""
         ...
 
     def parse(self, tokens: Sequence[int], turn: int, finish_reason: FinishReason) -> Action:
-        """Read an action. Never raises, whatever was sampled."""
+        """Parse an action. Never raises."""
         ...
 
     def observation(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens between the end of a sampled action and the beginning of the next."""
+        """Return the tokens between the end of a sampled action and the beginning of the next."""
         ...
 
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
-        """The tokens that the model should have sampled to say `message` (demonstrations only)."""
+        """Return the tokens that represent `message` as a sampled action (demonstrations only)."""
         ...
 
     def guide(self, tools: Sequence[Tool]) -> Guide:
-        """What an action is like whose calls can all be executed. Raises UserError where there is none."""
+        """Return a guide that makes all calls executable. Raises UserError if unsupported."""
         ...
 
 
 def render_dialogue(
     renderer: Renderer, messages: Sequence[Message], tools: Sequence[Tool]
 ) -> tuple[Segment, ...]:
-    """A whole dialogue as segments, by the same steps as a rollout takes. For demonstrations.
+    """Render a whole dialogue as segments, in the same steps as a rollout. For demonstrations.
 
-    Raises ValueError where the dialogue has no assistant message.
+    Raises ValueError if there is no assistant message.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
@@ -121,14 +120,13 @@ def render_dialogue(
 
 @dataclass(frozen=True)
 class TemplateRenderer:
-    """Renders with the model's own chat template.
+    """Renders with the model's chat template.
 
-    `parser` names how tool calls are written; `auto` reads it off the template. What a template leaves out
-    is written as text: tools and the way to call them into the system message, thinking into the content,
-    the system message into the first user message.
+    `parser` names the tool-call format; `auto` detects it from the template. Features that the template lacks
+    are written as text: tools and call instructions into the system message, thinking into the content, the
+    system message into the first user message.
 
-    Raises `UserError` where there is no template, where it refuses a dialogue, and where it gives a turn no
-    end.
+    Raises `UserError` if there is no template, if it refuses a dialogue, or if it puts no end on a turn.
     """
 
     tokenizer: Tokenizer
@@ -163,7 +161,7 @@ class TemplateRenderer:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """No stop strings: the end-of-turn token ends an action."""
+        """Empty: the end-of-turn token ends an action."""
         return ()
 
     @property
@@ -172,17 +170,17 @@ class TemplateRenderer:
         return (self._end[1],)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
-        """The template's tokens with the generation prompt."""
+        """Render with the template, including the generation prompt."""
         return self._encode(self.text(messages, tools, generate=True))
 
     def guide(self, tools: Sequence[Tool]) -> Guide:
-        """`hermes_guide`. Raises UserError for a template that writes calls in another way."""
+        """Return `hermes_guide`. Raises UserError for other call formats."""
         if self._parse.name != "hermes":
-            raise UserError(f"There are no guided tool calls in the format {self._parse.name}.", GUIDES_EXIST)
+            raise UserError(f"The format {self._parse.name} has no guided tool calls.", GUIDES_EXIST)
         return hermes_guide([tool.schema for tool in tools], self.tokenizer)
 
     def parse(self, tokens: Sequence[int], turn: int, finish_reason: FinishReason) -> Action:
-        """Read text, thinking and calls of an action."""
+        """Parse text, thinking and calls of an action."""
         ids = list(tokens)
         if ids and ids[-1] == self._end[1]:
             ids.pop()
@@ -191,14 +189,15 @@ class TemplateRenderer:
         return Action(parsed.message, parsed.calls, parsed.errors, finish_reason)
 
     def observation(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """What the template puts after an assistant turn: its tail, the messages, the generation prompt."""
+        """Return what the template puts after an assistant turn: its tail, the messages, the generation
+        prompt."""
         opening: list[Message] = [Message(role="user", content="q")]
         said = Message(role="assistant", content=_MARK)
         delta = self._after_turn(self.text([*opening, said, *messages], (), generate=True))
         return self._encode_after(self._end[0], delta) if self._in_context else self._encode(delta)
 
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
-        """The assistant turn as the template writes it after `history`, with the end-of-turn token."""
+        """Render the assistant turn that follows `history`, with the end-of-turn token."""
         before = self.text(history, tools, generate=True)
         whole = self.text([*history, message], tools, generate=False)
         if not whole.startswith(before):
@@ -215,7 +214,7 @@ class TemplateRenderer:
         return self._encode_after(before, said) if self._in_context else self._encode(said)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, generate: bool) -> str:
-        """The template's text for a whole dialogue."""
+        """Return the template's text of a whole dialogue."""
         prepared = [self.guard.message(message) for message in messages]
         if not self.native_tools:
             prepared = _tools_in_text(prepared, tools)
@@ -233,7 +232,7 @@ class TemplateRenderer:
         *,
         generate: bool,
     ) -> str:
-        """The boundary to the template: a program that came with the model."""
+        """Call the template, a program that came with the model."""
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -247,20 +246,21 @@ class TemplateRenderer:
             ) from error
 
     def _shows(self, conversation: Sequence[Mapping[str, object]], tools: Sequence[ToolSchema] = ()) -> bool:
-        """Whether the mark that is in the dialogue or its tools appears in the template's text."""
+        """Return whether the template outputs the mark in the dialogue or its tools."""
         try:
             return _MARK in self._apply(conversation, tools, generate=conversation[-1]["role"] == "user")
         except UserError:
             return False
 
     def _find_end(self) -> tuple[str, int]:
-        """Text and id of the token that ends an assistant turn: the first special one after its text."""
+        """Return text and id of the token that ends an assistant turn: the first special one
+        after its text."""
         text = self._apply([*_ASK, {**_SAY, "content": _MARK}], generate=False)
         ids = self._encode(_after_mark(text))
         if not ids:
             raise UserError(
-                "The chat template puts nothing after an assistant message, so a turn has no end.",
-                "Set env.rendering to 'tags', or mend the template.",
+                "The chat template puts nothing after an assistant message, so turns have no end.",
+                "Set env.rendering to 'tags', or fix the template.",
             )
         special = control_ids(self.tokenizer)
         end = next((i for i in ids if i in special), ids[0])
@@ -272,7 +272,7 @@ class TemplateRenderer:
             raise UserError(
                 f"The chat template does not write {self._end[0]!r} after an assistant turn that is "
                 "followed by other messages.",
-                "Set env.rendering to 'tags', or mend the template.",
+                "Set env.rendering to 'tags', or fix the template.",
             )
         return after
 
@@ -281,15 +281,15 @@ class TemplateRenderer:
         parts = (message["content"], message.get("reasoning_content", ""), calls)
         if self._end[0].strip() and any(self._end[0] in part for part in parts):
             raise UserError(
-                f"A demonstration's assistant message holds {self._end[0]!r}, the end-of-turn token.",
-                "Take it out of the text.",
+                f"A demonstration's assistant message contains {self._end[0]!r}, the end-of-turn token.",
+                "Remove it from the text.",
             )
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _encode_after(self, context: str, text: str) -> tuple[int, ...]:
-        """The tokens of `text` as they are after `context`, for tokenizers that mark the start of a text."""
+        """Tokenize `text` as it follows `context`, for tokenizers that mark the start of a text."""
         head, both = self._encode(context), self._encode(context + text)
         return both[len(head) :] if both[: len(head)] == head else self._encode(text)
 
@@ -298,14 +298,14 @@ def _after_mark(text: str) -> str:
     _, mark, after = text.partition(_MARK)
     if not mark:
         raise UserError(
-            "The chat template leaves out the text of an assistant message.",
-            "Set env.rendering to 'tags', or mend the template.",
+            "The chat template omits the text of an assistant message.",
+            "Set env.rendering to 'tags', or fix the template.",
         )
     return after
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """A message as chat templates take it: the arguments of tool calls as objects."""
+    """Convert a message for chat templates: tool-call arguments become objects."""
     prepared: dict[str, Any] = dict(message)
     if message.get("tool_calls"):
         prepared["tool_calls"] = [
@@ -323,7 +323,7 @@ def _for_template(message: Message) -> dict[str, Any]:
 
 
 def _tools_in_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """Messages for a template without tools: what it leaves out is written as text."""
+    """Prepare messages for a template without tool support: tools are written as text."""
     prepared: list[Message] = []
     for i, message in enumerate(messages):
         if message["role"] == "tool" and i and messages[i - 1]["role"] == "tool":
@@ -352,7 +352,7 @@ def _plain(message: Message) -> Message:
 
 
 def _thinking_in_text(message: Message) -> Message:
-    """The message with its thinking at the beginning of its content."""
+    """Move the message's thinking to the beginning of its content."""
     if not message.get("reasoning_content"):
         return message
     said = message.copy()
@@ -362,7 +362,7 @@ def _thinking_in_text(message: Message) -> Message:
 
 
 def _system_in_user(messages: Sequence[Message]) -> list[Message]:
-    """The messages with a leading system message as the beginning of the first user message."""
+    """Merge a leading system message into the first user message."""
     if not messages or messages[0]["role"] != "system":
         return list(messages)
     told, rest = messages[0]["content"], messages[1:]

@@ -43,12 +43,12 @@ _HOW: Mapping[str, str] = {
     ),
 }
 PROTOCOLS: Mapping[str, TagProtocol] = {"tags": SEARCH_R1, "code": RETOOL}
-"""The protocols by their value of `env.rendering`."""
+"""The protocols by `env.rendering` value."""
 
 
 @dataclass(frozen=True)
 class TagsRenderer:
-    """Renders with the tags of a protocol; stop strings end an action."""
+    """Renders with a protocol's tags; stop strings end an action."""
 
     tokenizer: Tokenizer
     protocol: TagProtocol = SEARCH_R1
@@ -61,20 +61,20 @@ class TagsRenderer:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """The closing tags of a call and of the answer."""
+        """Closing tags of a call and of the answer."""
         return (f"</{self.protocol.call}>", f"</{ANSWER}>")
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """None: a base model has no end of turn."""
+        """Empty: a base model has no end-of-turn token."""
         return ()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
-        """Instructions and question as plain text."""
+        """Render instructions and question as plain text."""
         known = self.protocol.tool
         if tools and known not in {tool.name for tool in tools}:
             raise ConfigError(
-                f"The tags protocol knows one tool, {known}, and this world has none of that name.",
+                f"The tags protocol supports only the tool {known}, which this world does not have.",
                 "Set env.rendering to 'chat'.",
             )
         how = _HOW[self.protocol.name] if tools else _TO_ANSWER
@@ -82,17 +82,17 @@ class TagsRenderer:
         return tuple(self.tokenizer.encode(f"{how}\n{said}\n", add_special_tokens=True))
 
     def guide(self, tools: Sequence[Tool]) -> Guide:
-        """Raises UserError: the tags hold free text, so that nothing is left to guide."""
-        raise UserError("There are no guided tool calls in tags.", GUIDES_EXIST)
+        """Raise UserError: tags hold free text, which needs no guide."""
+        raise UserError("The tags protocol does not support guided tool calls.", GUIDES_EXIST)
 
     def parse(self, tokens: Sequence[int], turn: int, finish_reason: FinishReason) -> Action:
-        """The first call or answer after the thinking."""
+        """Parse the first call or answer after the thinking."""
         text = decode_exactly(self.tokenizer, tokens, skip_special=True)
         parsed = TagsParser(self.protocol).parse(text, turn=turn)
         return Action(parsed.message, parsed.calls, parsed.errors, finish_reason)
 
     def observation(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Tool output in the tags of results; what a user says as it is."""
+        """Render tool output in result tags, and user messages as they are."""
         result = self.protocol.result
         texts = [
             f"<{result}>{message['content']}</{result}>" if message["role"] == "tool" else message["content"]
@@ -101,16 +101,16 @@ class TagsRenderer:
         return tuple(self.tokenizer.encode("\n" + "\n".join(texts) + "\n", add_special_tokens=False))
 
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
-        """Thought and call, or the answer. Of the call's arguments only the protocol's is written.
+        """Render thought and call, or the answer. Only the protocol's argument of the call is written.
 
-        Raises `UserError` for several calls in one turn, and for a call that holds its own closing tag.
+        Raises `UserError` for several calls in one turn, and for a call that contains its closing tag.
         """
         del history, tools
         thought = message.get("reasoning_content", "")
         calls = message.get("tool_calls", [])
         if len(calls) > 1:
             raise UserError(
-                f"The tags protocol writes one {self.protocol.call} a turn, and this turn has several calls.",
+                f"The tags protocol allows one {self.protocol.call} per turn; this turn has several.",
                 "Set env.rendering to 'chat', or split the turn.",
             )
         if calls:
@@ -125,8 +125,8 @@ class TagsRenderer:
         tag, given = self.protocol.call, str(arguments[self.protocol.argument])
         if f"</{tag}>" in given:
             raise UserError(
-                f"A call holds </{tag}>, at which the tags protocol ends it.",
-                "Set env.rendering to 'chat', or leave the dialogue out.",
+                f"A call contains </{tag}>, which ends it in the tags protocol.",
+                "Set env.rendering to 'chat', or remove the dialogue.",
             )
         around = "\n" if self.protocol.is_program else ""
         return f"<{tag}>{around}{given}{around}</{tag}>"

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer made on the spot, with the package's own chat template."""
+"""Train a byte-level BPE tokenizer with the package's chat template."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-"""Tokens of their own that stay visible when text is decoded."""
+"""Separate tokens that stay visible in decoded text."""
 
 
 ROLES = ("system", "user", "assistant", "tool", "Tools")
-"""Words of the template, which occur in every dialogue and in no message."""
+"""Words of the template, which occur in every dialogue but in no message."""
 
 PATTERN = r" ?\p{Ll}+|\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s"
-"""Where text is cut before merges. A blank belongs to a lower-case word or a mark that follows it, and
-otherwise stands alone: a name or a number is the same tokens wherever it stands, after a blank, in quotes or
-at the start of an answer, so that copying it is copying tokens."""
+"""Pre-tokenization pattern. A space belongs to a following lower-case word or punctuation mark and otherwise
+stands alone. So a name or number has the same tokens after a space, in quotes and at the start of an answer,
+and can be copied token by token."""
 
 
 def chat_template() -> str:
-    """The package's ChatML template with thinking, tool calls and tool messages."""
+    """Return the package's ChatML template with thinking, tool calls and tool messages."""
     return resources.files("ludus.chat").joinpath("template.jinja").read_text("utf-8")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:  # noqa: ANN401 (a transformers tokenizer)
     """Train a byte-level BPE on `texts` and wrap it as a Hugging Face tokenizer.
 
-    Deterministic for the same texts in the same order. Every string encodes and decodes back unchanged.
+    Deterministic in the texts and their order. Every string round-trips unchanged.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

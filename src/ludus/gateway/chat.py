@@ -131,7 +131,7 @@ def _text(renderer: TemplateRenderer, request: ChatRequest) -> str:
         return renderer.text(messages, [described_tool(tool.schema_) for tool in given], generate=True)
     except UserError as error:
         raise BadRequest(str(error)) from error
-    except (ValueError, TypeError, LookupError, RecursionError) as error:  #  templates can raise anything
+    except (ValueError, TypeError, LookupError, RecursionError) as error:  # templates can raise anything
         raise BadRequest(f"The dialogue cannot be rendered: {type(error).__name__}.") from error
 
 

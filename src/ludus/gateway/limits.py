@@ -113,7 +113,7 @@ class LimitsMiddleware:
         self._num_requests += 1
         try:
             await self.app(scope, body.receive, self._timed(send, body))
-        except TimeoutError:  #  the client does not read: the server closes the connection
+        except TimeoutError:  # the client does not read: the server closes the connection
             return
         finally:
             self._num_requests -= 1

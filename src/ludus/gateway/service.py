@@ -235,7 +235,7 @@ class CompletionService:
             try:
                 async for piece in self.engine.stream(request):
                     queue.put_nowait((index, piece))
-            except Exception as error:  #  boundary: raised by the consumer of the pieces
+            except Exception as error:  # boundary: raised by the consumer of the pieces
                 queue.put_nowait((index, error))
 
         with self._noted(requests):
@@ -247,7 +247,7 @@ class CompletionService:
                     if isinstance(piece, BaseException):
                         raise piece
                     left -= piece.finish_reason is not None
-                    await asyncio.sleep(0)  #  yield to other requests while the queue is full
+                    await asyncio.sleep(0)  # yield to other requests while the queue is full
                     yield index, piece
             finally:
                 for task in tasks:

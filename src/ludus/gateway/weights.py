@@ -108,7 +108,7 @@ class WeightReceiver:
             own = dict(self.model.state_dict(keep_vars=True))
             found = await asyncio.to_thread(restored, tensors, own)
         except EngineError:
-            if self._line is line:  #  it may have joined another group meanwhile
+            if self._line is line:  # it may have joined another group meanwhile
                 self._line = None
             raise
         except SyncError as error:

@@ -1,4 +1,4 @@
-"""Where programs that a policy writes run: one protocol, a backend a file, limits as data.
+"""Sandboxes for programs written by a policy: one protocol, one file per backend, limits as data.
 
 See docs/sandbox.md.
 """

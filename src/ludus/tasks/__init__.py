@@ -1,1 +1,1 @@
-"""Where tasks come from."""
+"""Tasks: order and mixture."""

@@ -1,9 +1,9 @@
-"""Tasks of several pools in one order, each pool with its share of every step.
+"""Mix the tasks of several pools, each with its share of every step.
 
-Whose turn it is follows from the weights alone. With `S(p)` the sum of a pool's shares over the first `p`
-positions, the pool has been taken at least `floor(S(p))` and at most `ceil(S(p))` times: a step holds exact
-shares wherever those are whole numbers. The j-th turn of a pool may come from the first position with
-`S > j - 1` on, and is due at the first one with `S >= j`; the earliest due goes first, which meets every date
+The pool of each position follows from the weights alone. With `S(p)` the sum of a pool's shares over the
+first `p` positions, the pool has been chosen at least `floor(S(p))` and at most `ceil(S(p))` times, so a step
+holds exact shares if those are integers. The j-th turn of a pool may come from the first position with `S > j
+- 1` on, and is due at the first one with `S >= j`; the earliest due goes first, which meets every deadline
 (the chairman assignment problem, Tijdeman, Discrete Mathematics 32, 1980).
 """
 
@@ -20,12 +20,12 @@ from ludus.tasks.order import permutation
 from ludus.types import Task
 
 _SLACK = 1e-9
-"""Sums of shares that differ by less are the same number."""
+"""Tolerance for equality of sums of shares."""
 
 
 @dataclass(frozen=True)
 class TaskPool:
-    """Tasks that share a weight. It goes evenly from `weight` to `weight_end` (None: it stays)."""
+    """Tasks that share a weight, which moves linearly from `weight` to `weight_end` (None: constant)."""
 
     name: str
     tasks: Sequence[Task]
@@ -38,27 +38,27 @@ class TaskPool:
         return self.weight_end is not None and self.weight_end != self.weight
 
     def weight_at(self, progress: float) -> float:
-        """The weight when this share of the steps is done, 0 to 1."""
+        """Return the weight at this fraction of the steps, 0 to 1."""
         end = self.weight if self.weight_end is None else self.weight_end
         return self.weight + (end - self.weight) * progress
 
 
 @dataclass
 class Shares:
-    """Whose turn it is, position by position. Weights move over the first `num_chunks` chunks."""
+    """The pool of each position. Weights change over the first `num_chunks` chunks."""
 
     pools: Sequence[TaskPool]
     chunk: int = 1
     num_chunks: int = 1
     _starts: list[list[float]] = field(default_factory=list, init=False)
-    """By chunk, each pool's `S` before it."""
+    """Each pool's `S` before each chunk."""
     _shares: dict[int, list[float]] = field(default_factory=dict, init=False)
 
     def turns(self) -> Iterator[int]:
-        """Indices of pools, without end."""
+        """Yield pool indices endlessly."""
         everyone = range(len(self.pools))
         taken = [0] * len(self.pools)
-        places = [0] * len(self.pools)  # the chunks in which the next turns are due
+        places = [0] * len(self.pools)  # chunks in which the next turns are due
         due = [self._due(i, 1, places) for i in everyone]
         for number in count():
             chunk = min(number, self._last)
@@ -72,7 +72,7 @@ class Shares:
                 yield chosen
 
     def at(self, chunk: int) -> Sequence[float]:
-        """The share of every pool in a chunk."""
+        """Return the share of every pool in a chunk."""
         chunk = min(chunk, self._last)
         if chunk not in self._shares:
             steps = max(self.num_chunks - 1, 1)
@@ -81,7 +81,7 @@ class Shares:
         return self._shares[chunk]
 
     def sums(self, chunk: int) -> Sequence[float]:
-        """`S` of every pool before a chunk, at most the one after which weights stay."""
+        """Return `S` of every pool before a chunk, at most the one after which weights are constant."""
         if not self._starts:
             self._starts.append([0.0] * len(self.pools))
         while len(self._starts) <= chunk:
@@ -90,7 +90,7 @@ class Shares:
         return self._starts[chunk]
 
     def _due(self, pool: int, turn: int, places: list[int]) -> float:
-        """The first position by which `S` is as much as `turn`; infinite where it never is."""
+        """Return the first position at which `S` reaches `turn`, or infinity."""
         while places[pool] < self._last and self.sums(places[pool] + 1)[pool] < turn - _SLACK:
             places[pool] += 1
         chunk = places[pool]
@@ -99,17 +99,17 @@ class Shares:
 
     @cached_property
     def _last(self) -> int:
-        """From this chunk on the shares stay as they are."""
+        """First chunk from which the shares are constant."""
         return self.num_chunks - 1 if any(pool.moves for pool in self.pools) else 0
 
 
 @dataclass
 class MixtureOrder:
-    """An endless order over the tasks of several pools, as `TaskOrder` is over those of one.
+    """An endless order over the tasks of several pools; see `TaskOrder`.
 
-    A pool's laps are each in another order and visit a task at most once. No chunk meets a task twice: where
-    a lap has fewer tasks left than a chunk takes, those wait for another lap. Weights reach their ends after
-    `num_chunks` chunks. Raises ConfigError where a pool has fewer tasks than one chunk may take.
+    A pool's epochs each have a different order and visit a task at most once. No chunk repeats a task: if an
+    epoch has fewer tasks left than a chunk needs, the next epoch starts. Weights reach their end values after
+    `num_chunks` chunks. Raises ConfigError if a pool has fewer tasks than one chunk may need.
     """
 
     pools: Sequence[TaskPool]
@@ -118,7 +118,7 @@ class MixtureOrder:
     num_chunks: int = 1
     _chunks: list[list[Task]] = field(default_factory=list, init=False)
     _laps: list[tuple[int, int]] = field(default_factory=list, init=False)
-    """By pool: the lap, and how many of its tasks are done."""
+    """Per pool: the epoch, and the number of its tasks done."""
 
     def __post_init__(self) -> None:
         shares = Shares(self.pools, self.chunk, self.num_chunks)
@@ -130,7 +130,7 @@ class MixtureOrder:
             most = min(round(exact) if whole else math.ceil(exact) + 1, self.chunk)
             if len(pool.tasks) < most:
                 raise ConfigError(
-                    f"One step may need {most} tasks of the world {pool.name!r}, and its split train has "
+                    f"One step may need {most} tasks of the world {pool.name!r}, but its train split has "
                     f"{len(pool.tasks)}.",
                     "Lower its weight, or training.tasks_per_step.",
                 )
@@ -141,7 +141,7 @@ class MixtureOrder:
         return [task for pool in self.pools for task in pool.tasks]
 
     def take(self, start: int, num: int) -> list[Task]:
-        """The tasks at positions `start` to `start + num`, counted over all laps."""
+        """Return the tasks at positions `start` to `start + num`, counted over all epochs."""
         return [self._chunk(p // self.chunk)[p % self.chunk] for p in range(start, start + num)]
 
     def _chunk(self, number: int) -> list[Task]:
@@ -150,7 +150,7 @@ class MixtureOrder:
         return self._chunks[number]
 
     def _next(self) -> list[Task]:
-        """The tasks of one more chunk."""
+        """Return the tasks of the next chunk."""
         turns = list(islice(self._turns, self.chunk))
         found: list[Iterator[Task]] = []
         for i, pool in enumerate(self.pools):

@@ -1,4 +1,4 @@
-"""Which task comes when: a function of the seed and the position, so that a resumed run needs no memory."""
+"""Task order as a function of seed and position, so that resuming needs no state."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from ludus.types import Task
 
 
 class TaskSequence(Protocol):
-    """An endless order over tasks, the same at each position whenever it is asked."""
+    """An endless, deterministic order over tasks."""
 
     @property
     def tasks(self) -> Sequence[Task]:
-        """All tasks that it visits."""
+        """All tasks in the order."""
         ...
 
     @property
     def chunk(self) -> int:
-        """Tasks of a step: no step meets one twice."""
+        """Number of tasks per step, in which no task repeats."""
         ...
 
     def take(self, start: int, num: int) -> list[Task]:
-        """The tasks at positions `start` to `start + num`."""
+        """Return the tasks at positions `start` to `start + num`."""
         ...
 
 
 @dataclass(frozen=True)
 class TaskOrder:
-    """An endless order over tasks: each lap visits a task at most once, each lap in another order.
+    """An endless order over tasks: each epoch visits a task at most once, in a different order.
 
-    A lap is a whole number of `chunk` tasks (those of one training step), so that no step meets a task
-    twice; the few tasks that are left over wait for another lap. Needs at least `chunk` tasks.
+    An epoch is a whole number of `chunk`s (the tasks of one training step), so that no step repeats a task;
+    the remaining tasks are dropped for that epoch. Needs at least `chunk` tasks.
     """
 
     tasks: Sequence[Task]
@@ -42,7 +42,7 @@ class TaskOrder:
     chunk: int = 1
 
     def take(self, start: int, num: int) -> list[Task]:
-        """The tasks at positions `start` to `start + num`, counted over all laps."""
+        """Return the tasks at positions `start` to `start + num`, counted over all epochs."""
         size = len(self.tasks)
         lap = size - size % self.chunk
         return [
@@ -53,7 +53,7 @@ class TaskOrder:
 
 @lru_cache(maxsize=32)
 def permutation(size: int, seed: int | str, lap: int) -> tuple[int, ...]:
-    """The numbers below `size` in an order that seed and lap decide."""
+    """Return the numbers below `size` in a random order determined by seed and lap."""
     order = list(range(size))
     random.Random(f"order:{seed}:{lap}").shuffle(order)
     return tuple(order)

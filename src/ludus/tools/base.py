@@ -1,4 +1,4 @@
-"""`Tool`: a typed function that a model can call, and `@tool`, which makes one from a signature.
+"""`Tool`: a typed function that a model can call, and `@tool`, which creates one from a signature.
 
     @tool
     def search(query: str, k: int = 2) -> str:
@@ -9,8 +9,8 @@
             k: the number of passages to return.
         \"\"\"
 
-The schema comes from the annotations, the descriptions from the docstring. Arguments are checked against
-the schema before the function runs; what it raises becomes an observation (`ludus.envs.toolbox`).
+The schema is built from the annotations, the descriptions from the docstring. Arguments are validated before
+the function runs; its exceptions become observations (`ludus.envs.toolbox`).
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ class FunctionSchema(TypedDict):
 
 
 class ToolSchema(TypedDict):
-    """A tool as chat templates and OpenAI-compatible servers take it."""
+    """A tool in the format of chat templates and OpenAI-compatible servers."""
 
     type: str
     function: FunctionSchema
 
 
 class ToolError(Exception):
-    """What went wrong in a call, in words for the model: it is shown as it stands, without a type's name."""
+    """A failed call, worded for the model and shown verbatim, without a type name."""
 
 
 Latency = Literal["instant", "fast", "slow"]
-"""Below 10 ms, below a second, above that: what one call usually takes."""
+"""Usual duration of a call: below 10 ms, below 1 s, longer."""
 
 PATIENCE: Final[Mapping[Latency, float]] = MappingProxyType({"instant": 0.25, "fast": 1.0, "slow": 3.0})
-"""By what a latency class multiplies the default deadline of a call."""
+"""Factor of each latency class on the default deadline of a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a tool says of its calls.
+    """Properties of a tool's calls.
 
-    `latency` sets the deadline of a tool that names none (`PATIENCE`). `cost` is that of one call, in a unit
-    of the world's choice; it is added up in `ToolOutcome.cost`. `idempotent` calls change nothing when they
-    are repeated, so that one whose infrastructure failed is sent once more; others never are. A successful
-    call of a tool that `ends` is the last of its episode.
+    `latency` sets the deadline of a tool without `timeout_s` (`PATIENCE`). `cost` of one call, in a unit
+    chosen by the world, is summed in `ToolOutcome.cost`. An `idempotent` call has no further effect when
+    repeated, so it is retried once after an infrastructure failure. A successful call of a tool that `ends`
+    is the last of its episode.
     """
 
     latency: Latency = "fast"
@@ -80,9 +80,9 @@ _sharers: ContextVar[int] = ContextVar("ludus-tool-sharers", default=1)
 
 @contextmanager
 def shared_by(num_processes: int) -> Iterator[None]:
-    """Say that as many processes make calls of the same tools as this one does within the block.
+    """Declare within the block that `num_processes` call the same tools as this process.
 
-    Each then has its share of a tool's `concurrency`: rounded down, and at least one.
+    Each gets an equal share of a tool's `concurrency`, rounded down, but at least 1.
     """
     token = _sharers.set(num_processes)
     try:
@@ -92,7 +92,7 @@ def shared_by(num_processes: int) -> Iterator[None]:
 
 
 class ArgumentError(ValueError):
-    """The arguments do not fit the tool's signature; the text says which and why, for the model to read."""
+    """The arguments do not match the tool's signature; the text tells the model which and why."""
 
 
 ToolFunction = Callable[..., str] | Callable[..., Awaitable[str]]
@@ -103,10 +103,9 @@ class Tool:
     """A function with a schema.
 
     A plain function runs in a thread, an `async` one on the event loop; `timeout_s` (None: the rollout's,
-    times what the latency class asks for) bounds the wait for either. What the function raises is an
-    observation for the model, but for WorldError and EngineError: those say that the infrastructure failed.
-    `concurrency` bounds how many calls of this tool run at once, those of all
-    episodes together; 0 is no bound. A call that is past its deadline no longer counts.
+    scaled by latency class) bounds both. Exceptions become observations for the model, except WorldError and
+    EngineError, which are infrastructure failures. `concurrency` bounds the concurrent calls of this tool
+    over all episodes; 0 is no limit. A call past its deadline no longer counts.
     """
 
     name: str
@@ -126,7 +125,7 @@ class Tool:
         return inspect.iscoroutinefunction(self.function)
 
     def slot(self) -> AbstractAsyncContextManager[None]:
-        """A place among the calls that may run at once. For use on an event loop."""
+        """Return a context manager that holds one of the `concurrency` slots. For use on an event loop."""
         if not self.concurrency:
             return nullcontext()
         share = max(1, self.concurrency // _sharers.get())
@@ -134,7 +133,7 @@ class Tool:
 
     @cached_property
     def schema(self) -> ToolSchema:
-        """The OpenAI description of the tool."""
+        """OpenAI description of the tool."""
         schema = self.arguments.model_json_schema()
         properties = {
             name: {key: value for key, value in prop.items() if key != "title"}
@@ -147,17 +146,17 @@ class Tool:
         return ToolSchema(type="function", function=function)
 
     def check(self, arguments: Mapping[str, JSON]) -> dict[str, Any]:
-        """The arguments as the function takes them. Raises `ArgumentError` in words for the model."""
+        """Validate and convert the arguments. Raises `ArgumentError`, worded for the model."""
         try:
             model = self.arguments.model_validate_json(json.dumps(dict(arguments)))
         except ValidationError as error:
             raise ArgumentError("; ".join(map(_in_words, error.errors()))) from None
-        except Exception as error:  # boundary: validators of the tool's own types may raise anything
+        except Exception as error:  # boundary: a tool's own types may raise anything in validation
             raise ArgumentError(f"the arguments cannot be read: {type(error).__name__}: {error}") from error
         return {name: model.__dict__[name] for name in self.arguments.model_fields}
 
     async def check_bounded(self, arguments: Mapping[str, JSON]) -> Mapping[str, object]:
-        """As `check`, for use on an event loop."""
+        """Validate as `check`, for use on an event loop."""
         return self.check(arguments)
 
 
@@ -192,9 +191,9 @@ def tool(
     concurrency: int = 0,
     traits: Traits = Traits(),
 ) -> Tool | Callable[[ToolFunction], Tool]:
-    """Make a `Tool` of a typed function.
+    """Create a `Tool` from a typed function.
 
-    Raises TypeError for a parameter that has no annotation or cannot be passed by name.
+    Raises TypeError for a parameter without annotation or that cannot be passed by name.
     """
 
     def make(fn: ToolFunction) -> Tool:
@@ -229,7 +228,7 @@ def _arguments_model(fn: ToolFunction, described: Mapping[str, str]) -> type[Bas
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring into its summary and the lines of its `Args:` block."""
+    """Split a docstring into its summary and the descriptions in its `Args:` block."""
     head, _, args = text.partition("\nArgs:")
     described = {
         match.group(1): " ".join(match.group(2).split())

@@ -1,8 +1,8 @@
-"""`calculator`: arithmetic without `eval`, exact where it can be.
+"""`calculator`: exact arithmetic where possible, without `eval`.
 
-Whole numbers and decimals are fractions, and stay so through `+ - * / // % **`, brackets and the functions of
-whole numbers: 0.1 + 0.2 is 3/10. What has no exact value (`sqrt(2)`, `log(3)`, `pi`) is a float, and so is
-what is made of it. Numbers stay small, so that a call always ends at once.
+Integers and decimals are fractions, and stay so through `+ - * / // % **`, brackets and integer functions:
+0.1 + 0.2 is 3/10. Irrational values (`sqrt(2)`, `log(3)`, `pi`) and results computed from them are floats.
+Sizes are bounded, so that a call always ends quickly.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Final
 from ludus.tools.base import Tool, ToolError, Traits, tool
 
 MOST_CHARACTERS: Final = 500
-"""Of an expression."""
+"""Maximum number of characters of an expression."""
 MOST_BITS: Final = 4096
-"""Of a numerator or denominator, on the way or at the end."""
+"""Maximum number of bits of a numerator or denominator, including intermediate results."""
 _MOST_ORDERED: Final = 400
-"""The largest argument of `factorial`, `comb` and `perm`."""
+"""Largest argument of `factorial`, `comb` and `perm`."""
 _MOST_COUNTED: Final = 10_000
-"""The largest argument of `isprime` and `primes`."""
+"""Largest argument of `isprime` and `primes`."""
 _ANY: Final = 500
 _TOO_MANY_BITS = f"a number has more than {MOST_BITS} bits"
 
@@ -42,7 +42,7 @@ _NAMES: Final[Mapping[str, float]] = {"pi": math.pi, "e": math.e}
 
 
 def calculate(expression: str) -> Fraction:
-    """The exact value. Raises ToolError, in words for the model, for what is no expression or has none."""
+    """Return the exact value. Raises ToolError, worded for the model, if invalid or inexact."""
     value = evaluate(expression)
     if isinstance(value, float):
         raise ToolError(f"the value of {expression[:60]!r} is no fraction")
@@ -50,7 +50,7 @@ def calculate(expression: str) -> Fraction:
 
 
 def evaluate(expression: str) -> Number:
-    """The value of an arithmetic expression. Raises ToolError, in words for the model, for anything else."""
+    """Evaluate an arithmetic expression. Raises ToolError, worded for the model, if invalid."""
     if len(expression) > MOST_CHARACTERS:
         raise ToolError(f"the expression is longer than {MOST_CHARACTERS} characters: split it")
     try:
@@ -69,12 +69,12 @@ def evaluate(expression: str) -> Number:
 
 
 def show(value: Fraction | int) -> str:
-    """A value as a fraction, as Python's `Fraction` writes it: 7, -7 or 7/3."""
+    """Format a fraction like Python's `Fraction`: 7, -7 or 7/3."""
     return str(Fraction(value))
 
 
 def show_decimal(value: Number) -> str:
-    """A value as a whole number or a decimal of 15 digits. Raises OverflowError beyond what floats hold."""
+    """Format an integer or a decimal of 15 digits. Raises OverflowError beyond the range of floats."""
     if isinstance(value, Fraction) and value.denominator == 1:
         return str(value)
     return format(float(value), ".15g")
@@ -125,7 +125,7 @@ def _whole_power(base: Fraction, exponent: int) -> Fraction:
 
 
 def _bounded(value: Number | int) -> Number:
-    """The value, unless it is too large, infinite or no number."""
+    """Return the value unless it is too large, infinite or NaN."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ToolError("a number is too large or not a number")
@@ -147,7 +147,7 @@ def _refusal(node: ast.expr) -> str:
 
 
 def _root(value: Number) -> Number:
-    """Exact where it is a fraction."""
+    """Return the square root, exact if it is a fraction."""
     if value < 0:
         raise ValueError("it is the root of a negative number")
     if isinstance(value, Fraction):
@@ -169,7 +169,7 @@ def _round(value: Number, digits: Number = Fraction(0)) -> Number:
 
 
 def _float_of(function: Callable[..., float]) -> Callable[..., Number]:
-    """A function of floats; a whole number goes in as such, for `log` knows those beyond all floats."""
+    """Wrap a function of floats; integers are passed as such, since `log` accepts them beyond floats."""
     return lambda *given: function(
         *(
             int(value) if isinstance(value, Fraction) and value.denominator == 1 else float(value)
@@ -179,7 +179,7 @@ def _float_of(function: Callable[..., float]) -> Callable[..., Number]:
 
 
 def _whole_of(name: str, function: Callable[..., int], most: int | None = None) -> Callable[..., Number]:
-    """A function of whole numbers: any, or those from 0 to `most`."""
+    """Wrap a function of integers: any, or those from 0 to `most`."""
 
     def of_whole(*given: Number) -> Number:
         for value in given:
@@ -231,11 +231,11 @@ FUNCTIONS: Final[Mapping[str, tuple[Callable[..., Number], int, int]]] = {
     "isprime": (_whole_of("isprime", _is_prime, _MOST_COUNTED), 1, 1),
     "primes": (_whole_of("primes", _num_primes, _MOST_COUNTED), 1, 1),
 }
-"""Name -> function, and how few and how many values it takes. `primes(n)` counts the primes up to n."""
+"""Function, minimum and maximum number of arguments by name. `primes(n)` counts the primes up to n."""
 
 
 def calculator_tool() -> Tool:
-    """The tool `calculator(expression)`, which answers in decimals."""
+    """Create the tool `calculator(expression)`, which returns decimals."""
 
     async def calculator(expression: str) -> str:
         """Compute an arithmetic expression such as `(3 + 4) * sqrt(2) ** 3`.
@@ -252,7 +252,7 @@ def calculator_tool() -> Tool:
 
 
 def exact_calculator_tool() -> Tool:
-    """The tool `calculator(expression)`, which answers in fractions and refuses what is none."""
+    """Create the tool `calculator(expression)`, which returns fractions and refuses inexact values."""
 
     async def calculator(expression: str) -> str:
         """Work out an expression exactly, like (3 + 4) * 5 / 2.

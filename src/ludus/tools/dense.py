@@ -1,8 +1,8 @@
-"""Search by meaning: passages and queries as vectors of a small encoder; and its fusion with BM25.
+"""Dense retrieval with a small encoder, and its fusion with BM25.
 
 The encoder is any Hugging Face model in a local folder: an embedding model, or a policy, whose last hidden
-states are averaged over the tokens. Nothing is downloaded, and no package beyond torch and transformers is
-needed. Orders are deterministic: scores are rounded, and ties broken by the order of the passages.
+states are averaged over tokens. Nothing is downloaded. Rankings are deterministic: scores are rounded, and
+ties broken by passage order.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DECIMALS: Final = 5
-"""Cosines are rounded to these: what differs by less is float noise, and a tie."""
+"""Cosines are rounded to this many decimals; smaller differences are float noise and count as ties."""
 RRF_K: Final = 60
 """The constant of reciprocal rank fusion (Cormack, Clarke and Büttcher, SIGIR 2009)."""
 DEPTH: Final = 100
-"""Passages that each ranking puts into the fusion."""
+"""Number of passages that each ranking contributes to the fusion."""
 
 
 class Encoder(Protocol):
-    """Turns texts into vectors of length 1."""
+    """Maps texts to unit vectors."""
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Unit vectors, `[len(texts), D]` float32. The vector of a text depends on nothing else."""
+        """Return unit vectors, `[len(texts), D]` float32; each depends on its text only."""
         ...
 
 
 class RankedPassages(Protocol):
-    """An index that orders its passages by a query."""
+    """An index that ranks its passages for a query."""
 
     @property
     def passages(self) -> tuple[str, ...]: ...
 
     def ranking(self, query: str, depth: int) -> list[int]:
-        """The places of the best passages, best first, at most `depth`."""
+        """Return the indices of at most `depth` best passages, best first."""
         ...
 
 
 class FolderEncoder:
-    """The model in a folder, its last hidden states averaged over a text's tokens and scaled to length 1.
+    """A model from a folder: mean of the last hidden states over a text's tokens, normalized.
 
-    `prefix` stands before every text: "query: " and the like, for models that were trained so, with an
-    encoder each for passages and queries. Raises UserError for a folder that holds no model.
+    `prefix` is prepended to every text ("query: " and the like, for models trained with different prefixes
+    for passages and queries). Raises UserError for a folder without a model.
     """
 
     def __init__(self, folder: Path, *, prefix: str = "", max_tokens: int = 256, batch: int = 32) -> None:
@@ -60,7 +60,8 @@ class FolderEncoder:
         self._prefix, self._max_tokens, self._batch = prefix, max_tokens, batch
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Unit vectors, `[len(texts), D]` float32. Texts of equally many tokens share a batch, unpadded."""
+        """Return unit vectors, `[len(texts), D]` float32. Texts of equal token count share an
+        unpadded batch."""
         rows = [self._ids(text) for text in texts]
         by_length = sorted(range(len(rows)), key=lambda i: (len(rows[i]), i))
         found: dict[int, np.ndarray] = {}
@@ -87,7 +88,7 @@ class FolderEncoder:
 
 
 class DenseIndex:
-    """Passages by the cosine of their vectors with the query's. `asking` encodes queries, if another does."""
+    """Ranks passages by cosine similarity. `asking` encodes queries, if it differs from `encoder`."""
 
     def __init__(self, passages: Sequence[str], encoder: Encoder, asking: Encoder | None = None) -> None:
         self.passages = tuple(passages)
@@ -96,11 +97,11 @@ class DenseIndex:
         self._scores = lru_cache(maxsize=4096)(self._order)
 
     def search(self, query: str, k: int = 2) -> list[str]:
-        """The `k` best passages, best first. There is always one, however far it is."""
+        """Return the `k` best passages, best first; never empty."""
         return [self.passages[i] for i in self.ranking(query, held(k))]
 
     def ranking(self, query: str, depth: int) -> list[int]:
-        """The places of the best passages, best first, at most `depth` and at most `DEPTH`."""
+        """Return the indices of the best passages, best first, at most `depth` and `DEPTH`."""
         return list(self._scores(query)[:depth])
 
     def _order(self, query: str) -> tuple[int, ...]:
@@ -110,10 +111,10 @@ class DenseIndex:
 
 
 class HybridIndex:
-    """Several rankings of the same passages in one, by reciprocal rank fusion: the sum of `1 / (60 + rank)`.
+    """Reciprocal rank fusion of several rankings of the same passages: the sum of `1 / (60 + rank)`.
 
-    Ranks count from 1; a passage beyond the first 100 of a ranking gets nothing from it. Raises ValueError
-    for indices over different passages.
+    Ranks count from 1; each ranking contributes its first 100 passages. Raises ValueError for indices over
+    different passages.
     """
 
     def __init__(self, *indices: RankedPassages) -> None:
@@ -123,16 +124,16 @@ class HybridIndex:
         self._indices = indices
 
     def search(self, query: str, k: int = 2) -> list[str]:
-        """The `k` best passages, best first."""
+        """Return the `k` best passages, best first."""
         return [self.passages[i] for i in self.ranking(query, held(k))]
 
     def ranking(self, query: str, depth: int) -> list[int]:
-        """The places of the best passages, best first, at most `depth`."""
+        """Return the indices of at most `depth` best passages, best first."""
         return fuse([index.ranking(query, DEPTH) for index in self._indices])[:depth]
 
 
 def fuse(rankings: Sequence[Sequence[int]]) -> list[int]:
-    """Reciprocal rank fusion of rankings of places. Ties go to the lower place."""
+    """Fuse rankings of indices by reciprocal rank. Ties go to the lower index."""
     scores: dict[int, float] = {}
     for ranking in rankings:
         for rank, place in enumerate(ranking, start=1):
@@ -143,8 +144,8 @@ def fuse(rankings: Sequence[Sequence[int]]) -> list[int]:
 def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"There is no model in {folder}.",
-            "The encoder is a local folder with config.json, weights and tokenizer; nothing is downloaded.",
+            f"{folder} does not contain a model.",
+            "The encoder must be a local folder with config.json, weights and tokenizer.",
         )
     from transformers import AutoModel, AutoTokenizer
 
@@ -159,5 +160,5 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             "Unpickling them could run code. Save them as safetensors.",
         ) from error
     except (OSError, EOFError, ValueError, RuntimeError) as error:
-        raise UserError(f"The encoder in {folder} cannot be read: {error}", "Is the folder whole?") from error
+        raise UserError(f"The encoder in {folder} cannot be read: {error}", "Check the folder.") from error
     return model.eval(), tokenizer

@@ -1,4 +1,4 @@
-"""A tool of which only the description is known: it is shown to a model and never run here."""
+"""A tool known only by its description: shown to a model, but not executed here."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ludus.tools.base import Tool, ToolSchema
 
 
 class _NoArguments(BaseModel):
-    """The tool is never called."""
+    """Placeholder: the tool is never called."""
 
 
 @dataclass(frozen=True)
 class DescribedTool(Tool):
-    """A tool with a schema from elsewhere: a client's, or one that stands in a file."""
+    """A tool with an external schema, from a client or a file."""
 
     given: ToolSchema | None = field(default=None, kw_only=True)
 
     @cached_property
     def schema(self) -> ToolSchema:
-        """The schema as it was given."""
+        """The given schema."""
         assert self.given is not None
         return self.given
 
 
 def described_tool(schema: ToolSchema) -> DescribedTool:
-    """The tool that an OpenAI description names."""
+    """Create a tool from an OpenAI tool description."""
     function = schema["function"]
     return DescribedTool(function["name"], function["description"], str, _NoArguments, given=schema)

@@ -1,4 +1,4 @@
-"""`fetch`: read pages of a local corpus by their URL. Nothing is fetched from anywhere else."""
+"""`fetch`: read pages of a local corpus by URL. There is no network access."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from ludus.tools.base import Tool, ToolError, Traits, tool
 from ludus.tools.lines import json_lines
 
 PAGE: Final = 1500
-"""Characters of one page of a text; with its header it stays below `rollout.max_tool_output`."""
+"""Characters per page; with its header a page stays below `rollout.max_tool_output`."""
 NEAR: Final = 3
 _TEXTS: Final = (".html", ".htm", ".md", ".txt")
 
 
 def fetch_tool(corpus: Mapping[str, str], page_size: int = PAGE) -> Tool:
-    """The tool `fetch(url, page)` over a corpus, URL -> text. Raises UserError for two that mean one."""
+    """Create the tool `fetch(url, page)` over a corpus (URL to text). Raises UserError for
+    equivalent URLs."""
     by_key = {_key(url): url for url in corpus}
     if len(by_key) < len(corpus):
         twice = next(url for url in corpus if by_key[_key(url)] != url)
-        raise UserError(f"Two URLs of the corpus mean the same: {twice} and {by_key[_key(twice)]}.")
+        raise UserError(f"Two URLs of the corpus are equivalent: {twice} and {by_key[_key(twice)]}.")
 
     async def fetch(url: str, page: int = 1) -> str:
         """Read a web page. A long one has several pages.
@@ -48,9 +49,10 @@ def fetch_tool(corpus: Mapping[str, str], page_size: int = PAGE) -> Tool:
 
 
 def split_pages(text: str, size: int) -> list[str]:
-    """Pieces of at most `size` characters, cut after a line where one ends in the last third, else a word.
+    """Split a text into pages of at most `size` characters, after a line or word in the last third if
+    possible.
 
-    Together they are the text. An empty text is one empty page.
+    The pages concatenate to the text. An empty text is one empty page.
     """
     pages: list[str] = []
     while len(text) > size:
@@ -62,10 +64,10 @@ def split_pages(text: str, size: int) -> list[str]:
 
 
 def load_corpus(path: Path) -> dict[str, str]:
-    """The texts of a corpus by URL.
+    """Load a corpus as texts by URL.
 
-    A JSON-lines file has objects with `url` and `text`. Of a folder, each .html, .htm, .md and .txt file is a
-    page, whose URL is its path in the folder; of HTML the text is kept. Raises UserError.
+    A JSON-lines file has objects with `url` and `text`. In a folder, each .html, .htm, .md and .txt file is a
+    page with its relative path as URL; HTML is converted to text. Raises UserError.
     """
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in _TEXTS and file.is_file())
@@ -79,16 +81,17 @@ def load_corpus(path: Path) -> dict[str, str]:
             url, text = entry["url"], entry["text"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
-                f"{path}, line {number} is no page of a corpus.", 'Each line is {"url": ..., "text": ...}.'
+                f"{path}, line {number} is not a corpus page.",
+                'Each line is {"url": ..., "text": ...}.',
             ) from error
         if not isinstance(url, str) or not isinstance(text, str) or url in corpus:
-            raise UserError(f"{path}, line {number}: url and text are texts, and each url is there once.")
+            raise UserError(f"{path}, line {number}: url and text must be strings, and each url unique.")
         corpus[url] = text
     return corpus
 
 
 def text_of_html(page: str) -> str:
-    """What a reader sees of a page: no scripts, styles and tags; blocks are lines."""
+    """Extract the visible text of a page: no scripts, styles and tags; blocks become lines."""
     page = re.sub(r"(?is)<!--.*?-->|<(script|style|head)\b.*?</\1\s*>", " ", page)
     page = re.sub(r"\s+", " ", page)
     page = re.sub(r"(?i)<(?:br|/?(?:p|div|li|ul|ol|tr|table|h[1-6]|section|article|pre))\b[^>]*>", "\n", page)
@@ -100,18 +103,18 @@ def _read(file: Path) -> str:
     try:
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read: {error}.", "A corpus is text in UTF-8.") from error
+        raise UserError(f"{file} cannot be read: {error}.", "A corpus must be UTF-8 text.") from error
     return text_of_html(text) if file.suffix in (".html", ".htm") else text
 
 
 def _key(url: str) -> str:
-    """What spellings of one address share: no scheme, `www.`, fragment, final slash, capitals."""
+    """Normalize a URL: without scheme, `www.`, fragment, trailing slash and case."""
     plain = unquote(urldefrag(url.strip())[0]).casefold()
     return re.sub(r"^(?:https?://)?(?:www\.)?", "", plain).rstrip("/")
 
 
 def _near(url: str, by_key: Mapping[str, str]) -> str:
-    """The nearest addresses, in words."""
+    """Describe the nearest URLs to the model."""
     key = _key(url)
     near = difflib.get_close_matches(key, by_key, n=NEAR, cutoff=0.4)
     last = key.rpartition("/")[2]

@@ -1,7 +1,7 @@
-"""Files of a workspace: list, read, write, edit and search them, inside the folder of its session only.
+"""Tools to list, read, write, edit and search the files of a workspace.
 
-The files come out of the sandbox as a snapshot, and go back in: no path of the host is ever opened. Patterns
-of the model run in the sandbox too, where one that never ends is stopped.
+Files leave and enter the sandbox as snapshots; no host path is opened. The model's search patterns run in the
+sandbox, where endless ones are stopped.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ludus.tools.base import Tool, ToolError, Traits, tool
 from ludus.tools.workspace import WAIT_S, Workspace
 
 HOME: Final = "/box"
-"""The folder of a session as its programs see it."""
+"""A session's folder as seen by its programs."""
 _MOST_FOUND: Final = 100
-"""Lines that a search shows, and files that a list shows."""
+"""Maximum number of lines shown by a search, and files shown by a list."""
 _SEARCH: Final = """
 import json, re, sys
 order = json.loads(sys.stdin.read())
@@ -38,7 +38,7 @@ if found > order["most"]:
 
 
 def path_of(path: str) -> str:
-    """A path as the folder knows it, relative, without `.`. Raises ToolError for one that leads outside."""
+    """Normalize a path relative to the folder. Raises ToolError if it leads outside."""
     inside = path.removeprefix(f"{HOME}/") if path.startswith(f"{HOME}/") else path
     try:
         checked_files({inside: b""})
@@ -50,7 +50,7 @@ def path_of(path: str) -> str:
 
 
 def text_of(files: Mapping[str, bytes], path: str) -> str:
-    """A file as text. Raises ToolError where there is none, naming files that are near, or it is no text."""
+    """Return a file as text. Raises ToolError, with similar names, if it is missing or not text."""
     if path not in files:
         name = PurePosixPath(path).name
         near = [known for known in sorted(files) if PurePosixPath(known).name == name]
@@ -64,12 +64,12 @@ def text_of(files: Mapping[str, bytes], path: str) -> str:
 
 
 def with_file(snapshot: Snapshot, path: str, text: str) -> Snapshot:
-    """The files with one more, or with another text of it."""
+    """Return the snapshot with a file added or replaced."""
     return replace(snapshot, files={**snapshot.files, path: text.encode("utf-8", "replace")})
 
 
 def lines_of(text: str, first: int, last: int | None) -> str:
-    """Lines `first` to `last`, counted from 1, under a heading that says which they are. Raises ToolError."""
+    """Return lines `first` to `last`, counted from 1, under a heading. Raises ToolError."""
     lines = text.split("\n")
     if lines[-1] == "":
         lines.pop()
@@ -84,7 +84,7 @@ def lines_of(text: str, first: int, last: int | None) -> str:
 
 
 def replaced(text: str, old: str, new: str) -> str:
-    """The text with its only `old` replaced. Raises ToolError where it occurs never or more than once."""
+    """Replace the only occurrence of `old`. Raises ToolError unless there is exactly one."""
     if not old:
         raise ToolError("the text to replace is empty; write_file makes a new file")
     place = text.find(old)
@@ -96,7 +96,7 @@ def replaced(text: str, old: str, new: str) -> str:
 
 
 def files_tools(workspace: Workspace) -> tuple[Tool, ...]:
-    """`list_files`, `read_file`, `write_file`, `edit_file` and `search_files` on the files of a workspace."""
+    """Create `list_files`, `read_file`, `write_file`, `edit_file` and `search_files` for a workspace."""
     reads, writes = _reading(workspace), _writing(workspace)
     return (*reads, *writes, _searching(workspace))
 

@@ -1,7 +1,7 @@
-"""`apply_patch`: a unified diff on the files of a workspace, all of it or nothing.
+"""`apply_patch`: apply a unified diff to the files of a workspace atomically.
 
-A hunk goes where its line number says, if its old lines stand there; otherwise to the only other place where
-they stand. No line is guessed: what does not fit is refused, with the reason.
+A hunk applies at its line number if its old lines match there; otherwise at the only other position where
+they match. There is no fuzzy matching: a hunk that does not fit is refused with a reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _UNSUPPORTED: Final = ("GIT binary patch", "Binary files ", "rename from ", "cop
 
 @dataclass(frozen=True, slots=True)
 class Hunk:
-    """Lines with their ends: those to find and those to put there. `line` counts from 1 in the old file."""
+    """Lines with their line ends: old and new. `line` counts from 1 in the old file."""
 
     line: int
     old: tuple[str, ...]
@@ -33,7 +33,7 @@ class Hunk:
 
 @dataclass(frozen=True, slots=True)
 class FilePatch:
-    """The hunks of one file. No `source`: the file is new; no `target`: it is removed."""
+    """Hunks of one file. Without `source` the file is new; without `target` it is removed."""
 
     source: str | None
     target: str | None
@@ -41,7 +41,7 @@ class FilePatch:
 
 
 def read_patch(patch: str) -> tuple[FilePatch, ...]:
-    """The files of a unified diff. Raises ToolError, in words for the model, for what is none."""
+    """Parse a unified diff. Raises ToolError, worded for the model, if it is invalid."""
     lines = patch.split("\n")
     if lines[-1] == "":
         lines.pop()
@@ -75,7 +75,7 @@ def _name(line: str) -> str | None:
 
 
 def _hunks(lines: Sequence[str], at: int) -> tuple[tuple[Hunk, ...], int]:
-    """The hunks from line `at` on, and where they end."""
+    """Parse the hunks from line `at` on; return them and the index after them."""
     hunks: list[Hunk] = []
     while at < len(lines) and lines[at].startswith("@@"):
         hunk, at = _hunk(lines, at)
@@ -107,7 +107,7 @@ def _hunk(lines: Sequence[str], at: int) -> tuple[Hunk, int]:
 
 
 def _end_of(lines: Sequence[str], at: int, sides: Sequence[list[str]]) -> int:
-    """Take the newline away where the next line of the patch says that there is none."""
+    """Remove the newline if the next line of the patch marks its absence."""
     if at >= len(lines) or not lines[at].startswith("\\"):
         return at
     for side in sides:
@@ -116,10 +116,10 @@ def _end_of(lines: Sequence[str], at: int, sides: Sequence[list[str]]) -> int:
 
 
 def patched(text: str, hunks: Sequence[Hunk], path: str) -> str:
-    """The text with all hunks applied, in their order. Raises ToolError for one that does not fit."""
+    """Apply all hunks in order. Raises ToolError for a hunk that does not fit."""
     parts: list[str] = []
     starts = _line_starts(text)
-    offset, shift = 0, 0  # the characters that are done, and by how many lines the last hunk was moved
+    offset, shift = 0, 0  # characters done, and line shift of the last hunk
     for number, hunk in enumerate(hunks, 1):
         old = "".join(hunk.old)
         line = hunk.line - bool(old) + shift
@@ -133,7 +133,7 @@ def patched(text: str, hunks: Sequence[Hunk], path: str) -> str:
 
 
 def _line_starts(text: str) -> list[int]:
-    """Where each line begins, and after the last one where the text ends."""
+    """Return the offset of each line, and of the end of the text."""
     starts = [0]
     for line in text.split("\n")[:-1]:
         starts.append(starts[-1] + len(line) + 1)
@@ -141,13 +141,13 @@ def _line_starts(text: str) -> list[int]:
 
 
 def _stands(text: str, old: str, place: int) -> bool:
-    """Whether whole lines `old` stand there."""
+    """Return whether `old` matches whole lines at `place`."""
     ends = old.endswith("\n") or not old or place + len(old) == len(text)
     return ends and text.startswith(old, place)
 
 
 def _only_place(text: str, old: str, offset: int, what: str) -> int:
-    """The only place after `offset` where the lines `old` stand. Raises ToolError."""
+    """Return the only offset from `offset` on where `old` matches. Raises ToolError."""
     if not old:
         raise ToolError(f"{what} adds lines at a place that the file does not have")
     places = [0] if offset == 0 and _stands(text, old, 0) else []
@@ -165,7 +165,7 @@ def _only_place(text: str, old: str, offset: int, what: str) -> int:
 
 
 def patched_files(snapshot: Snapshot, patches: Sequence[FilePatch]) -> Snapshot:
-    """The files after a patch. Raises ToolError; nothing is half done then."""
+    """Return the files after a patch. Raises ToolError, without partial changes."""
     files, executable = dict(snapshot.files), set(snapshot.executable)
     for patch in patches:
         before = "" if patch.source is None else text_of(files, patch.source)
@@ -186,7 +186,7 @@ def patched_files(snapshot: Snapshot, patches: Sequence[FilePatch]) -> Snapshot:
 
 
 def apply_patch_tool(workspace: Workspace) -> Tool:
-    """The tool `apply_patch(patch)` on the files of a workspace."""
+    """Create the tool `apply_patch(patch)` for the files of a workspace."""
 
     async def apply_patch(patch: str) -> str:
         """Apply a unified diff to files here: all of it or, where a part does not fit, nothing.

@@ -1,6 +1,6 @@
-"""`python` and `shell`: programs of the model, in a sandbox and nowhere else.
+"""`python` and `shell`: run the model's programs in a sandbox.
 
-A program that fails is a call that worked: its traceback and exit code are the output.
+A failing program is a successful call: its traceback and exit code are the output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ONCE: Final = Limits(files_out=0)
 
 
 def python_tool(sandbox: Sandbox, limits: Limits = _ONCE) -> Tool:
-    """The stateless tool `python(code)`: each call is a program of its own, in an empty folder."""
+    """Create the stateless tool `python(code)`: each call runs in an empty folder."""
 
     async def python(code: str) -> str:
         """Run a Python program and see what it prints. Nothing is kept from one call to the next.
@@ -35,9 +35,9 @@ def python_tool(sandbox: Sandbox, limits: Limits = _ONCE) -> Tool:
 
 
 def python_session_tool(workspace: Workspace) -> Tool:
-    """The tool `python(code)` whose variables and files stay for the episode.
+    """Create the tool `python(code)` with variables and files kept for the episode.
 
-    Raises UserError where the workspace is no Python session.
+    Raises UserError if the workspace is not a Python session.
     """
     _check(workspace, "python")
 
@@ -54,9 +54,9 @@ def python_session_tool(workspace: Workspace) -> Tool:
 
 
 def shell_tool(workspace: Workspace) -> Tool:
-    """The tool `shell(command)`; folder, variables and files stay for the episode.
+    """Create the tool `shell(command)` with folder, variables and files kept for the episode.
 
-    Raises UserError where the workspace is no shell session.
+    Raises UserError if the workspace is not a shell session.
     """
     _check(workspace, "shell")
 
@@ -75,6 +75,6 @@ def shell_tool(workspace: Workspace) -> Tool:
 def _check(workspace: Workspace, kind: SessionKind) -> None:
     if workspace.kind != kind:
         raise UserError(
-            f"This tool needs a workspace of the kind {kind!r}, and it is {workspace.kind!r}.",
-            f'Make it with Workspace(sandbox, kind="{kind}").',
+            f"This tool needs a workspace of kind {kind!r}, but got {workspace.kind!r}.",
+            f'Create it with Workspace(sandbox, kind="{kind}").',
         )

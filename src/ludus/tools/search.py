@@ -1,4 +1,4 @@
-"""Search over short passages with BM25 (the library `bm25s`), deterministic to the last tie."""
+"""BM25 search over short passages (library `bm25s`), deterministic including ties."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MAX_PASSAGES = 10
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words of a text without accents: what queries and passages are matched by."""
+    """Return the lower-case words of a text without accents, as used for matching."""
     plain = unicodedata.normalize("NFKD", text.casefold())
     return re.findall(r"[^\W_]+", "".join(c for c in plain if not unicodedata.combining(c)))
 
 
 class PassageIndex:
-    """A BM25 index over passages. Ties are broken by the order in which the passages were given."""
+    """A BM25 index over passages. Ties are broken by passage order."""
 
     def __init__(self, passages: Sequence[str]) -> None:
         import bm25s
@@ -35,11 +35,11 @@ class PassageIndex:
         self._ranking = lru_cache(maxsize=4096)(self._rank)
 
     def search(self, query: str, k: int = 2) -> list[str]:
-        """The `k` best passages, best first; passages that share no word with the query never appear."""
+        """Return the `k` best passages, best first; passages without a word of the query are excluded."""
         return [self.passages[i] for i in self.ranking(query, held(k))]
 
     def ranking(self, query: str, depth: int) -> list[int]:
-        """The places of the best passages, best first, at most `depth`; only those that share a word."""
+        """Return the indices of at most `depth` best passages that share a word, best first."""
         return self._ranking(query, max(depth, MAX_PASSAGES))[:depth]
 
     def _rank(self, query: str, depth: int) -> list[int]:
@@ -55,7 +55,7 @@ class PassageIndex:
 
 
 def held(k: int) -> int:
-    """A number of passages that a search may return."""
+    """Clamp the number of returned passages."""
     return max(1, min(k, MAX_PASSAGES))
 
 
@@ -63,12 +63,12 @@ class Searches(Protocol):
     """An index: `PassageIndex`, or one of `ludus.tools.dense`."""
 
     def search(self, query: str, k: int = 2) -> list[str]:
-        """The `k` best passages, best first."""
+        """Return the `k` best passages, best first."""
         ...
 
 
 def search_tool(index: Searches, default_k: int = 2) -> Tool:
-    """The tool `search(query, k)` over an index."""
+    """Create the tool `search(query, k)` over an index."""
 
     def search(query: str, k: int = default_k) -> str:
         """Search the encyclopedia.

@@ -1,17 +1,16 @@
-"""Queries on an SQLite database: bounded in work, time, memory and output, and kept away from the disk.
+"""Queries on an SQLite database with limits on work, time, memory and output, and without disk access.
 
-A `Database` is the bytes of a database file. Every query runs on a connection of its own that holds a copy of
-them in memory, so calls may run in parallel, and nothing that one does reaches another or a file. A writable
-session keeps the changes of each query that succeeds.
+A `Database` holds the bytes of a database file. Every query runs on its own connection to a copy in memory,
+so calls may run in parallel and cannot affect each other or a file. A writable session keeps the changes of
+successful queries.
 
-An authorizer lets queries read and compute (a writable session: also change tables) and refuses all else:
-ATTACH, pragmas that set something, extensions, transactions, `random`. A progress handler ends a query after
-`SqlLimits.steps` instructions of SQLite's machine, the same ones in every run, and after `SqlLimits.seconds`
-as a second bound. One instruction is never interrupted, and neither are those of an expression, which has no
-jump: what keeps them short (15 ms for the slowest that was found, `trim`, on one slow core) are the bounds on
-the length of values, on the calls of functions in a query and on the widths that `printf` takes.
-The bound on memory is SQLite's own and counts all of its connections in the process; the lowest one that was
-ever set holds. Not covered: `date('now')` tells the time.
+An authorizer allows reading and computing (in a writable session also changing tables) and refuses everything
+else: ATTACH, pragmas with side effects, extensions, transactions, `random`. A progress handler stops a query
+after `SqlLimits.steps` VM instructions, which is deterministic, or `SqlLimits.seconds`. A single instruction
+or an expression without a jump cannot be interrupted; the limits on value length, function calls and `printf`
+widths keep them short (at most 15 ms on a slow core, for `trim`). The memory limit is SQLite's own and counts
+all of its connections in the process; the lowest limit ever set applies. Not covered: `date('now')` returns
+the current time.
 """
 
 from __future__ import annotations
@@ -51,33 +50,33 @@ ACTIONS = {
     sqlite3.SQLITE_CREATE_TABLE: "CREATE TABLE is",
 }
 PRAGMAS = frozenset({"table_info", "table_xinfo", "foreign_key_list", "index_list", "index_info"})
-"""Those that only tell."""
+"""Read-only pragmas."""
 FUNCTIONS = frozenset({"load_extension", "random", "randomblob", "fts3_tokenizer", "readfile", "writefile"})
-"""Those that are refused: they load code, differ from run to run, or reach files."""
+"""Refused functions: they load code, are nondeterministic, or access files."""
 NO_SUCH = re.compile(r"no such (table|column): ((?:\w+\.)?(\w+))")
 LIKE_CHARACTERS = 100
 COLUMNS = 100
 PAGES_GROWTH = 2_000
 SQL_BYTES = 4
-"""Of a character of a query, at most."""
+"""Maximum bytes per character of a query."""
 WIDE = re.compile(r"%[-+ #!,.\dl]*(?:\*|\d{4})")
-"""A width or a precision of a format that an argument names, or that has more than three digits."""
+"""A format width or precision given by an argument, or of more than three digits."""
 CALLS = 50
-"""Calls of functions in the text of one query."""
+"""Maximum number of function calls in a query's text."""
 CHECK_EVERY = 200
-"""Instructions between two looks at the bounds."""
+"""Instructions between two checks of the limits."""
 
 
 class SqlError(ValueError):
-    """A query that failed or was refused; the text says why, for the model to read."""
+    """A query failed or was refused; the text tells the model why."""
 
 
 @dataclass(frozen=True, slots=True)
 class SqlLimits:
-    """Bounds on one query.
+    """Limits of one query.
 
-    `rows` and `cell` (characters) bound what is shown, `counted` the rows that are counted, `value` the
-    bytes of one value, `text` the characters of the query, `memory` the bytes of SQLite's heap.
+    `rows` and `cell` (characters) bound the shown result, `counted` the counted rows, `value` the bytes of a
+    value, `text` the characters of the query, `memory` the bytes of SQLite's heap.
     """
 
     rows: int = 20
@@ -92,7 +91,7 @@ class SqlLimits:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Column names and rows. `total` counts all rows, or is None where there are more than were counted."""
+    """Column names and rows. `total` is the number of rows, or None above `counted`."""
 
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
@@ -101,7 +100,7 @@ class Result:
 
 @dataclass(eq=False)
 class Database:
-    """One database as one episode sees it. `image` is the bytes of a database file."""
+    """One episode's database. `image` holds the bytes of a database file."""
 
     image: bytes = field(repr=False)
     writable: bool = False
@@ -109,10 +108,10 @@ class Database:
     _lock: Lock = field(init=False, repr=False, default_factory=Lock)
 
     def query(self, text: str, keep: int | None = None) -> Result:
-        """Run one statement and keep its first rows (`limits.rows` unless told).
+        """Run one statement and keep its first rows (default: `limits.rows`).
 
-        Raises SqlError in words for the model: what is wrong, and the nearest names for those that are not
-        there. A statement that fails changes nothing.
+        Raises SqlError, worded for the model, with the nearest names for unknown ones. A failed statement
+        changes nothing.
         """
         if len(text) > self.limits.text:
             raise SqlError(f"the query has {len(text)} characters; {self.limits.text} are allowed")
@@ -123,14 +122,15 @@ class Database:
         return result
 
     def tables(self) -> list[str]:
-        """The names of the tables, in the order in which they were made."""
+        """Return the names of the tables in order of creation."""
         with closing(self._open()) as connection:
             return _tables(connection)
 
     def describe(self, table: str = "", samples: int = 3) -> str:
-        """Tables with columns, types and foreign keys, a line each; of one table also sample rows.
+        """Describe tables with columns, types and foreign keys, one line each; for one table also sample
+        rows.
 
-        Raises SqlError for a table that is not there, with the nearest.
+        Raises SqlError for an unknown table, with the nearest name.
         """
         with closing(self._open()) as connection:
             known = _tables(connection)
@@ -156,7 +156,7 @@ class Database:
             return result, connection.serialize() if self.writable else self.image
 
     def _hint(self, told: str) -> str:
-        """The nearest names, where one is not there."""
+        """Return the nearest names for an unknown one."""
         found = NO_SUCH.search(told)
         if found is None:
             return ""
@@ -172,7 +172,7 @@ class Database:
         return f". Nearest: {', '.join(homes[:4])}" if homes else ""
 
     def _open(self) -> sqlite3.Connection:
-        """A connection to a copy of the image, with its limits set and no guard yet."""
+        """Open a limited connection to a copy of the image, without a guard."""
         connection = sqlite3.connect(":memory:", isolation_level=None, cached_statements=0)
         connection.deserialize(self.image)
         pages = len(self.image) // 4096 + PAGES_GROWTH
@@ -194,7 +194,7 @@ class Database:
 
 
 class _Guard:
-    """Authorizer and progress handler of one query; `reason` says what was refused."""
+    """Authorizer and progress handler of one query; `reason` holds the refusal."""
 
     def __init__(self, writable: bool, limits: SqlLimits) -> None:
         self._allowed = READS | WRITES if writable else READS
@@ -205,7 +205,7 @@ class _Guard:
 
     @contextmanager
     def over(self, connection: sqlite3.Connection) -> Iterator[None]:
-        """Guard what runs inside. Raises SqlError for what fails there, with the reason in words."""
+        """Guard statements inside the block. Raises SqlError with the reason for failures."""
         connection.set_authorizer(self._authorize)
         connection.set_progress_handler(self._progress, CHECK_EVERY)
         for name in ("printf", "format"):
@@ -219,7 +219,7 @@ class _Guard:
             connection.set_authorizer(None)
 
     def _authorize(self, action: int, first: str | None, second: str | None, *_: str | None) -> int:
-        declares = action == sqlite3.SQLITE_UPDATE and first == "sqlite_master"  # so do pragma_...() tables
+        declares = action == sqlite3.SQLITE_UPDATE and first == "sqlite_master"  # as pragma_...() tables do
         if action in self._allowed or declares:
             return sqlite3.SQLITE_OK
         if action == sqlite3.SQLITE_FUNCTION and (second or "").casefold() not in FUNCTIONS:
@@ -242,7 +242,7 @@ class _Guard:
         return f"{ACTIONS.get(action, 'this kind of statement is')} not allowed here{why}"
 
     def _format(self, *given: Value) -> Value:
-        """SQLite's own `printf`, for widths and precisions of at most three digits."""
+        """SQLite's `printf`, for widths and precisions of at most three digits."""
         pattern = given[0].decode("latin-1") if given and isinstance(given[0], bytes) else given[:1]
         if WIDE.search(str(pattern)):
             self.reason = "printf and format take no * and at most three digits as a width or precision here"
@@ -324,7 +324,7 @@ def _outline(connection: sqlite3.Connection, table: str) -> str:
 
 
 def as_table(result: Result, limits: SqlLimits) -> str:
-    """Rows as the model sees them: a line of column names, a line a row, and the count."""
+    """Format rows for the model: column names, one line per row, and the count."""
     if not result.columns:
         return "Done."
     shown = result.rows[: limits.rows]
@@ -337,7 +337,7 @@ def as_table(result: Result, limits: SqlLimits) -> str:
 
 
 def _cell(value: Value, bound: int) -> str:
-    """A value in one line of at most `bound` characters and three dots."""
+    """Format a value in one line of at most `bound` characters, plus three dots if cut."""
     if value is None:
         return "NULL"
     if isinstance(value, float):
@@ -349,7 +349,7 @@ def _cell(value: Value, bound: int) -> str:
 
 
 def sql_tool(database: Database) -> Tool:
-    """The tool `sql(query)`. What fails raises SqlError."""
+    """Create the tool `sql(query)`. Failures raise SqlError."""
 
     def sql(query: str) -> str:
         """Run one SQLite query.
@@ -363,7 +363,7 @@ def sql_tool(database: Database) -> Tool:
 
 
 def schema_tool(database: Database, samples: int = 3) -> Tool:
-    """The tool `schema(table)`. A table that is not there raises SqlError."""
+    """Create the tool `schema(table)`. An unknown table raises SqlError."""
 
     def schema(table: str = "") -> str:
         """Show the tables of the database.

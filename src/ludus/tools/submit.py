@@ -1,4 +1,4 @@
-"""`submit`: the model hands in its answer by a call, and the episode ends."""
+"""`submit`: a call that hands in the answer and ends the episode."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ludus.tools.base import Tool, Traits, tool
 
 
 def submit_tool() -> Tool:
-    """The tool `submit(answer)`: `ToolEnv` ends the episode with it, and `Trajectory.answer` is the text."""
+    """Create the tool `submit(answer)`: `ToolEnv` ends the episode, and `Trajectory.answer` is the text."""
 
     async def submit(answer: str) -> str:
         """Hand in the final answer. This ends the task.

@@ -1,8 +1,8 @@
-"""`Workspace`: the sandbox session of one episode, which several tools share.
+"""`Workspace`: the sandbox session of one episode, shared by several tools.
 
-An environment makes one for each episode, opens it in `start` and ends it in `close`
-(`ludus.envs.tool_env.ToolEnv` does both). Calls wait for one another. A call is never torn: where its
-deadline fires, it goes on unheard until the limits of the sandbox end it, and the next call waits for it.
+An environment creates one per episode, opens it in `start` and closes it in `close`
+(`ludus.envs.tool_env.ToolEnv` does both). Calls run one at a time. A call whose deadline expires keeps
+running until the sandbox's limits end it; the next call waits for it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ludus.sandbox.base import (
 from ludus.tools.base import ToolError
 
 WAIT_S: Final = 50.0
-"""What a tool's deadline adds to the sandbox's own: calls of one episode wait for one another."""
+"""Seconds that a tool's deadline adds to the sandbox's, since an episode's calls queue."""
 LIMITS: Final = Limits(files_out=2000, files_out_bytes=16 * MIB)
-"""Of a workspace: all its files come out at once, for tools that read and edit them."""
+"""Limits of a workspace: tools that read and edit files need all of them at once."""
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class Workspace:
-    """A session with its folder. `files` are what lies there at first.
+    """A session with its folder. `files` are the initial contents.
 
-    `run` raises ToolError, for the model to read, where the session is lost; the next call finds a new one.
+    `run` raises ToolError, worded for the model, if the session is lost; the next call opens a new one.
     """
 
     sandbox: Sandbox
@@ -52,11 +52,11 @@ class Workspace:
 
     @property
     def timeout_s(self) -> float:
-        """The deadline of a tool that works here."""
+        """Deadline of a tool on this workspace."""
         return self.limits.wall_s + WAIT_S
 
     async def open(self) -> None:
-        """Open the session, so that a sandbox that cannot run is found out before the episode begins.
+        """Open the session early, to detect an unavailable sandbox before the episode starts.
 
         Raises UserError and WorldError.
         """
@@ -67,15 +67,15 @@ class Workspace:
         return await self._untorn(lambda session: session.run(code))
 
     async def snapshot(self) -> Snapshot:
-        """All files of the folder. Raises ToolError."""
+        """Return all files of the folder. Raises ToolError."""
         return await self._untorn(lambda session: session.snapshot())
 
     async def processes(self) -> tuple[Process, ...]:
-        """What runs in the session. Raises ToolError."""
+        """List the session's processes. Raises ToolError."""
         return await self._untorn(lambda session: session.processes())
 
     async def write(self, files: Mapping[str, bytes]) -> None:
-        """Put files into the folder; the others stay. Raises ToolError."""
+        """Write files to the folder; others stay. Raises ToolError."""
         await self._untorn(lambda session: session.write(files))
 
     async def restore(self, snapshot: Snapshot) -> None:
@@ -83,10 +83,10 @@ class Workspace:
         await self._untorn(lambda session: session.restore(snapshot))
 
     async def change(self, edit: Callable[[Snapshot], Snapshot]) -> None:
-        """Take the files, edit them and put back what differs, with no other call in between.
+        """Edit the files atomically and write back the differences.
 
-        Nothing else in the folder is touched: links, empty folders, and the folder that a shell is in, stay.
-        Raises ToolError, and whatever `edit` raises; nothing has changed then.
+        Links, empty folders and a shell's current folder are unaffected. Raises ToolError and any exception
+        of `edit`; nothing is changed then.
         """
 
         async def act(session: SandboxSession) -> None:
@@ -97,7 +97,7 @@ class Workspace:
         await self._untorn(act)
 
     async def close(self) -> None:
-        """End the session and whatever runs in it. Closing twice does no harm."""
+        """End the session and its processes. Idempotent."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -123,13 +123,13 @@ class Workspace:
 
     async def _opened(self) -> SandboxSession:
         if self._closed:
-            raise WorldError("The workspace is closed.", "Make one for each episode.")
+            raise WorldError("The workspace is closed.", "Create one per episode.")
         if self._session is None:
             self._session = await self.sandbox.session(self.kind, files=self.files, limits=self.limits)
         return self._session
 
     async def _after(self, error: WorldError) -> str:
-        """What to say of an error of the session; one that no longer answers is given up."""
+        """Return the message for a session error; drop a session that no longer responds."""
         session, self._session = self._session, None
         if session is not None:
             try:
@@ -144,7 +144,7 @@ class Workspace:
 
 
 def difference(before: Snapshot, after: Snapshot) -> FileChange:
-    """What makes the files of one snapshot those of another."""
+    """Return the changes that turn one snapshot into the other."""
     write = {path: text for path, text in after.files.items() if before.files.get(path) != text}
     marked = (before.executable ^ after.executable) & after.files.keys()
     executable = {path: path in after.executable for path in sorted(marked)}
@@ -152,7 +152,7 @@ def difference(before: Snapshot, after: Snapshot) -> FileChange:
 
 
 def report(outcome: Outcome, limits: Limits, in_session: bool) -> str:
-    """What a run printed and how it ended, for a model to read."""
+    """Describe a run's output and end to a model."""
     parts = [outcome.text.rstrip("\n")]
     if error := outcome.error_text.rstrip("\n"):
         parts.append(f"[stderr]\n{error}" if parts[0] else error)

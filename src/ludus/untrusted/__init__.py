@@ -1,1 +1,1 @@
-"""Readers of data from untrusted sources: files from elsewhere, models, tools, sandboxes, remote servers."""
+"""Readers of data from untrusted sources: files, models, tools, sandboxes, remote servers."""

@@ -1,7 +1,7 @@
-"""Restricted unpickling: a pickle from a file may name the listed globals only, and runs no code.
+"""Restricted unpickling: a pickle may only reference listed globals, and runs no code.
 
-The interpreter is the pure Python one, because its table of opcodes can be cut: persistent ids, extension
-codes, `BUILD` on a class, and opcodes that allocate as many bytes as the file claims are refused.
+Uses the pure Python interpreter, whose opcode table can be restricted: persistent ids, extension codes,
+`BUILD` on a class, and opcodes that allocate as many bytes as the file claims are refused.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class _Restricted(pickle._Unpickler):
 
 
 def load_pickle(data: bytes, known: Mapping[str, object] = MappingProxyType({})) -> object:
-    """Return the object in a pickle that names no globals but `known` (dotted name: object).
+    """Return the object in a pickle that references no globals but `known` (dotted name: object).
 
-    Raises UnpicklingError for everything else, including broken data.
+    Raises UnpicklingError otherwise, including for corrupt data.
     """
     try:
         return _Restricted(data, known).load()

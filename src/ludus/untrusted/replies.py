@@ -1,4 +1,4 @@
-"""A bound on the bytes of replies of HTTP servers, counted while they stream in."""
+"""Limit the size of HTTP responses while they are received."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import httpx
 
 MOST_BYTES = 64 * 2**20
 PLAIN = {"Accept-Encoding": "identity"}
-"""Headers of a request whose reply is counted as it is."""
+"""Headers of a request whose response must be uncompressed."""
 _PACKED = 100
-"""A compressed reply may have this many times fewer bytes."""
+"""Factor by which the limit of a compressed response is lower."""
 
 
 @dataclass
@@ -48,9 +48,9 @@ class _Counted(httpx.AsyncByteStream, httpx.SyncByteStream):
 def bounded_replies(
     most: int | None = None,
 ) -> Mapping[str, list[Callable[[httpx.Response], Awaitable[None]]]]:
-    """Return `event_hooks` of an `httpx.AsyncClient` that raises DecodingError for a longer reply.
+    """Return `event_hooks` of an `httpx.AsyncClient` that raise DecodingError for a larger response.
 
-    `most` is `MOST_BYTES` unless it is given.
+    `most` defaults to `MOST_BYTES`.
     """
 
     async def count(response: httpx.Response) -> None:
@@ -60,7 +60,7 @@ def bounded_replies(
 
 
 def get_bounded(url: str, timeout_s: float) -> httpx.Response:
-    """Return the reply to a GET, where there is no event loop. Raises as `bounded_replies`."""
+    """Send a GET outside an event loop and return the response. Raises as `bounded_replies`."""
     hooks = {"response": [lambda response: _count(response, MOST_BYTES)]}
     with httpx.Client(timeout=timeout_s, trust_env=False, headers=PLAIN, event_hooks=hooks) as client:
         return client.get(url)

@@ -1,9 +1,9 @@
-"""Call functions whose time may grow fast with untrusted data in processes that are killed at their limits.
+"""Call functions whose time may explode on untrusted data in limited processes.
 
-Takes functions of a module and arguments that pickle. A process is started at the first call and again after
-one was killed; there are at most two. The kernel ends a call after `CPU_S` seconds of processor time, even
-inside one long operation of the interpreter and independently of the machine's load; memory is limited as
-well. The event loop of the caller goes on. The processes end with their parent.
+Accepts module-level functions and picklable arguments. A process is started on the first call and after one
+was killed; there are at most two. The kernel ends a call after `CPU_S` seconds of CPU time, even inside one
+long interpreter operation and independently of the machine's load; memory is limited too. The caller's event
+loop is not blocked. The processes end with their parent.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from functools import cache, partial
 from typing import BinaryIO, ParamSpec, TypeVar, cast
 
 CPU_S = 5.0
-"""Seconds of processor time of one call."""
+"""CPU seconds of one call."""
 MEMORY_BYTES = 2 << 30
 """Address space of a process."""
 _PROCESSES = 2
 _BACKSTOP_S = 300.0
-"""Wall-clock time after which a call that uses no processor time is given up."""
+"""Wall-clock timeout of a call that uses no CPU time."""
 _HEAD = struct.Struct(">Q")
 _COMMAND = (
     "import json,sys;sys.path[:]=json.loads(sys.argv[1]);from ludus.untrusted.worker import serve;serve()"
@@ -41,13 +41,13 @@ T = TypeVar("T")
 
 
 class LimitExceeded(Exception):
-    """A call took more processor time or memory than it may."""
+    """A call exceeded its CPU time or memory."""
 
 
 async def call_bounded(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return what the function returns in another process, or raise what it raises.
+    """Call the function in another process and return its result or raise its exception.
 
-    Raises LimitExceeded where it was killed, or ran out of memory.
+    Raises LimitExceeded if the process was killed or ran out of memory.
     """
     question = pickle.dumps((partial(function, *args, **kwargs), CPU_S))
     pool = _pool(os.getpid())
@@ -59,7 +59,7 @@ async def call_bounded(function: Callable[P, T], /, *args: P.args, **kwargs: P.k
 
 @dataclass(eq=False)
 class _Process:
-    """A process that answers one call after another."""
+    """A process that executes calls one at a time."""
 
     running: subprocess.Popen[bytes]
 
@@ -69,7 +69,7 @@ class _Process:
         return cls(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
 
     def answer(self, question: bytes) -> object:
-        """Raises LimitExceeded; the process has ended then."""
+        """Execute a call. Raises LimitExceeded; the process has then ended."""
         into, out = self.running.stdin, self.running.stdout
         assert into is not None
         assert out is not None
@@ -99,13 +99,13 @@ class _Pool:
 
 @cache
 def _pool(pid: int) -> _Pool:
-    """That of this process; one that was forked off has its own."""
+    """Return this process's pool; a forked process gets a new one."""
     del pid
     return _Pool(ThreadPoolExecutor(_PROCESSES, "untrusted"))
 
 
 def serve() -> None:
-    """Answer calls until the input ends."""
+    """Execute calls until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -117,13 +117,13 @@ def serve() -> None:
 
 
 def _answered(question: bytes) -> object:
-    call, cpu_s = pickle.loads(question)  # modules are imported here, which is not on the call's time
+    call, cpu_s = pickle.loads(question)  # imports modules, not counted as the call's time
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         return call()
     except MemoryError:
         return LimitExceeded("a call took too much memory")
-    except Exception as error:  # boundary: it is raised where the call was made
+    except Exception as error:  # boundary: raised in the caller
         return error
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -132,7 +132,7 @@ def _answered(question: bytes) -> object:
 def _reply(replies: BinaryIO, answer: object) -> None:
     try:
         said = pickle.dumps(answer)
-    except Exception as error:  # boundary: an error that does not pickle travels as its words
+    except Exception as error:  # boundary: an unpicklable error is sent as text
         said = pickle.dumps(RuntimeError(f"{type(answer).__name__}: {answer} ({error})"))
     replies.write(_HEAD.pack(len(said)) + said)
     replies.flush()

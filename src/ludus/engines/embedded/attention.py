@@ -47,7 +47,7 @@ def ragged_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    **options: Any,  #  noqa: ANN401 (options of transformers, per model)
+    **options: Any,  # noqa: ANN401 (options of transformers, per model)
 ) -> tuple[Tensor, None]:
     """Store `key` and `value` `[1, H, T, D]` in the pages and attend from `query` `[1, Hq, T, D]`.
 

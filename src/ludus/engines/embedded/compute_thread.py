@@ -55,7 +55,7 @@ class ComputeThread:
                 return
             try:
                 future.set_result(work())
-            except BaseException as error:  #  boundary: the caller gets the cause
+            except BaseException as error:  # boundary: the caller gets the cause
                 future.set_exception(error)
 
         self.post(command)
@@ -122,7 +122,7 @@ class ComputeThread:
             self._core.step()
         except EngineError as error:
             self._core.fail_all(error)
-        except Exception as error:  #  boundary: if the thread died, all callers would wait forever
+        except Exception as error:  # boundary: if the thread died, all callers would wait forever
             count = len(self._core.running)
             self._core.fail_all(EngineError(f"Inference failed on a batch of {count}: {error}"))
         self._ended = time.monotonic()
@@ -143,5 +143,5 @@ def compute_threads(threads: int) -> Iterator[None]:
 def _take_threads(threads: int) -> None:
     """Set the calling thread's number of compute threads, which OpenMP keeps per thread."""
     if threads:
-        torch.zeros(1).sum()  #  torch applies its global number on first use, so trigger that first
+        torch.zeros(1).sum()  # torch applies its global number on first use, so trigger that first
         torch.set_num_threads(threads)

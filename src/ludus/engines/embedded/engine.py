@@ -160,7 +160,7 @@ class LocalEngine:
         self._worker.post(partial(_each, self._caches.add, places))
         try:
             done = [await asyncio.wrap_future(future) for _, future in places]
-        except (asyncio.CancelledError, EngineError):  #  the others have no caller left
+        except (asyncio.CancelledError, EngineError):  # the others have no caller left
             self._worker.post(partial(_each, self._core.abort, places))
             raise
         return done
@@ -173,7 +173,7 @@ class LocalEngine:
         try:
             while not done.done():
                 await asyncio.wait({done}, timeout=_PIECE_S)
-                until = len(sequence.versions)  #  the worker appends a token's version last
+                until = len(sequence.versions)  # the worker appends a token's version last
                 if until > given and not done.done():
                     yield _piece(sequence, given, until, None)
                     given = until

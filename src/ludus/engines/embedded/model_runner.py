@@ -256,7 +256,7 @@ class _ShapeRecorder(Cache):  # type: ignore[misc]
         return query_length, 0
 
 
-def _inner(model: PreTrainedModel) -> Any:  #  noqa: ANN401 (a model, or a PEFT model's inner one)
+def _inner(model: PreTrainedModel) -> Any:  # noqa: ANN401 (a model, or a PEFT model's inner one)
     """Return the model below the adapters."""
     return model.get_base_model() if is_peft(model) else model
 

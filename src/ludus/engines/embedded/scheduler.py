@@ -382,7 +382,7 @@ class BatchScheduler:
         fails."""
         try:
             return [self._pass(plan)]
-        except Exception as error:  #  boundary: torch errors (memory, device, index)
+        except Exception as error:  # boundary: torch errors (memory, device, index)
             if len(plan) == 1:
                 plan[0][0].fail(f"Inference failed: {error}")
                 return []
@@ -405,7 +405,7 @@ class BatchScheduler:
 
     def _finish_ended(self, plan: list[tuple[Sequence, Chunk]]) -> None:
         for sequence, _ in plan:
-            if sequence.error is not None:  #  its results are not cached
+            if sequence.error is not None:  # its results are not cached
                 self._end(sequence)
                 continue
             if sequence.scores is not None:
@@ -418,7 +418,7 @@ class BatchScheduler:
             elif sequence.num_computed == len(sequence.path) * PAGE:
                 self._take(sequence, listed=False)
         if not self.running and any(sequence.error is not None for sequence, _ in plan):
-            self._tree.clear()  #  all computed results may be faulty
+            self._tree.clear()  # all computed results may be faulty
 
     def _end(self, sequence: Sequence) -> None:
         self._leave(sequence)
@@ -497,7 +497,7 @@ def _use(done: Pass, version_of: Callable[[str], int]) -> None:
         sequence.num_computed += len(chunk.ids)
     if done.draw is not None:
         draw = done.draw
-        for sequence, top in zip(done.rows, draw.top, strict=False):  #  empty if no row requests them
+        for sequence, top in zip(done.rows, draw.top, strict=False):  # empty if no row requests them
             if sequence.request.params.top_logprobs:
                 sequence.top_logprobs.append(top)
         drawn = (draw.tokens.tolist(), draw.logprobs.tolist(), draw.cut_logprobs.tolist())
@@ -507,7 +507,7 @@ def _use(done: Pass, version_of: Callable[[str], int]) -> None:
                 continue
             try:
                 sequence.add(token, logprob, cut, version_of(sequence.adapter))
-            except Exception as error:  #  boundary: guide and tokenizer of this sequence
+            except Exception as error:  # boundary: guide and tokenizer of this sequence
                 sequence.fail(f"The request failed: {error}")
     at = len(done.rows)
     for sequence, chunk in done.plan:
@@ -538,7 +538,7 @@ def _score(sequence: Sequence, chunk: Chunk, logits: Tensor) -> int:
     logprobs = torch.log_softmax(logits[: len(after)], dim=-1)
     index = torch.tensor(after, device=logits.device)[:, None]
     assert sequence.scores is not None
-    del sequence.scores[chunk.start + 1 :]  #  drop scores of older weights after a restart
+    del sequence.scores[chunk.start + 1 :]  # drop scores of older weights after a restart
     found = logprobs.gather(1, index)[:, 0].tolist()
     if any(map(math.isnan, found)):
         sequence.fail("The model's logits are not finite.", "Its weights have diverged.")

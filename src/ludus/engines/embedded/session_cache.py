@@ -28,7 +28,7 @@ class SessionCache:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence on its episode's cache branch."""
         episode, sequence.shelf = sequence.request.episode, sequence.adapter
-        if self.outlive and episode:  #  separate from episodes that started under other weights
+        if self.outlive and episode:  # separate from episodes that started under other weights
             own = f"{sequence.adapter}{AT}{self.core.version_of(sequence.adapter)}"
             sequence.shelf = self._shelves.setdefault(episode, own)
         self.core.add(sequence)

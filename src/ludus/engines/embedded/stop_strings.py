@@ -30,7 +30,7 @@ class StopStrings:
         last = tokens[-1]
         may_end = self._may_end.get(last)
         if may_end is None:
-            text = self._decode([last, last])  #  decoded alone, a token may lose its leading space
+            text = self._decode([last, last])  # decoded alone, a token may lose its leading space
             may_end = self._check_all or not self._last_characters.isdisjoint(text)
             self._may_end[last] = may_end
         if not may_end:

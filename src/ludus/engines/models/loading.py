@@ -88,11 +88,11 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
             path,
             config=config,
             dtype=_DTYPES[dtype],
-            attn_implementation=None,  #  torch's own if the family supports it (Gemma2 does not)
+            attn_implementation=None,  # torch's own if the family supports it (Gemma2 does not)
             local_files_only=_is_folder(path),
             trust_remote_code=False,
             weights_only=True,
-            ignore_mismatched_sizes=True,  #  reported below in one sentence
+            ignore_mismatched_sizes=True,  # reported below in one sentence
             output_loading_info=True,
         )
     except UnpicklingError as error:
@@ -325,7 +325,7 @@ def _check_on_hub(name: str) -> None:
             f"The folder {name!r} does not exist, and the model hub has no model of that name.",
             "Check the spelling; a private model needs a login.",
         ) from error
-    except Exception as error:  #  boundary: the hub client's network errors differ by version
+    except Exception as error:  # boundary: the hub client's network errors differ by version
         raise UserError(
             f"The folder {name!r} does not exist, and the model hub cannot be reached: {_first_line(error)}.",
             "Check the path or the network.",

@@ -174,7 +174,7 @@ class ServerEngine:
 
     def pin(self, episode: str, pin: EpisodePin) -> None:
         """Pin an episode to the replica chosen by the client that sends the weights."""
-        if pin.url not in self._routes.urls():  #  a replica that has just joined
+        if pin.url not in self._routes.urls():  # a replica that has just joined
             self._replicas.append(Replica(pin.url, self._settings, restore=self._restore))
         self._weights.know(pin.version)
         self._routes.pin(episode, pin)

@@ -162,7 +162,7 @@ async def aside(work: Callable[[], Result]) -> Result:
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  #  boundary: the awaiting caller gets the cause
+        except BaseException as error:  # boundary: the awaiting caller gets the cause
             future.set_exception(error)
 
     threading.Thread(target=run, name="ludus-line", daemon=True).start()

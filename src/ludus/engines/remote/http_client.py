@@ -146,7 +146,7 @@ class Replica:
             await line.client.aclose()
 
     async def _call(self, method: str, path: str, body: bytes | None, *, samples: bool) -> httpx.Response:
-        if not self.load:  #  no call is running
+        if not self.load:  # no call is running
             self._last_answer = time.time()
         self.load += 1
         try:
@@ -201,7 +201,7 @@ class Replica:
                 raise EngineError(f"{self.url}{path} sent an unreadable response: {error}.") from error
             else:
                 self._down_since = None
-                if not path.startswith(_ABORT):  #  the abort endpoint responds even if the engine hangs
+                if not path.startswith(_ABORT):  # the abort endpoint responds even if the engine hangs
                     self._last_answer = time.time()
                 if response.status_code == _NO_TOKEN and self._has_new_token():
                     continue

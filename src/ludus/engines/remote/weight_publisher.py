@@ -88,7 +88,7 @@ class WeightPublisher:
         state, replicas = with_head(state), tuple(self._replicas)
         folder = await self._save(version, state)
         async with AsyncExitStack() as held:
-            for replica in replicas:  #  a replica checked meanwhile would seem to lack them
+            for replica in replicas:  # a replica checked meanwhile would seem to lack them
                 await held.enter_async_context(replica.lock)
             self._announce(version, folder)
             updates = (self._update(replica, state) for replica in replicas)
@@ -150,7 +150,7 @@ class WeightPublisher:
     async def _broadcast(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Broadcast the weights; no file is kept to resend them."""
         assert self.line is not None
-        self.know(version)  #  the first replica may sample before the last has them
+        self.know(version)  # the first replica may sample before the last has them
         await self.line.send(version, state)
         self._announce(version, None)
         for replica in tuple(self._replicas):

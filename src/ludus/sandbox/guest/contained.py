@@ -39,7 +39,7 @@ def main() -> None:
     nothing = os.open("/dev/null", os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
-    sys.path[:] = [place for place in sys.path if place]  #  the box is the working folder
+    sys.path[:] = [place for place in sys.path if place]  # the box is the working folder
     line = WireLine(Pipes(source, sink))
     ignore_interrupts()
     try:
@@ -48,7 +48,7 @@ def main() -> None:
         line.send({"ready": True}, [])
     except Gone:
         return
-    except Exception as error:  #  boundary: report to the host why there is no guard
+    except Exception as error:  # boundary: report to the host why there is no guard
         line.send({"error": f"{type(error).__name__}: {error}"}, [])
         return
     answer(line, code, contained=True)

@@ -11,7 +11,7 @@ from ludus.sandbox.guest.light import Suppress
 from ludus.sandbox.guest.program import BOX
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  #  `collections.abc` is slow to import
+if TYPE_CHECKING:  # `collections.abc` is slow to import
     from collections.abc import Iterator
 
 DEEPEST, LONGEST = 32, 512
@@ -79,7 +79,7 @@ def collect(bounds: ResourceBounds, known: dict[str, bytes], box: str = BOX) -> 
             room -= len(found.files[path])
             if state.st_mode & 0o100:
                 found.executable.add(path)
-    except OSError:  #  a session's processes may change folders concurrently
+    except OSError:  # a session's processes may change folders concurrently
         found.cut = True
     finally:
         os.close(root)

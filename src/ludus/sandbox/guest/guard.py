@@ -14,7 +14,7 @@ from ludus.sandbox.guest.usage import ResourceUsage, reaped_cpu
 from ludus.sandbox.guest.wire import Gone, WireLine
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  #  `collections.abc` is slow to import
+if TYPE_CHECKING:  # `collections.abc` is slow to import
     from collections.abc import Callable
 
 _CHUNK = 65536
@@ -46,7 +46,7 @@ class Guard:
             try:
                 become_program(self.bounds, self.code, [in_r, out_w, err_w, *extra])
                 status = finish(body())
-            except BaseException as error:  #  boundary: a fork must never continue as its parent
+            except BaseException as error:  # boundary: a fork must never continue as its parent
                 os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode(errors="replace"))
             os._exit(status)
         for fd in (in_r, out_w, err_w, *extra):
@@ -119,7 +119,7 @@ class Guard:
                 self.feed = self.feed[os.write(self.stdin, self.feed[:_CHUNK]) :]
         except BlockingIOError:
             return True
-        except OSError:  #  the program closed its input
+        except OSError:  # the program closed its input
             self.feed = memoryview(b"")
         if not self.keep:
             os.close(self.stdin)

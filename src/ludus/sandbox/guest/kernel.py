@@ -71,17 +71,17 @@ def install_filter(code: bytes) -> None:
 
 
 def ignore_interrupts() -> None:
-    """Make process 1 deaf to what its programs send it.
+    """Ignore SIGINT in process 1.
 
-    The kernel keeps from it every signal that it has no handler for, and Python brings one for SIGINT only.
+    The kernel drops signals that process 1 has no handler for, and Python installs one only for SIGINT.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def set_limits(bounds: ResourceBounds, in_session: bool) -> None:
-    """The limits that the kernel keeps for each process. A session's CPU is watched a call at a time.
+    """Set the kernel's limits per process. A session's CPU time is checked per call instead.
 
-    Processes are not counted where `bounds.processes` is 0.
+    Processes are not limited if `bounds.processes` is 0.
     """
     cpu = int(bounds.cpu_s) + 1
     pairs = [

@@ -18,7 +18,7 @@ class ListedFile:
         self.cut = False
         room = _MOST
         for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"):
-            with Suppress(OSError, ValueError, IndexError):  #  the process has ended
+            with Suppress(OSError, ValueError, IndexError):  # the process has ended
                 program, folder = _link(f"/proc/{pid}/exe"), _link(f"/proc/{pid}/cwd")
                 argv, environment = _bytes(f"/proc/{pid}/cmdline"), _bytes(f"/proc/{pid}/environ")
                 room -= len(program) + len(folder) + len(argv) + len(environment)

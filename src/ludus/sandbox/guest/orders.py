@@ -224,5 +224,5 @@ def answer(line: WireLine, code: bytes, contained: bool = False) -> None:
             session.serve()
     except Gone:
         return
-    except Exception as error:  #  boundary: report to the host why there is no outcome
+    except Exception as error:  # boundary: report to the host why there is no outcome
         line.send({"error": f"{type(error).__name__}: {error}"}, [])

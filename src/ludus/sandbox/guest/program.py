@@ -65,7 +65,7 @@ def run_python(source: str) -> int:
         exec(compile(source, "main.py", "exec"), names)
     except SystemExit as stop:
         return exit_code(stop)
-    except BaseException as error:  #  boundary: any exception of the program is printed
+    except BaseException as error:  # boundary: any exception of the program is printed
         show(error, source)
         return 1
     return 0
@@ -100,7 +100,7 @@ def show(error: BaseException, source: str = "") -> None:
             traceback.print_exception(type(error), error, own)
         else:
             sys.excepthook(type(error), error, own)
-    except BaseException as second:  #  boundary: printing an exception runs the program's code again
+    except BaseException as second:  # boundary: printing an exception runs the program's code again
         sys.stderr.write(f"{type(error).__name__} (and printing it: {type(second).__name__})\n")
 
 
@@ -113,7 +113,7 @@ def finish(status: int) -> int:
             sys.modules["atexit"].__dict__["_run_exitfuncs"]()
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException:  #  boundary: exit hooks are the program's code
+    except BaseException:  # boundary: exit hooks are the program's code
         return status or 120
     return status
 
@@ -161,7 +161,7 @@ def run_cell(source: str, name: str, names: dict[str, object]) -> int:
                 print(repr(value))
     except SystemExit as stop:
         return exit_code(stop)
-    except BaseException as error:  #  boundary: any exception of the call is printed
+    except BaseException as error:  # boundary: any exception of the call is printed
         show(error)
         return 1
     return 0

@@ -54,7 +54,7 @@ class Gone(Exception):
 
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  #  `typing` is slow to import, and a cell starts with this module
+if TYPE_CHECKING:  # `typing` is slow to import, and a cell starts with this module
     from typing import Protocol
 
     class Ends(Protocol):

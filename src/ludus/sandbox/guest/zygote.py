@@ -87,7 +87,7 @@ def _be_guard(line: WireLine, code: bytes, uid: int, gid: int) -> None:
         _furnish(uid, gid)
         line.send({"ready": True}, [])
         answer(line, code)
-    except BaseException as error:  #  boundary: a fork must never continue as its parent
+    except BaseException as error:  # boundary: a fork must never continue as its parent
         with Suppress(Gone):
             line.send({"error": f"{type(error).__name__}: {error}"}, [])
 

@@ -233,7 +233,7 @@ async def start_cell(plan: CellPlan) -> Cell:
         ) from None
     header: dict[str, object] = {"uid": INSIDE_ID, "gid": INSIDE_ID}
     header |= {"paths": list(plan.paths), "preload": list(plan.preload)}
-    with contextlib.suppress(OSError):  #  if it has exited, the first `guard` reports why
+    with contextlib.suppress(OSError):  # if it has exited, the first `guard` reports why
         sent = sources(plan.same_python) + pack_order(header, [plan.filter])
         await asyncio.get_running_loop().sock_sendall(ours, sent)
     return cell

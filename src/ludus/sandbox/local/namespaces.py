@@ -245,12 +245,12 @@ def _folders(settings: NamespaceSettings, python: str) -> list[tuple[str, str]]:
         place = place or folder
         if not Path(folder).is_absolute() or not Path(folder).is_dir() or not Path(place).is_absolute():
             raise UserError(
-                f"{bind!r} is no folder that a sandbox can show.", "Give absolute paths of folders."
+                f"{bind!r} is not a folder that a sandbox can mount.", "Use absolute paths of folders."
             )
         if any(Path(place).is_relative_to(own) for own in ("/box", "/tmp", "/dev", "/proc", "/store")):
             raise UserError(
-                f"{bind!r} would lie under what each run has of its own.",
-                f"Show it elsewhere: {folder}:/shown",
+                f"{bind!r} would be hidden by a folder private to each run.",
+                f"Mount it elsewhere: {folder}:/shown",
             )
         folders.append((folder, place))
     return folders
@@ -278,8 +278,8 @@ def find_python(wanted: str) -> str:
         if real.is_file() and _is_open(real):
             return str(real)
     raise UserError(
-        f"No Python interpreter that a sandbox can read (looked at {', '.join(candidates)}).",
-        "Install the system's python3, or name one that every user may read.",
+        f"No Python interpreter is readable in a sandbox (tried {', '.join(candidates)}).",
+        "Install the system's python3, or set one that every user can read.",
     )
 
 

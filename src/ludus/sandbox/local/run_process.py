@@ -83,7 +83,7 @@ class ProcessRun:
         stdout, stderr = streams.finish()
         wall_s, cpu_s = time.monotonic() - begin, used.ru_utime + used.ru_stime
         told = used.ru_maxrss * 1024
-        if told > own_peak:  #  otherwise it may be this process's peak, inherited before exec
+        if told > own_peak:  # otherwise it may be this process's peak, inherited before exec
             peak = told
         return ProcessResult(stdout, stderr, status, timed_out, streams.left_out, cpu_s, wall_s, peak)
 

@@ -1,13 +1,12 @@
-"""The tools of any MCP server: a program that speaks over its standard streams, or a server with a URL.
+"""Tools of MCP servers: programs that communicate over standard streams, or servers with a URL.
 
     server = mcp_server(command="mcp-server-time")
     ToolWorld(..., tools=server.tools, resources=[server])
 
-Needs the extra `mcp` (the official package). A server is spoken to from a thread of its own, so that its
-tools work from any event loop, and from all episodes at once. One that died is started again by the next
-call. A call in which it dies raises WorldError: the toolbox sends it once more where the tool is idempotent,
-and otherwise the episode fails as one of the infrastructure. Closing ends the server's processes; so does the
-end of the interpreter.
+Needs the extra `mcp` (the official package). Each server has its own thread, so its tools work from any event
+loop and from all episodes at once. The next call restarts a server that died. A call during which it dies
+raises WorldError: the toolbox retries it if the tool is idempotent; otherwise the episode fails as an
+infrastructure failure. Closing, or interpreter exit, ends the server's processes.
 """
 
 from __future__ import annotations
@@ -47,48 +46,49 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_NAME: Final = 64
-"""Characters of a tool's name, by the rule of OpenAI-compatible servers."""
+"""Maximum length of a tool's name in OpenAI-compatible servers."""
 STOP_S: Final = 10.0
-"""What a server may take to end; its processes are killed well before."""
+"""Time for a server to stop; its processes are killed earlier."""
 _CLOSED: Final = "Connection closed"
-"""What the package says of a call whose connection went away; servers use the same code for other things."""
+"""The package's message for a lost connection; servers use its error code for other errors too."""
 _BROKEN: Final = ("Session terminated", "Server returned an error response", "SSE stream ")
-"""How the package begins where an HTTP server lost the session, failed, or broke off its answer."""
+"""Beginnings of the package's messages when an HTTP server lost the session, failed, or dropped a
+response."""
 
 
 class McpSettings(BaseModel):
-    """Which server, and how its tools are used. `command` or `url`, one of them.
+    """Server and use of its tools. Set either `command` or `url`.
 
-    A relative path in `command` or `args` is seen from `cwd`.
+    A relative path in `command` or `args` is relative to `cwd`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     command: str = ""
-    """A program that serves over its standard streams."""
+    """Program that serves over standard streams."""
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = Field(default_factory=dict)
-    """Beside HOME, PATH and the like, which the program gets in any case."""
+    """Environment variables in addition to HOME, PATH and the like."""
     cwd: str | None = None
     url: str = ""
-    """A server that is running (streamable HTTP)."""
+    """URL of a running server (streamable HTTP)."""
     headers: Mapping[str, str] = Field(default_factory=dict)
     token_file: str = ""
-    """A file whose text is sent as bearer token: settings are written into the run folder, tokens are not."""
+    """File with a bearer token. A file, because settings are saved in the run folder."""
     only: tuple[str, ...] = ()
-    """The tools to use, by the server's names; none named: all."""
+    """Names of the tools to use; empty: all."""
     prefix: str = ""
-    """Stands before the names of the tools, where those of several servers would meet."""
+    """Prefix of tool names, to avoid collisions between servers."""
     timeout_s: float = Field(30.0, gt=0)
-    """Of a call."""
+    """Timeout of a call."""
     start_timeout_s: float = Field(60.0, gt=0)
     max_message_bytes: int = Field(MOST_BYTES, ge=2**16)
-    """Of one message of the server. A call whose answer is longer fails with an error that says so."""
+    """Maximum size of a server message. A call with a longer response fails."""
     concurrency: int = Field(0, ge=0)
-    """Calls of each tool at once; 0 is no bound."""
+    """Maximum number of concurrent calls per tool; 0 is no limit."""
     latency: Latency = "slow"
     cost: float = 0.0
-    """Of a call."""
+    """Cost of a call."""
 
     @model_validator(mode="after")
     def _one_way(self) -> McpSettings:
@@ -98,28 +98,28 @@ class McpSettings(BaseModel):
 
     @property
     def name(self) -> str:
-        """The server, for messages."""
+        """Name of the server in messages."""
         return self.url or " ".join([self.command, *self.args])
 
 
 @dataclass(frozen=True)
 class ServedTool(Tool):
-    """A tool of a server, with the schema that the server gave."""
+    """A server's tool, with the schema that the server sent."""
 
     given: ToolSchema | None = field(default=None, kw_only=True)
 
     @cached_property
     def schema(self) -> ToolSchema:
-        """The schema as it was given."""
+        """The server's schema."""
         assert self.given is not None
         return self.given
 
     def check(self, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
-        """The arguments as they are. Raises `ArgumentError` where they do not fit the schema."""
+        """Return the arguments unchanged. Raises `ArgumentError` if they do not match the schema."""
         return _fitting(arguments, misfits(self.schema["function"]["parameters"], arguments))
 
     async def check_bounded(self, arguments: Mapping[str, JSON]) -> Mapping[str, object]:
-        """As `check`, in a process with limits: patterns and unique items of a schema may take long."""
+        """Check in a limited process: patterns and unique items of a schema may be slow."""
         try:
             found = await call_bounded(misfits, self.schema["function"]["parameters"], dict(arguments))
         except LimitExceeded as error:
@@ -134,7 +134,7 @@ def _fitting(arguments: Mapping[str, JSON], found: Sequence[str]) -> dict[str, J
 
 
 def misfits(schema: Mapping[str, JSON], arguments: Mapping[str, JSON]) -> list[str]:
-    """What does not fit the schema, in words; nothing where the schema cannot be used: the server checks."""
+    """Return descriptions of schema violations; [] if the schema is unusable, since the server checks too."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
     from referencing.exceptions import Unresolvable
@@ -148,23 +148,23 @@ def misfits(schema: Mapping[str, JSON], arguments: Mapping[str, JSON]) -> list[s
 
 
 class _Any(BaseModel):
-    """Arguments are checked against the server's schema."""
+    """Placeholder: arguments are checked against the server's schema."""
 
 
 @dataclass(eq=False)
 class _Life:
-    """One connection, from its start to its end."""
+    """One connection, from start to end."""
 
     up: asyncio.Future[tuple[types.Tool, ...]]
-    """The server's tools, once it has answered."""
+    """The server's tools, set once it is connected."""
     task: asyncio.Task[None] | None = None
     client: mcp.Client | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Asked for, or the server's own doing."""
+    """Set when the connection ends, by request or by the server."""
 
 
 class McpServer:
-    """One server and its tools. A closed one stays closed; `starts` counts how often it was begun."""
+    """One server and its tools. Cannot be reopened after closing; `starts` counts its starts."""
 
     def __init__(self, settings: McpSettings, listed: Sequence[types.Tool] | None = None) -> None:
         self.settings = settings
@@ -178,7 +178,7 @@ class McpServer:
 
     @cached_property
     def tools(self) -> tuple[Tool, ...]:
-        """The tools, in the server's order. Connects where nothing is known of them; raises as `connect`."""
+        """The tools in the server's order. Connects if they are unknown; raises as `connect`."""
         if self._listed is None:
             self.connect()
         assert self._listed is not None
@@ -190,39 +190,39 @@ class McpServer:
         return made
 
     def fresh(self) -> McpServer:
-        """The same server for one episode, not yet started: for one that keeps a state.
+        """Return an unstarted copy of the server for one episode, for servers with state.
 
-        Its tools are known already; give it to `ToolEnv` as a resource.
+        Its tools are already known; pass it to `ToolEnv` as a resource.
         """
         return McpServer(self.settings, tuple(self._listed or ()) or None)
 
     def connect(self) -> None:
         """Start the server and list its tools.
 
-        Raises UserError where the extra is missing or the program cannot be started, WorldError where the
-        server does not answer.
+        Raises UserError if the extra is not installed or the program cannot be started, WorldError if the
+        server does not respond.
         """
         if importlib.util.find_spec("mcp") is None:
             raise UserError("Tools of an MCP server need the package mcp.", "pip install 'ludus[mcp]'")
         self._submit(self._alive()).result()
 
     def disconnect(self) -> None:
-        """End the server. Once more does no harm."""
+        """Stop the server. Idempotent."""
         self._stop()
 
     async def open(self) -> None:
-        """As `connect`, beside the event loop."""
+        """Connect without blocking the event loop."""
         await asyncio.to_thread(self.connect)
 
     async def close(self) -> None:
-        """As `disconnect`, beside the event loop."""
+        """Disconnect without blocking the event loop."""
         await asyncio.to_thread(self.disconnect)
 
     def _submit(self, work: Coroutine[object, None, T]) -> Future[T]:
-        """Run it on the server's own event loop."""
+        """Run a coroutine on the server's event loop."""
         if not self._stop.alive:
             work.close()
-            raise WorldError(f"The MCP server {self.settings.name} is closed.", "Make a new one.")
+            raise WorldError(f"The MCP server {self.settings.name} is closed.", "Create a new one.")
         if not self._thread.is_alive():
             self._thread.start()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -263,7 +263,7 @@ class McpServer:
             raise ToolError(error.message) from error
 
     async def _alive(self) -> _Life:
-        """The connection; a new one where there is none, or the last has ended."""
+        """Return the connection, starting a new one if necessary."""
         life = self._life
         if life is None or life.ended.is_set():
             life = self._begin(life)
@@ -272,14 +272,14 @@ class McpServer:
 
     def _begin(self, last: _Life | None) -> _Life:
         life = self._life = _Life(self._loop.create_future())
-        life.up.add_done_callback(lambda up: up.cancelled() or up.exception())  # heard, if only here
+        life.up.add_done_callback(lambda up: up.cancelled() or up.exception())  # retrieves the exception
         life.task = self._loop.create_task(self._live(life, last))
         self._lives[:] = [life]
         self.starts += 1
         return life
 
     async def _live(self, life: _Life, last: _Life | None) -> None:
-        """One connection in one task, as the package asks for."""
+        """Run one connection in one task, as the package requires."""
         from mcp import Client
 
         if last is not None and last.task is not None:
@@ -293,7 +293,7 @@ class McpServer:
                     clock.reschedule(None)
                     life.up.set_result(listed)
                     await life.ended.wait()
-            except Exception as error:  # boundary: foreign server, foreign transport; the cause travels on
+            except Exception as error:  # boundary: foreign server and transport; the cause is kept
                 if not life.up.done():
                     life.up.set_exception(_refusal(self.settings, error, errors))
             finally:
@@ -302,14 +302,14 @@ class McpServer:
 
 
 def mcp_server(settings: McpSettings | None = None, **given: object) -> McpServer:
-    """A server of these settings (or of an `McpSettings`), connected.
+    """Create a connected server from settings or an `McpSettings`.
 
-    Raises ConfigError for settings that do not fit, and as `McpServer.connect`.
+    Raises ConfigError for invalid settings, and as `McpServer.connect`.
     """
     try:
         server = McpServer(settings or McpSettings.model_validate(given))
     except ValueError as error:
-        raise ConfigError(f"The settings of an MCP server do not fit: {error}") from error
+        raise ConfigError(f"Invalid settings of an MCP server: {error}") from error
     try:
         server.connect()
     except LudusError:
@@ -319,7 +319,7 @@ def mcp_server(settings: McpSettings | None = None, **given: object) -> McpServe
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: Thread, lives: Sequence[_Life]) -> None:
-    """End the connection, then the event loop. For the end of the interpreter as well."""
+    """End the connection, then the event loop. Also runs at interpreter exit."""
 
     async def end() -> None:
         for life in lives:
@@ -360,22 +360,22 @@ async def _transport(settings: McpSettings, errors: IO[str], stack: AsyncExitSta
 
 
 def _program(settings: McpSettings, path: str | None) -> str:
-    """The command: on the path, or beside the interpreter. Raises UserError where there is none."""
+    """Find the command on the path or next to the interpreter. Raises UserError if it is missing."""
     if settings.cwd and "/" in settings.command:
         return settings.command
     beside = str(Path(sys.executable).parent)
     found = shutil.which(settings.command, path=path) or shutil.which(settings.command, path=beside)
     if found is None:
         raise UserError(
-            f"The MCP server {settings.name} cannot be started: there is no program {settings.command}.",
-            "Is it installed, and on the PATH?",
+            f"The MCP server {settings.name} cannot be started: program {settings.command} not found.",
+            "Check that it is installed and on the PATH.",
         )
     return found
 
 
 @asynccontextmanager
 async def _watched(transport: Transport, ended: asyncio.Event) -> AsyncIterator[TransportStreams]:
-    """The transport, and `ended` is set before the session hears that the server's side is closed."""
+    """Wrap the transport; `ended` is set before the session sees the server's side closed."""
     import anyio
     from mcp.shared.message import SessionMessage
 
@@ -398,7 +398,7 @@ async def _watched(transport: Transport, ended: asyncio.Event) -> AsyncIterator[
 
 
 async def _all_tools(client: mcp.Client) -> tuple[types.Tool, ...]:
-    """The tools of all pages of the list."""
+    """List the tools of all pages."""
     found: list[types.Tool] = []
     cursor: str | None = None
     while True:
@@ -410,7 +410,7 @@ async def _all_tools(client: mcp.Client) -> tuple[types.Tool, ...]:
 
 
 def _refusal(settings: McpSettings, error: BaseException, errors: IO[str]) -> LudusError:
-    """Why a server did not start, with the end of what it printed as errors."""
+    """Return the error of a failed start, with the end of the server's stderr."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, LudusError):
@@ -418,20 +418,20 @@ def _refusal(settings: McpSettings, error: BaseException, errors: IO[str]) -> Lu
     errors.seek(0)
     printed = errors.read().strip()[-500:]
     if isinstance(error, TimeoutError):
-        words = f"no answer within {settings.start_timeout_s:g} s"
+        words = f"no response within {settings.start_timeout_s:g} s"
     else:
         words = f"{type(error).__name__}: {error}"
-    said = f" It printed: {printed}" if printed else ""
-    return WorldError(f"The MCP server {settings.name} does not start: {words}.{said}", "Run it by hand.")
+    said = f" Its output: {printed}" if printed else ""
+    return WorldError(f"The MCP server {settings.name} failed to start: {words}.{said}", "Run it manually.")
 
 
 def _chosen(listed: Sequence[types.Tool], settings: McpSettings) -> list[types.Tool]:
-    """The tools that are asked for. Raises UserError for one that the server does not have."""
+    """Select the requested tools. Raises UserError for a missing one."""
     by_name = {tool.name: tool for tool in listed}
     for name in settings.only:
         if name not in by_name:
             raise UserError(
-                f"The MCP server {settings.name} has no tool {name!r}.", f"It has: {', '.join(by_name)}."
+                f"The MCP server {settings.name} has no tool {name!r}.", f"Its tools: {', '.join(by_name)}."
             )
     return [by_name[name] for name in settings.only] if settings.only else list(listed)
 
@@ -441,7 +441,7 @@ def _name(name: str) -> str:
 
 
 def _is_idempotent(listed: types.Tool) -> bool:
-    """Whether the server says that a repeated call changes nothing; it is taken at its word."""
+    """Return whether the server declares that repeated calls have no further effect; it is trusted."""
     hints = listed.annotations
     return hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
 
@@ -456,7 +456,7 @@ def _schema(name: str, listed: types.Tool) -> ToolSchema:
 
 
 def _in_words(error: ValidationError) -> str:
-    """What is wrong with the arguments, in the words of `Tool.check`."""
+    """Describe a violation as `Tool.check` does."""
     where = ".".join(map(str, error.absolute_path)) or "arguments"
     if error.validator == "required":
         missing = [name for name in error.validator_value if name not in error.instance]
@@ -467,7 +467,7 @@ def _in_words(error: ValidationError) -> str:
 
 
 def _said(result: types.CallToolResult) -> str:
-    """A result as text. Raises ToolError with the same text where the server calls it an error."""
+    """Convert a result to text. Raises ToolError with that text if the server marks it as an error."""
     parts = [_block(block) for block in result.content]
     text = "\n".join(part for part in parts if part) or "[no output]"
     if result.is_error:
@@ -476,7 +476,7 @@ def _said(result: types.CallToolResult) -> str:
 
 
 def _block(block: types.ContentBlock) -> str:
-    """One piece of a result; what is no text is named, with its kind and size."""
+    """Convert a content item to text; non-text items are named with type and size."""
     from mcp import types
 
     if isinstance(block, types.TextContent):
@@ -493,5 +493,5 @@ def _block(block: types.ContentBlock) -> str:
 
 
 def _size(base64: str) -> int:
-    """Bytes that a text in base64 stands for."""
+    """Return the decoded size of base64 text."""
     return len(base64.rstrip("=")) * 3 // 4

@@ -1,8 +1,8 @@
-"""Messages of MCP servers before the package `mcp` reads them: bounded, and reduced to what Ludus uses.
+"""Screen messages of MCP servers before the `mcp` package parses them: bound and reduce them.
 
-The package reads a message of any size on its event loop. Here long ones are read in a process with limits
-(`call_bounded`); results become text there, and output schemas, whose patterns the package would match on
-its loop, are left out. A message that cannot be taken becomes a JSON-RPC error of the call that it answers.
+The package parses messages of any size on its event loop. Here long messages are parsed in a limited process
+(`call_bounded`), results are converted to text, and output schemas, whose patterns the package would match on
+its loop, are dropped. An unacceptable message becomes a JSON-RPC error response of its call.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ludus.types import JSON
 from ludus.untrusted.worker import LimitExceeded, call_bounded
 
 MOST_BYTES: Final = 8 * 2**20
-"""Of one message, unless the settings of the server have another limit."""
+"""Default limit of one message."""
 MOST_VALUES: Final = 65_536
-"""Values of a reduced message. The package checks each of them, on its event loop."""
+"""Maximum number of values of a reduced message; the package validates each on its event loop."""
 MOST_ITEMS: Final = 1_024
-"""Pieces of one result, and tools of one page."""
+"""Maximum number of content items of a result, and of tools per page."""
 _SHORT: Final = 2**16
-"""Bytes of a message that is read on the spot."""
+"""Bytes up to which a message is parsed in this process."""
 _ENDS: Final = 512
-"""Bytes at either end of a message in which its id is looked for, if it is not read as a whole."""
+"""Bytes at either end of a message searched for its id if it is not parsed."""
 _INTERNAL_ERROR: Final = -32603
 _ID: Final = rb'"id"\s*:\s*(\d{1,18}|"[^"\\]{1,64}")'
 _FIRST_ID: Final = re.compile(rb'\A\s*\{(?:\s*"jsonrpc"\s*:\s*"2\.0"\s*,)?\s*' + _ID)
@@ -39,14 +39,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What stands between a server and the package."""
+    """Filter between a server and the `mcp` package."""
 
     most_bytes: int = MOST_BYTES
 
     async def message(self, raw: bytes, call: bytes | None = None) -> bytes | None:
-        """The message as the package may read it; None for one that cannot be taken and answers no call.
+        """Return the reduced message; None if it is unacceptable and answers no call.
 
-        `call` is the JSON of the id of the call that it answers, if that is known.
+        `call` is the JSON id of the call that it answers, if known.
         """
         if len(raw) > self.most_bytes:
             return self.refused(raw, raw, call)
@@ -58,11 +58,11 @@ class Screen:
             return _refused(f"its answer cannot be read: {error}"[:300], raw, raw, call)
 
     def refused(self, head: bytes, tail: bytes, call: bytes | None = None) -> bytes | None:
-        """What stands for a message that is too long, of which these are the ends."""
+        """Return the replacement of an oversized message, given its two ends."""
         return _refused(f"its answer has more than {self.most_bytes} bytes", head, tail, call)
 
     async def lines(self, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """The messages of a stream of lines. Of a line that is too long the ends alone are kept."""
+        """Yield the messages of a line stream. Only the ends of an oversized line are kept."""
         line, head = bytearray(), b""
         async for part in parts:
             *whole, rest = part.split(b"\n")
@@ -79,7 +79,7 @@ class Screen:
                 del line[:-_ENDS]
 
     async def body(self, parts: AsyncIterator[bytes], call: bytes | None) -> AsyncIterator[bytes]:
-        """The one message of a body, which is no longer read once it is too long."""
+        """Yield the single message of a body; reading stops when it is too long."""
         held = bytearray()
         async for part in parts:
             held += part
@@ -88,7 +88,7 @@ class Screen:
         yield await self.message(bytes(held), call) or b""
 
     async def events(self, parts: AsyncIterator[bytes], call: bytes | None) -> AsyncIterator[bytes]:
-        """Server-sent events with their messages reduced. The stream ends with one that is too long."""
+        """Yield server-sent events with reduced messages. The stream ends at an oversized one."""
         held, looked = bytearray(), 0
         async for part in parts:
             held += part
@@ -97,7 +97,7 @@ class Screen:
                 del held[: found.end()]
                 yield await self._event(event, call)
             looked = len(held)
-            if looked > 2 * self.most_bytes:  # with the words that stand around a message
+            if looked > 2 * self.most_bytes:  # includes the fields around a message
                 refused = self.refused(b"", b"", call)
                 yield b"" if refused is None else b"data: " + refused + b"\n\n"
                 return
@@ -115,18 +115,18 @@ class Screen:
 
 
 def _refused(why: str, head: bytes, tail: bytes, call: bytes | None) -> bytes | None:
-    """The error of the call that a message answers; None, and a warning, if no call is to be found."""
+    """Return the error response of the call; None, with a warning, if the call is unknown."""
     if call is None and (found := _FIRST_ID.search(head[:_ENDS]) or _LAST_ID.search(tail[-_ENDS:])):
         call = found.group(1)
     if call is None:
-        _log.warning("A message of an MCP server is left out: %s.", why)
+        _log.warning("Dropped a message of an MCP server: %s.", why)
         return None
     error = json.dumps({"code": _INTERNAL_ERROR, "message": f"the tool failed: {why}"})
     return b'{"jsonrpc": "2.0", "id": ' + call + b', "error": ' + error.encode() + b"}"
 
 
 def reduced(raw: bytes) -> bytes:
-    """The message with less in it, in one line. Raises ValueError or RecursionError for one that is none."""
+    """Return the message reduced to one line. Raises ValueError or RecursionError if invalid."""
     message: JSON = json.loads(raw)
     if not isinstance(message, dict):
         raise ValueError("it is no JSON object")
@@ -153,7 +153,7 @@ def _reduced_result(result: dict[str, JSON]) -> dict[str, JSON]:
 
 
 def _joined_texts(content: list[JSON]) -> list[JSON]:
-    """The pieces with neighbouring texts in one."""
+    """Merge adjacent text items."""
     made: list[JSON] = []
     texts: list[str] = []
     for block in [*content, None]:
@@ -175,7 +175,7 @@ def _checked_items(items: list[JSON]) -> list[JSON]:
 
 
 def _num_values(value: JSON) -> int:
-    """Values in a value, with itself; no more are counted than a message may have."""
+    """Count the values in a value, including itself, up to the maximum of a message."""
     num, open_ = 0, [value]
     while open_ and num <= MOST_VALUES:
         one = open_.pop()

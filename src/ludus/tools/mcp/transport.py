@@ -1,6 +1,6 @@
-"""Transports to MCP servers whose messages pass a `Screen`: standard streams of a program, and HTTP.
+"""Transports to MCP servers through a `Screen`: standard streams of a program, and HTTP.
 
-Those of the package `mcp` hold lines and bodies of any length.
+The transports of the package `mcp` buffer lines and bodies of any length.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 _PART: Final = 2**16
 _WAIT_S: Final = 2.0
-"""What a program may take to end after its input was closed, and again after SIGTERM."""
+"""Time for a program to end after its input was closed, and again after SIGTERM."""
 _POLL_S: Final = 0.01
 _BEGIN: Final = """setpriv --pdeathsig KILL true 2>/dev/null && exec setpriv --pdeathsig KILL "$@"
 exec "$@"
 """
-"""For the shell that becomes the server: it asks to be killed when this process ends, however it does, where
-there is util-linux: a server that hangs does not see its input close."""
+"""Shell script that becomes the server: with util-linux installed, the kernel kills the server when this
+process ends in any way; a hanging server would not notice that its input closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerProgram:
-    """A program that serves over its standard streams. `errors` takes what it prints as errors."""
+    """A program that serves over standard streams. `errors` receives its stderr."""
 
     command: Sequence[str]
     env: Mapping[str, str]
@@ -48,7 +48,7 @@ class ServerProgram:
 
 @asynccontextmanager
 async def program_transport(program: ServerProgram, screen: Screen) -> AsyncIterator[TransportStreams]:
-    """Start the program; at the end, close its input, then end it and what it has started and left behind."""
+    """Start the program; at exit, close its input and end it with its descendants."""
     from mcp.client.stdio import get_default_environment
     from mcp.shared.message import SessionMessage
 
@@ -81,7 +81,7 @@ async def _read(
     screen: Screen,
     answers: MemoryObjectSendStream[SessionMessage | Exception],
 ) -> None:
-    """Pass the program's messages on; when nobody takes them, read on, so that it can end."""
+    """Forward the program's messages; if the receiver is gone, keep reading so that it can end."""
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
 
@@ -112,7 +112,7 @@ async def _write(
     process: asyncio.subprocess.Process, requests: MemoryObjectReceiveStream[SessionMessage]
 ) -> None:
     assert process.stdin is not None
-    with suppress(OSError):  # its output ends as well, which is what the session hears
+    with suppress(OSError):  # its output ends too, which the session notices
         async with requests:
             async for request in requests:
                 line = request.message.model_dump_json(by_alias=True, exclude_unset=True)
@@ -133,7 +133,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 async def _has_ended(process: asyncio.subprocess.Process) -> bool:
-    """Whether it ends in time. `Process.wait` waits for those as well to whom it has left its output."""
+    """Return whether the process ends in time. `Process.wait` would also wait for heirs of its stdout."""
     for _ in range(round(_WAIT_S / _POLL_S)):
         if process.returncode is not None:
             return True
@@ -147,12 +147,12 @@ def _kill_group(process: asyncio.subprocess.Process, number: int) -> None:
 
 
 def screened_client(headers: Mapping[str, str], screen: Screen) -> httpx2.AsyncClient:
-    """An HTTP client for the package, whose responses pass the screen."""
+    """Create an HTTP client whose responses pass the screen."""
     import httpx2
     from mcp.shared._httpx_utils import create_mcp_http_client
 
     class Screened(httpx2.AsyncByteStream):
-        """The body of a response as the package may read it."""
+        """A response body after screening."""
 
         def __init__(self, response: httpx2.Response) -> None:
             self.inner = cast(httpx2.AsyncByteStream, response.stream)
@@ -183,6 +183,6 @@ def screened_client(headers: Mapping[str, str], screen: Screen) -> httpx2.AsyncC
 
 
 def _call_of(request: bytes) -> bytes | None:
-    """The JSON of the id of a request that has one."""
+    """Return the JSON id of a request, or None."""
     number = json.loads(request).get("id") if request else None
     return None if number is None else json.dumps(number).encode()
