@@ -608,7 +608,7 @@ def test_more_requests_than_the_server_takes_are_put_off_and_come_again(referenc
         refusals = refused("serve", COLD_START, "--max-requests", "-1")
     assert (busy.status_code, busy.headers["Retry-After"]) == (429, "1")
     assert "accepts 2 at most" in busy.json()["error"]["message"]
-    assert (never.status_code, "3 requests at once" in never.text) == (400, True)
+    assert (never.status_code, "3 requests in one batch" in never.text) == (400, True)
     assert "--max-requests" in refusals
     assert first.status_code == 200
     best = reference([*prompt, *answers[0].tokens])[2:-1].argmax(-1)

@@ -1,6 +1,6 @@
 """Prevent text from users and tools from becoming control tokens.
 
-A tokenizer encodes the string `<|im_end|>` as the end-of-turn token anywhere, also in a tool's output: the author
+A tokenizer encodes the string `<|im_end|>` as the end-of-turn token anywhere, also in tool output: the author
 of a fetched page could end the tool's turn and speak as the user. Before rendering, such strings are broken
 with a zero-width character, so that they look the same but encode as ordinary text. The prompt, the deltas
 and whole dialogues use the same broken messages, so that they agree.
