@@ -174,7 +174,7 @@ def test_a_group_whose_leaves_alone_differ_fills_a_place_of_the_batch():
 def test_rewards_of_leaves_are_not_combined_from_parts():
     config = Config(rewards=RewardsConfig(length=LengthConfig(kind="linear")))
     one = RewardMixer(config.rewards, plan_parts(config, (Reward("right", lambda t, a: 0.0, outcome=True),)))
-    with pytest.raises(LearnerError, match="rewards of its own for its leaves"):
+    with pytest.raises(LearnerError, match="has leaf_rewards"):
         one.combine(1, [episodes(tree(), chain(1, 0.2))])
     ((plain, _),) = one.combine(1, [episodes(tree(leaves=()), chain(1, 0.2))])
     assert [path.trajectory.reward for path in paths(plain.trajectory)] == [plain.trajectory.reward] * 3

@@ -208,7 +208,7 @@ def test_the_advantage_of_a_branch_is_against_its_siblings(scale):
     [
         (["--rollout.partial.tokens", "50"], "rollout.partial"),
         (["--rollout.temperature", "0"], "needs sampling"),
-        (["--rollout.branch.turns", "[9]"], "names turn 9"),
+        (["--rollout.branch.turns", "[9]"], "has turn 9"),
     ],
 )
 def test_settings_that_cannot_branch_are_refused(words, why):

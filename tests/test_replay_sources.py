@@ -66,7 +66,7 @@ def test_groups_of_other_runs_have_no_age_and_are_as_old_as_may_be():
                 '--staleness.replay.sources=["runs/a"]',
                 "--algorithm.correction=none",
             ),
-            "rollouts of other weights",
+            "off-policy rollouts",
         ),
     ],
 )

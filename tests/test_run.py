@@ -150,7 +150,7 @@ def test_a_small_cache_evicts_and_gives_the_same_bytes(finished, tmp_path):
 def test_who_watches_a_run_hears_what_it_is_doing(tmp_path):
     phases = run(tmp_path / "run", training__steps="2").phases
     about = [name for name in phases if name.startswith("step 2")]
-    assert about[:2] == ["step 2: episodes", "step 2: learning"]
+    assert about[:2] == ["step 2: episodes", "step 2: training"]
 
 
 def test_a_policy_that_has_collapsed_alarms_once_it_lasts(tmp_path):
@@ -236,7 +236,7 @@ def test_a_run_that_is_extended_does_not_stop_its_policy_for_the_critic_once_mor
 def test_what_changes_the_meaning_of_training_is_announced(settings, found):
     said = doubts(load_config("search", settings))
     assert len(said) == found
-    assert any("cut distribution" in text for text in said) == (settings[:1] != [])
+    assert any("truncated distribution" in text for text in said) == (settings[:1] != [])
 
 
 def test_settings_of_another_mode_of_training_are_announced():

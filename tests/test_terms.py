@@ -170,7 +170,7 @@ def test_terms_that_are_none_are_refused(settings, words):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"algorithm": {"preset": "distill"}}, "none is given"),
+        ({"algorithm": {"preset": "distill"}}, "path is not set"),
         ({"teacher": {"path": "some"}}, "would have no effect"),
         ({"algorithm": {"preset": "echo"}, "training": {"mask_observations": False}}, "observations already"),
     ],
@@ -266,5 +266,5 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
     tokenizer.add_tokens(["<odd>"])
     tokenizer.save_pretrained(tmp_path / "teacher")
     settings = config(tmp_path / "run", algorithm__preset="distill", teacher__path=str(tmp_path / "teacher"))
-    with pytest.raises(ConfigError, match=r"another vocabulary than the policy.*'<odd>'"):
+    with pytest.raises(ConfigError, match=r"different vocabulary from the policy.*'<odd>'"):
         load_teacher(open_session(settings))

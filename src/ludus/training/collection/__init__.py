@@ -1,1 +1,1 @@
-"""What a step trains on: prompts, rollouts, filters, demonstrations, the replay buffer."""
+"""Collect the data of a step: prompts, rollouts, filters, demonstrations, replay buffer."""

@@ -1,4 +1,4 @@
-"""What an algorithm remembers from step to step, besides weights: a part of every checkpoint."""
+"""Algorithm state that persists between steps and is part of every checkpoint, besides weights."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ludus.algorithms.spec.algorithm import Algorithm, number
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmState:
-    """`averages`: the moving average of rewards of each role (`rae`).
+    """`averages`: moving average of rewards per role (`rae`).
 
-    `greso` is the state of skipping, and `position` the place in the order of tasks that goes with it.
-    `initial_entropy` is the policy's mean entropy on the first batch, nats per token (`gtpo`). `owed` are
-    tasks of steps that are over whose groups did not train, since the run has left asynchronous training.
+    `greso` is the state of GRESO and `position` its place in the task order. `initial_entropy` is the
+    policy's mean entropy on the first batch, nats per token (`gtpo`). `owed` are tasks of past steps whose
+    groups were not trained, since the run left asynchronous training.
     """
 
     averages: RoleBaselines = field(default_factory=RoleBaselines)
@@ -27,7 +27,7 @@ class AlgorithmState:
 
     @classmethod
     def start(cls, algorithm: Algorithm, text: str = "") -> AlgorithmState:
-        """The memory that `to_json` wrote, or an empty one; `decay` is the algorithm's."""
+        """Restore the state from `to_json`, or create an empty one; `decay` is the algorithm's."""
         saved = json.loads(text) if text else {}
         averages = RoleBaselines.from_json(saved["averages"]) if "averages" in saved else RoleBaselines()
         decay = number(algorithm.options.advantage, "decay", 0.95) if algorithm.advantage == "rae" else 0.95
@@ -37,7 +37,7 @@ class AlgorithmState:
         return cls(replace(averages, decay=decay), greso, saved.get("position", 0), entropy, owed)
 
     def to_json(self) -> str:
-        """One line that `start` reads back."""
+        """Serialize the state to one line, as read by `start`."""
         greso = asdict(self.greso)
         parts = {"averages": self.averages.to_json(), "greso": greso, "position": self.position}
         if self.initial_entropy is not None:

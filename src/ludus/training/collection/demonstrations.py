@@ -1,9 +1,9 @@
-"""Expert trajectories: demonstrations of the tasks that are being trained on, which join their groups.
+"""Expert trajectories (demonstrations) that join the groups of their tasks.
 
-They come from a file of dialogues that name their task, or from a world that can show a given task. Their
-actions are replayed in a fresh environment: the expert's tokens are those that the renderer writes for its
-messages, observations, tool outcomes, turn rewards and rewards are the environment's, and observations of
-the dialogue are ignored. An expert whose episode earns no outcome is refused.
+They come from a file of dialogues with task ids, or from a world that can solve its tasks. Their actions are
+replayed in a fresh environment: tokens come from the renderer; observations, tool outcomes, turn rewards and
+rewards from the environment, and observations in the dialogue are ignored. An expert whose episode earns no
+outcome is rejected.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _TOO_LONG = (StopReason.PROMPT_TOO_LONG, StopReason.MAX_TOKENS)
 
 @dataclass
 class DemonstrationSession:
-    """The assistant messages of a dialogue as the actions of an episode.
+    """Replay the assistant messages of a dialogue as the actions of an episode.
 
-    The environment receives what the renderer parses from the rendered tokens, as it does from sampled ones.
-    If the episode goes on after the last message, `act` returns MAX_TURNS.
+    As for sampled tokens, the environment receives the messages parsed from the rendered tokens. If the
+    episode continues after the last message, `act` returns MAX_TURNS.
     """
 
     renderer: Renderer
@@ -54,7 +54,7 @@ class DemonstrationSession:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Prompt, actions and observations so far, without log-probabilities and versions."""
+        """Return prompt, actions and observations so far, without log-probabilities and versions."""
         return tuple(self._segments)
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
@@ -97,7 +97,7 @@ class DemonstrationSession:
 
 @dataclass
 class Demonstrations:
-    """The experts' trajectories by task. `given` are the dialogues of a file; None asks the world."""
+    """Expert trajectories by task. `given` are the dialogues of a file; None uses the world's solver."""
 
     session: TrainingSession
     given: Mapping[str, Sequence[Sequence[Message]]] | None
@@ -106,17 +106,17 @@ class Demonstrations:
     _counts: Counter[int] = field(default_factory=Counter, init=False)
 
     async def join(self, step: int, groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
-        """Append to each group its task's experts; a group without any is unchanged."""
+        """Append its task's experts to each group."""
         tasks = {group[0].task.id: group[0].task for group in groups}
         failed = await self._replay([task for task in tasks.values() if task.id not in self._made])
         self._counts[step] += sum(self._refused[group[0].task.id] for group in groups)
         joined = [[*group, *self._episodes(group)] for group in groups]
-        for task_id in failed:  # the next step with the task tries again
+        for task_id in failed:  # retried at the next step with this task
             del self._made[task_id], self._refused[task_id]
         return joined
 
     def num_refused(self, step: int) -> int:
-        """Return how many experts of a step's tasks were refused, and forget it."""
+        """Return the number of rejected experts of a step's tasks, and reset it."""
         return self._counts.pop(step, 0)
 
     def _episodes(self, group: Sequence[Episode]) -> list[Episode]:
@@ -127,9 +127,9 @@ class Demonstrations:
         ]
 
     async def _replay(self, tasks: Sequence[Task]) -> set[str]:
-        """Play the experts of the tasks and keep those that earn something.
+        """Replay the experts of the tasks and keep those with an outcome.
 
-        Return the tasks with an expert that the infrastructure failed.
+        Return the tasks whose expert failed because of infrastructure.
         """
         dialogues = {
             RolloutKey(0, task.id, i): (task, said)
@@ -143,7 +143,7 @@ class Demonstrations:
             self._made[task.id] = [one.trajectory for one in own if one.key not in refused]
             self._refused[task.id] = len(own) - len(self._made[task.id])
         for key, reason in refused.items():
-            log.warning("The expert %d of task %s is refused: %s", key.sample, key.task_id, reason)
+            log.warning("Expert %d of task %s is rejected: %s", key.sample, key.task_id, reason)
         return {one.task.id for one in episodes if one.trajectory.failure is not None}
 
     async def _play(self, dialogues: Mapping[RolloutKey, tuple[Task, Sequence[Message]]]) -> list[Episode]:
@@ -162,12 +162,12 @@ class Demonstrations:
         return [replace(one, key=replace(one.key, attempt=0)) for one in episodes]
 
     def _refusal(self, episode: Episode) -> str:
-        """Why an expert does not train; empty if it does."""
+        """Return why an expert is rejected, or an empty string."""
         played, config = episode.trajectory, self.session.config
         if played.failure is not None:
             return played.failure.error
         if played.stop_reason in _TOO_LONG:
-            return f"it does not fit into rollout.max_tokens ({config.rollout.max_tokens})."
+            return f"it exceeds rollout.max_tokens ({config.rollout.max_tokens})."
         if any(played.rewards.get(part.name, 0.0) > 0 for part in self._outcomes):
             return ""
         turns = f"{played.num_turns} turn{'s' * (played.num_turns != 1)}"
@@ -184,7 +184,7 @@ class Demonstrations:
         return [part for part in self.session.world.rewards if part.outcome and part.weight > 0]
 
     def _dialogues(self, task: Task) -> Sequence[Sequence[Message]]:
-        """The assistant messages of each dialogue."""
+        """Return the assistant messages of each dialogue."""
         if self.given is not None:
             return self.given.get(task.id, ())
         world = self.session.world
@@ -193,28 +193,28 @@ class Demonstrations:
 
 
 def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
-    """Raise ConfigError for a loss that has no experts to learn from, and for experts that nothing reads."""
+    """Raise ConfigError if the loss needs experts and has none, or configured experts are unused."""
     path, reads = config.experts.path, algorithm.loss in EXPERT_LOSSES
     if path is not None and not reads:
         raise ConfigError(
-            f"experts.path = {path} would have no effect: the loss {algorithm.loss} knows no experts.",
-            "Leave it out, or set algorithm.preset = 'mixed_policy'.",
+            f"experts.path = {path} would have no effect: the loss {algorithm.loss} uses no experts.",
+            "Unset it, or set algorithm.preset = 'mixed_policy'.",
         )
     if config.experts.per_group != DemonstrationsConfig().per_group and not reads:
         raise ConfigError(
             f"experts.per_group = {config.experts.per_group} would have no effect: the loss {algorithm.loss} "
-            "knows no experts.",
-            "Leave it out, or set algorithm.preset = 'mixed_policy'.",
+            "uses no experts.",
+            "Unset it, or set algorithm.preset = 'mixed_policy'.",
         )
     if reads and path is None and not isinstance(world, ShowsTasks):
         raise ConfigError(
-            f"The loss {algorithm.loss} learns from experts, and the world {world.name!r} shows none.",
-            "Set experts.path to a file of dialogues that name their task (docs/data.md).",
+            f"The loss {algorithm.loss} needs experts, but the world {world.name!r} has none.",
+            "Set experts.path to a file of dialogues with task ids (docs/data.md).",
         )
 
 
 def make_experts(session: TrainingSession, algorithm: Algorithm) -> Demonstrations | None:
-    """The experts, where the algorithm has any. Raises UserError for a file that shows no training task."""
+    """Build the demonstrations, if used. Raises UserError if a file has no training task."""
     path = session.config.experts.path
     if algorithm.loss not in EXPERT_LOSSES:
         return None
@@ -227,13 +227,13 @@ def make_experts(session: TrainingSession, algorithm: Algorithm) -> Demonstratio
             given.setdefault(dialogue.task, []).append(_said(dialogue.messages, known[dialogue.task]))
     if not given:
         raise UserError(
-            f"No dialogue of {path} names a task of the split train.",
+            f"No dialogue of {path} has the id of a task in the train split.",
             'Give each dialogue the id of its task: {"task": "...", "messages": [...]}.',
         )
     return Demonstrations(session, given)
 
 
 def _said(messages: Sequence[Message], prompt: Sequence[Message]) -> Sequence[Message]:
-    """The assistant messages behind the task's prompt; all of them if the dialogue has another prompt."""
+    """Return the assistant messages after the task's prompt; all of them if the prompt differs."""
     own = messages[len(prompt) :] if tuple(messages[: len(prompt)]) == tuple(prompt) else messages
     return [message for message in own if message["role"] == "assistant"]

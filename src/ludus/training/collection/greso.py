@@ -1,7 +1,7 @@
-"""GRESO in the loop: which tasks a step plays, and what their groups said (arXiv:2506.02177).
+"""GRESO: skip tasks that are likely to have zero reward variance (arXiv:2506.02177).
 
-A task whose last groups had equal rewards is skipped with the probability of `GresoState`; the next one of
-the order takes its place. So a step is as large as without it, and the order moves on faster.
+A task whose last groups had equal rewards is skipped with the probability of `GresoState`, and the next task
+of the order replaces it. The step size stays the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SETTINGS = GresoSettings()
 
 @dataclass(frozen=True, slots=True)
 class GresoChoice:
-    """The tasks to play, how many were skipped for them, and the memory with its new place in the order."""
+    """Tasks to sample, number of skipped tasks, and the state with its new place in the order."""
 
     tasks: tuple[Task, ...]
     skipped: int
@@ -30,7 +30,7 @@ class GresoChoice:
 
 @dataclass(frozen=True, slots=True)
 class GresoDraw:
-    """What the draws of a step depend on."""
+    """Inputs that determine the random draws of a step."""
 
     seed: int
     step: int
@@ -39,10 +39,10 @@ class GresoDraw:
 def choose(
     order: TaskSequence, num: int, memory: AlgorithmState, taken: Collection[str], draw: GresoDraw
 ) -> GresoChoice:
-    """The next `num` tasks that are not skipped, none of them in `taken`; looks at one lap at most, or until
-    it has met one that is not in `taken`, which are not all.
+    """Return the next `num` tasks that are neither skipped nor in `taken`.
 
-    Where all are skipped the first of them are played: a step without a task teaches nothing.
+    Scans at most one epoch, or until it finds a task outside `taken`, which does not cover all tasks. If all
+    are skipped, the first ones are returned, so that no step is empty.
     """
     seen, found, skipped = set(taken), list[Task](), list[Task]()
     position = memory.position
@@ -51,7 +51,7 @@ def choose(
         (task,) = order.take(position, 1)
         position += 1
         if position == end and not (found or skipped) and task.id in seen:
-            end += len(order.tasks)  # two laps may share what they have of this one
+            end += len(order.tasks)  # the same task can occur in two epochs
         if task.id in seen:
             continue
         seen.add(task.id)
@@ -65,10 +65,9 @@ def choose(
 def after_visits(
     memory: AlgorithmState, credits: Sequence[TrainingSample], success: str, algorithm: Algorithm
 ) -> AlgorithmState:
-    """The memory after the groups of a step. `success` is the reward part that says what was solved.
+    """Return the state updated with the groups of a step. `success` names the outcome reward part.
 
-    A group whose members the advantage cannot tell apart is easy where all solved the task. Partial groups
-    say nothing.
+    A zero-variance group is easy if all members solved the task. Partial groups are ignored.
     """
     compared = [credit for credit in credits if credit.advantages is not None]
     if not compared:
@@ -84,7 +83,7 @@ def after_visits(
 
 
 def greso_metrics(memory: AlgorithmState, skipped: int) -> dict[str, float]:
-    """How many tasks a step skipped, and the probabilities that the next one begins with."""
+    """Return the number of skipped tasks and the current skip probabilities."""
     return {
         "greso/skipped": float(skipped),
         "greso/p_easy": memory.greso.p_easy,

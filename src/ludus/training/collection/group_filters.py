@@ -1,4 +1,4 @@
-"""What is decided over all groups of a step at once, however many rounds sampled them."""
+"""Filters and baselines that need all groups of a step at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ludus.types import WORLD_TAG
 def as_one_batch(
     credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int
 ) -> list[TrainingSample]:
-    """The credits of a step without the groups that vary least, their advantages taken anew over the rest."""
+    """Return the samples after the variance filter, with advantages recomputed over the kept groups."""
     kept = keep_most_varied(credits, algorithm)
     if not any(credit.advantages is not None for credit in kept):
         return kept
@@ -28,10 +28,9 @@ def as_one_batch(
 
 
 def keep_most_varied(credits: Sequence[TrainingSample], algorithm: Algorithm) -> list[TrainingSample]:
-    """Drop the groups that vary least: StarPO-S keeps a share of them, RAGEN-2 a share of their deviation.
+    """Drop the groups of least variance: StarPO-S keeps a fraction of groups, RAGEN-2 of total deviation.
 
-    What is dropped takes part in no comparison, also not over the batch; a group that another filter has
-    dropped keeps that filter's word.
+    Dropped groups are excluded from all comparisons, also over the batch; an earlier drop reason is kept.
     """
     compared = [credit for credit in credits if credit.advantages is not None]
     if not algorithm.filters_groups or not compared:
@@ -44,18 +43,18 @@ def keep_most_varied(credits: Sequence[TrainingSample], algorithm: Algorithm) ->
 
 
 EMPTY_BATCHES = 5
-"""Steps in a row without a group that end a run with the filter top_p (RAGEN-2)."""
+"""Consecutive steps without a group after which the filter top_p ends the run (RAGEN-2)."""
 
 
 @dataclass
 class EmptyBatchGuard:
-    """Counts the steps in a row that the filter top_p left without a group; five are the reason to stop."""
+    """Count consecutive steps in which the filter top_p kept no group; stop after five."""
 
     algorithm: Algorithm
     _empty: int = field(default=0, init=False)
 
     def verdict(self, metrics: Mapping[str, float]) -> str:
-        """The reason to stop after a step, empty if there is none."""
+        """Return the reason to stop after a step, or an empty string."""
         if self.algorithm.variance_filter != "top_p":
             return ""
         self._empty = 0 if metrics.get("ledger/trained", 0.0) else self._empty + 1
@@ -64,7 +63,7 @@ class EmptyBatchGuard:
         return f"algorithm.variance_filter = top_p kept no group in {self._empty} steps in a row."
 
     def recall(self, history: Sequence[Mapping[str, float]]) -> None:
-        """Count on from the steps before a resume; from a stop among them, from 0."""
+        """Restore the count from the steps before a resume; it restarts at 0 after a stop."""
         for metrics in history:
             if self.verdict(metrics):
                 self._empty = 0
@@ -73,9 +72,9 @@ class EmptyBatchGuard:
 def with_role_baselines(
     credits: Sequence[TrainingSample], environment: str, averages: RoleBaselines
 ) -> tuple[list[TrainingSample], RoleBaselines]:
-    """The credits with the average of their role as baseline, and the averages after them.
+    """Return the samples with their role's average as baseline, and the updated averages.
 
-    Each trajectory that was compared reads the average before its own reward enters, in their order.
+    In order, each compared trajectory reads the average before its own reward is added.
     """
     compared = [credit for credit in credits if credit.advantages is not None]
     tasks = [credit.episode.task for credit in compared]

@@ -1,4 +1,4 @@
-"""Where streamed groups come from: the order of tasks, one group after the other."""
+"""Source of streamed groups: follows the task order."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ludus.types import Task
 
 @dataclass
 class PromptStream:
-    """Group `n` plays the task at place `n` of the order, `per_step` of them for each step.
+    """Group `n` uses the task at place `n` of the order, `per_step` of them for each step.
 
-    With GRESO it is the next task that is not skipped, nor among the last ones; `before` are those of a run
-    that is resumed. `spare` members of a group come on top of its size.
+    With GRESO it is the next task that is neither skipped nor recent; `before` are the recent ones of a
+    resumed run. `spare` extra members are sampled per group.
     """
 
     sampler: RolloutCollector
@@ -32,10 +32,10 @@ class PromptStream:
 
     def __post_init__(self) -> None:
         wanted = min(2 * self.per_step, len(self.order.tasks) // 2)
-        self._recent = deque(self.before, max(wanted, self.per_step - 1))  # no step meets a task twice
+        self._recent = deque(self.before, max(wanted, self.per_step - 1))  # no task occurs twice in a step
 
     def jobs(self, number: int) -> Sequence[RolloutRequest]:
-        """The jobs of a group that starts."""
+        """Return the rollout requests of a new group."""
         if self.sampler.algorithm.greso:
             step = self._step(number)
             (task,) = self.sampler.choose(step, self.order, 1, set(self._recent))
@@ -45,28 +45,30 @@ class PromptStream:
         return self.jobs_of(number, task)
 
     def jobs_of(self, number: int, task: Task, members: int | None = None) -> list[RolloutRequest]:
-        """The jobs of a group by its number and task; `members` where it does not have as many as others."""
+        """Return the rollout requests of a group; `members` overrides its size."""
         spare = self.spare if members is None else members - self.sampler.algorithm.group_size
         return self.sampler.jobs(self._step(number), task, spare)
 
     def free(self, number: int, groups: Sequence[StreamedGroup]) -> int:
-        """The first number from this one on whose episodes have no names of these groups: steps may have had
-        fewer groups, and the order other laps, when they began."""
+        """Return the first number at or after `number` whose rollout keys do not collide with these groups.
+
+        They can collide if an earlier run had a different group count per step or task order.
+        """
         first = [group.jobs[0] for group in groups]
         if all(self._would_play(job, group.number) for job, group in zip(first, groups, strict=True)):
             return number
         return max(number, *(job.key.step * self.per_step for job in first))
 
     def _would_play(self, job: RolloutRequest, number: int) -> bool:
-        """Whether a group of that number would have this job; with GRESO the order alone does not say."""
+        """Return whether a group of that number would have this request; under GRESO any group may."""
         same = self.sampler.algorithm.greso or self.order.take(number, 1)[0].id == job.key.task_id
         return same and job.key.step == self._step(number)
 
     def counts(self, group: Sequence[Episode]) -> bool:
-        """Whether a group fills a place of a batch: not where a member failed for good.
+        """Return whether a group counts towards a batch: no member may have failed permanently.
 
-        Where groups of equal rewards are replaced (`resample_rounds`), not one of those either, as long as
-        there are rounds left.
+        If zero-variance groups are resampled (`resample_rounds`), they do not count either while rounds are
+        left.
         """
         algorithm = self.sampler.algorithm
         if any(episode.trajectory.failure is not None for episode in group):
@@ -78,7 +80,7 @@ class PromptStream:
         return False
 
     def _varies(self, group: Sequence[Episode]) -> bool:
-        """Whether the advantage can tell the members apart, or may once their rewards are combined."""
+        """Return whether the members' advantages differ, or may differ once rewards are combined."""
         sampler = self.sampler
         if varies(group, sampler.algorithm):
             return True
@@ -86,10 +88,10 @@ class PromptStream:
         return sampler.combiner is not None and sampler.combiner.tells_apart(members)
 
     def begin_step(self) -> None:
-        """A batch has been taken: the next one has all its rounds."""
+        """Reset the resampling rounds for the next batch."""
         self._uncounted = 0
         self.sampler.skipped = 0
 
     def _step(self, number: int) -> int:
-        """The step that would train a group if none were dropped: it names the group's randomness."""
+        """Return the step that would train a group if none were dropped; it seeds the group's randomness."""
         return number // self.per_step + 1

@@ -1,8 +1,8 @@
-"""Groups that train once more: a bounded buffer of what has trained, for runs whose episodes stream.
+"""Bounded replay buffer of trained groups, for asynchronous runs.
 
-Takes the credits of a step. Gives groups of earlier steps, the first in or the most varied first. What is too
-old, replayed often enough, or beyond the size goes, and is counted. A replayed episode stays out of the
-ledger, which has it already, and out of the metrics of sampling. A checkpoint keeps the buffer.
+Groups are drawn first-in-first-out or by variance. Groups are evicted, and counted, if they are too old, were
+replayed often enough, or exceed the size. Replayed episodes are excluded from the ledger and from sampling
+metrics. The buffer is part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from ludus.training.credit.advantages import TrainingSample, assign_credit
 from ludus.types import Task
 
 TO_REPLAY: Final = "to_replay"
-"""Why an episode past the bound did not train with its batch."""
+"""Drop reason of an episode past the staleness bound that moved to the buffer."""
 REPLAY_FILE: Final = "replay.jsonl"
-"""The buffer's name in a checkpoint's folder of the trainer."""
+"""File name of the buffer in a checkpoint's trainer folder."""
 
 
 def check_replay(config: Config, algorithm: Algorithm) -> None:
-    """Raise ConfigError where tokens beyond the bound would train without a correction."""
+    """Raise ConfigError if tokens beyond the staleness bound would train without a correction."""
     bound, replays = config.staleness.max_staleness, config.staleness.replay
     corrects = algorithm.correction != "none" or algorithm.loss in OFF_POLICY
     mode = config.training.mode
     why = f" (with training.mode = {mode!r}, none is the default)" if mode == "sync" else ""
     if replays.share and replays.sources and not corrects:
         raise ConfigError(
-            "staleness.replay.sources are rollouts of other weights, and algorithm.correction is "
-            f"'none'{why}.",
+            f"staleness.replay.sources are off-policy rollouts, and algorithm.correction is 'none'{why}.",
             "Set algorithm.correction (tis).",
         )
     if replays.share and replays.max_age > bound and not corrects:
@@ -53,8 +52,10 @@ def check_replay(config: Config, algorithm: Algorithm) -> None:
 
 @dataclass
 class _Kept:
-    """A group that has trained, or came too late for that; `version` is that of its oldest token. One of
-    another run has a `source`: it has no age here, and is taken for as old as may be."""
+    """Group in the buffer; `version` is that of its oldest token.
+
+    A group of another run has a `source` and no age here; it counts as oldest.
+    """
 
     episodes: list[Episode]
     version: int
@@ -69,29 +70,28 @@ class _Kept:
 
 @dataclass
 class ReplayBuffer:
-    """The groups of a run that may train again; `groups_per_step` is the number of fresh ones."""
+    """Replay buffer of a run; `groups_per_step` is the number of fresh groups."""
 
     config: ReplayConfig
     groups_per_step: int
     expired: int = field(default=0, init=False)
-    """Groups that went because of their age or the size, or as they lack a baseline that the algorithm now
-    has, since the run began or was resumed."""
+    """Groups evicted since the start or resume because of age, size, or a missing baseline."""
     late: int = field(default=0, init=False)
-    """Groups that came in past the bound, instead of training at once, since then."""
+    """Groups since then that entered the buffer past the bound, without training first."""
     refused: int = field(default=0, init=False)
-    """Groups of other runs whose effective sample share was too low, since then."""
+    """Groups of other runs since then whose effective sample share was too low."""
     used: int = field(default=0, init=False)
-    """Groups that went because they had been replayed `times` times, since then."""
+    """Groups since then that were evicted after `times` replays."""
     _kept: list[_Kept] = field(default_factory=list, init=False)
 
     def num_at(self, step: int) -> int:
-        """Groups that a step replays: over the steps they add up to the share, rounded down."""
+        """Return how many groups a step replays; summed over steps it is the share, rounded down."""
         share = self.config.share
         rate = self.groups_per_step * share / (1 - share) + 1e-9
         return int(step * rate) - int((step - 1) * rate)
 
     def add(self, credits: Sequence[TrainingSample]) -> None:
-        """Keep the groups of a step of which something has trained."""
+        """Add the groups of a step that were trained at least in part."""
         if not self.config.share:
             return
         groups: dict[int, list[Episode]] = {}
@@ -103,8 +103,10 @@ class ReplayBuffer:
         self._drop_beyond()
 
     def take_late(self, credits: Sequence[TrainingSample], step: int, bound: int) -> list[TrainingSample]:
-        """Keep the groups that would train with a token older than `bound`; gives the credits, in which those
-        are dropped: they train from here, and are in the ledger no more."""
+        """Move groups with a token older than `bound` to the buffer and return the samples.
+
+        The moved ones are marked as dropped; they train from the buffer and leave the ledger.
+        """
         old = {c.group for c in credits if step - 1 - _oldest([c.episode], step) > bound and not c.expert}
         late = {c.group for c in credits if c.group in old and c.outcome is RolloutOutcome.TRAINED}
 
@@ -123,24 +125,26 @@ class ReplayBuffer:
         ]
 
     def add_source(self, source: str, groups: Sequence[list[Episode]]) -> None:
-        """Keep groups of another run."""
+        """Add groups of another run."""
         self._kept += [_Kept(episodes, 0, source=source) for episodes in groups]
         self._drop_beyond()
 
     def foreign(self, step: int, algorithm: Algorithm) -> list[list[Episode]]:
-        """The groups of other runs that `step` would train."""
+        """Return the groups of other runs that `step` would replay."""
         return [kept.episodes for kept in self._chosen(step, algorithm) if kept.source]
 
     def refuse(self, episodes: list[Episode]) -> None:
-        """Leave out a group whose effective sample share is too low."""
+        """Remove a group whose effective sample share is too low."""
         left = [kept for kept in self._kept if kept.episodes is not episodes]
         self.refused, self._kept = self.refused + len(self._kept) - len(left), left
 
     def draw(
         self, step: int, algorithm: Algorithm, max_length: int, first_group: int
     ) -> list[TrainingSample]:
-        """The credits of the groups that `step` trains again, numbered from `first_group`, each group by
-        itself: `RolloutCollector.again` makes a batch of them."""
+        """Return the samples of the groups that `step` replays, numbered from `first_group`.
+
+        `RolloutCollector.again` makes a batch of them.
+        """
         chosen = self._chosen(step, algorithm)
         fit = [kept for kept in self._kept if self._fits(kept, step, algorithm)]
         self.expired += len(self._kept) - len(fit)
@@ -157,7 +161,7 @@ class ReplayBuffer:
         return [replace(credit, replayed=True) for credit in credits]
 
     def metrics(self, credits: Sequence[TrainingSample]) -> dict[str, float]:
-        """What a step replayed; nothing where nothing ever is."""
+        """Return the replay metrics of a step; empty if replay is unused."""
         if not self.config.share:
             return {}
         again = [credit for credit in credits if credit.replayed]
@@ -172,7 +176,7 @@ class ReplayBuffer:
         }
 
     def to_text(self) -> str:
-        """JSON lines: each group before its episodes, the first in first."""
+        """Serialize to JSON lines: each group before its episodes, oldest first."""
         lines = []
         for kept in self._kept:
             greedy = [episode.greedy for episode in kept.episodes]
@@ -183,7 +187,7 @@ class ReplayBuffer:
         return "".join(f"{line}\n" for line in lines)
 
     def restore(self, text: str, tasks: Mapping[str, Task]) -> None:
-        """Take what `to_text` wrote. Raises StorageError where it is no such text, or a task is not known."""
+        """Restore from `to_text`. Raises StorageError if the text is invalid or a task is unknown."""
         found = []
         try:
             lines = iter([json.loads(line) for line in text.splitlines()])
@@ -194,7 +198,7 @@ class ReplayBuffer:
                 found.append(_Kept(episodes, _oldest(episodes), int(head["replayed"]), source))
         except (ValueError, TypeError, KeyError, StopIteration) as error:
             raise StorageError(
-                f"The checkpoint's groups to replay cannot be read: {error!r}.",
+                f"The checkpoint's replay buffer cannot be read: {error!r}.",
                 "Remove this checkpoint and resume from the one before.",
             ) from error
         self._kept = found
@@ -202,15 +206,19 @@ class ReplayBuffer:
         self._drop_beyond()
 
     def _fits(self, kept: _Kept, step: int, algorithm: Algorithm) -> bool:
-        """Whether a group is young enough, and has the baseline that it would be compared with: one from
-        before the run was resumed with another algorithm may have none."""
+        """Return whether a group is young enough and has the baseline that the algorithm needs.
+
+        Groups from before a resume with another algorithm may lack it.
+        """
         whole = algorithm.advantage not in GREEDY_ADVANTAGES or any(one.greedy for one in kept.episodes)
         return whole and (bool(kept.source) or step - 1 - kept.version <= self.config.max_age)
 
     def _chosen(self, step: int, algorithm: Algorithm) -> list[_Kept]:
-        """What a step would train again."""
+        """Return the groups that a step would replay."""
         fit = [kept for kept in self._kept if self._fits(kept, step, algorithm)]
-        by_spread = sorted(fit, key=lambda kept: -kept.spread)  # a stable sort: the first in of equal ones
+        by_spread = sorted(
+            fit, key=lambda kept: -kept.spread
+        )  # stable sort: first in, first out among equals
         return (by_spread if self.config.order == "priority" else fit)[: self.num_at(step)]
 
     def _drop_beyond(self) -> None:
@@ -223,7 +231,7 @@ class ReplayBuffer:
 
 
 def _as_of(episode: Episode, version: int) -> Episode:
-    """An episode whose tokens are all labelled with one version."""
+    """Return the episode with all tokens labelled with one version."""
     trajectory = episode.trajectory
     segments = tuple(replace(s, versions=(version,) * len(s.versions)) for s in trajectory.segments)
     return replace(episode, trajectory=replace(trajectory, segments=segments))

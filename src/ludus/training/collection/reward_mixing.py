@@ -1,9 +1,8 @@
-"""From the parts of a reward to the one number that trains: weights over steps, gates, ranks, scales.
+"""Combine reward parts into the reward that is trained: weight schedules, gates, ranks, normalization.
 
-Takes the episodes of a step as they were scored, those parts included that the settings add (`with_added`).
-Gives the same episodes with another `reward` (and, with a process model, `turn_rewards`). The parts stay on
-record under their names. With the settings' defaults there is no combiner and nothing changes. Evaluations
-never pass through here.
+Takes a step's scored episodes, including the extra parts of the settings (`with_added`), and returns them
+with a new `reward` (and `turn_rewards` if there is a process model). Parts stay recorded under their names.
+There is no combiner if the settings are the defaults. Evaluations are not affected.
 """
 
 from __future__ import annotations
@@ -55,18 +54,18 @@ from ludus.training.value_models.reward_model import (
 from ludus.types import WORLD_TAG, Failure, Group, StopReason, Task, Trajectory
 
 COMBINED_PART = "combined"
-"""The combined reward before it is normalised, on record as a part."""
+"""Recorded part: the combined reward before normalization."""
 MODEL_STD = f"{MODEL_PART}_std"
-"""The disagreement of an ensemble of reward models, on record as a part."""
+"""Recorded part: the standard deviation of a reward model ensemble."""
 FULL = 1 - 1e-9
-"""A gate is open above this."""
+"""Values above this open a gate."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardPart:
-    """One part of the reward: its weight over the steps, and the range that its value is held in.
+    """One reward part with its weight schedule and value range.
 
-    `world`: of a mixture the one whose tasks it judges.
+    `world`: in a mixture, the world whose tasks it scores.
     """
 
     name: str
@@ -78,16 +77,16 @@ class RewardPart:
 
 
 def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[RewardPart, ...]:
-    """The parts of the world and of the reward model as the settings have them.
+    """Return the configured parts of the world and of the reward model.
 
-    Raises ConfigError for names that are no parts, caps of outcomes, and shaping that could outweigh the
-    outcome (unless that is allowed).
+    Raises ConfigError for unknown names, caps on outcomes, and shaping that could outweigh the outcome
+    (unless allowed).
     """
     settings = config.rewards
     names = [part.name for part in rewards]
     has_model = settings.model is not None
     if has_model and MODEL_PART in names:
-        raise ConfigError(f"The world has a reward of its own called {MODEL_PART}.", "Give it another name.")
+        raise ConfigError(f"The world already has a reward called {MODEL_PART}.", "Give it another name.")
     check_names(settings, rewards)
     _check_caps(settings)
     _check_terms(settings, names)
@@ -99,9 +98,9 @@ def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[RewardPart, .
         )
     parts = tuple(found)
     if any(part.name in settings.caps for part in parts if part.outcome):
-        raise ConfigError("rewards.caps names an outcome, which has no cap.", "Cap the other parts.")
+        raise ConfigError("rewards.caps must not cap an outcome.", "Cap the other parts.")
     if any(0 in (p.weight.start, p.weight.end) for p in parts if p.outcome and p.weight.kind != "constant"):
-        raise ConfigError("The weight of an outcome begins or ends at 0.", "Keep it above 0 throughout.")
+        raise ConfigError("The weight of an outcome starts or ends at 0.", "Keep it above 0 throughout.")
     for step in (0, part_steps(config)):
         outcomes = [part.weight.at(step) for part in parts if part.outcome]
         if min(outcomes) < 0 or max(outcomes) == 0:
@@ -113,20 +112,20 @@ def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[RewardPart, .
 
 
 def part_steps(config: Config) -> int:
-    """The length of the schedule of weights."""
+    """Return the length of the weight schedule."""
     return config.rewards.schedule_steps or config.training.steps
 
 
 def parts_of(config: Config, world: World) -> Sequence[Reward]:
-    """The parts that train: those of the preset, or else the world's, and those that are switched on.
+    """Return the reward parts: those of the preset, otherwise the world's, and the enabled extras.
 
-    Raises ConfigError for a part that is no part or there already.
+    Raises ConfigError for an unknown or duplicate part.
     """
     return parts_that_train(config.rewards, world.rewards)
 
 
 def check_reward_settings(config: Config, world: World) -> None:
-    """Refuse, before anything is written, rewards that a run would only find out later. Raises UserError."""
+    """Validate the reward settings before anything is written. Raises UserError."""
     settings, algorithm = config.rewards, resolve(config.algorithm)
     check_binary_rewards(algorithm, settings, parts_of(config, world))
     if settings.is_default:
@@ -135,8 +134,8 @@ def check_reward_settings(config: Config, world: World) -> None:
     if settings.rewards_turns and not reads_turns(algorithm):
         name = "turns" if settings.turns else "turn_verifier_weight"
         raise ConfigError(
-            f"rewards.{name} would have no effect: the advantage {algorithm.advantage} reads no turns.",
-            f"Take one of {', '.join(TURN_READING_ADVANTAGES)}.",
+            f"rewards.{name} would have no effect: the advantage {algorithm.advantage} uses no turn rewards.",
+            f"Use one of {', '.join(TURN_READING_ADVANTAGES)}.",
         )
     if settings.verifies_turns and turn_verifier_of(world) is None:
         raise ConfigError(
@@ -154,12 +153,12 @@ def check_reward_settings(config: Config, world: World) -> None:
 
 
 def _check_task(settings: RewardsConfig, task: Task) -> None:
-    """ConfigError for a task that the preset cannot judge, or without the tag that says its scale."""
+    """Raise ConfigError for a task that the preset cannot score, or one without the normalization tag."""
     if settings.preset is not None and not isinstance(task.truth, PUBLISHED[settings.preset].truth):
         wanted, given = PUBLISHED[settings.preset].truth.__name__, type(task.truth).__name__
         raise ConfigError(
-            f"rewards.preset = {settings.preset} judges tasks whose truth is {wanted}; here it is {given}.",
-            "Take another preset, or a world with such tasks (docs/rewards.md).",
+            f"rewards.preset = {settings.preset} needs tasks whose truth is {wanted}; here it is {given}.",
+            "Use another preset, or a world with such tasks (docs/rewards.md).",
         )
     if settings.normalise_by is not None and settings.normalise_by not in task.tags:
         tags = ", ".join(sorted(task.tags)) or "none"
@@ -169,27 +168,27 @@ def _check_task(settings: RewardsConfig, task: Task) -> None:
 
 
 def reward_doubts(config: Config) -> list[str]:
-    """What is allowed and may not be what was meant, one sentence each."""
+    """Return warnings for reward settings that are valid but probably unintended."""
     settings, found = config.rewards, []
     if settings.combination == "pareto":
         found.append(
-            "rewards.combination = pareto ranks without weights: a failure that is best in another part "
-            "earns as much as a success."
+            "rewards.combination = pareto ignores weights: a failure that is best in another part "
+            "can earn as much as a success."
         )
     if settings.allow_outweigh:
-        found.append("rewards.allow_outweigh is on: a failure may earn more than a success.")
+        found.append("rewards.allow_outweigh is on: a failure can earn more than a success.")
     if settings.normalise_by is not None and resolve(config.algorithm).advantage == "grpo":
         found.append(
-            "rewards.normalise_by has hardly an effect with the advantage grpo, which divides by the "
-            "deviation of each group."
+            "rewards.normalise_by has little effect with the advantage grpo, which divides by the "
+            "standard deviation of each group."
         )
     return found
 
 
 def make_combiner(session: TrainingSession, algorithm: Algorithm) -> RewardMixer | None:
-    """The combiner of the settings; None where they are the defaults.
+    """Build the configured combiner; None if the settings are the defaults.
 
-    Raises UserError for a reward model that reads another vocabulary.
+    Raises UserError if the reward model's vocabulary differs from the policy's.
     """
     config = session.config
     settings = config.rewards
@@ -199,23 +198,23 @@ def make_combiner(session: TrainingSession, algorithm: Algorithm) -> RewardMixer
         theirs = load_tokenizer(str(find_reward_model(Path(path))[0]), needs_template=False).get_vocab()
         if theirs != session.tokenizer.get_vocab():
             raise UserError(
-                f"The reward model {path} reads another vocabulary than the policy writes.",
-                "Make one of this policy's model.",
+                f"The reward model {path} has a different vocabulary from the policy.",
+                "Train one from this policy's model.",
             )
     return combiner_of(config, session.world, reads_turns(algorithm))
 
 
 def reads_turns(algorithm: Algorithm) -> bool:
-    """Whether the algorithm reads rewards of turns."""
+    """Return whether the algorithm uses turn rewards."""
     return algorithm.advantage in TURN_READING_ADVANTAGES
 
 
 async def with_added(
     scoring: ProcessRewardExecutor, world: World, groups: Sequence[Sequence[Episode]], most_failures: float
 ) -> list[list[Episode]]:
-    """The episodes of groups as `one_with_added` gives them.
+    """Return the episodes of groups, each as in `one_with_added`.
 
-    Raises WorldError, with the words of the first, where more than `most_failures` fail.
+    Raises WorldError with the first error if more than `most_failures` fail.
     """
     errors: list[WorldError] = []
     every = (one_with_added(scoring, world, one, errors.append) for group in groups for one in group)
@@ -229,8 +228,10 @@ async def with_added(
 async def one_with_added(
     scoring: ProcessRewardExecutor, world: World, episode: Episode, on_error: Callable[[WorldError], None]
 ) -> Episode:
-    """An episode with the parts that the settings add; a failed one, of which `on_error` is told, where these
-    fail."""
+    """Return an episode with the extra reward parts of the settings.
+
+    If they fail, `on_error` is called and a failed episode is returned.
+    """
     if episode.trajectory.failure is not None:
         return episode
     begin = time.perf_counter()
@@ -247,7 +248,7 @@ async def one_with_added(
 
 
 def combiner_of(config: Config, world: World, takes_turns: bool) -> RewardMixer:
-    """The combiner of the settings as they stand. Loads the reward model where they name one."""
+    """Build the combiner of the settings; loads the reward model if there is one."""
     settings, parts = config.rewards, parts_of(config, world)
     models = settings.models
     return RewardMixer(
@@ -262,10 +263,10 @@ def combiner_of(config: Config, world: World, takes_turns: bool) -> RewardMixer:
 
 @dataclass
 class RewardMixer:
-    """Combines the parts of a step's episodes. `moments`, of each domain, are all that it remembers.
+    """Combine the reward parts of a step's episodes. `moments`, per domain, are its only state.
 
-    `adds`: the settings have parts that are no world's, which episodes must have by then.
-    `takes_turns`: the algorithm reads rewards of turns, and a process model's go there and not into the sum.
+    `adds`: the settings have extra parts, which episodes must already carry. `takes_turns`: the algorithm
+    uses turn rewards, so a process model's values become turn rewards instead of entering the sum.
     """
 
     settings: RewardsConfig
@@ -277,15 +278,15 @@ class RewardMixer:
     moments: DomainMoments = field(default_factory=DomainMoments)
 
     def restore(self, moments: str) -> None:
-        """Put back what `moments.to_json()` gave; nothing for an empty text."""
+        """Restore `moments.to_json()`; does nothing for an empty text."""
         if moments:
             self.moments = DomainMoments.from_json(moments)
 
     def combine(self, step: int, groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
-        """The episodes of `step` (from 1) with their rewards; failed ones as they are.
+        """Return the episodes of `step` (from 1) with combined rewards; failed ones are unchanged.
 
-        The paths of a tree are combined as episodes of their own. Raises LearnerError for a tree whose
-        leaves have rewards and no parts.
+        Paths of a tree are combined as separate episodes. Raises LearnerError for a tree whose leaves have
+        rewards but no parts.
         """
         split = [[attempts(one.trajectory) for one in group] for group in groups]
         apart = [
@@ -300,7 +301,7 @@ class RewardMixer:
         return found
 
     def _combine(self, step: int, groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
-        """`combine` of episodes without trees."""
+        """Combine episodes without trees."""
         places = [
             (g, i)
             for g, group in enumerate(groups)
@@ -331,8 +332,8 @@ class RewardMixer:
         return found
 
     def over_batch(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """The combined episodes of a whole batch on its scale if `normalise_over` is "batch"; failed ones as
-        they are."""
+        """Normalize combined rewards over the batch if `normalise_over` is "batch"; failed ones are
+        unchanged."""
         tag = self.settings.normalise_by
         if tag is None or self.settings.normalise_over != "batch":
             return list(episodes)
@@ -350,8 +351,7 @@ class RewardMixer:
         ]
 
     def tells_apart(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Whether trajectories of equal rewards may earn unlike ones: by their parts, by their lengths, or by
-        what the reward model says of their texts."""
+        """Return whether equal rewards may differ once combined: by parts, lengths, or reward model."""
         trajectories = [path for one in trajectories for path in attempts(one)]
         parts = {tuple(sorted(one.rewards.items())) for one in trajectories}
         texts = {tuple(segment.tokens for segment in one.segments) for one in trajectories}
@@ -367,8 +367,11 @@ class RewardMixer:
         return with_turn_rewards(trajectory, self.settings.turns, self.settings.turn_verifier_weight)
 
     def metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """The weights of the step, and how many pairs of a group the combined reward puts the wrong way
-        round: one of them is as good in every part and better in one, and does not earn more."""
+        """Return the step's weights and the number of inverted pairs.
+
+        A pair of a group is inverted if one member is as good in every part and better in one, but does not
+        earn more.
+        """
         every = [(g, t) for g, group in enumerate(groups) for t in group.trajectories if t.failure is None]
         rows = [(g, path) for g, one in every for path in attempts(one)]
         trajectories = [trajectory for _, trajectory in rows]
@@ -388,7 +391,7 @@ class RewardMixer:
         return weights | {"reward/dominance_violations": float(len(bad))}
 
     def _judged(self, trajectories: Sequence[Trajectory], step: int) -> list[Trajectory]:
-        """With the part of the reward model, and the turn rewards of a process model."""
+        """Add the reward model's part, and the turn rewards of a process model."""
         model = self.model
         if model is None:
             return list(trajectories)
@@ -405,7 +408,7 @@ class RewardMixer:
         return [self._with_values(t, judged.get(i, unknown), step) for i, t in enumerate(trajectories)]
 
     def _with_values(self, trajectory: Trajectory, judgement: Judgement, step: int) -> Trajectory:
-        """The part is the mean of the values; as turn rewards they add up to its weight times that mean."""
+        """Set the part to the mean value; turn rewards sum to the weight times that mean."""
         part, values = self.parts[-1], judgement.values
         rewards = {MODEL_PART: sum(values) / len(values) if values else 0.0}
         if len(self.settings.models) > 1:
@@ -430,7 +433,7 @@ class RewardMixer:
         return bool(self._gate([trajectory])[0] > FULL)
 
     def _gate(self, trajectories: Sequence[Trajectory]) -> Tensor:
-        """The value that opens the gate, `[N]`."""
+        """Return the gate values, `[N]`."""
         gate = self.settings.gate
         opens = [part for part in self.parts if part.name == gate or (part.outcome and gate == "outcome")]
         names = [part.name for part in opens]
@@ -438,7 +441,7 @@ class RewardMixer:
         return torch.tensor(table, dtype=torch.float64).amin(1)
 
     def _values(self, trajectories: Sequence[Trajectory]) -> Tensor:
-        """The value of each part, held in its range, `[N, K]` float64."""
+        """Return the value of each part, clamped to its range, `[N, K]` float64."""
         table = torch.tensor(
             [[t.rewards.get(part.name, 0.0) for part in self.parts] for t in trajectories],
             dtype=torch.float64,
@@ -448,19 +451,19 @@ class RewardMixer:
         return table.clamp(low, high)
 
     def _weights(self, step: int) -> list[float]:
-        """The weights at `step`; 0 for a model whose values go to the turns."""
+        """Return the weights at `step`; 0 for a model whose values become turn rewards."""
         return [
             0.0 if part.name == MODEL_PART and self._gives_turns else part.weight.at(step - 1)
             for part in self.parts
         ]
 
     def _signed(self, trajectories: Sequence[Trajectory], step: int) -> Tensor:
-        """The parts that count, the other way round where their weight is negative, `[N, K]`."""
+        """Return the active parts, negated if their weight is negative, `[N, K]`."""
         weights = torch.tensor(self._weights(step), dtype=torch.float64)
         return (self._values(trajectories) * weights.sign())[:, weights != 0]
 
     def _rewards(self, trajectories: Sequence[Trajectory], group: Tensor, step: int) -> Tensor:
-        """The combined rewards, `[N]` float64."""
+        """Return the combined rewards, `[N]` float64."""
         if self.settings.combination == "pareto":
             return pareto(parts=self._signed(trajectories, step), group=group)
         values, weights = self._values(trajectories), self._weights(step)
@@ -473,7 +476,7 @@ class RewardMixer:
 
 
 def _rejoined(episode: Episode, paths: Sequence[Episode]) -> Episode:
-    """The episode as its paths, combined, have it."""
+    """Merge the combined paths back into the episode."""
     whole = episode.trajectory
     if whole.failure is not None:
         return episode
@@ -483,13 +486,12 @@ def _rejoined(episode: Episode, paths: Sequence[Episode]) -> Episode:
 
 
 def _check_leaves(episodes: Sequence[Episode]) -> None:
-    """LearnerError where rewards of leaves would train in place of what is combined: they have no parts."""
+    """Raise LearnerError if leaf rewards have no parts and would bypass the combination."""
     for one in (episode.trajectory for episode in episodes):
         if one.leaf_rewards:
             raise LearnerError(
-                f"{one.name[0].upper()}{one.name[1:]} has rewards of its own for its leaves, which have no"
-                " parts to combine.",
-                "Leave the section rewards at its defaults, or give such trajectories no leaf_rewards.",
+                f"{one.name[0].upper()}{one.name[1:]} has leaf_rewards, which have no parts to combine.",
+                "Keep the section rewards at its defaults, or do not set leaf_rewards.",
             )
 
 
@@ -498,18 +500,18 @@ def _check_caps(settings: RewardsConfig) -> None:
         raise ConfigError(f"rewards.weights names {MODEL_PART!r}.", "Its weight is rewards.model_weight.")
     if odd := [name for name, cap in settings.caps.items() if not 0 <= cap <= 1]:
         said = f"rewards.caps.{odd[0]} is {settings.caps[odd[0]]:g}."
-        raise ConfigError(said, "Give a number from 0 to 1; no part goes beyond 1 anyway.")
+        raise ConfigError(said, "Use a number from 0 to 1; no part exceeds 1.")
 
 
 def _check_terms(settings: RewardsConfig, names: Sequence[str]) -> None:
-    """ConfigError for what the length or the turns cannot be added to."""
+    """Raise ConfigError if length or turn rewards cannot be added."""
     shapes_length = settings.length.kind != "none"
     if shapes_length and LENGTH_PART in names:
-        raise ConfigError(f"The world has a reward of its own called {LENGTH_PART}.", "Give it another name.")
+        raise ConfigError(f"The world already has a reward called {LENGTH_PART}.", "Give it another name.")
     if settings.combination == "pareto" and (shapes_length or settings.rewards_turns):
         raise ConfigError(
-            "rewards.combination = pareto ranks parts, and nothing is added to a rank.",
-            "Leave out rewards.length, rewards.turns and rewards.turn_verifier_weight.",
+            "rewards.combination = pareto ranks parts; length and turn rewards cannot be added to ranks.",
+            "Unset rewards.length, rewards.turns and rewards.turn_verifier_weight.",
         )
 
 
@@ -530,10 +532,10 @@ def _schedule(config: Config, name: str, weight: float) -> Schedule:
 
 
 def _check_outcome(parts: Sequence[RewardPart], config: Config, step: int) -> None:
-    """ConfigError where shaping could outweigh the outcome at `step`.
+    """Raise ConfigError if shaping could outweigh the outcome at `step`.
 
-    Weights move together along one curve, so that what holds at both ends of it holds between them. Behind
-    a gate that the outcome opens, shaping only moves successes, and only what it takes from them counts.
+    All weights follow one curve, so a condition that holds at both ends holds in between. Behind a gate
+    opened by the outcome, shaping only affects successes, so only its penalty counts.
     """
     settings = config.rewards
     outcomes = [part.weight.at(step) for part in parts if part.outcome]

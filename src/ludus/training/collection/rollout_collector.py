@@ -1,7 +1,6 @@
-"""Sampling: from tasks to groups of episodes, and from groups to the credit of a step.
+"""Collect rollouts: sample groups of episodes for tasks and compute the training samples of a step.
 
-Takes a session, an engine and the order of tasks. Waits for the episodes that it asked for. Never learns: it
-changes no weights, and what it remembers of earlier steps (`memory`) is the algorithm's alone.
+Never changes weights; its only state besides GRESO's and partial rollouts is the algorithm's (`memory`).
 """
 
 from __future__ import annotations
@@ -40,33 +39,32 @@ log = logging.getLogger("ludus.sampling")
 
 
 class EpisodeReporter(Protocol):
-    """Whoever watches episodes being played."""
+    """Observer of running episodes."""
 
     def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
-        """A phase of `total` episodes begins, played with `engine`; None where that is unknown."""
+        """Report the start of a phase of `total` episodes; `engine` is None if unknown."""
         ...
 
     def episode(self, episode: Episode) -> None:
-        """One of them has ended."""
+        """Report a finished episode."""
         ...
 
 
 class RemoteSampler(Protocol):
-    """Other processes that play episodes."""
+    """Worker processes that run episodes."""
 
     def attempts(self, play: SamplingPlan) -> Attempt:
-        """What has an attempt played there."""
+        """Return the function that runs an attempt on the workers."""
         ...
 
     def engine(self) -> Engine:
-        """What samples there, to send weights to and to ask."""
+        """Return the workers' engine, to send weights to and query."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CollectorState:
-    """What a sampler remembers: the algorithm's memory, the tasks just skipped, the moments of rewards; and
-    with `rollout.partial` the groups that wait, with what it reports of them."""
+    """State of a collector: algorithm state, skipped tasks, reward moments, and partial rollouts."""
 
     memory: AlgorithmState
     skipped: int
@@ -77,7 +75,7 @@ class CollectorState:
 
 @dataclass
 class RolloutCollector:
-    """Plays tasks with `engine` and gives credit. `ledger` is the run's."""
+    """Run tasks with `engine` and assign credit. `ledger` is the run's."""
 
     session: TrainingSession
     engine: Engine
@@ -89,16 +87,16 @@ class RolloutCollector:
     experts: Demonstrations | None = None
     elsewhere: RemoteSampler | None = None
     partial: PartialRollouts | None = field(default=None, init=False)
-    """What has not ended, where a step has a budget."""
+    """Unfinished episodes, if a step has a budget."""
     skipped: int = field(default=0, init=False)
-    """Tasks that GRESO has skipped for the step at hand."""
+    """Number of tasks that GRESO skipped for the current step."""
     _added: set[RolloutKey] = field(default_factory=set, init=False)
-    """Episodes that have the parts which the settings add, and no credit yet."""
+    """Episodes with the extra reward parts that have no credit yet."""
     _said_short: bool = field(default=False, init=False)
 
     @property
     def state(self) -> CollectorState:
-        """What it remembers now."""
+        """Return the current state."""
         moments = "" if self.combiner is None else self.combiner.moments.to_json()
         if self.partial is None:
             return CollectorState(self.memory, self.skipped, moments)
@@ -106,7 +104,7 @@ class RolloutCollector:
         return CollectorState(self.memory, self.skipped, moments, waiting, partial)
 
     def go_on_with(self, kept: Sequence[StreamedGroup]) -> None:
-        """Before the first step: have a step end with its budget, and go on with what waits from before."""
+        """Enable step budgets and restore the waiting episodes; call before the first step."""
         config = self.session.config
         if not (config.rollout.partial.is_set or kept):
             return
@@ -117,7 +115,7 @@ class RolloutCollector:
         self.partial = PartialRollouts(scheduler, step_budget(config), kept, self.reporter.episode)
 
     async def sample(self, step: int, order: TaskSequence) -> list[TrainingSample]:
-        """Roll out groups, in rounds until enough of them can train or the rounds are used up."""
+        """Roll out groups in rounds until enough can train or the rounds are used up."""
         num_tasks = self.session.config.training.tasks_per_step
         rounds = self.algorithm.resample_rounds + 1
         credits: list[TrainingSample] = []
@@ -142,9 +140,9 @@ class RolloutCollector:
         return self.as_batch(self.normalised(credits))
 
     def _untrained(self, step: int, tasks: Sequence[Task], order: TaskSequence) -> Sequence[Task]:
-        """The tasks of a step, those of groups that trained ahead of it replaced by tasks that are owed.
+        """Return the tasks of a step, with tasks whose groups were already trained replaced by owed tasks.
 
-        Where none is owed, the first task that the step does not have takes the place.
+        If none is owed, the first task that is not in the step is used.
         """
         ahead = self.ledger.trained_ahead(step)
         found = [task for task in tasks if task.id not in ahead]
@@ -167,25 +165,25 @@ class RolloutCollector:
         return self.partial is not None and self.partial.is_spent
 
     def _say_short(self, step: int, found: int, wanted: int) -> None:
-        """Log, once a run, that the rounds were used up before the batch was full."""
+        """Log once per run that the rounds were used up before the batch was full."""
         rounds = self.algorithm.resample_rounds
         if rounds and found < wanted and not self._said_short:
             self._said_short = True
             log.warning(
-                "Step %d trains on %d of %d groups: the %d algorithm.resample_rounds are used up. "
-                "This is said once a run; groups/zero_variance has the share of every step.",
+                "Step %d trains on %d of %d groups: all %d algorithm.resample_rounds were used. "
+                "Logged once per run; see groups/zero_variance for every step.",
                 *(step, found, wanted, rounds),
             )
 
     def choose(self, step: int, order: TaskSequence, wanted: int, taken: set[str]) -> Sequence[Task]:
-        """The next tasks that GRESO does not skip, none of those in `taken`."""
+        """Return the next tasks that GRESO does not skip and that are not in `taken`."""
         chosen = choose(order, wanted, self.memory, taken, GresoDraw(self.session.config.run.seed, step))
         self.memory = chosen.memory
         self.skipped += chosen.skipped
         return chosen.tasks
 
     async def roll_out(self, step: int, tasks: Sequence[Task]) -> list[list[Episode]]:
-        """One group of episodes for each task, with a greedy one at its end where that is the baseline."""
+        """Return a group of episodes per task, the greedy baseline (if any) last."""
         if self.partial is not None:
             groups = [self.jobs(step, task) for task in tasks]
             total = self.partial.num_unfinished + sum(map(len, groups))
@@ -198,16 +196,16 @@ class RolloutCollector:
 
     @property
     def group_size(self) -> int:
-        """Episodes of one task, the greedy one included."""
+        """Return the number of episodes per task, including the greedy one."""
         return self.algorithm.group_size + (self.algorithm.advantage in GREEDY_ADVANTAGES)
 
     @property
     def overlong_limit(self) -> int:
-        """As `overlong_limit` of this run."""
+        """Return `overlong_limit` of this run."""
         return overlong_limit(self.session.config, self.algorithm)
 
     def jobs(self, step: int, task: Task, spare: int = 0) -> list[RolloutRequest]:
-        """The episodes of a group that `step` asks for, with some to spare; a greedy one is the last."""
+        """Return the rollout requests of a group with `spare` extra ones; a greedy one is last."""
         members = self.algorithm.group_size + spare
         return [
             RolloutRequest(RolloutKey(step, task.id, i), task, i >= members)
@@ -215,7 +213,7 @@ class RolloutCollector:
         ]
 
     def scheduler(self) -> Scheduler:
-        """What plays training episodes; those that stream take their turns as they come."""
+        """Return the scheduler of training episodes; streamed episodes do not run in lockstep."""
         config, rollout = self.session.config, self.session.config.rollout
         if config.training.mode == "async":
             rollout = rollout.model_copy(update={"reproducible": False})
@@ -223,7 +221,7 @@ class RolloutCollector:
         return self._scheduler(rollout, play, self.ledger)
 
     def _scheduler(self, rollout: RolloutConfig, play: SamplingPlan, ledger: Ledger) -> Scheduler:
-        """One whose episodes are played in this process, or elsewhere: there is no lock-step then."""
+        """Return a scheduler in this process or on remote workers, which do not run in lockstep."""
         here = session_scheduler(self.session, self.engine, play, ledger, rollout)
         if self.elsewhere is None:
             return here
@@ -232,7 +230,7 @@ class RolloutCollector:
     async def credit(
         self, step: int, groups: Sequence[Sequence[Episode]], first_group: int = 0
     ) -> list[TrainingSample]:
-        """What each episode of the groups earns, experts included; groups are numbered from `first_group`."""
+        """Return the training samples of the groups, experts included, numbered from `first_group`."""
         if self.experts is not None:
             groups = await self.experts.join(step, groups)
         if self.combiner is not None:
@@ -242,7 +240,7 @@ class RolloutCollector:
     async def _with_added(
         self, groups: Sequence[Sequence[Episode]], combiner: RewardMixer
     ) -> Sequence[Sequence[Episode]]:
-        """With the parts that the settings add; the ledger has those that fail at it as failed."""
+        """Add the extra reward parts; episodes that fail at this are recorded as failed in the ledger."""
         if not combiner.adds:
             return groups
         session, lacking = self.session, [[e for e in group if self._lacks_parts(e)] for group in groups]
@@ -258,17 +256,17 @@ class RolloutCollector:
         return episode.key not in self._added or is_experts(episode)
 
     def _note_failure(self, before: Episode, after: Episode) -> None:
-        """Tell the ledger of an episode that failed at the parts that the settings add."""
+        """Record in the ledger that computing the extra reward parts failed."""
         failure = after.trajectory.failure
         if failure is not None and before.trajectory.failure is None and not is_experts(after):
             self.ledger.finish(after.key, RolloutOutcome.FAILED, failure.part)
-            if failure.part == RewardFault.part:  # late, or its process has ended
+            if failure.part == RewardFault.part:  # timed out, or its process has exited
                 self.ledger.note_clock_limit(after.key.step)
 
     async def add_parts(self, episode: Episode, budget: FailureBudget) -> Episode:
-        """An episode that streams, with the parts that the settings add: `credit` does not add them again.
+        """Add the extra reward parts to a streamed episode, so that `credit` does not add them again.
 
-        One that fails at them is a failure of `budget`; one that is cancelled ends in the ledger as dropped.
+        Failures count towards `budget`; a cancelled episode is recorded as dropped.
         """
         if self.combiner is None or not self.combiner.adds or episode.trajectory.failure is not None:
             return episode
@@ -286,8 +284,7 @@ class RolloutCollector:
         return found
 
     def normalised(self, credits: list[TrainingSample]) -> list[TrainingSample]:
-        """The credits of all groups of a step, with rewards on the scale of this batch if
-        `rewards.normalise_over` is "batch"."""
+        """Normalize the rewards over the batch if `rewards.normalise_over` is "batch"."""
         if self.combiner is None or self.combiner.settings.normalise_over != "batch":
             return credits
         episodes = self.combiner.over_batch([credit.episode for credit in credits])
@@ -295,7 +292,7 @@ class RolloutCollector:
         return compared_again(found, self.algorithm, self.overlong_limit)
 
     def as_batch(self, credits: list[TrainingSample]) -> list[TrainingSample]:
-        """What is decided and remembered over all groups of a step at once."""
+        """Apply the filters and state updates that need all groups of a step."""
         if self.algorithm.greso:
             success = self.session.world.rewards[0].name
             self.memory = after_visits(self.memory, credits, success, self.algorithm)
@@ -305,13 +302,13 @@ class RolloutCollector:
         return as_one_batch(credits, self.algorithm, self.overlong_limit)
 
     def again(self, credits: list[TrainingSample]) -> list[TrainingSample]:
-        """Those of groups that train once more, as a batch of their own; nothing of them is remembered."""
+        """Return replayed samples as a separate batch, without updating any state."""
         if credits and self.algorithm.advantage == "rae":
             credits, _ = with_role_baselines(credits, self.session.world.name, self.memory.averages)
         return as_one_batch(credits, self.algorithm, self.overlong_limit)
 
     async def evaluate(self, plan: EvaluationPlan) -> tuple[Evaluation, list[Episode]]:
-        """Play an evaluation with the engine's present weights."""
+        """Run an evaluation with the engine's current weights."""
         session, play = self.session, SamplingPlan("evaluate", plan.temperature, plan.seed)
         scheduler = self._scheduler(session.config.rollout, play, Ledger())
         if self.partial is not None and (room := room_for_sessions(session.world)) is not None:
@@ -324,62 +321,61 @@ class RolloutCollector:
 
 
 def room_for_sessions(world: World) -> int | None:
-    """The episodes that the world's sandbox has room for at once; None where there is no such bound."""
+    """Return the sandbox's session limit for concurrent episodes, or None if there is none."""
     return world.episodes_at_once if isinstance(world, LimitsConcurrency) else None
 
 
 def longest_wait(config: Config) -> int:
-    """Steps after its own for which `staleness.max_staleness` lets an episode wait."""
+    """Return how many extra steps an episode may wait under `staleness.max_staleness`."""
     return config.staleness.max_staleness - (config.training.mode == "one_step")
 
 
 def step_budget(config: Config) -> StepBudget:
-    """The budget of `rollout.partial`."""
+    """Return the budget of `rollout.partial`."""
     partial = config.rollout.partial
     return StepBudget(partial.tokens or None, partial.seconds or None, longest_wait(config))
 
 
 def check_partial(config: Config, world: World) -> None:
-    """Raise ConfigError where no episode could wait for the next step's budget."""
+    """Raise ConfigError if rollout.partial is set but no episode could wait for the next step."""
     if not config.rollout.partial.is_set or config.training.mode == "async":
         return
     if longest_wait(config) < 1:
         raise ConfigError(
-            f"rollout.partial has episodes wait for the next step, and staleness.max_staleness "
-            f"({config.staleness.max_staleness}) lets none wait (training.mode = {config.training.mode!r}).",
+            f"rollout.partial makes episodes wait for the next step, but staleness.max_staleness "
+            f"({config.staleness.max_staleness}) forbids this (training.mode = {config.training.mode!r}).",
             f"Set staleness.max_staleness to {2 if config.training.mode == 'one_step' else 1} or more.",
         )
     if config.cluster.kind != "none":
         raise ConfigError(
-            "rollout.partial is for episodes that are played in the learner's process.",
-            "With --cluster set training.mode = 'async': there no episode waits for a step to end.",
+            "rollout.partial needs episodes that run in the learner's process.",
+            "With --cluster set training.mode = 'async', which streams episodes.",
         )
     if (room := room_for_sessions(world)) is not None and room < 2:
         raise ConfigError(
-            "rollout.partial needs a sandbox with room for two sessions: one may belong to an episode that "
-            "waits.",
-            "Raise sandbox.sessions, or leave rollout.partial out.",
+            "rollout.partial needs at least two sandbox sessions: one may belong to an episode that waits.",
+            "Raise sandbox.sessions or unset rollout.partial.",
         )
 
 
 def check_branch(config: Config) -> None:
-    """Raise ConfigError where training episodes cannot branch."""
+    """Raise ConfigError if training episodes cannot branch."""
     rollout = config.rollout
     if not rollout.branch.branches:
         return
     if rollout.partial.is_set:
         raise ConfigError(
-            "rollout.branch cannot be combined with rollout.partial: an episode that waits has no forks yet.",
-            "Leave one of them out.",
+            "rollout.branch cannot be combined with rollout.partial: waiting episodes do not support forks.",
+            "Unset one of them.",
         )
     if rollout.temperature == 0:
         raise ConfigError(
-            "rollout.branch needs sampling: at rollout.temperature = 0 every branch is its trunk again.",
-            "Set rollout.temperature above 0, or leave rollout.branch out.",
+            "rollout.branch needs sampling: at rollout.temperature = 0 all branches are identical.",
+            "Set rollout.temperature above 0 or unset rollout.branch.",
         )
     if late := [turn for turn in rollout.branch.turns if turn >= rollout.max_turns]:
         raise ConfigError(
-            f"rollout.branch.turns names turn {late[0]}, and episodes have turns 0 to "
+            f"rollout.branch.turns has turn {late[0]}, but episodes have turns 0 to "
             f"{rollout.max_turns - 1} (rollout.max_turns).",
             "Choose an earlier turn.",
         )
@@ -387,12 +383,12 @@ def check_branch(config: Config) -> None:
         raise ConfigError(
             "rollout.branch cannot be combined with training.learner.replay_routing: the routing of a tree "
             "is not recorded.",
-            "Leave one of them out.",
+            "Unset one of them.",
         )
 
 
 def overlong_limit(config: Config, algorithm: Algorithm) -> int:
-    """The longest episode for the soft overlong punishment, in tokens of `algorithm.overlong_measure`."""
+    """Return the longest episode for soft overlong punishment, in tokens of `algorithm.overlong_measure`."""
     rollout = config.rollout
     if algorithm.overlong_length is not None:
         return algorithm.overlong_length
@@ -402,5 +398,5 @@ def overlong_limit(config: Config, algorithm: Algorithm) -> int:
 
 
 def num_training_groups(credits: Sequence[TrainingSample]) -> int:
-    """Groups of which something trains."""
+    """Return the number of groups with at least one trained sample."""
     return len({c.group for c in credits if c.outcome is RolloutOutcome.TRAINED})

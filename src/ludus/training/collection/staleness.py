@@ -1,7 +1,7 @@
-"""How old the tokens of a batch are, what that does to training, and what is reported of it.
+"""Staleness of tokens: ages, masking, metrics and the ESS guard.
 
-The age of a token that step `s` trains is `s - 1` less the version that sampled it: the number of updates
-between the weights that wrote it and the weights that it changes.
+The age of a token trained at step `s` is `s - 1` minus the version that sampled it: the number of updates
+between the sampling weights and the weights being updated.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from ludus.training.credit.advantages import TrainingSample
 from ludus.types import Trajectory
 
 ESS = "policy/effective_sample_share"
-"""The name under which the learner reports the effective sample share."""
+"""Learner metric of the effective sample share."""
 OF_EVERY_MODE = ("min_ess", "ess_patience")
-"""Settings of `staleness` that every mode of training reads."""
+"""Settings of `staleness` that apply in every training mode."""
 OVER_AGE = "over_age"
-"""Why an episode is masked of which every token is older than the bound."""
+"""Mask reason of an episode whose tokens are all older than the bound."""
 
 
 def ages(trajectory: Trajectory, step: int) -> list[int]:
-    """The age of each action token when `step` trains it."""
+    """Return the age of each action token at `step`."""
     return [step - 1 - version for s in trajectory.segments for version in s.versions]
 
 
 def on_policy(credits: Sequence[TrainingSample], step: int) -> list[TrainingSample]:
-    """Those that train and were sampled, every token, from the weights that `step` changes."""
+    """Return the training samples whose tokens were all sampled by the weights that `step` updates."""
     trained = (credit for credit in credits if credit.outcome is RolloutOutcome.TRAINED and not credit.expert)
     return [credit for credit in trained if not any(ages(credit.episode.trajectory, step))]
 
 
 def age_metrics(credits: Sequence[TrainingSample], step: int) -> dict[str, float]:
-    """The ages of the tokens that train: their mean, the largest, and the share of each."""
+    """Return mean, maximum and histogram of the ages of trained tokens."""
     counted: Counter[int] = Counter()
     for credit in credits:
         if credit.outcome is RolloutOutcome.TRAINED and not credit.expert:
@@ -52,7 +52,7 @@ def age_metrics(credits: Sequence[TrainingSample], step: int) -> dict[str, float
 
 
 def _histogram(counted: Mapping[int, int], most: int) -> dict[str, float]:
-    """Mean and maximum of ages with their numbers of tokens, and the share of each age up to `most`."""
+    """Return mean and maximum of ages weighted by token counts, and the share of each age up to `most`."""
     total = sum(counted.values())
     shares = {f"staleness/age_{age}": counted.get(age, 0) / max(total, 1) for age in range(most + 1)}
     mean = sum(age * n for age, n in counted.items()) / total if total else 0.0
@@ -60,7 +60,7 @@ def _histogram(counted: Mapping[int, int], most: int) -> dict[str, float]:
 
 
 def mask_over_age(credits: Sequence[TrainingSample], step: int, bound: int) -> list[TrainingSample]:
-    """The credits, in which tokens older than `bound` do not train; those with no other token as masked."""
+    """Mask tokens older than `bound`; mask the whole sample if no token is left."""
     return [
         _without_old(credit, step - 1 - bound) if credit.outcome is RolloutOutcome.TRAINED else credit
         for credit in credits
@@ -68,7 +68,7 @@ def mask_over_age(credits: Sequence[TrainingSample], step: int, bound: int) -> l
 
 
 def _without_old(credit: TrainingSample, oldest: int) -> TrainingSample:
-    """The credit without tokens of versions before `oldest`; those of an expert have no version."""
+    """Mask tokens of versions before `oldest`; expert tokens have no version."""
     actions = new_actions(credit.episode.trajectory)
     versions = (v for action in actions for v in (action.versions or (oldest,) * len(action.tokens)))
     young = tuple(version >= oldest for version in versions)
@@ -82,13 +82,13 @@ def _without_old(credit: TrainingSample, oldest: int) -> TrainingSample:
 
 
 def staleness_doubts(config: Config) -> list[str]:
-    """A sentence for each setting of `staleness` that the mode of training does not read."""
+    """Return a warning for each `staleness` setting that the training mode does not use."""
     if config.training.mode == "async":
         return []
     mode = config.training.mode
     read = OF_EVERY_MODE + (("max_staleness",) if config.rollout.partial.is_set else ())
     return [
-        f"staleness.{key} = {value} has no effect: training.mode is {mode}, and it is of async."
+        f"staleness.{key} = {value} has no effect: training.mode is {mode}, and it needs async."
         for key, value in changed(config.staleness).items()
         if key not in read
     ]
@@ -101,12 +101,12 @@ def staleness_metrics(
     ended: Sequence[Episode],
     success: str,
 ) -> dict[str, float]:
-    """The ages of the tokens that train, and what was sampled beside what is trained.
+    """Return token ages, and statistics of sampled and of trained episodes.
 
-    `staleness/age_K` is the share of tokens of age K, replayed ones among them. `staleness/over_age_tokens`
-    are those older than the bound: masked, or replayed. `sampled/...` is of the episodes that ended since the
-    step before, `trained/...` of those that train now, so that a starved slow task shows. There are no means
-    of none.
+    `staleness/age_K` is the share of tokens of age K, replayed ones included. `staleness/over_age_tokens`
+    counts tokens older than the bound, masked or replayed. `sampled/...` covers episodes that ended since the
+    last step, `trained/...` those that train now, so that starvation of slow tasks is visible. Means over
+    nothing are omitted.
     """
     own = [credit for credit in credits if not (credit.replayed or credit.expert)]
     trained = [credit.episode for credit in own if credit.outcome is RolloutOutcome.TRAINED]
@@ -136,13 +136,13 @@ def _compared(name: str, episodes: Sequence[Episode], success: str) -> dict[str,
 
 @dataclass
 class EssGuard:
-    """Says when the effective sample share is too low, and for how long it may be."""
+    """Stop the run if the effective sample share is too low for too many steps."""
 
     config: StalenessConfig
     _low: int = field(default=0, init=False)
 
     def warning(self, metrics: Mapping[str, float]) -> str:
-        """A sentence where the share of this step is below the bound, empty where it is not."""
+        """Return a warning if this step's share is below the bound, otherwise an empty string."""
         share = metrics.get(ESS)
         if share is None:
             return ""
@@ -152,11 +152,11 @@ class EssGuard:
         self._low += 1
         return (
             f"the effective sample share is {share:.2f}, below staleness.min_ess = {self.config.min_ess:g}: "
-            "rollouts are too far from the weights that they train"
+            "rollouts are too far off-policy"
         )
 
     def recall(self, history: Sequence[Mapping[str, float]]) -> None:
-        """Count on from the steps before a resume; from a stop among them, anew."""
+        """Restore the count from the steps before a resume; it restarts at 0 after a stop."""
         for metrics in history:
             self.warning(metrics)
             if self.verdict:
@@ -164,7 +164,7 @@ class EssGuard:
 
     @property
     def verdict(self) -> str:
-        """The reason to stop, empty where there is none."""
+        """The reason to stop, or an empty string."""
         patience = self.config.ess_patience
         if not patience or self._low < patience:
             return ""

@@ -1,8 +1,7 @@
-"""The stream of episodes in a checkpoint: the groups on their way, with all episodes of them that have ended.
+"""Checkpoint of streamed episodes: pending groups and their finished episodes.
 
-So a resumed run loses the episodes that were being played, and none that had ended well. Their tasks are
-played again under their numbers, by newer weights than before. Groups that ended without counting are kept
-whole, for the account of the next step.
+A resumed run loses only episodes that were running; they are sampled again under the same keys by newer
+weights. Groups that ended without counting towards a batch are kept for the next step's ledger.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from ludus.rollout.streaming.group_queue import StartedEpisode, StreamedGroup
 from ludus.types import StopReason, Task, Trajectory
 
 STREAM_FILE: Final = "stream.jsonl"
-"""Its name in a checkpoint's folder of the trainer."""
+"""File name in a checkpoint's trainer folder."""
 WAITING_FILE: Final = "waiting.jsonl"
-"""The same, of a run in step whose episodes wait for the next step's budget (`rollout.partial`)."""
+"""File name of episodes waiting for the next step's budget (`rollout.partial`)."""
 
 JobsOf = Callable[[int, Task, int | None], Sequence[RolloutRequest]]
-"""The jobs of a group by its number, its task and its members without a greedy one (None: as many as now)."""
+"""Return a group's requests by number, task and member count without the greedy one (None: default)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """The groups on their way, and the number of the next one.
+    """Pending groups and the number of the next one.
 
-    `unwanted` are greedy episodes that had ended well, where the baseline is another one now.
+    `unwanted` are finished greedy episodes that a changed baseline no longer needs.
     """
 
     next_number: int = 0
@@ -41,12 +40,12 @@ class StreamState:
 
     @property
     def num_ended(self) -> int:
-        """Episodes that have ended well."""
+        """The number of successfully finished episodes."""
         every = [*self.unwanted, *(episode for group in self.groups for episode in group.episodes)]
         return sum(episode.trajectory.failure is None for episode in every)
 
     def to_text(self) -> str:
-        """JSON lines: the next number, then each group before its episodes."""
+        """Serialize to JSON lines: the next number, then each group before its episodes."""
         lines = [json.dumps({"next_number": self.next_number})]
         for group in self.groups:
             task = group.jobs[0].task.id
@@ -61,10 +60,9 @@ class StreamState:
 
     @classmethod
     def from_text(cls, text: str, tasks: Mapping[str, Task], jobs: JobsOf) -> StreamState:
-        """What `to_text` wrote. A group keeps the members and the step that it began with, whatever a new one
-        has.
+        """Restore from `to_text`. A group keeps the size and step that it started with.
 
-        Raises StorageError where it is no such text, or speaks of a task that there is not.
+        Raises StorageError if the text is invalid or a task is unknown.
         """
         try:
             lines = iter([json.loads(line) for line in text.splitlines()])
@@ -91,17 +89,17 @@ class StreamState:
 
 
 def waiting_texts(groups: Sequence[StreamedGroup]) -> dict[str, str]:
-    """What a checkpoint keeps of groups that wait; nothing where none does."""
+    """Return the checkpoint files of waiting groups; empty if there are none."""
     return {WAITING_FILE: StreamState(0, tuple(groups)).to_text()} if groups else {}
 
 
 def _stays(group: StreamedGroup, place: int) -> bool:
-    """Whether an episode that has ended is kept; one that failed is played again, if its group goes on."""
+    """Return whether a finished episode is kept; failed ones are retried if the group continues."""
     return not group.counts or group.done[place].trajectory.failure is None
 
 
 def _begun_line(begun: StartedEpisode, task_id: str) -> str:
-    """An episode that waits as a line of JSON: an attempt that has no ending yet."""
+    """Serialize a waiting episode (an unfinished attempt) to a line of JSON."""
     key = begun.key
     so_far = Trajectory(task_id, key.sample, begun.segments, (), StopReason.TRUNCATED)
     return rollout_line(
@@ -110,13 +108,13 @@ def _begun_line(begun: StartedEpisode, task_id: str) -> str:
 
 
 def _read_begun(data: object) -> StartedEpisode:
-    """What `_begun_line` wrote, as JSON. Raises as `read_episode`."""
+    """Read the output of `_begun_line`. Raises as `read_episode`."""
     record = parse_rollout(data)
     return StartedEpisode(record.key, record.trajectory.segments)
 
 
 def episode_line(episode: Episode) -> str:
-    """An episode as a line of JSON; whether it is greedy is for the reader to know."""
+    """Serialize an episode to a line of JSON, without its greedy flag."""
     key, one = episode.key, episode.trajectory
     return rollout_line(
         RolloutRecord(key.step, key.task_id, RolloutOutcome.DROPPED, "on its way", one, attempt=key.attempt)
@@ -124,6 +122,6 @@ def episode_line(episode: Episode) -> str:
 
 
 def read_episode(data: object, task: Task, greedy: bool) -> Episode:
-    """What `episode_line` wrote, as JSON. Raises ValueError, TypeError or KeyError for anything else."""
+    """Read the output of `episode_line`. Raises ValueError, TypeError or KeyError if it is invalid."""
     record = parse_rollout(data)
     return Episode(record.key, task, record.trajectory, greedy)

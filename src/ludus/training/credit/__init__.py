@@ -1,1 +1,1 @@
-"""From rewards to advantages: self-play roles, turn rewards, estimates, calibration."""
+"""Compute advantages from rewards: turn rewards, self-play roles, model estimates, calibration."""

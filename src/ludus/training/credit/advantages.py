@@ -1,4 +1,4 @@
-"""Credit: which episodes of a step train, with what advantage, and what becomes of the others."""
+"""Credit assignment: decide which episodes train and compute their advantages."""
 
 from __future__ import annotations
 
@@ -41,24 +41,23 @@ from ludus.training.credit.self_play_roles import role_tables
 from ludus.types import StopReason, Trajectory
 
 EXPERT = "expert"
-"""The agent of segments that the policy did not sample."""
+"""Agent name of segments that the policy did not sample."""
 CUT_OFF = frozenset({StopReason.TRUNCATED, StopReason.MAX_TOKENS})
-"""Stop reasons of a trajectory that a token limit ended: what the overlong filter masks."""
+"""Stop reasons caused by a token limit, as used by the overlong filter."""
 
 BASELINE = "baseline"
-"""Why a greedy episode does not train."""
+"""Drop reason of a greedy baseline episode."""
 
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """What becomes of one episode.
+    """Outcome of one episode and its training targets.
 
-    `advantages` has one number per action token; None unless the episode took part in its group's comparison.
-    `trains` says of each whether it trains with the episode; None: all do.
-    `values` and `targets`, as many, are the critic's where there is one; `reference`, as many, the
-    reference's log-probabilities where a process reward model reads them. `group` numbers a step's groups.
-    `baseline` is what the reward is compared with, where that is not the group. `replayed`: it has trained
-    in an earlier step.
+    `advantages` has one value per action token; None if the episode was not compared with its group. `trains`
+    masks action tokens (None: all train). `values` and `targets`, per action token, are the critic's;
+    `reference` holds reference log-probabilities for a process reward model. `group` numbers the groups of a
+    step. `baseline` replaces the group as the baseline of the reward. `replayed`: already trained in an
+    earlier step.
     """
 
     episode: Episode
@@ -75,12 +74,12 @@ class TrainingSample:
 
     @property
     def expert(self) -> bool:
-        """Whether an expert made it and not the policy: then no ledger and no metric of episodes has it."""
+        """Whether an expert produced it; experts are excluded from ledger and episode metrics."""
         return is_experts(self.episode)
 
     @property
     def advantage(self) -> float | None:
-        """The mean over the action tokens: the advantage itself where all carry the same."""
+        """The mean advantage over action tokens."""
         if self.advantages is None:
             return None
         first = self.advantages[0] if self.advantages else 0.0
@@ -90,7 +89,7 @@ class TrainingSample:
 
     @property
     def record(self) -> RolloutRecord:
-        """The line that the run keeps of it."""
+        """The record written to the run's rollouts."""
         key = self.episode.key
         return RolloutRecord(
             step=key.step,
@@ -104,7 +103,7 @@ class TrainingSample:
 
 
 def is_experts(episode: Episode) -> bool:
-    """Whether an expert made it and not the policy."""
+    """Return whether an expert produced the episode."""
     return any(segment.agent == EXPERT for segment in episode.trajectory.segments)
 
 
@@ -114,16 +113,13 @@ def assign_credit(
     max_length: int = 0,
     first_group: int = 0,
 ) -> list[TrainingSample]:
-    """One credit for each episode of the groups, in order; groups are numbered from `first_group`.
+    """Return one training sample per episode, in order; groups are numbered from `first_group`.
 
-    A group with a failed member is dropped whole: a partial group is never trained. A greedy episode is the
-    baseline of its group: it is no member, and never trains. Statistics of a group
-    run over all its members, those of the batch over what trains; what a filter takes out keeps its advantage
-    on record and does not train.
-    `max_length` is the longest episode for the soft overlong punishment, 0 for none, in tokens of
-    `algorithm.overlong_measure`.
-    Raises LearnerError where a reward or a recorded log-probability is not finite, and where a reward is
-    none that the advantage takes.
+    A group with a failed member is dropped as a whole. A greedy episode is its group's baseline and never
+    trains. Group statistics cover all members, batch statistics only trained ones; filtered samples keep
+    their advantage on record. `max_length` is the longest episode for soft overlong punishment (0: off), in
+    tokens of `algorithm.overlong_measure`. Raises LearnerError if a reward or log-probability is not finite,
+    or the advantage does not support a reward.
     """
     credits: list[TrainingSample] = []
     compared: list[TrainingSample] = []
@@ -144,9 +140,9 @@ def assign_credit(
 def compared_again(
     credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int
 ) -> list[TrainingSample]:
-    """The credits of a whole batch whose episodes have other rewards than those that `assign_credit` read.
+    """Recompute the samples of a batch whose rewards have changed since `assign_credit`.
 
-    Baselines, filters and advantages follow the rewards; groups keep their numbers.
+    Baselines, filters and advantages are recomputed; groups keep their numbers.
     """
     greedy = {
         c.group: c.episode.trajectory.reward + _punishment(c.episode.trajectory, algorithm, max_length)
@@ -163,11 +159,11 @@ def compared_again(
 def _members(
     group: Sequence[Episode], algorithm: Algorithm, max_length: int, place: int
 ) -> list[TrainingSample]:
-    """The credits of the members of a group, before they are compared."""
+    """Return the samples of a group's members, before comparison."""
     greedy = next((episode.trajectory for episode in group if episode.greedy), None)
     baseline = None if greedy is None else greedy.reward + _punishment(greedy, algorithm, max_length)
     if algorithm.advantage == "rae":
-        baseline = 0.0  # until the averages of the roles are read, over the whole step
+        baseline = 0.0  # until the role averages are computed over the whole step
     return [
         TrainingSample(episode, RolloutOutcome.TRAINED, "trained", place, baseline=baseline)
         for episode in group
@@ -176,30 +172,30 @@ def _members(
 
 
 def varies(group: Sequence[Episode], algorithm: Algorithm) -> bool:
-    """Whether the advantage can tell the members of a whole group apart, as `varied_groups` says."""
+    """Return whether the advantage distinguishes the members of a complete group, as in `varied_groups`."""
     plain = replace(algorithm, overlong_cache=0.0)
     return any(varied_groups(_members(group, plain, 0, 0), plain).values())
 
 
 def _check_binary(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> None:
-    """LearnerError for a reward that is neither 0 nor 1."""
+    """Raise LearnerError for a reward that is neither 0 nor 1."""
     for one in trajectories:
         for reward in leaf_rewards(one):
             if reward not in (0.0, 1.0):
                 raise LearnerError(
-                    f"The reward of {one.name} is {reward:g}, and the advantage {algorithm.advantage} takes 0"
-                    " and 1.",
-                    "Choose another advantage, or make the outcome all or nothing.",
+                    f"The reward of {one.name} is {reward:g}, but the advantage {algorithm.advantage} needs 0"
+                    " or 1.",
+                    "Use another advantage or a binary outcome.",
                 )
 
 
 def with_estimates(
     credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int, estimates: Estimates
 ) -> list[TrainingSample]:
-    """The same fates, with advantages that count the KL as `algorithm` places it, and the critic's values.
+    """Return the samples with advantages that include the KL, as placed by `algorithm`, and the critic.
 
-    With values the credits also have `values` and `targets`, what the critic learns; with the reference's
-    log-probabilities those. Raises LearnerError where an estimate is not finite.
+    If there are values, sets `values` and `targets`; if there are reference log-probabilities, sets
+    `reference`. Raises LearnerError if an estimate is not finite.
     """
     compared = [credit for credit in credits if credit.advantages is not None]
     check_estimates(estimates.named, [credit.episode.trajectory.name for credit in compared])
@@ -223,10 +219,9 @@ def with_estimates(
 
 
 def _of_critic(algorithm: Algorithm) -> Algorithm:
-    """The algorithm whose advantages plus values are the critic's targets: not whitened, with its own lam.
+    """Return the algorithm whose advantages plus values are the critic's targets: unwhitened, own lambda.
 
-    A KL in the reward is part of what the critic predicts; one in the advantage is not, and neither are the
-    weights of conflict tokens, which say how strongly a token trains.
+    A KL in the reward is part of the targets; a KL in the advantage and GTPO's conflict weights are not.
     """
     own = algorithm.options.advantage | {"whiten": 0.0}
     if algorithm.advantage in DECOUPLED_ADVANTAGES:
@@ -266,10 +261,10 @@ def _compare(
 
 
 def compared_rewards(credits: Sequence[TrainingSample], algorithm: Algorithm) -> tuple[Tensor, list[int]]:
-    """What the groups compare, [P, C] for each path of each trajectory, and the group of each path.
+    """Return rewards [P, C] of each path of each trajectory, and the group of each path.
 
-    Column 0 is the reward; the others are the rewards of turns, where the advantage reads them. The
-    punishment of length does not count: DAPO's dynamic sampling looks at what was solved.
+    Column 0 is the reward; other columns are turn rewards, if the advantage uses them. Length punishment is
+    excluded, since DAPO's dynamic sampling is based on correctness.
     """
     chains = [
         (path.trajectory, credit.group) for credit in credits for path in paths(credit.episode.trajectory)
@@ -282,10 +277,10 @@ def compared_rewards(credits: Sequence[TrainingSample], algorithm: Algorithm) ->
 
 
 def varied_groups(credits: Sequence[TrainingSample], algorithm: Algorithm) -> dict[int, bool]:
-    """Whether each group's advantage can tell its members apart, by the group's number.
+    """Return whether the advantage distinguishes each group's members, by group number.
 
-    Rewards that differ do, as the advantage reads them; for advantages that read more than the rewards of
-    the group, so does an advantage other than 0.
+    Rewards count if they differ as the advantage reads them; for advantages with other inputs, a nonzero
+    advantage also counts.
     """
     table, index = compared_rewards(credits, algorithm)
     wider = algorithm.advantage in WIDER_ADVANTAGES
@@ -300,8 +295,7 @@ def varied_groups(credits: Sequence[TrainingSample], algorithm: Algorithm) -> di
 
 
 def equal_groups(credits: Sequence[TrainingSample], algorithm: Algorithm) -> dict[int, bool]:
-    """Whether the advantage finds the members of a group equal, by its number, as the filter `zero_variance`
-    does; groups that took part in no comparison are absent."""
+    """Return whether each compared group has zero variance, as the filter `zero_variance`; by number."""
     compared = [credit for credit in credits if credit.advantages is not None]
     varied = varied_groups(compared, algorithm) if compared else {}
     return {number: not varies for number, varies in varied.items()}
@@ -323,9 +317,9 @@ def _advantages(
     max_length: int,
     estimates: Estimates = UNKNOWN,
 ) -> list[tuple[float, ...]]:
-    """One number per action token of each trajectory.
+    """Return one value per action token of each trajectory.
 
-    The paths of a tree are compared as attempts of their own; a token has the mean of those through it.
+    Paths of a tree are compared as separate attempts; a token gets the mean over its paths.
     """
     split = [paths(credit.episode.trajectory) for credit in credits]
     if all(len(own) == 1 for own in split):
@@ -342,7 +336,7 @@ def _along(credit: TrainingSample, path: Path) -> TrainingSample:
 
 
 def _mean_of_paths(own: Sequence[Path], values: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """The mean, at each action token, over the paths through it."""
+    """Return the mean over the paths through each action token."""
     through: dict[int, list[float]] = {}
     for path, row in zip(own, values, strict=True):
         for place, value in zip(path.places, row, strict=True):
@@ -388,7 +382,7 @@ def _of_chains(
 
 
 def _punishment(one: Trajectory, algorithm: Algorithm, max_length: int) -> float:
-    """What soft overlong punishment adds to the reward: -1 where a token limit cut the trajectory."""
+    """Return the soft overlong punishment; -1 if a token limit truncated the trajectory."""
     if algorithm.overlong_cache == 0 or max_length == 0:
         return 0.0
     if one.stop_reason in CUT_OFF:
@@ -399,7 +393,7 @@ def _punishment(one: Trajectory, algorithm: Algorithm, max_length: int) -> float
 
 
 def _outcomes(credits: Sequence[TrainingSample], estimates: Estimates) -> Outcomes:
-    """The batch, action tokens alone: column `j` is the j-th action token of a trajectory."""
+    """Return the batch of action tokens: column `j` is a trajectory's j-th action token."""
     trajectories = [credit.episode.trajectory for credit in credits]
     lengths = torch.tensor([t.num_action_tokens for t in trajectories])
     width = max(1, int(lengths.max()))
@@ -437,7 +431,7 @@ def _outcomes(credits: Sequence[TrainingSample], estimates: Estimates) -> Outcom
 
 
 def _training_tokens(credits: Sequence[TrainingSample], mask: Tensor) -> Tensor | None:
-    """Which of the action tokens in `mask` [N, L] train; None where none does."""
+    """Return which action tokens in `mask` [N, L] train, or None if none does."""
     found = mask.clone()
     for i, credit in enumerate(credits):
         if credit.outcome is not RolloutOutcome.TRAINED:
@@ -448,7 +442,7 @@ def _training_tokens(credits: Sequence[TrainingSample], mask: Tensor) -> Tensor 
 
 
 def _behavior(credits: Sequence[TrainingSample], old: Sequence[Tensor] | None, width: int) -> Tensor | None:
-    """What the engine recorded of the action tokens, `[N, width]`; an expert counts as the policy itself."""
+    """Return the engine's log-probabilities, `[N, width]`; for experts the policy's."""
     if old is None:
         return None
     recorded = [
@@ -459,13 +453,13 @@ def _behavior(credits: Sequence[TrainingSample], old: Sequence[Tensor] | None, w
 
 
 def _recorded(trajectory: Trajectory) -> Tensor:
-    """The engine's log-probabilities of the action tokens, `[n_i]`."""
+    """Return the engine's log-probabilities of the action tokens, `[n_i]`."""
     lps = [lp for action in new_actions(trajectory) for lp in action.logprobs]
     return torch.tensor(lps, dtype=torch.float64)
 
 
 def _anchors(trajectories: Sequence[Trajectory], width: int) -> Tensor:
-    """Numbers of the states before turns, `[N, width]`; an unknown state equals no other."""
+    """Return state ids before turns, `[N, width]`; unknown states get unique ids."""
     table = -1 - torch.arange(len(trajectories) * width).view(len(trajectories), width)
     numbers: dict[str, int] = {}
     for i, trajectory in enumerate(trajectories):
@@ -478,13 +472,13 @@ def _anchors(trajectories: Sequence[Trajectory], width: int) -> Tensor:
 
 
 def _baselines(credits: Sequence[TrainingSample]) -> Tensor | None:
-    """`[N]` where all have one."""
+    """Return the baselines `[N]`, or None unless all samples have one."""
     found = [credit.baseline for credit in credits if credit.baseline is not None]
     return torch.tensor(found, dtype=torch.float64) if len(found) == len(credits) else None
 
 
 def _table(values: Sequence[Tensor] | None, width: int) -> Tensor | None:
-    """`[N, width]` float64 on the CPU."""
+    """Pad to `[N, width]` float64 on the CPU."""
     if values is None:
         return None
     table = torch.zeros(len(values), width, dtype=torch.float64)
@@ -494,7 +488,7 @@ def _table(values: Sequence[Tensor] | None, width: int) -> Tensor | None:
 
 
 def turns_of_actions(trajectory: Trajectory) -> list[int]:
-    """The turn of each action token, counted from 0 without gaps."""
+    """Return the turn of each action token, counted from 0 without gaps."""
     of_actions = [
         t for t, action in zip(trajectory.turn_index, trajectory.action_mask, strict=True) if action
     ]
@@ -505,7 +499,7 @@ def turns_of_actions(trajectory: Trajectory) -> list[int]:
 def _spared(
     credits: Sequence[TrainingSample], outcomes: Outcomes, advantages: Tensor, algorithm: Algorithm
 ) -> Tensor:
-    """GTPO's weights of conflict tokens."""
+    """Return GTPO's weights of conflict tokens."""
     ids = torch.zeros(outcomes.mask.shape, dtype=torch.int64)
     for i, credit in enumerate(credits):
         trajectory = credit.episode.trajectory
@@ -526,9 +520,9 @@ def _spared(
 
 
 def _entropy_penalty(estimates: Estimates, mask: Tensor, algorithm: Algorithm) -> Tensor:
-    """What GTPO subtracts from the advantages, [N, 1]: a multiple of each trajectory's mean entropy.
+    """Return GTPO's entropy penalty [N, 1]: a multiple of each trajectory's mean entropy.
 
-    0 before the entropies are known.
+    0 before the entropies are computed.
     """
     entropy = _table(estimates.entropies, mask.shape[1])
     if entropy is None:
@@ -538,7 +532,7 @@ def _entropy_penalty(estimates: Estimates, mask: Tensor, algorithm: Algorithm) -
 
 
 def settle(ledger: Ledger, credits: Sequence[TrainingSample]) -> None:
-    """Write the fates into the ledger. Failed attempts and replayed ones are there already, experts never."""
+    """Record outcomes in the ledger, except failed and replayed samples (already recorded) and experts."""
     for credit in credits:
         if credit.outcome is not RolloutOutcome.FAILED and not (credit.expert or credit.replayed):
             ledger.finish(credit.episode.key, credit.outcome, credit.reason)
@@ -551,9 +545,9 @@ def training_rows(
     rewards: Sequence[Reward] = (),
     transitions: bool = False,
 ) -> list[Row]:
-    """The rows of those that train. Positive are those with an outcome among `rewards` above 0.
+    """Return the rows of trained samples. A row is positive if an outcome among `rewards` is above 0.
 
-    Without `rewards` it is the weighted sum that counts. With `transitions` each turn is a row.
+    Without `rewards` the weighted sum is used. With `transitions` each turn is a row.
     """
     found = []
     for credit in credits:

@@ -1,4 +1,4 @@
-"""What models say of the tokens of a step, before the advantages read it."""
+"""Per-token model estimates that advantages use."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ludus.rollout.trees import Path
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """What models say of the credits that were compared, in their order, per action token `[n_i]`.
+    """Model estimates of the compared samples, in order, per action token `[n_i]`.
 
-    `kl` to the reference, `values` of the critic, `outcome_probs` of a critic of outcomes, `prm_logprobs` of
-    the process reward model and `ref_logprobs` beside them, `old_logprobs`, `entropies` and `sum_pi_squared`,
-    the sum of squared probabilities, of the policy at the start of the step; `bootstrap` [one for each path]
-    of the critic after the last action token, 0 for episodes that ended by themselves; None where the
-    algorithm asks for none.
+    `kl` to the reference, `values` of the critic, `outcome_probs` of an outcome critic, `prm_logprobs` of the
+    process reward model with `ref_logprobs` of its reference; `old_logprobs`, `entropies` and
+    `sum_pi_squared` (sum of squared probabilities) of the policy at the start of the step; `bootstrap` [one
+    per path], the critic's value after the last action token, 0 for episodes that terminated. None if the
+    algorithm does not use it.
     """
 
     kl: Sequence[Tensor] | None = None
@@ -32,7 +32,7 @@ class Estimates:
     bootstrap: Sequence[Tensor] | None = None
 
     def along(self, split: Sequence[Sequence[Path]]) -> Estimates:
-        """The same for each path of each trajectory."""
+        """Return the estimates for each path of each trajectory."""
 
         def spread(rows: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
             if rows is None:
@@ -53,7 +53,7 @@ class Estimates:
 
     @property
     def named(self) -> dict[str, Sequence[Tensor] | None]:
-        """What each is called in a sentence."""
+        """Return the estimates by their names in messages."""
         return {
             "KL to the reference": self.kl,
             "value of the critic": self.values,
@@ -68,4 +68,4 @@ class Estimates:
 
 
 UNKNOWN = Estimates()
-"""Before any model is asked."""
+"""No estimates."""

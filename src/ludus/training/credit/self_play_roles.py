@@ -1,7 +1,7 @@
-"""Roles in self-play: which part the policy plays in a task.
+"""Self-play roles of tasks.
 
-A task says by its tag `role` which part the policy plays in it ("policy" where there is none), and by its tag
-`proposal` which proposed task it is an attempt at (its own id where there is none).
+The task tag `role` is the policy's role (default "policy"); the tag `proposal` is the proposed task that it
+attempts (default: its own id).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ PLAIN_ROLE = "policy"
 
 
 def role_of(task: Task) -> str:
-    """The role that a task has the policy play."""
+    """Return the policy's role in a task."""
     return task.tags.get(ROLE, PLAIN_ROLE)
 
 
 def role_tables(tasks: Sequence[Task]) -> tuple[Tensor, Tensor]:
-    """Whether each task has the policy propose, `[N]` bool, and the number of the proposal, `[N]`."""
+    """Return whether the policy proposes in each task, `[N]` bool, and the proposal's number, `[N]`."""
     proposer = torch.tensor([role_of(task) == PROPOSER for task in tasks], dtype=torch.bool)
     numbers: dict[str, int] = {}
     names = [task.tags.get(PROPOSAL, task.id) for task in tasks]
@@ -34,12 +34,12 @@ def role_tables(tasks: Sequence[Task]) -> tuple[Tensor, Tensor]:
 
 
 def check_roles(algorithm: Algorithm, world: World) -> None:
-    """Raise ConfigError for an algorithm of proposers and solvers in a world whose tasks name neither."""
+    """Raise ConfigError if the algorithm needs proposers and solvers and no task has roles."""
     if algorithm.advantage not in ROLE_ADVANTAGES or algorithm.advantage == "rae":
         return
     if not any(ROLE in task.tags for task in world.tasks("train")):
         raise ConfigError(
-            f"The advantage {algorithm.advantage} compares proposers and solvers, and no task of the world "
+            f"The advantage {algorithm.advantage} compares proposers and solvers, but no task of the world "
             f"{world.name!r} has the tag {ROLE!r}.",
-            "Give tasks the tags role (proposer or solver) and proposal, or choose grpo.",
+            "Give tasks the tags role (proposer or solver) and proposal, or use grpo.",
         )

@@ -1,8 +1,8 @@
-"""Whether the advantage pushes each event of turns the way its reward means, arXiv:2604.02869.
+"""Calibrate event rewards so that their advantages have the intended sign, arXiv:2604.02869.
 
-A reward of an event can act against its sign: what counts is its advantage, which depends on the other turns,
-the group and the outcome. `align` measures the mean advantage of the turns of each event on recorded attempts
-(`tier_advantages`), removes the rewards that act against their sign, and repeats.
+The sign of an event's reward and of its advantage can differ, since the advantage also depends on other
+turns, the group and the outcome. `align` measures the mean advantage per event on recorded attempts
+(`tier_advantages`), removes rewards with the wrong sign, and repeats.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ludus.training.credit.turn_rewards import events_of, with_turn_rewards
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The rewards of events, and the mean advantage of the turns of every event under these rewards."""
+    """Rewards of events and the mean advantage of their turns under these rewards."""
 
     rewards: Mapping[str, float]
     advantages: Mapping[str, float]
 
     @property
     def misaligned(self) -> list[str]:
-        """The events whose advantage has the other sign than their reward."""
+        """The events whose advantage and reward have opposite signs."""
         return [e for e, reward in self.rewards.items() if reward * self.advantages.get(e, 0.0) < 0]
 
 
 def measure(
     groups: Sequence[Sequence[Episode]], rewards: Mapping[str, float], algorithm: Algorithm
 ) -> Alignment:
-    """Measure the alignment of rewards on the groups; failed, greedy and branching attempts are left out."""
+    """Measure the alignment of rewards on the groups; failed, greedy and branching attempts are ignored."""
     played = [
         [
             replace(one, trajectory=with_turn_rewards(one.trajectory, rewards))
@@ -70,7 +70,7 @@ def measure(
 def align(
     groups: Sequence[Sequence[Episode]], rewards: Mapping[str, float], algorithm: Algorithm
 ) -> list[Alignment]:
-    """Measure, remove the misaligned rewards, and repeat until none is left; all rounds, the last aligned."""
+    """Remove misaligned rewards repeatedly; return all rounds, the last of which is aligned."""
     rounds = [measure(groups, rewards, algorithm)]
     while rounds[-1].misaligned:
         kept = {e: reward for e, reward in rounds[-1].rewards.items() if e not in rounds[-1].misaligned}
@@ -79,12 +79,12 @@ def align(
 
 
 def calibration_algorithm(algorithm: Algorithm) -> Algorithm:
-    """The run's algorithm if its advantage compares turns, otherwise the preset `turn_return_hybrid`."""
+    """Return the run's algorithm if its advantage compares turns, otherwise `turn_return_hybrid`."""
     return algorithm if algorithm.advantage in TURN_ADVANTAGES else PRESETS["turn_return_hybrid"]
 
 
 def _table(rows: Sequence[Sequence[float]], fill: float) -> torch.Tensor:
-    """The rows, padded on the right, `[N, K]`: float64, or int64 for whole numbers."""
+    """Right-pad the rows to `[N, K]`: float64, or int64 for integers."""
     kind = torch.float64 if isinstance(fill, float) else torch.int64
     table = torch.full((len(rows), max(map(len, rows)) or 1), fill, dtype=kind)
     for i, row in enumerate(rows):

@@ -1,8 +1,8 @@
-"""What is added to a combined reward: the length of the episode, and rewards of turns by what happened there.
+"""Reward terms added to the combined reward: episode length and turn events.
 
-A turn's event is the way in which the first failed call of it failed (`raised`, `malformed`, ...), else
-`progress` if the world's turn verifier found a new milestone, else the tools that it called, joined by `+` in
-the order of their names, else `answer`.
+A turn's event is the status of its first failed call (`raised`, `malformed`, ...), otherwise `progress` if
+the world's turn verifier found a new milestone, otherwise the names of the called tools joined by `+` in
+order, otherwise `answer`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ludus.rewards.code.turns import turn_of_call
 from ludus.types import ToolOutcome, ToolStatus, Trajectory
 
 LENGTH_PART = "length"
-"""On record as a part: what the length took off, or by how much it multiplied."""
+"""Recorded part: the length penalty or factor."""
 NO_CALL = "answer"
 _SAFE = 0.9
-"""Share of the outcome that calibrated rewards of turns may come to."""
+"""Largest sum of calibrated turn rewards, as a fraction of the outcome."""
 
 
 def events_of(trajectory: Trajectory) -> list[str]:
-    """The event of each turn."""
+    """Return the event of each turn."""
     by_turn: list[list[ToolOutcome]] = [[] for _ in range(trajectory.num_turns)]
     for outcome in trajectory.outcomes:
         turn = turn_of_call(outcome.call_id)
@@ -52,7 +52,7 @@ def _padded(values: Sequence[float], length: int) -> list[float]:
 def with_turn_rewards(
     trajectory: Trajectory, rewards: Mapping[str, float], weight: float = 0.0
 ) -> Trajectory:
-    """The trajectory whose `turn_rewards` have those of its events too, and its progress times `weight`."""
+    """Return the trajectory with event rewards and `weight` times progress added to `turn_rewards`."""
     events, before = events_of(trajectory), trajectory.turn_rewards
     most = max(len(events), len(before))
     own = _padded([rewards.get(event, 0.0) for event in events], most)
@@ -64,7 +64,7 @@ def with_turn_rewards(
 def with_length(
     trajectories: Sequence[Trajectory], rewards: Tensor, settings: LengthConfig
 ) -> tuple[list[Trajectory], Tensor]:
-    """The rewards `[N]` as the lengths shape them, and the trajectories with that on record."""
+    """Return the length-shaped rewards `[N]`, and the trajectories with the length part recorded."""
     if settings.kind == "none":
         return list(trajectories), rewards
     lengths = torch.tensor([t.num_action_tokens for t in trajectories])
@@ -85,7 +85,7 @@ def with_length(
 
 
 def shaping_ranges(settings: RewardsConfig, max_turns: int, outcome: float) -> list[ShapingRange]:
-    """What both can add to a reward whose outcomes are worth `outcome` together."""
+    """Return the ranges of both terms if the outcomes are worth `outcome` in total."""
     found = []
     if settings.length.kind == "linear":
         found.append(ShapingRange(LENGTH_PART, -settings.length.cap, 0.0))
@@ -103,10 +103,9 @@ def shaping_ranges(settings: RewardsConfig, max_turns: int, outcome: float) -> l
 
 @dataclass(frozen=True, slots=True)
 class EventRewards:
-    """Rewards of turns from recorded attempts: for each event its number of turns, and what was found of it.
+    """Event rewards from recorded attempts: turn counts and statistics per event.
 
-    `scale` is what the correlations were multiplied by, so that all turns of an attempt together cannot
-    outweigh the outcome.
+    `scale` multiplies the correlations so that all turns of an attempt cannot outweigh the outcome.
     """
 
     counts: Mapping[str, int]
@@ -115,7 +114,7 @@ class EventRewards:
 
     @property
     def rewards(self) -> dict[str, float]:
-        """The reward of each event that tells success from failure."""
+        """The reward of each event that correlates with success or failure."""
         named = zip(self.counts, self.found.reward.tolist(), strict=True)
         return {name: reward for name, reward in named if reward != 0}
 
@@ -123,9 +122,9 @@ class EventRewards:
 def calibrate(
     attempts: Sequence[tuple[Trajectory, bool]], max_turns: int, outcome: float, threshold: float
 ) -> EventRewards:
-    """Rewards of events from attempts and their success, arXiv:2604.02869 (`calibrate_tiers`).
+    """Compute event rewards from attempts and their success, arXiv:2604.02869 (`calibrate_tiers`).
 
-    `outcome` is what a success is worth. There has to be an attempt.
+    `outcome` is the reward of a success. Needs at least one attempt.
     """
     events = [events_of(trajectory) for trajectory, _ in attempts]
     counts = dict(sorted(Counter(event for own in events for event in own).items()))

@@ -20,7 +20,7 @@ def check_teacher(config: Config, algorithm: Algorithm) -> None:
         )
     if path is not None and not needed:
         raise ConfigError(
-            f"teacher.path = {path} has no effect: the loss {algorithm.loss} uses no teacher.",
+            f"teacher.path = {path} would have no effect: the loss {algorithm.loss} uses no teacher.",
             "Unset it, or set algorithm.preset = 'distill'.",
         )
 
