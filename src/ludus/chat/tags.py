@@ -1,20 +1,19 @@
-"""Text protocols for base models: tags instead of a chat template.
+"""Tag protocols for base models, without a chat template.
 
-Of Search-R1 and ReSearch (`env.rendering` is `tags`), for a world with a tool `search` whose only required
+Search-R1 and ReSearch (`env.rendering` is `tags`), for a world with a tool `search` whose only required
 argument is a string `query`:
 
     <think> ... </think> <search> query </search>   the model
     <information> ... </information>                the environment
     <answer> ... </answer>                          the model, at the end
 
-Of ReTool and ToRL (`code`), for a world with a tool `python` whose only required argument is a string `code`:
+ReTool and ToRL (`code`), for a world with a tool `python` whose only required argument is a string `code`:
 
     ... <code> program </code>                      the model
-    <interpreter> what it prints </interpreter>     the environment
+    <interpreter> output </interpreter>             the environment
     ... <answer> ... </answer>                      the model, at the end
 
-Special tokens in what users and tools say, and the tags of results in tool output, are broken
-(`ludus.chat.control`).
+Special tokens in user and tool messages, and result tags in tool output, are broken (`ludus.chat.control`).
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 /* Attention of ragged batches over paged keys and values, in float32.
  *
- * keys   [pages, heads, width, PAGE]   transposed, so that one row of a page gives one vector of scores
+ * keys   [pages, heads, width, PAGE]   transposed, so that a row of a page yields a vector of scores
  * values [pages, heads, PAGE, width]
  *
- * Each query reads its own sequence only, and sums in an order that depends on its position alone: what else
- * is in the batch, and in how many parts a prompt comes, changes no bit.
+ * Each query reads only its own sequence and sums in an order that depends only on its position, so results are
+ * bit-identical for any batch and any chunking of the prompt.
  */
 #include <math.h>
 #include <stdint.h>
 
 #define PAGE 16
-#define MANY 3 /* query heads taken together, at most */
-#define WIDE 4 /* vectors of 8 columns of the values taken together */
+#define MANY 3 /* maximum number of query heads processed together */
+#define WIDE 4 /* vectors of 8 value columns processed together */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float v8 __attribute__((vector_size(32), aligned(4)));
@@ -19,7 +19,7 @@ typedef float v8 __attribute__((vector_size(32), aligned(4)));
 #define STORE(p, v) (*(v8 *)(p) = (v))
 
 typedef struct {
-    const int32_t *slots, *positions, *table; /* per token its slot (-1: padding) and position; pages of slots */
+    const int32_t *slots, *positions, *table; /* per token: slot (-1: padding), position; per slot: pages */
     const float *query, *key, *value;         /* element (head h, token t) begins at h * _head + t * _token */
     float *keys, *values, *out;               /* out [tokens, query heads, width] */
     int64_t table_stride, query_heads, heads, width, window;
@@ -45,8 +45,8 @@ void ludus_write(const Pass *a, int64_t first, int64_t last)
     }
 }
 
-/* The scores of `many` queries with the keys of a page, each in its own row of `out`; two sums each, so that
- * additions overlap. Pages lie anywhere in memory, so the next one is fetched meanwhile. */
+/* Compute the scores of `many` queries with the keys of a page, one row of `out` per query; two sums each, so that
+ * additions overlap. Pages are scattered in memory, so the next one is prefetched. */
 INLINE void score_page(const float *query, int64_t next_query, const float *keys, const float *next_keys,
                        const int64_t width, const int many, float *out, int64_t row)
 {
@@ -68,7 +68,7 @@ INLINE void score_page(const float *query, int64_t next_query, const float *keys
     }
 }
 
-/* Turns scores into weights whose sum is returned; columns outside [low, high) weigh nothing. */
+/* Convert scores to unnormalized weights and return their sum; columns outside [low, high) get weight 0. */
 INLINE float weigh(float *scores, int64_t n, int64_t low, int64_t high, float scale, float softcap)
 {
     if (softcap > 0)
@@ -86,8 +86,8 @@ INLINE float weigh(float *scores, int64_t n, int64_t low, int64_t high, float sc
     return total;
 }
 
-/* Row i of out: factors[i] * the sum of n values with the weights of row i; `many` rows, 8 * wide columns, kept in
- * registers meanwhile. */
+/* Row i of out = factors[i] * sum of n values weighted by row i; `many` rows of 8 * wide columns, accumulated in
+ * registers. */
 INLINE void sum_values(const Pass *a, const float *weights, int64_t row, const float *values, const int32_t *pages,
                        int64_t n, const int many, const int wide, const float *factors, float *out)
 {
@@ -109,7 +109,7 @@ INLINE void sum_values(const Pass *a, const float *weights, int64_t row, const f
         for (int w = 0; w < wide; w++) STORE(out + i * a->width + 8 * w, sum[i][w] * factors[i]);
 }
 
-/* Query heads h to h + many of one token; they share their keys and values, which are read once. */
+/* Query heads h to h + many of one token, which share keys and values. */
 INLINE void attend_heads(const Pass *a, int64_t t, int64_t h, const int many, float *scratch, const int64_t width)
 {
     const int64_t end = a->positions[t] + 1, kv = h / (a->query_heads / a->heads);
@@ -133,8 +133,7 @@ INLINE void attend_heads(const Pass *a, int64_t t, int64_t h, const int many, fl
     for (; d < width; d += 8) sum_values(a, scratch, row, values + d, pages, high, many, 1, factors, out + d);
 }
 
-/* All query heads of one token. How many are taken together depends on the model alone, so a head's sums are
- * always those of the same code. */
+/* All query heads of one token. The grouping depends only on the model, so a head always uses the same code. */
 INLINE void attend_token(const Pass *a, int64_t t, float *scratch, const int64_t width)
 {
     const int64_t group = a->query_heads / a->heads;
@@ -156,8 +155,8 @@ INLINE void attend(const Pass *a, int64_t first, int64_t last, float *scratch, c
     }
 }
 
-/* Tokens first to last; `scratch` has room for MANY floats per column of a sequence, rounded up to whole pages.
- * The width is a multiple of 8; the common ones are compiled apart. */
+/* Tokens first to last; `scratch` holds MANY floats per column of a sequence, rounded up to whole pages.
+ * The width is a multiple of 8; common widths are specialized. */
 void ludus_attend(const Pass *a, int64_t first, int64_t last, float *scratch)
 {
     if (a->width == 32) attend(a, first, last, scratch, 32);

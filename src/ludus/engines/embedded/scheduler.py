@@ -193,7 +193,7 @@ class BatchScheduler:
 
     @property
     def patience(self) -> float | None:
-        """Seconds to the earliest deadline, at least 0; None without one."""
+        """Seconds to the earliest deadline, at least 0; None if there is no deadline."""
         earliest = min((s.deadline for s in (*self.running, *self.waiting)), default=math.inf)
         return None if earliest == math.inf else max(0.0, earliest - time.monotonic())
 

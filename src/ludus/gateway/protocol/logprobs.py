@@ -97,7 +97,7 @@ def text_logprobs(names: TokenNames, scored: Scored, offset: int) -> TextLogprob
 
 
 def chat_logprobs(names: TokenNames, scored: Scored) -> EncodedJson:
-    """As chats give them: the alternatives are the likeliest, the token among them only if it is one.
+    """Return the chat format: the most likely tokens, which may not include the sampled one.
 
     `{"content": [{"token", "logprob", "bytes", "top_logprobs": [{"token", "logprob", "bytes"}, ...]}, ...]}`
     """

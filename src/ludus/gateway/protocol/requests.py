@@ -178,7 +178,7 @@ class Sampling(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
+        """Stop strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def params(self, max_new_tokens: int, end_ids: tuple[int, ...], num_top: int) -> SamplingParams:
