@@ -355,7 +355,7 @@ def test_tool_choice_none_leaves_the_tools_out_and_none_can_be_forced(server):
             "chat/completions",
             400,
             {"messages": QUESTION, "logprobs": True, "top_logprobs": 21},
-            "top_logprobs: at most 20 top_logprobs, 21 requested",
+            "top_logprobs: at most 20 top_logprobs are supported, 21 requested",
         ),
         ("chat/completions", 400, {"messages": QUESTION, "top_logprobs": 2}, "needs logprobs = true"),
         ("completions", 400, {"prompt": "x", "n": 0}, "n"),
