@@ -49,10 +49,10 @@ def splits_of(
     if not by_shape:
         dealt_out = [kind for kind in kinds if not kind.held_out]
         found["test"] += _more(dealt_out, per_shape, seed, found, held_out - len(found["test"]))
-        if len(found["test"]) < held_out:
+        if (num := len(found["test"])) < held_out:
             raise ConfigError(
-                f"env.settings.num_held_out is {held_out}, but there are {len(found['test'])} tasks to test.",
-                f"Set it to {len(found['test'])} at most, or choose other topics and levels.",
+                f"env.settings.num_held_out is {held_out}, but there are {num} tasks to test.",
+                f"Set it to {num} at most, or lower per_shape, or choose other topics and levels.",
             )
     found["composition"] += _pairs(of_topics, levels, per_shape * NUM_PAIRS, seed)
     return {split: tuple(sorted(jobs, key=lambda job: _digest(job.id))) for split, jobs in found.items()}
