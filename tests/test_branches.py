@@ -283,5 +283,5 @@ def test_what_cannot_be_done_with_a_tree_is_said():
     model = tiny_model()
     scorer = LogprobScorer(model, routing=RoutingReplay([], []))
     part = microbatches([row_of_trajectory(tree(), 1.0)], 99, torch.device("cpu"), torch.float64)[0]
-    with pytest.raises(LearnerError, match="cannot be replayed"):
+    with pytest.raises(LearnerError, match="does not support branching"):
         scorer.score(part.tokens, part.trains)

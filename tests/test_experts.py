@@ -120,7 +120,7 @@ def test_a_file_shows_the_tasks_that_it_names(session, tmp_path):
     assert joined[0][1].trajectory.rewards["exact_match"] == 1.0
     assert joined[0][1].trajectory.messages[0] == first.prompt[0]
     path.write_text(json.dumps({"messages": [*asked, *said]}) + "\n")
-    with pytest.raises(UserError, match="names a task"):
+    with pytest.raises(UserError, match="has the id of a task"):
         make_experts(replace(session, config=settings), PRESETS["mixed_policy"])
 
 
@@ -257,7 +257,7 @@ def test_experts_that_nobody_reads_or_gives_are_refused():
         given = Config.model_validate({"experts": settings})
         with pytest.raises(ConfigError, match="would have no effect"):
             check_experts(given, PRESETS["grpo"], World())
-    with pytest.raises(ConfigError, match="shows none"):
+    with pytest.raises(ConfigError, match="has none"):
         check_experts(Config(), PRESETS["mixed_policy"], World())
 
 

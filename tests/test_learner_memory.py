@@ -161,7 +161,7 @@ def test_a_stage_that_runs_out_of_memory_says_what_to_change(words, error, tmp_p
     stage, *more = words
     begun = (stage, make_recipe(tmp_path), "--from-scratch", "--run.folder", tmp_path / "run", *more)
     said = refused(*begun, "--training.learner.halve_on_oom", "false", code=LearnerError.exit_code)
-    assert f"Memory ran out: {str(error).splitlines()[0]}" in said
+    assert f"Out of memory: {str(error).splitlines()[0]}" in said
     assert "Lower microbatch_tokens" in said
     assert "The run goes on with:" in said or "is removed" in said
 

@@ -205,7 +205,7 @@ def test_whom_torchrun_started_does_not_wait_for_ever_for_a_leader_that_does_not
         timeout=120,
     )
     assert ended.returncode == LearnerError.exit_code
-    assert "did not meet: process 0 did not come within 3 s" in ended.stderr
+    assert "did not meet: process 0 did not join within 3 s" in ended.stderr
 
 
 def test_nobody_follows_a_leader_that_is_gone(tmp_path):

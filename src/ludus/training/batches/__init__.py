@@ -1,1 +1,1 @@
-"""Rows of tokens for the learner: packing, shared prefixes, trees, sums over the vocabulary in chunks."""
+"""Token rows for the learner: packing, shared prefixes, trees, chunked output layer."""

@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies of chosen tokens from hidden states, without the table of all logits.
+"""Log-probabilities and entropies from hidden states, without the full table of logits.
 
-The logits of `rows` states at a time are made, used and dropped, and made again in the backward pass; the
-gradient of the output layer is added up in place. So memory grows with the rows of a chunk times the
-vocabulary, not with the rows of a batch. Where the whole table is small it is kept, which is faster.
+The logits of `rows` states at a time are computed, used, dropped, and recomputed in the backward pass; the
+gradient of the output layer is accumulated in place. Memory grows with the chunk times the vocabulary instead
+of the batch. A small table is kept as a whole, which is faster.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.autograd.function import FunctionCtx
 from ludus.engines.embedded.onednn_linear import apply, linear, outer_sum, product
 
 KEPT_LOGITS = 16_777_216
-"""Logits of a batch that are few enough to keep (64 MiB in float32)."""
+"""Largest number of logits that is kept as a whole (64 MiB in float32)."""
 CHUNK_LOGITS = 16_777_216
 """Logits of one chunk."""
 _NEAR = 256
-"""Rows whose logits, of a small vocabulary, are worked through while the processor's caches hold them."""
+"""Rows processed together for a small vocabulary, so that their logits fit into CPU caches."""
 _WORDS = 16_384
-"""Rows of the output layer whose gradient is added up at a time."""
+"""Rows of the output layer per gradient accumulation."""
 
 
 Entropy = Literal["none", "value", "gradient"]
@@ -31,7 +31,7 @@ Entropy = Literal["none", "value", "gradient"]
 
 
 class TokenScores(NamedTuple):
-    """Natural log-probability and entropy in nats (None where not asked for), both `[A]`."""
+    """Natural log-probability and entropy in nats (None unless requested), both `[A]`."""
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -39,14 +39,14 @@ class TokenScores(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LmHead:
-    """The output layer: `weight` `[V, H]`, `bias` `[V]` or none, and the temperature of its logits."""
+    """Output layer: `weight` `[V, H]`, optional `bias` `[V]`, and the temperature of its logits."""
 
     weight: Tensor
     bias: Tensor | None = None
     temperature: float = 1.0
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Tempered logits `[A, V]` of `hidden` `[A, H]`, in float32 or better."""
+        """Return tempered logits `[A, V]` of `hidden` `[A, H]`, in float32 or better."""
         made = linear(hidden, self.weight, self.bias)
         wide = made if made.dtype == torch.float64 else made.float()
         return wide if self.temperature == 1 else wide / self.temperature
@@ -54,9 +54,9 @@ class LmHead:
     def score(
         self, hidden: Tensor, targets: Tensor, entropy: Entropy = "none", *, rows: int | None = None
     ) -> TokenScores:
-        """Scores of `targets` `[A]` after the states `hidden` `[A, H]`, with gradient.
+        """Return the scores of `targets` `[A]` after the states `hidden` `[A, H]`, with gradient.
 
-        `rows` states make a chunk; None chooses, and keeps the logits where they are few.
+        `rows` is the chunk size; None chooses it, and keeps the logits if the table is small.
         """
         if rows is None:
             if hidden.shape[0] * self.weight.shape[0] <= KEPT_LOGITS:
@@ -66,7 +66,7 @@ class LmHead:
         return self._apply(_Chunked, hidden, targets, how)
 
     def _score_kept(self, hidden: Tensor, targets: Tensor, entropy: Entropy) -> TokenScores:
-        """In one piece: the probabilities are kept for the backward pass."""
+        """Score without chunks; the probabilities are kept for the backward pass."""
         if entropy == "gradient":
             return logits_to_scores(self.logits(hidden), targets, entropy)
         how = _How(self.temperature, len(hidden), entropy)
@@ -80,7 +80,7 @@ class LmHead:
 
 
 def logits_to_scores(logits: Tensor, targets: Tensor, entropy: Entropy = "none") -> TokenScores:
-    """Scores of `targets` `[A]` from tempered logits `[A, V]`."""
+    """Return the scores of `targets` `[A]` from tempered logits `[A, V]`."""
     table = torch.log_softmax(logits, -1)
     picked = table.gather(1, targets[:, None])[:, 0]
     if entropy == "none":
@@ -89,12 +89,12 @@ def logits_to_scores(logits: Tensor, targets: Tensor, entropy: Entropy = "none")
 
 
 def _entropy(table: Tensor) -> Tensor:
-    """`[A]` from log-probabilities `[A, V]`; a forbidden token counts 0."""
+    """Return the entropy `[A]` of log-probabilities `[A, V]`; a masked token (-inf) contributes 0."""
     return -(table.exp() * table.masked_fill(table == -torch.inf, 0.0)).sum(-1)
 
 
 def _entropy_of(probabilities: Tensor, table: Tensor) -> Tensor:
-    """The same `[A]` with `probabilities` at hand: products and sum in one pass over both."""
+    """Return the entropy `[A]` in one fused pass over `probabilities` and log-probabilities."""
     found = -torch.bmm(probabilities[:, None], table[:, :, None])[:, 0, 0]
     return _entropy(table) if found.isnan().any() else found
 
@@ -116,9 +116,9 @@ class _Context(FunctionCtx):
 def _gradients(
     ctx: _Context, probabilities: Tensor, upstream: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of states, weight and bias, where that of the logits is `g (onehot - p) / temperature`.
+    """Return the gradients of states, weight and bias for logit gradients `g (onehot - p) / temperature`.
 
-    The rows' factors go to the states, so that no other table `[A, V]` is made.
+    Row factors are applied to the states, so that no other table `[A, V]` is allocated.
     """
     rows, weight, chosen, *rest = ctx.saved_tensors
     factors = (upstream / ctx.how.temperature).to(rows.dtype)
@@ -135,7 +135,7 @@ def _gradients(
 
 
 class _Kept(torch.autograd.Function):
-    """Scores of all rows at once; no gradient flows through the entropies."""
+    """Score all rows at once; no gradient flows through the entropies."""
 
     @staticmethod
     def forward(
@@ -168,7 +168,7 @@ class _Kept(torch.autograd.Function):
 
 
 class _Chunked(torch.autograd.Function):
-    """The same, a chunk of rows at a time.
+    """Score in chunks of rows.
 
     With `p` the distribution, `lp` its logarithm, `h` the entropy and upstream gradients `g` and `e` of the
     two results, the gradient of the logits is `(g (onehot - p) - e p (lp + h)) / temperature`.
@@ -222,7 +222,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _slope(logits: Tensor, targets: Tensor, of_logprob: Tensor, of_entropy: Tensor | None) -> Tensor:
-    """The gradient of tempered logits."""
+    """Return the gradient of tempered logits."""
     table = torch.log_softmax(logits, -1)
     slope = table.exp()
     if of_entropy is None:

@@ -1,4 +1,4 @@
-"""Which examples a step takes: lap after lap over all of them, by seed and step alone."""
+"""Epoch sampler: the examples of a step, as a function of seed and step alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ludus.config.sections.stages import PreferenceConfig
 
 
 def num_steps(settings: PreferenceConfig | RewardModelConfig, num_pairs: int) -> int:
-    """Optimiser steps of the whole run."""
+    """Return the number of optimizer steps of the run."""
     return settings.steps or math.ceil(num_pairs * settings.epochs / min(settings.batch_size, num_pairs))
 
 
 def batch_of_step(step: int, num_pairs: int, batch_size: int, seed: int) -> list[int]:
-    """The places of a step's pairs: lap after lap over all of them, each lap in an order of its own."""
+    """Return the indices of a step's examples; each epoch is shuffled separately."""
     size = min(batch_size, num_pairs)
     places = range((step - 1) * size, step * size)
     return [_lap(num_pairs, seed, place // num_pairs)[place % num_pairs] for place in places]

@@ -1,4 +1,4 @@
-"""Numbers that are not finite are refused where they enter, by the trajectory that they belong to."""
+"""Reject non-finite numbers, naming the trajectory that they belong to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECORDED = "recorded log-probability"
 
 
 def check_trajectories(trajectories: Sequence[Trajectory]) -> None:
-    """Raise LearnerError where a reward or a recorded log-probability is not finite."""
+    """Raise LearnerError if a reward or a recorded log-probability is not finite."""
     for one in trajectories:
         recorded = tuple(lp for segment in one.segments for lp in segment.logprobs)
         given = {
@@ -32,7 +32,7 @@ def check_trajectories(trajectories: Sequence[Trajectory]) -> None:
 
 
 def check_estimates(estimates: Mapping[str, Sequence[Tensor] | None], names: Sequence[str]) -> None:
-    """Raise LearnerError where something that a model said of the trajectories is not finite."""
+    """Raise LearnerError if a model estimate is not finite."""
     for what, tables in estimates.items():
         for values, name in zip(tables, names, strict=True) if tables is not None else ():
             if fault := fault_of(what, values.tolist(), name):
@@ -40,7 +40,7 @@ def check_estimates(estimates: Mapping[str, Sequence[Tensor] | None], names: Seq
 
 
 def fault_of_rows(rows: Sequence[Row]) -> str:
-    """A sentence on the first row with an advantage or a recorded log-probability that is not finite."""
+    """Describe the first row with a non-finite advantage or log-probability; "" if there is none."""
     for place, row in enumerate(rows):
         for what, values in (("advantage", row.advantages), (RECORDED, row.behavior)):
             if not math.isfinite(sum(values)):
@@ -52,10 +52,10 @@ def fault_of_rows(rows: Sequence[Row]) -> str:
 
 @dataclass
 class FiniteChecks:
-    """Whether the numbers of a step's microbatches are finite, looked at once, after the last of them.
+    """Check a step's microbatches for non-finite numbers, once after the last of them.
 
-    On a GPU each look waits for the device; so what is odd is gathered there, and only where something is,
-    the row that it belongs to is searched for.
+    Each check synchronizes with a GPU, so flags accumulate on the device; the row is only searched for on a
+    failure.
     """
 
     _odd: list[Tensor] = field(default_factory=list, init=False)
@@ -63,25 +63,25 @@ class FiniteChecks:
     _seen: list[tuple[Microbatch, Tensor, dict[str, Tensor]]] = field(default_factory=list, init=False)
 
     def numbers(self, part: Microbatch, mask: Tensor, given: Mapping[str, Tensor | None]) -> None:
-        """Numbers `[B, L]` of a microbatch, by their names in a sentence; they matter where `mask` is set."""
+        """Add numbers `[B, L]` of a microbatch, by their names in messages; only those in `mask` count."""
         there = {what: values.detach() for what, values in given.items() if values is not None}
         self._odd.append((mask & _odd_of(there).any(0)).any())
         self._seen.append((part, mask, there))
 
     def loss(self, loss: Tensor) -> None:
-        """The loss `[]` of a microbatch."""
+        """Add the loss `[]` of a microbatch."""
         self._losses.append(loss.detach())
         self._odd.append(~loss.detach().isfinite())
 
     def clear(self) -> None:
-        """Forget what was seen: the passes are made again."""
+        """Reset before the passes are repeated."""
         self._odd.clear()
         self._losses.clear()
         self._seen.clear()
 
     @property
     def fault(self) -> str:
-        """A sentence on the first row with a number that is not finite, or on the loss; "" without."""
+        """Describe the first row with a non-finite number, or the loss; "" if there is none."""
         if not self._odd or not bool(torch.stack(self._odd).any()):
             return ""
         for part, mask, there in self._seen:
@@ -96,12 +96,12 @@ class FiniteChecks:
 
 
 def _odd_of(given: Mapping[str, Tensor]) -> Tensor:
-    """Where each of them is not finite, `[K, B, L]`."""
+    """Return where the values are not finite, `[K, B, L]`."""
     return torch.stack([~values.isfinite() for values in given.values()])
 
 
 def fault_of(what: str, values: Sequence[float], name: str) -> str:
-    """A sentence on the first of the values that is not finite; "" where all are."""
+    """Describe the first non-finite value; "" if there is none."""
     if math.isfinite(sum(values)):
         return ""
     odd = [value for value in values if not math.isfinite(value)]

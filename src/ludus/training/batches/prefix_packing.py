@@ -1,9 +1,9 @@
-"""Many sequences as one row of tokens, in which a prefix that several share stands once.
+"""Pack sequences into one row of tokens in which shared prefixes occur once.
 
-`plant` sorts sequences and cuts them where they part: a forest whose nodes are runs of tokens. In a forward
-pass over it each node's tokens attend to those of the nodes above and, causally, to their own, so that every
-token is computed once, forward and backward, and sequences never see each other. That is exact: under a
-causal mask a token's state depends on what stands before it alone.
+`plant` sorts sequences and splits them where they diverge into a forest whose nodes are runs of tokens. Each
+node's tokens attend to those of its ancestors and causally to their own, so every token is computed once,
+forward and backward, and sequences are isolated. This is exact, since under a causal mask a token's state
+depends only on its prefix.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ludus.engines.embedded.attention_torch import MaskShape, added_mask
 from ludus.engines.embedded.radix_cache import common_prefix
 
 NAME = "ludus_forest"
-"""The attention implementation's name in transformers. Without a forest it is transformers' own `sdpa`."""
+"""Name of the attention implementation in transformers. Without a forest it is `sdpa`."""
 
 LEAST_SHARED = 8
-"""Tokens that sequences have to share before a node of their own pays."""
+"""Shortest shared prefix that gets its own node."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixNode:
-    """A run of tokens, [`start`, `end`) in the row; `above` are the nodes that it continues, root first."""
+    """Run of tokens, [`start`, `end`) in the row; `above` are its ancestors, root first."""
 
     start: int
     end: int
@@ -41,11 +41,11 @@ class PrefixNode:
 
 @dataclass(frozen=True, slots=True)
 class PrefixForest:
-    """Sequences planted together.
+    """Sequences packed as a forest.
 
-    `tokens` and `positions` `[1, T]` int64, `T` the tokens that differ; `nodes` in the order of the row;
-    `places[i]` int64 says where in the row each token of sequence `i` stands. `masks` keeps those of its
-    attention for all layers.
+    `tokens` and `positions` `[1, T]` int64, `T` the number of distinct tokens; `nodes` in row order;
+    `places[i]` int64 maps the tokens of sequence `i` to the row. `masks` caches attention masks for all
+    layers.
     """
 
     tokens: Tensor
@@ -56,17 +56,17 @@ class PrefixForest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to compute."""
+        """The number of tokens to compute."""
         return self.tokens.shape[1]
 
     @property
     def branches(self) -> bool:
-        """Whether any token stands for several sequences."""
+        """Whether any token is shared by several sequences."""
         return any(node.above for node in self.nodes)
 
 
 def plant(sequences: Sequence[Sequence[int]], device: torch.device) -> PrefixForest:
-    """The forest of `sequences`; empty ones take no place."""
+    """Build the forest of `sequences`; empty ones are allowed."""
     order = sorted((i for i, s in enumerate(sequences) if len(s)), key=lambda i: tuple(sequences[i]))
     common = [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(order)]
     grower = _Grower([sequences[i] for i in order], common)
@@ -84,7 +84,7 @@ def plant(sequences: Sequence[Sequence[int]], device: torch.device) -> PrefixFor
 
 
 class _Grower:
-    """Cuts sorted sequences into nodes; `common[i]` tokens are shared by sequences i and i + 1."""
+    """Split sorted sequences into nodes; sequences i and i + 1 share `common[i]` tokens."""
 
     def __init__(self, sequences: Sequence[Sequence[int]], common: Sequence[int]) -> None:
         self._sequences = sequences
@@ -95,7 +95,7 @@ class _Grower:
         self.runs: list[tuple[int, ...]] = [()] * len(sequences)
 
     def grow(self) -> None:
-        """Depth first, from what all share to what is each one's own."""
+        """Add nodes depth first."""
         pending: list[tuple[int, int, int, tuple[int, ...]]] = []
         if self._sequences:
             pending.append((0, len(self._sequences), 0, ()))
@@ -113,7 +113,7 @@ class _Grower:
             pending += [(a, b, length, above) for a, b in reversed(children)]
 
     def _children(self, first: int, last: int, length: int) -> list[tuple[int, int]]:
-        """Ranges of sequences that share enough beyond `length` to stay together."""
+        """Return ranges of sequences that share enough tokens beyond `length` to stay together."""
         parted = (i + 1 for i in range(first, last - 1) if self._common[i] - length < LEAST_SHARED)
         starts = [first, *parted]
         return list(zip(starts, [*starts[1:], last], strict=True))
@@ -134,12 +134,12 @@ def forest_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    **options: Any,  # noqa: ANN401 (what transformers hands on, model by model)
+    **options: Any,  # noqa: ANN401 (model-specific arguments of transformers)
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention `[1, T, Hq, D]` over the nodes of `options["forest"]`; without one, transformers' `sdpa`.
+    """Compute attention `[1, T, Hq, D]` over `options["forest"]`; without one, transformers' `sdpa`.
 
-    `query` `[1, Hq, T, D]`, `key` and `value` `[1, H, T, D]`. Follows transformers' `scaling` and
-    `sliding_window`; a soft cap or sinks raise ValueError.
+    `query` `[1, Hq, T, D]`, `key` and `value` `[1, H, T, D]`. Honours transformers' `scaling` and
+    `sliding_window`; raises ValueError for a soft cap or sinks.
     """
     forest: PrefixForest | None = options.pop("forest", None)
     if forest is None:
@@ -166,7 +166,7 @@ def forest_attention(
 
 
 def _attend_causal(query: Tensor, known: tuple[Tensor, Tensor], scale: float | None) -> Tensor:
-    """`[1, Hq, n, D]` of tokens that attend to their own kind alone."""
+    """Return `[1, Hq, n, D]` of causal self-attention within a node."""
     group = query.shape[1] // known[0].shape[1]
     key, value = (x.repeat_interleave(group, 1) if group > 1 else x for x in known)
     return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
@@ -175,9 +175,9 @@ def _attend_causal(query: Tensor, known: tuple[Tensor, Tensor], scale: float | N
 def _attend_masked(
     forest: PrefixForest, query: Tensor, known: tuple[Tensor, Tensor], scale: float | None, window: int
 ) -> Tensor:
-    """`[1, Hq, n, D]` of the last n of the tokens that `known` holds.
+    """Return `[1, Hq, n, D]` of the last n tokens in `known`.
 
-    The query heads that share a head of keys stand below each other, so that keys and values need no copies.
+    Query heads that share a key head are stacked, so that keys and values are not copied.
     """
     key, value = known
     heads, queries = key.shape[1], query.shape[2]
@@ -190,6 +190,6 @@ def _attend_masked(
 
 
 def register() -> None:
-    """Make the attention known to transformers under `NAME`."""
+    """Register the attention with transformers as `NAME`."""
     AttentionInterface.register(NAME, forest_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,7 +1,7 @@
-"""Rows of tokens, and how they are packed into padded microbatches.
+"""Token rows and their packing into padded microbatches.
 
-A row is one trajectory (a tree as its paths one after the other, `trajectory_tree.py`) or one demonstration.
-The order of rows and their grouping do not change the gradient.
+A row is one trajectory (for a tree, its concatenated paths, `trajectory_tree.py`) or one demonstration. The
+order and grouping of rows do not change the gradient.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ludus.types import Segment, Trajectory
 class Row:
     """Tokens of one row, `[T]` each.
 
-    `trains` marks the tokens that enter the loss, `behavior` holds the engine's log-probabilities (0 where
-    there is none, with `sampled` False), `advantages` one value per token. `observed` marks what the
-    environment wrote (empty: nothing), `positive` a trajectory that succeeded, `expert` one that an expert
-    made. `name` says to a reader whose tokens they are, `data_class` what a demonstration teaches.
+    `trains` marks tokens in the loss, `behavior` holds the engine's log-probabilities (0 if absent, with
+    `sampled` False), `advantages` one value per token. `observed` marks environment tokens (empty: none),
+    `positive` a successful trajectory, `expert` an expert's. `name` is used in messages, `data_class` is the
+    category of a demonstration.
     """
 
     tokens: tuple[int, ...]
@@ -43,12 +43,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Right-padded tensors `[B, L]` of some rows; `index` holds the rows' places in the batch, `names` their
-    names.
+    """Right-padded tensors `[B, L]` of rows; `index` holds the rows' batch indices, `names` their names.
 
-    `tokens` int64; `trains`, `sampled`, `observed` bool; `behavior`, `advantages` float32 or
-    float64; `positive`, `expert` `[B]` bool.
-    Padding is on the right, so that under a causal mask no real token sees it.
+    `tokens` int64; `trains`, `sampled`, `observed` bool; `behavior`, `advantages` float32 or float64;
+    `positive`, `expert` `[B]` bool. With right padding, a causal mask hides padding from real tokens.
     """
 
     index: tuple[int, ...]
@@ -64,7 +62,7 @@ class Microbatch:
 
 
 def row_of_segments(segments: Sequence[Segment]) -> Row:
-    """A row of a dialogue for supervised training: action tokens train, with advantage 1."""
+    """Return the row of a dialogue for supervised training: action tokens train, with advantage 1."""
     tokens = tuple(t for s in segments for t in s.tokens)
     trains = tuple(s.kind == "action" for s in segments for _ in s.tokens)
     zeros = (0.0,) * len(tokens)
@@ -74,10 +72,10 @@ def row_of_segments(segments: Sequence[Segment]) -> Row:
 def row_of_trajectory(
     trajectory: Trajectory, advantage: float | Sequence[float], *, mask_observations: bool = True
 ) -> Row:
-    """The row of a trajectory, in which action tokens train, each once.
+    """Return the row of a trajectory, in which each action token trains once.
 
-    `advantage` is one number, or one for each action token. With `mask_observations` False observation tokens
-    train as well, as if the model had written them, with the advantage of the action before.
+    `advantage` is one number, or one per action token. If `mask_observations` is False, observation tokens
+    also train, with the advantage of the preceding action.
     """
     parts = list(laid(trajectory))
     sampled = tuple(new and s.kind == "action" for s, new in parts for _ in s.tokens)
@@ -95,7 +93,7 @@ def row_of_trajectory(
 
 
 def without_masked(row: Row, trains: Sequence[bool] | None) -> Row:
-    """The row, in which the action tokens for which `trains` is false do not train; None: all do."""
+    """Return the row with action tokens masked where `trains` is false (None: unchanged)."""
     if trains is None:
         return row
     given = iter(trains)
@@ -104,10 +102,10 @@ def without_masked(row: Row, trains: Sequence[bool] | None) -> Row:
 
 
 def transitions_of(row: Row, trajectory: Trajectory) -> list[Row]:
-    """One row for each turn of a trajectory: its context and its action, which alone trains.
+    """Return one row per turn of a trajectory: its context, and its action, which alone trains.
 
-    Where observations train, those before an action train with it, and those after the last action of a path
-    with that. `row` is the trajectory's.
+    If observations train, those before an action belong to it, and those after a path's last action to that
+    one. `row` is the trajectory's.
     """
     spans: list[tuple[int, int, int]] = []
     path, begin, place = 0, 0, 0
@@ -123,14 +121,14 @@ def transitions_of(row: Row, trajectory: Trajectory) -> list[Row]:
 
 
 def _to_the_end(spans: list[tuple[int, int, int]], path: int, end: int) -> list[tuple[int, int, int]]:
-    """The last span of a path reaches to its end."""
+    """Extend the last span of a path to its end."""
     if not spans or spans[-1][0] != path:
         return spans
     return [*spans[:-1], (path, spans[-1][1], end)]
 
 
 def _only(row: Row, path: int, start: int, end: int) -> Row:
-    """The tokens from `path` to `end`, of which those from `start` on keep what makes them train."""
+    """Return the tokens from `path` to `end`; only those from `start` on keep their training fields."""
     context = start - path
     return replace(
         row,
@@ -144,7 +142,7 @@ def _only(row: Row, path: int, start: int, end: int) -> Row:
 
 
 def _spread(values: Sequence[float], sampled: Sequence[bool], trains: Sequence[bool]) -> tuple[float, ...]:
-    """A value for each action token onto the row; other tokens that train have that of the action before."""
+    """Map action token values to the row; other trained tokens get the value of the preceding action."""
     given = iter(values)
     found, current = [], 0.0
     for action, train in zip(sampled, trains, strict=True):
@@ -157,20 +155,20 @@ def _spread(values: Sequence[float], sampled: Sequence[bool], trains: Sequence[b
 def microbatches(
     rows: Sequence[Row], max_tokens: int, device: torch.device, dtype: torch.dtype, *, shared: bool = True
 ) -> list[Microbatch]:
-    """Split rows into microbatches of at most `max_tokens` tokens to compute (or one row), about equal ones.
+    """Split rows into balanced microbatches of at most `max_tokens` computed tokens (or one row).
 
-    `shared`: a prefix of several rows is computed once, and rows that share stand together. Otherwise rows
-    are padded to the longest of their microbatch, and padding counts.
+    `shared`: shared prefixes count once, and rows that share stay together. Otherwise rows are padded to the
+    longest of the microbatch, and padding counts.
     """
     parts = _by_prefix(rows, max_tokens) if shared else _by_length(rows, max_tokens)
     return [_pad([rows[i] for i in part], tuple(part), device, dtype) for part in parts]
 
 
 def balanced(rows: Sequence[Row], count: int, *, shared: bool = True) -> list[list[int]]:
-    """The places of the rows, dealt to `count` processes so that each has about as many tokens to compute.
+    """Distribute row indices over `count` processes with balanced token counts.
 
-    `shared`: rows that share a prefix stay together, which then is computed once; each process has the fair
-    share up to the new tokens of one row. Otherwise the longest row goes to whoever has least so far.
+    `shared`: rows with a common prefix stay together, and each process gets its fair share up to one row's
+    new tokens. Otherwise the longest row goes to the least loaded process.
     """
     parts: list[list[int]] = [[] for _ in range(count)]
     if shared:
@@ -189,12 +187,12 @@ def balanced(rows: Sequence[Row], count: int, *, shared: bool = True) -> list[li
 
 
 def blank(device: torch.device, dtype: torch.dtype) -> Microbatch:
-    """A microbatch of no row: one token that nobody asks for."""
+    """Return a microbatch without rows: one unscored token."""
     return _pad([Row((0,), (False,), (False,), (0.0,), (0.0,))], (), device, dtype)
 
 
 def _by_length(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
-    """Longest first."""
+    """Group rows by length, longest first."""
     parts: list[list[int]] = []
     for i in sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens)):
         if parts and len(rows[parts[-1][0]].tokens) * (len(parts[-1]) + 1) <= max_tokens:
@@ -205,7 +203,7 @@ def _by_length(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
 
 
 def _by_prefix(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
-    """In the order of their tokens."""
+    """Group rows in token order."""
     order, new = _in_order(rows)
     num_parts = max(1, -(-sum(new) // max_tokens))
     fair = sum(new) / num_parts
@@ -223,7 +221,7 @@ def _by_prefix(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
 
 
 def _in_order(rows: Sequence[Row]) -> tuple[list[int], list[int]]:
-    """The rows by their tokens, and the tokens of each without what it shares with the one before."""
+    """Return the rows sorted by tokens, and the number of tokens not shared with the previous row."""
     order = sorted(range(len(rows)), key=lambda i: rows[i].tokens)
     new = [num_distinct(rows[i].tokens) for i in order]
     for at, (a, b) in enumerate(pairwise(order), start=1):

@@ -1,9 +1,9 @@
-"""Trajectories that branch as one row of tokens in which each action is once.
+"""Branching trajectories as one row of tokens in which each action trains once.
 
-The row of a tree is its paths one after the other, in the order of `Trajectory.rows`, with `BREAK` between
-them. An action token is marked in the first path through it and is context in the others, so that every sum
-over marked tokens counts it once; a model computes what paths share once anyhow (`forest.plant`). A chain is
-its own only path, and nothing here changes it.
+The row of a tree is its concatenated paths, in the order of `Trajectory.rows`, separated by `BREAK`. An
+action token is marked in the first path through it and is context in the others, so that sums over marked
+tokens count it once; shared tokens are computed once anyway (`forest.plant`). A linear trajectory is its own
+only path.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ludus.rollout.trees import Path
 from ludus.types import Segment, Trajectory
 
 BREAK: Final = -1
-"""Stands between two paths of a row. It is no token: no model sees it and nothing is asked of it."""
+"""Separator between two paths of a row. It is never passed to a model."""
 _GAP = Segment("prompt", (BREAK,))
 
 Positions = tuple[Tensor, Tensor]
-"""Rows and columns of a table."""
+"""Row and column indices of a table."""
 
 
 def laid(trajectory: Trajectory) -> Iterator[tuple[Segment, bool]]:
-    """The segments of the row in order, each with whether it is new, and the gaps between paths.
+    """Yield the segments of the row in order, each with whether it is new, and the separators.
 
-    Raises ValueError for a further path that begins with an action: nothing stands before its first token.
+    Raises ValueError if a path after the first starts with an action, whose first token has no context.
     """
     met: set[int] = set()
     for number, path in enumerate(trajectory.rows):
@@ -44,12 +44,12 @@ def laid(trajectory: Trajectory) -> Iterator[tuple[Segment, bool]]:
 
 
 def new_actions(trajectory: Trajectory) -> list[Segment]:
-    """The actions in the order of the row, each once."""
+    """Return the distinct actions in row order."""
     return [segment for segment, new in laid(trajectory) if new and segment.kind == "action"]
 
 
 def last_actions(trajectory: Trajectory) -> dict[int, int]:
-    """Where in the row the last action token of each path stands, for the paths that have one."""
+    """Return the row index of each path's last action token, for paths that have one."""
     found, path, place = {}, 0, 0
     for segment, _ in laid(trajectory):
         place += len(segment.tokens)
@@ -61,15 +61,17 @@ def last_actions(trajectory: Trajectory) -> dict[int, int]:
 
 
 def where_any(own: Sequence[Path], marked: Sequence[bool]) -> tuple[bool, ...]:
-    """Of each action token of a trajectory, whether any of the paths through it is marked."""
+    """Return for each action token whether any path through it is marked."""
     chosen = {place for path, mark in zip(own, marked, strict=True) if mark for place in path.places}
     every = sorted({place for path in own for place in path.places})
     return tuple(place in chosen for place in every)
 
 
 def turn_nodes(split: Sequence[Sequence[Path]]) -> Tensor:
-    """Numbers of the actions of each path of each trajectory, `[P, K]`: those of an action that paths share
-    are equal. -1 past the last."""
+    """Return action ids of each path of each trajectory, `[P, K]`; shared actions have equal ids.
+
+    Padded with -1.
+    """
     rows: list[list[int]] = []
     first = 0
     for own in split:
@@ -85,7 +87,7 @@ def turn_nodes(split: Sequence[Sequence[Path]]) -> Tensor:
 
 
 def num_distinct(tokens: tuple[int, ...]) -> int:
-    """Tokens of a row that a model has to compute: a prefix that paths share counts once."""
+    """Return the number of tokens to compute; a prefix that paths share counts once."""
     if BREAK not in tokens:
         return len(tokens)
     ways = sorted(tokens[start:end] for start, end in _spans(tokens))
@@ -93,13 +95,13 @@ def num_distinct(tokens: tuple[int, ...]) -> int:
 
 
 def _spans(tokens: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Where each path of a row begins and ends."""
+    """Return the start and end of each path in a row."""
     gaps = [i for i, token in enumerate(tokens) if token == BREAK]
     return list(zip([0, *(i + 1 for i in gaps)], [*gaps, len(tokens)], strict=True))
 
 
 def apart(tokens: Tensor, at: Positions) -> tuple[Tensor, Positions]:
-    """The paths of the rows `[B, L]` as rows of their own, and where the positions `at` stand in them."""
+    """Split the rows `[B, L]` into one row per path; also return the positions `at` in the new rows."""
     gaps = tokens == BREAK
     if not bool(gaps.any()):
         return tokens, at

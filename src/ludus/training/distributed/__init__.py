@@ -1,1 +1,1 @@
-"""Processes of one learner: start, rendezvous, collectives, FSDP2 sharding."""
+"""Ranks of one learner: launcher, rendezvous, collectives, FSDP2 sharding."""

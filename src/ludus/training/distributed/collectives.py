@@ -1,7 +1,7 @@
-"""Several processes that share one batch: what the learner asks of them.
+"""Collective operations of the learner's ranks.
 
-Each works on a part of the rows. Counts are of all rows, gradients are summed, and every process takes the
-same step. Without `torch.distributed` there is one process, and nothing is sent.
+Each rank works on a part of the rows. Counts are global, gradients are summed, and all ranks take the same
+step. Without `torch.distributed` there is one process.
 """
 
 from __future__ import annotations
@@ -24,61 +24,59 @@ T = TypeVar("T")
 
 
 class Collectives(Protocol):
-    """The processes of a run. Each calls every method, in the same order."""
+    """The ranks of a run. Every rank calls every method in the same order."""
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The world size."""
         ...
 
     @property
     def rank(self) -> int:
-        """Which of them this is, from 0."""
+        """The rank of this process."""
         ...
 
     @property
     def whole(self) -> bool:
-        """Whether each is given all rows, and takes its part of them; otherwise it is given its part."""
+        """Whether each rank receives all rows and selects its part; otherwise it receives its part."""
         ...
 
     def sum(self, tensor: Tensor) -> None:
-        """Replace `tensor` by its sum over the processes."""
+        """All-reduce `tensor` in place (sum)."""
         ...
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes, in their order."""
+        """Return the values of all ranks, in order."""
         ...
 
     def split(self, model: torch.nn.Module) -> None:
-        """Split the weights of a model between the processes, in place, where they work so."""
+        """Shard a model's weights in place, if the ranks use sharding."""
         ...
 
     def together(self, command: object) -> AbstractContextManager[None]:
-        """Have the others do what is done within the block, where this process leads them
-        (`distributed.launcher`).
-        """
+        """Run `command` on the other ranks during the block, if this is rank 0 (`distributed.launcher`)."""
         ...
 
 
 class SingleProcess:
-    """One process."""
+    """Collectives of a single process."""
 
     count = 1
     rank = 0
     whole = True
 
     def sum(self, tensor: Tensor) -> None:
-        """Nothing to add."""
+        """Do nothing."""
 
     def gather(self, value: T) -> list[T]:
-        """Its own value."""
+        """Return the value in a list."""
         return [value]
 
     def split(self, model: torch.nn.Module) -> None:
-        """Nothing to split."""
+        """Do nothing."""
 
     def together(self, command: object) -> AbstractContextManager[None]:
-        """Nobody to tell."""
+        """Return a null context."""
         return nullcontext()
 
 
@@ -86,42 +84,42 @@ ONE_PROCESS = SingleProcess()
 
 
 class ProcessGroup:
-    """The processes of torch's default group. Each is given its own part of the rows."""
+    """Ranks of torch's default group. Each receives its own part of the rows."""
 
     whole = False
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The world size."""
         return distributed.get_world_size()
 
     @property
     def rank(self) -> int:
-        """Which of them this is."""
+        """The rank of this process."""
         return distributed.get_rank()
 
     def sum(self, tensor: Tensor) -> None:
-        """Replace `tensor` by its sum over the processes."""
+        """All-reduce `tensor` in place (sum)."""
         distributed.all_reduce(tensor)
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes; they travel pickled."""
+        """Return the pickled values of all ranks."""
         found: list[T] = [value] * self.count
         distributed.all_gather_object(found, value)
         return found
 
     def split(self, model: torch.nn.Module) -> None:
-        """Each holds all weights."""
+        """Do nothing: weights are replicated."""
 
     def together(self, command: object) -> AbstractContextManager[None]:
-        """Each knows by itself what comes next."""
+        """Return a null context: every rank runs the same program."""
         return nullcontext()
 
 
 class SharedBatch(ProcessGroup):
-    """The same, where each is given all rows and takes its part of them.
+    """Process group in which every rank receives all rows and selects its part.
 
-    With a device to `split` on, each holds a part of the weights there (`distributed.fsdp`), otherwise all.
+    Weights are sharded if there is a device to `split` on (`distributed.fsdp`), otherwise replicated.
     """
 
     whole = True
@@ -131,21 +129,21 @@ class SharedBatch(ProcessGroup):
         self._mesh: DeviceMesh | None = None
 
     def split(self, model: torch.nn.Module) -> None:
-        """Split the weights where there is a device to."""
+        """Shard the weights if a device is set."""
         if self._device is not None:
             self._mesh = self._mesh or make_mesh(self._device, self.count)
             shard(model, self._mesh)
 
 
 def current_ranks() -> Collectives:
-    """The group where `torch.distributed` is set up, otherwise this process."""
+    """Return the process group if `torch.distributed` is initialized, otherwise a single process."""
     return ProcessGroup() if distributed.is_available() and distributed.is_initialized() else SingleProcess()
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Collectives) -> None:
-    """Replace each gradient by its sum. One that no process has stays away; AdamW skips it.
+    """All-reduce the gradients. A gradient missing on all ranks stays None, and AdamW skips it.
 
-    Shards of gradients are sums already.
+    Gradients of sharded weights are already reduced.
     """
     if ranks.count == 1:
         return
@@ -160,7 +158,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Collectives) 
 
 
 def merged(found: Mapping[int, T], ranks: Collectives) -> dict[int, T]:
-    """What the processes found, each for rows of its own, by row; tensors of several come on the CPU."""
+    """Gather the ranks' results by row; with several ranks, tensors are moved to the CPU."""
     if ranks.count == 1 or not ranks.whole:
         return dict(found)
     plain: dict[int, T] = tree_map_only(Tensor, lambda tensor: tensor.cpu(), dict(found))
@@ -168,17 +166,17 @@ def merged(found: Mapping[int, T], ranks: Collectives) -> dict[int, T]:
 
 
 def raise_together(fault: str, hint: str, ranks: Collectives) -> None:
-    """Raise LearnerError in every process where one has a fault (a sentence; empty: none), with its hint."""
+    """Raise LearnerError on every rank if one has a fault (message; empty: none), with its hint."""
     faults: Sequence[tuple[str, str]] = ranks.gather((fault, hint))
     for rank, (text, way_on) in enumerate(faults):
         if text:
-            where = f" (process {rank} of {ranks.count})" if ranks.count > 1 else ""
+            where = f" (rank {rank} of {ranks.count})" if ranks.count > 1 else ""
             raise LearnerError(text + where, way_on)
 
 
 @torch.no_grad()
 def same_weights(model: torch.nn.Module, ranks: Collectives) -> None:
-    """Give every process the weights of the first."""
+    """Broadcast the weights of rank 0."""
     if ranks.count > 1:
         for parameter in model.parameters():
             distributed.broadcast(parameter.detach(), src=0)

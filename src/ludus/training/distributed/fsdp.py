@@ -1,9 +1,8 @@
-"""Weights, gradients and moments split between processes: FSDP2 (`torch.distributed.fsdp.fully_shard`).
+"""Shard weights, gradients and moments with FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
-Each decoder layer is one group, what is left of the model (embeddings, last norm, output layer) another. A
-group is whole in every process for the time of its forward or backward pass, and split otherwise. Passes are
-collective: each process makes as many as the others, in the same order. Gradients are summed, not averaged:
-the learner divides by counts of the whole batch.
+Each decoder layer is one group; the rest of the model (embeddings, last norm, output layer) is another. A
+group is unsharded only during its forward or backward pass. Passes are collective: all ranks make the same
+passes in the same order. Gradients are summed, not averaged, since the learner divides by global counts.
 """
 
 from __future__ import annotations
@@ -23,27 +22,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _WITHIN = "ludus_within"
-"""The method, of a model that is split, in which its weights are whole."""
+"""Method of a sharded model in which its weights are unsharded."""
 
 
 class _Split(Protocol):
-    """A model that is split."""
+    """Sharded model."""
 
     def ludus_within(self, work: Callable[[], T]) -> T: ...
 
 
 def make_mesh(device: torch.device, count: int) -> DeviceMesh:
-    """All processes in one line. Every process calls this."""
+    """Return a 1-D device mesh of all ranks. Collective."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device.type, (count,))
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Split the weights of `model`, in place; every process holds the same ones before.
+    """Shard the weights of `model` in place; all ranks must hold the same weights.
 
-    Copies of the model, and optimisers over it, are made before and after. Raises UserError for a model
-    without a list of layers.
+    Copy the model before; build optimizers after. Raises UserError for a model without a list of layers.
     """
     from torch.distributed.fsdp import (
         FSDPModule,
@@ -67,19 +65,19 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether its weights are split. Without importing FSDP, which takes a second."""
+    """Return whether the model is sharded, without importing FSDP, which takes a second."""
     return "FSDPModule" in {c.__name__ for c in type(model).__mro__}
 
 
 def is_split(tensor: Tensor) -> bool:
-    """Whether only a part of it is here: it is a `DTensor`."""
+    """Return whether the tensor is a `DTensor`."""
     return type(tensor).__name__ == "DTensor"
 
 
 def within(model: nn.Module, work: Callable[[], T]) -> T:
-    """Do `work` as the forward pass of `model`: what is split is whole in it, and in its backward pass.
+    """Run `work` as the forward pass of `model`, with unsharded weights, also in the backward pass.
 
-    The tensors of its result may be called `backward` on.
+    The tensors of its result support `backward`.
     """
     if not is_sharded(model):
         return work()
@@ -91,35 +89,35 @@ def _call(work: Callable[[], T]) -> T:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a decoder: the list of modules that holds most weights. Raises UserError without one."""
+    """Return the decoder's layers: the module list with the most weights. Raises UserError without one."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise UserError(
-            f"{type(model).__name__} has no list of layers to split between processes.",
-            "Leave training.learner.shard off.",
+            f"{type(model).__name__} has no list of layers to shard.",
+            "Set training.learner.shard = false.",
         )
     sizes = [sum(p.numel() for p in found.parameters()) for found in lists]
     return list(lists[sizes.index(max(sizes))])
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor in one piece, without gradient. Of one that is split every process calls this."""
+    """Return the unsharded tensor, without gradient. Collective for a sharded tensor."""
     plain = tensor.detach()
     return cast("DTensor", plain).full_tensor() if is_split(plain) else plain
 
 
 def gathered(model: nn.Module) -> dict[str, Tensor]:
-    """All weights by name, in one piece, a tied one once. Every process that has a part calls this."""
+    """Return all weights by name, unsharded, tied ones once. Collective."""
     return {name: whole(p) for name, p in model.named_parameters()}
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that is here."""
+    """Return the local shard of a tensor."""
     return cast("DTensor", tensor).to_local() if is_split(tensor) else tensor
 
 
 def put(target: Tensor, value: Tensor) -> None:
-    """Copy `value`, in one piece or split as `target` is, into `target`. Nothing is sent."""
+    """Copy `value`, unsharded or sharded as `target`, into `target`, without communication."""
     with torch.no_grad():
         if is_split(target) and not is_split(value):
             local(target).copy_(_cut(value, cast("DTensor", target)))
@@ -128,7 +126,7 @@ def put(target: Tensor, value: Tensor) -> None:
 
 
 def _cut(value: Tensor, like: DTensor) -> Tensor:
-    """The part of a whole tensor that this process has of `like`: a piece of its first axis."""
+    """Return this rank's shard of an unsharded tensor, along its first axis."""
     chunks = torch.chunk(value, like.device_mesh.size())
     rank = like.device_mesh.get_local_rank()
     return chunks[rank] if rank < len(chunks) else value[:0]

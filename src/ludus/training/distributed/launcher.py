@@ -1,8 +1,8 @@
-"""The processes of one learner on this machine, or on several: the first leads, the others follow.
+"""Ranks of one learner, on one or several machines.
 
-The leader runs the loop: it samples, gives credit, saves. Whatever the model that trains is asked or taught
-is done by all: the leader tells the others (`together`) and does the same itself. A follower waits for what
-it is told, and ends with its leader.
+Rank 0 runs the loop: sampling, credit, checkpoints. Operations on the trained model are collective: rank 0
+broadcasts a command (`together`) and runs it as well. Ranks other than 0 execute commands broadcast by rank 0
+and exit with it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import ProcessGroup
 
 _PATIENCE = timedelta(days=30)
-"""How long a follower waits to be told something: rollouts may take long."""
+"""Timeout of waiting for a command; rollouts can take long."""
 _LAST_WORDS = 2000
 _END_S = 20.0
 _GLANCE_S = 0.05
@@ -44,7 +44,7 @@ _GLANCE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class StartRanks:
-    """Build the parts of the run in `folder`; `resumed` is its newest checkpoint."""
+    """Build the learner of the run in `folder`; `resumed` is its newest checkpoint."""
 
     config: Config
     folder: Path
@@ -53,7 +53,7 @@ class StartRanks:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRows:
-    """`Learner.score` and its like; `name` is that of another scorer, empty for the policy."""
+    """Run `Learner.score` or a variant; `name` is another scorer, empty for the policy."""
 
     name: str
     rows: Sequence[Row]
@@ -63,7 +63,7 @@ class ScoreRows:
 
 @dataclass(frozen=True, slots=True)
 class TrainRows:
-    """`Learner.train`."""
+    """Run `Learner.train`."""
 
     rows: Sequence[Row]
     seed: int
@@ -72,8 +72,7 @@ class TrainRows:
 
 @dataclass(frozen=True, slots=True)
 class EvaluateValues:
-    """What a critic or process reward model is asked; `solved` where it is told the outcomes, `after` where a
-    critic is asked of the states after tokens."""
+    """Query the value model; `solved` are outcomes, if used; `after` selects the states after tokens."""
 
     rows: Sequence[Row]
     solved: Sequence[bool]
@@ -82,7 +81,7 @@ class EvaluateValues:
 
 @dataclass(frozen=True, slots=True)
 class TrainValues:
-    """What it is taught; `tables` are numbers `[T]` a row, as its `train` takes them."""
+    """Train the value model; `tables` are numbers `[T]` a row, as taken by its `train`."""
 
     rows: Sequence[Row]
     tables: tuple[Sequence[Tensor], ...]
@@ -91,7 +90,7 @@ class TrainValues:
 
 @dataclass(frozen=True, slots=True)
 class GatherWeights:
-    """Put the policy's weights together."""
+    """Gather the policy's weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +102,21 @@ class ProbeTokens:
 
 @dataclass(frozen=True, slots=True)
 class SaveShards:
-    """Write this process's part of a checkpoint into `folder`."""
+    """Write this rank's part of a checkpoint to `folder`."""
 
     folder: Path
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """`dry_run`, over rows of so many tokens."""
+    """Run the memory check with rows of this many tokens."""
 
     longest: int
 
 
 @dataclass(frozen=True, slots=True)
 class StopRanks:
-    """The run is over."""
+    """End the run."""
 
 
 Command = (
@@ -135,14 +134,14 @@ Command = (
 
 
 class WorkerRank(SharedBatch):
-    """A process that does what it is told."""
+    """Rank other than 0, which executes commands."""
 
     def __init__(self) -> None:
         super().__init__()
         self._control = _control_group(_PATIENCE)
 
     def split_on(self, device: torch.device) -> None:
-        """From here on weights are split, on this device."""
+        """Shard weights on this device from now on."""
         self._device = device
 
     def hear(self) -> Command:
@@ -151,7 +150,7 @@ class WorkerRank(SharedBatch):
 
 
 class LeaderRank(SharedBatch):
-    """The process that tells the others, those of `crew` where they were started here."""
+    """Rank 0, which broadcasts commands; `crew` are the other ranks if this process started them."""
 
     def __init__(self, meeting: Rendezvous, crew: RankGroup, split: torch.device | None) -> None:
         super().__init__(split)
@@ -161,9 +160,9 @@ class LeaderRank(SharedBatch):
         self._lock = threading.RLock()
 
     def together(self, command: object) -> AbstractContextManager[None]:
-        """Have the others do what is done within the block.
+        """Run a command on the other ranks during the block.
 
-        Raises LearnerError where one has ended, or makes this process wait for longer than the limit.
+        Raises LearnerError if a rank has exited, or the timeout expires.
         """
         return self._lead(command)
 
@@ -182,35 +181,34 @@ class LeaderRank(SharedBatch):
             raise failure from error
 
     def _failure(self, ended: str, error: RuntimeError) -> LearnerError:
-        """Who is to blame: one that is stopped comes before those that ended because they waited for it."""
+        """Return the error of the responsible rank: stopped ranks first, then those that exited."""
         running = self._crew.running
         silent = {
             rank: who for rank, who in self._meeting.silent().items() if running is None or rank in running
         }
         if silent:
-            names = ", ".join(f"process {rank} ({who})" for rank, who in silent.items())
+            names = ", ".join(f"rank {rank} ({who})" for rank, who in silent.items())
             return LearnerError(
-                f"A process of the learner is stopped or gone: {names} has given no sign of life for "
-                f"{LISTEN_S:g} s.",
+                f"A learner rank is stopped or gone: {names} has sent no heartbeat for {LISTEN_S:g} s.",
                 "Resume the run.",
             )
         if ended:
-            return LearnerError(f"A process of the learner has ended: {ended}", "Resume the run.")
+            return LearnerError(f"A learner rank has exited: {ended}", "Resume the run.")
         return LearnerError(
-            f"The processes of the learner have lost each other: {self._meeting.words() or error}",
-            "Resume the run; where one waits long for another, raise training.learner.rank_timeout_s.",
+            f"The learner ranks have lost connection: {self._meeting.words() or error}",
+            "Resume the run. If a rank needs longer, raise training.learner.rank_timeout_s.",
         )
 
 
 @dataclass
 class RankGroup:
-    """The other processes, where they were started here."""
+    """The other ranks, if this process started them."""
 
     folder: TemporaryFolder | None = None
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, meeting: Rendezvous, device: torch.device) -> None:
-        """Start the followers on such a device; they come to a meeting that this process called."""
+        """Start the other ranks on devices of this kind; they join the given rendezvous."""
         self.folder = TemporaryFolder("ludus-ranks-")
         place = self.folder.path
         what = [str(meeting.port), str(meeting.count), str(meeting.limit_s), device.type, str(os.getpid())]
@@ -220,9 +218,9 @@ class RankGroup:
                 self.processes.append(subprocess.Popen(command, stderr=said, stdout=said))
 
     def gather(self, limit_s: float) -> None:
-        """Wait until all are about to meet: whoever ends before that would be waited for.
+        """Wait until all ranks are ready for the rendezvous.
 
-        Raises LearnerError where one has ended, or has not begun within the limit.
+        Raises LearnerError if one has exited, or has not started within the limit.
         """
         place = Path() if self.folder is None else self.folder.path
         ranks, deadline = range(1, len(self.processes) + 1), time.monotonic() + limit_s
@@ -230,40 +228,40 @@ class RankGroup:
             if any(process.poll() is not None for process in self.processes):
                 ended = self.last_words()
                 self.kill()
-                raise LearnerError(f"A process of the learner has ended: {ended}", "Try again.")
+                raise LearnerError(f"A learner rank has exited: {ended}", "Try again.")
             if time.monotonic() > deadline:
                 self.kill()
                 raise LearnerError(
-                    f"Process {late[0]} of the learner has not begun within {limit_s:g} s.",
+                    f"Learner rank {late[0]} did not start within {limit_s:g} s.",
                     "Try again, or raise training.learner.rank_timeout_s.",
                 )
             time.sleep(_GLANCE_S)
 
     def last_words(self) -> str:
-        """The end of what an ended process said; empty where none has ended."""
+        """Return the end of the output of exited ranks; empty if all are running."""
         for rank, process in enumerate(self.processes, start=1):
             with suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
             if process.poll() is not None and self.folder is not None:
                 said = (self.folder.path / f"said-{rank}").read_text("utf-8", "replace").strip()
                 words = f": {said[-_LAST_WORDS:]}" if said else "."
-                return f"process {rank} ({process.returncode}){words}"
+                return f"rank {rank} ({process.returncode}){words}"
         return ""
 
     @property
     def running(self) -> set[int] | None:
-        """The numbers of those that have not ended; None where they were not started here."""
+        """Return the running ranks; None if they were not started here."""
         if self.folder is None:
             return None
         return {rank for rank, process in enumerate(self.processes, start=1) if process.poll() is None}
 
     def kill(self) -> None:
-        """End them at once, also those that are stopped."""
+        """Kill the ranks, also stopped ones."""
         for process in self.processes:
             process.kill()
 
     def close(self) -> None:
-        """Wait for them to end, and see to it that they do."""
+        """Wait for the ranks to exit; kill them on timeout."""
         for process in self.processes:
             try:
                 process.wait(_END_S)
@@ -275,22 +273,22 @@ class RankGroup:
 
 
 def here(rank: int) -> str:
-    """The name of the file by which a follower says that it has begun."""
+    """Return the file name of a rank's start marker."""
     return f"here-{rank}"
 
 
 @contextmanager
 def leading(config: Config, device: torch.device) -> Iterator[Collectives]:
-    """The processes of the run, led by this one: those that torchrun started, or `training.learner.ranks`.
+    """Start or join the run's ranks and lead them: torchrun's, or `training.learner.ranks`.
 
-    Raises UserError for more of them than there are GPUs, and for what is for one process alone.
+    Raises UserError if there are fewer GPUs than ranks, and for settings that need a single process.
     """
     learner, launched = config.training.learner, launched_rank() is not None
     if learner.ranks == 1 and not launched:
         yield SingleProcess()
         return
     if learner.replay_routing:
-        raise UserError("Experts are replayed in one process.", "Leave training.learner.replay_routing out.")
+        raise UserError("Routing replay needs a single process.", "Unset training.learner.replay_routing.")
     crew = RankGroup()
     try:
         if launched:
@@ -315,7 +313,7 @@ def leading(config: Config, device: torch.device) -> Iterator[Collectives]:
 def meet(
     meeting: Rendezvous, crew: RankGroup, device: torch.device, split: torch.device | None
 ) -> LeaderRank:
-    """Meet the others, to lead them. Raises LearnerError, with its words where one has ended."""
+    """Join the other ranks as rank 0. Raises LearnerError with the error of a rank that has exited."""
     try:
         meeting.form_group(device)
         return LeaderRank(meeting, crew, split)
@@ -323,21 +321,21 @@ def meet(
         ended = crew.last_words()
         crew.kill()
         if ended:
-            raise LearnerError(f"A process of the learner has ended: {ended}", "Try again.") from error
+            raise LearnerError(f"A learner rank has exited: {ended}", "Try again.") from error
         raise error if isinstance(error, LearnerError) else not_met(str(error)) from error
 
 
 def check_devices(device: torch.device, count: int) -> None:
-    """Raise UserError where there are fewer GPUs than processes."""
+    """Raise UserError if there are fewer GPUs than ranks."""
     if device.type == "cuda" and torch.cuda.device_count() < count:
         raise UserError(
-            f"training.learner.ranks is {count}, and there are {torch.cuda.device_count()} GPUs.",
+            f"training.learner.ranks is {count}, but there are {torch.cuda.device_count()} GPUs.",
             "Set it to their number, or model.device to cpu.",
         )
 
 
 def _control_group(patience: timedelta) -> ProcessGroup:
-    """A line for commands, on which this process waits for so long."""
+    """Return a gloo group for commands with this timeout."""
     return cast("ProcessGroup", distributed.new_group(backend="gloo", timeout=patience))
 
 
@@ -348,6 +346,6 @@ def _broadcast(command: object, group: ProcessGroup) -> Command:
 
 
 def _broken(error: RuntimeError) -> bool:
-    """Whether a connection between processes is gone, or was waited for in vain."""
+    """Return whether an error means a lost connection or a timeout."""
     text = str(error)
     return any(word in text for word in ("gloo", "NCCL", "Connection", "ncclRemoteError", "timeout"))

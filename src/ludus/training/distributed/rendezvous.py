@@ -1,8 +1,8 @@
-"""Where the processes of a learner meet, and how one of them learns which other is lost.
+"""Rendezvous and heartbeats of the learner's ranks.
 
-They meet at a store of torch: the leader's, on this machine, or the one that torchrun keeps. Each gives a
-sign of life there every second, from a thread of its own: a process that only waits for others gives it, one
-that is stopped or gone does not. One that ends by an error leaves its words.
+The ranks meet at a torch store, kept by rank 0 on this machine or by torchrun. Each rank sends a heartbeat
+every second from its own thread, so that a waiting rank is alive and a stopped one is not. A rank that fails
+stores its error message.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ludus.errors import LearnerError
 _HERE = "127.0.0.1"
 _BEAT_S = 1.0
 LISTEN_S = 5.0
-"""Who gives no sign of life for so long is silent."""
+"""Seconds without a heartbeat after which a rank is considered lost."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A process, number `rank` of `count`, at the store where all of them meet.
+    """Rank `rank` of `count` at the common store.
 
-    It waits for another for `limit_s` at most.
+    Waits time out after `limit_s`.
     """
 
     store: Store
@@ -43,7 +43,7 @@ class Rendezvous:
 
     @classmethod
     def called(cls, count: int, limit_s: float) -> Rendezvous:
-        """A meeting that this process calls and leads. Its store hears this machine alone."""
+        """Create a rendezvous as rank 0. Its store only accepts connections from this machine."""
         listener = socket.create_server((_HERE, 0))
         port, limit = listener.getsockname()[1], timedelta(seconds=limit_s)
         store = TCPStore(
@@ -53,13 +53,13 @@ class Rendezvous:
 
     @classmethod
     def joined(cls, port: int, rank: int, count: int, limit_s: float) -> Rendezvous:
-        """One that another process of this machine has called."""
+        """Join the rendezvous of another process on this machine."""
         store = TCPStore(_HERE, port, None, False, timedelta(seconds=limit_s))
         return cls(store, rank, count, limit_s)
 
     @classmethod
     def launched(cls, limit_s: float) -> Rendezvous:
-        """The one of the processes that torchrun started."""
+        """Join the rendezvous of torchrun."""
         try:
             found = next(iter(rendezvous("env://", timeout=timedelta(seconds=limit_s))))
             store, rank, count = cast("tuple[Store, int, int]", found)
@@ -69,14 +69,14 @@ class Rendezvous:
 
     @property
     def port(self) -> int:
-        """Where a meeting that was called is."""
+        """The port of a rendezvous created here."""
         assert isinstance(self.store, TCPStore)
         return self.store.port
 
     def form_group(self, device: torch.device) -> None:
-        """Make torch's default group of all; on GPUs this process takes the one of its number on the machine.
+        """Create torch's default group; on GPUs this rank uses the device of its local rank.
 
-        Raises LearnerError where they are not all here in time.
+        Raises LearnerError if a rank is missing after the timeout.
         """
         self._beat(0)
         threading.Thread(target=self._live, name="ludus-pulse", daemon=True).start()
@@ -91,20 +91,20 @@ class Rendezvous:
             )
         except RuntimeError as error:
             absent = ", ".join(str(rank) for rank, (_, who) in self._pulses().items() if not who)
-            reason = f"process {absent} did not come within {self.limit_s:g} s." if absent else str(error)
+            reason = f"rank {absent} did not join within {self.limit_s:g} s." if absent else str(error)
             raise not_met(reason) from error
         if device.type == "cuda":
             torch.cuda.set_device(self.rank % torch.cuda.device_count())
 
     def say(self, words: str) -> None:
-        """Leave words for the others, in the place of earlier ones."""
+        """Store an error message of this rank, replacing the previous one."""
         with suppress(RuntimeError):
             self.store.set(f"said/{self.rank}", words)
 
     def silent(self) -> dict[int, str]:
-        """The others that are stopped or gone, and left no words: their numbers, processes and machines.
+        """Return the lost ranks that left no error message, with their processes and machines.
 
-        It listens for `LISTEN_S` seconds.
+        Listens for `LISTEN_S` seconds.
         """
         before = self._pulses()
         time.sleep(LISTEN_S)
@@ -116,13 +116,13 @@ class Rendezvous:
         }
 
     def words(self) -> str:
-        """What the others left, each with its number; empty where nobody left any."""
+        """Return the stored error messages with their ranks; empty if there are none."""
         said = {rank: self._text(f"said/{rank}") for rank in range(self.count) if rank != self.rank}
-        return "; ".join(f"process {rank}: {words}" for rank, words in said.items() if words)
+        return "; ".join(f"rank {rank}: {words}" for rank, words in said.items() if words)
 
     def _live(self) -> None:
         num = 0
-        with suppress(RuntimeError):  # whoever keeps the store is gone
+        with suppress(RuntimeError):  # the store's host is gone
             while True:
                 num += 1
                 time.sleep(_BEAT_S)
@@ -132,7 +132,7 @@ class Rendezvous:
         self.store.set(f"pulse/{self.rank}", f"{num} {os.getpid()} on {socket.gethostname()}")
 
     def _pulses(self) -> dict[int, tuple[str, str]]:
-        """The number of the last sign of life of each of the others, and who it is."""
+        """Return the last heartbeat number of each other rank, with its process and machine."""
         texts = {rank: self._text(f"pulse/{rank}") for rank in range(self.count) if rank != self.rank}
         parts = {rank: text.partition(" ") for rank, text in texts.items()}
         return {rank: (num, who) for rank, (num, _, who) in parts.items()}
@@ -140,13 +140,13 @@ class Rendezvous:
     def _text(self, key: str) -> str:
         try:
             return self.store.get(key).decode() if self.store.check([key]) else ""
-        except RuntimeError:  # whoever keeps the store is gone
+        except RuntimeError:  # the store's host is gone
             return ""
 
 
 def not_met(reason: str) -> LearnerError:
-    """What to say where the processes did not meet."""
+    """Return the error for a failed rendezvous."""
     return LearnerError(
-        f"The processes of the learner did not meet: {reason}",
-        "Where they need longer, raise training.learner.rank_timeout_s.",
+        f"The learner's rendezvous failed: {reason}",
+        "If ranks need longer, raise training.learner.rank_timeout_s.",
     )

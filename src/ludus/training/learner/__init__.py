@@ -1,1 +1,1 @@
-"""The forward and backward passes of one step: log-probabilities, loss, gradient, optimizer."""
+"""Forward and backward passes of a step: log-probabilities, loss, gradient, optimizer."""

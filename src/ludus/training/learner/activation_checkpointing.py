@@ -1,7 +1,7 @@
-"""Activation checkpointing: of each layer the input is kept, and what is inside computed again backward.
+"""Activation checkpointing: keep each layer's input and recompute the rest in the backward pass.
 
-transformers' layers do it themselves where they are told to, but only in training mode, which would also
-switch dropout on. So the layers alone are told, for the time of a forward pass; their parts stay as they are.
+transformers' layers support this only in training mode, which would also enable dropout. So only the layers'
+own flags are switched during a forward pass, and their submodules are not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Checkpointable(Protocol):
-    """What switches one of transformers' layers, `GradientCheckpointingLayer`."""
+    """Interface of transformers' `GradientCheckpointingLayer`."""
 
     training: bool
     gradient_checkpointing: bool
@@ -31,21 +31,21 @@ class Checkpointable(Protocol):
 
 
 def recomputable_layers(model: PreTrainedModel) -> list[Checkpointable]:
-    """The layers whose inside can be computed again. Raises UserError for a model that has none."""
+    """Return the layers that support checkpointing. Raises UserError if there are none."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise UserError(
-            f"{type(model).__name__} has no layers that can be computed again in the backward pass.",
-            "Leave out model.activation_checkpointing.",
+            f"{type(model).__name__} has no layers that support activation checkpointing.",
+            "Unset model.activation_checkpointing.",
         )
     return layers
 
 
 @contextmanager
 def recomputing(layers: Sequence[Checkpointable]) -> Iterator[None]:
-    """A forward pass within keeps the inputs of `layers` only; without gradient it is as ever."""
+    """Checkpoint `layers` in forward passes within the block; passes without gradient are unchanged."""
     if not layers or not torch.is_grad_enabled():
         yield
         return
@@ -66,7 +66,7 @@ def recomputing(layers: Sequence[Checkpointable]) -> Iterator[None]:
 def _contexts(layer: Checkpointable) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """Return the contexts of a layer's forward pass and of its recomputation.
 
-    The forward pass is in that of its caller; autograd runs the recomputation outside of any function mode.
+    The forward pass uses its caller's; autograd runs the recomputation outside of any function mode.
     """
     assert isinstance(layer, nn.Module)
     return nullcontext(), in_float64(layer)

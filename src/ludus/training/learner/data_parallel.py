@@ -1,4 +1,4 @@
-"""Microbatches of one process's part of the rows, for the models that train beside the policy."""
+"""Split rows over data-parallel ranks for models that train next to the policy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ludus.training.distributed.fsdp import is_sharded
 
 @dataclass(frozen=True)
 class DataParallelSplitter:
-    """Deals rows to the `ranks` that train `model`. Each calls it with all rows.
+    """Split rows over the `ranks` that train `model`. Every rank calls it with all rows.
 
-    `index` of a microbatch tells the places among all rows. Where the weights are split, each process has as
-    many microbatches as the others; some may be of no row.
+    A microbatch's `index` refers to all rows. If weights are sharded, all ranks get equally many
+    microbatches; some may be empty.
     """
 
     ranks: Collectives
@@ -27,7 +27,7 @@ class DataParallelSplitter:
     shared: bool = True
 
     def parts(self, rows: Sequence[Row]) -> list[Microbatch]:
-        """This process's microbatches."""
+        """Return this rank's microbatches."""
         parameter = next(self.model.parameters())
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         mine: Sequence[int] = range(len(rows))

@@ -1,7 +1,7 @@
-"""Passes of a float64 model in float64 throughout.
+"""Run float64 models in float64 throughout.
 
-The models of transformers compute norms, rotary angles, routers and some softmaxes in float32, whatever their
-weights are. Under `Float64` what they cast to float32 becomes float64.
+transformers computes norms, rotary angles, routers and some softmaxes in float32, whatever the weights' type.
+Under `Float64` casts to float32 become float64.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Float64(TorchFunctionMode):
-    """A mode in which casts to float32, and functions asked to compute in it, give float64."""
+    """Function mode that replaces float32 by float64 in casts and in `dtype` arguments."""
 
     def __torch_function__(
         self,
@@ -34,7 +34,7 @@ class Float64(TorchFunctionMode):
 
 
 def in_float64(module: nn.Module) -> AbstractContextManager[object]:
-    """Return `Float64()` if the weights of `module` are float64, else a context that does nothing."""
+    """Return `Float64()` if the weights of `module` are float64, otherwise a null context."""
     return Float64() if next(module.parameters()).dtype == torch.float64 else nullcontext()
 
 

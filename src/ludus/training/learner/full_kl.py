@@ -1,9 +1,9 @@
-"""The KL of whole distributions at some positions, in chunks: the table of all logits never exists.
+"""KL between full distributions in chunks, without the full table of logits.
 
-Both models bring the states below their output layers, `[A, H]` each. The logits of `rows` states at a time
-are made, used and dropped, and made again in the backward pass; no gradient flows to the second model. With
-`p` the first distribution, `q` the second and `D` the divergence, the gradient of the first logits is
-`p (log p - log q - D)` for `full_reverse`, `p - q` for `full_forward` (`algorithms.kl`).
+Inputs are the hidden states `[A, H]` of both models. The logits of `rows` states at a time are computed,
+used, dropped, and recomputed in the backward pass; no gradient flows to the second model. With `p` the first
+distribution, `q` the second and `D` the divergence, the gradient of the first logits is `p (log p - log q -
+D)` for `full_reverse`, `p - q` for `full_forward` (`algorithms.kl`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Divergence = Literal["full_reverse", "full_forward"]
 
 
 class HiddenStates(NamedTuple):
-    """What a model says at some positions: `hidden` `[A, H]` below its output layer `head`."""
+    """Hidden states of a model at some positions: `hidden` `[A, H]`, input of its output layer `head`."""
 
     hidden: Tensor
     head: LmHead
 
 
 class DivergenceTarget(NamedTuple):
-    """Another model's states at the positions that are asked for, and the divergence from them."""
+    """Another model's states at the scored positions, and the divergence to compute."""
 
     states: HiddenStates
     which: Divergence
@@ -50,9 +50,9 @@ class _Context(FunctionCtx):
 
 
 def divergence(own: HiddenStates, against: DivergenceTarget, *, rows: int | None = None) -> Tensor:
-    """`[A]` nats between the tempered distributions, in float32 or better, with gradient to `own`.
+    """Return `[A]` nats between tempered distributions, in float32 or better, with gradient to `own`.
 
-    `rows` positions make a chunk; None takes as many as have the logits of a chunk of the output layer.
+    `rows` is the chunk size; None uses that of the output layer.
     """
     head = own.head
     if rows is None:
@@ -63,7 +63,7 @@ def divergence(own: HiddenStates, against: DivergenceTarget, *, rows: int | None
 
 
 def _plain(states: HiddenStates) -> HiddenStates:
-    """Without gradient."""
+    """Detach the states."""
     head = states.head
     bias = None if head.bias is None else head.bias.detach()
     return HiddenStates(states.hidden.detach(), LmHead(head.weight.detach(), bias, head.temperature))
@@ -108,7 +108,7 @@ class _Divergence(torch.autograd.Function):
 
 
 def _slope(which: Divergence, tables: tuple[Tensor, Tensor], found: Tensor) -> Tensor:
-    """The gradient of the first tempered logits `[A, V]`; a token that the policy forbids has none."""
+    """Return the gradient of the first tempered logits `[A, V]`; 0 for tokens that the policy masks."""
     own, theirs = (torch.log_softmax(table, -1) for table in tables)
     if which == "full_forward":
         return own.exp() - theirs.exp()

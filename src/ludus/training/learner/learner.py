@@ -1,7 +1,7 @@
-"""The learner: from rows with advantages to new weights. It knows no environment and no tokenizer.
+"""Learner: update weights from rows with advantages. Independent of environment and tokenizer.
 
-The gradient is that of the whole batch, whatever the microbatches: each divides by the counts of the batch,
-once. Other models speak through named scorers (`reference`), so that the algorithm sees tensors only.
+The gradient is that of the whole batch however it is split: microbatches are normalized by batch counts.
+Other models are used through named scorers (`reference`), so that the algorithm only sees tensors.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ from ludus.training.learner.ref_and_teacher import (
 
 FULL_KL = "full_kl"
 SUM_PI_SQUARED = "sum_pi_squared"
-"""The name under which `ask` gives the KL of whole distributions to the reference."""
+"""Name under which `ask` returns the sum of squared probabilities."""
 CHOOSING_LOSSES = ("clip_cov", "kl_cov")
-"""Losses that treat some tokens apart, which are chosen over the whole batch."""
+"""Losses that select tokens over the whole batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerSettings:
-    """How a batch is worked through.
+    """Settings of a learner.
 
-    `microbatch_tokens` bounds the tokens of one forward pass. `trajectory_tokens` is the C of the
-    `constant` aggregation. With `old_logprobs` "engine" ratios divide by what the engine recorded. With
-    `halve_on_oom` a pass that runs out of memory is made again in smaller ones.
+    `microbatch_tokens` bounds the tokens of a forward pass. `trajectory_tokens` is the C of the `constant`
+    aggregation. If `old_logprobs` is "engine", ratios divide by the engine's log-probabilities. If
+    `halve_on_oom` is set, a pass that runs out of memory is retried with smaller microbatches.
     """
 
     microbatch_tokens: int = 4096
@@ -77,12 +77,12 @@ class LearnerSettings:
 
 @dataclass(frozen=True, slots=True)
 class CachedLogprobs:
-    """What is known of each row before its gradient, `[T]` each.
+    """Values of each row computed before its gradient, `[T]` each.
 
-    `proximal` are the log-probabilities of the weights at the start of the step; None means that the present
-    weights are those, so that the ratio is exactly 1. `chosen` marks tokens that were chosen over the batch.
-    `experts` are those that each token took then, as `RoutingReplay` has them. `others` are the
-    log-probabilities of other scorers, by their names; one that is not there is asked in every pass.
+    `proximal` are log-probabilities under the weights at the start of the step; None means that the weights
+    are unchanged, so the ratio is exactly 1. `chosen` marks tokens selected over the batch. `experts` are the
+    routed experts recorded by `RoutingReplay`. `others` are log-probabilities of other scorers by name;
+    missing ones are computed in every pass.
     """
 
     proximal: Sequence[Tensor] | None = None
@@ -91,7 +91,7 @@ class CachedLogprobs:
     others: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
     def of(self, index: Sequence[int]) -> CachedLogprobs:
-        """What is known of these rows."""
+        """Return the values of these rows."""
         return CachedLogprobs(
             None if self.proximal is None else [self.proximal[i] for i in index],
             None if self.chosen is None else [self.chosen[i] for i in index],
@@ -102,7 +102,7 @@ class CachedLogprobs:
 
 @dataclass
 class Learner:
-    """Takes optimiser steps on `scorer.model` by one algorithm."""
+    """Take optimizer steps on `scorer.model` with one algorithm."""
 
     scorer: LogprobScorer
     optimiser: Optimizer
@@ -120,22 +120,21 @@ class Learner:
         self.budget = TokenBudget(self.settings.microbatch_tokens, halve)
 
     def score(self, rows: Sequence[Row], *, keep: bool = False) -> list[Tensor]:
-        """Log-probabilities `[T]` of each row's training tokens under the present weights.
+        """Return log-probabilities `[T]` of each row's training tokens under the current weights.
 
-        With `keep` the next `train` on the same rows does not compute them again; the weights must not change
-        between the two.
+        With `keep` the next `train` on the same rows reuses them; the weights must not change in between.
         """
         return [scores.logprobs for scores in self.ask("", rows, keep=keep)]
 
     def entropies(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Entropies `[T]` in nats at each row's training tokens under the present weights."""
+        """Return entropies `[T]` in nats at each row's training tokens under the current weights."""
         found = self.ask("", rows, "value")
         return [scores.logprobs if scores.entropy is None else scores.entropy for scores in found]
 
     def ask(
         self, name: str, rows: Sequence[Row], entropy: Entropy = "none", *, keep: bool = False
     ) -> list[ScoredTokens]:
-        """The scores `[T]` of each row by the policy ("") or another scorer; `keep` as in `score`."""
+        """Return the scores `[T]` of each row by the policy ("") or another scorer; `keep` as in `score`."""
         with self.ranks.together(ScoreRows(name, rows, entropy, keep)):
             found = self._score_all(rows, self._scorer_of(name), entropy)[0]
             if keep:
@@ -143,26 +142,27 @@ class Learner:
             return found
 
     def _scorer_of(self, name: str) -> TokenScorer:
-        """A scorer by its name. Raises LearnerError for a full KL without a reference."""
+        """Return a scorer by name. Raises LearnerError for a full KL without a reference."""
         if name == SUM_PI_SQUARED:
             return SumPiSquared(self.scorer)
         if name != FULL_KL:
             return self.scorers[name] if name else self.scorer
         if "reference" not in self.scorers:
-            raise LearnerError("There is no reference to compare with.")
+            raise LearnerError("There is no reference model.")
         return FullKl(self.scorer, self._beside)
 
     def reference(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Log-probabilities `[T]` of each row's training tokens under the reference; kept for `train`.
+        """Return log-probabilities `[T]` of each row's training tokens under the reference, cached for
+        `train`.
 
-        Raises LearnerError without one.
+        Raises LearnerError without a reference.
         """
         if "reference" not in self.scorers:
-            raise LearnerError("There is no reference to compare with.")
+            raise LearnerError("There is no reference model.")
         return [scores.logprobs for scores in self.ask("reference", rows, keep=True)]
 
     def penalties(self, rows: Sequence[Row], proximal: Sequence[Tensor]) -> list[Tensor]:
-        """The KL estimate to the reference `[T]` of each row, 0 off its training tokens.
+        """Return the KL estimate to the reference `[T]` of each row, 0 off its training tokens.
 
         Raises LearnerError without a reference.
         """
@@ -176,12 +176,12 @@ class Learner:
         ]
 
     def train(self, rows: Sequence[Row], seed: int) -> dict[str, float]:
-        """Work through one batch of rows; gives the metrics over the tokens of all its optimiser steps.
+        """Train on one batch of rows; return the metrics over the tokens of all its optimizer steps.
 
-        Losses are means over these steps. `seed` orders the rows where there are several minibatches. Without
-        a row nothing changes. Raises LearnerError where loss or gradient is not finite; the weights are then
-        those of the last good step. With several processes `rows` are all rows or this one's part, which may
-        be empty, as `Collectives.whole` says, and the metrics are of all.
+        Losses are averaged over these steps. `seed` shuffles the rows if there are several minibatches. Does
+        nothing without rows. Raises LearnerError if loss or gradient is not finite; the weights are then
+        those of the last good step. With several ranks `rows` are all rows or this rank's part (possibly
+        empty), see `Collectives.whole`; metrics are global.
         """
         with self.ranks.together(TrainRows(rows, seed, self.algorithm)):
             try:
@@ -194,7 +194,7 @@ class Learner:
             return {}
         if not self.ranks.whole and self.algorithm.loss in CHOOSING_LOSSES:
             raise LearnerError(
-                f"The loss {self.algorithm.loss} chooses tokens of all rows, which each process needs."
+                f"The loss {self.algorithm.loss} selects tokens over all rows, so every rank needs all rows."
             )
         settings = self.settings
         known = self._start(rows, seed)
@@ -213,7 +213,7 @@ class Learner:
         return of_tokens | of_updates | {OLD_FROM_ENGINE: float(settings.old_logprobs == "engine")}
 
     def _start(self, rows: Sequence[Row], seed: int) -> CachedLogprobs:
-        """What the updates of a step have to know of the weights at its start."""
+        """Compute what the updates need from the weights at the start of the step."""
         settings, experts, others = self.settings, None, self._said_by_others(rows)
         if settings.old_logprobs == "engine":
             proximal = recorded_logprobs(rows)
@@ -234,12 +234,12 @@ class Learner:
         return AuxScorers(self.algorithm, self.scorers)
 
     def _known(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
-        """What a scorer said of these rows before, where every process knows it."""
+        """Return a scorer's cached values if every rank has them."""
         found = self._kept.get(name, rows)
         return found if all(self.ranks.gather(found is not None)) else None
 
     def _said_by_others(self, rows: Sequence[Row]) -> dict[str, Sequence[Tensor]]:
-        """What scorers that no update changes say of the rows, where it is known or read several times."""
+        """Return values of frozen scorers that are cached or needed several times."""
         found: dict[str, Sequence[Tensor]] = {}
         for name in self._beside.by_token:
             known = self._known(name, rows)
@@ -250,10 +250,10 @@ class Learner:
         return found
 
     def gradient(self, rows: Sequence[Row], known: CachedLogprobs | None = None) -> tuple[Statistics, int]:
-        """Put the gradient of a batch into the parameters' `.grad`; gives statistics and the tokens trained.
+        """Write the gradient of a batch to `.grad`; return statistics and the number of trained tokens.
 
-        With several processes all are those of the batch that they share. Raises LearnerError where memory
-        runs out over one row alone, and where a number of a row is not finite, by its name.
+        With several ranks all are those of the shared batch. Raises LearnerError if memory runs out on a
+        single row, or a row has a non-finite number.
         """
         self.scorer.model.eval()  # with dropout the ratio of an unchanged policy would not be 1
         mine = self._mine(rows)
@@ -291,13 +291,13 @@ class Learner:
         return functools.reduce(operator.add, everything), normaliser.tokens
 
     def _mine(self, rows: Sequence[Row]) -> Sequence[int]:
-        """The places of the rows that this process works on."""
+        """Return the indices of this rank's rows."""
         if not self.ranks.whole or self.ranks.count == 1:
             return range(len(rows))
         return balanced(rows, self.ranks.count, shared=self.scorer.shares_prefixes)[self.ranks.rank]
 
     def _split(self, rows: Sequence[Row], limit: int) -> list[Microbatch]:
-        """In as many parts as the others have, where weights are split: each pass is made together."""
+        """Split into microbatches; equally many on every rank if weights are sharded."""
         device = next(self.scorer.model.parameters()).device
         parts = microbatches(rows, limit, device, self._float, shared=self.scorer.shares_prefixes)
         if not self._sharded:
@@ -306,7 +306,7 @@ class Learner:
         return parts + [blank(device, self._float)] * (most - len(parts))
 
     def _check_finite(self, fault: str) -> None:
-        """Raise LearnerError in all processes where one has a fault; no gradient is left then."""
+        """Raise LearnerError on all ranks if one has a fault; gradients are cleared."""
         try:
             raise_together(fault, "Look for extreme rewards or log-probabilities in this step.", self.ranks)
         except LearnerError:
@@ -377,7 +377,7 @@ class Learner:
     def _score_all(
         self, rows: Sequence[Row], scorer: TokenScorer, entropy: Entropy = "none"
     ) -> tuple[list[ScoredTokens], list[Tensor] | None]:
-        """The scores of each row, `[T]`, and the experts of its tokens where these are being recorded."""
+        """Return the scores of each row, `[T]`, and its routed experts if they are recorded."""
         found: dict[int, ScoredTokens] = {}
         experts: dict[int, Tensor] = {}
         routing = self.scorer.routing
@@ -402,12 +402,12 @@ class Learner:
 
 
 def _asked(part: Microbatch, algorithm: Algorithm) -> Tensor:
-    """The tokens that the policy scores, `[B, L]`."""
+    """Return the mask of tokens that the policy scores, `[B, L]`."""
     return part.trains | part.observed if coefficient(algorithm, "echo") > 0 else part.trains
 
 
 def _said(batch: TokenBatch) -> dict[str, Tensor | None]:
-    """What models say of the tokens of a batch, `[B, L]` each, by its name in a sentence."""
+    """Return the model outputs of a batch, `[B, L]` each, by their names in messages."""
     return {
         "log-probability": batch.logprobs,
         "log-probability at the start of the step": batch.old_logprobs,
@@ -420,7 +420,7 @@ def _said(batch: TokenBatch) -> dict[str, Tensor | None]:
 
 
 def _scored(trains: Tensor) -> Tensor:
-    """`trains` without the first column: the first token of a row has no position that predicts it."""
+    """Return `trains` without the first column, which no position predicts."""
     scored = trains.clone()
     scored[:, 0] = False
     return scored
@@ -429,9 +429,9 @@ def _scored(trains: Tensor) -> Tensor:
 def choose_tokens(
     rows: Sequence[Row], proximal: Sequence[Tensor], algorithm: Algorithm, seed: int
 ) -> list[Tensor] | None:
-    """The tokens `[T]` of each row that a loss of covariances treats apart, chosen over all rows.
+    """Return the tokens `[T]` of each row that a covariance loss selects over all rows.
 
-    The choice depends on which rows there are and not on their order.
+    The selection does not depend on the order of rows.
     """
     if algorithm.loss not in CHOOSING_LOSSES:
         return None
@@ -459,7 +459,7 @@ def choose_tokens(
 
 
 def _metrics(updates: Sequence[Statistics]) -> dict[str, float]:
-    """The statistics of a step's updates under their public names; losses are means over the updates."""
+    """Return the public metrics of a step's updates; losses are averaged over the updates."""
     statistics = functools.reduce(operator.add, updates)
     clip, mismatch = statistics.clip, statistics.mismatch
     metrics = {

@@ -1,7 +1,6 @@
-"""What models said of rows before an update, kept until the weights change: nobody is asked twice.
+"""Cache of reference, teacher and old log-probabilities, cleared when the weights change.
 
-The numbers are those of the rows that were asked together, so they are given back for the same rows alone:
-another batch is computed in other microbatches, and rounds otherwise.
+Rounding depends on how rows are batched, so values are only returned for the same list of rows.
 """
 
 from __future__ import annotations
@@ -15,28 +14,28 @@ from torch import Tensor
 from ludus.training.batches.rows import Row
 
 _MOST = 8
-"""Answers that are kept at once: a step has fewer."""
+"""Maximum number of cached entries; a step needs fewer."""
 
 Asked = tuple[str, list[tuple[tuple[int, ...], tuple[bool, ...]]]]
 
 
 @dataclass
 class LogprobCache:
-    """Log-probabilities `[T]` of rows, by the name of who gave them."""
+    """Log-probabilities `[T]` of rows, by scorer name."""
 
     _found: deque[tuple[Asked, list[Tensor]]] = field(default_factory=lambda: deque(maxlen=_MOST))
 
     def keep(self, name: str, rows: Sequence[Row], logprobs: Sequence[Tensor]) -> None:
-        """Remember what `name` said of the rows."""
+        """Cache a scorer's values of the rows."""
         self._found.append((_asked(name, rows), list(logprobs)))
 
     def get(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
-        """What it said of exactly these rows in this order; None where it was not asked."""
+        """Return the values of exactly these rows in this order, or None."""
         wanted = _asked(name, rows)
         return next((logprobs for asked, logprobs in self._found if asked == wanted), None)
 
     def clear(self) -> None:
-        """Forget everything: the weights are others now."""
+        """Drop all entries because the weights have changed."""
         self._found.clear()
 
 

@@ -1,9 +1,8 @@
-"""Log-probabilities of given tokens under a Hugging Face causal language model, with gradient.
+"""Log-probabilities of tokens under a Hugging Face causal language model, with gradient.
 
-Rows are computed as one forest: no padding, and a prefix that several of them share is computed once. Only
-the positions that are asked for pass through the output layer, in chunks: a dialogue is mostly prompt and
-observation, and a row of logits is as wide as the vocabulary. Both are used for a model only if they
-reproduce its own logits on a trial; otherwise padded rows and full logits are computed and selected from.
+Rows are packed as a forest: no padding, shared prefixes computed once. Only scored positions pass through the
+output layer, in chunks. Both are used only if they reproduce the model's own logits on a trial; otherwise
+padded rows and full logits are used.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _TRIAL_TOKENS = 24
 
 
 class ScoredTokens(NamedTuple):
-    """`logprobs` and `entropy`, `[B, L]`, 0 where nothing was asked; column `t` speaks of token `t`."""
+    """`logprobs` and `entropy`, `[B, L]`, 0 where not scored; column `t` belongs to token `t`."""
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -43,10 +42,9 @@ class ScoredTokens(NamedTuple):
 
 @dataclass
 class LogprobScorer:
-    """Scores tokens under `model` at `temperature`: what a learner, a reference or a teacher is made of.
+    """Score tokens under `model` at `temperature`; used by the learner, the reference and the teacher.
 
-    With `recompute` the states inside of a layer are computed again in the backward pass. `routing` is told
-    where the rows stand in each pass.
+    `recompute` enables activation checkpointing. `routing` receives the position of rows in each pass.
     """
 
     model: PreTrainedModel
@@ -64,24 +62,23 @@ class LogprobScorer:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether rows are computed as a forest; otherwise they are padded."""
+        """Whether rows are packed as a forest; otherwise they are padded."""
         return self._planted
 
     def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> ScoredTokens:
-        """Log-probability (natural log, float32 or better) of the tokens `[B, L]` marked in `asked`.
+        """Return log-probabilities (natural, float32 or better) of the tokens `[B, L]` marked in `asked`.
 
-        A token is scored from the position before it; the first of a row cannot be and scores 0. What stands
-        after the last token that a row is asked for does not matter. `entropy` adds that of the whole
-        distribution, in nats.
+        The first token of a row has no context and scores 0. Tokens after a row's last marked one are
+        ignored. `entropy` adds the entropy of the full distribution, in nats.
         """
         return self.compare(tokens, asked, entropy, {})[0]
 
     def compare(
         self, tokens: Tensor, asked: Tensor, entropy: Entropy, against: Mapping[str, DivergenceTarget]
     ) -> tuple[ScoredTokens, dict[str, Tensor]]:
-        """The scores, and by name the divergences `[B, L]` from what other models say at the same positions.
+        """Return the scores, and by name the divergences `[B, L]` from other models at the same positions.
 
-        Raises LearnerError for divergences where states cannot be read.
+        Raises LearnerError for divergences if the model's hidden states are unavailable.
         """
         rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
         self._check_routing(tokens)
@@ -106,9 +103,9 @@ class LogprobScorer:
 
     @torch.no_grad()
     def distributions(self, tokens: Tensor, asked: Tensor) -> HiddenStates:
-        """What it says before the tokens marked in `asked`, in the order of rows and columns.
+        """Return the states that predict the tokens marked in `asked`, in row-major order.
 
-        Raises LearnerError where states cannot be read.
+        Raises LearnerError if the model's hidden states are unavailable.
         """
         head = self._whole_head()
         rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
@@ -119,32 +116,32 @@ class LogprobScorer:
     def _scores_and_divergences(
         self, tokens: Tensor, at: Positions, entropy: Entropy, against: Mapping[str, DivergenceTarget]
     ) -> tuple[TokenScores, dict[str, Tensor]]:
-        """Scores and divergences `[A]` after the positions `at`, from one pass."""
+        """Return scores and divergences `[A]` after the positions `at`, from one pass."""
         head, targets = self._whole_head(), tokens[at[0], at[1] + 1]
         hidden = self.states(tokens, at)
         found = {name: divergence(HiddenStates(hidden, head), other) for name, other in against.items()}
         return head.score(hidden, targets, entropy), found
 
     def _whole_head(self) -> LmHead:
-        """The output layer. Raises LearnerError where whole distributions cannot be compared."""
+        """Return the output layer. Raises LearnerError if full distributions are unavailable."""
         if not self._planted or self._head is None or is_sharded(self.model):
             raise LearnerError(
-                f"Whole distributions of {type(self.model).__name__} cannot be compared here: its states "
-                "cannot be read, or its weights are split.",
-                "Take the algorithm.kl k3 or the loss distill, or training.learner.shard = false.",
+                f"Full distributions of {type(self.model).__name__} are unavailable: its hidden states "
+                "cannot be read, or its weights are sharded.",
+                "Use algorithm.kl = k3, the loss distill, or training.learner.shard = false.",
             )
         return LmHead(self._head.weight, self._head.bias, self.temperature)
 
     def _check_routing(self, tokens: Tensor) -> None:
-        """Raise LearnerError for trajectories that branch where experts are replayed, row by row."""
+        """Raise LearnerError for branching trajectories if experts are replayed."""
         if self.routing is not None and bool((tokens == BREAK).any()):
             raise LearnerError(
-                "The experts of a trajectory that branches cannot be replayed.",
+                "Routing replay does not support branching trajectories.",
                 "Set training.learner.replay_routing = false.",
             )
 
     def _idle(self, device: torch.device) -> Tensor:
-        """0, after a pass of one token: processes that share the weights make their passes together."""
+        """Return 0 after a pass of one token: with sharded weights all ranks make every pass."""
         nowhere = torch.zeros(1, dtype=torch.int64, device=device)
         found = self._planted_scores if self._planted else self._padded_scores
         scores = found(torch.zeros(1, 2, dtype=torch.int64, device=device), (nowhere, nowhere))
@@ -158,7 +155,7 @@ class LogprobScorer:
     def _planted_scores(
         self, tokens: Tensor, at: tuple[Tensor, Tensor], entropy: Entropy = "none"
     ) -> TokenScores:
-        """Scores `[A]` of the tokens after the positions `at` (rows, columns), shared ones computed once."""
+        """Return scores `[A]` of the tokens after the positions `at` (rows, columns), using a forest."""
         rows, columns = at
         index, forest = self._plant(tokens, at)
         states, targets = index, tokens[rows, columns + 1]
@@ -171,7 +168,7 @@ class LogprobScorer:
             assert self._head is not None
             head = LmHead(self._head.weight, self._head.bias, self.temperature)
             found = head.score(self._hidden(forest)[states], targets, entropy)
-            return TokenScores(found.logprobs.clone(), found.entropy)  # a view would do for no hooks
+            return TokenScores(found.logprobs.clone(), found.entropy)  # hooks may not return a view
 
         scores = within(self.model, scored)
         if back is None:
@@ -179,7 +176,7 @@ class LogprobScorer:
         return TokenScores(scores.logprobs[back], None if scores.entropy is None else scores.entropy[back])
 
     def states(self, tokens: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
-        """The states `[A, H]` below the output layer at positions `at` (rows, columns) of `tokens` `[B, L]`.
+        """Return the hidden states `[A, H]` at positions `at` (rows, columns) of `tokens` `[B, L]`.
 
         For models that share prefixes.
         """
@@ -193,7 +190,7 @@ class LogprobScorer:
         return self._body
 
     def _plant(self, tokens: Tensor, at: tuple[Tensor, Tensor]) -> tuple[Tensor, forests.PrefixForest]:
-        """The forest of the rows up to the last position asked for, and where the positions stand in it."""
+        """Return the forest of the rows up to the last scored position, and the positions in it."""
         tokens, (rows, columns) = apart(tokens, at)
         lengths = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
         lengths.scatter_reduce_(0, rows, columns + 1, "amax")
@@ -203,11 +200,13 @@ class LogprobScorer:
         return torch.cat(forest.places)[offsets[rows] + columns], forest
 
     def _hidden(self, forest: forests.PrefixForest) -> Tensor:
-        """The states `[T, H]` below the output layer."""
+        """Return the hidden states `[T, H]`."""
         assert self._body is not None
         if self.routing is not None:
             self.routing.place(forest.places, forest.num_tokens)
-        unused = torch.zeros(1, 1, 1, 1, device=forest.tokens.device)  # four axes: handed on as it is
+        unused = torch.zeros(
+            1, 1, 1, 1, device=forest.tokens.device
+        )  # a 4-D mask is passed through unchanged
         with recomputing(self._layers):
             states: Tensor = self._body(
                 input_ids=forest.tokens,
@@ -234,9 +233,9 @@ class LogprobScorer:
 
     @torch.no_grad()
     def _trial(self) -> bool:
-        """Whether the forest of three short sequences gives the model's own log-probabilities.
+        """Return whether a forest of three short sequences reproduces the model's log-probabilities.
 
-        From here on the model's attention is the forest's, which without a forest is its own.
+        Sets the model's attention to the forest implementation, which equals its own without a forest.
         """
         before = self.model.config._attn_implementation
         if before not in ("sdpa", forests.NAME):
@@ -268,10 +267,10 @@ class LogprobScorer:
 
 @contextmanager
 def own_types(model: nn.Module) -> Iterator[None]:
-    """A context in which passes compute in the model's own types, under a caller's autocast too.
+    """Run passes in the model's own types, also under a caller's autocast.
 
-    A pass under it and one without would give an unchanged policy a ratio that is not 1. A model in float64
-    computes in float64 throughout.
+    Mixing passes with and without autocast would give an unchanged policy a ratio other than 1. A float64
+    model computes in float64 throughout.
     """
     device = next(model.parameters()).device.type
     with torch.autocast(device, enabled=False), in_float64(model):
@@ -284,13 +283,13 @@ def _placed(values: Tensor, at: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
 
 
 def _body(model: PreTrainedModel) -> nn.Module | None:
-    """The model below its output layer; adapters act inside of it."""
+    """Return the model below its output layer, including active adapters, or None."""
     inner: PreTrainedModel = model.get_base_model() if is_peft(model) else model
     body: nn.Module = inner.base_model
     return None if body is inner else body
 
 
 def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
-    """The output layer where it is a matrix and nothing else."""
+    """Return the output layer if it is a plain linear layer, otherwise None."""
     head = model.get_output_embeddings()
     return head if type(head) in (nn.Linear, OneDnnLinear) else None

@@ -1,7 +1,7 @@
-"""The token budget of a pass, halved where memory runs out.
+"""Token budget of a pass, halved when memory runs out.
 
-The gradient does not depend on how a batch is split, so a pass that did not fit is made again in smaller
-ones, from its beginning: only time is lost.
+The gradient does not depend on how a batch is split, so a pass that ran out of memory is retried from its
+beginning with smaller microbatches.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ REMEDY = "Set model.activation_checkpointing, lower rollout.max_tokens, or train
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error of torch means that there is no memory left, on a GPU or on the CPU."""
+    """Return whether a torch error means out of memory, on GPU or CPU."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 @contextmanager
 def naming_what_to_change() -> Iterator[None]:
-    """Around a whole stage: memory that runs out where nothing is made again is told with what to change."""
+    """Convert an out-of-memory error of a whole stage into an error with a hint."""
     try:
         yield
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
         raise LearnerError(
-            f"Memory ran out: {str(error).splitlines()[0]}",
+            f"Out of memory: {str(error).splitlines()[0]}",
             f"Lower microbatch_tokens in the section of the stage. {REMEDY}",
         ) from error
 
 
 @dataclass
 class TokenBudget:
-    """At most `tokens` in one forward pass. With `halve` the number falls where memory runs out."""
+    """At most `tokens` per forward pass. With `halve` the number is halved when memory runs out."""
 
     tokens: int
     halve: bool = True
@@ -55,10 +55,9 @@ class TokenBudget:
         undo: Callable[[], None],
         ranks: Collectives = ONE_PROCESS,
     ) -> None:
-        """Do `work` on each part of `split(tokens)`, all of it again after `undo` where memory runs out.
+        """Run `work` on each part of `split(tokens)`; if memory runs out, call `undo` and start over.
 
-        Raises LearnerError where it runs out over one row alone, in all of `ranks` where it does in one: the
-        others would wait for that one.
+        Raises LearnerError if memory runs out on a single row, on all `ranks` if it does on one of them.
         """
         fault, hint = "", ""
         try:
@@ -79,7 +78,7 @@ class TokenBudget:
                 torch.cuda.empty_cache()
             self.tokens = max(1, min(self.tokens, failed) // 2)
             log.warning(
-                "Out of memory over %d tokens: the pass is made again with at most %d. "
+                "Out of memory over %d tokens: retrying the pass with at most %d. "
                 "Set training.microbatch_tokens = %d, or model.activation_checkpointing.",
                 failed,
                 self.tokens,
@@ -89,7 +88,7 @@ class TokenBudget:
     def _first_that_fails(
         self, parts: Sequence[Microbatch], work: Callable[[Microbatch], None]
     ) -> int | None:
-        """The tokens, padding included, of the part over which memory ran out."""
+        """Return the token count, with padding, of the part that ran out of memory, or None."""
         for part in parts:
             try:
                 work(part)
@@ -98,7 +97,7 @@ class TokenBudget:
                     raise
                 if len(part.index) == 1:
                     raise LearnerError(
-                        f"One row of {part.tokens.shape[1]} tokens does not fit into the memory.", REMEDY
+                        f"One row of {part.tokens.shape[1]} tokens does not fit into memory.", REMEDY
                     ) from error
                 return part.tokens.numel()
         return None

@@ -1,8 +1,7 @@
-"""Mixtures of experts: the experts that tokens took, recorded in one pass and kept to in later ones.
+"""Routing replay for mixtures of experts: record the experts of one pass and reuse them in later ones.
 
-A ratio compares two probabilities of a token. Where an update moves the token to another expert, the two are
-of different sub-models, and the ratio jumps. With the experts of the first pass of a step replayed in its
-later ones only the weights differ; the router still learns, through the weights of its experts.
+If an update reroutes a token, its old and new probability come from different sub-models and the ratio jumps.
+Replaying the first pass's experts avoids this; the router still learns through the experts' weights.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROUTERS = ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter")
-"""Routers of transformers whose experts are weighed by the softmax over all, normalised or not."""
+"""Supported routers of transformers: softmax over all experts, normalized or not."""
 
 RouterOutput = tuple[Tensor, Tensor, Tensor]
-"""Logits `[T, E]` of the experts; weights `[T, k]` and numbers `[T, k]` of the chosen ones."""
+"""Logits `[T, E]` of the experts; weights `[T, k]` and indices `[T, k]` of the chosen ones."""
 
 
 @dataclass
 class RoutingReplay:
-    """The routers of a model. A row's experts are `[R, n, k]`: routers, its tokens, experts a token.
+    """Routers of a model. A row's experts are `[R, n, k]`: routers, tokens, experts per token.
 
-    A token that stands for several rows (a shared prefix) takes the experts of one of them.
+    A token shared by several rows (a common prefix) uses the experts of one of them.
     """
 
     routers: Sequence[nn.Module]
@@ -43,12 +42,12 @@ class RoutingReplay:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> RoutingReplay:
-        """Raises UserError for a model without routers that are known."""
+        """Build from a model. Raises UserError if it has no supported router."""
         routers = [module for module in model.modules() if type(module).__name__ in ROUTERS]
         if not routers:
             raise UserError(
-                f"{type(model).__name__} has no router whose experts can be replayed.",
-                f"Leave out training.learner.replay_routing. Known are {', '.join(ROUTERS)}.",
+                f"{type(model).__name__} has no router that supports routing replay.",
+                f"Unset training.learner.replay_routing. Supported: {', '.join(ROUTERS)}.",
             )
         return cls(routers, [bool(router.norm_topk_prob) if _chooses(router) else True for router in routers])
 
@@ -58,7 +57,7 @@ class RoutingReplay:
         return self._taken is not None
 
     def place(self, places: Sequence[Tensor], num_tokens: int) -> None:
-        """Say where each token of each row stands in the next pass over `num_tokens` tokens."""
+        """Set where each token of each row is in the next pass over `num_tokens` tokens."""
         self._places = places
         if self._rows is None:
             return
@@ -74,14 +73,14 @@ class RoutingReplay:
         self._wanted = wanted
 
     def taken(self) -> list[Tensor]:
-        """The experts of each row in the last pass, `[R, n, k]`; empty for a row without a place."""
+        """Return the experts of each row in the last pass, `[R, n, k]`; empty for rows without tokens."""
         assert self._taken is not None
         table = torch.stack(self._taken)
         return [table[:, place] for place in self._places]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Passes within are recorded; `taken` tells of the last."""
+        """Record the experts of passes within the block; `taken` returns those of the last."""
         self._taken = [torch.empty(0)] * len(self.routers)
         try:
             with self._hooked(self._record):
@@ -91,7 +90,7 @@ class RoutingReplay:
 
     @contextmanager
     def following(self, rows: Sequence[Tensor]) -> Iterator[None]:
-        """One pass over these rows, forward and backward, takes their experts."""
+        """Replay the experts of these rows in one forward and backward pass."""
         self._rows = rows
         try:
             with self._hooked(self._replace):
@@ -127,13 +126,13 @@ class RoutingReplay:
 
 
 def _chooses(router: nn.Module) -> bool:
-    """Whether the router has a switch for normalised weights; Mixtral's always normalises."""
+    """Return whether the router can disable weight normalization; Mixtral's cannot."""
     return type(router).__name__ != "MixtralTopKRouter"
 
 
 @contextmanager
 def recording(routing: RoutingReplay | None) -> Iterator[None]:
-    """`RoutingReplay.recording` where there is a routing."""
+    """Enter `RoutingReplay.recording` unless `routing` is None."""
     if routing is None:
         yield
         return
@@ -143,7 +142,7 @@ def recording(routing: RoutingReplay | None) -> Iterator[None]:
 
 @contextmanager
 def following(routing: RoutingReplay | None, rows: Sequence[Tensor] | None) -> Iterator[None]:
-    """`RoutingReplay.following` where there is a routing and something to follow."""
+    """Enter `RoutingReplay.following` if there is a routing with recorded experts."""
     if routing is None or rows is None:
         yield
         return

@@ -1,7 +1,6 @@
-"""Ratios that divide by what the engine recorded, in place of a pass of the learner's own.
+"""Use the engine's log-probabilities as the old policy in ratios, which saves the learner's own pass.
 
-The recorded log-probabilities are then the proximal policy: no forward pass before the first of several
-updates. They have to be the learner's to rounding, which the parity check before the first step sees to.
+They must equal the learner's up to rounding, which the parity check before the first step verifies.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from ludus.training.batches.rows import Row
 OldLogprobs = Literal["recomputed", "engine"]
 
 OLD_FROM_ENGINE: Final = "policy/old_from_engine"
-"""1 where ratios divide by what the engine recorded, 0 where the learner computed it."""
+"""Metric: 1 if ratios divide by the engine's log-probabilities, 0 if the learner recomputed them."""
 
 
 def recorded_logprobs(rows: Sequence[Row]) -> list[Tensor]:
-    """What the engine recorded of each row, `[T]` float64, 0 off its sampled tokens."""
+    """Return the engine's log-probabilities of each row, `[T]` float64, 0 off its sampled tokens."""
     return [torch.tensor(row.behavior, dtype=torch.float64) for row in rows]
 
 
 def check_old_logprobs(config: Config, algorithm: Algorithm) -> None:
-    """Raise ConfigError where the engine's log-probabilities cannot stand for the learner's."""
+    """Raise ConfigError if the engine's log-probabilities cannot replace the learner's."""
     if config.training.learner.old_logprobs != "engine":
         return
     reason = ""
@@ -39,13 +38,13 @@ def check_old_logprobs(config: Config, algorithm: Algorithm) -> None:
     elif algorithm.advantage in BEHAVIOUR_ADVANTAGES:
         reason = f"algorithm.advantage = {algorithm.advantage!r} compares the two"
     elif sampling_params(config.rollout, config.rollout.temperature).cuts or config.rollout.guided_tools:
-        reason = "actions are sampled from a cut distribution (rollout.top_p, top_k, min_p, guided_tools)"
+        reason = "sampling is truncated (rollout.top_p, top_k, min_p, guided_tools)"
     elif not config.training.mask_observations:
-        reason = "observations train (training.mask_observations is off), and nothing is recorded of them"
+        reason = "observations train (training.mask_observations is off) and have no log-probabilities"
     elif config.training.learner.replay_routing:
-        reason = "training.learner.replay_routing records experts in the pass that this leaves out"
+        reason = "training.learner.replay_routing records experts in the pass that this skips"
     if reason:
         raise ConfigError(
-            f"training.learner.old_logprobs = 'engine' cannot be: {reason}.",
+            f"training.learner.old_logprobs = 'engine' is not possible: {reason}.",
             "Set training.learner.old_logprobs = 'recomputed'.",
         )

@@ -1,4 +1,4 @@
-"""AdamW with a schedule that is a function of the step alone, so that a resumed run needs no memory of it."""
+"""AdamW with a learning rate schedule that depends on the step alone, so it needs no checkpoint state."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ludus.training.distributed.fsdp import local, put, whole
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 SectionOfOptimiser = TrainingConfig | SftConfig | PreferenceConfig | RftConfig | RewardModelConfig
-"""The sections that set an optimiser, by the same names."""
+"""Config sections with optimizer settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """Learning rate (peak), its schedule over `total_steps`, and AdamW's numbers."""
+    """Peak learning rate, its schedule over `total_steps`, and AdamW's parameters."""
 
     learning_rate: float
     total_steps: int
@@ -39,7 +39,7 @@ class OptimizerSettings:
 
     @classmethod
     def of(cls, config: SectionOfOptimiser, total_steps: int) -> OptimizerSettings:
-        """The settings of a configuration section."""
+        """Build from a configuration section."""
         return cls(
             learning_rate=config.learning_rate,
             total_steps=total_steps,
@@ -52,7 +52,7 @@ class OptimizerSettings:
         )
 
     def rate(self, step: int) -> float:
-        """The learning rate of optimiser step `step`, counted from 0."""
+        """Return the learning rate of optimizer step `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         span = max(1, self.total_steps - self.warmup_steps)
@@ -65,12 +65,12 @@ class OptimizerSettings:
 
 
 class Optimizer:
-    """AdamW over the parameters that require a gradient. Matrices decay, vectors do not.
+    """AdamW over the trainable parameters. Weight decay applies to matrices, not vectors.
 
-    `ranks` are the processes that train the same model; what is split between them stays split here.
+    `ranks` train the same model; sharded parameters have sharded state.
 
-    With `masters` a parameter of less than 32 bits is moved as a float32 copy, the moments are float32, and
-    the parameter is the copy, rounded. An update below the parameter's resolution then adds up.
+    With `masters` a parameter of less than 32 bits is updated through a float32 master copy with float32
+    moments, so that updates below its resolution accumulate.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Optimizer:
 
     @property
     def parameters(self) -> Iterable[nn.Parameter]:
-        """What is trained."""
+        """Return the trained parameters."""
         return self._named.values()
 
     def clear(self) -> None:
@@ -115,18 +115,18 @@ class Optimizer:
 
     @property
     def bytes_to_come(self) -> int:
-        """What the first step will add to the memory: the moments, where they are not there yet.
+        """Return the memory that the first step will allocate for moments; 0 once they exist.
 
-        The gradients of master weights are not counted: when they are made, the activations are gone.
+        Gradients of master weights are excluded: activations are freed before they are allocated.
         """
         if self._adamw.state:
             return 0
         return sum(2 * local(p).numel() * p.element_size() for p in self._moved.values())
 
     def step(self) -> float:
-        """Clip the gradients, take one step, clear them. Gives the norm before clipping.
+        """Clip the gradients, take one step and clear them; return the norm before clipping.
 
-        Raises LearnerError, with the weights untouched, where the norm is not finite.
+        Raises LearnerError, leaving the weights unchanged, if the norm is not finite.
         """
         self._hand_over()
         moved = [p for p in self._moved.values() if p.grad is not None]
@@ -136,7 +136,7 @@ class Optimizer:
         if not math.isfinite(norm):
             self.clear()
             raise LearnerError(
-                f"The gradient norm is {norm} at optimiser step {self.num_steps}.",
+                f"The gradient norm is {norm} at optimizer step {self.num_steps}.",
                 "Lower the learning rate, or look for extreme rewards in the rollouts of this step.",
             )
         for group in self._adamw.param_groups:
@@ -150,9 +150,9 @@ class Optimizer:
         return norm
 
     def step_together(self, fault: str, hint: str) -> float:
-        """Sum the gradients of the processes, then `step`.
+        """All-reduce the gradients, then `step`.
 
-        Raises LearnerError in all of them where one has a fault (a sentence; empty: none).
+        Raises LearnerError on all ranks if one has a `fault` (message; empty: none).
         """
         try:
             raise_together(fault, hint, self.ranks)
@@ -163,7 +163,7 @@ class Optimizer:
         return self.step()
 
     def _hand_over(self) -> None:
-        """Move the gradients to the master weights; before the first step these are the present weights."""
+        """Move the gradients to the master weights, which are created before the first step."""
         for name, master in self._masters.items():
             parameter = self._named[name]
             if self.num_steps == 0:
@@ -172,7 +172,7 @@ class Optimizer:
                 master.grad, parameter.grad = parameter.grad.float(), None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The moments by parameter name, and the master weights, as plain tensors."""
+        """Return the moments by parameter name, and the master weights, as plain tensors."""
         moments = {
             f"{kind}/{name}": self._adamw.state[moved][kind]
             for name, moved in self._moved.items()
@@ -182,14 +182,14 @@ class Optimizer:
         return moments | {f"master/{name}": m for name, m in self._masters.items() if self.num_steps}
 
     def blank_state(self) -> dict[str, torch.Tensor]:
-        """What `state` gives after a step, in its shapes, types and split; the numbers are zeros."""
+        """Return zeros in the shapes, types and sharding of `state` after a step."""
         moments = {
             f"{kind}/{name}": torch.zeros_like(m) for name, m in self._moved.items() for kind in _MOMENTS
         }
         return moments | {f"master/{name}": torch.zeros_like(m) for name, m in self._masters.items()}
 
     def load_state(self, state: dict[str, torch.Tensor], num_steps: int) -> None:
-        """Put back what `state` gave after `num_steps` steps. Raises LearnerError for other parameters."""
+        """Restore `state` saved after `num_steps` steps. Raises LearnerError if parameters differ."""
         self.num_steps = num_steps
         if num_steps == 0:
             return
@@ -198,10 +198,8 @@ class Optimizer:
         if set(state) != expected:
             odd = sorted(expected ^ set(state))[0]
             raise LearnerError(
-                f"The optimiser state does not fit the model: {odd}.",
-                "Resume with the model.master_weights that the run was started with."
-                if odd.startswith("master/")
-                else "",
+                f"The optimizer state does not match the model: {odd}.",
+                "Resume with the run's original model.master_weights." if odd.startswith("master/") else "",
             )
         for name, moved in self._moved.items():
             moments = {kind: torch.zeros_like(moved) for kind in _MOMENTS}

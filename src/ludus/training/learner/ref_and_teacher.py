@@ -1,4 +1,4 @@
-"""What models beside the policy say of its rows: the reference and the teacher, token by token or whole."""
+"""Scores of the reference and the teacher, per token or over full distributions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ludus.training.learner.full_kl import Divergence, DivergenceTarget, HiddenS
 from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens
 
 OTHERS = ("reference", "teacher")
-"""Scorers that no update changes."""
+"""Frozen scorers."""
 
 
 class TokenScorer(Protocol):
-    """Anything that gives log-probabilities `[B, L]` of given tokens: a reference, a teacher.
+    """Interface of models that score tokens `[B, L]`, such as a reference or a teacher.
 
-    `distributions` is what it says before the tokens that are asked for, for divergences of all of it.
+    `distributions` returns full distributions at the scored tokens.
     """
 
     def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> ScoredTokens: ...
@@ -32,10 +32,9 @@ class TokenScorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AuxLogprobs:
-    """What models beside the policy say of one microbatch.
+    """Outputs of the auxiliary models on one microbatch.
 
-    Log-probabilities `[B, L]` of the reference and the teacher, or what the policy's whole distributions are
-    compared with, by their names.
+    Log-probabilities `[B, L]` of reference and teacher, or targets of full divergences, by name.
     """
 
     reference: Tensor | None = None
@@ -45,14 +44,14 @@ class AuxLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class AuxScorers:
-    """The scorers of an algorithm beside its policy."""
+    """Scorers of an algorithm besides its policy."""
 
     algorithm: Algorithm
     scorers: Mapping[str, TokenScorer]
 
     @property
     def compared_whole(self) -> dict[str, Divergence]:
-        """Those whose whole distributions are read, and which divergence from them."""
+        """Return the scorers that are compared over full distributions, with their divergence."""
         found: dict[str, Divergence] = {}
         if self.algorithm.loss == "distill_full" and "teacher" in self.scorers:
             found["teacher"] = "full_reverse"
@@ -63,18 +62,18 @@ class AuxScorers:
 
     @property
     def by_token(self) -> list[str]:
-        """Those that are read token by token."""
+        """Return the scorers that are read token by token."""
         return [name for name in OTHERS if name in self.scorers and name not in self.compared_whole]
 
     def against(self, tokens: Tensor, asked: Tensor) -> dict[str, DivergenceTarget]:
-        """What whole distributions are compared with at the tokens that are asked for."""
+        """Return the divergence targets at the scored tokens."""
         return {
             name: DivergenceTarget(self.scorers[name].distributions(tokens, asked), which)
             for name, which in self.compared_whole.items()
         }
 
     def say(self, part: Microbatch, known: Mapping[str, Sequence[Tensor]], asked: Tensor) -> AuxLogprobs:
-        """What they say of a microbatch; `known` has it for some of them, `[T]` a row."""
+        """Return the scores of a microbatch; `known` holds cached ones, `[T]` a row."""
         found: dict[str, Tensor] = {}
         for name in self.by_token:
             if name in known:
@@ -87,23 +86,23 @@ class AuxScorers:
 
 @dataclass(frozen=True, slots=True)
 class FullKl:
-    """The full KL to the reference in the place of log-probabilities."""
+    """Scorer that returns the full KL to the reference instead of log-probabilities."""
 
     policy: LogprobScorer
     beside: AuxScorers
 
     def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> ScoredTokens:
-        """The divergence at each token that is asked for."""
+        """Return the divergence at each scored token."""
         found, apart = self.policy.compare(tokens, asked, entropy, self.beside.against(tokens, asked))
         return ScoredTokens(apart["reference"], found.entropy)
 
     def distributions(self, tokens: Tensor, asked: Tensor) -> HiddenStates:
-        """Those of the policy."""
+        """Return the policy's distributions."""
         return self.policy.distributions(tokens, asked)
 
 
 def table_of(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor:
-    """Values `[T]` of each row as `[B, L]` of a microbatch, as `like` is, without gradient."""
+    """Pad values `[T]` of each row to `[B, L]` of a microbatch, typed as `like`, without gradient."""
     padded = torch.zeros_like(like)
     for place, i in enumerate(part.index):
         padded[place, : len(values[i])] = values[i].to(padded)
@@ -112,13 +111,13 @@ def table_of(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor
 
 @dataclass(frozen=True, slots=True)
 class SumPiSquared:
-    """The sum of squared probabilities before each token in the place of log-probabilities."""
+    """Scorer that returns the sum of squared probabilities instead of log-probabilities."""
 
     policy: LogprobScorer
 
     @torch.no_grad()
     def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> ScoredTokens:
-        """The sum at each token that is asked for."""
+        """Return the sum at each scored token."""
         states = self.policy.distributions(tokens, asked)
         rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
         size = max(1, CHUNK_LOGITS // states.head.weight.shape[0])
@@ -129,5 +128,5 @@ class SumPiSquared:
         return ScoredTokens(found, None)
 
     def distributions(self, tokens: Tensor, asked: Tensor) -> HiddenStates:
-        """Those of the policy."""
+        """Return the policy's distributions."""
         return self.policy.distributions(tokens, asked)

@@ -1,1 +1,1 @@
-"""Models that grade states: critics, outcome critics, PRIME, reward models."""
+"""Value models: critics, outcome critics, PRIME, reward models."""

@@ -1,7 +1,6 @@
-"""A model of states: a body with a few numbers per state in place of the output layer.
+"""Base of value models: a transformer body with a scalar head instead of the output layer.
 
-What a critic is made of, whatever its numbers mean; and what every model that trains beside the policy leaves
-in a checkpoint.
+Also defines the checkpoint format of all models that train next to the policy.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StateSettings:
-    """How states are read: in passes of `microbatch_tokens`; `recompute` is activation checkpointing.
+    """Settings of a value model: `microbatch_tokens` per pass; `recompute` is activation checkpointing.
 
-    `on_policy`: the states are the policy's own as it is in that moment, and the head alone learns.
+    `on_policy`: the states are those of the current policy, and only the head is trained.
     """
 
     microbatch_tokens: int = 4096
@@ -40,9 +39,9 @@ class StateSettings:
 
 
 class StateModel:
-    """A body, a head of `outputs` numbers that begins at zero, and the optimiser of what learns.
+    """Body, zero-initialized head with `outputs` values, and optimizer.
 
-    The body is a copy of the policy's that learns with the head, or the policy's own, which it leaves alone.
+    The body is a trained copy of the policy's, or the policy's own, left unchanged.
     """
 
     def __init__(
@@ -53,8 +52,8 @@ class StateModel:
         settings: StateSettings = StateSettings(),
         ranks: Collectives = ONE_PROCESS,
     ) -> None:
-        """Raises UserError for a model whose hidden states cannot be read row by row."""
-        hint, again = "Choose an algorithm without a critic.", settings.recompute
+        """Raise UserError if the model's hidden states are unavailable."""
+        hint, again = "Use an algorithm without a critic.", settings.recompute
         body = policy if settings.on_policy else copy.deepcopy(policy)
         self._states = HeadModel(body.eval(), "critic", hint, outputs, recompute=again)
         self.head = self._states.head
@@ -70,13 +69,13 @@ class StateModel:
         self._dealer = DataParallelSplitter(ranks, self.model, settings.microbatch_tokens)
 
     def parts(self, rows: Sequence[Row]) -> list[Microbatch]:
-        """This process's part of the rows in microbatches; `index` tells the places among all rows."""
+        """Return this rank's microbatches; `index` refers to all rows."""
         return self._dealer.parts(rows)
 
     def read(self, part: Microbatch, *, after: bool = False) -> Tensor:
-        """The numbers `[B, L, outputs]` of the states before (or after) the training tokens, 0 elsewhere.
+        """Return values `[B, L, outputs]` of states before (or after) the training tokens, 0 elsewhere.
 
-        The first token of a row has no state before it, and none after it is read.
+        The first token of a row is never scored.
         """
         rows, columns = torch.nonzero(part.trains[:, 1:], as_tuple=True)
         if not rows.numel():
@@ -88,9 +87,9 @@ class StateModel:
 
 
 def batches(num_rows: int, epochs: int, minibatches: int, seed: int) -> Iterator[list[int]]:
-    """The row indices of each gradient step: `epochs` passes of `minibatches` parts, shuffled by `seed`.
+    """Yield the row indices of each gradient step: `epochs` times `minibatches`, shuffled by `seed`.
 
-    A single part keeps the rows in order. With fewer rows than `minibatches` each row is a part.
+    A single minibatch keeps the order. With fewer rows than `minibatches` each row is one.
     """
     shuffled, order = random.Random(seed), list(range(num_rows))
     for _ in range(epochs):
@@ -101,14 +100,14 @@ def batches(num_rows: int, epochs: int, minibatches: int, seed: int) -> Iterator
 
 
 def scored(part: Microbatch) -> Tensor:
-    """The training tokens `[B, L]` that a state or a position precedes."""
+    """Return the training tokens `[B, L]` that have a preceding position."""
     mask = part.trains.clone()
     mask[:, 0] = False
     return mask
 
 
 def padded(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor:
-    """The values `[T]` of the rows of a microbatch, `[B, L]`, without gradient."""
+    """Pad the rows' values `[T]` to `[B, L]`, without gradient."""
     table = torch.zeros_like(like)
     for place, i in enumerate(part.index):
         table[place, : len(values[i])] = values[i].to(table)
@@ -116,13 +115,13 @@ def padded(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor:
 
 
 def state_of(model: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
-    """Weights that train and their moments, for a checkpoint."""
+    """Return the trained weights and their moments for a checkpoint."""
     weights = {f"model/{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
     return weights | {f"optimiser/{name}": tensor for name, tensor in optimiser.state().items()}
 
 
 def blank_state_of(model: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
-    """What `state_of` gives after a step, in its shapes, types and split; the numbers are zeros."""
+    """Return zeros in the shapes, types and sharding of `state_of` after a step."""
     weights = {
         f"model/{name}": torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad
     }
@@ -132,14 +131,14 @@ def blank_state_of(model: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
 def load_state_of(
     model: nn.Module, optimiser: Optimizer, state: Mapping[str, Tensor], num_steps: int, name: str
 ) -> None:
-    """Put back what `state_of` gave. Raises LearnerError for another model; `name` says whose."""
+    """Restore `state_of`. Raises LearnerError if the model differs; `name` is used in the message."""
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
             stored = state.get(f"model/{key}")
             if stored is None or stored.shape != parameter.shape:
-                raise LearnerError(f"The checkpoint's {name} does not fit: {key}.")
+                raise LearnerError(f"The checkpoint's {name} does not match: {key}.")
             put(parameter, stored)
     prefix = "optimiser/"
     moments = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}

@@ -1,9 +1,9 @@
-"""The critic: one number per state in place of the output layer.
+"""Critic: one value per state.
 
-`values[t]` is V of the state before token `t`: read from the hidden state at `t - 1`. It begins as a copy of
-the policy's body with a head of zeros, so that its first values are 0. Before its first gradient step its
-bias is set to the mean of that batch's targets: the scale of the rewards need not be learned. It learns by
-the clipped value loss. Or it is a head alone, on the hidden states of the policy as it is.
+`values[t]` is V of the state before token `t`, read from the hidden state at `t - 1`. The critic is a copy of
+the policy's body with a zero head, so initial values are 0. Before its first gradient step its bias is set to
+the mean target, so that the reward scale need not be learned. It is trained with the clipped value loss.
+Alternatively it is a head on the current policy's hidden states.
 """
 
 from __future__ import annotations
@@ -37,12 +37,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CriticSettings:
-    """How the critic learns: `epochs` passes over the rows of a step, each in `minibatches` gradient steps.
+    """Critic training: `epochs` passes over a step's rows, each in `minibatches` gradient steps.
 
-    `clip` bounds how far a value moves in one step of training (None: not bounded).
-
-    With `turns` it learns at the first action token of each turn alone: a step is a turn then, and the other
-    tokens have no value of their own.
+    `clip` bounds the change of a value in one training step (None: unbounded). With `turns` only the first
+    action token of each turn is trained and has a value.
     """
 
     epochs: int = 1
@@ -53,7 +51,7 @@ class CriticSettings:
 
 
 class Critic:
-    """Values of states, and their training."""
+    """Value model of states, with its training."""
 
     def __init__(
         self,
@@ -62,14 +60,14 @@ class Critic:
         settings: CriticSettings = CriticSettings(),
         ranks: Collectives = ONE_PROCESS,
     ) -> None:
-        """Raises UserError for a model whose hidden states cannot be read row by row."""
+        """Raise UserError if the model's hidden states are unavailable."""
         self.settings = settings
         self.states = StateModel(policy, 1, optimiser, settings.states, ranks)
         self.model, self.optimiser = self.states.model, self.states.optimiser
 
     @torch.no_grad()
     def values(self, rows: Sequence[Row], *, after: bool = False) -> list[Tensor]:
-        """V before (or after) each training token, `[T]` a row, 0 elsewhere."""
+        """Return V before (or after) each training token, `[T]` a row, 0 elsewhere."""
         found: dict[int, Tensor] = {}
         for part in self.states.parts(rows):
             values = self.states.read(part, after=after)[:, :, 0]
@@ -80,10 +78,10 @@ class Critic:
     def train(
         self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]
     ) -> dict[str, float]:
-        """Learn `targets` `[T]` a row; `old` are the values before.
+        """Train on `targets` `[T]` a row; `old` are the previous values.
 
-        Return the loss of the old values and the share of the targets' variance that they explain. Raises
-        LearnerError where the loss is not finite.
+        Return the loss and the explained variance of the old values. Raises LearnerError if the loss is not
+        finite.
         """
         settings, taken = self.settings, self.optimiser.num_steps
         start = _mean(_trained(targets, rows)) if taken == 0 else 0.0
@@ -102,15 +100,15 @@ class Critic:
         }
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and moments, for a checkpoint."""
+        """Return weights and moments for a checkpoint."""
         return state_of(self.model, self.optimiser)
 
     def blank_state(self) -> dict[str, Tensor]:
-        """What `state` gives after a step, all zeros."""
+        """Return zeros in the shape of `state` after a step."""
         return blank_state_of(self.model, self.optimiser)
 
     def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
-        """Put back what `state` gave. Raises LearnerError for another critic."""
+        """Restore `state`. Raises LearnerError if the critic differs."""
         load_state_of(self.model, self.optimiser, state, num_steps, "critic")
 
     def _step(self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> None:
@@ -132,14 +130,14 @@ class Critic:
 
 
 def _explained(rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> float:
-    """`1 - var(target - value) / var(target)` over the training tokens; 0 where the targets do not vary."""
+    """Return `1 - var(target - value) / var(target)` over training tokens; 0 if the targets are constant."""
     wanted, given = torch.cat(_trained(targets, rows)), torch.cat(_trained(old, rows))
     spread = float(wanted.var(correction=0)) if wanted.numel() else 0.0
     return 1 - float((wanted - given).var(correction=0)) / spread if spread > 0 else 0.0
 
 
 def _trained(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:
-    """The values `[T]` of each row at the tokens that train, float64 on the CPU."""
+    """Return the values `[T]` of each row at its training tokens, float64 on the CPU."""
     masks = [torch.tensor((False, *row.trains[1:])) for row in rows]
     return [v.double().cpu()[m] for v, m in zip(values, masks, strict=True)]
 

@@ -1,7 +1,4 @@
-"""The models that judge states or tokens and train beside the policy.
-
-Which one an algorithm has, what it says before the step, and what it learns in it.
-"""
+"""Build, query and train the value model of an algorithm."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CRITIC_RATE = 2.0
-"""Learning rate of a critic in multiples of the policy's, unless one is set."""
+"""Default learning rate of a critic as a multiple of the policy's."""
 
 Judge = Critic | OutcomeCritic | ProcessReward
 
@@ -50,9 +47,9 @@ def make_judge(
     success: str,
     ranks: Collectives = ONE_PROCESS,
 ) -> Judge | None:
-    """The critic or process reward model of the algorithm, where it has one; `ranks` train it together.
+    """Build the critic or process reward model of the algorithm, or None; `ranks` train it together.
 
-    `success` names the reward part that says whether a task was solved.
+    `success` is the reward part that defines task success.
     """
     training, critic, prime = config.training, config.critic, config.critic.prime
     size, again = training.microbatch_tokens, config.model.activation_checkpointing
@@ -82,30 +79,30 @@ def make_judge(
 
 
 def check_critic(config: Config, algorithm: Algorithm) -> None:
-    """Raise ConfigError for settings of a critic that nothing reads, and for a head on split weights."""
+    """Raise ConfigError for unused critic settings, and for a critic head on sharded weights."""
     read, reason = _read_of_critic(algorithm)
     given, plain = config.critic.model_dump(), CriticConfig().model_dump()
     idle = [key for key, value in given.items() if value != plain[key] and key not in read]
     if idle:
         raise ConfigError(
             f"critic.{idle[0]} = {given[idle[0]]} would have no effect: {reason}.",
-            "Leave it out, or choose an algorithm that reads it (ludus algorithms).",
+            "Unset it, or use an algorithm that reads it (ludus algorithms).",
         )
     if config.critic.model == "head" and config.training.learner.shard:
         raise ConfigError(
-            "critic.model = head reads the policy's states, and training.learner.shard splits its weights.",
-            "Leave one of them out.",
+            "critic.model = head reads the policy's states, and training.learner.shard shards its weights.",
+            "Unset one of them.",
         )
 
 
 def _read_of_critic(algorithm: Algorithm) -> tuple[set[str], str]:
-    """The settings of `critic` that an algorithm reads, and why it does not read the others."""
+    """Return the `critic` settings that an algorithm uses, and why it ignores the others."""
     of_critics = set(CriticConfig.model_fields) - {"prime"}
     match algorithm.advantage:
         case "prime":
             return {"prime"}, "the advantage prime has a process reward model (critic.prime) and no critic"
         case "coderl":
-            reason = "the critic of coderl says how likely the outcome is, and has no values"
+            reason = "the critic of coderl predicts outcomes and has no values"
             return of_critics - {"clip"}, reason
         case name if name in CRITIC_ADVANTAGES:
             return of_critics, f"the advantage {name} has no process reward model"
@@ -114,20 +111,20 @@ def _read_of_critic(algorithm: Algorithm) -> tuple[set[str], str]:
 
 
 def part_name(judge: Judge) -> str:
-    """What its part of a checkpoint is called."""
+    """Return the name of its part of a checkpoint."""
     return "process_reward" if isinstance(judge, ProcessReward) else "critic"
 
 
 def warmup_steps(judge: Judge | None, config: Config, started: int | None = None) -> int:
-    """First steps in which it alone learns: as set, and else a tenth of the run for a critic of values.
+    """Return the number of initial steps that train only the critic; default: a tenth of the run.
 
-    A resumed run keeps those that it `started` with, so that more steps do not stop the policy once more.
+    A resumed run keeps the `started` value, so that extending a run does not pause the policy again.
     """
     return planned_warmup(config, started) if isinstance(judge, Critic | OutcomeCritic) else 0
 
 
 def planned_warmup(config: Config, started: int | None = None) -> int:
-    """First steps in which a critic alone would learn, as in `warmup_steps`."""
+    """Return the planned number of critic-only steps, as in `warmup_steps`."""
     if config.critic.warmup_steps is not None:
         return config.critic.warmup_steps
     if resolve(config.algorithm).advantage not in CRITIC_ADVANTAGES:
@@ -138,9 +135,9 @@ def planned_warmup(config: Config, started: int | None = None) -> int:
 def judged(
     judge: Judge, credits: Sequence[TrainingSample], rows: Sequence[Row], learner: Learner
 ) -> Estimates:
-    """What it says of the rows of credits, before it learns from them.
+    """Return the estimates for the samples' rows, before training on them.
 
-    Raises LearnerError where it needs a reference and there is none.
+    Raises LearnerError if a reference is needed and missing.
     """
     solved = [] if isinstance(judge, Critic) else _solved(credits, judge.settings.success)
     with judge.optimiser.ranks.together(EvaluateValues(rows, solved)):
@@ -156,7 +153,7 @@ def judged(
 
 
 def bootstraps(judge: Critic, credits: Sequence[TrainingSample], rows: Sequence[Row]) -> list[Tensor]:
-    """V after the last action token of each path of each row, 0 for episodes that no token limit cut off."""
+    """Return V after the last action token of each path, 0 unless a token limit truncated the episode."""
     found = [torch.zeros(len(credit.episode.trajectory.rows), dtype=torch.float64) for credit in credits]
     places: dict[int, dict[int, int]] = {}
     for i, trajectory in enumerate(credit.episode.trajectory for credit in credits):
@@ -179,9 +176,9 @@ def _marked(length: int, places: Iterable[int]) -> tuple[bool, ...]:
 
 
 def say(judge: Judge, rows: Sequence[Row], solved: Sequence[bool], after: bool = False) -> list[Tensor]:
-    """What it says of each row's tokens, `[T]`; `solved` are the outcomes, for a critic of outcomes.
+    """Return the value model's output per token, `[T]`; `solved` are the outcomes, for an outcome critic.
 
-    A critic speaks of the states before the tokens, or `after` them.
+    A critic scores the states before the tokens, or `after` them.
     """
     with own_types(judge.model):
         match judge:
@@ -194,9 +191,9 @@ def say(judge: Judge, rows: Sequence[Row], solved: Sequence[bool], after: bool =
 
 
 def train_judge(judge: Judge, credits: Sequence[TrainingSample]) -> dict[str, float]:
-    """It learns from all trajectories that train; gives its metrics.
+    """Train on all trained trajectories; return metrics.
 
-    A critic learns at the tokens that train. What predicts the outcome reads the trajectory whole.
+    A critic trains at training tokens; outcome predictors use the whole trajectory.
     """
     trained = [credit for credit in credits if credit.outcome is RolloutOutcome.TRAINED]
     rows = [row_of_trajectory(credit.episode.trajectory, 0.0) for credit in trained]
@@ -221,7 +218,7 @@ def train_judge(judge: Judge, credits: Sequence[TrainingSample]) -> dict[str, fl
 def teach(
     judge: Judge, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
 ) -> dict[str, float]:
-    """Train it on `tables` of numbers `[T]` a row, as its `train` takes them, or on the outcomes."""
+    """Train on `tables` of numbers `[T]` a row, as taken by its `train`, or on the outcomes."""
     with own_types(judge.model):
         match judge:
             case Critic():
@@ -233,14 +230,14 @@ def teach(
 
 
 def at_actions(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:
-    """The values `[T]` of each row at its action tokens."""
+    """Return the values `[T]` of each row at its action tokens."""
     return [
         each[torch.tensor(row.trains, device=each.device)] for each, row in zip(values, rows, strict=True)
     ]
 
 
 def at_openings(row: Row, trajectory: Trajectory) -> Row:
-    """The row of a trajectory, in which the first action token of each turn alone trains."""
+    """Return the row with only the first action token of each turn trained."""
     opens: list[bool] = []
     turn: int | None = None
     for segment, new in laid(trajectory):
@@ -258,7 +255,7 @@ def _solved(credits: Sequence[TrainingSample], success: str) -> list[bool]:
 
 
 def _spread(values: Sequence[float] | None, row: Row) -> Tensor:
-    """Values of the action tokens onto the row, `[T]`."""
+    """Map action token values to the row, `[T]`."""
     spread = torch.zeros(len(row.tokens), dtype=torch.float64)
     spread[torch.tensor(row.sampled)] = torch.tensor(values or (), dtype=torch.float64)
     return spread

@@ -1,7 +1,7 @@
-"""A critic of outcomes: at each action token, how likely success and failure are (CodeRL, arXiv:2207.01780).
+"""Outcome critic: probability of success at each action token (CodeRL, arXiv:2207.01780).
 
-The paper tells four outcomes of a program apart: it does not compile, raises, fails a test, passes all.
-A world gives one number for the outcome, so that two classes are left: solved or not.
+The paper has four outcomes of a program: compile error, runtime error, failed test, passed. Worlds give one
+outcome reward, so there are two classes: solved or not.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ CLASSES = 2
 
 @dataclass(frozen=True, slots=True)
 class OutcomeCriticSettings:
-    """How it learns: `epochs` passes over the rows of a step, each in `minibatches` gradient steps.
+    """Critic training: `epochs` passes over a step's rows, each in `minibatches` gradient steps.
 
-    `success` is the reward part that says whether a task was solved: 1 is.
+    `success` is the reward part that defines task success (value 1).
     """
 
     epochs: int = 1
@@ -48,7 +48,7 @@ class OutcomeCriticSettings:
 
 
 class OutcomeCritic:
-    """Classes of outcomes at the states after action tokens, and their training."""
+    """Outcome classifier at the states after action tokens, with its training."""
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class OutcomeCritic:
         settings: OutcomeCriticSettings = OutcomeCriticSettings(),
         ranks: Collectives = ONE_PROCESS,
     ) -> None:
-        """Raises UserError for a model whose hidden states cannot be read row by row."""
+        """Raise UserError if the model's hidden states are unavailable."""
         self.settings = settings
         self.states = StateModel(policy, CLASSES, optimiser, settings.states, ranks)
         self.model, self.optimiser = self.states.model, self.states.optimiser
 
     @torch.no_grad()
     def probabilities(self, rows: Sequence[Row], solved: Sequence[bool]) -> list[Tensor]:
-        """The probability of each row's own outcome at each training token, `[T]`, 0 elsewhere."""
+        """Return the probability of each row's outcome at each training token, `[T]`, 0 elsewhere."""
         found: dict[int, Tensor] = {}
         for part in self.states.parts(rows):
             chances = torch.softmax(self.states.read(part, after=True), -1)
@@ -75,10 +75,10 @@ class OutcomeCritic:
         return [found[i] for i in range(len(rows))]
 
     def train(self, rows: Sequence[Row], solved: Sequence[bool]) -> dict[str, float]:
-        """Learn the cross-entropy, a mean over tokens.
+        """Train with cross-entropy, averaged over tokens.
 
-        Return loss and accuracy (the share of tokens at which the row's outcome is the likelier one) of the
-        first pass, each minibatch before its gradient step. Raises LearnerError where the loss is not finite.
+        Return loss and accuracy (fraction of tokens that predict the row's outcome) of the first epoch, each
+        minibatch before its gradient step. Raises LearnerError if the loss is not finite.
         """
         settings = self.settings
         tokens = sum(sum(row.trains[1:]) for row in rows)
@@ -94,19 +94,19 @@ class OutcomeCritic:
         return {"critic/loss": loss / tokens, "critic/accuracy": right / tokens}
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and moments, for a checkpoint."""
+        """Return weights and moments for a checkpoint."""
         return state_of(self.model, self.optimiser)
 
     def blank_state(self) -> dict[str, Tensor]:
-        """What `state` gives after a step, all zeros."""
+        """Return zeros in the shape of `state` after a step."""
         return blank_state_of(self.model, self.optimiser)
 
     def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
-        """Put back what `state` gave. Raises LearnerError for another critic."""
+        """Restore `state`. Raises LearnerError if the critic differs."""
         load_state_of(self.model, self.optimiser, state, num_steps, "critic")
 
     def _step(self, rows: Sequence[Row], solved: Sequence[bool]) -> tuple[float, int]:
-        """Take one gradient step; return the sum of the losses before it and the number of right tokens."""
+        """Take one gradient step; return the sum of losses before it and the number of correct tokens."""
         tokens = sum(sum(row.trains[1:]) for row in rows)
         total, right, fault = 0.0, 0, ""
         for part in self.states.parts(rows):

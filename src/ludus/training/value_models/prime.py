@@ -1,8 +1,7 @@
-"""An implicit process reward model: a copy of the policy that learns from outcomes alone.
+"""PRIME: implicit process reward model, a copy of the policy trained on outcomes alone.
 
-Its reward of token `t` is `q_t = beta (lp_prm - lp_ref)_t`, and `sum_t q_t` is the logit of success: trained
-by cross-entropy against the outcome, the ratio becomes a reward of tokens that nobody labelled (PRIME,
-arXiv:2502.01456, equations 2 to 5).
+Its reward of token `t` is `q_t = beta (lp_prm - lp_ref)_t`, and `sum_t q_t` is the logit of success. Training
+it with cross-entropy on the outcome yields token rewards without labels (arXiv:2502.01456, equations 2 to 5).
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ProcessRewardSettings:
-    """How it learns. `beta` scales its rewards, `temperature` is that of sampling.
+    """Training settings. `beta` scales the rewards, `temperature` is that of sampling.
 
-    `success` is the reward part that says whether a task was solved: 1 is; `recompute` is activation
-    checkpointing.
+    `success` is the reward part that defines task success (value 1); `recompute` is activation checkpointing.
     """
 
     microbatch_tokens: int = 4096
@@ -44,7 +42,7 @@ class ProcessRewardSettings:
 
 
 class ProcessReward:
-    """The model, and its training. With adapters, its adapters train."""
+    """Process reward model with its training. If there are adapters, only they train."""
 
     def __init__(
         self,
@@ -65,7 +63,7 @@ class ProcessReward:
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Its log-probability of each training token, `[T]` a row, 0 elsewhere."""
+        """Return its log-probability of each training token, `[T]` a row, 0 elsewhere."""
         found: dict[int, Tensor] = {}
         for part in self._dealer.parts(rows):
             scores = self._scorer.score(part.tokens, part.trains).logprobs
@@ -78,8 +76,8 @@ class ProcessReward:
     ) -> dict[str, float]:
         """Take `epochs` steps; `references` are the reference's log-probabilities, `[T]` a row.
 
-        Gives loss and accuracy (the share of rows whose side of 0 is the outcome's) before the first step.
-        Raises LearnerError where the loss is not finite.
+        Return loss and accuracy (fraction of rows whose logit has the outcome's sign) before the first step.
+        Raises LearnerError if the loss is not finite.
         """
         if not rows:
             return {}
@@ -89,15 +87,15 @@ class ProcessReward:
         return {"prime/loss": loss, "prime/accuracy": right / len(rows)}
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and moments, for a checkpoint."""
+        """Return weights and moments for a checkpoint."""
         return state_of(self.model, self.optimiser)
 
     def blank_state(self) -> dict[str, Tensor]:
-        """What `state` gives after a step, all zeros."""
+        """Return zeros in the shape of `state` after a step."""
         return blank_state_of(self.model, self.optimiser)
 
     def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
-        """Put back what `state` gave. Raises LearnerError for another model."""
+        """Restore `state`. Raises LearnerError if the model differs."""
         load_state_of(self.model, self.optimiser, state, num_steps, "process reward model")
 
     def _step(

@@ -1,4 +1,4 @@
-"""Reward models: a policy's body with a scalar head in place of the output layer, and ensembles of them."""
+"""Reward models: a policy's body with a scalar head, and ensembles of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RewardModel:
     kind: Kind
 
     def scores(self, arms: Sequence[ScoredSequence]) -> list[Tensor]:
-        """The score at each position of each attempt, `[K]` a time, with gradient."""
+        """Return the score at each position of each attempt, `[K]` each, with gradient."""
         states = self.states
         width = max(len(arm.tokens) for arm in arms)
         tokens = torch.zeros(len(arms), width, dtype=torch.int64)
@@ -49,7 +49,8 @@ class RewardModel:
 
     @torch.no_grad()
     def judge(self, arms: Sequence[ScoredSequence], max_tokens: int) -> list[tuple[float, ...]]:
-        """`sigmoid(score)` at each position, in parts of at most `max_tokens` tokens (or one attempt)."""
+        """Return `sigmoid(score)` at each position, in batches of at most `max_tokens` tokens (or one
+        attempt)."""
         found: list[tuple[float, ...]] = []
         for part in parts([RewardExample("", 0, (arm,)) for arm in arms], max_tokens):
             scored = self.scores([arm for example in part for arm in example.arms])
@@ -59,8 +60,7 @@ class RewardModel:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What an ensemble says of one attempt: a value in [0, 1] at each position, and the standard deviation
-    over the members, averaged over the positions."""
+    """Ensemble result for one attempt: a value in [0, 1] per position, and the mean standard deviation."""
 
     values: tuple[float, ...]
     std: float
@@ -68,11 +68,10 @@ class Judgement:
 
 @dataclass(frozen=True)
 class RewardEnsemble:
-    """Reward models of one kind, which judge conservatively: mean - std_coef * std, at least 0.
+    """Reward models of one kind, combined conservatively: mean - std_coef * std, at least 0.
 
-    The deviation is that of the population of members (ddof 0). Subtracting it counters over-optimisation:
-    attempts far from the training data, on which members disagree, earn less (arXiv:2310.02743, which
-    subtracts the variance).
+    The standard deviation is over members (ddof 0). Subtracting it counters over-optimization on attempts far
+    from the training data (arXiv:2310.02743, which subtracts the variance).
     """
 
     members: tuple[RewardModel, ...]
@@ -84,59 +83,59 @@ class RewardEnsemble:
         return self.members[0].kind
 
     def judge(self, arms: Sequence[ScoredSequence], max_tokens: int) -> list[Judgement]:
-        """The judgement of each attempt, in parts of at most `max_tokens` tokens (or one attempt)."""
+        """Return each attempt's judgement, in batches of at most `max_tokens` tokens (or one attempt)."""
         said = [member.judge(arms, max_tokens) for member in self.members]
         return [self._pooled(torch.tensor(each, dtype=torch.float64)) for each in zip(*said, strict=True)]
 
     def _pooled(self, values: Tensor) -> Judgement:
-        """The judgement of values `[members, positions]`."""
+        """Combine values `[members, positions]`."""
         std = values.std(0, correction=0)
         pooled = (values.mean(0) - self.std_coef * std).clamp(min=0.0)
         return Judgement(tuple(pooled.tolist()), float(std.mean()))
 
 
 def head_name(kind: Kind) -> str:
-    """The part of a checkpoint that holds the head; its name says what the head was trained for."""
+    """Return the checkpoint part of the head; the name includes what it was trained for."""
     return f"reward_{kind}"
 
 
 def make_reward_model(session: TrainingSession) -> RewardModel:
-    """The session's model with a head of zeros. Raises UserError for a model that cannot have one."""
+    """Add a zero head to the session's model. Raises UserError if the model is unsupported."""
     again = session.config.model.activation_checkpointing
-    hint = "Take another model, for example with --model."
+    hint = "Use another model, for example with --model."
     states = HeadModel(session.model, "reward model", hint, recompute=again)
     return RewardModel(states, session.config.reward_model.kind)
 
 
 def find_reward_model(path: Path) -> tuple[Path, Kind]:
-    """The checkpoint of a reward model in a run folder (the newest) or at a path, and its kind.
+    """Return the newest reward model checkpoint of a run folder or path, and its kind.
 
-    Raises UserError where there is none.
+    Raises UserError if there is none.
     """
     found = list_checkpoints(path / "checkpoints")
     folder = found[-1][1] if found else path
     kind = next((k for k in KINDS if (folder / "trainer" / f"{head_name(k)}.safetensors").is_file()), None)
     if kind is None:
         raise UserError(
-            f"There is no reward model at {path}.", "Make one with `ludus reward-model`, and give its folder."
+            f"There is no reward model at {path}.", "Train one with `ludus reward-model` and use its folder."
         )
     return folder, kind
 
 
 def load_reward_model(path: Path, config: Config) -> RewardModel:
-    """The reward model of a run folder (its newest checkpoint) or of a checkpoint, without gradients.
+    """Load the reward model of a run folder (newest checkpoint) or checkpoint, without gradients.
 
-    Raises UserError where there is none.
+    Raises UserError if there is none.
     """
     folder, kind = find_reward_model(path)
     policy = load_model(str(folder), config.model.dtype, config.model.device).requires_grad_(False)
-    states = HeadModel(policy, "reward model", "Make another one.")
+    states = HeadModel(policy, "reward model", "Train a new one.")
     states.load_head(load_part(folder, head_name(kind)))
     return RewardModel(states, kind)
 
 
 def check_ensemble(paths: Sequence[str]) -> None:
-    """Raise UserError for a path without a reward model, and for models of different kinds."""
+    """Raise UserError for a path without a reward model, or models of different kinds."""
     kinds = {path: find_reward_model(Path(path))[1] for path in paths}
     if len(set(kinds.values())) > 1:
         told = ", ".join(f"{path} is {kind}" for path, kind in kinds.items())
@@ -146,13 +145,13 @@ def check_ensemble(paths: Sequence[str]) -> None:
 
 
 def load_ensemble(paths: Sequence[str], std_coef: float, config: Config) -> RewardEnsemble:
-    """The reward models at `paths`. Raises UserError as `check_ensemble`."""
+    """Load the reward models at `paths`. Raises UserError as `check_ensemble`."""
     check_ensemble(paths)
     return RewardEnsemble(tuple(load_reward_model(Path(path), config) for path in paths), std_coef)
 
 
 def parts(examples: Sequence[RewardExample], max_tokens: int) -> list[list[RewardExample]]:
-    """The examples in order, in parts of at most `max_tokens` tokens or one example."""
+    """Split the examples in order into batches of at most `max_tokens` tokens or one example."""
     found: list[list[RewardExample]] = []
     size = 0
     for example in examples:
@@ -167,10 +166,10 @@ def parts(examples: Sequence[RewardExample], max_tokens: int) -> list[list[Rewar
 
 @dataclass(frozen=True, slots=True)
 class ScoredSequence:
-    """One attempt: its tokens `[T]`, the positions `[K]` whose state is scored, and a target in [0, 1] each.
+    """One attempt: tokens `[T]`, scored positions `[K]`, and a target in [0, 1] for each.
 
-    The state after the token at a position is scored, so it has seen that token. The targets of a pair are 1
-    and 0 and only say which is which.
+    The score at a position uses the state after its token. The targets 1 and 0 of a pair only mark which is
+    better.
     """
 
     tokens: tuple[int, ...]
@@ -180,8 +179,10 @@ class ScoredSequence:
 
 @dataclass(frozen=True, slots=True)
 class RewardExample:
-    """One attempt, or the better and the worse of a pair. `prompt_length` counts the tokens before the first
-    action; `held_out` ones are measured on and never trained on."""
+    """One attempt, or the better and the worse of a pair.
+
+    `prompt_length` counts the tokens before the first action; `held_out` examples are only evaluated.
+    """
 
     source: str
     prompt_length: int
@@ -190,12 +191,12 @@ class RewardExample:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all its attempts; a shared prompt counts once."""
+        """The number of tokens of all attempts; a shared prompt counts once."""
         return sum(len(arm.tokens) for arm in self.arms) - (len(self.arms) - 1) * self.prompt_length
 
 
 def action_ends(trajectory: Trajectory) -> tuple[int, ...]:
-    """The position of the last token of each turn's action in a chain, one for each turn."""
+    """Return the position of the last action token of each turn in a linear trajectory."""
     ends: dict[int, int] = {}
     for place, (turn, action) in enumerate(zip(trajectory.turn_index, trajectory.action_mask, strict=True)):
         if action:

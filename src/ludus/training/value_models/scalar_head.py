@@ -1,4 +1,4 @@
-"""A body with a few numbers per state in place of the output layer: what critics and reward models are."""
+"""Transformer body with a scalar head instead of the output layer; used by critics and reward models."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 
 class _Parts(nn.ModuleDict):
-    """Named parts that can be split between processes."""
+    """Container of named modules that can be sharded."""
 
     def forward(self) -> None:
-        """They are used one by one."""
+        """Unused: the modules are called separately."""
 
 
 class HeadModel:
-    """The body of `policy`, used as it is and not copied, below a linear head that begins at zero."""
+    """The body of `policy`, not copied, with a zero-initialized linear head."""
 
     def __init__(
         self, policy: PreTrainedModel, what: str, hint: str, outputs: int = 1, *, recompute: bool = False
     ) -> None:
-        """Raises UserError, naming `what` it was to be, for a model whose states cannot be read by row."""
+        """Raise UserError, naming the model type `what`, if hidden states are unavailable."""
         self._scorer = LogprobScorer(policy, recompute=recompute)
         if not self._scorer.shares_prefixes:
             raise UserError(
-                f"No {what} can be made of {type(policy).__name__}: its hidden states are not to be had.",
+                f"{type(policy).__name__} cannot be used for a {what}: its hidden states are unavailable.",
                 hint,
             )
         parameter = next(policy.parameters())
@@ -49,16 +49,16 @@ class HeadModel:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device of the model."""
         return self.head.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The format of what `read` gives: float32, or float64 where the weights are."""
+        """The type of the result of `read`: float32, or float64 if the weights are."""
         return torch.float64 if self.head.weight.dtype == torch.float64 else torch.float32
 
     def read(self, tokens: Tensor, at: tuple[Tensor, Tensor], *, frozen: bool = False) -> Tensor:
-        """The numbers `[A, outputs]` after the positions `at` (rows, columns) of `tokens` `[B, L]`.
+        """Return values `[A, outputs]` after the positions `at` (rows, columns) of `tokens` `[B, L]`.
 
         `frozen`: no gradient reaches the body.
         """
@@ -72,15 +72,15 @@ class HeadModel:
         return within(self.model, numbers).to(self.dtype)
 
     def idle(self) -> Tensor:
-        """0, after a pass of one token, which processes that share the weights make together."""
+        """Return 0 after a pass of one token: with sharded weights all ranks make every pass."""
         nowhere = torch.zeros(1, dtype=torch.int64, device=self.device)
         return 0.0 * self.read(nowhere[None], (nowhere, nowhere)).sum()
 
     def load_head(self, stored: Mapping[str, Tensor]) -> None:
-        """Put a head's `weight` and `bias` back. Raises LearnerError for one of another shape."""
+        """Restore a head's `weight` and `bias`. Raises LearnerError if the shapes differ."""
         with torch.no_grad():
             for name, parameter in self.head.named_parameters():
                 found = stored.get(name)
                 if found is None or found.shape != parameter.shape:
-                    raise LearnerError(f"The stored head does not fit the model: {name}.")
+                    raise LearnerError(f"The stored head does not match the model: {name}.")
                 parameter.copy_(found)
