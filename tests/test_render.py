@@ -588,7 +588,7 @@ def test_a_program_in_tags_reads_back(given_lines):
 
 
 def test_code_tags_refuse_what_they_cannot_say():
-    with pytest.raises(ConfigError, match="one tool, python"):
+    with pytest.raises(ConfigError, match="only the tool python"):
         CODE.prompt([user("q")], [search])
     with pytest.raises(UserError, match="</code>"):
         CODE.action([], program_call("print('</code>')"), [python])

@@ -222,7 +222,7 @@ def test_an_address_that_there_is_not_brings_near_ones():
 
 
 def test_two_spellings_of_one_address_are_refused():
-    with pytest.raises(UserError, match="mean the same"):
+    with pytest.raises(UserError, match="are equivalent"):
         fetch_tool({"http://a.org": "x", "https://a.org/": "y"})
 
 

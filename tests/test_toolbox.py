@@ -431,7 +431,7 @@ def test_cancelling_the_episode_cancels_its_calls():
 
 HANGS = """
 import asyncio, sys, time
-from ludus.envs.toolbox import Toolbox, ToolLimits
+from ludus.envs.toolbox import ToolExecutor, ToolLimits
 from ludus.tools.base import tool
 from ludus.types import Action, Message, ToolCall
 
@@ -446,7 +446,7 @@ def leave() -> str:
 
 calls = (ToolCall("a", "hang", {}), ToolCall("b", "leave", {}))
 action = Action(Message(role="assistant", content=""), calls)
-outcomes = asyncio.run(Toolbox([hang, leave], ToolLimits()).run(action))
+outcomes = asyncio.run(ToolExecutor([hang, leave], ToolLimits()).run(action))
 print(*(outcome.status for outcome in outcomes))
 """
 

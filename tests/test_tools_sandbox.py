@@ -108,7 +108,7 @@ def test_a_shell_keeps_its_folder_and_sees_the_first_files():
 
 def test_a_tool_of_another_kind_of_session_is_refused():
     workspace = Workspace(NamespacesSandbox(), kind="shell")
-    with pytest.raises(UserError, match="kind 'python', and it is 'shell'"):
+    with pytest.raises(UserError, match="kind 'python', but got 'shell'"):
         python_session_tool(workspace)
 
 
