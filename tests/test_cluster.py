@@ -522,7 +522,7 @@ def test_an_answer_that_cannot_be_sent_comes_back_as_the_error_that_says_so():
     answer = WorkerResponse(Local(1.0), said=(ForwardedRecords(0.0, logging.INFO, "ludus", "heard"),))
     reply = unpack(pack(RpcReply(7, answer))[LENGTH_BYTES:])
     assert (reply.number, reply.answer.said) == (7, answer.said)
-    with pytest.raises(UserError, match=r"A Local cannot be sent .*must pickle"):
+    with pytest.raises(UserError, match=r"A Local cannot be sent .*must survive pickling"):
         reply.answer.take()
     with pytest.raises(AttributeError, match="pickle"):
         pack(RpcCall(7, Local(1.0)))
@@ -578,7 +578,7 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
             assert record.getMessage() == "worker 0: the index is from yesterday"
             assert (record.levelname, record.process != started.pid) == ("WARNING", True)
             assert time.time() - 120 < record.created < time.time()
-            with pytest.raises(WorldError, match="before it knew an engine"):
+            with pytest.raises(WorldError, match="before the worker received engines"):
                 await remote.call(JOB, 30)
             await remote.call(UpdateEngines(EngineSet(0, (url,), None, None)), 30)
             os.kill(started.pid, signal.SIGSTOP)
@@ -650,7 +650,7 @@ def test_what_a_process_logs_is_kept_until_it_is_asked_for_and_no_more_than_fits
     for number in range(MOST + 5):
         elsewhere.info("%d", number)
     said = ear.take()
-    assert (len(said), said[-1].text) == (MOST + 1, "5 more were not kept")
+    assert (len(said), said[-1].text) == (MOST + 1, "5 more were dropped")
 
 
 @pytest.mark.parametrize(("bound", "workers", "share"), [(4, 2, 2), (3, 2, 1), (2, 8, 1), (4, 1, 4)])

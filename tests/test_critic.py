@@ -183,7 +183,7 @@ def test_its_state_comes_back_bit_for_bit():
         each.train(rows, targets_of(rows), each.values(rows))
     for a, b in zip(one.values(rows), other.values(rows), strict=True):
         assert torch.equal(a, b)
-    with pytest.raises(LearnerError, match="does not fit"):
+    with pytest.raises(LearnerError, match="does not match"):
         other.load_state({}, 1)
 
 
@@ -237,7 +237,7 @@ def test_a_value_head_is_refused_on_split_weights():
     learner_settings = {"learner": {"shard": True, "ranks": 2}}
     one = {"algorithm": {"preset": "ppo"}, "training": learner_settings, "critic": {"model": "head"}}
     config = Config.model_validate(one)
-    with pytest.raises(ConfigError, match="splits"):
+    with pytest.raises(ConfigError, match="shards"):
         check_critic(config, algorithm_of(config))
 
 
@@ -326,7 +326,7 @@ def test_its_loss_falls_on_what_a_run_sampled(preset, sampled):
 def test_a_model_without_states_to_read_gets_no_critic():
     model = tiny_model()
     model.set_attn_implementation("eager")
-    with pytest.raises(UserError, match="No critic"):
+    with pytest.raises(UserError, match="cannot be used for a critic"):
         critic(model)
 
 

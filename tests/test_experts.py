@@ -233,7 +233,7 @@ def test_an_expert_that_does_not_fit_or_whose_environment_breaks_is_refused(sess
     tasks = own.world.tasks("train")[:2]
     short = replace(own, model=SimpleNamespace(config=GPT2Config(n_positions=20)))
     assert asyncio.run(joined_by(short, make_experts(short, PRESETS["mixed_policy"]), tasks)) == [[], []]
-    assert all("does not fit" in record.getMessage() for record in caplog.records)
+    assert all("exceeds rollout.max_tokens" in record.getMessage() for record in caplog.records)
     caplog.clear()
     broken, opened = WatchedWorld(hooks={"start": breaks_first}), []
     experts = Demonstrations(replace(own, world=broken), {"t": [[{"role": "assistant", "content": "Paris"}]]})

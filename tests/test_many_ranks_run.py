@@ -144,11 +144,11 @@ def test_a_run_whose_process_dies_says_so_and_goes_on(tmp_path):
     subprocess.run(["kill", "-9", place.name], check=True)
     _, error = process.communicate(timeout=300)
     assert process.returncode not in (0, None)
-    assert "A process of the learner has ended: process 1 (-9)" in error
+    assert "A learner rank has exited: rank 1 (-9)" in error
     assert "ludus train --resume" in error
     log = (folder / "log.txt").read_text().splitlines()
     assert any("rank 1: follows the learner" in line for line in log)
-    assert "learner failed: A process of the learner has ended: process 1 (-9)" in log[-2]
+    assert "learner failed: A learner rank has exited: rank 1 (-9)" in log[-2]
     assert "Loading weights" not in error  # progress bars are no reason
     done = len(read_metrics(RunFolder(folder).metrics))
     assert len(run(folder, "--training.steps", str(done + 1))) == done + 1
@@ -166,7 +166,7 @@ def test_a_process_that_is_stopped_is_named_within_the_limit(tmp_path, shard):
     _, error = process.communicate(timeout=300)
     assert time.monotonic() - begin < limit_s + LISTEN_S + 20  # of a step before, and of the end
     assert process.returncode == LearnerError.exit_code
-    assert f"is stopped or gone: process 1 ({place.name} on " in error
+    assert f"is stopped or gone: rank 1 ({place.name} on " in error
     assert not place.exists()
 
 
@@ -187,7 +187,7 @@ def test_a_process_of_torchrun_that_is_stopped_is_named_too(tmp_path):
     os.kill(other, signal.SIGSTOP)
     _, error = process.communicate(timeout=300)
     assert process.returncode != 0
-    assert f"is stopped or gone: process 1 ({other} on " in error
+    assert f"is stopped or gone: rank 1 ({other} on " in error
     assert not (Path("/proc") / str(other)).exists()
 
 
@@ -205,7 +205,7 @@ def test_whom_torchrun_started_does_not_wait_for_ever_for_a_leader_that_does_not
         timeout=120,
     )
     assert ended.returncode == LearnerError.exit_code
-    assert "did not meet: process 0 did not join within 3 s" in ended.stderr
+    assert "rendezvous failed: rank 0 did not join within 3 s" in ended.stderr
 
 
 def test_nobody_follows_a_leader_that_is_gone(tmp_path):

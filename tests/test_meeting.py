@@ -30,11 +30,11 @@ def test_whoever_gives_no_sign_of_life_and_left_no_words_is_silent(monkeypatch):
         leader.store.set(f"pulse/{rank}", f"7 {rank}000 on host")
     Rendezvous.joined(leader.port, 2, 4, 5.0).say("StorageError: the disk is full")
     assert place.silent() == {1: "1000 on host", 3: ""}  # 0 gives signs, 2 left words
-    assert place.words() == "process 2: StorageError: the disk is full"
+    assert place.words() == "rank 2: StorageError: the disk is full"
 
 
 def test_who_did_not_come_is_named():
-    with pytest.raises(LearnerError, match=r"did not meet: process 1 did not join within 1 s"):
+    with pytest.raises(LearnerError, match=r"rendezvous failed: rank 1 did not join within 1 s"):
         Rendezvous.called(2, 1.0).form_group(CPU)
 
 
@@ -49,7 +49,7 @@ def test_nobody_waits_for_a_leader_that_torchrun_did_not_start(monkeypatch):
 def test_a_process_that_does_not_begin_is_named():
     crew = RankGroup(TemporaryFolder("ludus-ranks-"))
     crew.processes.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
-    with pytest.raises(LearnerError, match=r"Process 1 .* did not start within 0.1 s"):
+    with pytest.raises(LearnerError, match=r"[Rr]ank 1 .* did not start within 0.1 s"):
         crew.gather(0.1)
     crew.close()
     assert crew.processes[0].returncode == -9
@@ -61,7 +61,7 @@ def test_where_one_process_does_not_begin_nobody_waits_for_the_others_to_end():
     for program in ("import time; time.sleep(60)", "raise SystemExit('no such model')"):
         with (crew.folder.path / f"said-{len(crew.processes) + 1}").open("wb") as said:
             crew.processes.append(subprocess.Popen([sys.executable, "-c", program], stderr=said))
-    with pytest.raises(LearnerError, match=r"process 2 \(1\): no such model"):
+    with pytest.raises(LearnerError, match=r"rank 2 \(1\): no such model"):
         crew.gather(60.0)
     crew.close()
     assert time.monotonic() - begin < 15
@@ -102,9 +102,9 @@ def test_a_process_that_ends_when_all_have_met_is_named_with_its_words():
     """The line for commands is laid when they have met: nobody has come to that yet."""
     leader = [sys.executable, "-c", _MEETS, _FOLLOWER]
     said = subprocess.run(leader, capture_output=True, text=True, timeout=300)
-    assert said.stdout.startswith(
-        "A process of the learner has ended: process 1 (9): the GPU has fallen off the bus"
-    ), said.stderr
+    assert said.stdout.startswith("A learner rank has exited: rank 1 (9): the GPU has fallen off the bus"), (
+        said.stderr
+    )
 
 
 _LEADER = """

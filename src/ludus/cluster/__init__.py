@@ -1,1 +1,1 @@
-"""Sampling in other processes, on this machine or on many."""
+"""Sample in other processes, on one or many machines."""

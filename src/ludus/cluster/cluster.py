@@ -1,4 +1,4 @@
-"""A run's cluster, as training sees it: an engine to send weights to, and somewhere to play episodes."""
+"""Cluster of a run as seen by the trainer: an engine that receives weights, and workers that run episodes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ClusterEngine:
-    """The engines of a cluster as one `Engine`. Dead ones are replaced while it waits."""
+    """The engines of a cluster as one `Engine`. Dead engines are replaced while it waits."""
 
     crowd: WorkerGroup
     background: EventLoopThread
@@ -46,21 +46,21 @@ class ClusterEngine:
 
     @property
     def context_tokens(self) -> int:
-        """That of each of them."""
+        """The context length of each engine."""
         return self.server.context_tokens
 
     @property
     def version(self) -> int:
-        """That of the weights that were sent last."""
+        """The version of the weights sent last."""
         return self.server.version
 
     @property
     def batch_invariant(self) -> bool:
-        """What they say of themselves."""
+        """Whether all engines are batch-invariant."""
         return self.server.batch_invariant
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one action; workers do so without this process."""
+        """Sample one action; workers call the engines directly."""
         return await self.background.do(self.crowd.ask(lambda server: server.generate(request)))
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
@@ -68,38 +68,38 @@ class ClusterEngine:
         return await self.background.do(self.crowd.ask(lambda server: server.generate_batch(requests)))
 
     def release(self, episode: str) -> None:
-        """Nothing: workers release what they play."""
+        """Do nothing: workers release their own episodes."""
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Have all engines take weights, with their proof. Raises as `ServerEngine.load_weights`."""
+        """Send weights to all engines and check them. Raises as `ServerEngine.load_weights`."""
         await self.background.do(self.crowd.load_weights(version, state))
 
     @property
     def can_roll(self) -> bool:
-        """Whether several engines are kept (one may be out), and they can take weights one by one."""
+        """Whether there are several engines (one may be out) and they support rolling updates."""
         plan = self.crowd.plan
         return self.server.can_roll if plan.engine is None else plan.config.engines > 1
 
     async def roll(self, lag: int) -> RollingUpdate:
-        """Have engines take weights one by one from now on; see `ServerEngine.roll`."""
+        """Start rolling updates; see `ServerEngine.roll`."""
         return _FromOutside(self.crowd, await self.background.do(self.crowd.roll(lag)), self.background)
 
     async def fingerprint(self) -> str | None:
-        """The digest of the weights in use, the same of all."""
+        """Return the digest of the current weights, equal on all engines."""
         return await self.background.do(self.crowd.ask(lambda server: server.fingerprint()))
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
-        """Log-probability of each token; the engines must agree."""
+        """Return the log-probability of each token; all engines must agree."""
         return await self.background.do(
             self.crowd.ask(lambda server: server.score(token_ids, adapter=adapter))
         )
 
     async def measure(self) -> None:
-        """Ask the engines how it goes."""
+        """Query the statistics of the engines."""
         await self.background.do(self.crowd.measure())
 
     def stats(self, *, reset: bool = False) -> EngineStats:
-        """Of the engines together, as of their last signs of life: of `measure`, or a second old at most."""
+        """Return the engines' total statistics as of the last `measure` or heartbeat (at most 1 s old)."""
         if self.crowd.plan.engine is None:
             return self.server.stats(reset=reset)
         now = self.crowd.stats()
@@ -109,12 +109,12 @@ class ClusterEngine:
         return found
 
     async def close(self) -> None:
-        """Nothing: the cluster closes what it has started."""
+        """Do nothing: the cluster closes what it has started."""
 
 
 @dataclass(frozen=True)
 class _FromOutside:
-    """The engines that take weights one by one, asked from another event loop."""
+    """Rolling updates of the engines, called from another event loop."""
 
     crowd: WorkerGroup
     rolling: RollingUpdates
@@ -140,13 +140,13 @@ class Cluster:
     background: EventLoopThread
 
     def engine(self) -> ClusterEngine:
-        """The engines, once everything is ready. Raises what keeps it from that."""
+        """The engines, once everything is ready. Raises the startup error."""
         self.background.wait(self.crowd.open())
         assert self.crowd.server is not None
         return ClusterEngine(self.crowd, self.background, self.crowd.server)
 
     def attempts(self, play: SamplingPlan) -> Attempt:
-        """What has an attempt played by a worker, whose trajectory comes back."""
+        """Return a function that runs an attempt on a worker and returns its trajectory."""
 
         async def attempt(job: RolloutRequest) -> Trajectory:
             message, deadline_s = PlayJob(job, play), self.deadline_s(job.task)
@@ -157,42 +157,46 @@ class Cluster:
     def scale(
         self, *, engines: int | None = None, workers: int | None = None, reward_workers: int | None = None
     ) -> None:
-        """Have other numbers of them from now on; may be called from any thread.
+        """Change the number of engines and workers; may be called from any thread.
 
-        Returns when those that come are ready, or have not started: those are tried again. What leaves ends
-        its work first, and takes nothing new. Raises UserError for a number below 1.
+        Returns when new members are ready or have failed to start (they are retried). Removed members finish
+        their work first. Raises UserError for a number below 1.
         """
         if min(n for n in (engines, workers, reward_workers, 1) if n is not None) < 1:
-            raise UserError("A cluster keeps at least one of each kind.", "Give numbers from 1 on.")
+            raise UserError("A cluster keeps at least one of each kind.", "Use numbers of at least 1.")
         if reward_workers is not None and self.crowd.rewards is None:
-            raise UserError("The workers of this run score by themselves.", "See cluster.reward_workers.")
+            raise UserError(
+                "Rollout workers of this run compute rewards themselves.", "See cluster.reward_workers."
+            )
         if engines is not None:
             self._check_starts_engines()
         self.background.wait(self.crowd.scale(engines, workers, reward_workers))
 
     def add_engine(self) -> None:
-        """Start one more engine; returns when it is ready. Raises UserError where the run starts none."""
+        """Start one more engine and wait until it is ready. Raises UserError if the run starts no engines."""
         self._check_starts_engines()
         self.background.wait(self.crowd.change_engines(1))
 
     def remove_engine(self, number: int | None = None) -> None:
-        """End the engine of a number, or the least busy one, once its work has ended; none begins there.
+        """Drain and stop an engine by number, or the least busy one.
 
-        Raises UserError for one that there is not, and for the last one.
+        Raises UserError for an unknown number and for the last engine.
         """
         self._check_starts_engines()
         self.background.wait(self.crowd.change_engines(-1, number))
 
     def engines(self) -> list[PoolMember]:
-        """The engines that are ready, by number."""
+        """The ready engines, by number."""
         return sorted(self.crowd.engines.members.values(), key=lambda member: member.number)
 
     def _check_starts_engines(self) -> None:
         if self.crowd.plan.engine is None:
-            raise UserError("This run did not start the engines at engine.url.", "Change workers alone.")
+            raise UserError(
+                "This run did not start the engines at engine.url.", "Change the number of workers only."
+            )
 
     def deadline_s(self, task: Task) -> float:
-        """The longest that an attempt can take if every limit of its parts is used up, and then some."""
+        """Return the longest duration of an attempt if every time limit is used up, with a margin."""
         rollout, engine = rollout_for(self.world, self.config.rollout, task), self.config.engine
         spare_s = self.config.cluster.silence_s + 2 * rollout.environment_timeout_s + self._scoring_s(rollout)
         if rollout.episode_timeout_s is not None:
@@ -200,7 +204,7 @@ class Cluster:
         return rollout.max_turns * (engine.timeout_s + rollout.environment_timeout_s) + spare_s
 
     def _scoring_s(self, rollout: RolloutConfig) -> float:
-        """Of that the rewards, where workers compute them: all of a worker's episodes may end at once."""
+        """Return the scoring part of it: all episodes of a worker may end at the same time."""
         cluster = self.config.cluster
         if cluster.reward_workers:
             return 0.0
@@ -210,9 +214,9 @@ class Cluster:
 
 @contextmanager
 def open_cluster(session: TrainingSession) -> Iterator[Cluster]:
-    """The cluster that the settings ask for, for the time of a block; nothing of it is left afterwards.
+    """Start the configured cluster and stop it at the end of the block.
 
-    Raises UserError where it cannot be had.
+    Raises UserError if it cannot be started.
     """
     config = session.config
     check_cluster(config)
@@ -232,18 +236,18 @@ def open_cluster(session: TrainingSession) -> Iterator[Cluster]:
 
 
 def check_cluster(config: Config) -> None:
-    """Raise ConfigError for settings that a cluster does not go with."""
+    """Raise ConfigError for settings that a cluster does not support."""
     streams = config.training.mode == "async"
     if config.engine.url and config.model.lora is not None and streams:
         raise ConfigError(
-            "LoRA adapters at servers of your own (engine.url) change their names with each version, which "
-            "episodes that stream on a cluster cannot follow.",
-            "Leave engine.url out, or set training.mode = 'sync' or 'one_step'.",
+            "LoRA adapters on external servers (engine.url) change their names with each version, which "
+            "streamed episodes on a cluster do not support.",
+            "Unset engine.url, or set training.mode = 'sync' or 'one_step'.",
         )
 
 
 def plan_of(session: TrainingSession, broadcast_host: str = "") -> ClusterPlan:
-    """What is to run for a session; weights go over a line from `broadcast_host`, where one is given."""
+    """Return the cluster plan of a session; weights are broadcast from `broadcast_host` if it is set."""
     config = session.config
     folder, source = os.getcwd(), session.source
     if Path(source).is_dir():
@@ -287,5 +291,5 @@ def _launcher(plan: ClusterPlan) -> Launcher:
 
 
 async def _crowd(plan: ClusterPlan, launcher: Launcher) -> WorkerGroup:
-    """Made in the loop that it belongs to."""
+    """Create the worker group in its event loop."""
     return WorkerGroup(plan, launcher)

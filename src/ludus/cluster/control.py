@@ -1,8 +1,8 @@
-"""Changes to the cluster of a run that goes on, asked for by another process through the run's folder.
+"""Control the cluster of a running run from another process, through files in the run folder.
 
-Takes requests: files `RUN/cluster/ask-ID.json`, written whole by whoever may write to the folder. Gives each
-its answer, `answer-ID.json`, once it is done. Waits in threads of its own, never in the run's. A request that
-cannot be met has its sentence as its answer. Nothing of it is left when the run ends.
+A request is a file `RUN/cluster/ask-ID.json`, written atomically by any process with write access; the
+response is `answer-ID.json`. Requests run on their own threads, never on the run's. An invalid request is
+answered with an error message. The folder is removed when the run ends.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ludus.cluster.cluster import Cluster
 from ludus.errors import LudusError, StorageError, UserError
 
 FOLDER: Final = "cluster"
-"""The folder of requests in that of a run."""
+"""Name of the request folder in a run folder."""
 _LOOK_S = 0.3
 
 Act = Literal["list", "add-engine", "remove-engine"]
 
 
 class EngineRow(TypedDict):
-    """An engine of a run: its number, its address, its process, and the calls that are under way there."""
+    """Engine of a run: number, address, process id and requests in flight."""
 
     number: int
     url: str
@@ -39,7 +39,7 @@ class EngineRow(TypedDict):
 
 
 class ControlReply(TypedDict, total=False):
-    """What became of a request: the engines afterwards, or why it was refused."""
+    """Response to a request: the engines afterwards, or the error."""
 
     engines: list[EngineRow]
     workers: int
@@ -48,7 +48,7 @@ class ControlReply(TypedDict, total=False):
 
 @contextmanager
 def controlled(run: Path, cluster: Cluster) -> Iterator[None]:
-    """In the block, do what is asked for in a run's folder."""
+    """Serve the requests in a run folder during the block."""
     ends = threading.Event()
     shutil.rmtree(run / FOLDER, ignore_errors=True)
     looking = threading.Thread(target=_look, args=(run / FOLDER, cluster, ends), daemon=True)
@@ -62,10 +62,10 @@ def controlled(run: Path, cluster: Cluster) -> Iterator[None]:
 
 
 def ask(run: Path, act: Act, number: int | None = None, *, timeout_s: float = 600.0) -> ControlReply:
-    """Ask the process of a run for a change, and wait for its answer.
+    """Send a request to a running run and wait for the response.
 
-    Raises UserError where nothing runs there, or the request is refused, StorageError where the folder cannot
-    be written to.
+    Raises UserError if the run is not running or rejects the request, StorageError if the folder cannot be
+    written.
     """
     _check_runs(run)
     name, begin = secrets.token_hex(6), time.monotonic()
@@ -79,8 +79,8 @@ def ask(run: Path, act: Act, number: int | None = None, *, timeout_s: float = 60
             if time.monotonic() - begin > timeout_s:
                 question.unlink(missing_ok=True)
                 raise UserError(
-                    f"The run in {run} has not answered for {timeout_s:g} s.",
-                    f"Its log says what it does: {run / 'log.txt'}",
+                    f"The run in {run} did not respond within {timeout_s:g} s.",
+                    f"See its log: {run / 'log.txt'}",
                 )
             time.sleep(_LOOK_S / 3)
         reply = cast(ControlReply, json.loads(answer.read_text("utf-8")))
@@ -101,11 +101,11 @@ def _check_runs(run: Path) -> None:
         return
     except OSError:
         pass
-    raise UserError(f"The run in {run} is not running.", f"Go on with it: ludus train --resume {run}")
+    raise UserError(f"The run in {run} is not running.", f"Resume it: ludus train --resume {run}")
 
 
 def _look(folder: Path, cluster: Cluster, ends: threading.Event) -> None:
-    """Begin what is asked for, each request on a thread: one that starts an engine takes its time."""
+    """Start the pending requests, each on its own thread, since starting an engine takes time."""
     while not ends.wait(_LOOK_S):
         for path in sorted(folder.glob("ask-*.json")):
             with suppress(OSError, ValueError):
@@ -120,7 +120,7 @@ def _answer(cluster: Cluster, asked: object, path: Path) -> None:
         reply = _done(cluster, asked)
     except LudusError as error:
         reply = ControlReply(error=str(error))
-    with suppress(OSError):  # the run has ended, and its folder of requests with it
+    with suppress(OSError):  # the run has ended and removed its request folder
         _write(path, reply)
 
 
@@ -133,7 +133,7 @@ def _done(cluster: Cluster, asked: object) -> ControlReply:
         case {"act": "remove-engine", "number": int() | None as number}:
             cluster.remove_engine(number)
         case _:
-            return ControlReply(error="The request is not one that this version of Ludus knows.")
+            return ControlReply(error="This version of Ludus does not support the request.")
     rows = [
         EngineRow(number=one.number, url=one.started.url, pid=one.started.pid, under_way=one.pulse.under_way)
         for one in cluster.engines()
@@ -142,7 +142,7 @@ def _done(cluster: Cluster, asked: object) -> ControlReply:
 
 
 def _write(path: Path, data: Mapping[str, object]) -> None:
-    """Write a file whole, or not at all."""
+    """Write a file atomically."""
     unfinished = path.with_name(f".{path.name}.tmp")
     unfinished.write_text(json.dumps(data), "utf-8")
     os.replace(unfinished, path)

@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own: what has to go on while the trainer's loop learns."""
+"""Event loop on its own thread, for work that runs while the trainer's loop is busy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class EventLoopThread:
-    """The loop. Whatever runs in it is asked for from other threads."""
+    """Background event loop, used from other threads."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -20,11 +20,11 @@ class EventLoopThread:
         self._thread.start()
 
     def start(self, work: Coroutine[object, object, T]) -> Future[T]:
-        """Begin something there; cancelling the future cancels it."""
+        """Schedule a coroutine; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def wait(self, work: Coroutine[object, object, T]) -> T:
-        """Do something there and block until it is done."""
+        """Run a coroutine and block until it is done."""
         future = self.start(work)
         try:
             return future.result()
@@ -33,11 +33,11 @@ class EventLoopThread:
             raise
 
     async def do(self, work: Coroutine[object, object, T]) -> T:
-        """Do something there, from another event loop."""
+        """Run a coroutine and await it from another event loop."""
         return await asyncio.wrap_future(self.start(work))
 
     def close(self) -> None:
-        """End the loop and the thread."""
+        """Stop the loop and the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

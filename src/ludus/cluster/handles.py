@@ -1,4 +1,4 @@
-"""A process that has a role, as the trainer sees it, and whoever starts such processes."""
+"""Interfaces of worker processes and of their launchers."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from ludus.errors import LudusError
 
 
 class WorkerDied(LudusError):
-    """A process that samples has ended, or does not answer any more."""
+    """Raised if a worker process has exited or does not respond."""
 
     exit_code = 7
     part = "cluster"
 
 
 class WorkerHandle(Protocol):
-    """A role in another process."""
+    """Handle of a worker in another process."""
 
     async def call(self, message: Message, deadline_s: float) -> object:
-        """What it answers.
+        """Send a message and return the response.
 
-        Raises its error, with its own words, and RoleLost where the process ends or the deadline passes.
-        Whoever is cancelled while it waits, or waits too long, has the work over there cancelled as well.
+        Raises the worker's error, or WorkerDied if the process exits or the deadline passes. On cancellation
+        or timeout the remote work is cancelled.
         """
         ...
 
     async def kill(self) -> None:
-        """End it at once, whatever it does."""
+        """Kill the process immediately."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """What a machine must have for a role."""
+    """Resources of a machine that a worker needs."""
 
     cpus: float = 1.0
     gpus: float = 0.0
@@ -42,17 +42,17 @@ class ResourceRequest:
 
 
 class Launcher(Protocol):
-    """Starts processes."""
+    """Start worker processes."""
 
     @property
     def host(self) -> str:
-        """The address at which they reach this process; empty where they all are on this machine."""
+        """The address of this process as seen by workers; empty if all are on this machine."""
         ...
 
     async def start(self, name: str, spec: Spec, needs: ResourceRequest) -> WorkerHandle:
-        """A process for a role; it has yet to begin. Raises LudusError where none can be started."""
+        """Start a worker process without initializing it. Raises LudusError if it cannot be started."""
         ...
 
     async def close(self) -> None:
-        """Leave nothing behind."""
+        """Stop everything."""
         ...

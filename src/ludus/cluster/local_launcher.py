@@ -1,4 +1,4 @@
-"""Roles in child processes of this machine, each at the end of a socket."""
+"""Workers as child processes on this machine, connected by sockets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _END_S = 10.0
 
 @dataclass
 class LocalWorkerHandle:
-    """A child process. What it prints goes into the file `said`, which goes when the child is ended."""
+    """Handle of a child process. Its output goes to the file `said`, which is deleted when the child ends."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -49,15 +49,15 @@ class LocalWorkerHandle:
 
     @property
     def is_ended(self) -> bool:
-        """Whether it was killed, and nothing of it is left."""
+        """Whether the child was killed and cleaned up."""
         return self._words is not None
 
     def listen(self) -> None:
-        """Take answers from now on."""
+        """Start receiving responses."""
         self._reading = asyncio.create_task(self._read())
 
     async def call(self, message: Message, deadline_s: float) -> object:
-        """What it answers; see `WorkerHandle`."""
+        """Send a message and return the response; see `WorkerHandle`."""
         if self._reading is None or self._reading.done():
             raise self._lost()
         self._number += 1
@@ -69,7 +69,7 @@ class LocalWorkerHandle:
                 answer: WorkerResponse = await future
         except TimeoutError as error:
             self.writer.write(pack(RpcCancel(number)))
-            raise WorkerDied(f"{self.name} gave no answer within {deadline_s:g} s.") from error
+            raise WorkerDied(f"{self.name} did not respond within {deadline_s:g} s.") from error
         except asyncio.CancelledError:
             self.writer.write(pack(RpcCancel(number)))
             raise
@@ -78,7 +78,7 @@ class LocalWorkerHandle:
         return answer.take()
 
     async def kill(self) -> None:
-        """End it and all that it started in its group."""
+        """Kill the child and its process group."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
@@ -110,7 +110,7 @@ class LocalWorkerHandle:
 
     def _lost(self) -> WorkerDied:
         code, words = self.process.poll(), self._last_words()
-        how = "is gone" if code is None else f"has ended ({code})"
+        how = "is gone" if code is None else f"has exited ({code})"
         return WorkerDied(f"{self.name} {how}{': ' + words if words else '.'}")
 
     def _last_words(self) -> str:
@@ -122,14 +122,14 @@ class LocalWorkerHandle:
 
 @dataclass
 class LocalLauncher:
-    """Starts children of this process, whose words lie in a temporary folder."""
+    """Start child processes; their output goes to a temporary folder."""
 
     _folder: TemporaryFolder | None = None
     _started: list[LocalWorkerHandle] = field(default_factory=list)
     host: str = ""
 
     async def start(self, name: str, spec: Spec, needs: ResourceRequest) -> WorkerHandle:
-        """A child; this machine is not asked what it has."""
+        """Start a child; resources are not checked."""
         del needs
         if self._folder is None:
             self._folder = TemporaryFolder("ludus-cluster-")
@@ -153,7 +153,7 @@ class LocalLauncher:
         return remote
 
     async def close(self) -> None:
-        """End all children."""
+        """Kill all children."""
         for remote in self._started:
             await remote.kill()
         if self._folder is not None:
@@ -165,6 +165,6 @@ def _packed(call: RpcCall) -> bytes:
         return pack(call)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise UserError(
-            f"What a worker is to play cannot be sent to another process: {error}.",
-            "Tasks, their truth included, must pickle.",
+            f"A rollout request cannot be sent to another process: {error}.",
+            "Tasks and their truth must be picklable.",
         ) from error

@@ -1,8 +1,8 @@
-"""Log records of other processes, on their way into the one log of a run.
+"""Forward log records from workers to the run log.
 
-A process keeps what it logs until the next sign of life, which carries it to the trainer; there it goes to
-the same loggers, under the time at which it was said, with the name of who said it. Never keeps more than
-`MOST`: what is too much is counted. What a process says as it dies goes to its standard error alone.
+A worker buffers its records until the next heartbeat, which carries them to the trainer; there they are
+logged with their original time and the worker's name. At most `MOST` records are buffered; further ones are
+counted. The last records of a dying process only reach its standard error.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MOST = 1000
-"""Records that a process keeps."""
+"""Maximum number of buffered records."""
 
 log = logging.getLogger("ludus")
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardedRecords:
-    """A log record that pickles; `created` in seconds since the epoch, `text` with its traceback."""
+    """Picklable log record; `created` in seconds since the epoch, `text` with its traceback."""
 
     created: float
     level: int
@@ -29,7 +29,7 @@ class ForwardedRecords:
 
 
 class LogForwarder(logging.Handler):
-    """Keeps what a logger and its children log."""
+    """Buffer the records of a logger and its children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class LogForwarder(logging.Handler):
         self.setFormatter(logging.Formatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record."""
+        """Buffer a record."""
         said = ForwardedRecords(record.created, record.levelno, record.name, self.format(record))
         with self._guard:
             if len(self._heard) < MOST:
@@ -48,19 +48,19 @@ class LogForwarder(logging.Handler):
                 self._missed += 1
 
     def take(self) -> tuple[ForwardedRecords, ...]:
-        """What was heard since the last call."""
+        """Return and clear the buffered records."""
         with self._guard:
             heard, missed = self._heard, self._missed
             self._heard, self._missed = [], 0
         if missed:
             heard.append(
-                ForwardedRecords(heard[-1].created, logging.WARNING, log.name, f"{missed} more were not kept")
+                ForwardedRecords(heard[-1].created, logging.WARNING, log.name, f"{missed} more were dropped")
             )
         return tuple(heard)
 
 
 def listen() -> LogForwarder:
-    """Keep what this process logs from now on; it goes to its standard error as well."""
+    """Start buffering this process's log records; they also go to its standard error."""
     ear, shown = LogForwarder(), logging.StreamHandler()
     shown.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     log.setLevel(logging.INFO)
@@ -70,7 +70,7 @@ def listen() -> LogForwarder:
 
 
 def repeat(who: str, said: Iterable[ForwardedRecords]) -> None:
-    """Log here what another process said."""
+    """Log another process's records here."""
     for one in said:
         logger = logging.getLogger(one.name)
         if logger.isEnabledFor(one.level):

@@ -1,4 +1,4 @@
-"""Pickled records over a socket between a process and its child."""
+"""RPC between a process and its child: pickled records over a socket."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ludus.errors import UserError
 
 _LENGTH = struct.Struct("!Q")
 LENGTH_BYTES = _LENGTH.size
-_CARRIED = "What an episode and its rewards carry must pickle, and be read again from what it pickles to."
-_ASKED = "Tasks, their truth included, must pickle, and be read again from what they pickle to."
+_CARRIED = "All data of episodes and rewards must survive pickling and unpickling."
+_ASKED = "Tasks and their truth must survive pickling and unpickling."
 
 
 @dataclass(frozen=True, slots=True)
 class RpcHello:
-    """The first frame to a child: what it is for."""
+    """First frame sent to a child: its role."""
 
     spec: Spec
 
 
 @dataclass(frozen=True, slots=True)
 class RpcCall:
-    """A message under the sender's number; the answer comes back under the same."""
+    """Request with the sender's id; the response has the same id."""
 
     number: int
     message: Message
@@ -33,7 +33,7 @@ class RpcCall:
 
 @dataclass(frozen=True, slots=True)
 class UnreadableMessage:
-    """A call whose message cannot be read here; `error` says so to whoever waits for the answer."""
+    """Request that cannot be unpickled here; `error` is returned to the caller."""
 
     number: int
     error: UserError
@@ -41,14 +41,14 @@ class UnreadableMessage:
 
 @dataclass(frozen=True, slots=True)
 class RpcCancel:
-    """Nobody waits for the answer any more."""
+    """Cancel a request."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class RpcReply:
-    """The answer to a call."""
+    """Response to a request."""
 
     number: int
     answer: WorkerResponse
@@ -59,7 +59,7 @@ Frame = RpcHello | RpcCall | UnreadableMessage | RpcCancel | RpcReply
 
 @dataclass(frozen=True, slots=True)
 class _SealedCall:
-    """A call on its way: its number can be read where its message cannot."""
+    """Encoded request, whose id can be read even if its message cannot."""
 
     number: int
     message: bytes
@@ -67,13 +67,13 @@ class _SealedCall:
     def opened(self) -> RpcCall | UnreadableMessage:
         try:
             return RpcCall(self.number, pickle.loads(self.message))
-        except Exception as error:  # boundary: foreign types, which may raise anything
+        except Exception as error:  # boundary: user types may raise anything
             return UnreadableMessage(self.number, unread_there(f"{type(error).__name__}: {error}"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Sealed:
-    """A reply on its way: its number can be read where its answer cannot."""
+    """Encoded response, whose id can be read even if its value cannot."""
 
     number: int
     answer: bytes
@@ -81,18 +81,18 @@ class _Sealed:
     def opened(self) -> RpcReply:
         try:
             return RpcReply(self.number, pickle.loads(self.answer))
-        except Exception as error:  # boundary: foreign types, which may raise anything
-            words = f"What another process answered cannot be read: {type(error).__name__}: {error}."
+        except Exception as error:  # boundary: user types may raise anything
+            words = f"A response of another process cannot be unpickled: {type(error).__name__}: {error}."
             return RpcReply(self.number, failed(UserError(words, _CARRIED)))
 
 
 def unread_there(why: str) -> UserError:
-    """A message that cannot be read where it was sent to."""
-    return UserError(f"What another process was asked cannot be read there: {why}.", _ASKED)
+    """Return the error for a request that the receiver cannot unpickle."""
+    return UserError(f"A request cannot be unpickled by the receiving process: {why}.", _ASKED)
 
 
 def pack(frame: Frame) -> bytes:
-    """A frame as bytes, its length first. An answer that does not pickle goes as the error that says so."""
+    """Encode a frame with its length prefix. A response that cannot be pickled is sent as an error."""
     sealed: Frame | _Sealed | _SealedCall = frame
     match frame:
         case RpcReply():
@@ -106,7 +106,7 @@ def pack(frame: Frame) -> bytes:
 def _sealed(reply: RpcReply) -> _Sealed:
     try:
         return _Sealed(reply.number, pickle.dumps(reply.answer))
-    except Exception as error:  # boundary: foreign types, which may raise anything
+    except Exception as error:  # boundary: user types may raise anything
         return _Sealed(reply.number, pickle.dumps(_unsent(reply.answer, error)))
 
 
@@ -116,19 +116,19 @@ def _unsent(answer: WorkerResponse, error: Exception) -> WorkerResponse:
 
 
 def length_of(head: bytes) -> int:
-    """How many bytes follow."""
+    """Return the number of bytes that follow."""
     (length,) = _LENGTH.unpack(head)
     return int(length)
 
 
 def unpack(body: bytes) -> Frame:
-    """The frame in what follows its length. What cannot be read in it is the error that says so."""
+    """Decode a frame without its length. Unreadable content is replaced by an error."""
     frame: Frame | _Sealed | _SealedCall = pickle.loads(body)
     return frame.opened() if isinstance(frame, _Sealed | _SealedCall) else frame
 
 
 def read_frame(line: socket.socket) -> Frame | None:
-    """The next frame; None where the other end is gone."""
+    """Return the next frame, or None if the connection is closed."""
     head = _read(line, LENGTH_BYTES)
     body = None if head is None else _read(line, length_of(head))
     return None if body is None else unpack(body)

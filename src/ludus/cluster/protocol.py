@@ -1,4 +1,4 @@
-"""What the trainer and the processes that sample say to each other. All of it is pickled on its way."""
+"""Pickled messages between the trainer and its workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ludus.types import Task, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine of the model at `source`, a folder or a name as seen from `folder`; `token` controls it."""
+    """Engine of the model at `source`, a folder or name relative to `folder`; `token` authorizes control."""
 
     config: Config
     source: str
@@ -29,7 +29,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """A rollout worker whose tokenizer is at `source`, a folder or a name as seen from `folder`.
+    """Rollout worker with the tokenizer at `source`, a folder or name relative to `folder`.
 
     `token` is that of the engines.
     """
@@ -42,7 +42,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """A reward worker: the world of the settings, as seen from `folder`, whose rewards it computes."""
+    """Reward worker: computes the rewards of the configured world; paths are relative to `folder`."""
 
     config: Config
     folder: str
@@ -53,7 +53,7 @@ Spec = EngineSpec | WorkerSpec | RewardSpec
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Where a role runs; `url` is that of an engine, empty for a worker."""
+    """Location of a started worker; `url` is set for engines only."""
 
     host: str
     pid: int
@@ -62,9 +62,9 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class EngineSet:
-    """What a worker has to know of the engines: where they are, and what weights they were sent.
+    """Connected replicas and their weight versions.
 
-    `version` is None before any were. A later view has a higher `serial`.
+    `version` is None before the first weights. Later sets have a higher `serial`.
     """
 
     serial: int
@@ -75,19 +75,19 @@ class EngineSet:
 
 @dataclass(frozen=True, slots=True)
 class StartRole:
-    """Load everything, and say where you are (`Started`)."""
+    """Initialize the worker; returns `Started`."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateEngines:
-    """Sample from these engines from now on."""
+    """Replace the set of engines to sample from."""
 
     view: EngineSet
 
 
 @dataclass(frozen=True, slots=True)
 class PlayJob:
-    """Play one attempt; the answer is its `Trajectory`. It stays where `pin` says, if that says anything."""
+    """Run one attempt and return its `Trajectory`. It stays on the engine `pin`, if set."""
 
     job: RolloutRequest
     play: SamplingPlan
@@ -96,7 +96,7 @@ class PlayJob:
 
 @dataclass(frozen=True, slots=True)
 class ScoreJob:
-    """Score what was played; the answer is its `RewardScores`."""
+    """Score a trajectory and return its `RewardScores`."""
 
     task: Task
     trajectory: Trajectory
@@ -104,7 +104,7 @@ class ScoreJob:
 
 @dataclass(frozen=True, slots=True)
 class RewardScores:
-    """The rewards of a trajectory: its parts, their weighted sum, and the seconds that they took."""
+    """Rewards of a trajectory: parts, weighted sum, and duration in seconds."""
 
     parts: dict[str, float]
     total: float
@@ -113,12 +113,12 @@ class RewardScores:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Say that you are there (`Heartbeat`)."""
+    """Request a `Heartbeat`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A sign of life: what an engine has done since its start, and how many requests are under way."""
+    """Heartbeat: engine statistics since its start, and the number of requests in flight."""
 
     stats: EngineStats = field(default_factory=EngineStats)
     under_way: int = 0
@@ -126,7 +126,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """Close everything."""
+    """Stop the worker."""
 
 
 Message = StartRole | UpdateEngines | PlayJob | ScoreJob | Ping | Shutdown
@@ -134,9 +134,9 @@ Message = StartRole | UpdateEngines | PlayJob | ScoreJob | Ping | Shutdown
 
 @dataclass(frozen=True, slots=True)
 class WorkerResponse:
-    """What a role answers: a value, or the error that it met; `late` where a time limit was its cause.
+    """Response of a worker: a value or an error; `late` if the error was a timeout.
 
-    `said` is what its process has logged lately.
+    `said` holds recent log records of the process.
     """
 
     value: object = None
@@ -145,29 +145,29 @@ class WorkerResponse:
     said: tuple[ForwardedRecords, ...] = ()
 
     def take(self) -> object:
-        """The value. Raises the error, as it was over there."""
+        """Return the value, or raise the error."""
         if self.error is None:
             return self.value
         raise self.error from TimeoutError() if self.late else None
 
 
 def failed(error: Exception) -> WorkerResponse:
-    """The answer that carries an error with its own words, in whatever process it is read."""
+    """Return the response for an error, readable in any process."""
     if not isinstance(error, LudusError):
         trace = "".join(traceback.format_exception(error)).strip()
         return WorkerResponse(
-            error=LudusError(f"A fault in another process: {type(error).__name__}: {error}", trace)
+            error=LudusError(f"Internal error in another process: {type(error).__name__}: {error}", trace)
         )
     late = isinstance(error.__cause__, TimeoutError)
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # boundary: a class that does not pickle travels as the one that it is a kind of
+    except Exception:  # boundary: an unpicklable class is sent as its nearest base class
         return WorkerResponse(error=_plain(error), late=late)
     return WorkerResponse(error=error, late=late)
 
 
 def _plain(error: LudusError) -> LudusError:
-    """The same words in the nearest class of the error family: whoever reads them knows that one."""
+    """Return the same message in the nearest Ludus error class, which every process can unpickle."""
     family = (kind for kind in type(error).__mro__ if kind.__module__ == LudusError.__module__)
     nearest: type[LudusError] = next(family)
     return nearest(error.message, error.hint)

@@ -1,7 +1,7 @@
-"""Roles as Ray actors, spread over the machines of a cluster by what these have.
+"""Workers as Ray actors, placed on the cluster's machines by resources.
 
-Actors belong to the trainer's process: Ray ends them when that is gone. Episodes come back through Ray's
-object store. Ray restarts nothing by itself; whoever starts the roles does.
+Actors are owned by the trainer's process; Ray ends them with it. Episodes return through Ray's object store.
+Ray's restarts are disabled; the worker pools restart workers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ludus.config.sections.cluster import ClusterConfig
 from ludus.errors import LudusError, UserError
 
 _END_S = 60.0
-"""What a machine may take to end an actor that does not answer."""
+"""Timeout of killing an unresponsive actor on its machine."""
 _AT_ONCE = 10_000
-"""Messages that an actor may have at work at once: episodes are bounded elsewhere."""
+"""Maximum concurrent messages of an actor; episodes are limited elsewhere."""
 
 
 class RayActor:
-    """A role in a process of Ray's."""
+    """Worker in a Ray process."""
 
     def __init__(self, spec: Spec) -> None:
         import ray
@@ -39,11 +39,11 @@ class RayActor:
         self._host = WorkerServer(spec, str(ray.util.get_node_ip_address()), listen())
 
     async def call(self, number: int, message: Message) -> WorkerResponse:
-        """The answer to a message."""
+        """Handle a message and return the response."""
         return await self._host.call(number, message)
 
     async def cancel(self, number: int) -> None:
-        """End what a message began."""
+        """Cancel a message."""
         self._host.cancel(number)
 
 
@@ -52,7 +52,7 @@ class _Method(Protocol):
 
 
 class _Handle(Protocol):
-    """An actor as Ray gives it to others."""
+    """Interface of Ray's actor handle."""
 
     @property
     def call(self) -> _Method: ...
@@ -63,7 +63,7 @@ class _Handle(Protocol):
 
 @dataclass
 class RayWorkerHandle:
-    """An actor."""
+    """Handle of an actor."""
 
     name: str
     actor: _Handle
@@ -72,7 +72,7 @@ class RayWorkerHandle:
     _where: Started | None = None
 
     async def call(self, message: Message, deadline_s: float) -> object:
-        """What it answers; see `WorkerHandle`."""
+        """Send a message and return the response; see `WorkerHandle`."""
         from ray.exceptions import RayError
 
         self._number += 1
@@ -82,7 +82,7 @@ class RayWorkerHandle:
                 answer: WorkerResponse = await self.actor.call.remote(number, message)
         except TimeoutError as error:
             self.actor.cancel.remote(number)
-            raise WorkerDied(f"{self.name} gave no answer within {deadline_s:g} s.", self._hint()) from error
+            raise WorkerDied(f"{self.name} did not respond within {deadline_s:g} s.", self._hint()) from error
         except asyncio.CancelledError:
             self.actor.cancel.remote(number)
             raise
@@ -95,7 +95,7 @@ class RayWorkerHandle:
         return value
 
     def _hint(self) -> str:
-        """Why it may not have begun: what it needs, and what is free."""
+        """Return why it may not have started: required and free resources."""
         import ray
 
         if self._where is not None:
@@ -104,7 +104,7 @@ class RayWorkerHandle:
         return f"It needs {self.needs}, and the cluster has {free} free. See cluster.start_s."
 
     async def kill(self) -> None:
-        """End it. One that has been stopped by a signal does not hear Ray: it is killed where it runs."""
+        """Kill the actor. One stopped by a signal does not respond to Ray and is killed on its machine."""
         import ray
 
         ray.kill(self.actor)
@@ -118,7 +118,7 @@ class RayWorkerHandle:
 
 
 def _why_no_answer(name: str, error: BaseException) -> LudusError:
-    """What an error of Ray's means. An actor answers with those that it meets: another is of the reading."""
+    """Convert a Ray error. Errors of the worker itself arrive as responses, so others concern decoding."""
     from ray.exceptions import RaySystemError, RayTaskError
 
     if isinstance(error, RayTaskError) and isinstance(error.cause, RaySystemError):
@@ -127,14 +127,14 @@ def _why_no_answer(name: str, error: BaseException) -> LudusError:
 
 
 def _end(pid: int) -> None:
-    """Kill an actor's process, if the number is not another's by now."""
+    """Kill an actor's process, unless its id has been reused."""
     with suppress(OSError):
         if b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
 
 
 async def _end_there(where: Started) -> None:
-    """Kill an actor from a task on its machine. One that is gone has none left."""
+    """Kill an actor through a task on its machine, if it still exists."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -150,7 +150,7 @@ async def _end_there(where: Started) -> None:
 
 
 class RayLauncher:
-    """Starts actors in the cluster of the settings, which `__init__` joins or starts. Raises UserError."""
+    """Start actors in the configured cluster, which `__init__` joins or starts. Raises UserError."""
 
     def __init__(self, config: ClusterConfig, needs: list[ResourceRequest]) -> None:
         try:
@@ -169,19 +169,19 @@ class RayLauncher:
                 _start_here(needs)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             raise UserError(
-                f"The Ray cluster {config.address or 'of this machine'} cannot be used: {_words(error)}",
+                f"Cannot connect to the Ray cluster {config.address or 'of this machine'}: {_words(error)}",
                 "Start it with `ray start --head`, and check cluster.address.",
             ) from error
 
     @property
     def host(self) -> str:
-        """The address at which other machines of the cluster reach this one; empty where there are none."""
+        """The address of this machine in the cluster; empty if there are no others."""
         import ray
 
         return str(ray.util.get_node_ip_address()) if len(ray.nodes()) > 1 else ""
 
     async def start(self, name: str, spec: Spec, needs: ResourceRequest) -> WorkerHandle:
-        """An actor on a machine that has what it needs; the cluster may be a while in finding one."""
+        """Start an actor on a machine with the required resources; placement may take a while."""
         import ray
 
         options: dict[str, object] = {
@@ -198,7 +198,7 @@ class RayLauncher:
             raise LudusError(f"Ray cannot start {name}: {_words(error)}") from error
 
     async def close(self) -> None:
-        """Leave the cluster, which ends the actors; one that was started here ends."""
+        """Leave the cluster, which ends the actors; stop it if it was started here."""
         import ray
 
         if not self._joined:
@@ -206,7 +206,7 @@ class RayLauncher:
 
 
 def _start_here(needs: list[ResourceRequest]) -> None:
-    """A cluster of this machine alone, with room for all roles: nobody else is in it."""
+    """Start a private cluster on this machine with resources for all workers."""
     import ray
 
     resources: dict[str, float] = {}
@@ -225,10 +225,10 @@ def _start_here(needs: list[ResourceRequest]) -> None:
     except Exception as error:
         if type(error) is not Exception:
             raise
-        # so Ray says that its processes took longer than the 30 s that it waits for them
+        # Ray's error if its processes take longer than its 30 s timeout
         raise UserError(
             f"Ray did not start on this machine: {_words(error)}",
-            "Ray waits for 30 s, whatever cluster.start_s is. Try again with less other work on the machine, "
+            "Ray's own timeout is 30 s, independent of cluster.start_s. Retry with less load on the machine, "
             "or use --cluster local.",
         ) from error
 

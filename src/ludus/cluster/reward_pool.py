@@ -1,12 +1,10 @@
-"""The reward workers of a run, as the trainer sees them.
+"""Pool of reward workers.
 
-Takes trajectories that were played. Gives them with their rewards. A scoring whose worker is lost is done by
-another one: nothing is played again for it, and one answer counts, as rewards are functions of the task and
-the trajectory alone. One that is late would be late anywhere: it raises `RewardTimeout` at once, and its
-worker, where it may go on for ever, ends what else it scores and is replaced. Raises what a reward raised,
-and `ScoringLost` where worker after worker is lost over the same trajectory: whoever asked decides about
-another attempt. A scoring that nobody waits for any more keeps its place to its end: a reward cannot be
-interrupted, and the clock of the next one would run while it waits for the thread.
+If a worker is lost, its trajectory is scored by another one; the episode is not repeated. Rewards depend on
+task and trajectory alone, so a timeout is not retried: it raises `RewardTimeout`, and the worker, which may
+hang, is drained and replaced. Raises errors of rewards, and `ScoringLost` if several workers are lost on the
+same trajectory; the caller decides whether to retry. An abandoned scoring occupies its slot until it ends,
+since a reward cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -26,20 +24,20 @@ from ludus.rollout.reward_executor import RewardTimeout, graded, waited
 from ludus.types import Task, Trajectory
 
 TRIES = 3
-"""Workers that may be lost over one trajectory."""
+"""Number of workers that may be lost on one trajectory."""
 
 log = logging.getLogger("ludus.cluster")
 
 
 class ScoringLost(WorldError):
-    """No reward worker has lived through the scoring of an episode."""
+    """Raised if every reward worker that scored an episode was lost."""
 
     part = "reward"
 
 
 @dataclass
 class RewardWorkers:
-    """Keeps them at their number; `start` makes the process of one. Belongs to the crowd's event loop."""
+    """Pool of reward workers; `start` launches one. Belongs to the worker group's event loop."""
 
     config: ClusterConfig
     spec: RewardSpec
@@ -58,7 +56,7 @@ class RewardWorkers:
         )
 
     async def scored(self, task: Task, trajectory: Trajectory) -> Trajectory:
-        """The trajectory with its rewards, computed by the least busy worker."""
+        """Return the trajectory with rewards, computed by the least busy worker."""
         lost: WorkerDied | None = None
         begin = time.perf_counter()
         for _ in range(TRIES):
@@ -86,7 +84,7 @@ class RewardWorkers:
         )
 
     async def _asked(self, member: PoolMember, job: ScoreJob) -> RewardScores:
-        """What a worker says, whose place is free again then; one that is late or lost is replaced."""
+        """Send a job to a worker and free its slot; replace the worker on timeout or loss."""
         try:
             found = await member.remote.call(job, self.config.scoring_timeout_s)
             assert isinstance(found, RewardScores)
@@ -102,7 +100,7 @@ class RewardWorkers:
 
 
 async def _end_of(asked: asyncio.Task[RewardScores]) -> None:
-    """Wait for it, whatever it meets; the pool ends it where it closes before."""
+    """Wait for a scoring, ignoring errors; the pool ends it on close."""
     try:
         await asyncio.wait({asked})
     finally:
@@ -111,4 +109,4 @@ async def _end_of(asked: asyncio.Task[RewardScores]) -> None:
 
 
 async def _comes_or_goes(member: PoolMember) -> None:
-    """Nobody has to be told of a reward worker: only the trainer speaks to them."""
+    """Do nothing: only the trainer talks to reward workers."""

@@ -1,10 +1,9 @@
-"""The roles of a run, and what passes between them: all that happens in the background loop.
+"""Supervise the workers of a run: engines, rollout workers, reward workers. Runs in the background loop.
 
-Takes attempts and weights. Gives trajectories, and engines that hold the weights. An engine that joins holds
-the current weights, with their proof, before a worker hears of it; weights are never sent while one joins. A
-worker hears of new weights before an engine has them, and of an engine that has left at once. Where engines
-take weights one by one, an attempt is told the engine at which it stays. One whose worker is lost raises
-`WorkerLost`: whoever asked decides about another one.
+A new engine receives the current weights and is checked before any worker uses it; weights are not sent while
+an engine joins. Workers learn of new weights before an engine has them, and of removed engines at once. With
+rolling updates an attempt is pinned to one engine. Raise WorkerLost if the worker died; the caller decides
+whether to retry.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ if TYPE_CHECKING:
 
 _MEASURE_S = 2.0
 _TRIES = 5
-"""How often weights are sent while engines die."""
+"""Number of attempts to send weights while engines die."""
 
 Result = TypeVar("Result")
 
 
 class WorkerLost(WorldError):
-    """The process that played an episode is gone, or did not play it in time."""
+    """Raised if a worker died or timed out while running an episode."""
 
     part = "worker"
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """What is to run. `connect` makes the client of the engines at these addresses."""
+    """Workers to run. `connect` creates the client of engines at given addresses."""
 
     config: ClusterConfig
     engine: EngineSpec | None
@@ -58,24 +57,24 @@ class ClusterPlan:
 
     @property
     def engine_needs(self) -> ResourceRequest:
-        """Of an engine."""
+        """Resources of an engine."""
         own = self.config
         return ResourceRequest(own.engine_cpus, own.engine_gpus, dict(own.engine_resources))
 
     @property
     def worker_needs(self) -> ResourceRequest:
-        """Of a worker."""
+        """Resources of a rollout worker."""
         return ResourceRequest(self.config.worker_cpus, 0.0, dict(self.config.worker_resources))
 
     @property
     def reward_needs(self) -> ResourceRequest:
-        """Of a reward worker."""
+        """Resources of a reward worker."""
         own = self.config
         return ResourceRequest(own.reward_cpus, own.reward_gpus, dict(own.reward_resources))
 
     @property
     def needs(self) -> list[ResourceRequest]:
-        """Of all."""
+        """Resources of all workers."""
         engines = [] if self.engine is None else [self.engine_needs] * self.config.engines
         rewards = [] if self.reward is None else [self.reward_needs] * self.config.reward_workers
         return engines + [self.worker_needs] * self.config.workers + rewards
@@ -83,7 +82,7 @@ class ClusterPlan:
 
 @dataclass
 class WorkerGroup:
-    """The roles of a plan. Everything here belongs to one event loop."""
+    """The workers of a plan. Belongs to one event loop."""
 
     plan: ClusterPlan
     launcher: Launcher
@@ -113,11 +112,11 @@ class WorkerGroup:
 
     @property
     def pools(self) -> list[WorkerPool]:
-        """The roles by their kinds."""
+        """The worker pools."""
         return [self.engines, self.workers] + ([] if self.rewards is None else [self.rewards.pool])
 
     async def open(self) -> None:
-        """Start everything and wait until it is ready. Raises what keeps it from that."""
+        """Start all workers and wait until they are ready. Raises the startup error."""
         if self.plan.urls:
             self.server = await asyncio.to_thread(self.plan.connect, list(self.plan.urls))
         for pool in self.pools:
@@ -127,7 +126,7 @@ class WorkerGroup:
         await self._tell_all()
 
     async def scale(self, *targets: int | None) -> None:
-        """Have other numbers of `pools`, and wait for those that start; what leaves first ends its work."""
+        """Apply the sizes of `pools` and wait for new members; removed ones drain first."""
         for pool, target in zip(self.pools, targets, strict=False):
             if target is not None:
                 pool.target = target
@@ -136,13 +135,13 @@ class WorkerGroup:
             await pool.full()
 
     async def change_engines(self, by: int, number: int | None = None) -> None:
-        """Have `by` engines more or fewer; where it is one fewer, that of a `number`.
+        """Change the number of engines by `by`; if it is -1, `number` selects the engine to remove.
 
-        Raises UserError for a number that there is not, or where none would be left.
+        Raises UserError for an unknown number and for the last engine.
         """
         pool = self.engines
         if pool.target + by < 1:
-            raise UserError("It is the last engine of the run.", "Add another one first.")
+            raise UserError("It is the last engine of the run.", "Add another engine first.")
         if number is not None and number not in pool.members:
             known = ", ".join(map(str, sorted(pool.members)))
             raise UserError(f"The run has no engine {number}.", f"It has: {known}.")
@@ -153,7 +152,7 @@ class WorkerGroup:
         await pool.full()
 
     async def play(self, message: PlayJob, deadline_s: float) -> Trajectory:
-        """Have an attempt played by the least busy worker. Raises what it met, and `WorkerLost`."""
+        """Run an attempt on the least busy worker. Raises its error or `WorkerLost`."""
         if self.plan.engine is not None:
             await self.engines.some()
         member = await self.workers.take(self.plan.config.episodes_per_worker)
@@ -175,7 +174,7 @@ class WorkerGroup:
         return await of_each_path(found, lambda path: rewards.scored(message.job.task, path))
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Have all engines take weights, those that replace dead ones meanwhile too."""
+        """Send weights to all engines, including replacements that start meanwhile."""
 
         async def send(server: ServerEngine) -> None:
             async with self._lock:
@@ -189,13 +188,13 @@ class WorkerGroup:
         await self.ask(send)
 
     async def roll(self, lag: int) -> RollingUpdates:
-        """Have engines take weights one by one from now on."""
+        """Start rolling updates."""
         assert self.server is not None
         self.rolling = await self.server.roll(lag, self._lives)
         return self.rolling
 
     async def offer(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
-        """Keep weights that each engine takes when its episodes have ended."""
+        """Publish weights that each engine loads once it has drained."""
         assert self.rolling is not None
         async with self._lock:
             self._version = check.version
@@ -203,7 +202,7 @@ class WorkerGroup:
             await self.rolling.offer(check, state)
 
     async def _lives(self, url: str) -> bool:
-        """Whether the engine at an address is there, now that it has failed at something."""
+        """Return whether the engine at an address is alive, after a failure."""
         if self.plan.engine is None:
             return True
         await self.engines.check()
@@ -211,7 +210,7 @@ class WorkerGroup:
         return any(member.started.url == url for member in self.engines.members.values())
 
     async def ask(self, what: Callable[[ServerEngine], Awaitable[Result]]) -> Result:
-        """Ask the engines something; once more where one of them turns out to be dead, or has left."""
+        """Query the engines; retry once if one is dead or was removed."""
         for attempt in range(_TRIES):
             if self.plan.engine is not None:
                 await self.engines.some()
@@ -228,11 +227,11 @@ class WorkerGroup:
 
     @property
     def _departures(self) -> tuple[int, int]:
-        """Engines that are not kept any more, and those that the client has been told have left."""
+        """Return the number of removed engines, and of those that the client knows of."""
         return self.engines.num_gone, self._num_left
 
     async def measure(self) -> None:
-        """Have the engines say how it goes, as far as they do so at once."""
+        """Refresh the engines' statistics, as far as they respond at once."""
         if self.plan.engine is None and self.server is not None:
             await self.server.measure()
             return
@@ -241,12 +240,12 @@ class WorkerGroup:
                 await self.engines.check()
 
     def stats(self) -> dict[int, EngineStats]:
-        """What each engine has done since its start, by its last sign of life."""
-        members = tuple(self.engines.members.items())  # whoever asks may be on another thread
+        """Return each engine's statistics since its start, as of the last heartbeat."""
+        members = tuple(self.engines.members.items())  # may be called from another thread
         return {number: member.pulse.stats for number, member in members}
 
     async def close(self) -> None:
-        """End everything."""
+        """Stop everything."""
         self._closing = True
         if self.server is not None:
             await self.server.close()
@@ -285,13 +284,13 @@ class WorkerGroup:
                 await self._tell_all()
 
     async def _worker_joined(self, member: PoolMember) -> None:
-        """Let a worker in that knows the engines as they are."""
+        """Admit a worker once it has the current set of engines."""
         await self._tell(member)
         while member.serial != self._serial:
             await self._tell(member)
 
     async def _tell_all(self) -> None:
-        """Have all workers know the engines as they are now."""
+        """Send the current set of engines to all workers."""
         self._serial += 1
         await asyncio.gather(*(self._tell_or_lose(member) for member in tuple(self.workers.members.values())))
 
@@ -300,11 +299,11 @@ class WorkerGroup:
             await self._tell(member)
         except WorkerDied as error:
             await self.workers.lose(member, error)
-        except LudusError:  # an engine that it was told of is gone already; the next view says so
+        except LudusError:  # an engine in the set is already gone; the next set omits it
             return
 
     async def _tell(self, member: PoolMember) -> None:
-        """Each worker begins with another engine, so that they share the load."""
+        """Send the engines, rotated per worker for load balancing."""
         serial = self._serial
         if self.server is None:
             member.serial = serial
@@ -317,4 +316,4 @@ class WorkerGroup:
 
 
 async def _gone(member: PoolMember) -> None:
-    """Nobody has to be told of a worker that left."""
+    """Do nothing when a worker leaves."""

@@ -1,7 +1,7 @@
-"""A process of this machine that has a role: `python -m ludus.cluster.worker_main DESCRIPTOR`.
+"""Entry point of a local worker process: `python -m ludus.cluster.worker_main DESCRIPTOR`.
 
-It lives as long as its parent's end of the socket: a thread of its own reads it, so that the process ends
-even where its event loop hangs.
+Exits when the parent closes the socket: a separate thread reads it, so this works even if the event loop
+hangs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HERE = "127.0.0.1"
 
 
 def main() -> None:
-    """Serve a role until the parent is gone."""
+    """Run a worker until the parent is gone."""
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     line = socket.socket(fileno=descriptor)
@@ -51,7 +51,7 @@ async def _serve(line: socket.socket, host: WorkerServer) -> None:
 
 
 async def attend(inbox: asyncio.Queue[Frame], outbox: queue.SimpleQueue[bytes], host: WorkerServer) -> None:
-    """Have `host` do what comes, and put its answers, packed, into `outbox`. It never returns."""
+    """Handle incoming messages with `host` and put packed responses into `outbox`. Never returns."""
     calls: set[asyncio.Task[None]] = set()
 
     async def answer(call: RpcCall) -> None:
@@ -63,7 +63,7 @@ async def attend(inbox: asyncio.Queue[Frame], outbox: queue.SimpleQueue[bytes], 
                 task = asyncio.create_task(answer(call))
                 calls.add(task)
                 task.add_done_callback(calls.discard)
-                await asyncio.sleep(0)  # it has begun before what comes next, which may cancel it
+                await asyncio.sleep(0)  # started before the next message, which may cancel it
             case UnreadableMessage(number, error):
                 outbox.put(pack(RpcReply(number, failed(error))))
             case RpcCancel(number=number):

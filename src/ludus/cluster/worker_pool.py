@@ -1,11 +1,9 @@
-"""The roles of one kind, kept at their number.
+"""Pool of workers of one kind, kept at a given size.
 
-Takes a number to keep, and whatever starts one. Gives the members that are ready. Waits for each of them to
-answer a ping every second, also while it is let in and while it leaves: one that is silent for too long, or
-has ended, is lost, ended, and replaced. Never lists a member before `joined` has let it in, nor once `left`
-is told. Where one cannot be replaced it goes on with fewer, and tries again. Where the first ones do not
-start, or none is left and more were lost than may be, it is `failed`: whoever waits for a member then hears
-why.
+Pings every member each second, also while it joins or leaves. A member that times out or exits is killed and
+replaced. Members are listed only after `joined` has admitted them, and not after `left` was called. If a
+replacement fails, the pool continues with fewer and retries. If no first member starts, or none is left and
+the restart limit is exceeded, the pool is `failed` and waiting callers raise the cause.
 """
 
 from __future__ import annotations
@@ -23,15 +21,17 @@ from ludus.errors import LudusError
 _PULSE_S = 1.0
 _GOODBYE_S = 5.0
 _DRAIN_S = 600.0
-"""How long what is under way at a member that leaves may take."""
+"""Timeout of draining a member that leaves."""
 
 log = logging.getLogger("ludus.cluster")
 
 
 @dataclass(eq=False)
 class PoolMember:
-    """A role that is ready. `busy` counts the calls that are under way from here. One that `leaves` ends its
-    work first; others that are not kept any more are dead."""
+    """Ready worker. `busy` counts its requests in flight.
+
+    A member that `leaves` is draining; other removed members are dead.
+    """
 
     number: int
     remote: WorkerHandle
@@ -46,9 +46,12 @@ class PoolMember:
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """`start_s` bounds a start, `silence_s` each ping, `restarts` the losses that are made good one after
-    another: they are forgotten where a member has lived for `proven_s`. Between starts that fail it waits for
-    `wait_s`, twice as long each time, and never longer than `longest_wait_s`."""
+    """Limits of a pool.
+
+    `start_s` is the startup timeout, `silence_s` the heartbeat timeout, `restarts` the number of consecutive
+    losses that are replaced; the count resets once a member has lived for `proven_s`. Failed starts are
+    retried after `wait_s`, doubled each time up to `longest_wait_s`.
+    """
 
     start_s: float
     silence_s: float
@@ -60,7 +63,7 @@ class PoolLimits:
 
 @dataclass
 class WorkerPool:
-    """Members by their number. `start` makes a process for the role of a number."""
+    """Workers by number. `start` launches the worker of a number."""
 
     kind: str
     target: int
@@ -71,7 +74,7 @@ class WorkerPool:
     members: dict[int, PoolMember] = field(default_factory=dict)
     num_lost: int = 0
     num_gone: int = 0
-    """Members that were lost, or left."""
+    """Number of members lost or removed."""
     failed: LudusError | None = None
     _number: int = 0
     _ever: bool = False
@@ -84,7 +87,7 @@ class WorkerPool:
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def keep(self) -> None:
-        """Start what is missing, and let go of what is too much."""
+        """Start missing members and release surplus ones."""
         if self.failed is not None or self._closed:
             return
         for _ in range(self.target - len(self.members) - len(self._starting)):
@@ -97,8 +100,10 @@ class WorkerPool:
             self.let_go(member)
 
     async def full(self) -> None:
-        """Wait until all that are wanted are ready, or some of them where the others do not start: these are
-        tried again. Raises what it failed by."""
+        """Wait until all members are ready, or some if the others fail to start and are retried.
+
+        Raises the cause if the pool has failed.
+        """
 
         def holds() -> bool:
             tried = len(self.members) + len(self._failing)
@@ -107,30 +112,30 @@ class WorkerPool:
         await self._until(holds)
 
     async def some(self) -> None:
-        """Wait until one is ready. Raises what it failed by."""
+        """Wait until one member is ready. Raises the cause if the pool has failed."""
         await self._until(lambda: bool(self.members))
 
     async def take(self, most: int) -> PoolMember:
-        """The least busy member with fewer than `most` calls under way; it has one more then."""
+        """Reserve the least busy member with fewer than `most` requests in flight."""
         await self._until(lambda: any(m.busy < most for m in self.members.values()))
         member = min(self.members.values(), key=lambda m: (m.busy, m.number))
         member.busy += 1
         return member
 
     async def give_back(self, member: PoolMember) -> None:
-        """A call is over."""
+        """Release a reservation."""
         member.busy -= 1
         await self._tell()
 
     async def check(self) -> None:
-        """Ask every member at once whether it is there."""
+        """Ping all members now."""
         await asyncio.gather(*(self._ping(member) for member in tuple(self.members.values())))
 
     async def lose(self, member: PoolMember, error: LudusError) -> None:
-        """End a member that does not answer, and replace it, also where whoever calls is cancelled."""
+        """Kill and replace an unresponsive member, even if the caller is cancelled."""
         if self.members.get(member.number) is not member:
             return
-        log.warning("%s %d is lost, and another one is started: %s", self.kind, member.number, error)
+        log.warning("%s %d is lost, starting a replacement: %s", self.kind, member.number, error)
         self._count_loss()
         self._drop(member)
         await self._fail_if_over(error)
@@ -141,7 +146,7 @@ class WorkerPool:
         await asyncio.shield(ending)
 
     def retire(self, member: PoolMember, error: LudusError) -> None:
-        """Replace a member that can take no more work: what is under way there ends first. It is no loss."""
+        """Drain and replace a member that cannot take more work; not counted as a loss."""
         if self.members.get(member.number) is not member:
             return
         log.warning("%s %d is replaced: %s", self.kind, member.number, error)
@@ -149,14 +154,14 @@ class WorkerPool:
         self.keep()
 
     async def doubt(self, member: PoolMember, error: LudusError) -> None:
-        """A call at a member has failed: lose it, unless the call was late and the member answers a ping."""
+        """Handle a failed request: lose the member, unless it was a timeout and the member answers a ping."""
         if isinstance(error.__cause__, TimeoutError):
             await self._ping(member)
         else:
             await self.lose(member, error)
 
     async def close(self) -> None:
-        """Have all members stop, and see to it that they do."""
+        """Stop all members; kill those that do not stop."""
         self.target = 0
         self._closed = True
         for task in (*self._starting, *self._leaving):
@@ -168,7 +173,7 @@ class WorkerPool:
         await asyncio.gather(*(self._stop(member.remote) for member in members))
 
     async def _fill(self) -> None:
-        """Have one more member, however often it takes while one is wanted."""
+        """Add one member, retrying while it is wanted."""
         task, wait_s = asyncio.current_task(), self.limits.wait_s
         assert task is not None
         while not await self._start() and self.failed is None:
@@ -184,7 +189,7 @@ class WorkerPool:
         await self._tell()
 
     async def _start(self) -> bool:
-        """Whether a member has started."""
+        """Start a member; return whether it succeeded."""
         remote: WorkerHandle | None = None
         number = self._number
         self._number += 1
@@ -198,7 +203,7 @@ class WorkerPool:
             if remote is not None:
                 await remote.kill()
             raise
-        except Exception as error:  # boundary: whoever waits for a member raises the cause
+        except Exception as error:  # boundary: raised by callers that wait for a member
             if remote is not None:
                 await remote.kill()
             await self._not_started(number, failed(error).error or LudusError(str(error)))
@@ -206,7 +211,7 @@ class WorkerPool:
         return True
 
     async def _while_it_answers(self, member: PoolMember, work: Coroutine[None, None, None]) -> None:
-        """Do something about a member, as long as that answers. Raises what this or a ping meets."""
+        """Run work on a member while it answers pings. Raises the error of either."""
         doing = asyncio.create_task(work)
         silence = asyncio.create_task(self._silence(member))
         try:
@@ -220,7 +225,7 @@ class WorkerPool:
         doing.result()
 
     async def _join(self, member: PoolMember) -> None:
-        """Nothing may come between `joined` and the list: a member hears of all that comes later."""
+        """Admit and list a member in one step, so that it misses no later message."""
         await self.joined(member)
         self._ever = True
         self.members[member.number] = member
@@ -229,7 +234,7 @@ class WorkerPool:
         log.info("%s %d runs at %s (%d)", self.kind, member.number, where.host, where.pid)
 
     async def _silence(self, member: PoolMember) -> LudusError:
-        """What a ping meets, once a member does not answer one any more."""
+        """Wait until a member stops answering pings; return the error."""
         while True:
             await asyncio.sleep(_PULSE_S)
             try:
@@ -255,15 +260,12 @@ class WorkerPool:
         self.num_lost += 1
 
     async def _fail_if_over(self, error: LudusError) -> None:
-        """Go on, unless nobody is there and losses do not end, or the first ones have not started: then
-        whoever started the run has to hear of it."""
+        """Mark the pool as failed if no member is left and losses continue, or no first member started."""
         if not self._ever or (not self.members and self._lost_in_a_row > self.limits.restarts):
             await self._fail(error)
 
     async def _fail(self, error: LudusError) -> None:
-        self.failed = type(error)(
-            f"The cluster has no {self.kind} to go on with: {error.message}", error.hint
-        )
+        self.failed = type(error)(f"The cluster has no {self.kind} left: {error.message}", error.hint)
         await self._tell()
 
     async def _watch(self, member: PoolMember) -> None:
@@ -287,13 +289,13 @@ class WorkerPool:
             member.watch.cancel()
 
     def let_go(self, member: PoolMember) -> None:
-        """Have a member end its work, and stop it."""
+        """Drain and stop a member."""
         member.leaves = True
         self._drop(member)
         self.later(self._drain(member))
 
     async def _drain(self, member: PoolMember) -> None:
-        """Let what is under way at a member end, then stop it."""
+        """Wait for a member's requests in flight, then stop it."""
         try:
             async with asyncio.timeout(_DRAIN_S):
                 await self._while_it_answers(member, self.left(member))
@@ -313,7 +315,7 @@ class WorkerPool:
         try:
             await remote.call(Shutdown(), _GOODBYE_S)
         except LudusError as error:
-            log.info("a %s did not stop by itself: %s", self.kind, error)
+            log.info("a %s did not stop in time: %s", self.kind, error)
         finally:
             await remote.kill()
 
@@ -328,7 +330,7 @@ class WorkerPool:
             self._changed.notify_all()
 
     def later(self, work: Coroutine[None, None, None]) -> None:
-        """Do something beside all else, before the pool closes."""
+        """Run work in the background until the pool closes."""
         task = asyncio.create_task(work)
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)

@@ -1,8 +1,7 @@
-"""What runs in the other processes: an engine behind HTTP, a worker that plays episodes, or one that scores.
+"""Workers in other processes: an engine behind HTTP, a rollout worker, or a reward worker.
 
-A `WorkerServer` holds one role. Takes messages, each under a number of the sender's. Gives one answer to
-each, in the order in which they are done. Never raises: what goes wrong is an answer, with the words of what
-went wrong.
+A `WorkerServer` hosts one worker. It answers every message by its id, in order of completion, and never
+raises: errors are responses.
 """
 
 from __future__ import annotations
@@ -66,23 +65,23 @@ if TYPE_CHECKING:
     from ludus.gateway.service import CompletionService
 
 UNSENT = -1
-"""The version of an engine that was sent no weights: no trainer ever sends it."""
+"""Version of an engine that has not received weights; no trainer sends it."""
 _NAME = "policy"
 
 
 class Worker(Protocol):
-    """What a process is for."""
+    """Interface of a worker."""
 
     async def do(self, message: Message) -> object:
-        """Do what a message says, and give what it asks for."""
+        """Handle a message and return the response value."""
         ...
 
 
 @dataclass
 class WorkerServer:
-    """The end of the line in a role's process. It listens to others at `address`.
+    """Server side of a worker process, reachable at `address`.
 
-    What `ear`, where given, has heard goes with the answers that somebody always waits for.
+    The log records of `ear`, if given, are sent with responses to heartbeats.
     """
 
     spec: Spec
@@ -101,7 +100,7 @@ class WorkerServer:
                 self._role = RewardWorker(spec, self.address)
 
     async def call(self, number: int, message: Message) -> WorkerResponse:
-        """The answer to a message."""
+        """Handle a message and return the response."""
         answer = await self._answer(number, message)
         if self.ear is None or not isinstance(message, StartRole | Ping | Shutdown):
             return answer
@@ -115,26 +114,26 @@ class WorkerServer:
         except asyncio.CancelledError:
             task.cancel()
             return WorkerResponse(error=LudusError("It was cancelled."))
-        except Exception as error:  # boundary: the cause goes to whoever sent the message
+        except Exception as error:  # boundary: the error is returned to the sender
             return failed(error)
         finally:
             self._tasks.pop(number, None)
 
     def cancel(self, number: int) -> None:
-        """End what a message began, if it is not done."""
+        """Cancel a message that is not done."""
         if number in self._tasks:
             self._tasks[number].cancel()
 
 
 def _enter(folder: str) -> None:
-    """Go to the trainer's folder, where it is here too: relative paths then lead to the same files."""
+    """Change to the trainer's folder if it exists here, so that relative paths match."""
     if os.path.isdir(folder):
         os.chdir(folder)
 
 
 @dataclass
 class EngineWorker:
-    """An embedded engine of a run's model, served to whoever may reach `address`."""
+    """Embedded engine of a run's model, served at `address`."""
 
     spec: EngineSpec
     address: str
@@ -143,7 +142,7 @@ class EngineWorker:
     _serving: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def do(self, message: Message) -> object:
-        """Begin, say how it goes, or stop."""
+        """Handle start, ping and shutdown."""
         match message:
             case StartRole():
                 return self._begin()
@@ -152,7 +151,7 @@ class EngineWorker:
             case Shutdown():
                 await self._stop()
                 return None
-        raise LudusError(f"An engine knows nothing of {type(message).__name__}.")
+        raise LudusError(f"An engine does not support {type(message).__name__}.")
 
     def _begin(self) -> Started:
         from ludus.gateway.app import make_app
@@ -190,7 +189,7 @@ class EngineWorker:
 
 
 def sandbox_of(config: Config) -> SandboxConfig:
-    """The sandbox of one worker: of a machine that it shares with the others it has its share."""
+    """Return the sandbox settings of one worker: its share of the machine's sandbox."""
     if config.cluster.kind != "local":
         return config.sandbox
     places = config.sandbox.concurrency or max(2, os.cpu_count() or 2)
@@ -203,9 +202,9 @@ def sandbox_of(config: Config) -> SandboxConfig:
 
 @dataclass
 class RolloutWorker:
-    """Environments, and episodes played in them with the engines of a view.
+    """Environments and episodes, sampled with a set of engines.
 
-    Rewards are computed beside it where the run has no workers for them.
+    Computes rewards itself if the run has no reward workers.
     """
 
     spec: WorkerSpec
@@ -220,7 +219,7 @@ class RolloutWorker:
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def do(self, message: Message) -> object:
-        """Begin, follow the engines, play, say how it goes, or stop."""
+        """Handle start, engine updates, rollouts, ping and shutdown."""
         match message:
             case StartRole():
                 return self._begin()
@@ -273,9 +272,9 @@ class RolloutWorker:
             self._playing -= 1
 
     def _scheduler(self, play: SamplingPlan) -> Scheduler:
-        """One without lock-step: turns of other workers' episodes are not known here."""
+        """Return a scheduler without lockstep, since other workers' turns are unknown here."""
         if self._world is None or self._renderer is None or self._engine is None:
-            raise WorldError("A worker was told to play before it knew an engine.")
+            raise WorldError("A rollout was requested before the worker received engines.")
         rollout = self.spec.config.rollout.model_copy(update={"reproducible": False})
         made = engine_scheduler(self._world, self._engine, self._renderer, rollout, play, Ledger())
         made.scores = self.spec.config.cluster.reward_workers == 0
@@ -292,7 +291,7 @@ class RolloutWorker:
 
 @dataclass
 class RewardWorker:
-    """The rewards of a world, on threads of their own, so that a long verifier does not look like a hang."""
+    """Rewards of a world, computed on threads so that a slow verifier does not block heartbeats."""
 
     spec: RewardSpec
     address: str
@@ -304,7 +303,7 @@ class RewardWorker:
         self._threads = ThreadPoolExecutor(self.spec.config.cluster.scorings_per_worker, "ludus-rewards")
 
     async def do(self, message: Message) -> object:
-        """Begin, score, say how it goes, or stop."""
+        """Handle start, scoring, ping and shutdown."""
         match message:
             case StartRole():
                 config = self.spec.config
@@ -321,11 +320,11 @@ class RewardWorker:
                 if isinstance(self._world, Closes):
                     await self._world.close()
                 return None
-        raise LudusError(f"A reward worker knows nothing of {type(message).__name__}.")
+        raise LudusError(f"A reward worker does not support {type(message).__name__}.")
 
     async def _score(self, message: ScoreJob) -> RewardScores:
         if self._world is None:
-            raise WorldError("A reward worker was told to score before it had its world.")
+            raise WorldError("A scoring was requested before the reward worker was started.")
         self._scoring += 1
         try:
             loop = asyncio.get_running_loop()
