@@ -14,6 +14,7 @@ from functools import cache
 
 from ludus.sandbox import Sandbox
 from ludus.tools.workspace import LIMITS
+from ludus.worlds.terminal.episode import MOMENT_S
 from ludus.worlds.terminal.job import JobDraft, TerminalJob
 from ludus.worlds.terminal.services import Running, begin
 from ludus.worlds.terminal.splits import LEVELS, TOPICS
@@ -62,6 +63,8 @@ async def solves(job: TerminalJob, steps: Sequence[str], sandbox: Sandbox) -> bo
         began = await begin(session, job.services, job.afterwards) if job.services else {}
         for step in steps:
             await session.run(step)
+        if job.services:
+            await asyncio.sleep(MOMENT_S)
         state, running = await session.snapshot(), Running(began, await session.processes())
     finally:
         await session.close()

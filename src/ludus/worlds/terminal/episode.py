@@ -41,7 +41,7 @@ def mended(task: Task, trajectory: Trajectory) -> float:
     return float(any(test in passed for test in suite.fail_to_pass) and passed.issuperset(suite.pass_to_pass))
 
 
-_MOMENT_S: Final = 0.5
+MOMENT_S: Final = 0.5
 """What processes have after the last call to come to their end, or to begin: signals take effect later."""
 
 
@@ -123,7 +123,7 @@ class TerminalEpisode:
             return await self._judged(*self._left)
         try:
             if self._job.services:
-                await asyncio.sleep(_MOMENT_S)
+                await asyncio.sleep(MOMENT_S)
             left = await self._take(self._workspace)
         except ToolError:
             return {}
