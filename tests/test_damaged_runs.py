@@ -67,7 +67,7 @@ def test_a_damaged_checkpoint_says_from_which_one_the_run_goes_on(run, newest, t
     said = refused("train", "--resume", cut, "--training.steps", "9")
     assert "Remove that folder, and --resume will resume from step-000001." in said
     shutil.rmtree(earlier)
-    assert "begin the run again" in refused("train", "--resume", cut, "--training.steps", "9")
+    assert "restart the run" in refused("train", "--resume", cut, "--training.steps", "9")
 
 
 def test_a_line_of_metrics_that_is_gone_is_noticed(run):

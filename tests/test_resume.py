@@ -88,15 +88,15 @@ def test_a_resume_says_where_it_begins(tiny_run, tmp_path, monkeypatch):
     more = ("train", "--resume", run, "--training.steps", "3")
     assert f"Resumes at step 3, from {shelf / 'step-000002'}.\n" in ludus(*more).out
     shutil.rmtree(shelf / "step-000002")
-    again = "This step was done already, and is done again."
+    again = "This step is repeated."
     assert f"Resumes at step 2, from {shelf / 'step-000001'}. {again}\n" in ludus(*more).out
 
 
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        ([], "Begins at step 1: no checkpoint yet. Those to 2 were done already, and are done again."),
-        ([2], "Resumes after the last step, 2, from {}: what is left is to evaluate."),
+        ([], "Starts at step 1: no checkpoint yet. Those to 2 are repeated."),
+        ([2], "Resumes after the last step, 2, from {}: only evaluation is left."),
     ],
 )
 def test_where_a_run_goes_on_without_a_checkpoint_or_after_its_last(tiny_run, tmp_path, steps, said):

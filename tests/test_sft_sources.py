@@ -79,7 +79,7 @@ def test_a_world_of_a_users_own_marks_messages_as_a_file_does(renderer):
     )
     assert flagged.tokens == plain.tokens
     assert sum(flagged.trains) < sum(plain.trains)
-    with pytest.raises(UserError, match="trains no message"):
+    with pytest.raises(UserError, match="has no trained message"):
         dialogue_row(renderer, Dialogue(said[:2], (look,)))
 
 

@@ -139,7 +139,7 @@ def test_two_processes_try_the_longest_microbatch_together():
         assert estimate.tokens == 90
         assert estimate.gradients == estimate.weights
         assert clean
-        assert "The memory is too small: the longest microbatch" in said
+        assert "Not enough memory: the longest microbatch" in said
         assert "with the 1 beside it" in said  # each alone would fit
     assert [estimate.weights for estimate, _, _ in found["whole"]] == [weights, weights]
     assert sum(estimate.weights for estimate, _, _ in found["split"]) == weights

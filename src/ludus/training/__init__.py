@@ -1,1 +1,1 @@
-"""The learner and the loops that drive it."""
+"""Training: learners, trainers and their data."""

@@ -1,4 +1,4 @@
-"""Whether a run can go on with what is asked: decided before anything in its folder changes."""
+"""Check whether a run can be resumed with a configuration, before its folder changes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _KEPT_BY_KIND: Mapping[Kind, tuple[str, ...]] = {
         "rollout.",
     ),
 }
-"""What only runs of one kind keep: pairs, what the reference thinks of them, and examples are made once."""
+"""Settings fixed by artifacts of a kind of run: pairs, reference log-probabilities, examples."""
 _FREE = ("model.device",)
 _NAMES: Mapping[Kind, str] = {
     "rl": "a run of reinforcement learning",
@@ -52,7 +52,7 @@ _NAMES: Mapping[Kind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ChangedSetting:
-    """A setting by its dotted name, with its value in one configuration and in another."""
+    """Setting with its values in two configurations."""
 
     key: str
     old: object
@@ -60,48 +60,50 @@ class ChangedSetting:
 
 
 def changes(old: Config, new: Config) -> list[ChangedSetting]:
-    """The settings that differ, in the order of the schema; a section that is none on one side is one."""
+    """Return the settings that differ, in schema order; a section missing on one side counts as one."""
     return list(_changes(old.model_dump(), new.model_dump(), ""))
 
 
 def steps_done(folder: RunFolder) -> int:
-    """The step of the newest checkpoint, 0 without one."""
+    """Return the step of the newest checkpoint, 0 without one."""
     found = list_checkpoints(folder.checkpoints)
     return found[-1][0] if found else 0
 
 
 def place_of(folder: RunFolder, config: Config, kind: Kind) -> str:
-    """Where a run that is not complete goes on, in a sentence or two."""
+    """Describe where an incomplete run resumes."""
     unit = "round" if kind == "rft" else "step"
     found = list_checkpoints(folder.checkpoints)
     done, path = found[-1] if found else (0, None)
     if done and done == _planned(folder, config, kind)[1]:
-        return f"Resumes after the last {unit}, {done}, from {path}: what is left is to evaluate."
-    place = f"Begins at {unit} 1: no checkpoint yet."
+        return f"Resumes after the last {unit}, {done}, from {path}: only evaluation is left."
+    place = f"Starts at {unit} 1: no checkpoint yet."
     if path is not None:
         place = f"Resumes at {unit} {done + 1}, from {path}."
     rows = read_metrics(folder.metrics) if folder.metrics.is_file() else []
     last = rows[-1].step if rows else done
     if last == done + 1:
-        return f"{place} This {unit} was done already, and is done again."
-    return place if last <= done else f"{place} Those to {last} were done already, and are done again."
+        return f"{place} This {unit} is repeated."
+    return place if last <= done else f"{place} Those to {last} are repeated."
 
 
 def check_kind(folder: RunFolder, kind: Kind) -> None:
-    """Raise UserError for a folder of another kind of run."""
+    """Raise UserError if the folder belongs to another kind of run."""
     found = kind_of(folder)
     if found == kind:
         return
     if found == "eval":
-        raise UserError(f"{folder.path} holds evaluations, and no run to go on with.", "Start a run instead.")
-    raise UserError(f"{folder.path} is {_NAMES[found]}.", f"Go on with it: {resume_command(folder)}")
+        raise UserError(
+            f"{folder.path} holds evaluations only, and no run to resume.", "Start a run instead."
+        )
+    raise UserError(f"{folder.path} is {_NAMES[found]}.", f"Resume it: {resume_command(folder)}")
 
 
 def check_resume(folder: RunFolder, config: Config, kind: Kind) -> None:
-    """Raise UserError where the run in `folder` cannot go on with `config`.
+    """Raise UserError if the run in `folder` cannot be resumed with `config`.
 
-    It keeps its model, world, seed and folder, and its cold start once there is one; and it has no fewer
-    steps than are done. Raises StorageError where its newest checkpoint or its metrics are damaged.
+    Model, world, seed, folder and an existing cold start must not change, and the number of steps must not be
+    below those done. Raises StorageError if the newest checkpoint or the metrics are damaged.
     """
     for shelf in (folder.checkpoints, folder.path / "cold_start" / "checkpoints"):
         for _, path in list_checkpoints(shelf)[-1:]:
@@ -117,33 +119,33 @@ def check_resume(folder: RunFolder, config: Config, kind: Kind) -> None:
         has = ", ".join(f"{c.key} = {value_text(c.old)} (not {value_text(c.new)})" for c in found)
         raise UserError(
             f"A resumed run keeps model, data, cold start, world, seed and folder: {folder.path} has {has}.",
-            "Leave the setting out, or start a new run with it.",
+            "Unset it, or start a new run with it.",
         )
     key, steps = _planned(folder, config, kind)
     done = steps_done(folder)
     if steps < done:
         unit = key.partition(".")[2]
         raise UserError(
-            f"{key} is {steps}, and {done} {unit} of the run {folder.path} are done.",
-            f"Give more than {done} to train on.",
+            f"{key} is {steps}, but {done} {unit} of the run {folder.path} are done.",
+            f"Set more than {done} to continue training.",
         )
 
 
 def check_metrics(folder: RunFolder, done: int) -> None:
-    """Raise StorageError unless `metrics.jsonl` has a line for each step that is done."""
+    """Raise StorageError unless `metrics.jsonl` has a line for each completed step."""
     if not done:
         return
     rows = {row.step for row in read_metrics(folder.metrics)} if folder.metrics.is_file() else set()
     missing = [step for step in range(1, done + 1) if step not in rows]
     if missing:
         raise StorageError(
-            f"{folder.metrics} has no line for step {missing[0]}, and {done} steps are done.",
-            f"Put the line back, or remove what {folder.checkpoints} has after step {missing[0] - 1}.",
+            f"{folder.metrics} has no line for step {missing[0]}, but {done} steps are done.",
+            f"Restore the line, or remove checkpoints after step {missing[0] - 1} from {folder.checkpoints}.",
         )
 
 
 def is_complete(folder: RunFolder, config: Config, kind: Kind) -> bool:
-    """Whether all steps are done and, where a run evaluates itself, evaluated."""
+    """Return whether all steps and the final evaluations of a run are done."""
     _, steps = _planned(folder, config, kind)
     if steps_done(folder) != steps:
         return False
@@ -153,7 +155,7 @@ def is_complete(folder: RunFolder, config: Config, kind: Kind) -> bool:
 
 
 def _planned(folder: RunFolder, config: Config, kind: Kind) -> tuple[str, int]:
-    """The setting that says how many steps a run has, and their number."""
+    """Return the setting for the number of steps of a run, and its value."""
     match kind:
         case "sft":
             return "sft.steps", config.sft.steps

@@ -1,9 +1,8 @@
-"""Rejection-sampling fine-tuning: rounds of sampling, keeping what succeeded, and training on it.
+"""Rejection-sampling fine-tuning (RFT): rounds of sampling, filtering by success, and fine-tuning.
 
-Takes a session and a run folder. Each round samples tasks as reinforcement learning does, keeps the attempts
-that solved theirs (each sequence of actions once, `algorithms.filters.rft`), fine-tunes on the ids that were
-sampled, sends the weights to the engine, evaluates and saves. Every attempt is in the ledger. A round is
-repeated whole after a kill, and ends with the same bytes.
+Each round samples tasks as RL does, keeps successful attempts (each action sequence once,
+`algorithms.filters.rft`), fine-tunes on the sampled ids, sends the weights to the engine, evaluates and
+saves. Every attempt is in the ledger. An interrupted round is repeated and gives the same bytes.
 """
 
 from __future__ import annotations
@@ -71,21 +70,21 @@ log = logging.getLogger("ludus.rft")
 
 
 def check_rft(config: Config, world: World) -> None:
-    """Refuse, before anything is written, what a run would only find out later. Raises UserError."""
+    """Validate the settings before anything is written. Raises UserError."""
     check_trackers(config)
     check_evaluation(config, world)
     num = len(world.tasks("train"))
     if num < config.rft.tasks_per_round:
         raise ConfigError(
-            f"A round needs {config.rft.tasks_per_round} tasks, and the split train has {num}.",
-            f"Write --rft.tasks_per_round {num}, or less.",
+            f"A round needs {config.rft.tasks_per_round} tasks, but the train split has {num}.",
+            f"Set --rft.tasks_per_round to at most {num}.",
         )
     order_of(world, config.run.seed, config.rft.tasks_per_round, config.rft.rounds)
 
 
 @dataclass
 class RftTrainer:
-    """The parts of a run, and its rounds. A round counts from 1; 0 is the model before training."""
+    """Parts and rounds of a run. Rounds count from 1; 0 is the model before training."""
 
     session: TrainingSession
     folder: RunFolder
@@ -96,7 +95,7 @@ class RftTrainer:
     ledger: Ledger = field(default_factory=Ledger)
 
     async def run(self, done: int) -> list[Comparison]:
-        """Every round after `done`; gives the evaluations before and after."""
+        """Run all rounds after `done`; return the evaluations before and after."""
         config = self.session.config
         await self.sync.publish(done)
         if done == 0:
@@ -109,7 +108,7 @@ class RftTrainer:
         return [Comparison(b, a) for b, a in zip(before, after, strict=True)]
 
     async def round(self, number: int) -> dict[str, float]:
-        """Sample, keep, train, publish, evaluate, save."""
+        """Run one round: sample, filter, train, publish, evaluate, save."""
         clock = StepTimings()
         await counted(self.engine)
         with clock.phase("rollout"):
@@ -117,7 +116,7 @@ class RftTrainer:
         clock.engine = (await counted(self.engine)).metrics()
         credits = judge(groups, self.session)
         settle(self.ledger, credits)
-        self.reporter.phase(f"round {number}: learning", None)
+        self.reporter.phase(f"round {number}: training", None)
         with clock.phase("learn"):
             optimiser, learned = self.learn(number, credits)
         with clock.phase("sync"):
@@ -133,7 +132,7 @@ class RftTrainer:
         return metrics
 
     async def sample(self, number: int) -> list[list[Episode]]:
-        """One group of attempts at each task of the round."""
+        """Sample one group of attempts per task of the round."""
         config = self.session.config
         world, settings = self.session.world, config.rft
         order = order_of(world, config.run.seed, settings.tasks_per_round, settings.rounds)
@@ -147,7 +146,7 @@ class RftTrainer:
         return [episodes[i : i + size] for i in range(0, len(episodes), size)]
 
     def learn(self, number: int, credits: Sequence[TrainingSample]) -> tuple[Optimizer, dict[str, float]]:
-        """Fine-tune on what the round kept, with a fresh optimiser; means over its steps."""
+        """Fine-tune on the kept attempts with a fresh optimizer; return it and mean metrics."""
         settings = self.session.config.rft
         kept = [c.episode.trajectory for c in credits if c.outcome is RolloutOutcome.TRAINED]
         rows = [row_of_trajectory(trajectory, 1.0) for trajectory in kept]
@@ -167,11 +166,11 @@ class RftTrainer:
         return optimiser, dict(total) | {name: float(count) for name, count in counts.items()}
 
     async def evaluate_once(self, plan: EvaluationPlan) -> Evaluation:
-        """Play a plan, unless there is an evaluation of its name."""
+        """Run an evaluation plan unless an evaluation of that name exists."""
         return kept_evaluation(self.folder, plan) or await self.evaluate(plan)
 
     async def evaluate(self, plan: EvaluationPlan) -> Evaluation:
-        """Evaluate the engine's present weights, and keep result and rollouts."""
+        """Evaluate the engine's current weights, and store result and rollouts."""
         session = self.session
         play = SamplingPlan("evaluate", plan.temperature, plan.seed)
         scheduler = session_scheduler(session, self.engine, play, Ledger())
@@ -185,7 +184,7 @@ class RftTrainer:
     def record(
         self, number: int, credits: Sequence[TrainingSample], metrics: Mapping[str, float], clock: StepTimings
     ) -> None:
-        """Write what the round left behind."""
+        """Write rollouts, metrics and timings of a round."""
         if self.session.config.run.save_rollouts:
             write_rollouts(rollouts_path(self.folder.path, number), [credit.record for credit in credits])
         for tracker in self.trackers:
@@ -194,13 +193,13 @@ class RftTrainer:
         timings = clock.metrics(played, places(self.session.config))
         write_timings(self.folder.timings, number, timings)
         if not metrics["rft/kept"]:
-            text = f"Round {number} solved no task it could learn from: its weights are those before it."
+            text = f"Round {number} has no successful attempts to train on: the weights are unchanged."
             log.warning(text)
             self.reporter.alarm(text)
         self.reporter.step(number, metrics, timings)
 
     def save(self, number: int, optimiser: Optimizer) -> None:
-        """Write the round's checkpoint and remove the oldest."""
+        """Write the round's checkpoint and remove the oldest ones."""
         state = TrainerState(number, optimiser.num_steps, self.ledger.state())
         shelf = self.folder.checkpoints
         save_checkpoint(shelf, self.session.model, self.session.tokenizer, optimiser, state)
@@ -208,7 +207,7 @@ class RftTrainer:
 
 
 def judge(groups: Sequence[Sequence[Episode]], session: TrainingSession) -> list[TrainingSample]:
-    """What becomes of each attempt, in order: trained where it solved its task in a way not seen before."""
+    """Return the samples in order; distinct successful attempts train."""
     episodes = [episode for group in groups for episode in group]
     solved = [success(session.world.rewards, e.trajectory) and _can_train(e) for e in episodes]
     keys = [(e.task.id, _actions(e)) for e in episodes]
@@ -255,7 +254,7 @@ async def _run(loop: RftTrainer, done: int) -> list[Comparison]:
 
 
 def run_rft(session: TrainingSession, folder: RunFolder, reporter: Reporter) -> list[Comparison]:
-    """Run, or go on with, the rounds in `folder`; gives the evaluations before and after."""
+    """Run or resume the rounds in `folder`; return the evaluations before and after."""
     config = session.config
     done, ledger = 0, Ledger()
     if found := list_checkpoints(folder.checkpoints):

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on dialogues: the cold start. Only assistant tokens train."""
+"""Supervised fine-tuning on dialogues (cold start). Only assistant tokens are trained."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ OnStep = Callable[[int, dict[str, float]], None]
 
 
 def make_session(config: Config) -> TrainingSession:
-    """The session to fine-tune: a given model, or one made on the spot with a tokenizer of its own.
+    """Open the session to fine-tune: the given model, or a new one with its own tokenizer.
 
-    Raises UserError for a file of dialogues that cannot be used.
+    Raises UserError for an invalid file of dialogues.
     """
     if not config.model.from_scratch:
         return _checked(open_session(config))
@@ -65,7 +65,7 @@ def make_session(config: Config) -> TrainingSession:
 
 
 def check_sft(config: Config, world: World) -> None:
-    """Raise UserError for a world that shows nothing, and for a source of dialogues with a fault."""
+    """Raise UserError for a world without demonstrations, and for an invalid source of dialogues."""
     if config.model.from_scratch:
         demonstrating(world)
     check_sources(config, world)
@@ -73,7 +73,7 @@ def check_sft(config: Config, world: World) -> None:
 
 @dataclass(frozen=True)
 class SftTraining:
-    """A session that is to be fine-tuned from step `done` on; `last` is the checkpoint of that step."""
+    """Session to fine-tune from step `done`; `last` is the checkpoint of that step."""
 
     session: TrainingSession
     folder: RunFolder
@@ -83,7 +83,7 @@ class SftTraining:
 
 
 def open_fine_tuning(session: TrainingSession, folder: RunFolder) -> SftTraining:
-    """Bring session and optimiser to the newest checkpoint in `folder`, if there is one; writes nothing."""
+    """Restore the newest checkpoint in `folder`, if any; writes nothing."""
     settings = session.config.sft
     optimiser = Optimizer(
         session.model,
@@ -95,7 +95,7 @@ def open_fine_tuning(session: TrainingSession, folder: RunFolder) -> SftTraining
 
 
 def run_sft(tuning: SftTraining, trackers: list[Tracker], on_step: OnStep) -> Path:
-    """Fine-tune to the last step; gives its checkpoint."""
+    """Fine-tune to the last step; return its checkpoint."""
     session, folder, optimiser, last = tuning.session, tuning.folder, tuning.optimiser, tuning.last
     settings = session.config.sft
     session.model.train()
@@ -119,7 +119,7 @@ def run_sft(tuning: SftTraining, trackers: list[Tracker], on_step: OnStep) -> Pa
 def sft_step(
     scorer: LogprobScorer, optimiser: Optimizer, rows: list[Row], max_tokens: int
 ) -> dict[str, float]:
-    """One optimiser step of `-sum m lp / M` over `rows`. Raises LearnerError where the loss is not finite."""
+    """Take one optimizer step on `-sum m lp / M`. Raises LearnerError if the loss is not finite."""
     parameter = next(scorer.model.parameters())
     tokens = sum(sum(row.trains[1:]) for row in rows)
     total, by_class = 0.0, ClassLosses()
@@ -147,12 +147,12 @@ def sft_step(
 
 @dataclass
 class ClassLosses:
-    """The dialogues of a step, their trained tokens and the sum of their losses, by class of data."""
+    """Dialogues, trained tokens and summed losses of a step, by data class."""
 
     sums: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, classes: Sequence[str], losses: Tensor, trains: Tensor) -> None:
-        """Count rows: `losses` and `trains` are `[B, L]`, a class for each row; rows without one are not."""
+        """Add rows: `losses` and `trains` are `[B, L]`, one class per row (or none)."""
         each = zip(classes, losses.sum(1).tolist(), trains[:, 1:].sum(1).tolist(), strict=True)
         for name, loss, tokens in each:
             if name:
@@ -160,7 +160,7 @@ class ClassLosses:
                 self.sums[name] = [own[0] + 1, own[1] + tokens, own[2] + loss]
 
     def metrics(self) -> dict[str, float]:
-        """The share of dialogues of each class, and its loss in nats per trained token."""
+        """Return each class's share of dialogues and its loss in nats per trained token."""
         num = sum(count for count, _, _ in self.sums.values())
         shares = {f"data/{name}/share": own[0] / num for name, own in self.sums.items()}
         losses = {f"data/{name}/loss": own[2] / max(own[1], 1) for name, own in self.sums.items()}
@@ -168,7 +168,7 @@ class ClassLosses:
 
 
 def _restore(session: TrainingSession, optimiser: Optimizer, folder: RunFolder) -> tuple[int, Path]:
-    """The step to go on from, and the checkpoint of it; 0 and the empty shelf where there is none."""
+    """Return the step to resume from and its checkpoint; 0 and the checkpoints folder if there is none."""
     found = list_checkpoints(folder.checkpoints)
     if not found:
         return 0, folder.checkpoints
@@ -181,17 +181,17 @@ def _restore(session: TrainingSession, optimiser: Optimizer, folder: RunFolder) 
 
 @dataclass(frozen=True, slots=True)
 class SftBatch:
-    """The rows of a step, and how many dialogues before them did not fit into the token budget."""
+    """Rows of a step, and the number of dialogues skipped for length before them."""
 
     rows: list[Row]
     left_out: int
 
 
 def batches(session: TrainingSession, settings: SftConfig) -> Iterator[SftBatch]:
-    """The rows of each step, without end, in an order that depends on the seed alone.
+    """Yield the rows of each step endlessly, in an order that depends on the seed alone.
 
-    A file of dialogues is passed over again and again, each time in another order. A dialogue of more than
-    `rollout.max_tokens` is left out. Raises UserError if that happens too often in a row.
+    A file is shuffled anew for each epoch. Dialogues longer than `rollout.max_tokens` are skipped. Raises
+    UserError if too many are skipped in a row.
     """
     rows: list[Row] = []
     left_out = streak = 0
@@ -214,17 +214,17 @@ def batches(session: TrainingSession, settings: SftConfig) -> Iterator[SftBatch]
 
 
 def dialogue_row(renderer: Renderer, dialogue: Demonstration) -> Row:
-    """Return a dialogue as tokens, of which those of messages that enter the loss train.
+    """Return a dialogue as a row; the tokens of trained messages are trained.
 
-    Raises UserError if none does.
+    Raises UserError if there are none.
     """
     segments = dialogue_segments(renderer, dialogue)
     said = zip(dialogue.messages, dialogue.trains, strict=True)
     trains = [kept for message, kept in said if message["role"] == "assistant"]
     if not any(trains):
         raise UserError(
-            f"A demonstration trains no message: {dialogue.messages[-1]['content'][:80]!r} ends it.",
-            'Take "train": false away from one of its messages.',
+            f"A demonstration has no trained message; the last: {dialogue.messages[-1]['content'][:80]!r}.",
+            'Remove "train": false from one of its messages.',
         )
     return row_of_segments(
         tuple(s if s.kind != "action" or trains[s.turn] else replace(s, kind="observation") for s in segments)
@@ -232,7 +232,7 @@ def dialogue_row(renderer: Renderer, dialogue: Demonstration) -> Row:
 
 
 def _checked(session: TrainingSession) -> TrainingSession:
-    """The session. Raises UserError for a source with a fault, and for one of which no dialogue fits."""
+    """Return the session. Raises UserError if the source is invalid or no dialogue fits."""
     check_sources(session.config, session.world)
     check_dialogues(session)
     return session

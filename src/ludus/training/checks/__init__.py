@@ -1,1 +1,1 @@
-"""Checks before the first step: memory, settings without effect, frozen references."""
+"""Checks before the first step: memory, settings without effect, reference digests."""

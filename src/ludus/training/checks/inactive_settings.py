@@ -1,7 +1,7 @@
-"""Parts of an algorithm that cannot act under the settings of a run, or in its world: a sentence for each.
+"""Warn about parts of an algorithm that have no effect under the run's settings or in its world.
 
-Each part says what it needs (`ludus.algorithms.spec.algorithm`: a ratio other than 1, rewards of turns,
-states that recur); this compares that with what the run has.
+Each part declares what it needs (`ludus.algorithms.spec.algorithm`: ratios other than 1, turn rewards,
+recurring states).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MORE_UPDATES = "Set training.minibatches = 4, or training.epochs = 2"
 
 
 def inactive_parts(config: Config, world: World) -> list[str]:
-    """A sentence for each part of the algorithm that cannot act: which, why, and what to set."""
+    """Return a warning per inactive part of the algorithm: which, why, and what to set."""
     algorithm = algorithm_of(config)
     return [
         *_of_ratios(config, algorithm),
@@ -37,7 +37,7 @@ def inactive_parts(config: Config, world: World) -> list[str]:
 
 
 def updates_of(config: Config) -> int:
-    """Optimiser steps on one batch."""
+    """Return the number of optimizer steps per batch."""
     return config.training.epochs * minibatches_of(config)
 
 
@@ -49,13 +49,13 @@ def _of_ratios(config: Config, algorithm: Algorithm) -> Iterator[str]:
     if to_engine and config.training.mode != "sync":
         return
     yield (
-        f"{part} of the loss {algorithm.loss} cannot act: with one update a batch every ratio is 1. "
+        f"{part} of the loss {algorithm.loss} has no effect: with one update per batch all ratios are 1. "
         f"{_MORE_UPDATES}."
     )
 
 
 def _of_corrections(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    """In step with an engine of its own, what samples is what learns, up to rounding."""
+    """Yield warnings for synchronous runs with an embedded engine, where ratios are 1 up to rounding."""
     if config.training.mode != "sync" or config.engine.url is not None:
         return
     remedy = "Set training.mode = 'async' or 'one_step' for rollouts of older weights."

@@ -1,8 +1,7 @@
-"""The longest microbatch that the settings allow, tried before the first step.
+"""Memory check: run the longest allowed microbatch before the first step.
 
-A run that would end in the middle, at the first batch of long rows, ends at its start instead, with a
-sentence. The gradient is dropped; weights, moments and random state stay as they were. With several processes
-all try it at once, as they do in a step.
+Out-of-memory errors then occur at the start of a run instead of at its first long batch. The gradient is
+dropped; weights, moments and random state are unchanged. With several ranks all run it together.
 """
 
 from __future__ import annotations
@@ -35,12 +34,11 @@ _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of the longest microbatch: `tokens` of it, and what memory there is (`available`).
+    """Memory in bytes for the longest microbatch of `tokens` tokens, and what is `available`.
 
-    `others` is all that was there before beside the policy's weights: the engine, a reference, libraries.
-    `activations` is what the pass needed on top of the gradients. `moments` is what the optimiser's first
-    step will add. On the CPU the numbers come from the process's high-water mark, so that an earlier peak
-    may hide behind `activations`.
+    `others` is all prior memory besides the policy's weights: engine, reference, libraries. `activations` is
+    the memory of the pass without gradients. `moments` is what the first optimizer step will allocate. On the
+    CPU the numbers use the process's high-water mark, so an earlier peak can hide `activations`.
     """
 
     tokens: int
@@ -66,10 +64,9 @@ class MemoryEstimate:
 
 
 def dry_run_of(config: Config, learner: Learner) -> MemoryEstimate | None:
-    """The dry run where the settings ask for one.
+    """Run the memory check if configured.
 
-    `auto` asks on a GPU only: there memory that runs out ends a run. On the CPU the longest microbatch may
-    take as long as a step, and the system has other means before it gives up.
+    `auto` runs it on a GPU only: on the CPU it may take as long as a step.
     """
     wanted = config.training.learner.dry_run
     device = next(learner.scorer.model.parameters()).device
@@ -82,10 +79,10 @@ def dry_run_of(config: Config, learner: Learner) -> MemoryEstimate | None:
 
 
 def dry_run(learner: Learner, longest: int) -> MemoryEstimate:
-    """Forward and backward over as many rows of `longest` tokens as the budget takes (or one).
+    """Run forward and backward over as many rows of `longest` tokens as fit the budget (or one).
 
-    Every token but the first trains, and rows share nothing. Each process has as many of them. Raises
-    LearnerError, in all processes, where that, or the first step after it, needs more memory than there is.
+    All tokens but the first train, and no prefix is shared. All ranks have equally many rows. Raises
+    LearnerError on all ranks if the pass or the following step runs out of memory.
     """
     parameters, model, ranks = list(learner.optimiser.parameters), learner.scorer.model, learner.ranks
     device = parameters[0].device
@@ -119,24 +116,24 @@ def dry_run(learner: Learner, longest: int) -> MemoryEstimate:
 
 
 def _check_fits(estimate: MemoryEstimate, ranks: Collectives, device: torch.device) -> None:
-    """Raise LearnerError where it does not fit. Processes of one machine share it, but for that of GPUs."""
+    """Raise LearnerError if the estimate exceeds memory. CPU memory is shared by a machine's ranks."""
     place = socket.gethostname() if device.type == "cpu" else str(ranks.rank)
     found = ranks.gather((place, estimate.total))
     here = [total for where, total in found if where == place]
     fault = ""
     if sum(here) > estimate.available:
         beside = f"; with the {len(here) - 1} beside it {_gib(sum(here))} GiB" if len(here) > 1 else ""
-        fault = f"The memory is too small: {estimate}{beside}."
+        fault = f"Not enough memory: {estimate}{beside}."
     raise_together(fault, f"Lower training.microbatch_tokens. {REMEDY}", ranks)
 
 
 def _size(tensor: torch.Tensor) -> int:
-    """Bytes of it that are here."""
+    """Return the local bytes of a tensor."""
     return local(tensor).numel() * tensor.element_size()
 
 
 def longest_rows(num: int, length: int, vocabulary: int) -> list[Row]:
-    """`num` rows of `length` tokens that share no prefix and train throughout."""
+    """Return `num` rows of `length` tokens without shared prefixes, all trained."""
     trains = (False, *[True] * (length - 1))
     zeros, ones = (0.0,) * length, (0.0, *[1.0] * (length - 1))
     return [
@@ -146,7 +143,7 @@ def longest_rows(num: int, length: int, vocabulary: int) -> list[Row]:
 
 
 def _in_use(device: torch.device) -> int:
-    """Bytes in use now; the peak counts from here."""
+    """Return the bytes in use, and reset the peak."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
@@ -160,7 +157,7 @@ def _in_use(device: torch.device) -> int:
 
 
 def _peak(device: torch.device) -> int:
-    """Bytes at the highest."""
+    """Return the peak in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if own := peak_memory("self"):  # what getrusage says may be that of the process that started this one
@@ -170,7 +167,7 @@ def _peak(device: torch.device) -> int:
 
 
 def _available(device: torch.device) -> int:
-    """Bytes that this process may use in all."""
+    """Return the total bytes available to this process."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

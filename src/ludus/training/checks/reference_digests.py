@@ -1,8 +1,7 @@
-"""The models that a run reads anew whenever it starts, and that must be the same each time.
+"""Digests of models that are reloaded on resume and must not change.
 
-A checkpoint holds what trains. The reference is the model that the run began with, adapters stand on it, and
-a teacher is a model of its own: all three come from where the settings say. A checkpoint has their digests,
-and a resumed run is refused where one of them is another model by now.
+The reference, the base of adapters and the teacher are outside the checkpoint. It stores their digests, and
+resuming is refused if one has changed.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ START, TEACHER = "start", "teacher"
 
 
 def origins_of(session: TrainingSession, scorers: Mapping[str, TokenScorer]) -> dict[str, str]:
-    """The digests of the models that must not change, by name, before a checkpoint is loaded.
+    """Return the digests of the fixed models by name, before a checkpoint is loaded.
 
-    `start` is the model that the run began with: where it is the reference, or stands below adapters.
+    `start` is the initial model, if it is the reference or the base of adapters.
     """
     found = {}
     if "reference" in scorers or session.config.model.lora is not None:
@@ -33,11 +32,11 @@ def origins_of(session: TrainingSession, scorers: Mapping[str, TokenScorer]) -> 
 
 
 def check_origins(stored: Mapping[str, str], now: Mapping[str, str], session: TrainingSession) -> None:
-    """Raise UserError where a model is not the one that the checkpoint was made with.
+    """Raise UserError if a model differs from the checkpoint's digest.
 
-    What a checkpoint does not name, as it did not need it, is not compared.
+    Models without a stored digest are not compared.
     """
-    paths = {START: f"model that the run began with ({session.source})"}
+    paths = {START: f"model that the run started with ({session.source})"}
     paths[TEACHER] = f"teacher ({session.config.teacher.path})"
     for name, digest in now.items():
         before = stored.get(name, digest)
@@ -45,5 +44,5 @@ def check_origins(stored: Mapping[str, str], now: Mapping[str, str], session: Tr
             raise UserError(
                 f"The {paths[name]} has changed: its weights have the digest {digest[:12]}, and had"
                 f" {before[:12]} when the checkpoint was written.",
-                "Put them back: what is compared with them would mean something else. Or start a new run.",
+                "Restore them, or start a new run.",
             )

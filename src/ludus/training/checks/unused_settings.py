@@ -1,4 +1,4 @@
-"""Settings that are given and that nothing reads, by what else is set."""
+"""Warn about settings that have no effect because of other settings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OF_SCORING: Final = ("reward_timeout_s", "reward_processes")
 
 
 def unread_settings(config: Config) -> list[str]:
-    """A sentence for each setting of the cluster, of engines and of streams that has no effect."""
+    """Return a warning for each cluster, engine or staleness setting that has no effect."""
     return [
         *_said("cluster", config.cluster, _of_cluster(config)),
         *_said("engine", config.engine, _of_engine(config)),
@@ -55,12 +55,12 @@ def _said(section: str, given: Section, reasons: Mapping[str, str]) -> list[str]
 
 
 def _of_cluster(config: Config) -> dict[str, str]:
-    """Why a setting of the cluster is not read, by its name."""
+    """Return why cluster settings have no effect, by name."""
     own, reasons = config.cluster, dict[str, str]()
     if own.kind == "none":
         return dict.fromkeys(ClusterConfig.model_fields, "cluster.kind is none")
     if own.kind == "local":
-        reasons |= dict.fromkeys(_OF_RAY, "cluster.kind is local, and it is of ray")
+        reasons |= dict.fromkeys(_OF_RAY, "cluster.kind is local, and it needs ray")
     if not own.reward_workers:
         reasons |= dict.fromkeys(_OF_REWARD_WORKERS, "cluster.reward_workers is 0")
     if config.engine.url:
@@ -70,14 +70,17 @@ def _of_cluster(config: Config) -> dict[str, str]:
 
 def _of_engine(config: Config) -> dict[str, str]:
     if config.engine.url:
-        return {"cache_tokens": "it is of embedded engines, and engine.url is set"}
+        return {"cache_tokens": "it needs embedded engines, and engine.url is set"}
     if config.cluster.kind == "none":
         return dict.fromkeys(_OF_SERVERS, "this process samples, with neither engine.url nor a cluster")
     return {}
 
 
 def _of_scoring(config: Config) -> dict[str, str]:
-    """Reward workers score in the place of processes, but for experts and the parts that the settings add."""
+    """Return why scoring settings have no effect with reward workers.
+
+    Experts and the extra reward parts are still scored in processes.
+    """
     own, experts = config.cluster, resolve(config.algorithm).loss in EXPERT_LOSSES
     if own.kind == "none" or not own.reward_workers or experts or judges_more(config.rewards):
         return {}
@@ -87,7 +90,7 @@ def _of_scoring(config: Config) -> dict[str, str]:
 
 def _of_partial(config: Config) -> list[str]:
     own = config.rollout.partial
-    why = "training.mode is async, where no episode waits for a step to end"
+    why = "training.mode is async, which streams episodes"
     return _said("rollout.partial", own, dict.fromkeys(type(own).model_fields, why))
 
 
@@ -104,7 +107,7 @@ def _of_streams(config: Config) -> list[str]:
         found += _said("staleness", own, {"moves": "no servers at engine.url sample for this process"})
     if own.oversample >= most:
         found.append(
-            f"staleness.oversample = {own.oversample} has no effect beyond {most - 1}: no more of a group "
-            f"begin before those that train have ended (rollout.concurrency = {most})."
+            f"staleness.oversample = {own.oversample} has no effect beyond {most - 1}: no more members "
+            f"start before the trained ones have ended (rollout.concurrency = {most})."
         )
     return found

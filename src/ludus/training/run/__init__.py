@@ -1,1 +1,1 @@
-"""The folder of a run: session, manifest, checkpoints, tokenizer check."""
+"""Run folder: session, manifest, checkpoints, tokenizer check."""

@@ -1,9 +1,8 @@
-"""Checkpoints: everything a run needs to go on, written at once or not at all.
+"""Checkpoints, written atomically.
 
 A checkpoint is a folder in Hugging Face layout, which `from_pretrained` loads, with `trainer/` in it: the
-optimiser's moments (safetensors, or the shards of the processes that split the weights) and the trainer's
-state (JSON). It is written under another name, synced
-to disk and then renamed, so that a folder called `step-N` is always whole.
+optimizer's moments (safetensors, or shards if the weights are sharded) and the trainer state (JSON). It is
+written under a temporary name, synced to disk and renamed, so that a folder `step-N` is always complete.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What a resumed run starts from, besides weights and moments.
+    """State of a resumed run besides weights and moments.
 
-    Everything random is a function of seed and step, so no generator state is kept. `judge_steps` are the
-    optimiser steps of the critic or process reward model, `memory` is that of the algorithm, as text.
-    `origins` are digests of models that are not here (`training.checks.reference_digests`). `warmup` is the
-    number of first steps in which a critic learns alone; None where the checkpoint is older than this field.
-    `mode` is `training.mode`, empty for training that has none.
+    All randomness is a function of seed and step, so no generator state is needed. `judge_steps` are the
+    optimizer steps of the value model, `memory` is the serialized algorithm state. `origins` are digests of
+    models outside the checkpoint (`training.checks.reference_digests`). `warmup` is the number of critic-only
+    steps; None in checkpoints older than this field. `mode` is `training.mode`, empty for other kinds of
+    training.
     """
 
     step: int
@@ -62,19 +61,19 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """What else a checkpoint has: tensors of other models that train, and text files, by name."""
+    """Additional checkpoint contents by name: tensors of value models, and text files."""
 
     parts: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
 def checkpoint_path(shelf: Path, step: int) -> Path:
-    """The folder of a step's checkpoint."""
+    """Return the checkpoint folder of a step."""
     return shelf / f"step-{step:06d}"
 
 
 def list_checkpoints(shelf: Path) -> list[tuple[int, Path]]:
-    """Whole checkpoints with their steps, oldest first."""
+    """Return complete checkpoints with their steps, oldest first."""
     if not shelf.is_dir():
         return []
     found = ((_NAME.fullmatch(path.name), path) for path in shelf.iterdir())
@@ -91,7 +90,7 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint.
 
-    Raises StorageError, with the earlier ones intact, where that fails.
+    Raises StorageError on failure; earlier checkpoints are unchanged.
     """
     final = checkpoint_path(shelf, state.step)
     unfinished = final.with_name(f".{final.name}.tmp")
@@ -119,7 +118,7 @@ def save_checkpoint(
         _sync_folder(shelf)
     except (OSError, SafetensorError) as error:
         raise StorageError(
-            f"The checkpoint {final} could not be written: {error}.",
+            f"Cannot write the checkpoint {final}: {error}.",
             "Free some space and resume; earlier checkpoints are unchanged.",
         ) from error
     finally:
@@ -128,9 +127,9 @@ def save_checkpoint(
 
 
 def load_trainer(folder: Path, optimiser: Optimizer) -> TrainerState:
-    """Put the moments back into `optimiser`; gives the rest.
+    """Restore the moments into `optimiser`; return the trainer state.
 
-    Raises UserError where they do not belong, StorageError where the checkpoint is damaged.
+    Raises UserError if they do not match, StorageError if the checkpoint is damaged.
     """
     state = read_state(folder)
     try:
@@ -142,7 +141,7 @@ def load_trainer(folder: Path, optimiser: Optimizer) -> TrainerState:
 
 
 def read_state(folder: Path) -> TrainerState:
-    """The trainer's state in a checkpoint. Raises StorageError where it is damaged or incomplete."""
+    """Return the trainer state of a checkpoint. Raises StorageError if it is damaged or incomplete."""
     try:
         state = _state_of((folder / "trainer" / "state.json").read_text("utf-8"))
     except _NO_STATE as error:
@@ -157,7 +156,7 @@ _NO_STATE = (OSError, ValueError, KeyError, TypeError, AttributeError, Recursion
 
 
 def _state_of(text: str) -> TrainerState:
-    """The state in a text of JSON. Raises `_NO_STATE`."""
+    """Parse the trainer state from JSON. Raises `_NO_STATE`."""
     data = json.loads(text)
     ledger = data["ledger"]
     closed = LedgerState(
@@ -169,7 +168,7 @@ def _state_of(text: str) -> TrainerState:
         step=int(data["step"]),
         optimiser_steps=int(data["optimiser_steps"]),
         ledger=closed,
-        judge_steps=data.get("judge_steps", data.get("critic_steps", 0)),  # as earlier versions called it
+        judge_steps=data.get("judge_steps", data.get("critic_steps", 0)),  # name in earlier versions
         memory=data.get("memory", ""),
         reward_moments=data.get("reward_moments", ""),
         kl=KlState(**data.get("kl", {})),
@@ -182,22 +181,20 @@ def _state_of(text: str) -> TrainerState:
 def load_part(
     folder: Path, name: str, like: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> dict[str, torch.Tensor]:
-    """The tensors of another model that trains; `like` are tensors split as those are to be.
+    """Load the tensors of a value model, sharded as `like`.
 
-    Raises UserError where the checkpoint has none.
+    Raises UserError if the checkpoint has none.
     """
     trainer = folder / "trainer"
     known = (trainer / SHARDS).is_dir() or (trainer / f"{name}.safetensors").is_file()
     found = _read_part(folder, name, like) if known else {}
     if not found:
-        raise UserError(
-            f"{folder} holds no {name}.", "Resume with the algorithm that the run was started with."
-        )
+        raise UserError(f"{folder} has no {name}.", "Resume with the run's original algorithm.")
     return found
 
 
 def _read_part(folder: Path, name: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors under a name, in one piece or, where processes saved their shards, as `like` is split."""
+    """Load the tensors of a part; if they were saved sharded, they are resharded as `like`."""
     shards, path = folder / "trainer" / SHARDS, folder / "trainer" / f"{name}.safetensors"
     if shards.is_dir():
         return load_shards(shards, name, like)
@@ -205,7 +202,7 @@ def _read_part(folder: Path, name: str, like: Mapping[str, torch.Tensor]) -> dic
 
 
 def load_text(folder: Path, name: str) -> str | None:
-    """A text file of a checkpoint; None where it has none. Raises StorageError where it cannot be read."""
+    """Return a text file of a checkpoint, or None. Raises StorageError if it cannot be read."""
     path = folder / "trainer" / name
     try:
         return path.read_text("utf-8") if path.is_file() else None
@@ -218,7 +215,7 @@ def load_text(folder: Path, name: str) -> str | None:
 def load_weights(folder: Path, model: PreTrainedModel) -> None:
     """Copy a checkpoint's weights into `model`.
 
-    Raises UserError for another architecture or other adapters, StorageError for a broken file.
+    Raises UserError if the architecture or adapters differ, StorageError if the file is damaged.
     """
     adapter = folder / "adapter_model.safetensors"
     if adapter.is_file():
@@ -237,8 +234,8 @@ def _load_adapters(folder: Path, model: PreTrainedModel, stored: dict[str, torch
 
     if not isinstance(model, PeftModel):
         raise UserError(
-            f"The checkpoint {folder} holds adapters, and the model has none.",
-            "Resume with the model.lora that the run was started with.",
+            f"The checkpoint {folder} has adapters, but the model has none.",
+            "Resume with the run's original model.lora.",
         )
     _check_fits(folder, get_peft_model_state_dict(model), stored)
     set_peft_model_state_dict(model, stored)
@@ -259,7 +256,7 @@ def _check_fits(folder: Path, model: Mapping[str, torch.Tensor], stored: Mapping
     odd = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
     if odd:
         raise UserError(
-            f"The checkpoint {folder} is of another architecture: {odd[0]} is "
+            f"The checkpoint {folder} has a different architecture: {odd[0]} is "
             f"{tuple(theirs[odd[0]]) if odd[0] in theirs else 'missing'} there and "
             f"{tuple(own[odd[0]]) if odd[0] in own else 'not'} in the model.",
             "Resume with the model the run was started with.",
@@ -267,7 +264,7 @@ def _check_fits(folder: Path, model: Mapping[str, torch.Tensor], stored: Mapping
 
 
 def prune(shelf: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what an interrupted save left behind."""
+    """Remove all but the newest `keep` checkpoints, and remains of interrupted saves."""
     for _, path in list_checkpoints(shelf)[:-keep]:
         doomed = path.with_name(f".{path.name}.old")
         path.rename(doomed)

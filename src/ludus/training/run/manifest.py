@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: size and SHA-256 of each file, checked before a run resumes from it."""
+"""Manifest of a checkpoint: size and SHA-256 of each file, verified on resume."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from ludus.errors import StorageError
 
 MANIFEST = "manifest.json"
-"""Its name in the checkpoint's folder of the trainer."""
+"""File name in a checkpoint's trainer folder."""
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of all files that are in a checkpoint."""
+    """Write the manifest of all files in a checkpoint."""
     found = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)}
         for path in sorted(folder.rglob("*"))
@@ -23,9 +23,9 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path) -> None:
-    """Raise StorageError, with the file and what to do, unless a checkpoint is as it was written.
+    """Raise StorageError, with file and remedy, if a checkpoint differs from its manifest.
 
-    A checkpoint without a manifest is from an earlier version, unless its state says that there was one.
+    A missing manifest is accepted for checkpoints of earlier versions only.
     """
     path = folder / "trainer" / MANIFEST
     try:
@@ -42,22 +42,22 @@ def check_manifest(folder: Path) -> None:
         if not file.is_file():
             raise broken(folder, f"{name} is missing")
         if file.stat().st_size != size:
-            raise broken(folder, f"{name} has {file.stat().st_size} bytes and had {size} when it was written")
+            raise broken(folder, f"{name} has {file.stat().st_size} bytes instead of {size}")
         if _digest(file) != digest:
-            raise broken(folder, f"{name} has other contents than were written")
+            raise broken(folder, f"{name} has changed since it was written")
 
 
 def broken(folder: Path, what: str) -> StorageError:
-    """The error for a checkpoint of which something is wrong."""
+    """Return the error for a damaged checkpoint."""
     earlier = sorted(path.name for path in folder.parent.glob("step-*") if path.name < folder.name)
-    then = f"resume from {earlier[-1]}" if earlier else "begin the run again from its first step"
+    then = f"resume from {earlier[-1]}" if earlier else "restart the run from its first step"
     return StorageError(
         f"The checkpoint {folder} is damaged: {what}.", f"Remove that folder, and --resume will {then}."
     )
 
 
 def _had_manifest(folder: Path) -> bool:
-    """Whether a state that can be read says nothing of the mode, as those of earlier versions."""
+    """Return whether the trainer state is from a version that writes manifests."""
     try:
         state = json.loads((folder / "trainer" / "state.json").read_text("utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -39,7 +39,8 @@ from ludus.rollout.rollout_files import replaced_file
 PACKAGES = ("ludus", "torch", "transformers", "tokenizers", "safetensors", "numpy", "bm25s", "peft")
 
 Kind = Literal["rl", "sft", "preference", "reward-model", "rft", "eval"]
-"""What made a run folder: `ludus train`, `sft`, `preference`, `reward-model`, `rft` or `eval`."""
+"""Command that created the run folder: `ludus train`, `sft`, `preference`, `reward-model`, `rft` or `eval`.
+"""
 
 log = logging.getLogger("ludus")
 
@@ -62,7 +63,7 @@ class RunFolder:
 
     @property
     def timings(self) -> Path:
-        """Seconds and rates, a record of their own."""
+        """Durations and throughput, kept apart from the metrics."""
         return self.path / "timings.jsonl"
 
     @property
@@ -81,15 +82,15 @@ class RunFolder:
         return self.path / "rollouts"
 
     def load_config(self) -> Config:
-        """The configuration the run was started with. Raises UserError where this is no run folder."""
+        """Return the run's configuration. Raises UserError if this is not a run folder."""
         if not self.config.is_file():
             raise UserError(f"{self.path} is not a run folder: it has no config.toml.", "Check the path.")
         self.check_config()
         return config_from_toml(self.config.read_text("utf-8"), str(self.config))
 
     def check_config(self) -> None:
-        """Raise StorageError where the configuration is empty or lacks settings that were written."""
-        hint = "Put it back from a copy, or start a new run from a checkpoint's weights with --model."
+        """Raise StorageError if the configuration is empty or lacks settings."""
+        hint = "Restore it from a copy, or start a new run from a checkpoint's weights with --model."
         try:
             found = num_settings(self.config.read_text("utf-8"))
         except (OSError, ValueError) as error:
@@ -100,16 +101,16 @@ class RunFolder:
 
 
 def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) -> RunFolder:
-    """Make the folder of a new run and write its configuration and manifest.
+    """Create the folder of a new run and write its configuration and manifest.
 
-    `recipe` is the recipe as it was given. Takes `run.folder`, or the next free `runs/NAME-N`. Raises
-    UserError where the folder exists and is not empty: nothing is ever overwritten.
+    `recipe` is the recipe argument. Uses `run.folder`, or the next free `runs/NAME-N`. Raises UserError if
+    the folder exists and is not empty.
     """
     path = Path(config.run.folder) if config.run.folder else _next_free(Path("runs"), name)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         other = "Choose another with --run.folder"
         if (path / "config.toml").is_file():
-            other += f", or go on with what is there: {resume_command(RunFolder(path))}"
+            other += f", or resume the existing run: {resume_command(RunFolder(path))}"
         raise UserError(f"The run folder {path} exists and is not empty.", other)
     text = to_toml(config)
     manifest = {"kind": kind, "recipe": recipe, "settings": num_settings(text)} | _manifest(config)
@@ -123,13 +124,13 @@ def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) ->
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise StorageError(
-            f"The run folder {path} cannot be made: {error.strerror}.", "Choose another with --run.folder."
+            f"Cannot create the run folder {path}: {error.strerror}.", "Choose another with --run.folder."
         ) from error
     return RunFolder(path)
 
 
 def forget_unbegun(folder: RunFolder) -> bool:
-    """Remove a new run in which nothing has been written yet but what it is. Gives whether that was so."""
+    """Remove a new run without any results; return whether it was removed."""
     first = {"config.toml", "run.json", "lock", "log.txt"}
     if any(path.name not in first for path in folder.path.iterdir()):
         return False
@@ -138,12 +139,12 @@ def forget_unbegun(folder: RunFolder) -> bool:
 
 
 def save_config(folder: RunFolder, config: Config) -> None:
-    """Write the configuration that a run goes on with, where it is another."""
+    """Write the configuration of a resumed run if it has changed."""
     if folder.load_config() != config:
         text, manifest = to_toml(config), folder.path / "run.json"
         settings = min(num_settings(text), num_settings(folder.config.read_text("utf-8")))
         known = _read_json(manifest) | {"settings": settings}
-        _write(manifest, _json_text(known))  # the smaller number first: a kill in between does no harm
+        _write(manifest, _json_text(known))  # smaller number first, so that a kill in between is harmless
         _write(folder.config, text)
         _write(manifest, _json_text(known | {"settings": num_settings(text)}))
 
@@ -158,7 +159,7 @@ def _json_text(data: Mapping[str, object]) -> str:
 
 
 def kind_of(folder: RunFolder) -> Kind:
-    """What made the folder. Raises StorageError where its manifest does not say."""
+    """Return the kind of a run. Raises StorageError if the manifest does not have it."""
     kind = _read_json(folder.path / "run.json").get("kind")
     if kind not in get_args(Kind):
         raise StorageError(f"{folder.path / 'run.json'} does not say what kind of run it is.")
@@ -166,33 +167,33 @@ def kind_of(folder: RunFolder) -> Kind:
 
 
 def recipe_of(folder: RunFolder) -> str | None:
-    """The recipe that the run was started with, as it was given; None where that is not known."""
+    """Return the recipe argument that the run was started with, or None if unknown."""
     recipe = _read_json(folder.path / "run.json").get("recipe")
     return None if recipe is None else str(recipe)
 
 
 def resume_command(folder: RunFolder) -> str:
-    """What to type to go on with a run."""
+    """Return the shell command that resumes a run."""
     kind = kind_of(folder)
     command = "train" if kind in ("rl", "eval") else kind
     return f"ludus {command} --resume {shlex.quote(str(folder.path))}"
 
 
 class _RunLog(logging.FileHandler):
-    """A log that is silent on its own faults: on a full disk, what fails beside it says so in a sentence."""
+    """Log file handler that ignores its own errors, such as a full disk."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Leave the record out."""
+        """Drop the record."""
 
     def close(self) -> None:
-        """Close the file, without what it has no room for."""
+        """Close the file, dropping unwritten data on errors."""
         with suppress(OSError):
             super().close()
 
 
 @contextmanager
 def locked(folder: RunFolder) -> Iterator[None]:
-    """Hold the folder for this process, and log into it. Raises UserError where another process has it."""
+    """Lock the folder and log to it. Raises UserError if another process holds the lock."""
     try:
         lock = (folder.path / "lock").open("w")
     except OSError as error:
@@ -205,7 +206,7 @@ def locked(folder: RunFolder) -> Iterator[None]:
         except BlockingIOError:
             raise UserError(
                 f"The run folder {folder.path} is in use by another process.",
-                "Wait for it to end, or choose another folder.",
+                "Wait for it to end, or use another folder.",
             ) from None
         handler = log_into(folder)
         try:
@@ -217,7 +218,7 @@ def locked(folder: RunFolder) -> Iterator[None]:
             log.warning("stopped by an interrupt")
             raise
         except Exception:
-            log.exception("a fault of Ludus itself")
+            log.exception("internal error of Ludus")
             raise
         finally:
             log.removeHandler(handler)
@@ -225,7 +226,7 @@ def locked(folder: RunFolder) -> Iterator[None]:
 
 
 def log_into(folder: RunFolder, who: str = "") -> logging.Handler:
-    """Append what this process logs to the run's log from now on, each record under the name of `who`."""
+    """Append this process's log records to the run log, with `who` as their source."""
     handler = _RunLog(folder.path / "log.txt", encoding="utf-8")
     name = f"{who}: " if who else ""
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s %(name)s: {name}%(message)s"))
@@ -240,7 +241,7 @@ def _next_free(shelf: Path, name: str) -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is no such file. Raises StorageError where it is broken."""
+    """Return the object in a file; empty if there is no file. Raises StorageError if it is invalid."""
     try:
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -269,7 +270,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_state() -> dict[str, object] | None:
-    """Commit of the source tree and whether it has changes; None outside a repository."""
+    """Return the commit of the source tree and whether it has changes; None outside a repository."""
     here = Path(__file__).parent
     try:
         commit = subprocess.run(

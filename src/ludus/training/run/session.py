@@ -1,4 +1,4 @@
-"""What every command starts from: world, model, tokenizer and renderer of a configuration."""
+"""Session shared by all commands: world, model, tokenizer and renderer of a configuration."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 
 SMALL_MODEL = 20_000_000
-"""Parameters below which a decoding step is too short to be worth a second compute thread."""
+"""Parameter count below which decoding is too fast to profit from a second compute thread."""
 
 
 @dataclass(frozen=True)
 class TrainingSession:
-    """The parts of a run that do not change while it runs (the model's weights do)."""
+    """Parts of a run that stay fixed (except for the model's weights)."""
 
     config: Config
     world: World
@@ -50,20 +50,20 @@ class TrainingSession:
     tokenizer: PreTrainedTokenizerBase
     renderer: Renderer
     source: str = ""
-    """Where model and tokenizer came from: a folder or a name."""
+    """Folder or name of model and tokenizer."""
 
     @functools.cached_property
     def scoring(self) -> ProcessRewardExecutor:
-        """What computes the rewards of the episodes that are played here."""
+        """The executor of rewards in this process."""
         return ProcessRewardExecutor.of(self.config)
 
 
 BUSY = 0.75
-"""Processes that want a core, for each core, from which threads of this process compete with them."""
+"""Load per core above which compute threads compete with other processes."""
 
 
 def set_up_compute(config: Config) -> None:
-    """Set thread counts and seeds, and ask torch for deterministic kernels."""
+    """Set thread counts and seeds, and enable deterministic kernels in torch."""
     threads = config.run.threads or default_threads()
     torch.set_num_threads(threads)
     torch.manual_seed(config.run.seed)
@@ -71,22 +71,22 @@ def set_up_compute(config: Config) -> None:
 
 
 def busy_warning(config: Config) -> str:
-    """A sentence if other processes want the cores that the learner's threads take; else empty.
+    """Return a warning if other processes use the cores of the learner's threads; otherwise "".
 
-    OpenMP threads that compete for a core wait for each other at every operation.
+    OpenMP threads synchronize at every operation, so contention is expensive.
     """
     threads = config.run.threads or default_threads()
     cores, load = usable_cores(), os.getloadavg()[0]
     if threads == 1 or load <= BUSY * cores:
         return ""
     return (
-        f"The machine is busy (load {load:.1f} on {cores} cores): {threads} compute threads that compete "
+        f"The machine is busy (load {load:.1f} on {cores} cores): {threads} compute threads competing "
         "with other processes can be several times slower than one. Set --run.threads 1."
     )
 
 
 def usable_cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -94,15 +94,15 @@ def usable_cores() -> int:
 
 @functools.cache
 def default_threads() -> int:
-    """What torch would take (one thread per core, or OMP_NUM_THREADS where that is set), at most 4."""
+    """Return torch's default (one thread per core, or OMP_NUM_THREADS), at most 4."""
     return min(4, torch.get_num_threads())
 
 
 def open_session(config: Config, weights: Path | None = None, world: World | None = None) -> TrainingSession:
-    """Build world, model and renderer. `weights`, if given, is a checkpoint that takes the model's place;
-    `world` is that of the settings, where it is there already.
+    """Build world, model and renderer.
 
-    Raises UserError and its children for everything that a user can mend.
+    `weights`, if given, is a checkpoint that replaces the model; `world` avoids building it again. Raises
+    UserError for all errors that a user can fix.
     """
     set_up_compute(config)
     world = world or build_world(config.env, config.rollout, config.sandbox)
@@ -115,19 +115,19 @@ def open_session(config: Config, weights: Path | None = None, world: World | Non
 
 
 def model_path(config: Config) -> str:
-    """Where the policy comes from: the configured path, or the world's cold start in the package."""
+    """Return the policy's path: the configured one, or the world's packaged cold start."""
     if config.model.path is not None:
         return config.model.path
     folder = recipe_folder(config.env.name) / "cold_start" if config.env.name.isidentifier() else None
     if folder is None or not folder.is_dir():
         raise UserError(
-            f"No model is given, and the world {config.env.name!r} ships no cold start.",
-            "Set --model.path to a checkpoint or a model name, or make one with `ludus sft`.",
+            f"model.path is not set, and the world {config.env.name!r} has no packaged cold start.",
+            "Set --model.path to a checkpoint or a model name, or train one with `ludus sft`.",
         )
     if config.env.rendering != "chat":
         raise UserError(
-            "The packaged cold start speaks in its chat template, not in tags.",
-            f"Make one that does: `ludus sft {config.env.name} --env.rendering {config.env.rendering}`.",
+            "The packaged cold start uses its chat template, not tags.",
+            f"Train one with tags: `ludus sft {config.env.name} --env.rendering {config.env.rendering}`.",
         )
     return str(folder)
 
@@ -139,23 +139,23 @@ def session_scheduler(
     ledger: Ledger,
     rollout: RolloutConfig | None = None,
 ) -> Scheduler:
-    """What plays the session's episodes; `rollout`, where given, in the place of the session's settings."""
+    """Return the scheduler of the session's episodes; `rollout` overrides the session's settings."""
     how = rollout or session.config.rollout
     made = engine_scheduler(session.world, engine, session.renderer, how, play, ledger)
     return replace(made, scoring=session.scoring)
 
 
 def make_renderer(env: EnvConfig, tokenizer: Any) -> Renderer:  # noqa: ANN401 (a transformers tokenizer)
-    """The rendering that the settings name."""
+    """Build the configured renderer."""
     if env.rendering != "chat":
         return TagsRenderer(tokenizer, PROTOCOLS[env.rendering])
     return TemplateRenderer(tokenizer, env.tool_parser)
 
 
 def make_engine(session: TrainingSession) -> Engine:
-    """What samples: the configured server, or an engine in this process.
+    """Return the configured server, or an engine in this process.
 
-    Raises EngineError where a server does not answer.
+    Raises EngineError if a server does not respond.
     """
     if not session.config.engine.url:
         return local_engine(session)
@@ -168,9 +168,9 @@ def make_engine(session: TrainingSession) -> Engine:
 
 
 def server_engine(config: Config) -> ServerEngine:
-    """The servers of the settings. They hold whatever they were started with until weights are sent.
+    """Return the configured servers. They keep their initial weights until new ones are sent.
 
-    With `model.lora` they keep that, and are sent adapters.
+    With `model.lora` they keep the base weights and receive adapters.
     """
     engine, lora = config.engine, config.model.lora
     scaling = None if lora is None else lora.alpha / lora.rank
@@ -184,7 +184,7 @@ def server_engine(config: Config) -> ServerEngine:
 
 
 def server_settings(engine: EngineConfig) -> RemoteEngineSettings:
-    """How servers are asked."""
+    """Return the client settings of the servers."""
     return RemoteEngineSettings(
         timeout_s=engine.timeout_s,
         patience_s=engine.patience_s,
@@ -196,18 +196,18 @@ def server_settings(engine: EngineConfig) -> RemoteEngineSettings:
 
 
 def local_engine(session: TrainingSession) -> LocalEngine:
-    """An embedded engine with a copy of the session's weights, and room for all episodes in flight."""
+    """Return an embedded engine with a copy of the weights and room for all concurrent episodes."""
     return LocalEngine(session.model, session.tokenizer, engine_settings(session.config, session.model))
 
 
 def engine_settings(config: Config, model: PreTrainedModel) -> EngineSettings:
-    """Those of an embedded engine that samples for a run."""
+    """Return the settings of an embedded engine."""
     rollout = config.rollout
     streams = config.training.mode == "async"
     limit = num_positions(model) or rollout.max_tokens
     return EngineSettings(
         context_tokens=min(limit, rollout.max_tokens),
-        max_batch=rollout.concurrency + streams,  # with room for the probe of new weights
+        max_batch=rollout.concurrency + streams,  # one extra for the weight check
         cache_tokens=config.engine.cache_tokens or rollout.concurrency * (rollout.max_tokens + PAGE),
         max_requests=config.engine.max_requests,
         batch_invariant=rollout.reproducible and not streams,
@@ -218,14 +218,16 @@ def engine_settings(config: Config, model: PreTrainedModel) -> EngineSettings:
 
 
 def keeps_adapter_versions(config: Config) -> bool:
-    """Whether versions of an adapter live side by side, so that an episode that is to end on its version
-    holds nothing up. Engines of a cluster take theirs one by one."""
+    """Return whether several adapter versions coexist, so that pinned episodes do not block updates.
+
+    Engines of a cluster are updated one by one instead.
+    """
     stays = config.training.mode == "async" and not config.staleness.interruptible
     return stays and config.model.lora is not None and config.cluster.kind == "none"
 
 
 def with_adapters(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
-    """The model with trainable low-rank adapters, its own weights frozen. Needs the `lora` extra."""
+    """Return the model with trainable LoRA adapters and frozen base weights. Needs the `lora` extra."""
     try:
         from peft import LoraConfig as PeftConfig
         from peft import get_peft_model

@@ -1,6 +1,6 @@
-"""The part of a checkpoint that several processes write, each its own, with `torch.distributed.checkpoint`.
+"""Sharded checkpoints, written by all ranks with `torch.distributed.checkpoint`.
 
-Any number of processes reads it back, one without a group as well: each tensor is split anew.
+Any number of ranks can read them, also a process without a group; tensors are resharded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ludus.training.learner.optimizer import Optimizer
 
 SHARDS = "shards"
-"""The folder in `trainer/`."""
+"""Name of the folder in `trainer/`."""
 
 
 def save_shards(
@@ -34,9 +34,9 @@ def save_shards(
     optimiser: Optimizer,
     parts: Mapping[str, Mapping[str, torch.Tensor]],
 ) -> dict[str, torch.Tensor]:
-    """Write moments, weights and `parts`, each process its shards; gives the weights that train, whole.
+    """Write moments, weights and `parts`, one shard per rank; return the trained weights unsharded.
 
-    Every process calls this. Raises StorageError in all of them where one cannot write.
+    Collective. Raises StorageError on all ranks if one cannot write.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -44,7 +44,7 @@ def save_shards(
     from torch.distributed.checkpoint.state_dict_saver import save
 
     class Writer(FileSystemWriter):
-        """Writes no path and no number drawn for this time: equal tensors make equal files."""
+        """Writer without paths or random ids, so that equal tensors give equal files."""
 
         def storage_meta(self) -> StorageMeta:
             return StorageMeta()
@@ -59,7 +59,7 @@ def save_shards(
         rank = min(error.failures)
         cause, _ = error.failures[rank]
         raise StorageError(
-            f"Process {rank} could not write its shards of the checkpoint to {folder}: {cause}.",
+            f"Rank {rank} could not write its shards of the checkpoint to {folder}: {cause}.",
             "Free some space and resume; earlier checkpoints are unchanged.",
         ) from error
     found = gathered(model)
@@ -67,17 +67,17 @@ def save_shards(
 
 
 def load_shards(folder: Path, part: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a part, split as those of `like`, which are overwritten.
+    """Return the tensors of a part, sharded as those of `like`, which are overwritten.
 
-    One that `like` has not is given without its numbers. Empty where there is no such part. Raises
-    StorageError for broken files, and for metadata that hold anything but tensors in files of this folder.
+    Names missing in `like` are returned without data. Empty if there is no such part. Raises StorageError for
+    damaged files, and for metadata with anything but tensors in files of this folder.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     class Reader(FileSystemReader):
-        """Reads the metadata without running what a pickle names."""
+        """Reader that parses the metadata with a restricted unpickler."""
 
         def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
             return _read_metadata(folder)
@@ -95,7 +95,7 @@ def load_shards(folder: Path, part: str, like: Mapping[str, torch.Tensor]) -> di
 
 @cache
 def _metadata_types() -> dict[str, object]:
-    """What `torch.distributed.checkpoint` pickles into `.metadata` for tensors, by dotted name."""
+    """Return the types that `torch.distributed.checkpoint` pickles for tensors, by dotted name."""
     from torch.distributed.checkpoint import filesystem, metadata
     from torch.serialization import _get_layout
 
@@ -115,7 +115,7 @@ def _metadata_types() -> dict[str, object]:
 
 
 def _read_metadata(folder: Path) -> Metadata:
-    """Raises UnpicklingError for what `save_shards` does not write."""
+    """Read the metadata. Raises UnpicklingError for contents that `save_shards` does not write."""
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
     found = load_pickle((folder / ".metadata").read_bytes(), _metadata_types())
@@ -135,7 +135,7 @@ def _read_metadata(folder: Path) -> Metadata:
 
 
 class _quiet(warnings.catch_warnings):
-    """One process without a group is what is meant."""
+    """Suppress the warning about a missing process group."""
 
     def __enter__(self) -> None:
         super().__enter__()

@@ -1,4 +1,4 @@
-"""Whether the token ids of a run can be those of a model."""
+"""Check that a run's token ids match a model's vocabulary."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from ludus.training.run.session import TrainingSession
 
 
 def check_tokenizer(run: RunFolder, session: TrainingSession) -> None:
-    """Raise UserError where a run sampled the ids of another vocabulary, as far as its checkpoints tell."""
+    """Raise UserError if a run sampled with another vocabulary, as far as its checkpoints show."""
     found = list_checkpoints(run.checkpoints)
     if not found:
         return
     theirs = load_tokenizer(str(found[-1][1]), needs_template=False).get_vocab()
     if theirs != session.tokenizer.get_vocab():
         raise UserError(
-            f"The run {run.path} sampled with another vocabulary than this model has.",
-            f"Train the model that it sampled with, for example --model {found[-1][1]}.",
+            f"The run {run.path} sampled with a different vocabulary from this model's.",
+            f"Train the model that sampled it, for example --model {found[-1][1]}.",
         )
 
 
 def check_vocabulary(largest: int, session: TrainingSession) -> None:
-    """Raise UserError where the model does not know the token `largest`."""
+    """Raise UserError if the token `largest` is outside the model's vocabulary."""
     size = session.model.get_input_embeddings().weight.shape[0]
     if largest >= size:
         raise UserError(
-            f"The data hold the token {largest}, and the model knows {size} tokens.",
+            f"The data contain the token {largest}, but the model has {size} tokens.",
             "Train the model that sampled them.",
         )
