@@ -180,7 +180,7 @@ def test_baselines_of_the_search_world_have_no_tool(tiny_run, tmp_path, baseline
         (("TINY", "--endpoint", "http://h"), "--endpoint needs --model"),
         (("TINY", "--api-key-file", "k"), "--api-key-file goes with --endpoint"),
         (("TINY", "--endpoint", "http://h", "--model", "m", "--api-key-file", "k"), "cannot be read from k"),
-        (("TINY", "--endpoint", "ftp://h", "--model", "m"), "is no web address"),
+        (("TINY", "--endpoint", "ftp://h", "--model", "m"), "is not an HTTP URL"),
         (("TINY", "--endpoint", "http://h", "--model", "m", "--env.rendering", "tags"), "env.rendering"),
         (("TINY", "--model", "./nope"), "./nope"),
         (("TINY", "--model", "RUN"), "is a run folder, not a model. Use its newest checkpoint: "),

@@ -429,7 +429,7 @@ def test_what_is_late_is_cancelled_over_there(tmp_path):
         with subprocess.Popen(["sleep", "60"], start_new_session=True) as process, theirs:
             remote = LocalWorkerHandle("worker 0", process, tmp_path / "said", *line)
             remote.listen()
-            with pytest.raises(WorkerDied, match=r"no answer within 0\.05 s"):
+            with pytest.raises(WorkerDied, match=r"did not respond within 0\.05 s"):
                 await remote.call(Ping(), 0.05)
             await asyncio.sleep(0)
             assert [read_frame(theirs), read_frame(theirs)] == [RpcCall(1, Ping()), RpcCancel(1)]
@@ -582,7 +582,7 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
                 await remote.call(JOB, 30)
             await remote.call(UpdateEngines(EngineSet(0, (url,), None, None)), 30)
             os.kill(started.pid, signal.SIGSTOP)
-            with pytest.raises(WorkerDied, match=r"no answer within 0\.3 s"):
+            with pytest.raises(WorkerDied, match=r"did not respond within 0\.3 s"):
                 await remote.call(Ping(), 0.3)
             waits = asyncio.create_task(remote.call(Ping(), 60))
             await asyncio.sleep(0.05)

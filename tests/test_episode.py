@@ -384,7 +384,7 @@ def test_an_engine_that_fails_fails_the_episode():
 @pytest.mark.parametrize(
     ("completion", "words"),
     [
-        (Completion((5, 6), (-1.0, -1.0), (0, 0), "abort"), "gave up in the middle"),
+        (Completion((5, 6), (-1.0, -1.0), (0, 0), "abort"), "aborted an action"),
         (Completion((5, 6), (-1.0,), (0, 0), "stop"), "2 tokens, 1 log-probabilities and 2 versions"),
         (Completion((5, 6), (-1.0, -1.0), (), "stop"), "2 tokens, 2 log-probabilities and 0 versions"),
         (Completion((5, 6), (-1.0, math.nan), (0, 0), "stop"), "not a finite number"),

@@ -270,7 +270,7 @@ def test_rollouts_from_a_later_turn_begin_with_what_was_recorded(tmp_path):
     first = next(e.trajectory for e in episodes if e.trajectory.num_turns > 2)
     seen = replace(first.segments[2], tokens=(9, *first.segments[2].tokens))
     other = replace(first, segments=(*first.segments[:2], seen, *first.segments[3:]))
-    with pytest.raises(WorldError, match="does not repeat: turn 1"):
+    with pytest.raises(WorldError, match="is not deterministic: turn 1"):
         play_on(session, [("x", replace(records[0][1], trajectory=other))], 1)
 
 

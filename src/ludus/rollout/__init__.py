@@ -1,1 +1,1 @@
-"""One episode, many episodes, and the ledger that accounts for each."""
+"""Rollouts: run episodes concurrently and account for each in the ledger."""

@@ -1,8 +1,8 @@
-"""Which request fields a chat-completions server accepts, learned from its refusals.
+"""Detect which request fields a chat-completions server accepts.
 
-Servers differ in what they refuse: `max_tokens` (for `max_completion_tokens`), a temperature of 0, any
-temperature but 1, seeds, `top_k`, the model's reasoning in the history. A refusal that names such a field
-adapts the request, and what was learned is kept once a request has succeeded with it.
+Servers may reject `max_tokens` (for `max_completion_tokens`), a temperature of 0, any temperature but 1,
+seeds, `top_k`, or reasoning in the history. A rejection that names such a field adapts the request; the
+adaptation is kept once a request succeeds with it.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 REFUSED = (400, 422)
-"""Statuses of a request that the server understood and does not accept."""
+"""Status codes of a rejected request."""
 REASONING = ("reasoning_content", "reasoning")
-"""Names of the field of an assistant message that holds the model's reasoning."""
+"""Field names of the model's reasoning in an assistant message."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop")
 NEAR_ZERO = 0.01
-"""Temperature sent in place of a refused 0."""
+"""Temperature sent instead of a rejected 0."""
 _RENAMED = "max_completion_tokens"
 _SENT_AS_MAX_TOKENS = ("max_tokens", _RENAMED)
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptedFields:
-    """Changes to a request body that a server has asked for.
+    """Adaptations of request bodies for a server.
 
-    `dropped` are fields that are left out; `max_tokens_name` is the field of the length limit;
-    `zero_as` replaces a temperature of 0.
+    `dropped` are omitted fields; `max_tokens_name` is the field of the length limit; `zero_as` replaces a
+    temperature of 0.
     """
 
     dropped: frozenset[str] = frozenset()
@@ -36,12 +36,12 @@ class AcceptedFields:
     zero_as: float = 0.0
 
     def apply(self, body: Mapping[str, object]) -> dict[str, object]:
-        """The body as this server accepts it."""
+        """Return the body adapted to this server."""
         adapted = {self._name(key): self._value(key, value) for key, value in body.items()}
         return {key: value for key, value in adapted.items() if key not in self.dropped}
 
     def after_refusal(self, body: Mapping[str, object], refusal: bytes) -> AcceptedFields | None:
-        """The next thing to try after `refusal` of `apply(body)`, or None if it names no adaptable field."""
+        """Return the next adaptation to try after a rejection, or None if it names no adaptable field."""
         sent = self.apply(body)
         named = [name for name in _adaptable(sent) if _names(refusal, name)]
         told = _error_param(refusal)
@@ -50,7 +50,7 @@ class AcceptedFields:
         return self._without(named[0], sent) if named else None
 
     def merged(self, other: AcceptedFields) -> AcceptedFields:
-        """What both have learned."""
+        """Return the union of both adaptations."""
         renamed = _RENAMED in (self.max_tokens_name, other.max_tokens_name)
         return AcceptedFields(
             self.dropped | other.dropped,
@@ -59,7 +59,7 @@ class AcceptedFields:
         )
 
     def notices(self) -> Iterator[str]:
-        """One sentence for each change."""
+        """Yield one message per adaptation."""
         if self.max_tokens_name == _RENAMED and _RENAMED not in self.dropped:
             yield f"The server refuses max_tokens: {_RENAMED} is sent instead."
         if self.zero_as and "temperature" not in self.dropped:
@@ -87,7 +87,7 @@ class AcceptedFields:
 
 
 def _adaptable(sent: Mapping[str, object]) -> Iterator[str]:
-    """Fields of a body that can be changed or left out."""
+    """Yield the fields of a body that can be changed or omitted."""
     yield from (name for name in (*_SENT_AS_MAX_TOKENS, *SAMPLING) if name in sent)
     messages = sent.get("messages")
     for name in REASONING:
@@ -96,12 +96,12 @@ def _adaptable(sent: Mapping[str, object]) -> Iterator[str]:
 
 
 def _names(refusal: bytes, field: str) -> bool:
-    """Whether the refusal's text holds the field's name as a word. `max_tokens` is not `max_tokens_total`."""
+    """Return whether the rejection contains the field's name as a whole word."""
     return re.search(rf"(?<![\w]){field}(?![\w])".encode(), refusal) is not None
 
 
 def _error_param(refusal: bytes) -> str:
-    """`error.param` of a refusal as OpenAI writes it; empty if there is none."""
+    """Return `error.param` of an OpenAI error response, or ""."""
     try:
         error = json.loads(refusal)["error"]
         param = error["param"]

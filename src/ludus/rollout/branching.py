@@ -1,10 +1,9 @@
-"""Episodes that branch: further ways on from turns of one that was played, as one trajectory.
+"""Branching episodes: sample alternative continuations of an episode as one trajectory tree.
 
-Takes what plays an episode from given first segments on. Gives a tree: the trunk is the episode as it would
-have been without branches, and each branch shares the segments before its fork, with the log-probabilities
-and versions of their time, and goes on with seeds of its own in a fresh environment that was brought to that
-state by the recorded actions. Waits for one path after the other, so that the tree depends on numbers alone.
-Raises WorldError where the world does not answer equal actions equally, and what an episode raises.
+The trunk equals the episode without branches. Each branch shares the segments before its fork, with their
+log-probabilities and versions, and continues with its own seeds in a fresh environment to which the recorded
+actions were replayed. Paths run one after the other, so that the tree is deterministic. Raises WorldError if
+the world is not deterministic, and errors of the episode.
 """
 
 from __future__ import annotations
@@ -19,12 +18,14 @@ from ludus.rollout.trees import TrajectoryBranch, grafted
 from ludus.types import Segment, Trajectory
 
 PlayPath = Callable[[tuple[Segment, ...], int], Awaitable[Trajectory]]
-"""Plays the path of a number (0: the trunk) from these segments on, to its end."""
+"""Run the path of a number (0: trunk) from these segments to its end."""
 
 
 async def play_tree(settings: BranchConfig, play: PlayPath) -> Trajectory:
-    """Play a trunk, and from its chosen turns on the branches; then those of the branches, until the tree has
-    `settings.max_leaves` leaves or no chosen turn is left."""
+    """Run a trunk, then branches at its chosen turns, then branches of branches.
+
+    Stops at `settings.max_leaves` leaves or when no chosen turn is left.
+    """
     grafts = [TrajectoryBranch(await play((), 0))]
     number = 0
     while number < len(grafts):
@@ -39,7 +40,7 @@ async def play_tree(settings: BranchConfig, play: PlayPath) -> Trajectory:
 
 
 async def _branch(play: PlayPath, chain: Trajectory, fork: int, of: int, number: int) -> TrajectoryBranch:
-    """The path of that number, which leaves `chain`, the path `of`, before its segment `fork`."""
+    """Run the path `number`, which forks from `chain`, the path `of`, before its segment `fork`."""
     told = chain.segments[:fork]
     try:
         found = await play(told, number)
@@ -60,8 +61,11 @@ def _no_repeat(chain: Trajectory, why: str) -> WorldError:
 
 
 def _forks(settings: BranchConfig, graft: TrajectoryBranch) -> list[int]:
-    """The places of the actions that a path forks before: of those after its own first action, or of a trunk
-    all. By entropy the highest come first."""
+    """Return the action segments before which a path is forked.
+
+    Candidates are the actions after a branch's first one, or all of a trunk; by entropy, the highest come
+    first.
+    """
     segments = graft.chain.segments
     actions = [i for i, segment in enumerate(segments) if segment.kind == "action"]
     own = [(turn, i) for turn, i in enumerate(actions) if i > graft.shared or graft.shared == 0]
@@ -72,5 +76,5 @@ def _forks(settings: BranchConfig, graft: TrajectoryBranch) -> list[int]:
 
 
 def mean_surprisal(logprobs: Sequence[float]) -> float:
-    """The mean of `-logprob`, an estimate of the entropy that an action's tokens were sampled with."""
+    """Return the mean of `-logprob`, an entropy estimate of an action's tokens."""
     return -math.fsum(logprobs) / len(logprobs) if logprobs else 0.0

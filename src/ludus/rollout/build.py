@@ -1,4 +1,4 @@
-"""From settings to a scheduler: the one way in which training and evaluation play episodes."""
+"""Build schedulers from settings, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ludus.types import SamplingParams, Task
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """What one round of episodes is for: it names the randomness, and sets the temperature.
+    """Purpose of a round of episodes; determines seeds and temperature.
 
-    `branches`: its episodes branch as `rollout.branch` says.
+    `branches`: episodes branch according to `rollout.branch`.
     """
 
     purpose: str
@@ -36,12 +36,12 @@ class SamplingPlan:
 
 
 def engine_name(play: SamplingPlan, key: RolloutKey) -> str:
-    """What an engine calls an episode: a task may be trained on and evaluated at once."""
+    """Return the episode's id for the engine; a task may be trained and evaluated at the same time."""
     return f"{play.purpose}/{episode_name(key)}"
 
 
 def sampling_params(rollout: RolloutConfig, temperature: float) -> SamplingParams:
-    """The sampling of one action; the conversation adds stops and seed."""
+    """Return the sampling parameters of an action, without stops and seed."""
     return SamplingParams(
         temperature=temperature,
         top_p=rollout.top_p,
@@ -52,7 +52,7 @@ def sampling_params(rollout: RolloutConfig, temperature: float) -> SamplingParam
 
 
 def episode_limits(rollout: RolloutConfig) -> EpisodeLimits:
-    """The bounds of an episode."""
+    """Return the limits of an episode."""
     return EpisodeLimits(
         max_turns=rollout.max_turns,
         max_tool_errors=rollout.max_tool_errors,
@@ -62,12 +62,12 @@ def episode_limits(rollout: RolloutConfig) -> EpisodeLimits:
 
 
 def rollout_for(world: World, rollout: RolloutConfig, task: Task) -> RolloutConfig:
-    """The settings of an episode: the world's for the task, where it sets any, else the run's."""
+    """Return the world's rollout settings for a task, otherwise the run's."""
     return world.rollout_of(task) if isinstance(world, SetsBounds) else rollout
 
 
 def episodes_at_once(world: World, concurrency: int) -> int:
-    """So many, or fewer where the sandbox has no room for as many sessions."""
+    """Return the concurrency, capped by the sandbox's sessions."""
     room = world.episodes_at_once if isinstance(world, LimitsConcurrency) else None
     return concurrency if room is None else min(concurrency, room)
 
@@ -80,8 +80,10 @@ def engine_scheduler(
     play: SamplingPlan,
     ledger: Ledger,
 ) -> Scheduler:
-    """A scheduler whose episodes speak to `engine`, in lock-step where the settings ask for
-    repeatable runs and the engine's bits depend on what is computed together."""
+    """Return a scheduler of episodes that sample from `engine`.
+
+    If runs are reproducible and the engine is not batch-invariant, episodes advance turn by turn in lockstep.
+    """
     lockstep = LockstepEngine(engine) if rollout.reproducible and not engine.batch_invariant else None
     if rollout.guided_tools:
         renderer.guide(())
@@ -111,7 +113,7 @@ def scheduler(
     ledger: Ledger,
     lockstep: LockstepEngine | None = None,
 ) -> Scheduler:
-    """A scheduler with the limits of the settings, for any kind of conversation."""
+    """Return a scheduler with the configured limits, for any kind of chat session."""
     return Scheduler(
         world=world,
         converse=converse,

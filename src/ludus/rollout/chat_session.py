@@ -1,7 +1,7 @@
-"""The model's side of an episode: what it was shown, what it said.
+"""Chat session: the model's side of an episode.
 
-`EngineChatSession` keeps the exact tokens. It appends ids that the engine sampled and deltas that the
-renderer made, and never turns its own text back into ids.
+`EngineChatSession` works on exact tokens: it appends sampled ids and rendered deltas, and never re-tokenizes
+text.
 """
 
 from __future__ import annotations
@@ -19,81 +19,81 @@ from ludus.tools.base import Tool
 from ludus.types import Action, Completion, Message, SamplingParams, Segment, StopReason
 
 NOTHING = Completion((), (), (), "abort")
-"""The part of an action that has not begun."""
+"""Part of an action that has not started."""
 
 
 class ChatSession(Protocol):
-    """One episode's dialogue with a policy. `open` once, then `act` and `observe` in turns, then `close`."""
+    """Dialogue of one episode with a policy: `open`, then `act` and `observe` in turns, then `close`."""
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The token segments so far; empty where the policy shows no tokens."""
+        """The token segments so far; empty if the policy exposes no tokens."""
         ...
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
-        """Show the prompt. A stop reason means that it does not fit."""
+        """Set the prompt. Returns a stop reason if it does not fit."""
         ...
 
     async def act(self) -> Action | StopReason:
-        """Let the policy take a turn. A stop reason means that there was no room to finish one."""
+        """Sample a turn. Returns a stop reason if there was no room to finish it."""
         ...
 
     def observe(self, messages: Sequence[Message]) -> StopReason | None:
-        """Show what the environment said. A stop reason means that it does not fit."""
+        """Append the environment's messages. Returns a stop reason if they do not fit."""
         ...
 
     def close(self) -> None:
-        """Give back what was kept for this episode."""
+        """Release the episode's resources."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What an episode may sample now: so many tokens, until a time of `time.monotonic`; None is no bound."""
+    """Token budget and deadline (`time.monotonic`) of an episode; None is no limit."""
 
     tokens: int | None = None
     until: float | None = None
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until then, at least 0."""
+        """Return the seconds left, at least 0."""
         return None if self.until is None else max(0.0, self.until - time.monotonic())
 
     @property
     def is_over(self) -> bool:
-        """Whether the time has come."""
+        """Return whether the deadline has passed."""
         return self.left_s == 0.0
 
 
 class Allowance(Protocol):
-    """How much of a step's budget an episode may use."""
+    """Share of a step's budget that an episode may use."""
 
     async def granted(self) -> Grant:
-        """What the episode may sample, once that is something: until then it waits."""
+        """Return the grant, waiting until it is not empty."""
         ...
 
     def spend(self, tokens: int) -> None:
-        """So many tokens have been sampled."""
+        """Record sampled tokens."""
         ...
 
 
 class RestoreError(WorldError):
-    """The world does not answer recorded actions as it did when they were recorded."""
+    """Raised if a world does not reproduce the recorded observations."""
 
     part = "cannot_restore"
 
 
 @dataclass
 class EngineChatSession:
-    """A dialogue with an engine, token by token.
+    """Token-level dialogue with an engine.
 
-    `max_tokens` bounds the whole trajectory; the engine's context bounds it as well. `seed` and the turn
-    fix the randomness of each action. The actions of `told`, segments of an earlier episode of the same task,
-    stand for the first turns, one without a `finish_reason` for the beginning of a turn; CannotRestore where
-    the world does not answer them as it did then. With an `allowance` an action may be sampled in several
-    parts, each under the weights of its time; where the engine cannot go on with an action and stop strings
-    or a guide need that, the episode waits between actions only. `act` raises `EngineError` where the engine
-    fails, gives up half-way, or gives tokens without a finite log-probability and a version for each.
+    `max_tokens` and the engine's context bound the whole trajectory. `seed` and the turn determine the
+    randomness of an action. The recorded actions in `told` are replayed as the first turns; one without a
+    `finish_reason` is a partial turn. Raises RestoreError if the world's responses differ. With an
+    `allowance` an action may be sampled in several parts, each under the current weights; if the engine
+    cannot continue a partial action with stop strings or a guide, the episode only pauses between actions.
+    `act` raises `EngineError` if the engine fails, stops half-way, or returns tokens without a finite
+    log-probability and a version.
     """
 
     engine: Engine
@@ -117,7 +117,7 @@ class EngineChatSession:
 
     @property
     def so_far(self) -> tuple[Segment, ...]:
-        """The segments, and the beginning of an action that is not complete: what `told` takes."""
+        """The segments with a partial action, as taken by `told`."""
         part = self._part
         if not part.tokens:
             return self.segments
@@ -129,7 +129,7 @@ class EngineChatSession:
         return min(self.max_tokens, self.engine.context_tokens)
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
-        """Render the prompt, and keep it if at least one token can follow."""
+        """Render the prompt; it fits if at least one token can follow."""
         tokens = self.renderer.prompt(messages, tools)
         if len(tokens) >= self._budget:
             return StopReason.PROMPT_TOO_LONG
@@ -139,7 +139,7 @@ class EngineChatSession:
         return None
 
     async def act(self) -> Action | StopReason:
-        """Sample one action and read it."""
+        """Sample one action and parse it."""
         room = self._budget - len(self._tokens)
         if room <= 0:
             return StopReason.MAX_TOKENS
@@ -178,11 +178,11 @@ class EngineChatSession:
         return None
 
     def close(self) -> None:
-        """Let the engine forget the episode."""
+        """Release the episode in the engine."""
         self.engine.release(self.episode)
 
     async def _sample(self, params: SamplingParams) -> Completion:
-        """Sample an action, or the rest of one, in as many parts as the allowance makes of it."""
+        """Sample an action, or its rest, in parts as the allowance permits."""
         parts = self._in_parts(params)
         while True:
             grant = Grant() if self.allowance is None else await self.allowance.granted()
@@ -207,19 +207,21 @@ class EngineChatSession:
                 return part
 
     def _in_parts(self, params: SamplingParams) -> bool:
-        """Whether an action may be interrupted."""
+        """Return whether an action may be interrupted."""
         if isinstance(self.engine, ContinuesActions) and self.engine.continues_actions:
             return True
         return not params.stop and params.guide is None
 
     def _seed(self, params: SamplingParams, begun: int) -> int:
-        """An engine that starts a part as an action of its own must not draw the same numbers again."""
+        """Return the seed of a part; it differs per part if the engine treats parts as new actions."""
         goes_on = isinstance(self.engine, ContinuesActions) and self.engine.continues_actions
         return params.seed if goes_on or not begun else seed_for(params.seed, begun)
 
     def _told_action(self) -> Completion | None:
-        """The action that was recorded for this turn, where there is a whole one; of another its beginning
-        is taken up. Raises CannotRestore."""
+        """Return the complete recorded action of this turn, or None.
+
+        A partial one becomes the start of the turn. Raises RestoreError.
+        """
         places = [place for place, segment in enumerate(self.told) if segment.kind == "action"]
         if self._turn > len(places) or not places:
             return None
@@ -228,9 +230,9 @@ class EngineChatSession:
         whole = place < len(self.told) or self.told[-1].kind != "action"
         if history != (self._tokens if whole else self._tokens[: len(history)]):
             raise RestoreError(
-                f"The world does not repeat: turn {self._turn} of episode {self.episode} has another history "
-                "than it had when it was recorded.",
-                "Only a world that answers equal actions equally can be entered at a later turn.",
+                f"The world is not deterministic: turn {self._turn} of episode {self.episode} "
+                "differs from its record.",
+                "Restoring an episode needs a world that responds equally to equal actions.",
             )
         if place == len(self.told):
             return None
@@ -247,7 +249,7 @@ class EngineChatSession:
 
 
 def _joined(part: Completion, more: Completion) -> Completion:
-    """Two parts of an action as one."""
+    """Join two parts of an action."""
     return Completion(
         part.tokens + more.tokens,
         part.logprobs + more.logprobs,
@@ -258,11 +260,11 @@ def _joined(part: Completion, more: Completion) -> Completion:
 
 def _check(completion: Completion, episode: str) -> None:
     if completion.finish_reason == "abort":
-        raise EngineError(f"The engine gave up in the middle of an action of episode {episode}.")
+        raise EngineError(f"The engine aborted an action of episode {episode}.")
     num = len(completion.tokens)
     if (len(completion.logprobs), len(completion.versions)) != (num, num):
         raise EngineError(
-            f"The engine gave {num} tokens, {len(completion.logprobs)} log-probabilities and "
+            f"The engine returned {num} tokens, {len(completion.logprobs)} log-probabilities and "
             f"{len(completion.versions)} versions for an action of episode {episode}."
         )
     if not all(map(math.isfinite, completion.logprobs)):

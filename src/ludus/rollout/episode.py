@@ -1,12 +1,10 @@
-"""One episode: the model acts, the environment answers, until a stop reason.
+"""Run one episode: the model acts and the environment responds until a stop reason.
 
-Takes a task, a fresh environment and a conversation. Gives a scored `Trajectory`, or one to be scored
-elsewhere, whatever the model and its tools do. Waits for the policy and for the environment, the latter at
-most `environment_timeout_s` a call (as long as it does not block the event loop or refuse to be cancelled);
-waiting for a place of a sandbox does not count.
-Raises `WorldError` or `EngineError` for the infrastructure only, never because of what the model wrote.
-Always closes conversation and environment, also when cancelled; `start`, `step` and `close` run in one
-asyncio task.
+Returns a scored `Trajectory`, or one to be scored elsewhere, whatever the model and its tools do. Each
+environment call times out after `environment_timeout_s` (unless it blocks the event loop or ignores
+cancellation); waiting for a sandbox session does not count. Raises `WorldError` or `EngineError` for
+infrastructure failures only, never because of model output. Always closes session and environment, also on
+cancellation; `start`, `step` and `close` run in one asyncio task.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """Bounds of one episode: turns, tool errors in a row, and seconds (None: no wall-clock limit)."""
+    """Limits of one episode: turns, consecutive tool errors, and seconds (None: no wall-clock limit)."""
 
     max_turns: int = 6
     max_tool_errors: int = 3
@@ -54,7 +52,7 @@ class EpisodeLimits:
 
 @dataclass
 class _Record:
-    """What an episode has gathered so far."""
+    """Data gathered during an episode."""
 
     messages: list[Message] = field(default_factory=list)
     outcomes: list[ToolOutcome] = field(default_factory=list)
@@ -68,25 +66,25 @@ class _Record:
 
 
 def is_being_cancelled() -> bool:
-    """Whether someone asked for the running task to be cancelled, whatever its own code raises."""
+    """Return whether the running task was cancelled from outside."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def fresh_environment(world: World, task: Task) -> Environment:
-    """The world's environment for one episode. Raises WorldError with the words of what the world raises."""
+    """Create the world's environment for one episode. Raises WorldError with the world's error."""
     try:
         return world.environment(task)
     except LudusError:
         raise
-    except Exception as error:  # boundary: foreign code; the cause travels in the failure
+    except Exception as error:  # boundary: user code; the cause is chained
         raise WorldError(f"No environment for task {task.id}: {describe_error(error)}") from error
 
 
 async def run_episode(
     task: Task, sample: int, environment: Environment, conversation: ChatSession, limits: EpisodeLimits
 ) -> Trajectory:
-    """Play one episode to its end and score it."""
+    """Run one episode to its end and score it."""
     trajectory = await play_episode(task, sample, environment, conversation, limits)
     return scored(environment.rewards, task, trajectory)
 
@@ -94,7 +92,7 @@ async def run_episode(
 async def play_episode(
     task: Task, sample: int, environment: Environment, conversation: ChatSession, limits: EpisodeLimits
 ) -> Trajectory:
-    """Play one episode to its end; it has no rewards but those of its turns."""
+    """Run one episode to its end without scoring, except for turn rewards."""
     record = _Record()
     begin = time.perf_counter()
     try:
@@ -173,9 +171,9 @@ async def _play(
 
 
 def _stop_after(result: StepResult, turn: int, limits: EpisodeLimits, record: _Record) -> StopReason | None:
-    """Whether the environment's answer ends the episode."""
+    """Return the stop reason of the environment's response, or None."""
     if result.reward is not None and not math.isfinite(result.reward):
-        raise WorldError(f"The environment's step gave the reward {result.reward}.")
+        raise WorldError(f"The environment's step returned the reward {result.reward}.")
     record.messages += result.messages
     record.shown = result.messages or record.shown
     record.outcomes += result.outcomes
@@ -190,7 +188,7 @@ def _stop_after(result: StepResult, turn: int, limits: EpisodeLimits, record: _R
 
 
 async def _anchor(environment: Environment, record: _Record, limits: EpisodeLimits) -> str:
-    """A hash of the state that the environment is in; of what it showed last, where it names no state."""
+    """Return a hash of the environment's state, or of its last messages if it has no state key."""
     if isinstance(environment, HasStateKey):
         named = environment
 
@@ -230,14 +228,14 @@ async def _timed_step(
 
 
 async def _world(what: str, call: Callable[[], Awaitable[T]], expected: type[T], limits: EpisodeLimits) -> T:
-    """Call the environment; whatever it raises is a failure of the infrastructure, with its own words."""
+    """Call the environment; its errors become WorldError with the original message."""
     try:
         async with asyncio.timeout(limits.environment_timeout_s) as deadline:
             with under(PausableClock(limits.environment_timeout_s, lambda left_s: _move(deadline, left_s))):
                 result = await call()
     except LudusError:
         raise
-    except BaseException as error:  # boundary: foreign code; the cause travels in the failure
+    except BaseException as error:  # boundary: user code; the cause is chained
         if isinstance(error, KeyboardInterrupt | GeneratorExit):
             raise
         if isinstance(error, asyncio.CancelledError) and is_being_cancelled():
@@ -254,7 +252,7 @@ async def _world(what: str, call: Callable[[], Awaitable[T]], expected: type[T],
 
 
 def _move(deadline: asyncio.Timeout, left_s: float | None) -> None:
-    """Have a deadline come in so many seconds, or not at all; one that has come stays."""
+    """Reschedule a deadline in seconds from now (None: no deadline), unless it has expired."""
     if not deadline.expired():
         when = None if left_s is None or left_s == math.inf else asyncio.get_running_loop().time() + left_s
         deadline.reschedule(when)
@@ -265,12 +263,12 @@ def _observed(conversation: ChatSession, result: StepResult) -> StopReason | Non
 
 
 def _shown(show: Callable[[], StopReason | None]) -> StopReason | None:
-    """Show messages of the environment to the policy; ones that cannot be rendered are its failure."""
+    """Show environment messages to the policy; raise WorldError if they cannot be rendered."""
     try:
         return show()
     except LudusError:
         raise
-    except Exception as error:  # boundary: foreign messages in a foreign template
+    except Exception as error:  # boundary: user messages in a user template
         raise WorldError(f"The environment's messages cannot be rendered: {describe_error(error)}") from error
 
 
@@ -282,24 +280,24 @@ async def _close(environment: Environment, conversation: ChatSession, limits: Ep
 
 
 def _turn_rewards(given: Sequence[float | None]) -> tuple[float, ...]:
-    """One reward per step, 0 where none was given; empty where none was given at all."""
+    """Return one reward per step, 0 where missing; empty if there are none."""
     return tuple(r or 0.0 for r in given) if any(r is not None for r in given) else ()
 
 
 def scored(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Trajectory:
-    """The trajectory with its rewards. Raises WorldError with the words of what a reward raises."""
+    """Return the trajectory with its rewards. Raises WorldError with the reward's error."""
     try:
         return score(rewards, task, trajectory)
     except LudusError:
         raise
-    except Exception as error:  # boundary: foreign code; a reward that fails is never taken for 0
+    except Exception as error:  # boundary: user code; a failed reward never counts as 0
         raise WorldError(f"A reward of task {task.id} raised {describe_error(error)}") from error
 
 
 def shares_of_turns(verifier: TurnVerifier, task: Task, trajectory: Trajectory) -> tuple[float, ...]:
-    """What a turn verifier finds (`turn_shares`); empty for a trajectory that branches.
+    """Return a turn verifier's result (`turn_shares`); empty for a branching trajectory.
 
-    Raise WorldError with the words of what it raises.
+    Raises WorldError with its error.
     """
     if len(trajectory.rows) > 1:
         return ()
@@ -307,5 +305,5 @@ def shares_of_turns(verifier: TurnVerifier, task: Task, trajectory: Trajectory) 
         return turn_shares(verifier(task, trajectory))
     except LudusError:
         raise
-    except Exception as error:  # boundary: foreign code; a verifier that fails is never taken for 0
+    except Exception as error:  # boundary: user code; a failed verifier never counts as 0
         raise WorldError(f"The turn verifier of task {task.id} raised {describe_error(error)}") from error

@@ -1,11 +1,10 @@
-"""The account of every rollout: what started ends as exactly one of trained, masked, dropped or failed.
+"""Ledger of rollouts: each one ends exactly once as trained, masked, dropped or failed.
 
-Takes: `start` when an episode begins, `finish` when its fate is known. Gives: counts by outcome and reason,
-step by step and over the run. Refuses: an ending without a beginning, a second ending, and closing a step
-while one of its rollouts has no ending; and a rollout that has trained before, also in the run that is
-resumed. Never: guesses an outcome. It belongs to one event loop and takes
-no lock. A ledger that is `spanning` has rollouts that outlive the step that asked for them: a step's counts
-are then of all that ended before it closed and after the step before.
+Call `start` when an episode begins and `finish` with its outcome; the ledger counts outcomes and reasons per
+step and over the run. It rejects an end without a start, a second end, closing a step with running rollouts,
+and training a rollout twice, also across a resume. It belongs to one event loop and takes no lock. In a
+`spanning` ledger rollouts may outlive their step: a step's counts then cover what ended since the previous
+step closed.
 
     started --finish--> trained | masked | dropped | failed        (per rollout, once)
     start/finish ... -> close(step) -> LedgerCounts                (per step, in order)
@@ -22,27 +21,27 @@ from ludus.errors import LudusError
 
 
 class AccountingError(LudusError):
-    """The ledger does not add up: a rollout was lost, or counted twice: a fault of Ludus, not of a user."""
+    """Internal error: a rollout was lost or counted twice."""
 
     part = "ledger"
 
 
 class RolloutOutcome(StrEnum):
-    """What became of a rollout."""
+    """Final status of a rollout."""
 
     TRAINED = "trained"
     """Its action tokens entered the loss."""
     MASKED = "masked"
-    """It counted for its group's statistics, and its own tokens did not enter the loss."""
+    """It counted in group statistics, but its tokens did not enter the loss."""
     DROPPED = "dropped"
-    """A filter took it out, alone or with its group."""
+    """A filter removed it, alone or with its group."""
     FAILED = "failed"
-    """The infrastructure failed; it says nothing about the model."""
+    """The infrastructure failed; not attributable to the model."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class RolloutKey:
-    """Which rollout: the step that asked for it, the task, the place in the group, the attempt (from 0)."""
+    """Key of a rollout: requesting step, task, index in the group, attempt (from 0)."""
 
     step: int
     task_id: str
@@ -55,11 +54,10 @@ class RolloutKey:
 
 @dataclass(frozen=True, slots=True)
 class LedgerCounts:
-    """Rollouts of one step, or of the whole run where `step` is None.
+    """Rollout counts of one step, or of the whole run if `step` is None.
 
     `by_reason` is keyed `outcome/reason` ("dropped/zero_variance"). `clock_limited`: a wall-clock limit
-    fired, so that a second run need not repeat this one bit for bit. Raises AccountingError where the counts
-    cannot be true.
+    fired, so the run is flagged as non-reproducible. Raises AccountingError if the counts are inconsistent.
     """
 
     step: int | None
@@ -84,11 +82,11 @@ class LedgerCounts:
 
     @property
     def running(self) -> int:
-        """Rollouts that have started and not ended."""
+        """The number of rollouts in progress."""
         return self.started - self.trained - self.masked - self.dropped - self.failed
 
     def plus(self, other: LedgerCounts) -> LedgerCounts:
-        """The sum of both, as counts of the whole run."""
+        """Return the sum of both, as counts of the whole run."""
         reasons = Counter(self.by_reason)
         reasons.update(other.by_reason)
         return LedgerCounts(
@@ -103,7 +101,7 @@ class LedgerCounts:
         )
 
     def metrics(self) -> dict[str, float]:
-        """The counts under `ledger/...` names; those of the reasons follow, and appear once they occur."""
+        """Return the counts as `ledger/...` metrics; reasons are included once they occur."""
         named = {
             "ledger/started": self.started,
             "ledger/trained": self.trained,
@@ -118,11 +116,10 @@ class LedgerCounts:
 
 @dataclass(frozen=True, slots=True)
 class LedgerState:
-    """What a checkpoint keeps: the totals of all closed steps, and the last of them (None before the first).
+    """Checkpoint of a ledger: totals of closed steps and the last closed step (None before the first).
 
-    Rollouts of a step that is still open are not in it: a resumed run samples that step again. A spanning
-    ledger has no such step: those that run are not in it. `ahead` are the rollouts that have trained although
-    a later step asked for them.
+    Rollouts of an open step are excluded: a resumed run samples that step again. In a spanning ledger,
+    running rollouts are excluded. `ahead` are rollouts that were trained before the step that requested them.
     """
 
     total: LedgerCounts = LedgerCounts(step=None)
@@ -132,9 +129,9 @@ class LedgerState:
 
 @dataclass(slots=True)
 class _Page:
-    """One open step: the ending of each rollout, None while it runs.
+    """Open step: the outcome of each rollout, None while it runs.
 
-    `gone` are rollouts from before a resume that were dropped, by reason.
+    `gone` are dropped rollouts from before a resume, by reason.
     """
 
     endings: dict[RolloutKey, tuple[RolloutOutcome, str] | None] = field(default_factory=dict)
@@ -143,12 +140,12 @@ class _Page:
 
 
 KEPT_STEPS = 16
-"""Closed steps whose counts, and the rollouts that trained, a ledger keeps: the newest."""
+"""Number of newest closed steps whose counts and trained rollouts are kept."""
 _TRAINS = (RolloutOutcome.TRAINED, RolloutOutcome.MASKED)
 
 
 class Ledger:
-    """Keeps the account of a run. Steps are closed in order; the newest of them stay readable afterwards."""
+    """Count the rollouts of a run. Steps close in order; the newest closed ones stay readable."""
 
     def __init__(self, *, spanning: bool = False) -> None:
         self._spanning = spanning
@@ -158,9 +155,9 @@ class Ledger:
         self._state = LedgerState()
 
     def start(self, key: RolloutKey) -> None:
-        """Note that a rollout begins.
+        """Record the start of a rollout.
 
-        Raises AccountingError if it has begun or trained before, or its step is closed.
+        Raises AccountingError if it was started or trained before, or its step is closed.
         """
         if key in self._trained:
             raise AccountingError(f"rollout has trained before: {key}.")
@@ -170,9 +167,9 @@ class Ledger:
         endings[key] = None
 
     def finish(self, key: RolloutKey, outcome: RolloutOutcome, reason: str) -> None:
-        """Note how a rollout ended, and why, in one or a few words ("zero_variance").
+        """Record the outcome of a rollout and its reason, in a word or a few ("zero_variance").
 
-        Raises AccountingError if the rollout never started, has ended before, or no reason is given.
+        Raises AccountingError if it was not started, has ended, or has no reason.
         """
         if not reason.strip():
             raise AccountingError(f"rollout {outcome} without a reason: {key}.")
@@ -187,18 +184,17 @@ class Ledger:
         page.endings[key] = (RolloutOutcome(outcome), reason)
 
     def drop_kept(self, step: int, count: int, reason: str) -> None:
-        """Note that rollouts which a checkpoint kept will not train; they are counted in `step`."""
+        """Record restored rollouts that will not train; they count in `step`."""
         self._page(step).gone[reason] += count
 
     def note_clock_limit(self, step: int) -> None:
-        """Say that a wall-clock limit fired in this step: its numbers may not repeat bit for bit."""
+        """Record that a wall-clock limit fired in this step: the run is flagged as non-reproducible."""
         self._page(step).clock_limited = True
 
     def check(self, step: int | None = None, trained: int | None = None) -> None:
-        """Raise AccountingError unless every rollout of `step` (None: of all open steps) has ended.
+        """Raise AccountingError unless every rollout of `step` (None: all open steps) has ended.
 
-        `trained` is the number of trajectories that the learner says it trained in the step; a number that
-        differs from the ledger's raises as well.
+        `trained` is the learner's number of trained trajectories; raises if it differs from the ledger's.
         """
         pages = self._pages if step is None else {step: self._pages.get(step, _Page())}
         for number, page in sorted(pages.items()):
@@ -214,10 +210,10 @@ class Ledger:
             )
 
     def close(self, step: int, trained: int | None = None) -> LedgerCounts:
-        """End a step: check it, add it to the totals, forget its keys.
+        """Check a step, add it to the totals and drop its keys.
 
-        Raises AccountingError as `check` does, and where an earlier step is still open or this one is closed.
-        A spanning ledger carries what still runs over to the next step.
+        Raises AccountingError as `check`, and if an earlier step is open or this one is closed. A spanning
+        ledger moves running rollouts to the next step.
         """
         self._refuse_closed(step)
         running = self._carry(step) if self._spanning else {}
@@ -239,11 +235,11 @@ class Ledger:
 
     @property
     def num_running(self) -> int:
-        """Rollouts that have started and not ended."""
+        """Return the number of rollouts in progress."""
         return sum(ending is None for page in self._pages.values() for ending in page.endings.values())
 
     def _carry(self, step: int) -> dict[RolloutKey, None]:
-        """Put all that has ended on the page of `step`, and take what runs off the pages."""
+        """Move ended rollouts to the page of `step` and remove running ones from all pages."""
         whole = _Page(clock_limited=any(page.clock_limited for page in self._pages.values()))
         running: dict[RolloutKey, None] = {}
         for page in self._pages.values():
@@ -257,10 +253,9 @@ class Ledger:
         return running
 
     def summary(self, step: int) -> LedgerCounts:
-        """The counts of a step, open or closed; all 0 where nothing of it started.
+        """Return the counts of a step, open or closed; all 0 if nothing was started.
 
-        Raises AccountingError for a step closed before `restore`, or more than `KEPT_STEPS` steps ago: only
-        its share of the totals is known.
+        Raises AccountingError for a step closed before `restore` or more than `KEPT_STEPS` steps ago.
         """
         if step in self._closed:
             return self._closed[step]
@@ -268,16 +263,16 @@ class Ledger:
         return _counts(step, self._pages.get(step, _Page()))
 
     def total(self) -> LedgerCounts:
-        """The counts of the whole run so far, open steps included."""
+        """Return the counts of the run so far, including open steps."""
         total = self._state.total
         for page in self._pages.values():
             total = total.plus(_counts(None, page))
         return total
 
     def state(self) -> LedgerState:
-        """What to put into a checkpoint, and to give to `restore` on resume.
+        """Return the checkpoint state for `restore`.
 
-        The totals of a spanning ledger count what has ended since the last step was closed, too.
+        The totals of a spanning ledger include what ended since the last closed step.
         """
         total = self._state.total
         for page in self._pages.values() if self._spanning else ():
@@ -287,17 +282,17 @@ class Ledger:
         return replace(self._state, total=total)
 
     def trained_ahead(self, step: int) -> set[str]:
-        """The tasks of a step that is not closed whose rollouts have trained already."""
+        """Return the tasks of an open step whose rollouts were trained already."""
         return {key.task_id for key in self._state.ahead if key.step == step}
 
     @property
     def steps_ahead(self) -> set[int]:
-        """The steps that are not closed and have such tasks."""
+        """Return the open steps with such tasks."""
         return {key.step for key in self._state.ahead}
 
     @classmethod
     def restore(cls, state: LedgerState, *, spanning: bool = False) -> Ledger:
-        """A ledger that goes on after `state.last_closed`."""
+        """Return a ledger that continues after `state.last_closed`."""
         ledger = cls(spanning=spanning)
         ledger._state, ledger._trained = state, set(state.ahead)
         return ledger

@@ -1,9 +1,8 @@
-"""Turns in lock-step: what is sampled together depends on the episodes alone, never on the clock.
+"""Lockstep engine: batches depend on the episodes alone, never on timing.
 
-Takes requests of the episodes that have joined. Waits until every joined episode either waits here or has
-left. Gives the whole round to the engine as one batch, ordered by episode; what the engine raises reaches
-every episode of the round. Never starts a round while one episode is with its tools: a slow tool holds
-everyone, which is the price of bit-for-bit repetition.
+Collects requests until every joined episode is waiting or has left, then sends the round as one batch,
+ordered by episode; errors of the engine reach every episode of the round. A slow tool delays all episodes,
+which is the cost of reproducibility.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
     import torch
 
 _Entry = tuple[Request, "asyncio.Future[Completion]"]
-"""What an episode asked, and where it waits."""
+"""Request of an episode and the future that it waits on."""
 
 
 @dataclass
 class LockstepEngine:
-    """An engine whose batches are rounds of all episodes that have joined."""
+    """Engine whose batches are rounds of all joined episodes."""
 
     inner: Engine
     _joined: set[str] = field(init=False, default_factory=set)
@@ -35,35 +34,35 @@ class LockstepEngine:
 
     @property
     def context_tokens(self) -> int:
-        """The inner engine's."""
+        """The context length of the inner engine."""
         return self.inner.context_tokens
 
     @property
     def version(self) -> int:
-        """The inner engine's."""
+        """The version of the inner engine."""
         return self.inner.version
 
     @property
     def batch_invariant(self) -> bool:
-        """The inner engine's."""
+        """Whether the inner engine is batch-invariant."""
         return self.inner.batch_invariant
 
     @property
     def continues_actions(self) -> bool:
-        """The inner engine's."""
+        """Whether the inner engine can continue actions."""
         return isinstance(self.inner, ContinuesActions) and self.inner.continues_actions
 
     async def measure(self) -> None:
-        """Fetch the inner engine's counts."""
+        """Refresh the inner engine's statistics."""
         if isinstance(self.inner, RemoteStats):
             await self.inner.measure()
 
     def stats(self, *, reset: bool = False) -> EngineStats:
-        """The inner engine's."""
+        """Return the inner engine's statistics."""
         return self.inner.stats(reset=reset)
 
     def swap(self, leaving: str | None, joining: str | None) -> None:
-        """One episode leaves and another takes its place, at once: no round can start in between."""
+        """Replace an episode by another atomically, so that no round starts in between."""
         if leaving is not None:
             self._joined.discard(leaving)
         if joining is not None:
@@ -71,7 +70,7 @@ class LockstepEngine:
         self._start_round_if_complete()
 
     async def generate(self, request: Request) -> Completion:
-        """Wait for the round, then for its result. Raises ValueError for an episode that has not joined."""
+        """Wait for the round and return the result. Raises ValueError for an episode that has not joined."""
         if request.episode not in self._joined:
             raise ValueError(f"episode {request.episode} has not joined")
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -80,27 +79,27 @@ class LockstepEngine:
         return await future
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
-        """The inner engine's."""
+        """Call the inner engine."""
         return await self.inner.generate_batch(requests)
 
     def release(self, episode: str) -> None:
-        """The inner engine's."""
+        """Call the inner engine."""
         self.inner.release(episode)
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """The inner engine's."""
+        """Call the inner engine."""
         await self.inner.load_weights(version, state)
 
     async def fingerprint(self) -> str | None:
-        """The inner engine's."""
+        """Return the inner engine's fingerprint."""
         return await self.inner.fingerprint()
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
-        """The inner engine's."""
+        """Call the inner engine."""
         return await self.inner.score(token_ids, adapter=adapter)
 
     async def close(self) -> None:
-        """End the rounds that run, then close the inner engine."""
+        """Cancel the running rounds and close the inner engine."""
         rounds = tuple(self._rounds)
         for task in rounds:
             task.cancel()
@@ -122,7 +121,7 @@ class LockstepEngine:
             completions = await self.inner.generate_batch([request for request, _ in entries])
             if len(completions) != len(entries):
                 raise EngineError(f"The engine answered {len(completions)} of {len(entries)} requests.")
-        except Exception as error:  # boundary: the cause goes to every episode that waits
+        except Exception as error:  # boundary: raised in every waiting episode
             self._fail(entries, error)
             return
         for (_, future), completion in zip(entries, completions, strict=True):
@@ -135,7 +134,7 @@ class LockstepEngine:
 
     @staticmethod
     def _fail(entries: list[_Entry], error: Exception) -> None:
-        """Give an error to those who still wait."""
+        """Raise an error in the episodes that still wait."""
         for _, future in entries:
             if not future.done():
                 future.set_exception(error)

@@ -57,7 +57,7 @@ from ludus.types import (
 from ludus.untrusted.replies import PLAIN, bounded_replies
 
 WireMessage = Mapping[str, object]
-"""A message as it is sent. Unlike `Message`, its content may be null."""
+"""Message as sent. Unlike `Message`, its content may be null."""
 
 _PATH = "/chat/completions"
 _EXCERPT_CHARS = 300
@@ -73,17 +73,17 @@ _AROUND_RESULTS = {
     "search_r1": ("<information>", "</information>"),
     "retool": ("<interpreter>", "</interpreter>"),
 }
-"""How a tool's output looks in a user message, for the formats that give it a look of its own."""
+"""Format of a tool's output in a user message, for chat formats with their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenAIClientSettings:
-    """Where the agent is and how it is asked.
+    """Endpoint, timeouts and retries.
 
-    `url` is the base, usually ending in `/v1`. `timeout_s` bounds one request from connecting to the last
-    byte. Attempt `n` is followed, up to `retries` times, by a wait of `backoff_s * 2**n` seconds or of what
-    the server's Retry-After says, either one at most `max_wait_s`. `extra` is merged into each request body
-    last; a null there takes a field out. Raises UserError for a URL or a key that cannot be used.
+    `url` is the base URL, usually ending in `/v1`. `timeout_s` bounds one request as a whole. Attempt `n` is
+    retried up to `retries` times, after `backoff_s * 2**n` seconds or the server's Retry-After, at most
+    `max_wait_s`. `extra` is merged into each request body last; null removes a field. Raises UserError for an
+    invalid URL or key.
     """
 
     url: str
@@ -101,16 +101,16 @@ class OpenAIClientSettings:
             url = httpx.URL(self.url)
         except httpx.InvalidURL as error:
             raise UserError(
-                f"The endpoint {self.url!r} is no URL: {error}.", "Begin it with http://."
+                f"The endpoint {self.url!r} is not a URL: {error}.", "Start it with http://."
             ) from error
         if url.userinfo:
             raise UserError("The endpoint's URL holds a user or password.", "Give the key as the API key.")
         if url.scheme not in ("http", "https") or not url.host:
             raise UserError(
-                f"The endpoint {self.url!r} is no web address.", "Begin it with http:// or https://."
+                f"The endpoint {self.url!r} is not an HTTP URL.", "Start it with http:// or https://."
             )
         if not re.fullmatch(r"[!-~]*", self.api_key):
-            raise UserError("The API key holds blanks or characters beyond ASCII.", "Give the bare key.")
+            raise UserError("The API key contains whitespace or non-ASCII characters.", "Set the key alone.")
         if self.concurrency < 1 or self.retries < 0 or self.timeout_s <= 0:
             raise ConfigError(
                 "An endpoint needs a concurrency of 1 or more, a timeout above 0 and no negative retries.",
@@ -119,19 +119,19 @@ class OpenAIClientSettings:
 
     @property
     def target(self) -> httpx.URL:
-        """The URL that requests go to."""
+        """The URL of requests."""
         url = httpx.URL(self.url)
         return url.copy_with(path=url.path.rstrip("/").removesuffix(_PATH) + _PATH)
 
     def wait_s(self, attempt: int, retry_after: str = "") -> float:
-        """Seconds to wait after attempt `attempt`, counted from 0. A date as Retry-After is ignored."""
+        """Return the seconds to wait after attempt `attempt` (from 0). A date in Retry-After is ignored."""
         told = re.fullmatch(r"\d+(\.\d+)?", retry_after.strip())
         return min(float(told[0]) if told else self.backoff_s * 2**attempt, self.max_wait_s)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """Tokens as the server counted them, over the answers that came. A server that does not count gives 0."""
+    """Token counts reported by the server, summed over responses; 0 if it reports none."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -139,7 +139,7 @@ class TokenUsage:
 
     @property
     def total_tokens(self) -> int:
-        """Prompt and completion."""
+        """The number of prompt and completion tokens."""
         return self.prompt_tokens + self.completion_tokens
 
     def __add__(self, other: TokenUsage) -> TokenUsage:
@@ -152,7 +152,7 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletion:
-    """One turn of the agent: the action, the message to send back as history, and its tokens."""
+    """One turn of the agent: action, message for the history, and token counts."""
 
     action: Action
     history: WireMessage
@@ -161,10 +161,10 @@ class ChatCompletion:
 
 @dataclass
 class OpenAIClient:
-    """A chat-completions server, asked by many dialogues in one event loop.
+    """Client of a chat-completions server, shared by many dialogues in one event loop.
 
-    Use it as a context manager, or call `close`. A `client` that is passed in stays open, and only its
-    connections and proxies are used: timeout and retries are the settings'. `sleep` is replaced by tests.
+    Use it as a context manager, or call `close`. A passed `client` stays open, and only its connections and
+    proxies are used: timeout and retries come from the settings. `sleep` is replaceable in tests.
     """
 
     settings: OpenAIClientSettings
@@ -200,10 +200,10 @@ class OpenAIClient:
         turn: int,
         parser: ToolCallParser | None = None,
     ) -> ChatCompletion | None:
-        """Ask for turn `turn`, counted from 0. None means that the context is too long.
+        """Request turn `turn`, counted from 0. Returns None if the context is too long.
 
-        Raises EngineError for a server that fails or answers with nonsense, UserError where the server does
-        not know the model or refuses the key.
+        Raises EngineError if the server fails or its response is invalid, UserError if it rejects the model
+        or the key.
         """
         body = self._body(messages, tools, params)
         async with self._slots:
@@ -221,13 +221,13 @@ class OpenAIClient:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What was changed in the requests because the server refuses it, in sentences."""
+        """Return messages about adapted requests."""
         return tuple(self.accepted.notices())
 
     def _body(
         self, messages: Sequence[WireMessage], tools: Sequence[ToolSchema], params: SamplingParams
     ) -> dict[str, object]:
-        """The request without what `settings.extra` sets."""
+        """Return the request without `settings.extra`."""
         body: dict[str, object] = {
             "model": self.settings.model,
             "messages": list(messages),
@@ -247,7 +247,7 @@ class OpenAIClient:
         return {key: value for key, value in body.items() if key not in self.settings.extra}
 
     async def _send_accepted(self, body: Mapping[str, object]) -> httpx.Response:
-        """The answer to a request, adapted until the server accepts its fields or names none of them."""
+        """Send a request, adapting it until the server accepts its fields or names none of them."""
         fields: AcceptedFields | None = self.accepted
         while fields is not None:
             tried = fields
@@ -259,12 +259,12 @@ class OpenAIClient:
         return response
 
     def _encoded(self, body: Mapping[str, object]) -> bytes:
-        """The whole request as ASCII JSON, so that any text can be sent."""
+        """Return the request as ASCII JSON, so that any text can be sent."""
         whole = {**body, **self.settings.extra}
         return json.dumps({key: value for key, value in whole.items() if value is not None}).encode()
 
     async def _send(self, body: bytes) -> httpx.Response:
-        """The answer to a request, after as many attempts as it takes and the settings allow."""
+        """Send a request with retries."""
         attempt = 0
         while True:
             last = attempt >= self.settings.retries
@@ -295,8 +295,8 @@ class OpenAIClient:
                 )
         except TimeoutError as error:
             raise EngineError(
-                f"{settings.target} gave no answer within {settings.timeout_s:g} s.",
-                "Give it more time or fewer requests at once.",
+                f"{settings.target} did not respond within {settings.timeout_s:g} s.",
+                "Raise the timeout or lower the concurrency.",
             ) from error
 
     def _client(self) -> httpx.AsyncClient:
@@ -317,13 +317,13 @@ class OpenAIClient:
         )
 
     def _refusal(self, response: httpx.Response) -> EngineError | UserError:
-        """What an answer other than 200 means to the user."""
+        """Convert an error response."""
         status, target, model = response.status_code, self.settings.target, self.settings.model
         said = f"{status}: {_words(response)}"
         if status in (401, 403):
             key = "the API key" if self.settings.api_key else "requests without an API key"
             return UserError(
-                f"{target} refuses {key} for the model {model!r} ({said}).", "Give a key that it accepts."
+                f"{target} refuses {key} for the model {model!r} ({said}).", "Set a key that it accepts."
             )
         if status == httpx.codes.NOT_FOUND:
             return UserError(
@@ -335,11 +335,11 @@ class OpenAIClient:
 
 @dataclass
 class OpenAIChatSession:
-    """An episode's dialogue with an endpoint. It has no segments.
+    """Dialogue of an episode with an endpoint, without token segments.
 
-    `seed` and the turn fix the seed of each request, as far as the server heeds it. `max_tokens`, if given,
-    bounds the whole trajectory by the server's own count; a server that does not count is not bounded.
-    `parser` reads the calls out of the text of an answer that has no structured ones.
+    `seed` and the turn determine the seed of each request. `max_tokens`, if set, bounds the whole trajectory
+    by the server's token counts, if it reports them. `parser` extracts calls from text responses without
+    structured ones.
     """
 
     endpoint: OpenAIClient
