@@ -188,7 +188,7 @@ def test_a_pool_that_loses_more_than_it_may_says_why():
             await pool.some()
             (member,) = pool.members.values()
             await pool.lose(member, WorkerDied("The machine burns."))
-        with pytest.raises(WorkerDied, match="no worker to go on with: The machine burns") as caught:
+        with pytest.raises(WorkerDied, match="no worker left: The machine burns") as caught:
             await pool.some()
         assert caught.value.exit_code == 7
         await pool.close()
@@ -268,7 +268,7 @@ def test_a_pool_that_has_nobody_left_and_cannot_replace_them_says_why():
         pool.keep()
         await pool.full()
         await pool.lose(pool.members[0], WorkerDied("It is gone."))
-        with pytest.raises(UserError, match="no worker to go on with: There is no room"):
+        with pytest.raises(UserError, match="no worker left: There is no room"):
             await pool.some()
         assert pool.num_lost == 4
         await pool.close()
@@ -538,7 +538,7 @@ class Sour:
 def test_an_answer_that_cannot_be_read_is_the_error_that_says_so():
     reply = unpack(pack(RpcReply(7, WorkerResponse(Sour())))[LENGTH_BYTES:])
     assert reply.number == 7
-    with pytest.raises(UserError, match="cannot be read: ValueError"):
+    with pytest.raises(UserError, match="cannot be unpickled: ValueError"):
         reply.answer.take()
 
 

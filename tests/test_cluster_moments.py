@@ -41,7 +41,7 @@ def test_a_call_that_cannot_be_read_is_one_and_its_number_is_known():
     frame = unpack(pack(RpcCall(7, SOUR))[LENGTH_BYTES:])
     assert isinstance(frame, UnreadableMessage)
     assert frame.number == 7
-    assert "cannot be read there: ValueError" in str(frame.error)
+    assert "cannot be unpickled by the receiving process: ValueError" in str(frame.error)
 
 
 def test_a_child_that_cannot_read_what_it_is_asked_says_so_and_goes_on():
@@ -295,7 +295,7 @@ def test_an_engine_that_leaves_while_the_others_prove_their_weights_proves_nothi
         held.go.set()
         assert await asking == ([0.0, -2.0, -2.0] if what == "score" else "same")
         engine.leave(held.url)
-        with pytest.raises(EngineError, match="all have left"):
+        with pytest.raises(EngineError, match="all were removed"):
             await engine.score((1, 2, 3))
         await engine.close()
 

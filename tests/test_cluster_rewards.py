@@ -42,7 +42,7 @@ import time
 from pathlib import Path
 from ludus.envs.tool_world import ToolWorld
 from ludus.rewards.base import Reward
-from ludus.rollout.reward_executor import RewardLate
+from ludus.rollout.reward_executor import RewardTimeout
 
 def turns(task, trajectory):
     here = Path(trajectory.tags["waits"])
@@ -179,7 +179,7 @@ def test_a_pool_of_reward_workers_that_cannot_go_on_stops_the_run_and_no_episode
         rewards = workers(made)
         rewards.pool.limits = PoolLimits(5, 5, 0)
         rewards.pool.keep()
-        with pytest.raises(WorkerDied, match="no reward worker to go on with"):
+        with pytest.raises(WorkerDied, match="no reward worker left"):
             await rewards.scored(TASK, PLAYED)
         await rewards.pool.close()
 

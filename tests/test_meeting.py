@@ -49,7 +49,7 @@ def test_nobody_waits_for_a_leader_that_torchrun_did_not_start(monkeypatch):
 def test_a_process_that_does_not_begin_is_named():
     crew = RankGroup(TemporaryFolder("ludus-ranks-"))
     crew.processes.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
-    with pytest.raises(LearnerError, match=r"[Rr]ank 1 .* did not start within 0.1 s"):
+    with pytest.raises(LearnerError, match=r"rank 1 did not start within 0.1 s"):
         crew.gather(0.1)
     crew.close()
     assert crew.processes[0].returncode == -9

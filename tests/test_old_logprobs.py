@@ -78,7 +78,7 @@ def test_parity_is_stricter_where_the_values_are_divided_by():
         ({"algorithm__correction": "tis"}, "correction"),
         ({"algorithm__correction": "decoupled"}, "correction"),
         ({"rollout__top_p": "0.9"}, "sampling is truncated"),
-        ({"rollout__guided_tools": "true"}, "cut distribution"),
+        ({"rollout__guided_tools": "true"}, "sampling is truncated"),
         ({"training__mask_observations": "false"}, "observations"),
         ({"training__learner__replay_routing": "true"}, "records experts"),
     ],

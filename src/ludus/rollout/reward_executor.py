@@ -63,7 +63,7 @@ log = logging.getLogger("ludus.rewards")
 
 
 class RewardExecutor(Protocol):
-    """Gives trajectories their rewards, somewhere."""
+    """Interface of reward executors."""
 
     async def scored(
         self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
@@ -71,13 +71,13 @@ class RewardExecutor(Protocol):
         """The trajectory with its rewards: those of its environment, or of the world where none is given.
 
         Its `timings.grading_s` grows by what they took. Raises WorldError with the words of what a reward
-        raises, RewardLate for one that takes too long.
+        raises, RewardTimeout for one that takes too long.
         """
         ...
 
 
 class RewardFault(WorldError):
-    """A reward was late, or its process ended: an infrastructure failure."""
+    """Raised if a reward timed out or its process exited: an infrastructure failure."""
 
     part = "reward"
 
@@ -195,11 +195,11 @@ def _late(task: Task, timeout_s: float, words: str = "") -> RewardTimeout:
 
 
 class _Lost(Exception):
-    """A process has ended at what it was asked; its last words, if it was late."""
+    """Raised if a process exited or timed out during a request; holds its last output."""
 
 
 class _Gone(Exception):
-    """It has ended, or was closed, before it came to this."""
+    """Raised if the reward process exited before scoring."""
 
 
 @dataclass(eq=False)
@@ -391,7 +391,7 @@ class ProcessRewardExecutor:
             if str(lost) or isinstance(lost.__cause__, TimeoutError):
                 raise _late(task, timeout_s, str(lost)) from TimeoutError()
             raise RewardFault(
-                f"The process that scored task {task.id} has ended.", "Is memory short?"
+                f"The reward process of task {task.id} has exited.", "Is memory short?"
             ) from lost
         assert isinstance(reply, ScoredEpisode | RewardFailed | UnreadableRequest)
         return reply
@@ -405,7 +405,7 @@ class ProcessRewardExecutor:
         try:
             reply = await line.ask(pickle.dumps(self.place), START_S)
         except (_Lost, _Gone) as lost:
-            raise RewardFault("The process that is to score does not start.", "Is memory short?") from lost
+            raise RewardFault("The reward process does not start.", "Is memory short?") from lost
         if isinstance(reply, RewardsReady) and reply.parts == parts_of(world):
             return line
         line.close()

@@ -1,11 +1,10 @@
-"""Many episodes at once.
+"""Schedule many episodes concurrently.
 
-Takes jobs in order. Gives one `Episode` per job, in the order of the jobs; one that the infrastructure failed
-for good comes back with stop reason `failed`. Waits with a bounded number of episodes in flight: the
-next job starts when one ends. Retries infrastructure failures, and only those, in a fresh environment with
-the same seed. Raises `WorldError` or `EngineError`, with the first failure's own words, once more episodes
-have failed than `max_failure_rate` allows; then, or when cancelled, all episodes in flight are closed first.
-Never drops a job silently: each attempt is in the ledger, and so is each wall-clock limit that fired.
+Returns one `Episode` per request, in order; one with a permanent infrastructure failure has the stop reason
+`failed`. Concurrency is bounded. Infrastructure failures, and only those, are retried in a fresh environment
+with the same seed. Raises the first `WorldError` or `EngineError` once more episodes have failed than
+`max_failure_rate` allows; then, and on cancellation, all running episodes are closed first. Every attempt and
+every wall-clock limit that fired is recorded in the ledger.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from ludus.types import Failure, Segment, StopReason, Task, ToolStatus, Trajecto
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One episode to play: which rollout it is, its task, and whether it is played at temperature 0."""
+    """Request for one episode: its key, its task, and whether it is greedy (temperature 0)."""
 
     key: RolloutKey
     task: Task
@@ -47,7 +46,7 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class Episode:
-    """A job that has ended. `key` is that of the last attempt; `greedy` as in the job."""
+    """Finished request. `key` is that of the last attempt; `greedy` as in the request."""
 
     key: RolloutKey
     task: Task
@@ -57,7 +56,7 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Episodes in flight, attempts after a failure, and the share of jobs that may fail for good."""
+    """Concurrency, retries, and the fraction of requests that may fail permanently."""
 
     concurrency: int = 128
     retries: int = 2
@@ -73,11 +72,11 @@ Attempt = Callable[[RolloutRequest], Awaitable[Trajectory]]
 InfrastructureError = WorldError | EngineError
 
 CANCELLED = "cancelled"
-"""Why an episode was dropped that nobody waits for any more."""
+"""Drop reason of a cancelled episode."""
 
 
 def episode_name(key: RolloutKey) -> str:
-    """A name that is unique to an attempt and sorts by step, task and sample."""
+    """Return a unique name of an attempt that sorts by step, task and sample."""
     return f"{key.step:07d}/{key.task_id}/{key.sample:04d}/{key.attempt}"
 
 
@@ -90,7 +89,7 @@ class FailureBudget:
     begun: int = 0
 
     def add(self, error: InfrastructureError, max_failure_rate: float) -> None:
-        """One more. Raises an error of the first one's kind where they are more than that share."""
+        """Add a failure. Raises an error of the first failure's type if the rate is exceeded."""
         self.failures.append(error)
         num = max(self.num_jobs, self.begun)
         if len(self.failures) > max_failure_rate * num + 1e-9:
@@ -137,7 +136,7 @@ class Scheduler:
     async def run(
         self, jobs: Sequence[RolloutRequest], on_done: Callable[[Episode], None] | None = None
     ) -> list[Episode]:
-        """Play all jobs; `on_done` is called as each ends."""
+        """Run all requests; `on_done` is called as each ends."""
         run = _Run(iter(enumerate(jobs)), FailureBudget(len(jobs)))
         first = [self._take(run, None) for _ in range(min(self.limits.concurrency, len(jobs)))]
         try:
@@ -200,7 +199,7 @@ class Scheduler:
                 job = replace(job, key=again)
 
     async def attempt(self, job: RolloutRequest) -> Trajectory:
-        """Play one attempt in this process, in a fresh environment, without an account of it."""
+        """Run one attempt in this process, in a fresh environment, without ledger."""
         async with self._room():
             return await self._attempt(job)
 

@@ -1,11 +1,8 @@
-"""How many episodes are in flight: the fewest that keep learner and engine busy, found by measurement.
+"""Automatic concurrency: find the smallest number of episodes that keeps learner and engine busy.
 
-`next_in_flight` is the rule. `ConcurrencyController` applies it from step to step, and learns two things.
-What larger batches are worth to the engine: the seconds of a pass are about a straight line over the
-sequences in it, and what of them does not depend on their number is what more sequences share. And how many
-episodes the learner's pace needs: by Little's law, the seconds that the episodes of a batch fly over those in
-which the learner takes a batch. Neither knows a clock or an engine, so that a simulation runs the same code
-as training.
+`next_in_flight` is the rule; `ConcurrencyController` applies it each step. The controller estimates the
+speedup of larger batches from a linear fit of the duration of engine passes, and the concurrency that the
+learner needs by Little's law. It uses no clock and no engine, so simulations run the same code.
 """
 
 from __future__ import annotations
@@ -14,22 +11,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 IDLE = 0.05
-"""Share of the time from which something counts as idle."""
+"""Idle fraction from which something counts as idle."""
 QUEUED = 0.25
-"""Requests that wait in the engine for each one that runs, from which there are too many."""
+"""Waiting requests per running one above which the queue is too long."""
 GAIN = 0.05
-"""Growth of the engine's speed from which larger batches are worth it."""
+"""Engine speedup from which larger batches are worth it."""
 MORE, FEWER = 1.3, 0.85
 LEAST = 0.7
-"""What of the number is left from step to step at the least, where it follows what the learner needs."""
+"""Largest reduction per step, as a factor."""
 READY = 1.5
-"""Batches that are to wait for the learner."""
+"""Target number of batches waiting for the learner."""
 PULL = 0.2
-"""Share of the number by which each batch that waits beyond `READY`, or is missing, changes it."""
+"""Relative change per batch above or below `READY`."""
 FIRST = 2.0
-"""Growth from step to step until there are enough for the first time."""
+"""Growth per step until concurrency suffices for the first time."""
 FADE = 0.8
-"""What a step's measurement weighs a step later."""
+"""Decay of a measurement's weight per step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +80,13 @@ def next_in_flight(now: int, load: EngineLoad, least: int, most: int, more: floa
 
 
 def first_in_flight(episodes_per_step: int) -> int:
-    """The number to begin with: two steps' episodes, as learner and stream each have a batch then."""
+    """Return the initial concurrency: the episodes of two steps."""
     return 2 * episodes_per_step
 
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """What the engine did in a step: sequences in a pass, and seconds of one, both on average."""
+    """Mean sequences and duration of the engine's passes in a step."""
 
     running: float
     seconds: float
@@ -97,12 +94,12 @@ class PassTimes:
 
 @dataclass
 class PassTimeModel:
-    """The straight line through the passes of the last steps, older ones weighing less."""
+    """Linear fit to the passes of recent steps, with decaying weights."""
 
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
     def add(self, passes: PassTimes) -> None:
-        """Take a step in."""
+        """Add a step."""
         x, y = passes.running, passes.seconds
         self._sums = [
             FADE * old + new for old, new in zip(self._sums, (1.0, x, y, x * x, x * y), strict=True)
@@ -125,9 +122,9 @@ class PassTimeModel:
 
 @dataclass
 class IdleTime:
-    """Idle shares over the last steps by their seconds, older ones weighing less.
+    """Idle fractions over recent steps, weighted by duration, with decay.
 
-    Groups come in bursts, and a step alone tells little.
+    Groups arrive in bursts, so a single step is too noisy.
     """
 
     _seconds: float = 0.0
@@ -135,7 +132,7 @@ class IdleTime:
     _engine_s: float = 0.0
 
     def add(self, load: EngineLoad) -> EngineLoad:
-        """Take a step in; gives its load with the shares of all."""
+        """Add a step; return its load with averaged fractions."""
         self._seconds = FADE * self._seconds + load.seconds
         self._learner_s = FADE * self._learner_s + load.seconds * load.learner_idle
         self._engine_s = FADE * self._engine_s + load.seconds * load.engine_idle
@@ -145,7 +142,7 @@ class IdleTime:
 
 @dataclass
 class ThroughputAverage:
-    """What went through the stream in the last steps, older ones weighing less."""
+    """Stream throughput over recent steps, with decaying weights."""
 
     _flown_s: float = 0.0
     _batches: float = 0.0
@@ -153,7 +150,7 @@ class ThroughputAverage:
     _steps: float = 0.0
 
     def add(self, flow: StreamThroughput, load: EngineLoad) -> float | None:
-        """Take a step in; gives the episodes in flight that bring batches at the learner's pace."""
+        """Add a step; return the concurrency that matches the learner's pace, if known."""
         self._flown_s = FADE * self._flown_s + flow.flown_s
         self._batches = FADE * self._batches + flow.batches
         self._learner_s = FADE * self._learner_s + load.seconds * (1 - load.learner_idle)

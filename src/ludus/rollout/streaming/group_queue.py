@@ -24,12 +24,12 @@ from ludus.rollout.streaming.staleness_control import StalenessController
 from ludus.types import Segment
 
 REST = 1.0
-"""Times the length of a pass that the engine waits after it."""
+"""Engine rest after a pass, as a multiple of its duration."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartedEpisode:
-    """An episode that has begun and waits: the key of its attempt, and its segments so far."""
+    """Waiting episode: the key of its attempt and its segments so far."""
 
     key: RolloutKey
     segments: tuple[Segment, ...]
@@ -37,9 +37,9 @@ class StartedEpisode:
 
 @dataclass
 class StreamedGroup:
-    """A group on its way: its jobs in order, and the episodes of those that have ended, by their place.
+    """Group in progress: its requests and finished episodes by index.
 
-    Once it has ended without counting, `counts` is False. `begun` are members that wait for the next step.
+    `counts` is False if it ended without counting. `begun` are members that wait for the next step.
     """
 
     number: int
@@ -51,25 +51,25 @@ class StreamedGroup:
 
     @property
     def episodes(self) -> list[Episode]:
-        """Those that have ended, in the order of their places."""
+        """Return the finished episodes by index."""
         return [self.done[place] for place in sorted(self.done)]
 
 
 class GroupSource(Protocol):
-    """Where groups come from, and which of them count."""
+    """Source of groups, which also decides which of them count."""
 
     def jobs(self, number: int) -> Sequence[RolloutRequest]:
-        """The jobs of a group that starts."""
+        """Return the requests of a new group."""
         ...
 
     def counts(self, group: Sequence[Episode]) -> bool:
-        """Whether a group is one of those that a batch needs."""
+        """Return whether a group counts towards a batch."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GroupBatch:
-    """What a step learns from: whole groups, the oldest first, and those that ended without counting."""
+    """Batch of a step: complete groups, oldest first, and groups that ended without counting."""
 
     groups: tuple[StreamedGroup, ...]
     others: tuple[StreamedGroup, ...]
@@ -92,11 +92,11 @@ class GroupQueue:
     kept: Sequence[StreamedGroup] = ()
     on_done: Callable[[Episode], None] | None = None
     late: list[Episode] = field(default_factory=list, init=False)
-    """Episodes from before the run was resumed that had ended well, and whose groups are played anew."""
+    """Finished episodes from before a resume whose groups are sampled again."""
     ended: list[Episode] = field(default_factory=list, init=False)
     """Episodes that have ended since `forget_ended`."""
     held: bool = field(default=False, init=False)
-    """Whether the last batch waited for a group that was due, though enough others were complete."""
+    """Whether the last batch waited for a group that was due although enough others were complete."""
     _groups: dict[int, StreamedGroup] = field(default_factory=dict, init=False)
     _anew: deque[StreamedGroup] = field(default_factory=deque, init=False)
     _others: list[StreamedGroup] = field(default_factory=list, init=False)
@@ -111,9 +111,9 @@ class GroupQueue:
     _since: float = field(default=0.0, init=False)
 
     def start(self) -> list[Episode]:
-        """Go on with the groups of before, and start as many as there is room for.
+        """Restore groups and start as many as fit.
 
-        Gives the episodes that had ended and go on with their groups.
+        Returns the restored finished episodes.
         """
         for group in self.kept:
             if not group.counts:
@@ -132,7 +132,7 @@ class GroupQueue:
         return going_on
 
     async def take(self) -> GroupBatch:
-        """The next batch, as soon as the admission lets it go."""
+        """Wait for the next batch that the staleness controller admits."""
         self.held = False
         self._fill()  # more may be in flight than before
         while True:
@@ -142,7 +142,7 @@ class GroupQueue:
             if numbers is not None:
                 break
             if not self._running and not self.admission.is_behind:
-                raise LudusError("No episode is in flight, and no batch is complete: a fault of Ludus.")
+                raise LudusError("Internal error: no episode is in flight and no batch is complete.")
             self.held = self.held or self.admission.is_held
             self._changed.clear()
             await self._changed.wait()
@@ -167,31 +167,31 @@ class GroupQueue:
             rest(0.0)
 
     def published(self, version: int, *, everywhere: bool = True) -> None:
-        """The engine has the weights of the batch that was taken; of several engines not yet all need to."""
+        """Record that the engine (or the first of several) has the weights of the last batch."""
         self.admission.published(version, everywhere=everywhere)
         self._draining = False
         self._fill()
 
     def serves(self, version: int) -> None:
-        """No episode begins on a version older than this from now on."""
+        """Record the oldest version on which new episodes may start."""
         self.admission.serves(version)
         self._fill()
         self._changed.set()
 
     def fail(self, error: BaseException) -> None:
-        """Start nothing more, and raise this in `take`."""
+        """Stop starting episodes and raise this error in `take`."""
         self._failure = self._failure or error
         self._changed.set()
 
     async def drain(self) -> None:
-        """Start nothing more until `published`, and wait until nothing runs."""
+        """Stop starting episodes until `published`, and wait for running ones."""
         self._draining = True
         while self._running and self._failure is None:
             self._changed.clear()
             await self._changed.wait()
 
     async def close(self) -> None:
-        """Cancel what is in flight, and wait for its end."""
+        """Cancel all episodes in flight and wait for them."""
         self._draining = True
         tasks = tuple(self._running)
         for task in tasks:
@@ -200,39 +200,39 @@ class GroupQueue:
 
     @property
     def num_in_flight(self) -> int:
-        """Episodes being played."""
+        """Return the number of running episodes."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Episodes of admitted groups that have not started."""
+        """Return the number of episodes of admitted groups that have not started."""
         return len(self._pending)
 
     @property
     def is_limited(self) -> bool:
-        """Whether more episodes would start if more might be in flight."""
+        """Return whether the concurrency limit keeps episodes from starting."""
         return bool(self._pending) or self.admission.room > 0
 
     def on_their_way(self) -> list[StreamedGroup]:
-        """Copies of the groups that no batch has had yet, by number, with what has ended of them."""
+        """Return copies of the unfinished and untaken groups, by number."""
         every = (*self._groups.values(), *self._others)
         going = [replace(group, done=dict(group.done)) for group in every]
         return sorted([*going, *self._anew], key=lambda group: group.number)
 
     def forget_ended(self) -> list[Episode]:
-        """The episodes that have ended since the last call."""
+        """Return and clear the episodes that ended since the last call."""
         ended, self.ended = self.ended, []
         return ended
 
     def flow(self) -> StreamThroughput:
-        """What went through since the last call."""
+        """Return and reset the throughput."""
         self._count()
         found = StreamThroughput(self._flown_s, self._num_ready / self.admission.pace.groups_per_step)
         self._flown_s, self._num_ready = 0.0, 0
         return found
 
     def _count(self) -> None:
-        """The number in flight is about to change, or is asked for."""
+        """Update the throughput before the number in flight changes."""
         now = asyncio.get_running_loop().time()
         self._flown_s += len(self._running) * (now - self._since)
         self._since = now
@@ -242,7 +242,7 @@ class GroupQueue:
             self._rest(REST if self.admission.batches_ready and not self.held else 0.0)
 
     def _fill(self) -> None:
-        """Start what there is room for; the oldest groups first."""
+        """Start episodes up to the limit, oldest group first."""
         while not self._draining and self._failure is None and len(self._running) < self.in_flight:
             if not self._pending and self.admission.room:
                 self._admit()
@@ -255,7 +255,7 @@ class GroupQueue:
             task.add_done_callback(self._after)
 
     def _admit(self) -> None:
-        """Let the next group in."""
+        """Admit the next group."""
         if self._anew:
             number, jobs = self._anew[0].number, self._anew.popleft().jobs
         else:
@@ -276,7 +276,7 @@ class GroupQueue:
         self._end_group(group)
 
     def _end_group(self, group: StreamedGroup) -> None:
-        """If a group has what it needs, stop the rest of it, and say whether it counts."""
+        """Finish a group that has enough members: cancel the rest and decide whether it counts."""
         if not self._is_complete(group) or group.number not in self._groups:
             return
         if len(group.done) < len(group.jobs):
@@ -293,7 +293,7 @@ class GroupQueue:
             self._others.append(self._groups.pop(group.number))
 
     def _stop_rest(self, group: StreamedGroup) -> None:
-        """Members that have not ended are not needed any more."""
+        """Cancel the unfinished members."""
         self._pending = deque((g, place) for g, place in self._pending if g is not group)
         for task, (of, place) in self._running.items():
             if of is group and place not in group.done:
@@ -303,7 +303,7 @@ class GroupQueue:
         return len(group.done) == len(group.jobs) or self._has_needed(group)
 
     def _has_needed(self, group: StreamedGroup) -> bool:
-        """Whether enough members have ended well, and what they are compared with as well."""
+        """Return whether enough members, and the baseline, have ended successfully."""
         whole = [episode for episode in group.done.values() if episode.trajectory.failure is None]
         baselines = sum(job.greedy for job in group.jobs)
         if not self.needed or sum(episode.greedy for episode in whole) < baselines:
@@ -311,7 +311,7 @@ class GroupQueue:
         return len(whole) - baselines >= self.needed
 
     def _after(self, task: asyncio.Task[None]) -> None:
-        """An episode is over: keep what it raised, and start others."""
+        """Handle the end of an episode: record its error and start others."""
         self._count()
         self._running.pop(task, None)
         error = None if task.cancelled() else task.exception()

@@ -35,7 +35,7 @@ class StalenessSchedule:
 
 @dataclass(slots=True)
 class GroupTicket:
-    """A group that is on its way. `version` is the oldest on which its episodes began."""
+    """Admitted group. `version` is the oldest on which its episodes started."""
 
     number: int
     version: int
@@ -60,27 +60,27 @@ class StalenessController:
 
     @property
     def next_step(self) -> int:
-        """The next step to be taken."""
+        """Return the next step to take."""
         return self.version + 1 + self.learning
 
     @property
     def on_their_way(self) -> tuple[GroupTicket, ...]:
-        """Admitted and neither taken nor discarded, by number."""
+        """Return the admitted groups that are neither taken nor discarded, by number."""
         return tuple(self._tickets[number] for number in sorted(self._tickets))
 
     @property
     def num_ready(self) -> int:
-        """Groups that wait for the learner."""
+        """Return the number of groups that wait for the learner."""
         return sum(ticket.ready for ticket in self._tickets.values())
 
     @property
     def room(self) -> int:
-        """Groups that may be admitted now."""
+        """Return the number of groups that may be admitted now."""
         steps = self._due(self.begins) - self.next_step + 1
         return max(0, self.pace.groups_per_step * steps - len(self._tickets))
 
     def admit(self, number: int) -> GroupTicket:
-        """A group starts. Raises ValueError where there is no room, or the number is on its way already."""
+        """Admit a group. Raises ValueError if there is no room or the number is in use."""
         if number in self._tickets:
             raise ValueError(f"group {number} is on its way already")
         if not self.room:
@@ -101,15 +101,15 @@ class StalenessController:
         return False
 
     def ready(self, number: int) -> None:
-        """All of a group's episodes have ended."""
+        """Record that all episodes of a group have ended."""
         self._tickets[number].ready = True
 
     def discard(self, number: int) -> None:
-        """A group will not train, and its place is free."""
+        """Remove a group that will not train."""
         del self._tickets[number]
 
     def take(self) -> list[int] | None:
-        """The groups of the next step, oldest first; None where they are not all there, or one is waited for.
+        """Return the groups of the next step, oldest first; None if it must wait.
 
         The learner works on them until `published`.
         """
@@ -128,11 +128,11 @@ class StalenessController:
 
     @property
     def is_held(self) -> bool:
-        """Whether a batch is there, and the learner waits for a group that is due."""
+        """Return whether a batch is complete but the learner waits for a group that is due."""
         return not self.learning and self.num_ready >= self.pace.groups_per_step
 
     def published(self, version: int, *, everywhere: bool = True) -> None:
-        """The engine has the weights of the step that was taken; of several engines not yet all need to."""
+        """Record that the engine (or the first of several) has the weights of the last step."""
         if version != self.version + 1 or not self.learning:
             raise ValueError(f"version {version} follows {self.version}, learning: {self.learning}")
         self.version, self.learning = version, False
@@ -141,11 +141,11 @@ class StalenessController:
 
     @property
     def is_behind(self) -> bool:
-        """Whether episodes may still begin on an older version than the newest."""
+        """Return whether episodes may still start on a version older than the newest."""
         return self.begins < self.version
 
     def serves(self, version: int) -> None:
-        """No episode begins on a version older than this from now on."""
+        """Record the oldest version on which new episodes may start."""
         self.begins = max(self.begins, version)
 
     def _next_batch(self) -> list[int] | None:
@@ -160,11 +160,11 @@ class StalenessController:
         return list(chosen)
 
     def _due(self, version: int) -> int:
-        """The last step that may train a group of this version."""
+        """Return the last step that may train a group of this version."""
         return min(version + self.pace.max_staleness + 1, self.pace.last_step)
 
     def _feasible(self, tickets: Collection[GroupTicket], first: int) -> bool:
-        """Whether the steps from `first` on can take all of these in time."""
+        """Return whether the steps from `first` on can take all tickets in time."""
         due = Counter(self._due(ticket.version) for ticket in tickets)
         total = 0
         for step in sorted(due):
