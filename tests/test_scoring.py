@@ -197,7 +197,7 @@ def test_what_a_reward_raises_or_ends_is_a_failure_with_its_words(scoring):
     async def scenario():
         with pytest.raises(WorldError, match="A reward of task raises raised KeyError: 'no such verdict'"):
             await score(made, world, "raises")
-        with pytest.raises(RewardFault, match="The process that scored task ends has ended"):
+        with pytest.raises(RewardFault, match="The reward process of task ends has exited"):
             await score(made, world, "ends")
         return (await score(made, world)).reward
 
