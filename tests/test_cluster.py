@@ -587,7 +587,7 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
             waits = asyncio.create_task(remote.call(Ping(), 60))
             await asyncio.sleep(0.05)
             os.kill(started.pid, signal.SIGKILL)
-            with pytest.raises(WorkerDied, match=r"has ended \(-9\)"):
+            with pytest.raises(WorkerDied, match=r"has exited \(-9\)"):
                 await waits
             said = remote.said.read_text()
             await remote.kill()
