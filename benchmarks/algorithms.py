@@ -37,7 +37,6 @@ from typing import TypeVar
 import learning
 from cold_start import cold_start
 from ludus.config.load import load_config
-from ludus.envs.base import ShowsTasks
 from ludus.envs.registry import build_world
 from ludus.evaluation.evaluate import Evaluation, load_evaluation
 from ludus.evaluation.stats import paired_difference, t_interval
@@ -53,7 +52,7 @@ LONG = (
     *("--env.settings.composition_size", "35", "--rollout.max_turns", "7"),
 )
 MANY_UPDATES = ("--training.epochs", "2", "--training.minibatches", "4")
-TIGHT = ("--rollout.max_turns", "4", "--rollout.max_new_tokens", "36", *MANY_UPDATES)
+TIGHT = ("--rollout.max_turns", "4", "--rollout.max_tokens_per_turn", "36", *MANY_UPDATES)
 SMALL = (
     *("--env.settings.sizes", "[5, 6, 7]", "--env.settings.composition_size", "9"),
     *("--env.settings.num_tasks", "440", "--rollout.max_turns", "3", "--env.check", "false"),
@@ -145,10 +144,13 @@ PLAIN = (
 )
 PARTS = (
     ("+ overlong filter", ("--algorithm.overlong_mask", "true")),
-    ("+ clip-higher", ("--algorithm.eps_high", "0.28")),
-    ("+ soft overlong", ("--algorithm.overlong_cache", "0.2")),
+    ("+ clip-higher", ("--algorithm.clip_high", "0.28")),
+    ("+ soft overlong", ("--algorithm.overlong_buffer", "0.2")),
     ("+ token-level loss", ("--algorithm.aggregation", "token_mean")),
-    ("+ dynamic sampling", ("--algorithm.zero_variance", "true", "--algorithm.resample_rounds", "3")),
+    (
+        "+ dynamic sampling",
+        ("--algorithm.filter_zero_variance", "true", "--algorithm.max_resample_rounds", "3"),
+    ),
 )
 LADDER = (
     Arm("GRPO", PLAIN),
@@ -183,7 +185,7 @@ def experts_of(name: str, folder: Path, count: int) -> Path:
         return path
     config = load_config(game.recipe, list(game.words))
     world = build_world(config.env, config.rollout, config.sandbox)
-    assert isinstance(world, ShowsTasks)
+    assert world.implements("expert")
     tasks = islice(world.tasks("train"), count)
     shown = [(task.id, one) for task in tasks if (one := world.expert(task)) is not None]
     lines = [
@@ -210,7 +212,7 @@ def train(folder: Path, recipe: str, words: tuple[str, ...], stage: str = "train
     if (path / "config.toml").is_file():
         command += ["--resume", str(path)]
     else:
-        command += [recipe, "--run.folder", str(path), "--run.threads", "1", *words]
+        command += [recipe, "--run.dir", str(path), "--run.threads", "1", *words]
     if not (path / "done").is_file():
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         if stage != "train":
@@ -251,7 +253,7 @@ def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, l
         begin = start
         if arm.fine_tunes:
             dialogues = experts_of(args.game, args.folder, num_fine * game.demonstrations)
-            shown = ("--sft.dialogues", str(dialogues), "--sft.steps", str(num_fine))
+            shown = ("--sft.data", str(dialogues), "--sft.steps", str(num_fine))
             words = (*start, *FINE_TUNING, *shown, *common, "--run.seed", str(seed))
             begin = (*game.words, *newest(train(args.folder, game.recipe, words, "sft")))
         words = (*begin, *budgets[arm.stage], *common, *arm.settings, *own)

@@ -14,7 +14,7 @@ def cold_start(recipe: str, path: Path, words: tuple[str, ...] = ()) -> tuple[st
         if (path / "config.toml").is_file():
             command += ["--resume", str(path)]
         else:
-            command += [recipe, "--from-scratch", "--run.folder", str(path), "--run.threads", "1", *words]
+            command += [recipe, "--from-scratch", "--run.dir", str(path), "--run.threads", "1", *words]
         subprocess.run(command, check=True, stdout=sys.stderr)
         (path / "done").touch()
     newest = sorted((path / "checkpoints").glob("step-*"))[-1]

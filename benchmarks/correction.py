@@ -1,6 +1,6 @@
 """What the correction for old rollouts is worth, far off policy: the search recipe with `tis` and `none`.
 
-    python benchmarks/correction.py --page docs/scaling.md
+    python benchmarks/correction.py --page docs/use/scaling.md
 
 Asynchronous training with a large bound on staleness, three seeds of each arm, all else equal. Runs are kept
 in --folder and not repeated. The table has the success of the episodes that end in each quarter of a run,
@@ -31,8 +31,8 @@ PARTS = 4
 SHOWN = {
     "success": "sampled/success",
     "age": "staleness/mean",
-    "effective sample share": "policy/effective_sample_share",
-    "truncated share": "policy/truncated_share",
+    "effective sample share": "is/ess",
+    "truncated share": "is/clip_frac",
 }
 Rows = list[Mapping[str, float]]
 T = TypeVar("T")
@@ -48,12 +48,12 @@ def run(args: argparse.Namespace, arm: str, seed: int) -> Rows:
             "training.mode": "async",
             "training.steps": args.steps,
             "training.learning_rate": args.rate,
-            "training.tasks_per_step": 4,
+            "training.prompts_per_step": 4,
             "algorithm.correction": arm,
             "staleness.max_staleness": args.bound,
-            "staleness.in_flight": 128,
+            "staleness.max_concurrent_rollouts": 128,
             "staleness.min_ess": 0,
-            "run.folder": folder,
+            "run.dir": folder,
             "run.seed": seed,
             "run.threads": 1,
             "run.save_rollouts": "false",

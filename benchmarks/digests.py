@@ -29,9 +29,9 @@ from pathlib import Path
 COLD_START = "src/ludus/recipes/search/cold_start"
 EVALUATION = "--evaluation.tasks 8 --evaluation.tasks_during 4 --evaluation.every 1"
 RL = f"--training.steps 2 --training.checkpoint_every 1 --algorithm.group_size 6 {EVALUATION}"
-SEARCH = f"train search {RL} --training.tasks_per_step 6"
+SEARCH = f"train search {RL} --training.prompts_per_step 6"
 PRESETS = ("dapo", "dr_grpo", "rloo", "ppo", "gspo", "cispo", "turn_grpo", "reinforce_pp")
-SCRATCH = f"--from-scratch --sft.batch_size 16 --training.tasks_per_step 6 {RL}"
+SCRATCH = f"--from-scratch --sft.batch_size 16 --training.prompts_per_step 6 {RL}"
 ADAPTER = "--model.lora.rank 4 --model.lora.alpha 8"
 
 CASES = {
@@ -44,7 +44,7 @@ CASES = {
     "mixture": f"train mixed --sft.steps 150 {SCRATCH}",
     "sft": f"sft search --model {COLD_START} --sft.steps 5 --sft.batch_size 8",
     "dpo": f"preference search --run {{folder}}/search --preference.steps 4 {EVALUATION}",
-    "rft": f"rft search --rft.rounds 1 --sft.steps 5 --training.tasks_per_step 4 {EVALUATION}",
+    "rft": f"rft search --rft.rounds 1 --sft.steps 5 --training.prompts_per_step 4 {EVALUATION}",
     "reward_model": "reward-model search --run {folder}/search --reward_model.kind pointwise"
     " --reward_model.steps 5",
 }
@@ -84,7 +84,7 @@ def run(name: str, folder: Path) -> dict[str, str]:
     arguments = CASES["search" if name == KILLED else name].format(folder=folder).split()
     if "--run" in arguments and not (folder / "search").exists():
         run("search", folder)
-    first = start([*arguments, "--run.folder", str(target)])
+    first = start([*arguments, "--run.dir", str(target)])
     if name == KILLED:
         kill_after_first_checkpoint(first, target)
         first = start(["train", "--resume", str(target)])

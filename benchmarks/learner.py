@@ -2,7 +2,7 @@
 
     python benchmarks/learner.py                    # all three parts, 5 repetitions
     python benchmarks/learner.py --only speed,shapes --repeats 3
-    python benchmarks/learner.py --page docs/performance.md
+    python benchmarks/learner.py --page docs/understand/performance.md
 
 speed   64 ragged sequences of 100 to 2,000 tokens, nothing shared: the gradient of the whole batch against
         bare passes over the same tokens (each sequence alone, forward and backward, a plain log-likelihood);

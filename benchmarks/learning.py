@@ -25,7 +25,13 @@ from ludus.evaluation.evaluate import Evaluation, load_evaluation
 from ludus.evaluation.stats import Estimate, PairedDifference, paired_difference, t_interval
 
 RATES = ("1e-4", "3e-4", "1e-3")
-STREAMED = ("--training.mode", "async", "--staleness.in_flight", "128", "--staleness.max_staleness")
+STREAMED = (
+    "--training.mode",
+    "async",
+    "--staleness.max_concurrent_rollouts",
+    "128",
+    "--staleness.max_staleness",
+)
 MODES = {
     "sync": ("--training.mode", "sync"),
     "one_step": ("--training.mode", "one_step"),
@@ -54,7 +60,7 @@ def run(folder: Path, arm: Arm, seed: int, common: tuple[str, ...], recipe: str)
     if (path / "config.toml").is_file():
         command += ["--resume", str(path)]
     else:
-        fixed = ("--run.folder", str(path), "--run.seed", str(seed), "--run.threads", "1")
+        fixed = ("--run.dir", str(path), "--run.seed", str(seed), "--run.threads", "1")
         command += [recipe, *fixed, "--run.save_rollouts", "false", *common, *arm.settings]
     if not list(path.glob("done")):
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -1,6 +1,6 @@
 """What negatives in fine-tuning do to hallucinated calls and to wrongly refused ones, on functions.
 
-    python benchmarks/negatives.py --page docs/stages.md
+    python benchmarks/negatives.py --page docs/use/stages.md
 
 Two arms with equal steps, batches and seeds: the world's demonstrations of all classes, and those without the
 class `negatives`. A call is hallucinated in an episode of a task where no call is right and one was made; a
@@ -47,9 +47,9 @@ def settings(args: argparse.Namespace, arm: str, seed: int) -> list[str]:
         "env.settings.levels": "[1, 2]",
         "env.settings.num_tasks": 4 * args.tasks,
         "env.settings.habit": 0,
-        "model.scratch.hidden_size": 64,
-        "model.scratch.intermediate_size": 128,
-        "model.scratch.num_layers": 2,
+        "model.init.hidden_size": 64,
+        "model.init.intermediate_size": 128,
+        "model.init.num_layers": 2,
         "sft.steps": args.steps,
         "sft.batch_size": 16,
         "sft.microbatch_tokens": 4096,

@@ -1,6 +1,7 @@
 """How the cost of rollouts grows: generated tokens/s against batch size, turns and context.
 
-    python benchmarks/rollout_scaling.py --page docs/performance.md --plot docs/performance.svg
+    python benchmarks/rollout_scaling.py --page docs/understand/performance.md \
+        --plot docs/understand/performance.svg
 
 Ludus and the naive way of `rollout.py` do the same work at each point, each in a process of its own, in turn
 over the repetitions. A run that takes longer than --limit seconds is stopped; that system then does no larger

@@ -3,7 +3,7 @@
 The bare subprocess and the sandbox take turns within one measurement, so that the machine's load is the same
 for both. Times are milliseconds: the median, then the 90th percentile. Use:
 
-    python benchmarks/sandbox.py [--repeats 200] [--page docs/sandbox.md]
+    python benchmarks/sandbox.py [--repeats 200] [--page docs/use/sandbox.md]
 """
 
 from __future__ import annotations

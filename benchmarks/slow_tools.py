@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from ludus.envs.base import World
 from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
@@ -57,7 +58,7 @@ class Sizes:
 
 
 @dataclass
-class SlowWorld:
+class SlowWorld(World):
     """A world whose only tool takes its time; the outcome is a property of the tokens sampled."""
 
     sizes: Sizes

@@ -4,7 +4,7 @@ Demonstrations, half of them by someone who guesses, teach a model how to speak 
 teaches it to look. The path of this file in stock.toml is relative to the working directory, so run this
 from the folder above (`--from-scratch` in place of --model works too, and needs many more steps):
 
-    ludus sft examples/stock.toml --model src/ludus/recipes/search/cold_start --run.folder runs/stock-sft
+    ludus sft examples/stock.toml --model src/ludus/recipes/search/cold_start --run.dir runs/stock-sft
     ludus train examples/stock.toml --model runs/stock-sft/checkpoints/step-000100
 """
 

@@ -22,9 +22,9 @@ CLUSTER = {
     "cluster__engines": "2",
     "cluster__workers": "2",
     "cluster__episodes_per_worker": "4",
-    "cluster__silence_s": "150",
-    "cluster__start_s": "500",
-    "engine__patience_s": "20",
+    "cluster__heartbeat_timeout_s": "150",
+    "cluster__startup_timeout_s": "500",
+    "engine__connect_timeout_s": "20",
 }
 _PLACE = re.compile(r"(engine|reward worker|worker) (\d+) runs at \S+ \((\d+)\)")
 

@@ -81,7 +81,11 @@ class Role(Fault):
     engines, workers = "1", "1"
 
     def settings(self):
-        given = {"cluster.kind": "local", "cluster.silence_s": "15", "engine.patience_s": "10"}
+        given = {
+            "cluster.kind": "local",
+            "cluster.heartbeat_timeout_s": "15",
+            "engine.connect_timeout_s": "10",
+        }
         return given | {"cluster.engines": self.engines, "cluster.workers": self.workers}
 
     def strike(self, run, folder, way, rng):
@@ -253,7 +257,7 @@ class Link(Fault):
             "engine.token_file": str(self.work / "token"),
             "engine.broadcast_host": self.here,
             "engine.timeout_s": "6",
-            "engine.patience_s": "6",
+            "engine.connect_timeout_s": "6",
         }
 
     @contextmanager

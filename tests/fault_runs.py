@@ -35,7 +35,7 @@ _PRCTL = ctypes.CDLL(None).prctl
 _PR_SET_PDEATHSIG = 1
 BUDGET = {
     "training.steps": str(STEPS),
-    "training.tasks_per_step": str(GROUPS),
+    "training.prompts_per_step": str(GROUPS),
     "training.checkpoint_every": "1",
     "algorithm.group_size": str(SIZE),
     "evaluation.tasks": "2",
@@ -157,7 +157,7 @@ def train_words(work: Path, folder: Path, settings: dict[str, str]) -> list[str]
     """The command of a run, or what resumes it where it has begun."""
     if (folder / "run.json").is_file() and (folder / "config.toml").is_file():
         return ["train", "--resume", str(folder)]
-    given = BUDGET | {"run.folder": str(folder)} | settings
+    given = BUDGET | {"run.dir": str(folder)} | settings
     flat = [word for key, value in given.items() for word in (f"--{key}", value)]
     return ["train", str(work / "tiny.toml"), "--model", str(work / "cold"), *flat]
 
@@ -167,7 +167,7 @@ def cold_start(work: Path) -> None:
     if (work / "cold").exists():
         return
     recipe = str(make_recipe(work))
-    words = ["sft", recipe, "--from-scratch", "--run.folder", str(work / "sft")]
+    words = ["sft", recipe, "--from-scratch", "--run.dir", str(work / "sft")]
     words += ["--sft.steps", "150"]  # so that it calls its tool
     process = fork(words, work / "sft.txt")
     assert process.wait() == 0, process.reason()

@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass
 
+from ludus.envs.base import World
 from ludus.envs.tool_env import ToolEnv
 from ludus.errors import WorldError
 from ludus.tools.base import Traits, tool
@@ -23,7 +24,7 @@ TALLY: Counter[str] = Counter()
 
 
 @dataclass
-class FaultyWorld:
+class FaultyWorld(World):
     """Everything but the tool is the search world's."""
 
     inner: SearchWorld

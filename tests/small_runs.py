@@ -10,7 +10,7 @@ from ludus.config.load import load_config
 
 BUDGET = {
     "training.steps": "4",
-    "training.tasks_per_step": "3",
+    "training.prompts_per_step": "3",
     "training.checkpoint_every": "2",
     "algorithm.group_size": "4",
     "evaluation.tasks": "6",
@@ -27,7 +27,7 @@ BUDGET = {
 SMALLEST = {
     "algorithm__group_size": "2",
     "training__steps": "2",
-    "training__tasks_per_step": "2",
+    "training__prompts_per_step": "2",
     "training__checkpoint_every": "1",
     "evaluation__tasks": "2",
     "evaluation__every": "9",
@@ -37,7 +37,7 @@ SMALLEST = {
 
 def words(folder: Path, **changes: str) -> list[str]:
     """The command line of a small run; keywords use `__` for the dot."""
-    settings = BUDGET | {"run.folder": str(folder)} | {k.replace("__", "."): v for k, v in changes.items()}
+    settings = BUDGET | {"run.dir": str(folder)} | {k.replace("__", "."): v for k, v in changes.items()}
     return [word for key, value in settings.items() for word in (f"--{key}", value)]
 
 

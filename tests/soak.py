@@ -1,6 +1,6 @@
 """A long asynchronous run on processes of this machine, under load and faults: it must leave nothing behind.
 
-    python tests/soak.py --minutes 30 --page docs/scaling.md
+    python tests/soak.py --minutes 30 --page docs/use/scaling.md
 
 Engines and workers are killed and stopped at random moments, and tools are late and break. Every few seconds
 the memory, threads and open files of all processes are looked at, with the temporary files and what lies in
@@ -46,9 +46,9 @@ SETTINGS = {
     "cluster.kind": "local",
     "cluster.engines": "2",
     "cluster.workers": "2",
-    "cluster.silence_s": "20",
+    "cluster.heartbeat_timeout_s": "20",
     "cluster.restarts": "100000",
-    "engine.patience_s": "20",
+    "engine.connect_timeout_s": "20",
     "rollout.tool_timeout_s": "3",
     "rollout.max_failure_rate": "0.5",
     "env.name": str(Path(__file__).with_name("soak_world.py")),
@@ -275,7 +275,7 @@ def main() -> int:
         cold_start(work)
         temporary, folder, before = work / "tmp", work / "run", shared()
         temporary.mkdir()
-        given = BUDGET | SETTINGS | {"run.folder": str(folder)}
+        given = BUDGET | SETTINGS | {"run.dir": str(folder)}
         words = [word for key, value in given.items() for word in (f"--{key}", value)]
         words = ["train", str(work / "tiny.toml"), "--model", str(work / "cold"), *words]
         here = os.pathsep.join([str(Path(__file__).parent), *sys.path])  # engines and workers read the world

@@ -17,7 +17,7 @@ from served import COLD_START
 from test_async_run import records, run
 from test_engine_features import adapted, build, with_engine
 
-KEEPS = EngineSettings(context_tokens=128, max_batch=8, cache_tokens=2048, adapter_versions=True)
+KEEPS = EngineSettings(context_tokens=128, max_batch=8, kv_cache_tokens=2048, adapter_versions=True)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=6)
 
 
@@ -76,7 +76,7 @@ def test_a_run_whose_episodes_stay_with_their_adapter_waits_for_none_of_them(tin
 
     monkeypatch.setattr(GroupQueue, "drain", draining)
     lora = {"model__lora__rank": 2, "model__lora__alpha": 4, "training__steps": 4}
-    folder = run(tiny_run, tmp_path / "a", "async", staleness__interruptible="false", **lora)
+    folder = run(tiny_run, tmp_path / "a", "async", staleness__in_flight_weight_updates="false", **lora)
     assert drains == [3]  # the last step alone: its weights are published to an engine at rest
     found = records(folder, 4)
     for step, record in found:

@@ -219,7 +219,7 @@ def without_the_old(episodes, step, bound):
         for trains, version in zip(row.trains, one.versions, strict=True)
         if trains
     ]
-    config = StalenessConfig(max_staleness=bound, over_age="mask")
+    config = StalenessConfig(max_staleness=bound, on_stale="mask")
     return kept, staleness_metrics(credits, step, config, [], "right")
 
 

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import algorithms_oracle_advantages as oracle
+from algorithm_parts import ADVANTAGE_OPTIONS, ADVANTAGES, FUNCTIONS
 from algorithms_oracle import TOLERANCE
 from ludus.algorithms import advantages as adv
-from ludus.algorithms.advantages import ADVANTAGES, FUNCTIONS, RoleBaselines
+from ludus.algorithms.advantages import RoleBaselines
 from ludus.algorithms.batch import Outcomes
-from ludus.algorithms.spec.algorithm import ADVANTAGE_OPTIONS, PartOptions
+from ludus.algorithms.spec.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
 
 quick = settings(max_examples=15, deadline=None, derandomize=True)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import algorithms_oracle_advantages as oracle
+from algorithm_parts import FUNCTIONS
 from algorithms_oracle import TOLERANCE
 from ludus.algorithms import advantages as adv
 
@@ -299,7 +300,7 @@ def test_credit_passes_over_observations(name):
     more = {} if name in ("reinforce_pp", "turn_return") else {"values": zero}
     more |= {"old_logprobs": zero, "behavior_logprobs": zero} if name in ("vtrace", "retrace") else {}
     more |= {"turn": turn} if "turn" in name or name == "step_gae" else {}
-    found = adv.FUNCTIONS[name](rewards=float64(1, 0), group=GROUP[:2], mask=mask, **more)
+    found = FUNCTIONS[name](rewards=float64(1, 0), group=GROUP[:2], mask=mask, **more)
     assert (found[0, mask[0].bool()] == found[0, 5]).all()
     assert found[0, 0] > found[1, 0]
 

@@ -2,70 +2,47 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from pathlib import Path
 
 import pytest
 import torch
 
+from algorithm_parts import CLIPPING_LOSSES, FUNCTIONS, LOSSES
 from ludus.algorithms import advantages, corrections, kl, losses
-from ludus.algorithms.advantages.registry import FUNCTIONS
-from ludus.algorithms.spec.algorithm import (
-    ADVANTAGE_OPTIONS,
-    CLIPPING_LOSSES,
-    CORRECTION_OPTIONS,
-    KL_OPTIONS,
-    LOSS_OPTIONS,
-    OPTION_WORDS,
-    TERM_NAMES,
-)
-from ludus.algorithms.spec.bounds import BOUNDS
-from ludus.algorithms.spec.defaults import DEFAULTS, default_of
+from ludus.algorithms.spec.advantages import ADVANTAGES as ADVANTAGE_SPECS
+from ludus.algorithms.spec.corrections import CORRECTIONS as CORRECTION_SPECS
+from ludus.algorithms.spec.corrections import KL_OPTIONS, TERM_OPTIONS
+from ludus.algorithms.spec.losses import LOSSES as LOSS_SPECS
 from ludus.algorithms.spec.presets import PRESETS
+from ludus.errors import ConfigError
 from tiny_run import ludus
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "docs" / "algorithms.md", *sorted((ROOT / "docs" / "algorithms").glob("*.md")))
+UNDERSTAND = ROOT / "docs" / "understand"
+PAGES = (UNDERSTAND / "algorithms.md", *sorted((UNDERSTAND / "algorithms").glob("*.md")))
 PAGE = "\n".join(page.read_text("utf-8") for page in PAGES)
 
 
-def test_every_option_has_a_default_within_its_bounds_and_no_other():
-    for part, known in (
-        ("advantage", ADVANTAGE_OPTIONS),
-        ("loss", LOSS_OPTIONS),
-        ("correction", CORRECTION_OPTIONS),
-    ):
-        options = {n: {o for o in names if o not in OPTION_WORDS} for n, names in known.items()}
-        assert {n: set(own) for n, own in DEFAULTS[part].items()} == {n: o for n, o in options.items() if o}
-        assert set(BOUNDS[part]) == set().union(*options.values())
-        assert all(BOUNDS[part][o].hold(value) for own in DEFAULTS[part].values() for o, value in own.items())
-    assert {default_of("kl", name, option) for name in KL_OPTIONS for option in KL_OPTIONS[name]} == {
-        "token",
-        "none",
-    }
-    assert {default_of("terms", name, name) for name in TERM_NAMES} == {0.0}
-    assert set(BOUNDS["terms"]) == set(TERM_NAMES)
+SPECS = {"advantage": ADVANTAGE_SPECS, "loss": LOSS_SPECS, "correction": CORRECTION_SPECS}
 
 
-def read_in_code() -> set[tuple[str, float]]:
-    """Option and default of every `number(options, "name", 0.5)` of the package."""
-    found = set()
-    folders = (ROOT / "src/ludus/algorithms", ROOT / "src/ludus/training")
-    for file in (file for folder in folders for file in folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "number" and len(node.args) == 3:
-                option, default = node.args[1:]
-                if isinstance(option, ast.Constant) and isinstance(default, ast.Constant):
-                    found.add((option.value, float(default.value)))
-    return found
+def test_every_default_is_allowed_and_every_option_has_help():
+    tables = [spec.options for specs in SPECS.values() for spec in specs.values()]
+    for options in (*tables, KL_OPTIONS, TERM_OPTIONS):
+        for name, option in options.items():
+            option.check(name, option.default)
+            assert option.help
+    assert all(spec.help for specs in SPECS.values() for spec in specs.values())
 
 
-def test_defaults_are_those_of_the_code():
-    said = {(o, float(v)) for known in DEFAULTS.values() for own in known.values() for o, v in own.items()}
-    given = read_in_code()
-    assert len(given) > 20
-    assert given - said <= {("echo", 0.0), ("positive_nll", 0.0)}
+def test_an_option_is_checked():
+    with pytest.raises(ConfigError, match="from 0 to 1"):
+        ADVANTAGE_SPECS["gae"].options["gamma"].check("algorithm.options.advantage.gamma", 1.5)
+    with pytest.raises(ConfigError, match="There are: tv, kl"):
+        LOSS_SPECS["dppo"].options["divergence"].check("algorithm.options.loss.divergence", "js")
+    with pytest.raises(ConfigError, match="is not a number"):
+        LOSS_SPECS["dppo"].options["bound"].check("algorithm.options.loss.bound", "much")
 
 
 @pytest.mark.parametrize("part", ["advantage", "loss", "correction"])
@@ -73,13 +50,18 @@ def test_defaults_are_those_of_the_functions(part):
     functions = {"advantage": FUNCTIONS, "loss": vars(losses), "correction": vars(corrections)}[part]
     chosen = {"clip_cov": losses.choose_between, "kl_cov": losses.choose_highest}
     compared = 0
-    for name, options in DEFAULTS[part].items():
+    for name, spec in SPECS[part].items():
+        options = {key: option.default for key, option in spec.options.items()}
+        if name not in functions:
+            continue
         for one in (functions[name], chosen.get(name, functions[name])):
             parameters = inspect.signature(one).parameters
             for option in options.keys() & parameters.keys():
                 if parameters[option].default is inspect.Parameter.empty:
                     continue
-                assert parameters[option].default == pytest.approx(options[option]), (name, option)
+                default = options[option]
+                same = default if isinstance(default, str) else pytest.approx(default)
+                assert parameters[option].default == same, (name, option)
                 compared += 1
     assert compared > 1
 
@@ -165,7 +147,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in LOSS_OPTIONS if name != "distill_full"])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "distill_full"])
 def test_every_policy_loss_takes_the_same_call(name):
     clip = {"eps_low": 0.2, "eps_high": 0.2} if name in CLIPPING_LOSSES else {}
     given = getattr(losses, name)(**BATCH, **clip, **MORE.get(name, {}))

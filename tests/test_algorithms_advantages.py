@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import algorithms_oracle as oracle
+from algorithm_parts import ADVANTAGES
 from ludus.algorithms import advantages, filters
-from ludus.algorithms.advantages import ADVANTAGES, grpo, opo, rloo, whiten
+from ludus.algorithms.advantages import grpo, opo, rloo, whiten
 from ludus.algorithms.batch import Outcomes
 from ludus.algorithms.spec.presets import PRESETS
 

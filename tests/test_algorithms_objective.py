@@ -94,7 +94,7 @@ def loop(batch, logprobs, algorithm):
         if algorithm.loss == "reinforce":
             loss = -a * logprobs[i, t]
         else:
-            eps = (algorithm.eps_low, algorithm.eps_high)
+            eps = (algorithm.clip_low, algorithm.clip_high)
             loss = oracle.ppo_token(logprobs[i, t], old, a, eps, algorithm.dual_clip)
         if algorithm.correction == "tis":
             loss = loss * min(float((old - batch.behavior[i, t]).exp()), algorithm.tis_cap)

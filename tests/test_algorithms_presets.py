@@ -7,14 +7,15 @@ from dataclasses import fields
 
 import pytest
 
-from ludus.algorithms.advantages import ADVANTAGES
 from ludus.algorithms.aggregate import AGGREGATIONS
-from ludus.algorithms.corrections import CORRECTIONS
 from ludus.algorithms.kl import FULL_KLS, KLS
-from ludus.algorithms.losses import LOSSES
 from ludus.algorithms.spec import algorithm
+from ludus.algorithms.spec.advantages import ADVANTAGES as ADVANTAGE_SPECS
 from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.compatibility import check_binary_rewards
+from ludus.algorithms.spec.corrections import CORRECTIONS as CORRECTION_SPECS
+from ludus.algorithms.spec.losses import LOSSES as LOSS_SPECS
+from ludus.algorithms.spec.parts import loaded
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import algorithm_of, check_placement, resolve
 from ludus.config.load import load_config
@@ -33,16 +34,23 @@ def refused(**settings):
 @pytest.mark.parametrize(
     ("names", "registry"),
     [
-        (algorithm.ADVANTAGE_NAMES, ADVANTAGES),
-        (algorithm.LOSS_NAMES, LOSSES),
         (algorithm.AGGREGATION_NAMES, AGGREGATIONS),
         (algorithm.KL_NAMES, KLS | FULL_KLS),
-        (algorithm.CORRECTION_NAMES, CORRECTIONS),
     ],
 )
 def test_the_names_are_those_of_the_registry(names, registry):
     assert set(names) == set(registry)
     assert len(names) == len(registry)
+
+
+@pytest.mark.parametrize(
+    "spec", [*ADVANTAGE_SPECS.values(), *LOSS_SPECS.values(), *CORRECTION_SPECS.values()]
+)
+def test_the_functions_of_a_spec_can_be_imported(spec):
+    assert callable(spec.load())
+    for name in ("cut", "choose", "keep"):
+        path = getattr(spec, name, "")
+        assert not path or callable(loaded(path))
 
 
 def test_checking_a_configuration_loads_no_torch():
@@ -62,8 +70,8 @@ def test_every_setting_reaches_the_algorithm():
         "advantage": "reinforce_pp_baseline",
         "loss": "ppo_clip",
         "aggregation": "constant",
-        "eps_low": 0.11,
-        "eps_high": 0.12,
+        "clip_low": 0.11,
+        "clip_high": 0.12,
         "dual_clip": 3.0,
         "opsm_delta": 1e-4,
         "kl": "k2",
@@ -71,15 +79,15 @@ def test_every_setting_reaches_the_algorithm():
         "kl_placement": "advantage",
         "correction": "tis",
         "tis_cap": 1.5,
-        "zero_variance": True,
-        "resample_rounds": 2,
+        "filter_zero_variance": True,
+        "max_resample_rounds": 2,
         "variance_filter": "top_p",
-        "variance_top": 0.5,
+        "top_variance_fraction": 0.5,
         "greso": True,
         "overlong_mask": True,
         "std_ddof": 0,
         "entropy_coef": 0.01,
-        "overlong_cache": 0.3,
+        "overlong_buffer": 0.3,
         "overlong_measure": "action_tokens",
         "overlong_length": 99,
     }
@@ -110,7 +118,7 @@ def test_numbers_of_a_part_reach_the_algorithm():
         ({"preset": "dppo", "options": {"loss": {"bound": "wide"}}}, "bound = 'wide' is not a number"),
         ({"preset": "dppo", "correction": "tis"}, "twice"),
         ({"preset": "gspo", "correction": "tis"}, "one term per trajectory"),
-        ({"preset": "kl_cov", "eps_low": 0.1}, "eps_low"),
+        ({"preset": "kl_cov", "clip_low": 0.1}, "clip_low"),
         ({"preset": "gspo", "dual_clip": 3.0}, "no second clip"),
     ],
 )
@@ -183,8 +191,10 @@ def test_a_loss_of_trajectories_takes_a_weight_of_trajectories():
 
 
 def test_a_setting_that_is_off_or_zero_overrides_the_preset():
-    resolved = resolve(AlgorithmConfig(preset="dapo", zero_variance=False, resample_rounds=0, eps_low=0.0))
-    assert (resolved.zero_variance, resolved.resample_rounds, resolved.eps_low) == (False, 0, 0.0)
+    resolved = resolve(
+        AlgorithmConfig(preset="dapo", filter_zero_variance=False, max_resample_rounds=0, clip_low=0.0)
+    )
+    assert (resolved.filter_zero_variance, resolved.max_resample_rounds, resolved.clip_low) == (False, 0, 0.0)
     assert resolve(AlgorithmConfig(preset="grpo_paper", kl="k2", kl_coef=0.0)).kl_coef == 0.0
 
 
@@ -214,7 +224,7 @@ def test_a_name_like_no_other_gets_the_list_and_no_guess():
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"loss": "reinforce", "eps_high": 0.3}, "eps_high = 0.3 would have no effect"),
+        ({"loss": "reinforce", "clip_high": 0.3}, "clip_high = 0.3 would have no effect"),
         ({"preset": "rloo", "dual_clip": 3.0}, "dual_clip = 3.0 would have no effect"),
         ({"preset": "dr_grpo", "std_ddof": 0}, "std_ddof = 0 would have no effect"),
         ({"tis_cap": 3.0}, "tis_cap = 3.0 would have no effect"),
@@ -223,23 +233,23 @@ def test_a_name_like_no_other_gets_the_list_and_no_guess():
         ({"preset": "gspo", "aggregation": "token_mean"}, "aggregation = token_mean would have no effect"),
         ({"loss": "gmpo", "aggregation": "constant"}, "aggregation = constant would have no effect"),
         ({"preset": "distill", "advantage": "grpo"}, "advantage = grpo would have no effect"),
-        ({"preset": "distill", "overlong_cache": 0.2}, "overlong_cache = 0.2 would have no effect"),
+        ({"preset": "distill", "overlong_buffer": 0.2}, "overlong_buffer = 0.2 would have no effect"),
         (
             {"preset": "distill", "kl_coef": 0.1, "kl_placement": "reward"},
             "kl_placement = reward would have no effect",
         ),
-        ({"preset": "best_of_group", "eps_low": 0.1}, "eps_low = 0.1 would have no effect"),
+        ({"preset": "best_of_group", "clip_low": 0.1}, "clip_low = 0.1 would have no effect"),
         ({"preset": "best_of_group", "dual_clip": 3.0}, "dual_clip = 3.0 would have no effect"),
         ({"preset": "pass_at_k", "kl_coef": 0.1, "kl_placement": "reward"}, "'reward' adds to them"),
-        ({"preset": "pass_at_k", "overlong_cache": 0.1}, "overlong_cache adds to them"),
-        ({"preset": "rloo", "resample_rounds": 2}, "resample_rounds = 2 replaces groups"),
-        ({"preset": "dapo", "zero_variance": False}, "resample_rounds = 3 replaces groups"),
-        ({"preset": "distill", "zero_variance": True}, "distill reads a teacher and no reward"),
-        ({"preset": "distill", "variance_top": 0.5}, "distill reads a teacher and no reward"),
+        ({"preset": "pass_at_k", "overlong_buffer": 0.1}, "overlong_buffer adds to them"),
+        ({"preset": "rloo", "max_resample_rounds": 2}, "max_resample_rounds = 2 replaces groups"),
+        ({"preset": "dapo", "filter_zero_variance": False}, "max_resample_rounds = 3 replaces groups"),
+        ({"preset": "distill", "filter_zero_variance": True}, "distill reads a teacher and no reward"),
+        ({"preset": "distill", "top_variance_fraction": 0.5}, "distill reads a teacher and no reward"),
         ({"preset": "distill", "variance_filter": "top_p"}, "distill reads a teacher and no reward"),
         ({"preset": "distill", "greso": True}, "distill reads a teacher and no reward"),
-        ({"preset": "grpo", "overlong_measure": "sequence"}, "overlong_cache is 0"),
-        ({"preset": "grpo", "overlong_length": 5}, "overlong_cache is 0"),
+        ({"preset": "grpo", "overlong_measure": "sequence"}, "overlong_buffer is 0"),
+        ({"preset": "grpo", "overlong_length": 5}, "overlong_buffer is 0"),
     ],
 )
 def test_contradictions_are_refused(settings, named):
@@ -280,7 +290,7 @@ def test_off_policy_a_loss_with_a_ratio_to_the_learner_is_corrected(words, corre
 @pytest.mark.parametrize("preset", ["ppo", "remax", "reinforce", "reinforce_pp", "rae", "coderl", "distill"])
 def test_a_group_of_one_is_taken_where_no_attempts_are_compared(preset):
     assert resolve(AlgorithmConfig(preset=preset, group_size=1)).group_size == 1
-    for filters in ({"zero_variance": True}, {"variance_top": 0.5}, {"greso": True}):
+    for filters in ({"filter_zero_variance": True}, {"top_variance_fraction": 0.5}, {"greso": True}):
         assert next(iter(filters)) in refused(preset=preset, group_size=1, **filters).message
 
 
@@ -303,7 +313,7 @@ FORM = Reward("form", lambda task, trajectory: 0.0, weight=0.1)
         ({"weights": {"form": 0.0, "found": 2.0}}, "the part found has the weight 2"),
         ({"weights": {"form": 0.0}, "length": {"kind": "linear"}}, "rewards.length.kind = 'linear'"),
         ({"weights": {"form": 0.0}, "normalise_by": "world"}, "rewards.normalise_by = 'world'"),
-        ({"weights": {"form": 0.0}, "combination": "pareto"}, "rewards.combination = 'pareto'"),
+        ({"weights": {"form": 0.0}, "aggregation": "pareto"}, "rewards.aggregation = 'pareto'"),
         ({"weights": {"form": 0.0}, "model": "some"}, "rewards.model = 'some'"),
     ],
 )

@@ -51,7 +51,7 @@ def words(tiny_run, folder: Path, mode: str, **changes) -> list[str]:
         "staleness.max_staleness": BOUND,
         "evaluation.every": 99,
         "evaluation.tasks": 2,
-        "run.folder": folder / "run",
+        "run.dir": folder / "run",
     } | {key.replace("__", "."): value for key, value in changes.items()}
     flat = [str(word) for key, value in given.items() for word in (f"--{key}", value)]
     return ["train", str(make_recipe(folder)), "--model", str(cold_start(tiny_run)), *flat]
@@ -148,7 +148,11 @@ def test_a_history_that_is_computed_again_under_new_weights_trains_as_any_other(
         return engine
 
     monkeypatch.setattr(build, "make_engine", counting)
-    changes = {"staleness__cache": "prefill", "staleness__max_staleness": BOUND, "training__steps": 4}
+    changes = {
+        "staleness__kv_cache_on_update": "recompute",
+        "staleness__max_staleness": BOUND,
+        "training__steps": 4,
+    }
     folder = run(tiny_run, tmp_path / "prefill", "async", **changes)
     every = records(folder, 4)
     assert len({record.key for _, record in every}) == len(every) == 4 * 9
@@ -165,9 +169,14 @@ def test_a_history_that_is_computed_again_under_new_weights_trains_as_any_other(
 
 def test_a_cache_that_a_server_does_not_keep_is_announced():
     asked = ["--training.mode", "async", *SERVED]
-    assert any("staleness.cache has no effect" in text for text in build.doubts(load_config("search", asked)))
-    again = [*asked, "--staleness.cache", "prefill"]
-    assert not any("staleness.cache" in text for text in build.doubts(load_config("search", again)))
+    assert any(
+        "staleness.kv_cache_on_update has no effect" in text
+        for text in build.doubts(load_config("search", asked))
+    )
+    again = [*asked, "--staleness.kv_cache_on_update", "recompute"]
+    assert not any(
+        "staleness.kv_cache_on_update" in text for text in build.doubts(load_config("search", again))
+    )
 
 
 def test_weights_that_take_longer_than_the_run_allows_stop_it(tiny_run, tmp_path, monkeypatch):
@@ -245,7 +254,7 @@ def test_the_engine_rests_while_batches_wait_unless_its_episodes_are_to_end(
 
     monkeypatch.setattr(build, "make_engine", made)
     monkeypatch.setattr(TrainStep, "learn", slowly)
-    run(tiny_run, tmp_path, "async", staleness__interruptible=interruptible)
+    run(tiny_run, tmp_path, "async", staleness__in_flight_weight_updates=interruptible)
     assert any(told) == rests
     assert not told or told[-1] == 0
 
@@ -260,7 +269,9 @@ def test_weights_that_are_not_those_of_the_learner_stop_a_run_that_went_on(tiny_
 
 
 def test_not_interruptible_every_episode_is_of_one_version(tiny_run, tmp_path):
-    folder = run(tiny_run, tmp_path / "whole", "async", staleness__interruptible="false", training__steps=4)
+    folder = run(
+        tiny_run, tmp_path / "whole", "async", staleness__in_flight_weight_updates="false", training__steps=4
+    )
     for _, record in records(folder, 4):
         assert len({v for s in record.trajectory.segments for v in s.versions}) == 1
 
@@ -382,9 +393,9 @@ def test_groups_from_before_a_resume_keep_their_members_and_none_is_lost(tiny_ru
 
 
 def test_groups_of_equal_rewards_are_replaced_while_others_stream(tiny_run, tmp_path):
-    changes = {"algorithm__preset": "dapo", "algorithm__greso": "true", "training__tasks_per_step": 2}
+    changes = {"algorithm__preset": "dapo", "algorithm__greso": "true", "training__prompts_per_step": 2}
     folder = run(
-        tiny_run, tmp_path / "dapo", "async", algorithm__resample_rounds=1, training__steps=4, **changes
+        tiny_run, tmp_path / "dapo", "async", algorithm__max_resample_rounds=1, training__steps=4, **changes
     )
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
     assert sum(m.get("ledger/dropped/zero_variance", 0) for m in rows) > 0
@@ -498,7 +509,7 @@ def test_tokens_over_age_are_masked_and_counted():
     rows = training_rows(credits, mask_observations=True)
     assert rows[0].trains == (False, False, False, True, True)
     assert rows[1].trains == (False, False, True, True)
-    config = StalenessConfig(max_staleness=1, over_age="mask")
+    config = StalenessConfig(max_staleness=1, on_stale="mask")
     metrics = staleness_metrics(credits, 4, config, [], "exact_match")
     assert (metrics["staleness/over_age_tokens"], metrics["staleness/max"]) == (3, 1)
     assert metrics["staleness/age_0"] == 0.75
@@ -506,7 +517,7 @@ def test_tokens_over_age_are_masked_and_counted():
 
 def test_a_low_effective_sample_share_warns_and_then_stops():
     guard = EssGuard(StalenessConfig(min_ess=0.5, ess_patience=2))
-    share = "policy/effective_sample_share"
+    share = "is/ess"
     assert guard.warning({share: 0.6}) == guard.warning({}) == ""
     assert "0.40, below staleness.min_ess" in guard.warning({share: 0.4})
     assert guard.verdict == ""

@@ -45,7 +45,7 @@ def test_a_missing_model_is_refused_before_anything_is_written(tmp_path, capsys,
 
 
 def test_a_cache_that_cannot_be_given_up_is_refused(tmp_path, capsys):
-    asked = words(tmp_path / "r", engine__give_up_cache="true")
+    asked = words(tmp_path / "r", engine__sleep="true")
     assert "sync" in refused(capsys, "train", "search", *asked, "--training.mode", "async")
     assert "embedded" in refused(capsys, "train", "search", *asked, "--engine.url", "http://127.0.0.1:9")
 
@@ -133,7 +133,7 @@ def test_a_world_whose_infrastructure_fails_stops_with_its_own_words_and_its_own
     world = tmp_path / "broken.py"
     world.write_text(
         "from ludus.envs.tool_world import ToolWorld\n"
-        "from ludus.rewards.exact_match import Answers, exact_match\n"
+        "from ludus.rewards.exact_match import ExpectedAnswers, exact_match\n"
         "from ludus.rewards.base import Reward\n"
         "from ludus.types import Message, Task\n"
         "class Broken(ToolWorld):\n"
@@ -141,7 +141,7 @@ def test_a_world_whose_infrastructure_fails_stops_with_its_own_words_and_its_own
         "        raise OSError('the shop is closed')\n"
         "def make_world(settings, limits):\n"
         "    asked = (Message(role='user', content='q'),)\n"
-        "    tasks = [Task(str(i), asked, Answers(('a',))) for i in range(50)]\n"
+        "    tasks = [Task(str(i), asked, ExpectedAnswers(('a',))) for i in range(50)]\n"
         "    lists = {name: tasks for name in ('train', 'validation', 'test')}\n"
         "    return Broken('broken', lists, (), (Reward('right', exact_match, outcome=True),), limits)\n"
     )
@@ -170,7 +170,11 @@ def test_a_world_whose_infrastructure_fails_stops_with_its_own_words_and_its_own
         ),
         ('f"{split}:{name}"', 'f"{split}"', "Two tasks of the split 'test' share the id 'test'."),
         ('{"split": split,', '{"split": 3,', "The tag 'split' of the task 'test:"),
-        ("opening(name), Answers", "name, Answers", "of the split 'test' is no tuple of messages."),
+        (
+            "opening(name), ExpectedAnswers",
+            "name, ExpectedAnswers",
+            "of the split 'test' is no tuple of messages.",
+        ),
         ("    return ToolWorld(", "    ToolWorld(", "mine.py: make_world returned nothing."),
         (
             'Task(f"{split}:{name}"',
@@ -186,8 +190,8 @@ def test_a_world_file_with_a_mistake_is_one_sentence(tmp_path, capsys, old, new,
     world.write_text(source)
     number = next(i for i, line in enumerate(source.splitlines(), start=1) if "def look" in line)
     cold = model_path(config(tmp_path / "x"))
-    words = ["--env.name", str(world), "--run.folder", str(tmp_path / "r"), "--evaluation.tasks", "4"]
-    words += ["--model.path", cold, "--evaluation.tasks_during", "4", "--training.tasks_per_step", "4"]
+    words = ["--env.name", str(world), "--run.dir", str(tmp_path / "r"), "--evaluation.tasks", "4"]
+    words += ["--model.path", cold, "--evaluation.tasks_during", "4", "--training.prompts_per_step", "4"]
     words += ["--evaluation.splits", '["test"]']
     said = refused(capsys, "train", "search", *words)
     assert any(expected.replace("{look}", str(n)) in said for n in (number, number - 1))

@@ -68,7 +68,7 @@ def test_a_failed_greedy_episode_drops_its_group():
 
 
 def test_the_greedy_episode_is_punished_for_its_length_as_the_others_are():
-    algorithm = replace(PRESETS["remax"], overlong_cache=0.5)
+    algorithm = replace(PRESETS["remax"], overlong_buffer=0.5)
     credits = assign_credit([with_greedy(REWARDS[-1])], algorithm, 14)
     assert set(credits[-1].advantages) == {0.0}
 

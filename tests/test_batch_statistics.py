@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from algorithm_parts import ADVANTAGES, GREEDY_ADVANTAGES, WHITENED_ADVANTAGES
 from ludus.algorithms import advantages
 from ludus.algorithms.kl import penalised_advantages
-from ludus.algorithms.spec.algorithm import GREEDY_ADVANTAGES, WHITENED_ADVANTAGES
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.trees import paths
@@ -55,7 +55,7 @@ def test_what_an_overlong_filter_masks_is_in_no_mean(name):
 
 
 def test_a_group_without_variance_is_in_no_mean():
-    algorithm = replace(BASELINE, zero_variance=True)
+    algorithm = replace(BASELINE, filter_zero_variance=True)
     credits = assign_credit([group(), group((1.0,) * 4, "u")], algorithm)
     assert moments(credits) == standard(38)
     assert assign_credit([group()], algorithm) == credits[:4]
@@ -169,9 +169,9 @@ def of_first_group(algorithm, rewards):
     return [c.advantages for c in assign_credit(groups, algorithm) if c.group == 0]
 
 
-@pytest.mark.parametrize("name", advantages.ADVANTAGES)
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_another_group_matters_to_whitened_advantages_alone(name):
     """So that the table of them is complete: only those are computed again where a filter acts late."""
-    algorithm = replace(PRESETS["grpo"], advantage=name, zero_variance=False)
+    algorithm = replace(PRESETS["grpo"], advantage=name, filter_zero_variance=False)
     apart = of_first_group(algorithm, (1.0, 0.0, 0.0, 0.0)) != of_first_group(algorithm, (1.0, 1.0, 1.0, 0.0))
     assert apart == (name in WHITENED_ADVANTAGES)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ludus.algorithms.spec.algorithm import CRITIC_ADVANTAGES
+from algorithm_parts import CRITIC_ADVANTAGES
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.training.batches.trajectory_tree import last_actions

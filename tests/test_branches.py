@@ -139,7 +139,7 @@ def of_two(name, *leaves):
 def test_the_groups_that_vary_most_are_those_whose_leaves_do():
     split, near = of_two("split", (1.0, 0.0, 0.5), (0.5, 1.0, 0.0)), of_two("near", (0.4,) * 3, (0.6,) * 3)
     credits = keep_most_varied(
-        assign_credit([near, split], PRESETS["grpo"]), replace(PRESETS["grpo"], variance_top=0.5)
+        assign_credit([near, split], PRESETS["grpo"]), replace(PRESETS["grpo"], top_variance_fraction=0.5)
     )
     assert {c.episode.task.id for c in credits if c.outcome is RolloutOutcome.TRAINED} == {"split"}
 
@@ -246,7 +246,7 @@ def test_a_critic_and_a_kl_in_the_reward_take_a_tree():
 
 @pytest.mark.parametrize("name", ["gspo", "turn_return", "gtpo", "reinforce_pp"])
 def test_presets_train_trees(name):
-    algorithm = replace(PRESETS[name], kl_coef=0.0, zero_variance=False)
+    algorithm = replace(PRESETS[name], kl_coef=0.0, filter_zero_variance=False)
     one = learner(tiny_model(), algorithm)
     credits = assign_credit([episodes(tree(), tree(1, (0.0, 0.0, 1.0)))], algorithm)
     metrics = one.train(training_rows(credits, mask_observations=True), seed=0)

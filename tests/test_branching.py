@@ -114,10 +114,10 @@ def test_a_tree_shares_what_it_shares_exactly_and_sums_up_its_leaves():
     assert tree.rewards == pytest.approx({"right": 1 / 3, "neat": 0.1})
     assert tree.segments[1].versions == (0, 0)
     found = rollout_metrics([Group(Task("t", (), None), (tree,))], "right")
-    assert found["stop/max_tokens"] == pytest.approx(1 / 3)
+    assert found["episode/stop/max_tokens"] == pytest.approx(1 / 3)
     assert found["tools/calls_per_episode"] == 2
     assert found["tree/leaves"] == 3
-    assert found["length/action_tokens/mean"] == 14
+    assert found["response_length/mean"] == 14
 
 
 def test_a_world_that_does_not_repeat_is_said():
@@ -261,7 +261,7 @@ def test_a_run_trains_trees_and_keeps_its_books(branched):
     for row in metrics(branched):
         assert row["ledger/started"] == 9
         assert row["tree/leaves"] > 1
-        assert row["policy/logprob_gap"] < 1e-3  # the learner agrees on every token of the trees
+        assert row["mismatch/logprob_diff"] < 1e-3  # the learner agrees on every token of the trees
     shown = ludus("show", branched, "--step", "1")
     assert shown.code == 0, shown
     assert ludus("show", branched, "--rescore").out.count("bit for bit") == 1

@@ -43,7 +43,7 @@ from test_learner import tiny_model
 from waiting import until
 
 PROBE = tuple(range(300, 340))
-FLAT = RemoteEngineSettings(timeout_s=60, patience_s=2, broadcast_host="127.0.0.1")
+FLAT = RemoteEngineSettings(timeout_s=60, connect_timeout_s=2, broadcast_host="127.0.0.1")
 
 
 @settings(deadline=None, max_examples=25)
@@ -197,7 +197,9 @@ class OnLine(Fake):
         return super().answer(path, body)
 
 
-KEPT = RemoteEngineSettings(timeout_s=20, patience_s=0.2, broadcast_host="127.0.0.1", keeps_weights=True)
+KEPT = RemoteEngineSettings(
+    timeout_s=20, connect_timeout_s=0.2, broadcast_host="127.0.0.1", keeps_weights=True
+)
 ONES = {"a": torch.ones(3)}
 
 

@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from ludus.cli.serving.chat_repl import ChatRepl, ReplyPart, opening_messages
+from ludus.cli.serving.chat_repl import ChatRepl, ReplyPart
 from ludus.cli.ui.load_run import LoadedRun
 from ludus.config import load_config
 from ludus.envs.registry import build_world
@@ -21,7 +21,7 @@ from worlds import WatchedWorld, call, end_token, renderer, scripted, tokenizer
 def dialogue(script, world=None, **settings):
     """A dialogue with an engine that plays `script`, on the tiny world unless another is given."""
     words = [word for key, value in settings.items() for word in (f"--rollout.{key}", str(value))]
-    config = load_config(None, ["--env.name", str(WORLD), "--rollout.max_tokens", "2000", *words])
+    config = load_config(None, ["--env.name", str(WORLD), "--rollout.max_seq_len", "2000", *words])
     engine = scripted(script)
     session = TrainingSession(
         config, world or build_world(config.env, config.rollout), None, tokenizer(), renderer()
@@ -100,8 +100,8 @@ def test_after_the_last_turn_the_tools_answer_is_seen_with_the_next_question():
 @pytest.mark.parametrize(
     ("script", "settings", "kinds", "end"),
     [
-        (["What? " * 30], {"max_new_tokens": 16}, ["text", "end"], "The model was cut off"),
-        (["3"], {"max_tokens": 64, "max_new_tokens": 8}, ["end"], "The question does not fit"),
+        (["What? " * 30], {"max_tokens_per_turn": 16}, ["text", "end"], "The model was cut off"),
+        (["3"], {"max_seq_len": 64, "max_tokens_per_turn": 8}, ["end"], "The question does not fit"),
     ],
 )
 def test_what_cannot_go_on_begins_anew(script, settings, kinds, end):
@@ -117,12 +117,12 @@ def test_a_full_dialogue_says_so_and_begins_anew():
     talk, engine = dialogue(script)
     ask(talk, "What does pear cost?")
     full = len(engine.requests[1].token_ids)
-    talk, _ = dialogue(script, max_tokens=full, max_new_tokens=60)
+    talk, _ = dialogue(script, max_seq_len=full, max_tokens_per_turn=60)
     assert ask(talk, "What does pear cost?")[0][-1] == ReplyPart(
-        "end", "The dialogue is full (rollout.max_tokens)."
+        "end", "The dialogue is full (rollout.max_seq_len)."
     )
     assert talk.is_new
-    talk, _ = dialogue(script, max_tokens=full + 1, max_new_tokens=60)
+    talk, _ = dialogue(script, max_seq_len=full + 1, max_tokens_per_turn=60)
     assert ask(talk, "What does pear cost?")[0][-1].kind != "call"
 
 
@@ -147,10 +147,10 @@ def test_a_world_that_breaks_is_an_error_in_its_own_words():
 def test_the_opening_is_that_of_the_worlds_own_tasks():
     tiny = build_world(load_config(None, ["--env.name", str(WORLD)]).env, load_config(None).rollout)
     task = tiny.tasks("test")[0]
-    assert tuple(opening_messages(tiny, task.prompt[-1]["content"])) == task.prompt
+    assert tuple(tiny.opening(task.prompt[-1]["content"])) == task.prompt
     config = load_config("search")
     search = build_world(config.env, config.rollout)
-    assert opening_messages(search, "Who?") == (
+    assert search.opening("Who?") == (
         Message(role="system", content=SYSTEM["tool"]),
         Message(role="user", content="Who?"),
     )

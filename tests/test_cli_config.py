@@ -40,7 +40,7 @@ def test_a_given_model_is_not_made_from_scratch():
     assert config_from_toml(said.out).sft.steps == 7
     search = load_config("search", model_settings("some/model", "search"))
     assert search.env.settings == {"instructions": "full"}
-    assert search.rollout.max_tokens > load_config("search").rollout.max_tokens
+    assert search.rollout.max_seq_len > load_config("search").rollout.max_seq_len
 
 
 def test_every_recipe_has_settings_for_a_pretrained_model_and_a_checkpoint_of_a_run_takes_none(tmp_path):
@@ -68,32 +68,32 @@ def test_every_recipe_has_settings_for_a_pretrained_model_and_a_checkpoint_of_a_
 
 
 def test_what_uses_a_fine_tuned_model_keeps_the_limits_that_it_was_tuned_with(tmp_path):
-    words = ["--rollout.max_tokens", "700", "--env.settings.k", "3", "--sft.steps", "7"]
+    words = ["--rollout.max_seq_len", "700", "--env.settings.k", "3", "--sft.steps", "7"]
     config = load_config("search", words)
     folder = new_run(
-        config.model_copy(update={"run": RunConfig(folder=str(tmp_path / "run"))}),
+        config.model_copy(update={"run": RunConfig(dir=str(tmp_path / "run"))}),
         "search-sft",
         "sft",
         "search",
     )
     command = use_command(folder, config, Path("made"))
-    assert command == "ludus train search --model made --env.settings.k 3 --rollout.max_tokens 700"
+    assert command == "ludus train search --model made --env.settings.k 3 --rollout.max_seq_len 700"
     assert load_config("search", command.split()[5:]).rollout == config.rollout
 
 
 def test_the_resolved_algorithm_stands_in_comments():
-    words = ("--algorithm.preset", "dapo", "--algorithm.eps_high", "0.5")
+    words = ("--algorithm.preset", "dapo", "--algorithm.clip_high", "0.5")
     lines = ludus("config", "search", *words).out.splitlines()
     algorithm = resolve(load_config("search", words).algorithm)
     assert f"# algorithm as resolved: dapo ({algorithm.source})" in lines
-    assert "#   eps_high = 0.5   (set)" in lines
-    assert f"#   resample_rounds = {algorithm.resample_rounds}   (from the preset)" in lines
+    assert "#   clip_high = 0.5   (set)" in lines
+    assert f"#   max_resample_rounds = {algorithm.max_resample_rounds}   (from the preset)" in lines
     assert "#   dual_clip = none   (from the preset)" in lines
 
 
 def test_a_contradiction_in_the_algorithm_is_refused():
-    said = refused("config", "search", "--algorithm.preset", "rloo", "--algorithm.eps_low", "0.1")
-    assert "algorithm.eps_low" in said
+    said = refused("config", "search", "--algorithm.preset", "rloo", "--algorithm.clip_low", "0.1")
+    assert "algorithm.clip_low" in said
 
 
 def test_keys_lists_every_setting_with_its_default_and_meaning():
@@ -109,15 +109,15 @@ def test_keys_lists_every_setting_with_its_default_and_meaning():
 
 
 def test_keys_of_one_section():
-    lines = ludus("config", "--keys", "model.scratch").out.splitlines()
-    assert all(line.startswith(("model.scratch.", "    ")) for line in lines)
+    lines = ludus("config", "--keys", "model.init").out.splitlines()
+    assert all(line.startswith(("model.init.", "    ")) for line in lines)
     assert len(lines) > 5
     assert "There is no section 'modl'" in refused("config", "--keys", "modl")
 
 
 def test_keys_of_a_recipe_show_its_values_beside_the_defaults():
-    lines = ludus("config", "search", "--keys", "--training.tasks_per_step", "5").out.splitlines()
-    assert "training.tasks_per_step = 5   # a whole number, at least 1; the default is 12" in lines
+    lines = ludus("config", "search", "--keys", "--training.prompts_per_step", "5").out.splitlines()
+    assert "training.prompts_per_step = 5   # a whole number, at least 1; the default is 12" in lines
     assert "evaluation.samples = 1   # a whole number, at least 1" in lines
     adapters = ludus("config", "--keys", "model", "--model.lora.rank", "4").out
     assert "model.lora.rank = 4   # a whole number, at least 1; the default is 16" in adapters

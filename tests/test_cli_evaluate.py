@@ -157,7 +157,7 @@ def test_baselines_of_the_search_world_have_no_tool(tiny_run, tmp_path, baseline
         "--evaluation.temperatures",
         "[0.0]",
     )
-    scale = ("--rollout.max_new_tokens", "8", "--rollout.max_tokens", "500", "--baseline", baseline)
+    scale = ("--rollout.max_tokens_per_turn", "8", "--rollout.max_seq_len", "500", "--baseline", baseline)
     said = ludus("eval", "search", "--model", model, "--out", tmp_path / "out", *words, *scale)
     assert said.code == 0, said
     name = f"step-000000-test-greedy-baseline-{baseline}"
@@ -238,7 +238,7 @@ def test_a_run_with_adapters_is_reproduced_from_base_and_adapters(tiny_run, tmp_
         "--evaluation.temperatures",
         "[1.0]",
     )
-    words = ("--model", model, "--model.lora.rank", "4", "--run.folder", tmp_path / "run", *small)
+    words = ("--model", model, "--model.lora.rank", "4", "--run.dir", tmp_path / "run", *small)
     assert ludus("train", make_recipe(tmp_path), *words).code == 0
     assert not (tmp_path / "run" / "checkpoints" / "step-000001" / "model.safetensors").exists()
     said = ludus("eval", "--run", tmp_path / "run")
@@ -289,7 +289,7 @@ def test_a_checkpoint_of_adapters_is_base_and_adapters(tiny_run, tmp_path):
     pytest.importorskip("peft")
     recipe, base = make_recipe(tmp_path), tiny_run / "checkpoints" / "step-000002"
     one = ("--training.steps", "1", "--training.learning_rate", "0.05", "--evaluation.temperatures", "[0.0]")
-    words = ("--model", base, "--model.lora.rank", "4", "--run.folder", tmp_path / "run", *one)
+    words = ("--model", base, "--model.lora.rank", "4", "--run.dir", tmp_path / "run", *one)
     with warnings.catch_warnings(record=True) as caught:
         assert ludus("train", recipe, *words).code == 0
     assert [str(w.message) for w in caught if w.category is FutureWarning] == []
@@ -299,13 +299,13 @@ def test_a_checkpoint_of_adapters_is_base_and_adapters(tiny_run, tmp_path):
     moved = [n for n, p in model.named_parameters() if not torch.equal(p, untrained.get_parameter(n))]
     assert moved
     assert all("proj" in name for name in moved)
-    again = ("--model", adapters, "--run.folder", tmp_path / "again", *one)
+    again = ("--model", adapters, "--run.dir", tmp_path / "again", *one)
     assert ludus("train", recipe, *again).code == 0
     shelf = "evaluations/step-00000{}-test-greedy.json"
     before = load_evaluation(tmp_path / "again" / shelf.format(0))
     assert before.successes == load_evaluation(tmp_path / "run" / shelf.format(1)).successes
     named = adapters / "adapter_config.json"
     named.write_text(named.read_text().replace(str(base), "/no/base"))
-    said = refused("train", recipe, "--model", adapters, "--run.folder", tmp_path / "third")
+    said = refused("train", recipe, "--model", adapters, "--run.dir", tmp_path / "third")
     assert "holds only adapters" in said
     assert "'/no/base'" in said

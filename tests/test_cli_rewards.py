@@ -61,7 +61,7 @@ def replay(run, *words):
 
 
 def test_another_way_to_combine_shows_what_it_changes(run, tmp_path):
-    said = replay(run, "--config", config(tmp_path, '[rewards]\ncombination = "gated"'))
+    said = replay(run, "--config", config(tmp_path, '[rewards]\naggregation = "gated"'))
     assert "9 rollouts scored again: 6 have another reward now." in said
     assert "Success changed" not in said
     assert ["reward", f"{1.3 / 3:.4f}", f"{1.1 / 3:.4f}", "6"] in table(said)
@@ -71,8 +71,8 @@ def test_another_way_to_combine_shows_what_it_changes(run, tmp_path):
 
 
 def test_settings_go_on_top_of_the_file(run, tmp_path):
-    file = config(tmp_path, '[rewards]\ncombination = "gated"\n[rewards.weights]\nwell_formed = 0.2')
-    said = replay(run, "--config", file, "--rewards.combination", "weighted_sum")
+    file = config(tmp_path, '[rewards]\naggregation = "gated"\n[rewards.weights]\nwell_formed = 0.2')
+    said = replay(run, "--config", file, "--rewards.aggregation", "weighted_sum")
     assert ["reward", f"{1.3 / 3:.4f}", f"{1.6 / 3:.4f}", "9"] in table(said)
 
 
@@ -83,7 +83,7 @@ def test_a_preset_brings_its_own_parts(run):
 
 
 def test_the_sentence_and_the_table_count_the_same_rollouts(run):
-    words = ("--rewards.parts.citation_support.weight", "0.05", "--rewards.weights.f1", "0.0")
+    words = ("--rewards.extra.citation_support.weight", "0.05", "--rewards.weights.f1", "0.0")
     said = replay(run, *words)
     assert (
         "9 rollouts scored again: 0 have another reward now, 9 more have other parts and the same reward."
@@ -92,7 +92,7 @@ def test_the_sentence_and_the_table_count_the_same_rollouts(run):
     assert ["citation_support", "none", "0.0000", "9"] in table(said)
     assert ["reward", "0.4333", "0.4333", "0"] in table(said)
     assert "the largest changes" not in said
-    said = replay(run, "--rewards.parts.long_answer.weight", "0.1", *long_answer())
+    said = replay(run, "--rewards.extra.long_answer.weight", "0.1", *long_answer())
     assert (
         "9 rollouts scored again: 3 have another reward now, 6 more have other parts and the same reward."
         in said
@@ -103,7 +103,7 @@ def test_the_sentence_and_the_table_count_the_same_rollouts(run):
 
 
 def long_answer():
-    return ("--rewards.parts.long_answer.free", "1", "--rewards.parts.long_answer.limit", "2")
+    return ("--rewards.extra.long_answer.free", "1", "--rewards.extra.long_answer.limit", "2")
 
 
 def test_a_world_that_judges_otherwise_changes_success(run, tmp_path):
@@ -130,28 +130,28 @@ def test_a_reward_that_hangs_ends_the_replay_at_its_deadline(run, tmp_path):
 
 
 def test_evaluations_are_judged_by_the_world_alone(run):
-    said = replay(run, "--evaluations", "--rewards.combination", "gated")
+    said = replay(run, "--evaluations", "--rewards.aggregation", "gated")
     assert "all rewards are as they were, bit for bit" in said
     rows = [row for row in table(said) if row[1] in ("validation", "test")]
     assert len(rows) == len(list((run / "evaluations").glob("*.gz")))
-    one = replay(run, "--evaluation", "step-000002-test-greedy", "--rewards.combination", "gated")
+    one = replay(run, "--evaluation", "step-000002-test-greedy", "--rewards.aggregation", "gated")
     assert "8 rollouts scored again" in one
 
 
 def test_what_a_section_made_is_made_again_bit_for_bit(tiny_run, tmp_path):
-    words = ["--rewards.combination", "gated", "--rewards.normalise_by", "family"]
+    words = ["--rewards.aggregation", "gated", "--rewards.normalise_by", "family"]
     words += ["--evaluation.splits", "[]"]
     weights = ("--rewards.weights_end.well_formed", "0.0", "--rewards.schedule_steps", "2")
     run = tmp_path / "run"
     model = cold_start(tiny_run)
-    made = ludus("train", make_recipe(tmp_path), "--model", model, "--run.folder", run, *words, *weights)
+    made = ludus("train", make_recipe(tmp_path), "--model", model, "--run.dir", run, *words, *weights)
     assert made.code == 0, made
     stored = [record.trajectory for step in (1, 2) for record in read_rollouts(rollouts_path(run, step))]
     assert sum(t.reward != t.rewards["combined"] for t in stored) > 0
     assert "18 rollouts scored again: all rewards are as they were" in ludus("show", run, "--rescore").out
     second = ludus("show", run, "--rescore", "--step", "2").out
     assert "9 rollouts scored again: all rewards are as they were, bit for bit" in second
-    plain = replay(run, "--rewards.combination", "weighted_sum", "--rewards.normalise_by", "none")
+    plain = replay(run, "--rewards.aggregation", "weighted_sum", "--rewards.normalise_by", "none")
     assert "8 have another reward now, 10 more have other parts and the same reward." in plain
 
 
@@ -163,7 +163,7 @@ def test_what_a_section_made_is_made_again_bit_for_bit(tiny_run, tmp_path):
         (("--config", "nope.toml"), "nope.toml does not exist"),
         (("--rewards.gate", "x"), "rewards.gate names 'x'"),
         (("--rewards.preset", "toolrl"), "judges tasks whose truth is ExpectedCalls"),
-        (("--step", "7", "--rewards.combination", "gated"), "has no rollouts of step 7"),
+        (("--step", "7", "--rewards.aggregation", "gated"), "has no rollouts of step 7"),
         (("--episodes", "-1"), "--episodes is -1"),
     ],
 )

@@ -56,7 +56,7 @@ from waiting import until
 from worlds import WatchedWorld, call, make_jobs, make_scheduler, scripted, tool_of
 
 JOB = PlayJob(RolloutRequest(RolloutKey(1, "t", 0), Task("t", (), None)), SamplingPlan("train", 1.0, 0))
-QUICK = RemoteEngineSettings(timeout_s=5, patience_s=0.2, backoff_s=0.01)
+QUICK = RemoteEngineSettings(timeout_s=5, connect_timeout_s=0.2, backoff_s=0.01)
 
 
 @dataclass
@@ -112,7 +112,9 @@ class FakeLauncher:
         pass
 
 
-def make_pool(start, target=2, restarts=3, silence_s=0.1, **limits: float) -> tuple[WorkerPool, list, list]:
+def make_pool(
+    start, target=2, restarts=3, heartbeat_timeout_s=0.1, **limits: float
+) -> tuple[WorkerPool, list, list]:
     joined, left = [], []
 
     async def on_joined(member):
@@ -121,7 +123,7 @@ def make_pool(start, target=2, restarts=3, silence_s=0.1, **limits: float) -> tu
     async def on_left(member):
         left.append(member.number)
 
-    bounds = PoolLimits(5, silence_s, restarts, **limits)
+    bounds = PoolLimits(5, heartbeat_timeout_s, restarts, **limits)
     return WorkerPool("worker", target, start, bounds, on_joined, on_left), joined, left
 
 
@@ -300,7 +302,7 @@ def test_what_leaves_a_pool_ends_its_work_first():
             made.append(FakeRemote(number))
             return made[-1]
 
-        pool, _, left = make_pool(start, silence_s=5)
+        pool, _, left = make_pool(start, heartbeat_timeout_s=5)
         pool.keep()
         await pool.full()
         member = await pool.take(1)
@@ -327,7 +329,7 @@ def test_what_leaves_a_pool_ends_its_work_first():
 
 def plan(engines=2, workers=2, connect=None) -> ClusterPlan:
     config = load_config("search", ["--cluster.kind", "local"])
-    own = ClusterConfig(engines=engines, workers=workers, silence_s=5, episodes_per_worker=1)
+    own = ClusterConfig(engines=engines, workers=workers, heartbeat_timeout_s=5, episodes_per_worker=1)
     client = connect or (lambda urls: ServerEngine(urls, "vllm", QUICK))
     return ClusterPlan(own, EngineSpec(config, "m", "."), WorkerSpec(config, "m", "."), (), client)
 
@@ -462,7 +464,7 @@ def test_episodes_move_on_when_their_engine_leaves_and_a_new_one_is_used():
 def test_one_who_waits_for_a_server_to_come_back_stops_when_it_has_left():
     fake = Fake()
     with serving(fake):
-        patient = RemoteEngineSettings(timeout_s=60, patience_s=60, backoff_s=0.01)
+        patient = RemoteEngineSettings(timeout_s=60, connect_timeout_s=60, backoff_s=0.01)
         engine = ServerEngine([fake.url], "vllm", patient)
 
     async def leaves():

@@ -77,7 +77,7 @@ def test_an_engine_dies_and_a_worker_hangs_on_other_hosts(tmp_path):
             said,
             cluster__engine_resources=needing(engines=1),
             cluster__worker_resources=needing(workers=1),
-            cluster__silence_s="40",
+            cluster__heartbeat_timeout_s="40",
             **steps,
         )
         first = places(folder)
@@ -101,7 +101,7 @@ def test_a_whole_host_dies_and_its_engines_and_workers_start_on_another(tmp_path
     with ray_hosts({"learner": 1}, {"roles": 4}, {"roles": 4}) as hosts:
         head, _, dies = hosts.hosts
         needs = {f"cluster__{role}_resources": needing(roles=1) for role in ("engine", "worker")}
-        process = started(head, folder, said, training__steps="4", cluster__silence_s="40", **needs)
+        process = started(head, folder, said, training__steps="4", cluster__heartbeat_timeout_s="40", **needs)
         assert dies.address in {host for _, host, _ in places(folder)}
         for pid in hosts.processes(dies):
             os.kill(pid, signal.SIGKILL)

@@ -143,7 +143,7 @@ def test_a_member_is_replaced_also_where_whoever_lost_it_is_cancelled():
             made.append(Reluctant(number) if number == 0 else FakeRemote(number))
             return made[-1]
 
-        pool, _, _ = make_pool(start, target=1, silence_s=5)
+        pool, _, _ = make_pool(start, target=1, heartbeat_timeout_s=5)
         pool.keep()
         await pool.full()
         losing = asyncio.create_task(pool.lose(pool.members[0], WorkerDied("It is gone.")))
@@ -166,7 +166,7 @@ def test_a_pool_that_closes_waits_for_the_end_of_what_was_lost():
             made.append(Reluctant(number))
             return made[-1]
 
-        pool, _, _ = make_pool(start, target=1, silence_s=5)
+        pool, _, _ = make_pool(start, target=1, heartbeat_timeout_s=5)
         pool.keep()
         await pool.full()
         pool.later(pool.lose(pool.members[0], WorkerDied("It is gone.")))

@@ -104,7 +104,7 @@ def test_reward_workers_score_what_others_play_and_one_that_dies_is_replaced(alo
 @pytest.mark.parametrize("role", ["worker", "engine"])
 def test_a_process_that_hangs_counts_as_dead_after_its_silence(tmp_path, kind, role):
     reporter = Meddling(4, sends(signal.SIGSTOP, role))
-    folder = run(tmp_path / "run", reporter, cluster__kind=kind, cluster__silence_s=str(SECONDS))
+    folder = run(tmp_path / "run", reporter, cluster__kind=kind, cluster__heartbeat_timeout_s=str(SECONDS))
     found = started(folder)
     assert len(found[role]) == 3
     ledger_adds_up(folder, 2)
@@ -132,7 +132,11 @@ def test_other_modes_run_on_a_cluster_while_a_worker_and_an_engine_die(tmp_path,
 
 @pytest.mark.parametrize("way", [{}, {"engine__broadcast_host": "127.0.0.1"}], ids=["folder", "line"])
 def test_engines_take_weights_one_by_one_while_one_of_them_dies(tmp_path, way):
-    stays = {"training__mode": "async", "staleness__interruptible": "false", "staleness__in_flight": "6"}
+    stays = {
+        "training__mode": "async",
+        "staleness__in_flight_weight_updates": "false",
+        "staleness__max_concurrent_rollouts": "6",
+    }
     kills = Meddling(9, sends(signal.SIGKILL, "engine"))
     folder = run(tmp_path / "run", kills, **stays, **way, training__steps="6", evaluation__every="3")
     found = started(folder)

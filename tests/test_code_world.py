@@ -13,9 +13,23 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import pytest
+from generators.code.__main__ import row
+from generators.code.difficulty_report import borrowed, constant, rates, unchanged, variety
+from generators.code.generate import (
+    LEVELS,
+    SPLITS,
+    CodeQuota,
+    by_split,
+    catalogue,
+    is_held_out,
+    make_problems,
+    split_of_chain,
+)
+from generators.code.layouts import LAYOUTS
+from generators.code.problems import NUM_SHOWN, TooLarge, _pool, source_of
+from generators.code.shapes import shape_of
 
 from ludus.config.load import load_config
-from ludus.envs.base import UsesSandbox
 from ludus.envs.registry import build_world
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, UserError
@@ -26,14 +40,10 @@ from ludus.rewards.base import check_rewards, score, success
 from ludus.sandbox import open_sandbox
 from ludus.types import StopReason, Trajectory
 from ludus.worlds.code import guest_runner
-from ludus.worlds.code.difficulty_report import borrowed, constant, rates, unchanged, variety
-from ludus.worlds.code.generate import LEVELS, SPLITS, catalogue, is_held_out, split_of_chain
 from ludus.worlds.code.grader import LIMITS, CodeGrader, CodeTruth, TestCase, same_output
-from ludus.worlds.code.layouts import LAYOUTS
-from ludus.worlds.code.problems import NUM_SHOWN, TooLarge, _pool, source_of
+from ludus.worlds.code.problems import _rows
 from ludus.worlds.code.records import load_tasks
 from ludus.worlds.code.results import read_value, same_value
-from ludus.worlds.code.shapes import shape_of
 from ludus.worlds.code.tools import program_of, run_tests_tool
 from ludus.worlds.code.world import CodeSettings, CodeWorld, make_code_world
 from tables.check_tasks import CHEATS, TASKS
@@ -48,8 +58,14 @@ def world():
 
 
 @pytest.fixture(scope="module")
-def every(world):
-    return [one for split in SPLITS for one in world.problems[split]]
+def drawn():
+    """The problems that the data is made of, drawn again."""
+    return make_problems(CodeQuota(NUM))
+
+
+@pytest.fixture(scope="module")
+def every(drawn):
+    return [one for split in by_split(drawn).values() for one in split]
 
 
 @pytest.fixture(scope="module")
@@ -105,26 +121,33 @@ def test_there_are_enough_tasks_and_no_two_are_alike(world, every):
     assert len({one.chain.family for one in every}) == 12
 
 
-def test_tasks_are_the_same_again_and_others_with_another_seed(world):
-    few = CodeSettings(tasks=20, levels=(2,))
-    first, again, other = (
-        CodeWorld(settings).tasks("train")
-        for settings in (few, CodeSettings(tasks=20, levels=(2,)), few.model_copy(update={"seed": 1}))
+def test_the_data_is_what_the_generator_writes(drawn):
+    assert [json.loads(json.dumps(row(one))) for one in drawn] == _rows()[:NUM]
+
+
+def test_settings_choose_from_the_data():
+    few = CodeWorld(
+        CodeSettings(tasks=60, levels=(2,), families=("lists", "folds"), styles=("stdin",), tests=9)
     )
-    assert first == again
-    assert first != other
+    tasks = [task for split in few.splits for task in few.tasks(split)]
+    assert len(tasks) == 60
+    assert {task.tags["level"] for task in tasks} == {"2"}
+    assert {task.tags["family"] for task in tasks} == {"lists", "folds"}
+    assert {len(task.truth.cases) for task in tasks} == {9}
+    assert {task.truth.style for task in tasks} == {"stdin"}
 
 
-def test_splits_share_no_solution_and_composition_has_pairs_of_its_own(world):
-    pairs = {split: set().union(*(p.chain.pairs for p in world.problems[split])) for split in SPLITS}
-    held_out = {pair for p in world.problems["composition"] for pair in p.chain.pairs}
-    assert len(world.problems["composition"]) > 15
-    assert min(len(world.problems[split]) for split in SPLITS[:3]) > 15
+def test_splits_share_no_solution_and_composition_has_pairs_of_its_own(drawn):
+    splits = by_split(drawn)
+    pairs = {split: set().union(*(p.chain.pairs for p in splits[split])) for split in SPLITS}
+    held_out = {pair for p in splits["composition"] for pair in p.chain.pairs}
+    assert len(splits["composition"]) > 15
+    assert min(len(splits[split]) for split in SPLITS[:3]) > 15
     for split in SPLITS:
-        for problem in world.problems[split]:
+        for problem in splits[split]:
             assert split_of_chain(problem.chain) == split
             assert is_held_out(problem.chain) == (split == "composition")
-    for problem in world.problems["composition"]:
+    for problem in splits["composition"]:
         assert problem.chain.pairs - pairs["train"]
     assert held_out
 
@@ -157,8 +180,9 @@ def test_solutions_pass_their_tests_as_text(every):
         assert all(one.says.split("{")[0] in problem.text for one in problem.chain.steps)
 
 
-def test_little_is_solved_without_skill(world):
-    train, test = world.problems["train"], world.problems["test"]
+def test_little_is_solved_without_skill(drawn):
+    splits = by_split(drawn)
+    train, test = splits["train"], splits["test"]
     for guess in (constant, unchanged, borrowed(train)):
         solved, share = rates(test, guess)
         assert solved < 0.03
@@ -771,9 +795,9 @@ def test_settings_that_do_not_fit_are_refused(settings, said):
 def test_the_recipe_has_its_tasks():
     config = load_config("code", [])
     world = build_world(config.env, config.rollout, config.sandbox)
-    assert isinstance(world, UsesSandbox)
-    assert len(world.tasks("train")) >= config.training.tasks_per_step
-    assert len(world.tasks("test")) == 45  # all that there are of level 1
+    assert world.implements("with_sandbox")
+    assert len(world.tasks("train")) >= config.training.prompts_per_step
+    assert len(world.tasks("test")) == 50
     assert len(world.tasks("validation")) >= config.evaluation.tasks_during
     assert {tool.name for tool in world.environment(world.tasks("train")[0]).tools} == {
         "python",

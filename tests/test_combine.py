@@ -15,8 +15,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from algorithm_parts import GREEDY_ADVANTAGES
 from ludus.algorithms.advantages.running_baselines import DomainMoments
-from ludus.algorithms.spec.algorithm import GREEDY_ADVANTAGES
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.load import load_config
 from ludus.config.schema import Config
@@ -90,8 +90,8 @@ def test_weights_over_steps():
 
 def test_behind_a_gate_shaping_counts_once_the_gate_is_full():
     group = [episode(1, 1, 1), episode(0, 1, 1), episode(0.9, 1, -1), episode(1, 0.5, 1)]
-    assert rewards_of(combiner(combination="gated"), group)[0] == pytest.approx([1.3, 0.0, 0.9, 1.2])
-    behind_form = combiner(combination="gated", gate="form")
+    assert rewards_of(combiner(aggregation="gated"), group)[0] == pytest.approx([1.3, 0.0, 0.9, 1.2])
+    behind_form = combiner(aggregation="gated", gate="form")
     assert rewards_of(behind_form, group)[0] == pytest.approx([1.3, 0.3, 0.9 + 0.2 - 0.1, 1.0])
 
 
@@ -99,15 +99,15 @@ def test_ranks_within_the_group_and_the_check_of_dominance():
     # b dominates c; a and b do not dominate each other. Two fronts: 1 and 1 - 1/2.
     a, b, c = episode(1, 0, 0), episode(0, 1, 1), episode(0, 1, 0)
     alone = episode(0, 0, 0)
-    one = combiner(combination="pareto")
+    one = combiner(aggregation="pareto")
     assert rewards_of(one, [a, b, c], [alone]) == [[1.0, 1.0, 0.5], [1.0]]
     # A weight below 0 turns a part round: now c is as good as b in form and better in short.
-    turned = combiner(combination="pareto", weights={"short": -0.1})
+    turned = combiner(aggregation="pareto", weights={"short": -0.1})
     assert rewards_of(turned, [b, c]) == [[0.5, 1.0]]
 
 
 def test_pairs_that_the_reward_puts_the_wrong_way_round_are_counted():
-    one = combiner(combination="gated")
+    one = combiner(aggregation="gated")
     (group,) = one.combine(1, [[episode(0, 1, 0), episode(0, 0, 0), episode(1, 0, 0)]])
     played = [Group(group[0].task, tuple(e.trajectory for e in group))]
     # Both failures earn 0 although one is better in form: one pair.
@@ -137,8 +137,8 @@ def test_failed_episodes_stay_as_they_are():
     assert group[1].trajectory.reward == pytest.approx(0.3)
 
 
-def judged(kind, combination: str = "weighted_sum", takes_turns: bool = False) -> RewardMixer:
-    settings = RewardsConfig(model="x", model_weight=0.3, combination=combination)
+def judged(kind, aggregation: str = "weighted_sum", takes_turns: bool = False) -> RewardMixer:
+    settings = RewardsConfig(model="x", model_weight=0.3, aggregation=aggregation)
     states = HeadModel(tiny_model(), "reward model", "")
     with torch.no_grad():
         states.head.bias.fill_(math.log(3))  # the head's weights are 0: sigmoid(score) is 3/4 everywhere
@@ -175,13 +175,13 @@ def test_a_process_model_rewards_turns_where_the_algorithm_reads_them():
         ("can move a reward by 1.2", {"weights": {"form": 0.5}}),
         ("can move a reward by 1.2", {"weights_end": {"form": 0.5}}),
         ("names 'fromm'", {"weights": {"fromm": 0.5}}),
-        ("names 'fromm'", {"combination": "gated", "gate": "fromm"}),
+        ("names 'fromm'", {"aggregation": "gated", "gate": "fromm"}),
         ("must not cap an outcome", {"caps": {"right": 0.5}}),
         ("caps.form is -0.5", {"caps": {"form": -0.5}}),
         ("caps.form is 3", {"caps": {"form": 3.0}}),
         ("starts or ends at 0", {"weights_end": {"right": 0.0}}),
         ("No outcome has a weight above 0", {"weights": {"right": 0.0}}),
-        ("No outcome has a weight above 0", {"weights": {"right": 0.0}, "combination": "pareto"}),
+        ("No outcome has a weight above 0", {"weights": {"right": 0.0}, "aggregation": "pareto"}),
         ("can move a reward by 1.1", {"model": "x", "model_weight": 0.5}),
         ("Its weight is rewards.model_weight", {"model": "x", "weights": {"reward_model": 0.1}}),
     ],
@@ -193,14 +193,14 @@ def test_settings_that_cannot_be_meant_are_refused(said, settings):
 
 def test_what_moves_successes_alone_may_weigh_more_and_so_may_what_is_allowed_to():
     for settings in (
-        {"combination": "gated", "weights": {"form": 0.8}},
+        {"aggregation": "gated", "weights": {"form": 0.8}},
         {"weights": {"form": 0.5}, "allow_outweigh": True},
         {"weights": {"form": 0.5}, "caps": {"form": 0.7}},
         {"model": "x", "model_weight": 0.3},
     ):
         assert plan_parts(Config(rewards=RewardsConfig(**settings)), WORLD)
     with pytest.raises(ConfigError):
-        plan_parts(Config(rewards=RewardsConfig(combination="gated", weights={"form": 0.95})), WORLD)
+        plan_parts(Config(rewards=RewardsConfig(aggregation="gated", weights={"form": 0.95})), WORLD)
 
 
 @pytest.mark.fault
@@ -210,13 +210,13 @@ def test_a_run_that_is_cut_and_resumed_equals_the_uninterrupted_one(tiny_run, tm
         "evaluation.splits": "[]",
         "algorithm.preset": "dr_grpo",
         "rewards.normalise_by": "family",
-        "rewards.combination": "gated",
+        "rewards.aggregation": "gated",
         "rewards.gate": "well_formed",
         "rewards.weights_end.well_formed": "0.0",
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", value)]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    said = ludus("train", make_recipe(tmp_path), "--model", model, "--run.folder", whole, *words)
+    said = ludus("train", make_recipe(tmp_path), "--model", model, "--run.dir", whole, *words)
     assert said.code == 0, said
     shutil.copytree(whole, cut)
     shutil.rmtree(cut / "checkpoints" / "step-000002")
@@ -274,7 +274,7 @@ def test_a_trained_ensemble_of_reward_models_judges_in_training(tiny_run, tmp_pa
     model = sorted((tiny_run / "cold_start" / "checkpoints").iterdir())[-1]
     start = ("--model", model)
     made = ludus(
-        "reward-model", recipe, "--run", tiny_run, *start, "--run.folder", tmp_path / "judge",
+        "reward-model", recipe, "--run", tiny_run, *start, "--run.dir", tmp_path / "judge",
         "--reward_model.kind", "process", "--reward_model.steps", "2",
         "--reward_model.checkpoint_every", "1", "--reward_model.keep_checkpoints", "2",
         "--reward_model.learning_rate", "1e-2",
@@ -284,7 +284,7 @@ def test_a_trained_ensemble_of_reward_models_judges_in_training(tiny_run, tmp_pa
     assert len(members) == 2
     use = ("--rewards.model", json.dumps(members), "--rewards.model_std_coef", "1.0")
     use += ("--evaluation.splits", "[]", "--training.steps", "1")
-    said = ludus("train", recipe, *start, *use, "--run.folder", tmp_path / "run")
+    said = ludus("train", recipe, *start, *use, "--run.dir", tmp_path / "run")
     assert said.code == 0, said
     records = list(read_rollouts(rollouts_path(tmp_path / "run", 1)))
     for trajectory in (record.trajectory for record in records):
@@ -295,7 +295,7 @@ def test_a_trained_ensemble_of_reward_models_judges_in_training(tiny_run, tmp_pa
         assert trajectory.reward == pytest.approx(world + 0.2 * value)
     (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
     mean = sum(r.trajectory.rewards["reward_model"] for r in records) / len(records)
-    assert row.metrics["reward/part/reward_model"] == pytest.approx(mean)
+    assert row.metrics["reward/reward_model"] == pytest.approx(mean)
     missing = json.dumps([members[0], str(tmp_path / "run")])
     assert "no reward model" in refused("train", recipe, *start, "--rewards.model", missing)
     other = ("--rewards.normalise_by", "colour")
@@ -356,12 +356,12 @@ def named(name: str, tag: str, *rights: float) -> list[Episode]:
 
 def sampled(algorithm, rounds: list[list[list[Episode]]]) -> list[TrainingSample]:
     """The credits of a step of two tasks, from such rounds."""
-    words = ["--training.tasks_per_step", "2", "--rewards.normalise_by", "family"]
+    words = ["--training.prompts_per_step", "2", "--rewards.normalise_by", "family"]
     config = load_config("guess", [*words, "--rewards.normalise_over", "batch"])
     one = RewardMixer(config.rewards, plan_parts(config, WORLD))
     ledger = SimpleNamespace(trained_ahead=lambda step: set())
     session = SimpleNamespace(config=config)
-    sampler = Canned(session, None, replace(algorithm, resample_rounds=1), None, ledger, combiner=one)
+    sampler = Canned(session, None, replace(algorithm, max_resample_rounds=1), None, ledger, combiner=one)
     sampler.rounds = rounds
     order = TaskOrder([Task("t", (), None)], 0)
     return asyncio.run(sampler.sample(1, order))
@@ -369,7 +369,7 @@ def sampled(algorithm, rounds: list[list[list[Episode]]]) -> list[TrainingSample
 
 def test_rewards_over_the_batch_share_the_scale_of_all_its_rounds():
     equal, first, second = named("b", "x", 1, 1), named("a", "x", 1, 0), named("c", "x", 0.5, 0)
-    algorithm = replace(PRESETS["dr_grpo"], zero_variance=True)
+    algorithm = replace(PRESETS["dr_grpo"], filter_zero_variance=True)
     credits = sampled(algorithm, [[first, equal], [second]])
     raw = [1.0, 0.0, 1.0, 1.0, 0.5, 0.0]
     mean, deviation = statistics.mean(raw), statistics.stdev(raw)

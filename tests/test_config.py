@@ -50,7 +50,7 @@ def test_values_take_the_type_of_their_setting():
             *("--rollout.top_p", ".5"),
             *("--run.save_rollouts", "false"),
             *("--run.trackers", '["jsonl", "tensorboard"]'),
-            *("--run.folder", "2026"),
+            *("--run.dir", "2026"),
             *("--evaluation.split_during", "true"),
             *("--training.sync_tolerance", "1"),
             *("--algorithm.std_ddof", "0"),
@@ -63,7 +63,7 @@ def test_values_take_the_type_of_their_setting():
     assert config.rollout.top_p == 0.5
     assert config.run.save_rollouts is False
     assert config.run.trackers == ["jsonl", "tensorboard"]
-    assert config.run.folder == "2026"
+    assert config.run.dir == "2026"
     assert config.evaluation.split_during == "true"
     assert isinstance(config.training.sync_tolerance, float)
     assert config.algorithm.std_ddof == 0
@@ -72,16 +72,16 @@ def test_values_take_the_type_of_their_setting():
 
 
 def test_a_value_may_hold_an_equals_sign_or_start_with_a_dash():
-    config = load_config(None, ["--run.folder", "a=b", "--env.settings.shift=-3", "--env.name=x=--y"])
-    assert (config.run.folder, config.env.settings, config.env.name) == ("a=b", {"shift": -3}, "x=--y")
+    config = load_config(None, ["--run.dir", "a=b", "--env.settings.shift=-3", "--env.name=x=--y"])
+    assert (config.run.dir, config.env.settings, config.env.name) == ("a=b", {"shift": -3}, "x=--y")
 
 
 def test_a_text_in_toml_quotes_is_unquoted():
-    assert load_config(None, ["--run.folder", '"none"']).run.folder == "none"
+    assert load_config(None, ["--run.dir", '"none"']).run.dir == "none"
 
 
 def test_a_second_setting_in_a_value_is_not_smuggled_in():
-    assert load_config(None, ["--run.folder", '"a"\nb = 1']).run.folder == '"a"\nb = 1'
+    assert load_config(None, ["--run.dir", '"a"\nb = 1']).run.dir == '"a"\nb = 1'
 
 
 def test_the_command_line_beats_the_file_and_the_last_word_beats_the_first(tmp_path):
@@ -160,7 +160,7 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path, wrong, right):
 
 
 def test_a_key_like_no_other_gets_the_names_of_its_section():
-    (line,) = refusal("--env.num_docs", "3")
+    (line,) = refusal("--env.corpus", "3")
     assert "env.rendering" in line
     assert "go under env.settings" in line
     for far in ("model.rope_theta", "eval.n", "training.precision"):
@@ -186,7 +186,7 @@ def test_every_key_of_an_unknown_section_is_named(tmp_path):
         ("rollout.top_p", "1.5", "at most 1"),
         ("training.beta1", "1", "below 1"),
         ("training.learning_rate", "inf", "a finite number"),
-        ("algorithm.eps_high", "nan", "a finite number"),
+        ("algorithm.clip_high", "nan", "a finite number"),
         ("rollout.max_turns", "2.5", "a whole number"),
         ("rollout.max_turns", "true", "a whole number"),
         ("rollout.max_turns", '"3"', "a whole number"),
@@ -217,8 +217,8 @@ def test_a_setting_of_two_kinds_is_refused_once():
 
 
 def test_a_text_setting_in_a_file_must_be_text(tmp_path):
-    with pytest.raises(ConfigError, match=r"run\.folder is 3, but must be text or none\."):
-        from_file(tmp_path, "[run]\nfolder = 3\n")
+    with pytest.raises(ConfigError, match=r"run\.dir is 3, but must be text or none\."):
+        from_file(tmp_path, "[run]\ndir = 3\n")
 
 
 def test_a_value_for_a_whole_section_is_refused():
@@ -234,7 +234,7 @@ def test_a_long_value_is_cut_in_the_message():
 
 def test_words_that_are_no_setting_are_refused():
     assert refusal("foo") == ['"foo" does not name a setting; write --section.key value.']
-    assert refusal("--run.folder") == ["run.folder needs a value (text or none): write --run.folder VALUE."]
+    assert refusal("--run.dir") == ["run.dir needs a value (text or none): write --run.dir VALUE."]
     assert refusal("--training.steps", "--model.from_scratch") == [
         "training.steps needs a value (a whole number): write --training.steps VALUE."
     ]
@@ -260,18 +260,18 @@ def test_all_mistakes_are_listed_one_a_line(tmp_path):
 
 
 def test_settings_that_contradict_each_other_are_refused():
-    assert refusal("--rollout.max_new_tokens", "900") == [
-        "rollout.max_new_tokens (900) must be below rollout.max_tokens (768)."
+    assert refusal("--rollout.max_tokens_per_turn", "900") == [
+        "rollout.max_tokens_per_turn (900) must be below rollout.max_seq_len (768)."
     ]
     streams = ("--training.mode", "async", "--rollout.concurrency", "128")
-    assert refusal(*streams, "--staleness.in_flight", "129") == [
-        "staleness.in_flight (129) must not be above rollout.concurrency (128)."
+    assert refusal(*streams, "--staleness.max_concurrent_rollouts", "129") == [
+        "staleness.max_concurrent_rollouts (129) must not be above rollout.concurrency (128)."
     ]
-    assert refusal("--model.scratch.hidden_size", "130") == [
-        "model.scratch.hidden_size (130) must be a multiple of model.scratch.num_heads (4)."
+    assert refusal("--model.init.hidden_size", "130") == [
+        "model.init.hidden_size (130) must be a multiple of model.init.num_heads (4)."
     ]
-    assert refusal("--model.scratch.num_kv_heads", "3") == [
-        "model.scratch.num_heads (4) must be a multiple of model.scratch.num_kv_heads (3)."
+    assert refusal("--model.init.num_kv_heads", "3") == [
+        "model.init.num_heads (4) must be a multiple of model.init.num_kv_heads (3)."
     ]
     (line,) = refusal("--model.path", "x", "--model.from_scratch")
     assert line.startswith('model.path ("x") and model.from_scratch (true) exclude each other')
@@ -303,7 +303,7 @@ def test_a_missing_file_or_recipe_names_near_recipes(tmp_path):
 def test_what_is_no_text_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is a folder"):
         load_config(tmp_path, [])
-    (tmp_path / "latin.toml").write_bytes(b'[run]\nfolder = "\xe9"\n')
+    (tmp_path / "latin.toml").write_bytes(b'[run]\ndir = "\xe9"\n')
     with pytest.raises(ConfigError, match="is not UTF-8"):
         load_config(tmp_path / "latin.toml", [])
 

@@ -74,7 +74,7 @@ def test_the_extras_are_out_of_reach_and_the_core_is_not():
 
 
 def test_the_core_trains_and_evaluates(bare):
-    trained = bare("train", "tiny.toml", "--run.folder", "run", "--training.steps", "1")
+    trained = bare("train", "tiny.toml", "--run.dir", "run", "--training.steps", "1")
     assert trained.returncode == 0, trained.stderr
     judged = bare("eval", "--run", "run")
     assert judged.returncode == 0, judged.stderr
@@ -85,7 +85,7 @@ def test_the_core_trains_and_evaluates(bare):
     [
         (["serve", "run"], "serve"),
         (["sandbox", "serve"], "serve"),
-        (["train", "tiny.toml", "--run.folder", "a", "--model.lora.rank", "4"], "lora"),
+        (["train", "tiny.toml", "--run.dir", "a", "--model.lora.rank", "4"], "lora"),
     ],
 )
 def test_what_is_missing_is_named(bare, words, extra):

@@ -9,17 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from algorithm_parts import FUNCTIONS, GREEDY_ADVANTAGES, GROUP_ADVANTAGES, TURN_READING_ADVANTAGES
 from ludus.algorithms import advantages
 from ludus.algorithms.advantages import optimal_token_baseline
 from ludus.algorithms.kl import penalised_advantages, penalised_rewards
 from ludus.algorithms.kl_controller import control_of
 from ludus.algorithms.shaping import soft_overlong
-from ludus.algorithms.spec.algorithm import (
-    ALONE_ADVANTAGES,
-    GREEDY_ADVANTAGES,
-    TURN_READING_ADVANTAGES,
-    PartOptions,
-)
+from ludus.algorithms.spec.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.load import load_config
@@ -99,9 +95,7 @@ def test_turns_get_their_own_advantage(name):
     credits = assign_credit([group()], algorithm)
     mask, turn, turn_rewards = inputs(credits)
     rewards, ids = torch.tensor(REWARDS, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
-    expected = advantages.FUNCTIONS[name](
-        rewards=rewards, turn_rewards=turn_rewards, turn=turn, group=ids, mask=mask
-    )
+    expected = FUNCTIONS[name](rewards=rewards, turn_rewards=turn_rewards, turn=turn, group=ids, mask=mask)
     found, _ = table(credits)
     same(found, expected)
     assert len(set(credits[1].advantages)) > 1
@@ -160,7 +154,7 @@ def test_reinforce_pp_takes_the_kl_token_by_token():
 
 @pytest.mark.parametrize("measure", ["sequence", "action_tokens"])
 def test_the_end_of_the_budget_costs_reward(measure):
-    algorithm = replace(PRESETS["dr_grpo"], overlong_cache=0.5, overlong_measure=measure)
+    algorithm = replace(PRESETS["dr_grpo"], overlong_buffer=0.5, overlong_measure=measure)
     longest = {"sequence": 19, "action_tokens": 14}[measure]
     credits = assign_credit([group()], algorithm, longest)
     _, mask = table(credits)
@@ -179,13 +173,15 @@ def test_the_end_of_the_budget_costs_reward(measure):
 @pytest.mark.parametrize("recipe", list_recipes(), ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("measure", ["sequence", "action_tokens"])
 def test_in_every_recipe_an_episode_that_a_token_limit_cuts_is_punished(recipe, measure):
-    """One action of rollout.max_new_tokens without an end, or as many as fill rollout.max_tokens."""
+    """One action of rollout.max_tokens_per_turn without an end, or as many as fill rollout.max_seq_len."""
     words = ["--algorithm.preset", "dapo", "--algorithm.overlong_measure", measure]
     config = load_config(recipe.config, words)
     algorithm, rollout = resolve(config.algorithm), config.rollout
-    own = [m for m in config.env.mixture.values() if m.max_tokens is not None]
-    fewest = min([rollout.max_tokens, *(m.max_tokens for m in own)])
-    per_turn = min([rollout.max_new_tokens, *(m.max_new_tokens or rollout.max_new_tokens for m in own)])
+    own = [m for m in config.env.mixture.values() if m.max_seq_len is not None]
+    fewest = min([rollout.max_seq_len, *(m.max_seq_len for m in own)])
+    per_turn = min(
+        [rollout.max_tokens_per_turn, *(m.max_tokens_per_turn or rollout.max_tokens_per_turn for m in own)]
+    )
 
     def played(length, turns, stop, reward=0.0):
         action = (7,) * length
@@ -234,16 +230,16 @@ def turn_groups():
 @pytest.mark.parametrize("name", PRESETS)
 def test_zero_variance_drops_no_group_whose_advantage_is_not_zero(name):
     """Outcomes, turns and lengths differ or not; what an advantage does not read keeps no group."""
-    algorithm = replace(PRESETS[name], zero_variance=True, kl_coef=0.0, overlong_mask=False)
+    algorithm = replace(PRESETS[name], filter_zero_variance=True, kl_coef=0.0, overlong_mask=False)
     if algorithm.advantage in (*GREEDY_ADVANTAGES, "rae", "raw", "reinforce_pp"):
         pytest.skip("compares no members of a group")
     groups = [*turn_groups(), group(name="t6"), group((1.0,) * 4, "t7"), group((0.0,) * 4, "t8")]
     if algorithm.advantage == "pass_at_k":
         groups[6] = group((1.0, 0.0, 0.0, 0.0), "t6")
     credits = assign_credit(groups, algorithm)
-    free = assign_credit(groups, replace(algorithm, zero_variance=False))
+    free = assign_credit(groups, replace(algorithm, filter_zero_variance=False))
     dropped = {c.group for c in credits if c.reason == "zero_variance"}
-    compares = algorithm.advantage not in ALONE_ADVANTAGES and algorithm.advantage != "reinforce_pp_baseline"
+    compares = algorithm.advantage in GROUP_ADVANTAGES and algorithm.advantage != "reinforce_pp_baseline"
     for credit in free:
         if credit.group in dropped and compares:
             assert not any(credit.advantages), (name, credit.group)
@@ -257,7 +253,7 @@ def test_zero_variance_drops_no_group_whose_advantage_is_not_zero(name):
 @pytest.mark.parametrize("name", ["grpo", "turn_grpo"])
 def test_the_share_of_equal_groups_is_what_the_filter_drops(name):
     """Rewards of turns differ where those of outcomes are equal: `turn_grpo` reads them, `grpo` does not."""
-    algorithm = replace(PRESETS[name], zero_variance=True)
+    algorithm = replace(PRESETS[name], filter_zero_variance=True)
     failed = replace(trajectory(0, 0.0), failure=Failure("engine", "gone", 1), stop_reason=StopReason.FAILED)
     lost = [replace(episode, trajectory=failed) for episode in group(name="t9")]
     groups = [*turn_groups(), group(name="t6"), group((1.0,) * 4, "t7"), lost]
@@ -270,7 +266,9 @@ def test_the_share_of_equal_groups_is_what_the_filter_drops(name):
             combiner=None,
             ledger=SimpleNamespace(close=lambda step, trained: SimpleNamespace(metrics=dict)),
         ),
-        session=SimpleNamespace(world=SimpleNamespace(rewards=[Reward("right", len, outcome=True)])),
+        session=SimpleNamespace(
+            config=load_config("search"), world=SimpleNamespace(rewards=[Reward("right", len, outcome=True)])
+        ),
         sampled=SimpleNamespace(partial={}),
     )
     metrics = SyncTrainer.account(loop, 1, list(credits), {})
@@ -499,7 +497,7 @@ def test_every_preset_trains_real_rows(name):
     metrics = one.train(training_rows(credits, mask_observations=True), seed=0)
     assert all(math.isfinite(value) for value in metrics.values())
     assert any(not torch.equal(before[n], p) for n, p in model.named_parameters())
-    assert metrics["policy/logprob_gap/<=512"] == pytest.approx(metrics["policy/logprob_gap"])
+    assert metrics["mismatch/logprob_diff/<=512"] == pytest.approx(metrics["mismatch/logprob_diff"])
 
 
 def test_a_reward_between_0_and_1_is_named_where_the_advantage_takes_none():

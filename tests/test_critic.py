@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from algorithm_parts import CRITIC_ADVANTAGES
 from ludus.algorithms import advantages
-from ludus.algorithms.spec.algorithm import CRITIC_ADVANTAGES
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.main import main
@@ -283,10 +283,10 @@ def sampled(tiny_run, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sampled")
     settings = {
         "model.path": cold_start(tiny_run),
-        "run.folder": folder / "run",
+        "run.dir": folder / "run",
         "algorithm.preset": "ppo",
         "training.steps": "1",
-        "training.tasks_per_step": "6",
+        "training.prompts_per_step": "6",
         "rollout.temperature": "0.7",
         "env.settings.well_formed_weight": "0.45",
         "evaluation.tasks": "1",

@@ -7,16 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from algorithm_parts import CLIPPING_LOSSES, CUTS, LOSSES
 from ludus.algorithms.aggregate import Normalizer
 from ludus.algorithms.batch import TokenBatch
-from ludus.algorithms.losses import LOSSES
-from ludus.algorithms.losses.clipping import CUTS
 from ludus.algorithms.objective import objective
-from ludus.algorithms.spec.algorithm import CLIPPING_LOSSES, PartOptions
+from ludus.algorithms.spec.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
 from test_losses_batch import batch_of
 
-NARROW = {"eps_low": 0.05, "eps_high": 0.08}
+NARROW = {"clip_low": 0.05, "clip_high": 0.08}
 CASES = [
     ("ppo_clip", NARROW | {"dual_clip": 1.2}, {}),
     ("clip_cov", NARROW, {}),
@@ -64,7 +63,7 @@ def test_it_is_the_share_of_tokens_without_a_gradient(loss, fields, options):
 
 def test_the_fraction_of_cispo_is_that_of_the_weights_it_bounds():
     batch = given()
-    algorithm = replace(PRESETS["cispo"], eps_low=0.05, eps_high=0.08)
+    algorithm = replace(PRESETS["cispo"], clip_low=0.05, clip_high=0.08)
     ratios = (batch.logprobs - batch.old_logprobs)[batch.mask].exp().tolist()
     expected = sum(not 0.95 <= ratio <= 1.08 for ratio in ratios) / len(ratios)
     assert 0 < expected < 1

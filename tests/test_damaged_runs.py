@@ -164,7 +164,7 @@ def test_a_run_that_leaves_asynchronous_training_trains_each_group_once(run, new
     config = RunFolder(cut).load_config()
     step = config.training.steps + 1
     order = task_order(config, build_world(config.env, config.rollout, config.sandbox))
-    due = [task.id for task in order.take((step - 1) * order.chunk, config.training.tasks_per_step)]
+    due = [task.id for task in order.take((step - 1) * order.chunk, config.training.prompts_per_step)]
     owed = next(task.id for task in order.tasks if task.id not in due)
     path = folder / "trainer" / "state.json"
     state = json.loads(path.read_text())

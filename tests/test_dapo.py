@@ -36,11 +36,14 @@ MIXED = (1.0, 0.0, 0.0, 0.5)
 LENGTHS = (7, 12, 7, 12)
 BUDGET, CACHE = 14, 3
 PARTS = {
-    "clip-higher": {"eps_high": PAPER.eps_high},
-    "dynamic sampling": {"zero_variance": PAPER.zero_variance, "resample_rounds": PAPER.resample_rounds},
-    "sampling until the batch is full": {"resample_rounds": PAPER.resample_rounds},
+    "clip-higher": {"clip_high": PAPER.clip_high},
+    "dynamic sampling": {
+        "filter_zero_variance": PAPER.filter_zero_variance,
+        "max_resample_rounds": PAPER.max_resample_rounds,
+    },
+    "sampling until the batch is full": {"max_resample_rounds": PAPER.max_resample_rounds},
     "token-level loss": {"aggregation": PAPER.aggregation},
-    "soft overlong punishment": {"overlong_cache": PAPER.overlong_cache},
+    "soft overlong punishment": {"overlong_buffer": PAPER.overlong_buffer},
 }
 Gradient = dict[tuple[str, int], float]
 
@@ -67,7 +70,11 @@ def attempts(name, rewards):
 
 def sampler_of(algorithm: Algorithm, roll_out) -> RolloutCollector:
     """Two tasks a step, played by `roll_out`."""
-    settings = {"training.tasks_per_step": 2, "rollout.max_turns": 2, "rollout.max_new_tokens": BUDGET // 2}
+    settings = {
+        "training.prompts_per_step": 2,
+        "rollout.max_turns": 2,
+        "rollout.max_tokens_per_turn": BUDGET // 2,
+    }
     config = load_config("search", [word for k, v in settings.items() for word in (f"--{k}", str(v))])
     sampler = RolloutCollector(SimpleNamespace(config=config), None, algorithm, None, Ledger())
     sampler.roll_out = roll_out
@@ -169,12 +176,12 @@ def test_a_batch_that_stays_short_is_said_once_a_run(caplog):
     async def roll_out(number, tasks):
         return [attempts(task.id, MIXED if task.id == names[1] else (0.0,) * 4) for task in tasks]
 
-    algorithm = replace(DAPO, resample_rounds=1, overlong_cache=0)
+    algorithm = replace(DAPO, max_resample_rounds=1, overlong_buffer=0)
     sampler = sampler_of(algorithm, roll_out)
     for number in (1, 2, 3):
         asyncio.run(sampler.sample(number, order))
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert said.startswith("Step 1 trains on 1 of 2 groups")
     caplog.clear()
-    asyncio.run(sampler_of(replace(algorithm, resample_rounds=0), roll_out).sample(1, order))
+    asyncio.run(sampler_of(replace(algorithm, max_resample_rounds=0), roll_out).sample(1, order))
     assert not caplog.records

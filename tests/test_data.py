@@ -304,22 +304,22 @@ def test_fine_tuning_takes_a_file_and_refuses_a_bad_one_before_it_writes(tmp_pat
     good = write(
         tmp_path / "good.jsonl", GOOD, messages(ASK, {**SAY, "content": "4 " * 4000}), messages(ASK, SAY)
     )
-    said = ludus(*base, "--run.folder", tmp_path / "a", "--sft.dialogues", good)
+    said = ludus(*base, "--run.dir", tmp_path / "a", "--sft.data", good)
     assert said.code == 0, said
-    assert "1 of 3 demonstrations are longer than rollout.max_tokens" in caplog.text
+    assert "1 of 3 demonstrations are longer than rollout.max_seq_len" in caplog.text
     assert "dialogues were left out: too long" in said.out
     left_out = [row.metrics["batch/left_out"] for row in read_metrics(tmp_path / "a" / "metrics.jsonl")]
     assert sum(left_out) >= 1
     assert f"{sum(left_out):.0f} of {4 + sum(left_out):.0f} dialogues" in said.out
     bad = write(tmp_path / "bad.jsonl", GOOD, messages(ASK))
-    said = refused(*base, "--run.folder", tmp_path / "b", "--sft.dialogues", bad)
+    said = refused(*base, "--run.dir", tmp_path / "b", "--sft.data", bad)
     assert f"{bad}, line 2, is not a dialogue: it has no assistant message" in said
-    words = (*base, "--rollout.max_tokens", "16", "--rollout.max_new_tokens", "8", "--sft.dialogues", good)
-    told = refused(*words, "--run.folder", tmp_path / "b")
-    assert f"No dialogue of {good} fits into rollout.max_tokens (16)" in told
-    assert "Set --rollout.max_tokens 8064" in told
+    words = (*base, "--rollout.max_seq_len", "16", "--rollout.max_tokens_per_turn", "8", "--sft.data", good)
+    told = refused(*words, "--run.dir", tmp_path / "b")
+    assert f"No dialogue of {good} fits into rollout.max_seq_len (16)" in told
+    assert "Set --rollout.max_seq_len 8064" in told
     assert "is not a dialogue: it is a pair" in refused(
-        *base, "--run.folder", tmp_path / "b", "--sft.dialogues", write(tmp_path / "p.jsonl", PAIR)
+        *base, "--run.dir", tmp_path / "b", "--sft.data", write(tmp_path / "p.jsonl", PAIR)
     )
     assert not (tmp_path / "b").exists()
 
@@ -334,7 +334,7 @@ def test_a_file_is_passed_over_in_another_order_each_time_and_for_each_seed(tmp_
     file, recipe = numbered(tmp_path / "seven.jsonl"), make_recipe(tmp_path)
     orders = []
     for seed in ("0", "0", "1"):
-        words = ["--model.path", str(cold_start(tiny_run)), "--sft.dialogues", str(file), "--run.seed", seed]
+        words = ["--model.path", str(cold_start(tiny_run)), "--sft.data", str(file), "--run.seed", seed]
         session = open_session(load_config(recipe, [*words, "--sft.batch_size", "1"]))
         rows = [
             row.tokens for batch in islice(batches(session, session.config.sft), 14) for row in batch.rows
@@ -351,9 +351,9 @@ def test_a_file_is_passed_over_in_another_order_each_time_and_for_each_seed(tmp_
 def test_fine_tuning_on_a_file_resumes_in_the_middle_of_a_pass(tmp_path, tiny_run):
     file = numbered(tmp_path / "seven.jsonl")
     words = ("--model", cold_start(tiny_run), "--sft.batch_size", "2", "--sft.warmup_steps", "0")
-    base = ("sft", make_recipe(tmp_path), *words, "--sft.dialogues", file, "--sft.schedule", "constant")
+    base = ("sft", make_recipe(tmp_path), *words, "--sft.data", file, "--sft.schedule", "constant")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert ludus(*base, "--sft.steps", "5", "--run.folder", whole).code == 0
-    assert ludus(*base, "--sft.steps", "2", "--run.folder", cut).code == 0
+    assert ludus(*base, "--sft.steps", "5", "--run.dir", whole).code == 0
+    assert ludus(*base, "--sft.steps", "2", "--run.dir", cut).code == 0
     assert ludus("sft", "--resume", cut, "--sft.steps", "5").code == 0
     assert lasting_files(cut) == lasting_files(whole)

@@ -23,6 +23,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from generators import api_reference
 
 from chat_server import Reply, say, serving
 from ludus.cli.main import main
@@ -39,8 +40,7 @@ PAGES = sorted(
     for file in ROOT.glob(pattern)
 )
 LONGER = "algorithm environment learner mixtures quick_start reproducibility rewards scaling server stages"
-LONG = {f"docs/{name}.md" for name in LONGER.split()}
-LONG |= {page for page in PAGES if "/recipes/" in page}
+LONG = {page for page in PAGES if Path(page).stem in LONGER.split() or "/recipes/" in page}
 """Pages whose commands take long: `make pages` runs them. All that is said of a page is looked at always."""
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.M | re.S)
 TOP_FOLDERS = "src|tests|docs|examples|benchmarks"
@@ -54,21 +54,21 @@ EVALUATION = {
 TRAINING = EVALUATION | {
     "evaluation.tasks_during": "2",
     "rollout.max_turns": "3",
-    "rollout.max_new_tokens": "40",
+    "rollout.max_tokens_per_turn": "40",
     "evaluation.every": "1",
     "training.steps": "1",
-    "training.tasks_per_step": "2",
+    "training.prompts_per_step": "2",
     "algorithm.group_size": "2",
     "rollout.concurrency": "16",
     "env.check": "false",
 }
 SCRATCH = {
-    "model.scratch.vocab_size": "400",
-    "model.scratch.hidden_size": "32",
-    "model.scratch.intermediate_size": "32",
-    "model.scratch.num_layers": "1",
-    "model.scratch.num_heads": "2",
-    "model.scratch.num_kv_heads": "2",
+    "model.init.vocab_size": "400",
+    "model.init.hidden_size": "32",
+    "model.init.intermediate_size": "32",
+    "model.init.num_layers": "1",
+    "model.init.num_heads": "2",
+    "model.init.num_kv_heads": "2",
     "sft.steps": "1",
     "sft.batch_size": "2",
 }
@@ -156,9 +156,9 @@ def finished(tmp_path_factory) -> Path:
     """A folder with a finished run of the recipe, in which every group trains."""
     folder = tmp_path_factory.mktemp("docs")
     settings = BUDGETS["train"] | {
-        "run.folder": str(folder / "runs" / "search-1"),
-        "training.tasks_per_step": "6",
-        "algorithm.zero_variance": "false",
+        "run.dir": str(folder / "runs" / "search-1"),
+        "training.prompts_per_step": "6",
+        "algorithm.filter_zero_variance": "false",
     }
     assert main(["train", "search", *words(settings)]) == 0
     return folder
@@ -208,8 +208,14 @@ def run_command(line: str, cold_start: str, request: pytest.FixtureRequest, monk
     assert main(argv) == 0, line
 
 
+def test_the_api_reference_is_that_of_the_docstrings():
+    written = {file.name: file.read_text("utf-8") for file in (ROOT / "docs" / "reference").glob("*.md")}
+    stale = [name for name, text in api_reference.pages().items() if written.pop(name, "") != text]
+    assert (stale, [*written]) == ([], []), "run make docs"
+
+
 def test_there_are_pages():
-    assert {"docs/README.md", "docs/quick_start.md", "docs/way_of_a_task.md"} <= set(PAGES)
+    assert {"docs/README.md", "docs/start/quick_start.md", "docs/understand/way_of_a_task.md"} <= set(PAGES)
     assert sum(len(blocks(page, "python")) for page in PAGES) > 30
 
 
@@ -296,7 +302,7 @@ OF_ENGINES_ELSEWHERE = {"sync/engines", "sync/transfer_s"}
 
 
 def test_every_metric_of_a_run_is_explained_and_no_other(finished):
-    named = [name for name in first_cells("docs/read_a_run.md") if "/" in name and "." not in name]
+    named = [name for name in first_cells("docs/use/read_a_run.md") if "/" in name and "." not in name]
     patterns = {name: re.compile(re.sub(r"[A-Z]+", r"[^/]+", name)) for name in named if name[-1] != "/"}
     folder = finished / "runs" / "search-1"
     written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -308,7 +314,7 @@ def test_every_metric_of_a_run_is_explained_and_no_other(finished):
 
 
 def test_every_file_of_a_run_is_explained(finished):
-    page = read("docs/read_a_run.md")
+    page = read("docs/use/read_a_run.md")
     for path in (finished / "runs" / "search-1").iterdir():
         assert f"`{path.name}{'/' if path.is_dir() else ''}`" in page, path.name
 
@@ -323,7 +329,7 @@ def keys_of(value: object) -> set[str]:
 
 
 def test_every_field_of_the_formats_is_explained(finished):
-    page, folder = read("docs/read_a_run.md"), finished / "runs" / "search-1"
+    page, folder = read("docs/use/read_a_run.md"), finished / "runs" / "search-1"
     with gzip.open(folder / "rollouts" / "step-000001.jsonl.gz", "rt") as lines:
         fields = keys_of([json.loads(line) for line in lines])
     fields |= keys_of(json.loads((folder / "evaluations" / "step-000001-test-greedy.json").read_text()))

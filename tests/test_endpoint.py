@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from chat_server import DROP, Reply, call, error, fault_in, say, serving
 from ludus.chat.parse import PARSERS
 from ludus.config.sections.rollout import RolloutConfig
+from ludus.envs.base import World
 from ludus.envs.tool_env import ToolEnv
 from ludus.errors import ConfigError, EngineError, UserError
 from ludus.evaluation.evaluate import EvaluationPlan, evaluate
@@ -159,7 +160,7 @@ def answers_by_itself(body):
 
 
 @dataclass
-class SmallWorld:
+class SmallWorld(World):
     name: str = "small"
     splits: tuple = ("test",)
     rewards: tuple = REWARDS
@@ -680,7 +681,7 @@ def test_an_unknown_parser_is_refused_and_the_key_is_not_shown():
 def test_the_factory_names_the_seed_of_a_job_by_all_but_its_attempt():
     converse = endpoint_conversations(
         OpenAIClient(OpenAIClientSettings("http://h", "m")),
-        RolloutConfig(max_tokens=99),
+        RolloutConfig(max_seq_len=99),
         SamplingPlan("eval", 0.0, 1),
         "hermes",
     )

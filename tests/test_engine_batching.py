@@ -27,7 +27,7 @@ from ludus.types import Completion, SamplingParams
 from waiting import until
 
 VOCAB = 300
-SMALL = EngineSettings(context_tokens=256, max_batch=32, cache_tokens=4096, pass_tokens=64)
+SMALL = EngineSettings(context_tokens=256, max_batch=32, kv_cache_tokens=4096, pass_tokens=64)
 
 
 def build(seed=0, **changes):
@@ -212,7 +212,7 @@ def test_cancels_evictions_and_a_tiny_cache_disturb_nobody():
     model = build()
     requests = varied_requests(60, seed=3)
     expected = alone(model, requests)
-    tiny = replace(SMALL, cache_tokens=512, max_batch=6)
+    tiny = replace(SMALL, kv_cache_tokens=512, max_batch=6)
 
     async def crowd():
         engine = LocalEngine(model, settings=tiny)
@@ -257,7 +257,7 @@ def what_is_left(engine):
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_what_was_cancelled_aborted_or_updated_leaves_nothing_behind(recompute):
-    settings = replace(SMALL, cache_tokens=512, max_batch=6, recompute_on_update=recompute)
+    settings = replace(SMALL, kv_cache_tokens=512, max_batch=6, recompute_on_update=recompute)
 
     async def run():
         engine, source = LocalEngine(build(), settings=settings), random.Random(4)
@@ -735,10 +735,10 @@ def test_an_engine_gives_its_cache_up_and_takes_it_back(compiled, monkeypatch):
         under_way = asyncio.create_task(engine.generate(replace(requests[0], episode="long")))
         await asyncio.sleep(0)
         with pytest.raises(EngineError, match="it has requests"):
-            await engine.give_up_cache()
+            await engine.sleep()
         await under_way
-        await engine.give_up_cache()
-        await engine.give_up_cache()
+        await engine.sleep()
+        await engine.sleep()
         pool = engine._forward.pool
         assert not pool.is_there
         engine.stats(reset=True)

@@ -24,7 +24,7 @@ from small_runs import config
 from waiting import until
 
 VOCAB = 300
-SMALL = EngineSettings(context_tokens=256, max_batch=32, cache_tokens=4096, pass_tokens=64)
+SMALL = EngineSettings(context_tokens=256, max_batch=32, kv_cache_tokens=4096, pass_tokens=64)
 CPU = torch.device("cpu")
 
 

@@ -324,7 +324,7 @@ def test_a_prompt_that_is_a_prefix_of_another_is_served():
 def test_an_evicted_episode_is_recomputed_with_the_same_tokens():
     model = build()
     roomy = LocalEngine(model)
-    tight = LocalEngine(model, settings=EngineSettings(cache_tokens=256, context_tokens=128))
+    tight = LocalEngine(model, settings=EngineSettings(kv_cache_tokens=256, context_tokens=128))
     games = [play(e, prompts(6), turns=3, max_new_tokens=6, temperature=0) for e in (roomy, tight)]
     assert games[0] == games[1]
     assert roomy.stats().cached_tokens > tight.stats().cached_tokens

@@ -24,7 +24,7 @@ from ludus.types import Guide, SamplingParams
 from waiting import until
 
 CONTEXT = 64
-QUICK = RemoteEngineSettings(timeout_s=20, patience_s=2, backoff_s=0.01)
+QUICK = RemoteEngineSettings(timeout_s=20, connect_timeout_s=2, backoff_s=0.01)
 
 
 @dataclass

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.scale
 NUM = 2000
 UPDATES = 6
 CONTEXT = 256
-TINY_CACHE = EngineSettings(context_tokens=CONTEXT, max_batch=24, cache_tokens=2048, pass_tokens=64)
+TINY_CACHE = EngineSettings(context_tokens=CONTEXT, max_batch=24, kv_cache_tokens=2048, pass_tokens=64)
 
 
 @dataclass

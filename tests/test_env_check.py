@@ -499,7 +499,7 @@ def test_training_stops_before_it_writes_anything(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text(BROKEN)
     folder = tmp_path / "run"
-    words = ("train", make_recipe(tmp_path), "--from-scratch", "--env.name", path, "--run.folder", folder)
+    words = ("train", make_recipe(tmp_path), "--from-scratch", "--env.name", path, "--run.dir", folder)
     quiet = ("--evaluation.splits", '["train"]', "--evaluation.split_during", "train")
     assert "pays for cheating. The agent echo" in refused(*words, *quiet)
     assert not folder.exists()
@@ -507,7 +507,7 @@ def test_training_stops_before_it_writes_anything(tmp_path):
 
 def test_bad_input_of_the_command_is_one_sentence():
     assert "Name an environment" in refused("env", "check")
-    assert "no world 'serch'" in refused("env", "check", "serch")
+    assert "'serch' is not known" in refused("env", "check", "serch")
     assert "no split 'dev'" in refused("env", "show", "guess", "--split", "dev")
     assert "--tasks is 0" in refused("env", "check", "guess", "--tasks", "0")
 

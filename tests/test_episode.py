@@ -160,8 +160,8 @@ def test_an_ending_has_a_name_that_the_reward_sees_and_the_metrics_count(stop):
     assert world.open == []
     assert engine.released == ["e"]
     metrics = rollout_metrics([Group(make_task(), (t,))])
-    assert {name: value for name, value in metrics.items() if name.startswith("stop/") and value} == {
-        f"stop/{stop}": 1.0
+    assert {name: value for name, value in metrics.items() if name.startswith("episode/stop/") and value} == {
+        f"episode/stop/{stop}": 1.0
     }
 
 

@@ -21,15 +21,15 @@ from worlds import call, play, scripted
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "examples" / "stock.py"
 TINY = {
-    "model.scratch.hidden_size": "16",
-    "model.scratch.intermediate_size": "16",
-    "model.scratch.num_layers": "1",
+    "model.init.hidden_size": "16",
+    "model.init.intermediate_size": "16",
+    "model.init.num_layers": "1",
     "sft.steps": "4",
     "sft.batch_size": "4",
     "training.steps": "2",
-    "training.tasks_per_step": "2",
+    "training.prompts_per_step": "2",
     "algorithm.group_size": "2",
-    "rollout.max_new_tokens": "8",
+    "rollout.max_tokens_per_turn": "8",
     "evaluation.tasks": "4",
     "run.threads": "1",
 }
@@ -94,9 +94,9 @@ def test_the_way_of_its_docstring_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     tiny = [word for key, value in TINY.items() for word in (f"--{key}", value)]
     first, second = tmp_path / "sft", tmp_path / "rl"
-    assert main(["sft", "examples/stock.toml", "--from-scratch", "--run.folder", str(first), *tiny]) == 0
+    assert main(["sft", "examples/stock.toml", "--from-scratch", "--run.dir", str(first), *tiny]) == 0
     model = str(first / "checkpoints" / "step-000004")
-    words = ["train", "examples/stock.toml", "--model", model, "--run.folder", str(second), *tiny]
+    words = ["train", "examples/stock.toml", "--model", model, "--run.dir", str(second), *tiny]
     assert main(words) == 0
     rows = [json.loads(line) for line in (second / "metrics.jsonl").read_text("utf-8").splitlines()]
     assert [row["step"] for row in rows] == [1, 2]

@@ -143,7 +143,7 @@ def test_all_worlds_with_experts_are_looked_at():
 
 def of_world(session, name, settings, **rollout):
     """A session of another world with the same renderer, and room for every dialogue."""
-    budget = {"max_turns": 16, "max_tokens": 20_000, "reward_processes": 0} | rollout
+    budget = {"max_turns": 16, "max_seq_len": 20_000, "reward_processes": 0} | rollout
     own = Config.model_validate({"env": {"name": name, "settings": settings}, "rollout": budget})
     model = SimpleNamespace(config=GPT2Config(n_positions=30_000))
     return replace(session, config=own, model=model, world=build_world(own.env, own.rollout, own.sandbox))
@@ -229,11 +229,11 @@ def renamed(message, name):
 
 
 def test_an_expert_that_does_not_fit_or_whose_environment_breaks_is_refused(session, caplog):
-    own = of_world(session, "functions", {"num_tasks": 40}, max_tokens=300, retries=0)
+    own = of_world(session, "functions", {"num_tasks": 40}, max_seq_len=300, retries=0)
     tasks = own.world.tasks("train")[:2]
     short = replace(own, model=SimpleNamespace(config=GPT2Config(n_positions=20)))
     assert asyncio.run(joined_by(short, make_experts(short, PRESETS["mixed_policy"]), tasks)) == [[], []]
-    assert all("exceeds rollout.max_tokens" in record.getMessage() for record in caplog.records)
+    assert all("exceeds rollout.max_seq_len" in record.getMessage() for record in caplog.records)
     caplog.clear()
     broken, opened = WatchedWorld(hooks={"start": breaks_first}), []
     experts = Demonstrations(replace(own, world=broken), {"t": [[{"role": "assistant", "content": "Paris"}]]})
@@ -251,6 +251,9 @@ async def breaks_first(number):
 
 def test_experts_that_nobody_reads_or_gives_are_refused():
     class World:
+        def implements(self, method):
+            return False
+
         name = "mute"
 
     for settings in ({"path": "some.jsonl"}, {"per_group": 2}):

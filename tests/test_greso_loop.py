@@ -99,9 +99,9 @@ def test_no_step_of_a_stream_meets_a_task_twice(size, per_step):
 CHANGES = {
     "algorithm__greso": "true",
     "training__steps": "3",
-    "training__tasks_per_step": "5",
+    "training__prompts_per_step": "5",
     "rollout__max_turns": "1",
-    "rollout__max_new_tokens": "4",
+    "rollout__max_tokens_per_turn": "4",
     "env__name": str(WORLD),
     "model__path": str(recipe_folder("search") / "cold_start"),
 }

@@ -30,6 +30,7 @@ ORDER = (
     *(
         "types",
         "errors",
+        "plugins",
         "untrusted",
         "recipes",
         "config",
@@ -293,6 +294,30 @@ def called(node: ast.Call) -> str:
     return ast.unparse(node.func).rpartition(".")[2]
 
 
+PARTS = {"advantage", "loss", "correction", "preset"}
+
+
+def algorithm_names(module: Module) -> Iterator[Finding]:
+    """The trainer reads the needs of a spec and never compares the name of a part."""
+    if not module.in_package or module.folder in ("algorithms", "config", "worlds"):
+        return
+    for place, node in everywhere(module):
+        if isinstance(node, ast.Compare):
+            compared, others = [node.left, *node.comparators], ast.walk(node)
+            texts = [n.value for n in others if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        elif isinstance(node, ast.Match):
+            patterns = [n for case in node.cases for n in ast.walk(case.pattern)]
+            compared, texts = (
+                [node.subject],
+                [ast.unparse(n) for n in patterns if isinstance(n, ast.MatchValue)],
+            )
+        else:
+            continue
+        names = {n.attr for n in compared if isinstance(n, ast.Attribute)}
+        if names & PARTS and [text for text in texts if text != "none"]:
+            yield Finding(place, f"line {node.lineno}: {', '.join(texts)}")
+
+
 def docstrings(module: Module) -> Iterator[Finding]:
     if not module.in_package:
         return
@@ -320,6 +345,7 @@ RULES = {
     "broad-excepts": broad_excepts,
     "import-work": import_work,
     "docstrings": docstrings,
+    "algorithm-names": algorithm_names,
 }
 
 
@@ -457,6 +483,7 @@ BREAKS = {
     "broad-excepts": "try:\n    x = 1\nexcept (ValueError, Exception):\n    x = 2",
     "import-work": "print('hello')",
     "docstrings": "class C: ...",
+    "algorithm-names": "def f(a):\n    return a.algorithm.loss == 'gtpo'",
 }
 MORE_BREAKS = [
     ("annotations", "def f(a: int): ..."),
@@ -475,6 +502,8 @@ MORE_BREAKS = [
     ("import-work", "WORDS = Path('words').read_text()"),
     ("import-work", "register()"),
     ("docstrings", "'''Doc.'''\ndef f(): ..."),
+    ("algorithm-names", "x = a.advantage in ('gae', 'vapo')"),
+    ("algorithm-names", "match a.advantage:\n    case 'prime':\n        x = 1"),
 ]
 KEEPS = [
     ("parameters", "class C:\n    def f(self, a, b, c, d, e, *, g): ..."),
@@ -491,13 +520,18 @@ KEEPS = [
         "'''Doc.'''\nA = tuple(range(3))\nREGISTRY.update({'a': f})\nif __name__ == '__main__':\n    main()",
     ),
     ("docstrings", "'''Doc.'''\ndef _f(): ..."),
+    ("algorithm-names", "x = a.correction != 'none' or a.loss_spec.has(Need.CLIP)"),
     ("docstrings", "'''Doc.'''\n@overload\ndef f(): ..."),
 ]
 
 
 @pytest.mark.parametrize(("rule", "text"), [*BREAKS.items(), *MORE_BREAKS])
 def test_a_rule_finds_what_breaks_it(rule, text):
-    assert list(RULES[rule](Module("src/ludus/config/x.py", text)))
+    assert list(
+        RULES[rule](
+            Module("src/ludus/tools/x.py" if rule == "algorithm-names" else "src/ludus/config/x.py", text)
+        )
+    )
 
 
 @pytest.mark.parametrize(("rule", "text"), KEEPS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ludus.algorithms.spec.algorithm import CLIPPING_LOSSES, CRITIC_ADVANTAGES, RATIO_PARTS
+from algorithm_parts import CLIPPING_LOSSES, CRITIC_ADVANTAGES, RATIO_PARTS
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.load import load_config
 from ludus.envs.registry import build_world

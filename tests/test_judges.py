@@ -222,7 +222,7 @@ def test_only_what_trains_is_learned_from():
 
 CHANGES = {
     "prime": {
-        "algorithm__zero_variance": "false",
+        "algorithm__filter_zero_variance": "false",
         "critic__prime__epochs": "4",
         "algorithm__options__advantage__beta": "1",
     },

@@ -78,7 +78,7 @@ def test_an_asynchronous_run_killed_again_and_again_ends_with_every_step_and_no_
     tiny_run, tmp_path
 ):
     folder, rng = tmp_path / "run", random.Random(7)
-    given = (make_recipe(tmp_path), "--model", cold_start(tiny_run), "--run.folder", folder)
+    given = (make_recipe(tmp_path), "--model", cold_start(tiny_run), "--run.dir", folder)
     settings = "--training.mode async --training.steps 12 --evaluation.every 99 --training.checkpoint_every 1"
     arguments = ("train", *map(str, given), *settings.split())
     begin = time.perf_counter()
@@ -107,7 +107,7 @@ def test_an_asynchronous_run_killed_again_and_again_ends_with_every_step_and_no_
 
 def equals_the_uninterrupted(command: str, given: tuple[str, ...], folder: Path, seed: int) -> None:
     """Run `ludus COMMAND GIVEN` whole, and again with three kills: all lasting bytes are the same."""
-    option = "--folder" if command == "pipeline" else "--run.folder"
+    option = "--folder" if command == "pipeline" else "--run.dir"
     whole = folder / "whole"
     seconds = finish(command, *given, option, str(whole))
     expected, rng = lasting_files(whole), random.Random(seed)
@@ -164,17 +164,18 @@ def test_preferences_on_own_attempts_killed_and_resumed_equal_the_uninterrupted_
 SHAPED = "--env.settings.well_formed_weight 0.4 --rollout.temperature 0.8"
 """Rewards that differ, of a model that hardly solves anything."""
 REMEMBERED = {
-    "prime": "--algorithm.preset prime --algorithm.zero_variance false",
+    "prime": "--algorithm.preset prime --algorithm.filter_zero_variance false",
     "vapo": "--algorithm.preset vapo --critic.warmup_steps 2",
     "value head": "--algorithm.preset ppo --critic.model head",
     "kl controller": "--algorithm.kl_coef 0.1 --kl_control.kind adaptive --kl_control.target 1e-4"
-    " --kl_control.horizon 20 --algorithm.zero_variance false",
+    " --kl_control.horizon 20 --algorithm.filter_zero_variance false",
     "kl pid": "--algorithm.kl_coef 0.1 --kl_control.kind pid --kl_control.target 1e-4 --kl_control.kp 1"
-    " --kl_control.ki 1 --kl_control.kd 1 --algorithm.zero_variance false",
-    "reward moments": "--rewards.normalise_by family --algorithm.zero_variance false",
+    " --kl_control.ki 1 --kl_control.kd 1 --algorithm.filter_zero_variance false",
+    "reward moments": "--rewards.normalise_by family --algorithm.filter_zero_variance false",
     "roles": "--algorithm.preset rae",
     "greso": "--algorithm.greso true",
-    "adapters and reference": "--model.lora.rank 2 --algorithm.kl_coef 0.1 --algorithm.zero_variance false",
+    "adapters and reference": "--model.lora.rank 2 --algorithm.kl_coef 0.1 "
+    "--algorithm.filter_zero_variance false",
 }
 KEPT = {
     "kl controller": "kl",

@@ -27,7 +27,7 @@ from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 
 HELD = SMALLEST | {
     "algorithm__advantage": "raw",
-    "algorithm__zero_variance": "false",
+    "algorithm__filter_zero_variance": "false",
     "algorithm__kl_coef": "0.5",
     "training__learning_rate": "1e-3",
     "training__steps": "3",
@@ -93,7 +93,7 @@ def test_the_guard_follows_the_run_unless_it_is_told_what_to_expect():
         ({"kind": "adaptive"}, "needs a KL to hold"),
         ({"target": 0.1}, 'kl_control.target = 0.1 would have no effect: kl_control.kind is "constant"'),
         ({"kind": "pid", "target": 0.1}, "no gain"),
-        ({"kind": "pid", "target": 0.1, "kp": 1.0, "most": 0.1}, "above kl_control.most"),
+        ({"kind": "pid", "target": 0.1, "kp": 1.0, "max_coef": 0.1}, "above kl_control.max_coef"),
         ({"kind": "linear", "kl_coef": 0.0}, "nothing changes"),
         ({"kind": "linear", "horizon": 3.0}, "kl_control.horizon"),
         ({"guard_expected": 0.1}, "kl_control.guard_factor is 0"),

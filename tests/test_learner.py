@@ -85,8 +85,8 @@ def test_the_metrics_of_several_updates_are_those_of_all_their_tokens():
         found.append(one.train(random_rows(), seed=3))
     whole, parts = found
     assert parts["batch/trained_rows"] == whole["batch/trained_rows"] / 4
-    names = [name for name in whole if name.startswith("policy/")]
-    assert {"policy/logprob_gap_max", "policy/ratio_max", "policy/entropy", "policy/kl_engine"} < set(names)
+    names = [name for name in whole if name.startswith(("policy/", "mismatch/", "is/"))]
+    assert {"mismatch/logprob_diff_max", "policy/ratio_max", "policy/entropy", "mismatch/kl"} < set(names)
     for name in names:
         assert parts[name] == pytest.approx(whole[name], rel=1e-12), name
 

@@ -159,7 +159,7 @@ def test_a_stage_that_runs_out_of_memory_says_what_to_change(words, error, tmp_p
 
     monkeypatch.setattr(Optimizer, "step", full)
     stage, *more = words
-    begun = (stage, make_recipe(tmp_path), "--from-scratch", "--run.folder", tmp_path / "run", *more)
+    begun = (stage, make_recipe(tmp_path), "--from-scratch", "--run.dir", tmp_path / "run", *more)
     said = refused(*begun, "--training.learner.halve_on_oom", "false", code=LearnerError.exit_code)
     assert f"Out of memory: {str(error).splitlines()[0]}" in said
     assert "Lower microbatch_tokens" in said
@@ -180,7 +180,7 @@ def test_too_little_memory_is_refused_with_the_numbers(monkeypatch):
 def test_on_the_cpu_there_is_one_only_where_it_is_asked_for(tmp_path):
     one = learner(tiny_model(), settings=LearnerSettings(microbatch_tokens=64))
     assert dry_run_of(config(tmp_path), one) is None
-    asked = config(tmp_path, training__learner__dry_run="always", rollout__max_tokens="70")
+    asked = config(tmp_path, training__learner__dry_run="always", rollout__max_seq_len="70")
     assert dry_run_of(asked, one).tokens == 70
 
 

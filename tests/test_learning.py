@@ -13,7 +13,7 @@ from ludus.evaluation.stats import paired_difference
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_search_recipe_gains_25_points_on_unseen_heads(tmp_path, seed):
     folder = tmp_path / "run"
-    fixed = ["--run.folder", str(folder), "--run.seed", str(seed), "--run.threads", "1"]
+    fixed = ["--run.dir", str(folder), "--run.seed", str(seed), "--run.threads", "1"]
     assert main(["train", "search", *fixed]) == 0
     for sampling in ("greedy", "t1"):
         gain = gain_on_test(folder, sampling)
@@ -26,11 +26,11 @@ def test_the_search_recipe_gains_25_points_on_unseen_heads(tmp_path, seed):
 def test_a_recipe_that_makes_its_own_cold_start_gains_as_sampled(tmp_path, recipe, least):
     start, folder = tmp_path / "start", tmp_path / "run"
     fixed = ["--run.threads", "1"]
-    assert main(["sft", recipe, "--from-scratch", "--run.folder", str(start), *fixed]) == 0
+    assert main(["sft", recipe, "--from-scratch", "--run.dir", str(start), *fixed]) == 0
     model = max((start / "checkpoints").iterdir())
     made = ["--model", str(model), "--model.from_scratch", "false"]
     quick = ["--evaluation.every", "1000", "--evaluation.splits", '["test"]', *fixed]
-    assert main(["train", recipe, *made, "--run.folder", str(folder), *quick]) == 0
+    assert main(["train", recipe, *made, "--run.dir", str(folder), *quick]) == 0
     gain = gain_on_test(folder, "t1")
     assert gain.interval.low > least, gain
 

@@ -74,7 +74,7 @@ def test_stages_have_equal_budgets_of_episodes_and_of_dialogues(algorithms, monk
     assert int(more[1]["--sft.steps"]) * 32 == 20 * 24 * 8
     assert int(fine[1]["--sft.steps"]) * 32 == 20 * 24
     assert after[1]["--model.path"].endswith("run/checkpoints/step-000015")
-    shown = read_dialogues(Path(fine[1]["--sft.dialogues"]))
+    shown = read_dialogues(Path(fine[1]["--sft.data"]))
     assert len({one.task for one in shown}) == len(shown) == 170
 
 

@@ -14,8 +14,8 @@ from ludus.algorithms import corrections, losses, preference
 from ludus.algorithms.aggregate import Normalizer, aggregate
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.objective import objective
-from ludus.algorithms.spec.algorithm import PartOptions
-from ludus.algorithms.spec.compatibility import BEHAVIOUR_RATIO, check_corrections
+from ludus.algorithms.spec.algorithm import Algorithm, PartOptions
+from ludus.algorithms.spec.compatibility import check_corrections
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.errors import ConfigError
 
@@ -294,11 +294,12 @@ def test_levels_by_hand():
 
 
 def test_two_corrections_at_once_are_refused():
-    for other in ("decoupled", "dppo", "vtrace", "retrace"):
+    for part, other in (("loss", "dppo"), ("advantage", "vtrace"), ("advantage", "retrace")):
+        one = Algorithm("x", "", "", **{part: other})
         with pytest.raises(ConfigError, match=f"tis and {other}"):
-            check_corrections("tis", other, "grpo")
-    for name in BEHAVIOUR_RATIO:
-        check_corrections("none", name, "reject_sequence", "ppo_clip")
+            check_corrections(replace(one, correction="tis"))
+        for correction in ("none", "reject_sequence", "m2po"):
+            check_corrections(replace(one, correction=correction))
 
 
 @quick

@@ -86,7 +86,7 @@ SOLVED = group(
 def test_the_metrics_of_two_groups_by_hand():
     """Four finished episodes: rewards 1.5, 0.5, 1, 1; action tokens 6, 10, 4, 4; all tokens 10, 13, 9, 7."""
     metrics = rollout_metrics([MIXED, SOLVED], success="right")
-    stops = {f"stop/{reason}": 0.0 for reason in StopReason}
+    stops = {f"episode/stop/{reason}": 0.0 for reason in StopReason}
     statuses = {f"tools/status/{status}": 0.0 for status in ToolStatus}
     expected = {
         "episodes/count": 5,
@@ -94,11 +94,11 @@ def test_the_metrics_of_two_groups_by_hand():
         "groups/count": 2,
         "reward/mean": 1.0,
         "reward/std": math.sqrt((0.25 + 0.25 + 0 + 0) / 4),
-        "reward/part/brief": (0.5 + 0.5) / 4,
-        "reward/part/right": 3 / 4,
+        "reward/brief": (0.5 + 0.5) / 4,
+        "reward/right": 3 / 4,
         "success/mean": 3 / 4,
-        "length/action_tokens/mean": 24 / 4,
-        "length/action_tokens/max": 10,
+        "response_length/mean": 24 / 4,
+        "response_length/max": 10,
         "length/total_tokens/mean": 39 / 4,
         "turns/mean": (2 + 1 + 3 + 1) / 4,
         SAMPLED_ENTROPY: 1.0,
@@ -122,13 +122,13 @@ def test_the_metrics_of_two_groups_by_hand():
         "tools/sum/retried": 1,
         "tools/sum/cost": 0.25 / 4,
         **stops,
-        "stop/answered": 2 / 5,
-        "stop/truncated": 1 / 5,
-        "stop/max_turns": 1 / 5,
-        "stop/failed": 1 / 5,
+        "episode/stop/answered": 2 / 5,
+        "episode/stop/truncated": 1 / 5,
+        "episode/stop/max_turns": 1 / 5,
+        "episode/stop/failed": 1 / 5,
         "groups/zero_variance": 1 / 2,
-        "groups/all_right": 1 / 2,
-        "groups/all_wrong": 0,
+        "groups/solve_all": 1 / 2,
+        "groups/solve_none": 0,
     }
     assert metrics == pytest.approx(expected)
     assert list(metrics) == list(expected)
@@ -143,19 +143,19 @@ def test_an_invented_tool_makes_no_metric_of_its_own():
 def test_names_do_not_depend_on_how_the_episodes_went():
     empty = rollout_metrics([], success="right")
     full = rollout_metrics([group(attempt(0.0, right=0.0), attempt(0.0))], success="right")
-    assert [n for n in full if not n.startswith("reward/part/")] == list(empty)
+    assert [n for n in full if not n.startswith("reward/") or n in empty] == list(empty)
     assert set(empty.values()) == {0.0}
 
 
 def test_without_an_outcome_part_nothing_is_called_right():
     metrics = rollout_metrics([SOLVED])
-    assert not {"success/mean", "groups/all_right", "groups/all_wrong"} & metrics.keys()
+    assert not {"success/mean", "groups/solve_all", "groups/solve_none"} & metrics.keys()
     assert metrics["groups/zero_variance"] == 1.0
 
 
 def test_a_missing_outcome_is_not_a_success():
     metrics = rollout_metrics([group(attempt(0.0), attempt(0.0, right=0.0))], success="right")
-    assert (metrics["success/mean"], metrics["groups/all_wrong"], metrics["groups/all_right"]) == (
+    assert (metrics["success/mean"], metrics["groups/solve_none"], metrics["groups/solve_all"]) == (
         0.0,
         1.0,
         0.0,
@@ -198,7 +198,7 @@ def test_a_token_that_two_rows_share_counts_once():
         stop_reason=StopReason.ANSWERED,
     )
     metrics = rollout_metrics([group(tree)])
-    assert metrics["length/action_tokens/mean"] == 7
+    assert metrics["response_length/mean"] == 7
     assert metrics["length/total_tokens/mean"] == 10
 
 
@@ -219,9 +219,9 @@ def test_a_healthy_step_raises_no_alarm():
     ("change", "words"),
     [
         ({"groups/zero_variance": 1.0}, "too easy (all right) or too hard (all wrong)"),
-        ({"groups/zero_variance": 1.0, "groups/all_right": 1.0}, "too easy (all right)"),
+        ({"groups/zero_variance": 1.0, "groups/solve_all": 1.0}, "too easy (all right)"),
         (
-            {"groups/zero_variance": 1.0, "groups/all_right": 0.0, "groups/all_wrong": 1.0},
+            {"groups/zero_variance": 1.0, "groups/solve_all": 0.0, "groups/solve_none": 1.0},
             "too hard (all wrong)",
         ),
         ({LOGPROB_GAP: 0.051}, "differ by 0.051 nats per token, above 0.05"),
@@ -229,8 +229,11 @@ def test_a_healthy_step_raises_no_alarm():
             {"tools/error_rate": 0.6, "tools/status/timed_out": 0.4},
             "60% of the tool calls end in an error, most",
         ),
-        ({"stop/tool_errors": 0.51}, "51% of the episodes end in a streak of tool errors"),
-        ({"stop/truncated": 0.3, "stop/max_tokens": 0.3}, "60% of the episodes are cut off by a token limit"),
+        ({"episode/stop/tool_errors": 0.51}, "51% of the episodes end in a streak of tool errors"),
+        (
+            {"episode/stop/truncated": 0.3, "episode/stop/max_tokens": 0.3},
+            "60% of the episodes are cut off by a token limit",
+        ),
         ({"learner/grad_norm": math.nan, "learner/loss": math.inf}, "learner/grad_norm, learner/loss"),
     ],
 )
@@ -246,8 +249,8 @@ def test_each_alarm_speaks_alone_and_about_the_newest_step(change, words):
         {"groups/zero_variance": 0.99},
         {LOGPROB_GAP: 0.05},
         {"tools/error_rate": 0.5},
-        {"stop/tool_errors": 0.5},
-        {"stop/truncated": 0.25, "stop/max_tokens": 0.25},
+        {"episode/stop/tool_errors": 0.5},
+        {"episode/stop/truncated": 0.25, "episode/stop/max_tokens": 0.25},
     ],
 )
 def test_a_bound_that_is_just_reached_is_silent(change):
@@ -341,8 +344,8 @@ def test_exploration_that_has_ended_in_dropped_groups_is_told_though_trained_tok
     ("change", "words"),
     [
         ({"tools/calls_per_episode": 0.0}, "the model calls no tool"),
-        ({"tools/calls_per_episode": 1.0, "stop/max_tokens": 0.2}, "score one right answer by hand"),
-        ({"tools/calls_per_episode": 1.0, "stop/max_tokens": 0.62}, "most episodes are cut off"),
+        ({"tools/calls_per_episode": 1.0, "episode/stop/max_tokens": 0.2}, "score one right answer by hand"),
+        ({"tools/calls_per_episode": 1.0, "episode/stop/max_tokens": 0.62}, "most episodes are cut off"),
     ],
 )
 def test_rewards_of_0_advise_a_cold_start(change, words):

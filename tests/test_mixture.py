@@ -47,8 +47,8 @@ max_tool_output = 40
 [env.mixture.games]
 world = "guess"
 max_turns = 3
-max_new_tokens = 8
-max_tokens = 200
+max_tokens_per_turn = 8
+max_seq_len = 200
 settings = {{sizes = [5], composition_size = 7, num_tasks = 120}}
 """
 TINY = RECIPE.replace(f'[env]\nname = "{WORLD}"\n', MIXED)
@@ -70,7 +70,7 @@ def world(recipe):
 @pytest.fixture(scope="module")
 def run(recipe):
     """A whole run over the mixture."""
-    said = ludus("train", recipe, "--from-scratch", "--run.folder", recipe.parent / "run")
+    said = ludus("train", recipe, "--from-scratch", "--run.dir", recipe.parent / "run")
     assert said.code == 0, said
     assert "average of the worlds" in said.out
     return recipe.parent / "run"
@@ -102,7 +102,7 @@ def test_the_command_line_reaches_every_world_and_the_text_reads_back(recipe):
         ("--env.settings.k 3", "env.settings are those of one world"),
         ("--env.name search", 'env.mixture has worlds (prices, games), and env.name is "search"'),
         ("--env.mixture.games.max_turns 9", "env.mixture.games.max_turns (9) is above rollout.max_turns (3)"),
-        ("--env.mixture.prices.max_new_tokens 20 --env.mixture.prices.max_tokens 16", "must be below"),
+        ("--env.mixture.prices.max_tokens_per_turn 20 --env.mixture.prices.max_seq_len 16", "must be below"),
         (
             "--env.mixture.games.weight_end 0 --env.mixture.prices.weight_end 0",
             "every weight_end in env.mixture is 0",
@@ -126,7 +126,7 @@ def test_two_worlds_of_one_name_are_refused():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--env.mixture.gues.weight 1", "There is no world 'gues'. Did you mean 'guess'?"),
+        ("--env.mixture.gues.weight 1", "'gues' is not known. Did you mean 'guess'?"),
         ("--env.mixture.games.settings.size 3", "env.mixture.games.settings.size (= 3) is not a setting"),
         (
             '--env.rendering tags --env.mixture.math.settings {tool="calculator",num_tasks=60}',
@@ -335,7 +335,7 @@ def test_metrics_and_alarms_by_world(world):
     assert metrics["env/prices/reward"] == pytest.approx(1.1)
     assert metrics["env/games/share"] == 0.5
     assert metrics["env/games/zero_variance"] == 1.0
-    assert metrics["reward/part/prices/well_formed"] == 1.0
+    assert metrics["reward/prices/well_formed"] == 1.0
     assert any("world games in the last 5 steps" in text for text in alarms([metrics] * 5))
 
 
@@ -373,7 +373,7 @@ def test_shaping_of_several_worlds_does_not_add_up():
         return MixtureMember(name, one_world(name, rewards), load_config(None).rollout)
 
     mixed = MixedWorld(tuple(map(member, "xyz")))
-    config = load_config(None, ["--rewards.combination", "gated"])
+    config = load_config(None, ["--rewards.aggregation", "gated"])
     assert len(combiner_of(config, mixed, takes_turns=False).parts) == 4
     config = load_config(None, ["--rewards.weights", '{"x/s" = 0.7}'])
     with pytest.raises(ConfigError):

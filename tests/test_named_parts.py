@@ -8,7 +8,7 @@ import pytest
 
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config import load_config
-from ludus.config.sections.rewards import PARTS
+from ludus.config.sections.rewards import PARTS, PartConfig
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, WorldError
 from ludus.rewards.exact_match import ExpectedAnswers
@@ -39,7 +39,7 @@ def settings(*words, recipe="search"):
 
 def part(name, **options):
     given = {"weight": 0.1} | options
-    return [word for key, value in given.items() for word in (f"--rewards.parts.{name}.{key}", str(value))]
+    return [word for key, value in given.items() for word in (f"--rewards.extra.{name}.{key}", str(value))]
 
 
 def attempt() -> Episode:
@@ -85,7 +85,7 @@ def test_without_settings_nothing_is_added():
 def test_each_part_has_its_name_and_gives_a_number(name):
     if NAMED[name].truth is not None:
         pytest.skip("it reads a truth")
-    made = named_part(name, 0.1, OPTIONS.get(name, {}))
+    made = named_part(name, PartConfig(weight=0.1, **OPTIONS.get(name, {})))
     assert (made.name, made.weight, made.outcome) == (name, 0.1, False)
     assert -1 <= made.function(attempt().task, attempt().trajectory) <= 1
 
@@ -116,8 +116,8 @@ def test_an_episode_whose_part_fails_is_a_failed_one_and_the_ledger_knows():
     settle(ledger, credits)
     counts = ledger.close(1, trained=0)
     assert (counts.failed, counts.dropped) == (1, 1)
-    assert "expected Answers" in credits[1].episode.trajectory.failure.error
-    with pytest.raises(WorldError, match="expected Answers"):
+    assert "expected ExpectedAnswers" in credits[1].episode.trajectory.failure.error
+    with pytest.raises(WorldError, match="expected ExpectedAnswers"):
         asyncio.run(with_added(session.scoring, world, [[good, odd]], 0.4))
 
 
@@ -182,12 +182,12 @@ def shown_reward(out):
 
 def test_names_that_there_are_not_are_refused_with_the_settings():
     assert set(PARTS) == set(NAMED)
-    words = ("--rewards.parts.citation_suport.weight", "0.1")
+    words = ("--rewards.extra.citation_suport.weight", "0.1")
     for command in (("config", "search"), ("train", "search"), ("env", "show", "search")):
         said = refused(*command, *words)
-        assert "rewards.parts.citation_suport is no part of rewards; the nearest is" in said
-        assert "rewards.parts.citation_support" in said
-    odd = refused("config", "search", "--rewards.parts.unlike.weight", "0.1")
+        assert "rewards.extra.citation_suport is no part of rewards; the nearest is" in said
+        assert "rewards.extra.citation_support" in said
+    odd = refused("config", "search", "--rewards.extra.unlike.weight", "0.1")
     assert f"there are {', '.join(PARTS)}" in odd
     assert "extra_calls needs limit" in refused("config", "search", *part("extra_calls", free=1))
     for key in ("weights.exact_mach", "weights_end.exact_mach", "caps.exact_mach"):
@@ -201,4 +201,4 @@ def test_names_that_there_are_not_are_refused_with_the_settings():
     elsewhere = ludus("config", "--env.name", "not_here.py", "--rewards.gate", "right").out
     assert "so its rewards are not checked: There is no file not_here.py." in elsewhere
     with pytest.raises(ConfigError, match="Did you mean 'citation_support'"):
-        named_part("citation_suport", 0.1, {})
+        named_part("citation_suport", PartConfig(weight=0.1))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ludus.config.sections.rewards import PartConfig
 from ludus.errors import UserError
 from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.rewards.json_match import MatchState, Schema, Value
@@ -116,12 +117,15 @@ def test_a_broken_record_says_what_is_wrong(tmp_path, record, reason):
     ],
 )
 def test_verifiers_are_there_by_name(name, truth, right, wrong):
-    part, task = named_part(name, 0.1, {}), Task("t", (), truth)
+    part, task = named_part(name, PartConfig(weight=0.1)), Task("t", (), truth)
     assert [part.function(task, answered(text)) for text in (right, wrong)] == [1.0, 0.0]
 
 
 def test_a_state_by_name_is_that_of_a_tool():
-    part, task = named_part("same_state", 0.1, {"tool": "left"}), Task("t", (), MatchState({"n": 1}))
+    part, task = (
+        named_part("same_state", PartConfig(weight=0.1, tool="left")),
+        Task("t", (), MatchState({"n": 1})),
+    )
     left = ToolOutcome("", "left", ToolStatus.OK, '{"n": 1}')
     assert part.function(task, answered('{"n": 1}')) == 0.0
     assert part.function(task, answered("Done.", [left])) == 1.0
@@ -140,7 +144,7 @@ def test_the_command_line_shows_and_checks_such_tasks(tmp_path):
     shown = ludus("env", "show", "math", *words)
     assert shown.code == 0, shown
     assert "A) 9" in shown.out
-    part = ("--rewards.parts.multiple_choice.weight", "0.1")
+    part = ("--rewards.extra.multiple_choice.weight", "0.1")
     assert "reward multiple_choice: weight 0.1" in ludus("env", "show", "math", *words, *part).out
-    other = ludus("env", "show", "math", *words, "--rewards.parts.json_value.weight", "0.1")
+    other = ludus("env", "show", "math", *words, "--rewards.extra.json_value.weight", "0.1")
     assert "reads a truth of the type Value" in other.err

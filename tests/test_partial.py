@@ -42,7 +42,7 @@ def run(tiny_run: Path, folder: Path, mode: str = "sync", **changes) -> Path:
         "evaluation.every": 99,
         "evaluation.tasks": 2,
         "env.check": "false",
-        "run.folder": folder / "run",
+        "run.dir": folder / "run",
     } | {key.replace("__", "."): value for key, value in changes.items()}
     flat = [str(word) for key, value in given.items() for word in (f"--{key}", value)]
     said = ludus("train", make_recipe(folder), "--model", cold_start(tiny_run), *flat)
@@ -88,7 +88,7 @@ def test_every_token_has_its_version_and_the_learner_sees_them_mixed(partial):
     assert mixed
     rows = metrics(partial)
     assert max(row["staleness/max"] for row in rows) == BOUND
-    assert min(row.get("policy/effective_sample_share", 1.0) for row in rows) < 0.9999
+    assert min(row.get("is/ess", 1.0) for row in rows) < 0.9999
 
 
 def test_a_group_trains_whole_once_and_the_ledger_adds_up_at_every_step(partial):

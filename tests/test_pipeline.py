@@ -194,13 +194,13 @@ BAD = {
     "Stage 2 (rl): rewards.caps names 'speed'": SFT + stage("rl", "settings.rewards.caps.speed = 0.5"),
     "Stage 2 (rl): There is no file experts.jsonl": SFT
     + stage("rl", 'settings = {{algorithm.preset = "mixed_policy", experts.path = "experts.jsonl"}}'),
-    "Stage 2 (sft): There is no file none.jsonl": SFT + stage("sft", 'settings.sft.dialogues = "none.jsonl"'),
+    "Stage 2 (sft): There is no file none.jsonl": SFT + stage("sft", 'settings.sft.data = "none.jsonl"'),
     "Stage 2 (rft): A round needs 9999 tasks": SFT + stage("rft", "settings.rft.tasks_per_round = 9999"),
     "Stage 2 (preference): There is no file none.jsonl": SFT
     + stage("preference", 'settings.preference.data = "none.jsonl"'),
     "Stage 2 (preference): nowhere is not a run folder": SFT
     + stage("preference", 'settings.preference.run = "nowhere"'),
-    "Stage 2 (preference): There is no tracker": SFT
+    "Stage 2 (preference): run.trackers =": SFT
     + stage("preference", 'settings = {{preference.data = "{recipe}", run.trackers = ["paper"]}}'),
     "tiny.toml, line 2, is not a rollout": SFT
     + stage("reward-model", 'settings.reward_model = {{kind = "pointwise", data = "{recipe}"}}'),

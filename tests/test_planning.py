@@ -316,7 +316,7 @@ def write_run(folder, engine, learner, running=(4.0, 8.0, 16.0, 32.0)):
                 "step": step,
                 "episodes/finished": episodes,
                 "turns/mean": 4.0,
-                "length/action_tokens/mean": 100.0,
+                "response_length/mean": 100.0,
                 "length/total_tokens/mean": 250.0,
             }
         )
@@ -327,7 +327,7 @@ def write_run(folder, engine, learner, running=(4.0, 8.0, 16.0, 32.0)):
                 "engine/decode_tokens_per_s": decoded / busy,
                 "engine/prefill_tokens_per_s": read / busy,
                 "engine/requests_running": n,
-                "time/learn_s": learner.seconds(250 * episodes),
+                "time/train_s": learner.seconds(250 * episodes),
                 "time/sync_s": 0.5,
                 "tools/look/total_s": 30.0,
                 "tools/look/mean_s": 3.0,
@@ -453,7 +453,7 @@ def test_the_command_says_what_is_wrong(words, message):
 def test_a_run_that_does_not_say_what_it_did_is_refused(tmp_path):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text('{"step": 1, "episodes/finished": 3}\n')
-    folder.timings.write_text('{"step": 1, "time/learn_s": 3}\n')
+    folder.timings.write_text('{"step": 1, "time/train_s": 3}\n')
     with pytest.raises(UserError, match="no step that says"):
         measured(folder)
 

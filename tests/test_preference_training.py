@@ -69,7 +69,7 @@ def train(source: Path, folder: Path, *words: str):
         source,
         *model_words(source),
         *TINY,
-        "--run.folder",
+        "--run.dir",
         folder,
         *words,
     )
@@ -263,7 +263,7 @@ def test_kto_trains_on_a_file_without_pairs(source, tmp_path):
     words = (make_recipe(tmp_path), *model_words(source), *TINY, "--preference.data", file)
     assert "preference.loss = kto or bco" in refused("preference", *words)
     folder = tmp_path / "run"
-    said = ludus("preference", *words, "--preference.loss", "kto", "--run.folder", folder)
+    said = ludus("preference", *words, "--preference.loss", "kto", "--run.dir", folder)
     assert said.code == 0, said
     pairs = load_pairs(folder / "pairs.jsonl.gz")
     assert [(bool(p.chosen.tokens), bool(p.rejected.tokens)) for p in pairs] == [
@@ -271,7 +271,7 @@ def test_kto_trains_on_a_file_without_pairs(source, tmp_path):
     ]  # fmt: skip
     assert all(len(arm.reference) == sum(arm.trains) for pair in pairs for arm in pair.arms)
     assert all(len(pair.others) == 1 for pair in pairs)
-    said = ludus("preference", *words, "--preference.loss", "bco", "--run.folder", tmp_path / "bco")
+    said = ludus("preference", *words, "--preference.loss", "bco", "--run.dir", tmp_path / "bco")
     assert said.code == 0, said
     rows = read_metrics(tmp_path / "bco" / "metrics.jsonl")
     assert [math.isfinite(row.metrics["loss/total"]) for row in rows] == [True]
@@ -467,7 +467,7 @@ def test_pairs_of_a_file_train_only_what_follows_the_prompt(source, tmp_path):
     line = {"prompt": prompt, "chosen": turn, "rejected": [{"role": "assistant", "content": "5"}]}
     file.write_text(json.dumps(line) + "\n")
     folder = tmp_path / "run"
-    words = (*model_words(source), *TINY, "--run.folder", folder, "--preference.data", file)
+    words = (*model_words(source), *TINY, "--run.dir", folder, "--preference.data", file)
     said = ludus("preference", make_recipe(tmp_path), *words)
     assert said.code == 0, said
     (pair,) = load_pairs(folder / "pairs.jsonl.gz")
@@ -486,7 +486,7 @@ def test_without_a_file_or_a_run_the_model_samples_its_own_pairs(tiny_run, tmp_p
     folders = [tmp_path / name for name in ("whole", "again")]
     for folder, steps in zip(folders, (2, 1), strict=True):
         given = (*words, "--preference.steps", steps, "--preference.checkpoint_every", 1)
-        said = ludus("preference", make_recipe(tmp_path), *given, "--run.folder", folder)
+        said = ludus("preference", make_recipe(tmp_path), *given, "--run.dir", folder)
         assert said.code == 0, said
     file = rollouts_path(folders[0], 0)
     records = list(read_rollouts(file))
@@ -507,7 +507,7 @@ def test_without_a_file_or_a_run_the_model_samples_its_own_pairs(tiny_run, tmp_p
 
 def test_bad_input_is_one_sentence_and_nothing_is_written(source, tiny_run, tmp_path, trained):
     recipe, folder = make_recipe(tmp_path), tmp_path / "run"
-    base = ("preference", recipe, *model_words(source), "--run.folder", folder)
+    base = ("preference", recipe, *model_words(source), "--run.dir", folder)
     assert "no rollouts" in refused(*base, "--run", trained)
     assert "is not a run folder" in refused(*base, "--run", tmp_path)
     assert "No task has two attempts" in refused(*base, "--preference.min_reward_gap", "100", *OWN)
@@ -515,7 +515,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(source, tiny_run, tmp_
     assert "different rewards" in refused(*base, "--run", source, "--preference.min_reward_gap", "100")
     assert "preference.gamma" in refused(*base, "--run", source, "--preference.gamma", "1")
     assert "ludus sft" in refused("preference", recipe, "--run", source, "--model.from_scratch", "true")
-    foreign = ("preference", "search", "--run", source, "--run.folder", folder)
+    foreign = ("preference", "search", "--run", source, "--run.dir", folder)
     assert "another vocabulary" in refused(*foreign)
     assert not folder.exists()
     assert "preference.loss" in refused("preference", "--resume", trained, "--preference.loss", "ipo")

@@ -19,13 +19,14 @@ from torch import Tensor
 import algorithms_oracle as oracle
 import algorithms_oracle_advantages as slow
 import algorithms_oracle_losses as slow_losses
+from algorithm_parts import ADVANTAGES, TOKEN_ADVANTAGES
 from ludus.algorithms import losses
-from ludus.algorithms.advantages import ADVANTAGES, RoleBaselines
+from ludus.algorithms.advantages import RoleBaselines
 from ludus.algorithms.aggregate import Normalizer
 from ludus.algorithms.batch import Outcomes, TokenBatch
 from ludus.algorithms.kl import KLS, penalised_rewards
 from ludus.algorithms.objective import objective
-from ludus.algorithms.spec.algorithm import TOKEN_ADVANTAGES, Algorithm
+from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.sections.algorithm import AlgorithmConfig
@@ -38,13 +39,19 @@ SEED = 3
 
 SAMPLING = {
     "group_size": ("test_run.py", "test_the_ledger_adds_up_at_every_step_and_agrees_with_the_rollouts"),
-    "zero_variance": ("test_selection.py", "test_a_group_without_variance_keeps_the_word_of_that_filter"),
-    "resample_rounds": ("test_selection.py", "test_a_round_more_replaces_the_groups_without_variance"),
-    "variance_top": ("test_selection.py", "test_the_groups_that_vary_most_are_kept_and_the_others_counted"),
+    "filter_zero_variance": (
+        "test_selection.py",
+        "test_a_group_without_variance_keeps_the_word_of_that_filter",
+    ),
+    "max_resample_rounds": ("test_selection.py", "test_a_round_more_replaces_the_groups_without_variance"),
+    "top_variance_fraction": (
+        "test_selection.py",
+        "test_the_groups_that_vary_most_are_kept_and_the_others_counted",
+    ),
     "variance_filter": ("test_selection.py", "test_top_p_keeps_the_groups_that_hold_most_of_the_deviation"),
     "greso": ("test_greso_loop.py", "test_a_run_skips_what_taught_nothing_and_resumes_with_its_streaks"),
     "overlong_mask": ("test_selection.py", "test_what_a_limit_cut_off_is_compared_and_does_not_train"),
-    "overlong_cache": ("test_credit.py", "test_the_end_of_the_budget_costs_reward"),
+    "overlong_buffer": ("test_credit.py", "test_the_end_of_the_budget_costs_reward"),
     "overlong_measure": ("test_credit.py", "test_the_end_of_the_budget_costs_reward"),
     "minibatches": ("test_inactive.py", "test_a_preset_brings_the_updates_that_its_clip_needs"),
     "overlong_length": ("test_credit.py", "test_the_longest_episode_is_set_or_that_at_which_one_is_cut"),
@@ -56,8 +63,8 @@ IN_GRADIENT = (
         "advantage",
         "loss",
         "aggregation",
-        "eps_low",
-        "eps_high",
+        "clip_low",
+        "clip_high",
         "dual_clip",
         "kl",
         "kl_coef",
@@ -66,7 +73,7 @@ IN_GRADIENT = (
     *("correction", "tis_cap", "std_ddof", "entropy_coef", "opsm_delta", "options"),
 )
 UNREAD = {
-    "eps_high": {
+    "clip_high": {
         *("rloo", "remax", "reinforce", "opo", "maxrl", "rae", "coderl", "gpg"),
         *("sapo", "dppo", "gtpo", "kl_cov", "distill", "rloo_ppo"),
     },
@@ -776,8 +783,8 @@ def test_what_a_loss_does_not_read_changes_no_bit(name, key):
 
 
 OTHER_VALUES = {
-    "eps_low": (0.02, 0.9),
-    "eps_high": (1e-4, 0.9),
+    "clip_low": (0.02, 0.9),
+    "clip_high": (1e-4, 0.9),
     "dual_clip": (1.05,),
     "kl": ("abs",),
     "kl_coef": (0.3,),

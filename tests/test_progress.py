@@ -52,7 +52,7 @@ def episode(model_s, tools_s, scoring_s=0.0, grading_s=0.0):
 
 
 def timed(config, *episodes, rollout_s=8.0):
-    clock = StepTimings({"rollout": rollout_s, "learn": 2.0, "evaluate": 90.0})
+    clock = StepTimings({"rollout": rollout_s, "train": 2.0, "evaluate": 90.0})
     return clock.metrics([one.trajectory for one in episodes], places(config))
 
 
@@ -69,7 +69,7 @@ def test_a_step_tells_how_long_rewards_took_and_what_to_do_about_it():
     assert "Raise rollout.reward_processes (2)" in said
     told = time_words(mean_timings([MetricsRow(1, found), MetricsRow(2, found)]))
     assert told == (
-        "Of the 100 s of a step: rollout 8%, learn 2%, evaluate 90%. "
+        "Of the 100 s of a step: rollout 8%, train 2%, evaluate 90%. "
         "Of an episode: model 20%, tools 20%, waiting for rewards 60%."
     )
     assert scoring_hint(timed(config, episode(1.0, 1.0, 0.1, 8.0)), config) == ""

@@ -161,7 +161,7 @@ def test_a_run_trains_on_a_preset(tiny_run, tmp_path):
     model = sorted((tiny_run / "cold_start" / "checkpoints").iterdir())[-1]
     words = ("--rewards.preset", "search_r1", "--training.steps", "1", "--evaluation.splits", "[]")
     run = tmp_path / "run"
-    said = ludus("train", make_recipe(tmp_path), "--model", model, "--run.folder", run, *words)
+    said = ludus("train", make_recipe(tmp_path), "--model", model, "--run.dir", run, *words)
     assert said.code == 0, said
     found = [record.trajectory for record in read_rollouts(rollouts_path(run, 1))]
     for one in found:
@@ -176,7 +176,7 @@ def test_a_run_trains_on_a_preset(tiny_run, tmp_path):
 def test_a_preset_for_other_tasks_is_refused(tiny_run, tmp_path):
     model = sorted((tiny_run / "cold_start" / "checkpoints").iterdir())[-1]
     words = ("train", make_recipe(tmp_path), "--model", model, "--rewards.preset", "toolrl")
-    assert "judges tasks whose truth is ExpectedCalls; here it is Answers" in refused(*words)
+    assert "judges tasks whose truth is ExpectedCalls; here it is ExpectedAnswers" in refused(*words)
 
 
 UNKNOWN = ToolStatus.UNKNOWN_TOOL
@@ -251,7 +251,7 @@ def test_r1_and_composite_by_hand(preset, expected, given):
 
 def test_a_part_by_name_replaces_that_of_composite_and_shaping_cannot_outweigh_the_outcome():
     turns = {"extra_turns": {"weight": 0.1, "free": 1, "limit": 3}}
-    config = Config(rewards=RewardsConfig(preset="composite", parts=turns))
+    config = Config(rewards=RewardsConfig(preset="composite", extra=turns))
     found = {part.name: part.weight for part in parts_that_train(config.rewards, OWN)}
     assert found == {"solved": 1.0, "format_score": 0.2, "tool_use": 0.1, "extra_turns": 0.1}
     assert [part.name for part in added_parts(config.rewards)] == ["format_score", "tool_use", "extra_turns"]

@@ -333,7 +333,7 @@ def test_the_optimal_token_baseline_by_hand():
 
 
 REFUSED = [
-    ({"preset": "gpg", "zero_variance": True}, "gpg scales"),
+    ({"preset": "gpg", "filter_zero_variance": True}, "gpg scales"),
     ({"kl": "full_reverse", "kl_coef": 0.1, "options": {"kl": {"importance": "ratio"}}}, "whole distrib"),
     ({"kl_placement": "reward", "kl_coef": 0.1, "options": {"kl": {"importance": "ratio"}}}, "acts in the"),
     ({"options": {"kl": {"importance": "ratio"}}}, "would have no effect"),

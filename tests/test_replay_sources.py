@@ -57,8 +57,8 @@ def test_groups_of_other_runs_have_no_age_and_are_as_old_as_may_be():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("--staleness.over_age", "replay"), "needs staleness.replay.share above 0"),
-        (("--staleness.over_age", "replay", "--staleness.replay.share", "0.5"), ""),
+        (("--staleness.on_stale", "replay"), "needs staleness.replay.share above 0"),
+        (("--staleness.on_stale", "replay", "--staleness.replay.share", "0.5"), ""),
         (
             (
                 "--staleness.replay.share=0.5",
@@ -96,7 +96,7 @@ def test_a_slow_group_holds_nobody_up_and_trains_later_from_the_buffer(tiny_run,
         return episode
 
     monkeypatch.setattr(StreamRunner, "play", late)
-    settings = GIVEN | {"staleness__over_age": "replay", "algorithm__zero_variance": "false"}
+    settings = GIVEN | {"staleness__on_stale": "replay", "algorithm__filter_zero_variance": "false"}
     folder = run(tiny_run, tmp_path, "async", training__steps=8, **settings)
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
     assert all(map(adds_up, rows))
@@ -115,14 +115,14 @@ def test_rollouts_of_another_run_are_replayed_where_they_are_near_enough(tiny_ru
     write_rollouts(far, [replace(r, trajectory=elsewhere(r.trajectory)) for r in found])
     checkpoint = tiny_run / "checkpoints" / "step-000001"
     sources = f'["{near}", "{checkpoint}", "{tiny_run}"]'
-    settings = GIVEN | {"training__steps": 2, "algorithm__zero_variance": "false"}
+    settings = GIVEN | {"training__steps": 2, "algorithm__filter_zero_variance": "false"}
     folder = run(tiny_run, tmp_path / "a", "async", staleness__replay__sources=sources, **settings)
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
     assert rows[0]["replay/groups"] == 3  # from the first step on
     assert rows[0]["replay/trained"] == 9
     assert all(map(adds_up, rows))
     for source, message in ((far, "too far from this policy"), (tmp_path / "a", "has no rollouts")):
-        given = settings | {"staleness__replay__sources": f'["{source}"]', "run__folder": tmp_path / message}
+        given = settings | {"staleness__replay__sources": f'["{source}"]', "run__dir": tmp_path / message}
         assert message in refused(*words(tiny_run, tmp_path, "async", **given))
 
 

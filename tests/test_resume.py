@@ -45,7 +45,7 @@ def sft_run(tmp_path_factory) -> Path:
         "tags",
         "--sft.steps",
         "2",
-        "--run.folder",
+        "--run.dir",
         folder / "run",
     )
     said = ludus("sft", make_recipe(folder), "--from-scratch", *words)
@@ -57,7 +57,7 @@ MADE_ONCE = [
     ("preference", "preference.pairs", "steps"),
     ("preference", "preference.run", "other"),
     ("preference", "preference.samples", "3"),
-    ("preference", "rollout.max_tokens", "99"),
+    ("preference", "rollout.max_seq_len", "99"),
     ("reward-model", "reward_model.rollouts", "2"),
     ("reward-model", "reward_model.held_out", "0.5"),
     ("reward-model", "rollout.temperature", "0.5"),
@@ -206,7 +206,7 @@ def test_the_command_that_uses_a_fine_tuned_checkpoint_carries_its_world(sft_run
     command = shlex.split(line[line.index("ludus train") :])
     assert command[command.index("--env.rendering") + 1] == "tags"
     monkeypatch.chdir(tmp_path)
-    words = ("--training.steps", "1", "--evaluation.temperatures", "[0.0]", "--run.folder", tmp_path / "used")
+    words = ("--training.steps", "1", "--evaluation.temperatures", "[0.0]", "--run.dir", tmp_path / "used")
     assert ludus(*command[1:], *words).code == 0
     assert load_config(tmp_path / "used" / "config.toml").env.rendering == "tags"
     assert json.loads((tmp_path / "used" / "run.json").read_text())["kind"] == "rl"
@@ -242,7 +242,7 @@ def test_a_run_whose_reference_base_or_teacher_has_changed_is_not_resumed(kind, 
     words = (*CHANGED[kind], *(("--teacher.path", model) if kind == "teacher" else ()))
     run = tmp_path / "run"
     few = ("--training.steps", "1", "--evaluation.tasks", "1", "--evaluation.temperatures", "[0.0]")
-    given = (make_recipe(tmp_path), "--model", begin, "--run.folder", run, *few, "--evaluation.every", "9")
+    given = (make_recipe(tmp_path), "--model", begin, "--run.dir", run, *few, "--evaluation.every", "9")
     said = ludus("train", *given, *words)
     assert said.code == 0, said
     before, plain = lasting_files(run), shifted(model / "model.safetensors")

@@ -186,7 +186,7 @@ def model_words(source: Path) -> tuple[str, ...]:
 
 def train(source: Path, folder: Path, *words: str):
     recipe = make_recipe(folder.parent)
-    given = ("reward-model", recipe, "--run", source, *model_words(source), *QUICK, "--run.folder", folder)
+    given = ("reward-model", recipe, "--run", source, *model_words(source), *QUICK, "--run.dir", folder)
     return ludus(*given, *words)
 
 
@@ -282,14 +282,14 @@ def test_a_process_model_learns_from_further_rollouts(source, tmp_path):
 
 def test_bad_input_is_one_sentence_and_nothing_is_written(source, tmp_path, trained):
     recipe, folder = make_recipe(tmp_path), tmp_path / "run"
-    base = ("reward-model", recipe, *model_words(source), "--run.folder", folder)
+    base = ("reward-model", recipe, *model_words(source), "--run.dir", folder)
     assert "nothing to learn rewards from" in refused(*base)
     assert "is not a run folder" in refused(*base, "--run", tmp_path)
     assert "exclude each other" in refused(*base, "--run", source, "--reward_model.data", "x")
     assert "belongs to the kind process" in refused(*base, "--run", source, "--reward_model.discount", "0.9")
     words = ("--reward_model.rollouts", "2")
     assert "rollouts belongs to the kind process" in refused(*base, "--run", source, *words)
-    assert "gives no pair" in refused(*base, "--run", source, "--reward_model.min_reward_gap", "9")
+    assert "has no pair" in refused(*base, "--run", source, "--reward_model.min_reward_gap", "9")
     one = tmp_path / "one.jsonl.gz"
     wrong = [r for r in read_rollouts(rollouts_path(source, 1)) if r.trajectory.sample > 0]
     write_rollouts(one, wrong)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import algorithms_oracle as oracle
 import algorithms_oracle_advantages as slow
-from ludus.algorithms.advantages import ADVANTAGES, grpo
+from algorithm_parts import ADVANTAGES
+from ludus.algorithms.advantages import grpo
 from ludus.algorithms.filters import variance_top, zero_variance
 from ludus.algorithms.spec.algorithm import Algorithm, PartOptions
 from ludus.algorithms.spec.presets import PRESETS

@@ -99,8 +99,8 @@ def test_a_length_that_fades_is_accepted_in_every_shipped_world(recipe):
         ({"length": {"kind": "linear", "cap": 0.8}}, "Shaping"),
         ({"length": {"kind": "sigmoid", "floor": 0.2}}, "Shaping"),
         ({"turns": {"look": 0.1}}, "Shaping"),
-        ({"combination": "pareto", "length": {"kind": "linear", "cap": 0.1}}, "pareto"),
-        ({"combination": "pareto", "turns": {"look": 0.1}}, "pareto"),
+        ({"aggregation": "pareto", "length": {"kind": "linear", "cap": 0.1}}, "pareto"),
+        ({"aggregation": "pareto", "turns": {"look": 0.1}}, "pareto"),
     ],
 )
 def test_what_could_outweigh_the_outcome_or_has_no_place_is_refused(settings, words):

@@ -36,7 +36,7 @@ WORDS = [word for key, value in TINY.items() for word in (f"--{key}", value)]
 def model(tmp_path_factory) -> Path:
     """A tiny model that solves some tasks of its world."""
     folder = tmp_path_factory.mktemp("model")
-    steps = ("--sft.steps", "150", "--run.folder", folder / "run")
+    steps = ("--sft.steps", "150", "--run.dir", folder / "run")
     said = ludus("sft", make_recipe(folder), "--from-scratch", *steps)
     assert said.code == 0, said
     return folder / "run" / "checkpoints" / "step-000150"
@@ -44,7 +44,7 @@ def model(tmp_path_factory) -> Path:
 
 def train(model: Path, folder: Path, *words: str):
     recipe = make_recipe(folder.parent)
-    return ludus("rft", recipe, "--model", model, *WORDS, "--run.folder", folder, *words)
+    return ludus("rft", recipe, "--model", model, *WORDS, "--run.dir", folder, *words)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_judging_keeps_each_way_to_solve_a_task_once_and_no_more_than_asked(sess
 
 
 def test_bad_input_is_one_sentence_and_nothing_is_written(model, finished, tmp_path):
-    base = ("rft", make_recipe(tmp_path), "--model", model, *WORDS, "--run.folder", tmp_path / "run")
+    base = ("rft", make_recipe(tmp_path), "--model", model, *WORDS, "--run.dir", tmp_path / "run")
     assert "A round needs 99 tasks" in refused(*base, "--rft.tasks_per_round", "99")
     assert "rft.rounds" in refused(*base, "--rft.rounds", "0")
     assert "ludus sft" in refused("rft", make_recipe(tmp_path), "--model.from_scratch", "true")

@@ -139,7 +139,7 @@ def test_a_run_of_proposers_and_solvers_compares_across_tasks(tmp_path):
     changes = {
         "algorithm__preset": "hierarchical",
         "training__steps": "1",
-        "training__tasks_per_step": "4",
+        "training__prompts_per_step": "4",
         "rollout__temperature": "2",
         "rollout__max_turns": "2",
         "env__name": str(WORLD),

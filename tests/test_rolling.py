@@ -634,13 +634,13 @@ def test_a_run_with_two_engines_serves_two_versions_and_learns_beside_a_slow_epi
         "training.steps": steps,
         "training.checkpoint_every": steps,
         "staleness.max_staleness": bound,
-        "staleness.interruptible": "false",
-        "staleness.in_flight": 6,
+        "staleness.in_flight_weight_updates": "false",
+        "staleness.max_concurrent_rollouts": 6,
         "rollout.environment_timeout_s": 200,
         "staleness.min_ess": 0,
         "evaluation.every": 2,
         "evaluation.tasks": 2,
-        "run.folder": folder,
+        "run.dir": folder,
         "engine.token_file": token_file,
     }
     start = cold_start(tiny_run)

@@ -117,11 +117,9 @@ def logprob_gap(model, trajectory) -> float:
 
 def test_the_same_seed_gives_the_same_bytes_also_where_the_cache_is_given_up(finished, tmp_path, monkeypatch):
     given_up: list[int] = []
-    give_up = BatchScheduler.give_up_cache
-    monkeypatch.setattr(
-        BatchScheduler, "give_up_cache", lambda core: given_up.append(core.version) or give_up(core)
-    )
-    run(tmp_path / "again", engine__give_up_cache="true")
+    give_up = BatchScheduler.sleep
+    monkeypatch.setattr(BatchScheduler, "sleep", lambda core: given_up.append(core.version) or give_up(core))
+    run(tmp_path / "again", engine__sleep="true")
     assert given_up == [0, 1, 2, 3]
     first, second = lasting_files(finished), lasting_files(tmp_path / "again")
     assert first.keys() == second.keys()
@@ -135,7 +133,7 @@ def test_rewards_on_a_thread_give_the_bytes_of_those_in_a_process(finished, tmp_
 
 
 def test_a_small_cache_evicts_and_gives_the_same_bytes(finished, tmp_path):
-    run(tmp_path / "tight", engine__cache_tokens="1")
+    run(tmp_path / "tight", engine__kv_cache_tokens="1")
     first, second = lasting_files(finished), lasting_files(tmp_path / "tight")
     assert [name for name in first if first[name] != second[name]] == []
 
@@ -155,7 +153,7 @@ def test_who_watches_a_run_hears_what_it_is_doing(tmp_path):
 
 def test_a_policy_that_has_collapsed_alarms_once_it_lasts(tmp_path):
     few = SMALLEST | {"training__steps": "5", "evaluation__tasks": "1"}
-    cold = {"rollout__temperature": "0.1", "algorithm__zero_variance": "false"}
+    cold = {"rollout__temperature": "0.1", "algorithm__filter_zero_variance": "false"}
     told = [text for text in run(tmp_path / "run", **few, **cold).alarms if "entropy" in text]
     assert len(told) == 1
     assert "below 0.02 in each of the last 5 steps: it has collapsed" in told[0]
@@ -279,7 +277,7 @@ def test_what_is_rejected_whole_is_in_the_share_that_the_correction_drops(tmp_pa
     changes = {"algorithm__correction": "reject_sequence", "algorithm__options__correction__low": "1.5"}
     ((_, metrics),) = run(tmp_path / "rejected", training__steps="1", **changes).steps
     assert metrics["ledger/trained"] == 0
-    assert metrics["policy/dropped_share"] == 1.0
+    assert metrics["is/mask_frac"] == 1.0
 
 
 def test_lora_trains_the_adapters_alone(tmp_path):

@@ -12,7 +12,7 @@ from ludus.training.run.run_dir import locked, new_run
 
 
 def test_a_log_that_cannot_be_written_hides_nothing_and_says_nothing(tmp_path, capsys):
-    folder = new_run(load_config("search", ["--run.folder", str(tmp_path / "run")]), "run", "rl", "search")
+    folder = new_run(load_config("search", ["--run.dir", str(tmp_path / "run")]), "run", "rl", "search")
     (folder.path / "log.txt").unlink(missing_ok=True)
     (folder.path / "log.txt").symlink_to("/dev/full")
 

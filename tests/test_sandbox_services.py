@@ -245,7 +245,7 @@ def test_a_dead_service_is_told_once_before_anything_is_played_or_trained(comman
     verb, *options = command
     words = ["--sandbox.backend", "sandbox_fusion", "--sandbox.url", "http://127.0.0.1:9"]
     if verb != "env":
-        words += ["--run.folder", str(tmp_path / "run")]
+        words += ["--run.dir", str(tmp_path / "run")]
     place = [*command, "code"] if verb == "env" else [verb, "code", *options]
     said = refused(*place, *words, code=4)
     assert "The world 'code' runs programs, and its sandbox does not." in said

@@ -12,7 +12,6 @@ from ludus.config.sections.rollout import RolloutConfig
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.engines.base import Request
 from ludus.engines.scripted import Faults, ScriptedEngine
-from ludus.envs.base import LimitsConcurrency
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError, WorldError
 from ludus.rollout.build import SamplingPlan, engine_scheduler, episodes_at_once
@@ -210,7 +209,7 @@ def test_a_job_that_fails_for_good_comes_back_as_failed():
     account = account_of(scheduler, [failed, fine])
     assert (account.started, account.trained, account.failed) == (4, 1, 3)
     metrics = rollout_metrics([Group(make_task(), (failed.trajectory, fine.trajectory))])
-    assert metrics["stop/failed"] == 0.5
+    assert metrics["episode/stop/failed"] == 0.5
     assert metrics["reward/mean"] == 1.0
 
 
@@ -696,7 +695,7 @@ def test_episodes_that_are_started_one_by_one_wait_for_room_too():
 def test_worlds_with_sessions_have_the_room_of_their_sandbox():
     config = load_config("terminal", ["--sandbox.sessions", "3"])
     world = build_world(config.env, config.rollout, config.sandbox)
-    assert isinstance(world, LimitsConcurrency)
+    assert world.implements("episodes_at_once")
     assert episodes_at_once(world, 128) == 3
     assert episodes_at_once(world, 2) == 2
     assert episodes_at_once(WatchedWorld(), 128) == 128

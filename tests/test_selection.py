@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from algorithm_parts import GREEDY_ADVANTAGES
 from ludus.algorithms import advantages
 from ludus.algorithms.filters import variance_top, variance_top_p
-from ludus.algorithms.spec.algorithm import GREEDY_ADVANTAGES
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.load import load_config
@@ -37,7 +37,7 @@ def groups():
 
 def test_the_groups_that_vary_most_are_kept_and_the_others_counted():
     credits = keep_most_varied(
-        assign_credit(groups(), PRESETS["ppo"]), replace(PRESETS["ppo"], variance_top=0.5)
+        assign_credit(groups(), PRESETS["ppo"]), replace(PRESETS["ppo"], top_variance_fraction=0.5)
     )
     fate = {c.episode.task.id: (c.outcome, c.reason) for c in credits}
     dropped = (RolloutOutcome.DROPPED, "variance_top")
@@ -90,8 +90,8 @@ def test_top_p_keeps_the_groups_that_hold_most_of_the_deviation(p):
 def test_top_p_is_set_by_its_name_and_drops_a_whole_batch_of_equal_groups():
     config = AlgorithmConfig(preset="rloo", variance_filter="top_p")
     algorithm = resolve(config)
-    assert (algorithm.variance_filter, algorithm.variance_top) == ("top_p", 0.9)
-    assert resolve(config.model_copy(update={"variance_top": 0.5})).variance_top == 0.5
+    assert (algorithm.variance_filter, algorithm.top_variance_fraction) == ("top_p", 0.9)
+    assert resolve(config.model_copy(update={"top_variance_fraction": 0.5})).top_variance_fraction == 0.5
     credits = as_one_batch(assign_credit(groups(), algorithm), algorithm, 0)
     kept = {c.episode.task.id for c in credits if c.outcome is RolloutOutcome.TRAINED}
     assert kept == {"t1", "t2"}
@@ -101,7 +101,7 @@ def test_top_p_is_set_by_its_name_and_drops_a_whole_batch_of_equal_groups():
 
 
 def test_five_batches_in_a_row_that_the_filter_empties_stop_the_run():
-    algorithm = replace(PRESETS["ppo"], variance_filter="top_p", variance_top=0.9)
+    algorithm = replace(PRESETS["ppo"], variance_filter="top_p", top_variance_fraction=0.9)
     empty, full = {"ledger/trained": 0.0}, {"ledger/trained": 4.0}
 
     def verdicts(*steps, filtered=algorithm):
@@ -120,14 +120,14 @@ def test_five_batches_in_a_row_that_the_filter_empties_stop_the_run():
 
 
 def test_a_group_without_variance_keeps_the_word_of_that_filter():
-    algorithm = replace(PRESETS["grpo"], variance_top=0.25)
+    algorithm = replace(PRESETS["grpo"], top_variance_fraction=0.25)
     credits = as_one_batch(assign_credit(groups(), algorithm), algorithm, 0)
     reasons = {c.episode.task.id: c.reason for c in credits}
     assert reasons == {"t0": "variance_top", "t1": "trained", "t2": "variance_top", "t3": "zero_variance"}
 
 
 def test_what_is_dropped_is_in_no_mean_over_the_batch():
-    algorithm = replace(PRESETS["reinforce_pp_baseline"], kl_coef=0.0, variance_top=0.5)
+    algorithm = replace(PRESETS["reinforce_pp_baseline"], kl_coef=0.0, top_variance_fraction=0.5)
     credits = as_one_batch(assign_credit(groups(), algorithm), algorithm, 0)
     kept = [c for c in credits if c.outcome is RolloutOutcome.TRAINED]
     found, mask = table(kept)
@@ -160,14 +160,14 @@ def test_what_a_limit_cut_off_is_compared_and_does_not_train():
 def test_starpo_is_ppo_over_whole_trajectories(name):
     preset = PRESETS[name]
     assert (preset.advantage, preset.loss) == ("gae", "ppo_clip")
-    assert (preset.kl_coef > 0, preset.eps_high > preset.eps_low) == (name == "starpo", name == "starpo_s")
+    assert (preset.kl_coef > 0, preset.clip_high > preset.clip_low) == (name == "starpo", name == "starpo_s")
 
 
 def test_a_run_of_starpo_s_trains_on_the_share_that_is_kept(tmp_path):
     reporter = run(
         tmp_path / "run",
         algorithm__preset="starpo_s",
-        algorithm__variance_top="0.5",
+        algorithm__top_variance_fraction="0.5",
         training__steps="1",
         rollout__temperature="2",
     )
@@ -188,8 +188,8 @@ def test_a_round_more_replaces_the_groups_without_variance(rounds, played):
         asked.extend(task.id for task in tasks)
         return [group(EQUAL if names.index(t.id) in (0, 1, 3) else WIDE, t.id) for t in tasks]
 
-    session = SimpleNamespace(config=load_config("search", ["--training.tasks_per_step", "2"]))
-    algorithm = replace(PRESETS["dapo"], resample_rounds=rounds, overlong_cache=0.0)
+    session = SimpleNamespace(config=load_config("search", ["--training.prompts_per_step", "2"]))
+    algorithm = replace(PRESETS["dapo"], max_resample_rounds=rounds, overlong_buffer=0.0)
     sampler = RolloutCollector(session, None, algorithm, None, Ledger())
     sampler.roll_out = roll_out
     credits = asyncio.run(sampler.sample(1, order))
@@ -240,7 +240,7 @@ def test_a_group_that_was_cut_off_whole_leaves_no_trace_in_the_gradient(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_step_of_which_everything_was_cut_off_trains_nothing(name):
-    algorithm = replace(PRESETS[name], overlong_mask=True, zero_variance=False)
+    algorithm = replace(PRESETS[name], overlong_mask=True, filter_zero_variance=False)
     members = cut_off(group((1.0, 0.0, 1.0, 0.0, 0.0), "t0"))
     greedy = algorithm.advantage in GREEDY_ADVANTAGES
     members[4] = replace(members[4], greedy=greedy)
@@ -267,7 +267,7 @@ def test_a_group_that_was_cut_off_whole_is_replaced():
         asked.extend(task.id for task in tasks)
         return [cut_off(group(WIDE, t.id)) if t.id == names[0] else group(WIDE, t.id) for t in tasks]
 
-    session = SimpleNamespace(config=load_config("search", ["--training.tasks_per_step", "2"]))
+    session = SimpleNamespace(config=load_config("search", ["--training.prompts_per_step", "2"]))
     sampler = RolloutCollector(session, None, replace(PRESETS["dapo"], overlong_mask=True), None, Ledger())
     sampler.roll_out = roll_out
     credits = asyncio.run(sampler.sample(1, order))

@@ -199,7 +199,9 @@ def test_an_adapter_comes_back_after_a_restart_of_the_server(base):
     first = start_server("--control")
     second = None
     try:
-        engine = ServerEngine([first.url], settings=RemoteEngineSettings(patience_s=60), lora_scaling=SCALING)
+        engine = ServerEngine(
+            [first.url], settings=RemoteEngineSettings(connect_timeout_s=60), lora_scaling=SCALING
+        )
 
         async def before():
             await engine.load_weights(5, factors(made))

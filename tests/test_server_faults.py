@@ -63,7 +63,7 @@ def test_a_killed_server_is_named_in_time_and_the_run_resumes_when_it_is_back(tm
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert main(["train", "search", *words(whole, **RUN)]) == 0
     server = start_server("--control")
-    settings = words(cut, engine__url=server.url, engine__patience_s="3", **RUN)
+    settings = words(cut, engine__url=server.url, engine__connect_timeout_s="3", **RUN)
     run = start("train", "search", *settings)
     wait_for_rollouts(server.url, run, cut, 2)
     killed = time.monotonic()
@@ -94,7 +94,9 @@ def test_a_server_that_comes_back_in_time_gets_its_weights_again_and_nobody_noti
     short = RUN | {"training__steps": "3", "evaluation__every": "3"}
     assert main(["train", "search", *words(whole, **short)]) == 0
     server = start_server("--control")
-    run = start("train", "search", *words(cut, engine__url=server.url, engine__patience_s="500", **short))
+    run = start(
+        "train", "search", *words(cut, engine__url=server.url, engine__connect_timeout_s="500", **short)
+    )
     wait_for_rollouts(server.url, run, cut, 1)
     server.kill()
     again = start_server("--control", port=server.port)

@@ -131,7 +131,7 @@ def test_servers_are_read_also_where_nobody_asks():
 
 
 def test_the_idle_share_of_an_engine_that_does_not_tell_is_left_out():
-    clock = StepTimings({"rollout": 3.0, "learn": 1.0}, EngineStats().metrics())
+    clock = StepTimings({"rollout": 3.0, "train": 1.0}, EngineStats().metrics())
     assert clock.metrics([])["idle/learner"] == 0.75
     assert "idle/engine" not in clock.metrics([])
     clock.engine = EngineStats(steps=1, decode_tokens=5, wall_s=4.0).metrics()
@@ -143,7 +143,7 @@ def test_the_idle_share_of_an_engine_that_does_not_tell_is_left_out():
 def in_flight_after(stats: list[EngineStats]) -> list[int]:
     """The limits after steps in which the learner waited for half of the time, and the engine did that."""
     limit = ConcurrencyController(32, 8, 512)
-    seconds, flow = {"rollout": 1.0, "learn": 1.0}, StreamThroughput(64.0, 1.0)
+    seconds, flow = {"rollout": 1.0, "train": 1.0}, StreamThroughput(64.0, 1.0)
     return [
         limit.after_step(StepTimings(seconds, one.metrics()).metrics([]), 0.0, flow, True) for one in stats
     ]

@@ -100,10 +100,10 @@ def test_the_class_follows_from_the_messages_unless_it_is_named():
 
 TABLE = """
 [sft.sources.calls]
-dialogues = "{0}/calls.jsonl"
+data = "{0}/calls.jsonl"
 weight = 3
 [sft.sources.plain]
-dialogues = "{0}/plain.jsonl"
+data = "{0}/plain.jsonl"
 data_class = "reasoning"
 [sft.sources.requests]
 world = "functions"
@@ -165,7 +165,7 @@ def test_demonstrations_that_end_are_shown_again(tmp_path):
     [
         (("--sft.classes.negative", "1"), "negative"),
         (("--sft.classes.negatives", "-1"), "sft.classes.negatives"),
-        (("--sft.dialogues", "x.jsonl"), "exclude each other"),
+        (("--sft.data", "x.jsonl"), "exclude each other"),
         (("--sft.sources.plain.world", "math"), "exclude each other"),
         (("--sft.sources.calls.settings", "{a = 1}"), "world is not set"),
         (("--sft.sources.calls.weight", "0"), "weight"),
@@ -201,8 +201,8 @@ def test_fine_tuning_on_sources_logs_each_class_and_resumes_to_the_same_bytes(re
     words = ("--model", cold_start(tiny_run), "--sft.batch_size", "4", "--sft.warmup_steps", "0")
     base = ("sft", recipe, *words, "--sft.schedule", "constant")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert ludus(*base, "--sft.steps", "5", "--run.folder", whole).code == 0
-    assert ludus(*base, "--sft.steps", "2", "--run.folder", cut).code == 0
+    assert ludus(*base, "--sft.steps", "5", "--run.dir", whole).code == 0
+    assert ludus(*base, "--sft.steps", "2", "--run.dir", cut).code == 0
     assert ludus("sft", "--resume", cut, "--sft.steps", "5").code == 0
     assert lasting_files(cut) == lasting_files(whole)
     rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]

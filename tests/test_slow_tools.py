@@ -120,7 +120,7 @@ def run(tiny_run, folder: Path, wait: str, which: str, **changes) -> Watching:
         "async",
         env__name=world,
         env__check="false",
-        algorithm__zero_variance="false",
+        algorithm__filter_zero_variance="false",
         rollout__temperature=1.0,
         **changes,
     )
@@ -143,7 +143,7 @@ APPLE = 'task.id.endswith(":apple")'
 
 def test_what_outlives_the_bound_is_masked_token_by_token_and_the_learner_goes_on(tiny_run, tmp_path):
     steps, bound = STEPS, 1
-    changes = {"staleness__over_age": "mask", "staleness__max_staleness": bound, "training__steps": steps}
+    changes = {"staleness__on_stale": "mask", "staleness__max_staleness": bound, "training__steps": steps}
     reporter = run(tiny_run, tmp_path, AT_FIRST, APPLE, **changes)
     waits = [total for name, total in reporter.totals if "of the stream" in name]
     assert waits == [None] * steps  # the episodes of several steps end in it
@@ -189,7 +189,7 @@ def test_a_slow_kind_of_task_trains_as_it_is_sampled_unless_its_tokens_are_maske
     """In the middle third of a run, within the error of so many groups."""
     steps, bound = 36, 2
     middle = range(steps // 3 + 1, 2 * steps // 3 + 1)
-    changes = {"staleness__over_age": over_age, "staleness__max_staleness": bound, "training__steps": steps}
+    changes = {"staleness__on_stale": over_age, "staleness__max_staleness": bound, "training__steps": steps}
     reporter = run(tiny_run, tmp_path, wait, which, training__learning_rate=1e-5, **changes)
     sampled = [t for step in middle for t in reporter.ended[step - 1]]
     read = [(s, r.trajectory) for s in middle for r in read_rollouts(rollouts_path(tmp_path / "run", s))]

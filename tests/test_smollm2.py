@@ -150,20 +150,20 @@ def test_it_is_evaluated_chatted_with_and_trained_by_the_same_commands(folder, t
         "evaluation.tasks_during": "2",
         "evaluation.splits": '["test"]',
         "training.steps": "2",
-        "training.tasks_per_step": "2",
+        "training.prompts_per_step": "2",
         "training.checkpoint_every": "2",
         "algorithm.group_size": "3",
-        "rollout.max_new_tokens": "48",
-        "rollout.max_tokens": "700",
+        "rollout.max_tokens_per_turn": "48",
+        "rollout.max_seq_len": "700",
         "rollout.max_turns": "3",
         "model.lora.rank": "4",
     }
     words = [word for key, value in budget.items() for word in (f"--{key}", value)]
     run = tmp_path / "run"
-    assert main(["train", "search", "--model", str(folder), "--run.folder", str(run), *words]) == 0
+    assert main(["train", "search", "--model", str(folder), "--run.dir", str(run), *words]) == 0
     rows = read_metrics(run / "metrics.jsonl")
     assert [row.step for row in rows] == [1, 2]
-    assert max(row.metrics.get("policy/logprob_gap_max", 0.0) for row in rows) < 1e-3
+    assert max(row.metrics.get("mismatch/logprob_diff_max", 0.0) for row in rows) < 1e-3
     assert (run / "checkpoints" / "step-000002" / "adapter_model.safetensors").is_file()
     out = tmp_path / "eval"
     assert main(["eval", "search", "--model", str(folder), "--out", str(out), *words[:6]]) == 0

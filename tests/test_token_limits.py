@@ -56,29 +56,29 @@ def test_lengths_are_those_of_the_tokens_that_a_rollout_would_have(lengths):
 def test_warnings_count_what_is_too_long_and_propose_what_fits():
     some = [DialogueLength(100, 40, 20, 2), DialogueLength(300, 40, 90, 3), DialogueLength(500, 40, 20, 4)]
     long, wordy = dialogue_warnings(
-        some, RolloutConfig(max_tokens=256, max_new_tokens=64), "they are left out"
+        some, RolloutConfig(max_seq_len=256, max_tokens_per_turn=64), "they are left out"
     )
     assert long.startswith("2 of 3 demonstrations (2 of the 2 with three turns or more) are longer than")
-    assert "they are left out. --rollout.max_tokens 512 fits all of them" in long
+    assert "they are left out. --rollout.max_seq_len 512 fits all of them" in long
     assert wordy.startswith("1 of 3 demonstrations have an action that is longer than")
-    assert "--rollout.max_new_tokens 128" in wordy
-    assert dialogue_warnings(some, RolloutConfig(max_tokens=512, max_new_tokens=90), "") == []
+    assert "--rollout.max_tokens_per_turn 128" in wordy
+    assert dialogue_warnings(some, RolloutConfig(max_seq_len=512, max_tokens_per_turn=90), "") == []
 
 
 def test_a_limit_that_no_dialogue_fits_is_refused_before_the_first_step(lengths, monkeypatch):
     monkeypatch.setattr(sft, "MOST_LEFT_OUT", 40)
     longest = max(length.total for length in lengths[0])
-    tight = session(max_tokens=18, max_new_tokens=8)
+    tight = session(max_seq_len=18, max_tokens_per_turn=8)
     with pytest.raises(UserError, match=r"No dialogue of The world 'search' fits .*\(18\).*chat template"):
         check_dialogues(tight)
-    with pytest.raises(UserError, match=r"dialogues in a row are longer than rollout.max_tokens"):
+    with pytest.raises(UserError, match=r"dialogues in a row are longer than rollout.max_seq_len"):
         next(batches(tight, tight.config.sft))
-    check_dialogues(session(max_tokens=longest, max_new_tokens=8))
+    check_dialogues(session(max_seq_len=longest, max_tokens_per_turn=8))
 
 
 def test_dialogues_that_do_not_fit_are_counted_in_each_batch(lengths):
     middle = sorted(length.total for length in lengths[0])[32]
-    one = session(max_tokens=middle, max_new_tokens=8)
+    one = session(max_seq_len=middle, max_tokens_per_turn=8)
     some = list(islice(batches(one, one.config.sft.model_copy(update={"batch_size": 8})), 3))
     assert all(len(row.tokens) <= middle for batch in some for row in batch.rows)
     assert sum(batch.left_out for batch in some) > 0
@@ -88,19 +88,26 @@ def test_dialogues_that_do_not_fit_are_counted_in_each_batch(lengths):
 
 
 def test_prompts_without_room_for_an_answer_are_refused_before_anything_is_written(tmp_path):
-    tight = session(max_tokens=40, max_new_tokens=8)
+    tight = session(max_seq_len=40, max_tokens_per_turn=8)
     with pytest.raises(
-        UserError, match=r"No prompt of the world 'search' leaves room .* Set --rollout.max_tok"
+        UserError, match=r"No prompt of the world 'search' leaves room .* Set --rollout.max_seq_len"
     ):
         check_prompts(tight)
     with pytest.raises(UserError, match="No prompt of the world"):
         prepare(tight.config)
-    words = ("--rollout.max_tokens", "40", "--rollout.max_new_tokens", "8", "--run.folder", tmp_path / "run")
+    words = (
+        "--rollout.max_seq_len",
+        "40",
+        "--rollout.max_tokens_per_turn",
+        "8",
+        "--run.dir",
+        tmp_path / "run",
+    )
     assert "No prompt of the world" in refused("train", "search", *words)
     assert not (tmp_path / "run").exists()
     one = session()
-    (crowded,) = check_prompts(session(max_tokens=70, max_new_tokens=18))
-    assert "leave less room than one action of rollout.max_new_tokens (18)" in crowded
+    (crowded,) = check_prompts(session(max_seq_len=70, max_tokens_per_turn=18))
+    assert "leave less room than one action of rollout.max_tokens_per_turn (18)" in crowded
     assert check_prompts(one) == []
 
 

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from ludus.envs.base import World
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.toolbox import ToolExecutor, ToolLimits
 from ludus.errors import UserError
@@ -164,7 +165,7 @@ def test_closing_a_workspace_ends_what_runs_in_it():
 # the environment
 
 
-class OneWorld:
+class OneWorld(World):
     """A world whose episodes have a workspace each."""
 
     name, splits = "one", ("train",)

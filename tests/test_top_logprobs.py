@@ -20,7 +20,7 @@ from ludus.types import Guide, SamplingParams
 from test_engine_local import VOCAB, build, byte_tokenizer
 
 CPU = torch.device("cpu")
-SMALL = EngineSettings(context_tokens=256, max_batch=32, cache_tokens=4096, pass_tokens=64)
+SMALL = EngineSettings(context_tokens=256, max_batch=32, kv_cache_tokens=4096, pass_tokens=64)
 PROMPT = (5, 6, 7, 8, 200, 9)
 
 

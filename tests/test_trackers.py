@@ -249,7 +249,7 @@ def test_trackers_are_made_by_name(tmp_path):
 
 
 def test_an_unknown_tracker_names_the_nearest(tmp_path):
-    with pytest.raises(ConfigError, match=r"no tracker 'tensorbord'. Did you mean 'tensorboard'\?"):
+    with pytest.raises(ConfigError, match=r"'tensorbord' is not known. Did you mean 'tensorboard'\?"):
         make_tracker("tensorbord", tmp_path)
-    with pytest.raises(ConfigError, match=r"no tracker 'wandb'. Known: jsonl, tensorboard"):
+    with pytest.raises(ConfigError, match=r"'wandb' is not known. There are: jsonl, tensorboard"):
         make_tracker("wandb", tmp_path)

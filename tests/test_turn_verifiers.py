@@ -12,7 +12,6 @@ from ludus.config.load import load_config
 from ludus.config.sections.mixture import MemberConfig
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
-from ludus.envs.base import turn_verifier_of
 from ludus.envs.registry import build_world
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
@@ -89,7 +88,7 @@ async def play(world, task, *turns):
 def shares(world, task, *turns):
     """What each turn of an episode earns, by playing it in the world."""
     played = asyncio.run(play(world, task, *turns))
-    return turn_shares(turn_verifier_of(world)(task, played))
+    return turn_shares(world.turn_verifier(task, played))
 
 
 def calls_of(dialogue):
@@ -128,7 +127,7 @@ def test_functions_pays_each_gold_call_once_and_no_other():
     assert shares(world, task, first, first, [*first, *first], second) == (0.5, 0.0, 0.0, 0.5, 0.0)
     assert shares(world, task, wrong, second) == (0.0, 0.0, 0.0)
     assert shares(world, task) == (0.0,)
-    assert turn_verifier_of(FunctionsWorld(FunctionsSettings(access="none"))) is None
+    assert FunctionsWorld(FunctionsSettings(access="none")).turn_verifier is None
 
 
 def test_calls_of_the_prompt_are_not_the_policys():
@@ -221,7 +220,7 @@ def test_code_pays_programs_by_all_tests_and_shows_nothing_of_them():
     assert first + right == pytest.approx(1.0)
     assert not any("turn_report" in str(message) for message in played.messages)
     assert len(played.call_outcomes) == 4
-    assert turn_verifier_of(CodeWorld(CodeSettings(tasks=20))) is None
+    assert CodeWorld(CodeSettings(tasks=20)).turn_verifier is None
 
 
 def test_terminal_pays_checks_that_newly_hold():
@@ -239,7 +238,7 @@ def test_terminal_pays_checks_that_newly_hold():
     found = turn_shares(world.turn_verifier(task, played))
     assert found[0] == found[-1] == found[-2] == 0
     assert sum(found) == pytest.approx(1.0)
-    assert turn_verifier_of(TerminalWorld()) is None
+    assert TerminalWorld().turn_verifier is None
 
 
 def test_an_outcome_that_is_not_a_calls_leaves_the_row_of_errors():
@@ -302,13 +301,13 @@ def test_a_mixture_verifies_the_turns_of_the_worlds_that_can():
         "functions": MemberConfig(settings={"num_tasks": 20, "levels": [4]}),
     }
     world = build_world(EnvConfig(name="mixture", mixture=members), RolloutConfig())
-    verifier = turn_verifier_of(world)
+    verifier = world.turn_verifier
     tasks = {task.tags["world"]: task for task in world.tasks("train")}
     silent = Trajectory("t", 0, (Segment("action", (1,)),), (), StopReason.ANSWERED)
     assert turn_shares(verifier(tasks["functions"], silent)) == (0.0,)
     assert turn_shares(verifier(tasks["guess"], silent)) == ()
     alone = build_world(EnvConfig(name="mixture", mixture={"guess": members["guess"]}), RolloutConfig())
-    assert turn_verifier_of(alone) is None
+    assert alone.turn_verifier is None
 
 
 GUESS = make_guess_world({"num_tasks": 20}, ToolLimits())

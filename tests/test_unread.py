@@ -12,7 +12,7 @@ from ludus.training.rl.build import doubts
 
 LOCAL = ("--cluster.kind", "local")
 JUDGED = (*LOCAL, "--cluster.reward_workers", "2")
-STREAMED = ("--training.mode", "async", "--training.tasks_per_step", "4")
+STREAMED = ("--training.mode", "async", "--training.prompts_per_step", "4")
 SERVED = ("--engine.url", "http://127.0.0.1:1")
 REPLAYED = (*STREAMED, "--staleness.replay.share", "0.5")
 
@@ -33,7 +33,7 @@ def said(*words: str) -> list[str]:
         (LOCAL, "cluster.scorings_per_worker=5", JUDGED, "cluster.reward_workers is 0"),
         ((*LOCAL, *SERVED), "cluster.engines=4", LOCAL, "engine.url"),
         (JUDGED, "rollout.reward_timeout_s=5", LOCAL, "cluster.scoring_timeout_s"),
-        (JUDGED, "rollout.reward_timeout_s=5", (*JUDGED, "--rewards.parts.well_formed.weight", "0.1"), ""),
+        (JUDGED, "rollout.reward_timeout_s=5", (*JUDGED, "--rewards.extra.well_formed.weight", "0.1"), ""),
         (JUDGED, "rollout.reward_timeout_s=5", (*JUDGED, "--algorithm.preset", "mixed_policy"), ""),
         (JUDGED, "rollout.reward_processes=3", (), "cluster.scoring_timeout_s"),
         ((), "engine.weights_folder=/x", SERVED, "this process samples"),

@@ -39,7 +39,7 @@ MODES = ("raw_logprobs", "processed_logprobs")
 
 
 def command(mode: str) -> list[str]:
-    """One replica of the packaged cold start, its output head untied (see docs/server.md)."""
+    """One replica of the packaged cold start, its output head untied (see docs/use/server.md)."""
     options = {
         "--model": str(COLD_START),
         "--served-model-name": "policy",
@@ -122,7 +122,7 @@ def test_a_run_trains_against_vllm_and_its_weights_are_proved(vllm, tmp_path):
     assert len(rows) == 2
     for row in rows:
         assert row["sync/probe_gap"] < 1e-4
-        assert row["policy/logprob_gap"] < 1e-4
+        assert row["mismatch/logprob_diff"] < 1e-4
     proofs = PROOF.findall((tmp_path / "run" / "log.txt").read_text())
     assert len(proofs) >= 2
     assert all(int(num_proved) > 0 for num_proved in proofs), proofs

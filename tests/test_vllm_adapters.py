@@ -13,7 +13,7 @@ pytestmark = pytest.mark.vllm
 
 _MIXED = suite.requests_without_an_adapter_may_share_a_batch
 CHECKS = [
-    pytest.param(check, marks=pytest.mark.xfail(reason="vLLM on a CPU mixes them up: docs/server.md"))
+    pytest.param(check, marks=pytest.mark.xfail(reason="vLLM on a CPU mixes them up: docs/use/server.md"))
     if check is _MIXED
     else check
     for check in suite.CHECKS

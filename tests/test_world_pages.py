@@ -6,7 +6,6 @@ import re
 import pytest
 
 from ludus.config import load_config
-from ludus.envs.base import Surveys
 from ludus.envs.registry import WORLDS, build_world
 from ludus.envs.toolbox import ToolLimits
 from ludus.evaluation.env_audit import CheckPlan, play
@@ -66,7 +65,7 @@ def test_the_tables_of_a_page_are_those_of_the_world(name):
 def test_who_surveys_its_tasks_is_in_the_list():
     worlds = {name: load_config(None, ["--env.name", name]) for name in WORLDS}
     made = {name: build_world(one.env, one.rollout, one.sandbox) for name, one in worlds.items()}
-    assert {name for name, world in made.items() if isinstance(world, Surveys)} == set(SURVEYED)
+    assert {name for name, world in made.items() if world.implements("survey")} == set(SURVEYED)
 
 
 @pytest.mark.parametrize("name", sorted(WORLDS.keys() - PREPARED))

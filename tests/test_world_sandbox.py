@@ -7,13 +7,13 @@ import pytest
 
 from ludus.config import load_config
 from ludus.config.sections.sandbox import SandboxConfig
-from ludus.envs.base import UsesSandbox
 from ludus.envs.registry import build_world, closing, sandbox_settings
 from ludus.errors import ConfigError
 from ludus.sandbox import SandboxSettings
 
 WORLD = """
 from dataclasses import dataclass, replace
+from ludus.envs.base import World
 from ludus.envs.tool_env import ToolEnv
 from ludus.rewards.base import Reward
 from ludus.sandbox.base import Sandbox
@@ -21,7 +21,7 @@ from ludus.tools.python import python_tool
 from ludus.types import Message, Task
 
 @dataclass(frozen=True)
-class Programs:
+class Programs(World):
     limits: object
     sandbox: Sandbox | None = None
     name: str = "programs"
@@ -54,7 +54,7 @@ def world_of(tmp_path, *overrides):
 
 def test_a_world_gets_the_sandbox_of_the_settings_and_gives_it_back(tmp_path):
     world = world_of(tmp_path, "--sandbox.concurrency", "3")
-    assert isinstance(world, UsesSandbox)
+    assert world.implements("with_sandbox")
     assert (world.sandbox.name, world.sandbox.concurrency) == ("namespaces", 3)
 
     async def act():

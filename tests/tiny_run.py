@@ -15,7 +15,7 @@ RECIPE = f"""
 [env]
 name = "{WORLD}"
 
-[model.scratch]
+[model.init]
 vocab_size = 420
 hidden_size = 48
 intermediate_size = 96
@@ -33,8 +33,8 @@ warmup_steps = 5
 
 [rollout]
 max_turns = 3
-max_new_tokens = 48
-max_tokens = 320
+max_tokens_per_turn = 48
+max_seq_len = 320
 concurrency = 32
 
 [algorithm]
@@ -42,7 +42,7 @@ group_size = 3
 
 [training]
 steps = 2
-tasks_per_step = 3
+prompts_per_step = 3
 learning_rate = 1e-3
 checkpoint_every = 1
 
@@ -93,7 +93,7 @@ def make_recipe(folder: Path) -> Path:
 
 def make_run(folder: Path) -> Path:
     """Train; gives the run folder."""
-    said = ludus("train", make_recipe(folder), "--from-scratch", "--run.folder", folder / "run")
+    said = ludus("train", make_recipe(folder), "--from-scratch", "--run.dir", folder / "run")
     assert said.code == 0, said
     return folder / "run"
 

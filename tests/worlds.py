@@ -10,6 +10,7 @@ from ludus.chat.render import TemplateRenderer
 from ludus.chat.tokenizer import train_tokenizer
 from ludus.engines.base import seed_for
 from ludus.engines.scripted import ScriptedEngine
+from ludus.envs.base import World
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.base import Reward
@@ -119,7 +120,7 @@ class WatchedEnv:
 
 
 @dataclass
-class WatchedWorld:
+class WatchedWorld(World):
     """A world of `WatchedEnv`s; `made` keeps them in the order in which they were made."""
 
     tools: Sequence[Tool] = (echo,)

@@ -1,6 +1,6 @@
 """Short answers, held out: written without a look at the verifier's code or its other tables.
 
-`docs/rewards.md` has the numbers of their first run. {} is a truth.
+`docs/use/rewards.md` has the numbers of their first run. {} is a truth.
 """
 
 LAKE, SONG, YEAR = ["Lake Victoria"], ["Gabriel García Márquez", "García Márquez"], ["1969"]

@@ -1,6 +1,6 @@
 """Mathematics, held out: forms by truth, written without a look at the verifier's code or its other tables.
 
-`docs/rewards.md` has the numbers of their first run. RIGHT_DONE and WRONG_DONE are those of `evaluated`.
+`docs/use/rewards.md` has the numbers of their first run. RIGHT_DONE and WRONG_DONE are those of `evaluated`.
 """
 
 from ludus.rewards.math.math_verify import Expression

@@ -11,12 +11,12 @@ from torch import Tensor
 from ludus.algorithms.aggregate import Normalizer
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.losses import echo, positive_nll
-from ludus.algorithms.spec.algorithm import TERM_NAMES, Algorithm, number
+from ludus.algorithms.spec.algorithm import TERM_NAMES, Algorithm
 
 
 def coefficient(algorithm: Algorithm, name: str) -> float:
     """The coefficient of a term; 0 is no term."""
-    return number(algorithm.options.terms, name, 0.0)
+    return algorithm.number("terms", name)
 
 
 def added_terms(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -> dict[str, Tensor]:

@@ -2,12 +2,12 @@
 
 Every correction returns weights [N, L] without gradient, 0 where `mask` is 0, which multiply the policy loss.
 They do not change its normaliser (`reject_sequence` and `m2po`, filters, narrow the mask). What may go
-together says `combinations.check_corrections`. To add one: the function, and its line in `CORRECTIONS`.
+together says `compatibility.check_corrections`. To add one, write its function here and its spec in
+`spec.corrections`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -15,22 +15,12 @@ from torch import Tensor
 
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.masking import check_shapes, clamped_ratio, select
-from ludus.algorithms.spec.algorithm import (
-    BEHAVIOUR_ADVANTAGES,
-    CRITERIA,
-    FILTERING_CORRECTIONS,
-    LEVELS,
-    LIMITING_CORRECTIONS,
-    MEASURES,
-    Algorithm,
-    number,
-    word,
-)
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.spec.parts import Need
+from ludus.algorithms.spec.words import CRITERIA, LEVELS, MEASURES
 from ludus.algorithms.train_inference_mismatch import Mismatch, MismatchByLength, mismatch, mismatch_by_length
 
 __all__ = [
-    "CORRECTIONS",
-    "CorrectionFn",
     "Level",
     "Mismatch",
     "MismatchByLength",
@@ -214,59 +204,83 @@ def _check_bounds(low: float, high: float) -> None:
         raise ValueError(f"low and high must be bounds of a ratio, 0 <= low <= high: {low}, {high}")
 
 
-CorrectionFn = Callable[[TokenBatch, Algorithm], Tensor]
-
-
 def limited(batch: TokenBatch, algorithm: Algorithm, weights: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The ratios [N, L] before and after what limits them; None where nothing does.
+    """Return the ratios [N, L] before and after what limits them, or None if nothing does.
 
     A correction limits them at its level, and `weights` are its own; V-trace and Retrace limit those of
-    tokens: what passes the smaller of their bounds is cut somewhere.
+    tokens by the smaller of their bounds.
     """
-    if algorithm.correction in LIMITING_CORRECTIONS:
+    if algorithm.correction_spec.has(Need.LIMITED_RATIO):
         level = _level(algorithm)
         return _weights(batch.old_logprobs, batch.behavior_logprobs, batch.mask, level), weights
-    if algorithm.advantage in BEHAVIOUR_ADVANTAGES:
-        options = algorithm.options.advantage
+    if algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO):
         ratios = _weights(batch.old_logprobs, batch.behavior_logprobs, batch.mask, "token")
-        bound = min(number(options, "rho_bar", 1.0), number(options, "c_bar", 1.0))  # 1 for Retrace
+        names = [name for name in ("rho_bar", "c_bar") if name in algorithm.advantage_spec.options]
+        bound = min((algorithm.number("advantage", name) for name in names), default=1.0)
         return ratios, ratios.clamp(max=bound)
     return None
 
 
 def _level(algorithm: Algorithm) -> Level:
-    return word(algorithm.options.correction, "level", LEVELS)
+    has_level = "level" in algorithm.correction_spec.options
+    return algorithm.word("correction", "level", LEVELS) if has_level else LEVELS[0]
 
 
-CORRECTIONS: dict[str, CorrectionFn] = {
-    "none": lambda b, a: none(
-        old_logprobs=b.old_logprobs, behavior_logprobs=b.behavior_logprobs, mask=b.mask
-    ),
-    "tis": lambda b, a: tis(
+def no_weights(b: TokenBatch, a: Algorithm) -> Tensor:
+    """Return 1 at each token: no correction, or one that has removed its tokens before."""
+    del a
+    return none(old_logprobs=b.old_logprobs, behavior_logprobs=b.behavior_logprobs, mask=b.mask)
+
+
+def weights_of_tis(b: TokenBatch, a: Algorithm) -> Tensor:
+    """Call `tis`."""
+    return tis(
         old_logprobs=b.old_logprobs,
         behavior_logprobs=b.behavior_logprobs,
         mask=b.mask,
         cap=a.tis_cap,
-        low=number(a.options.correction, "low", 0.0),
+        low=a.number("correction", "low"),
         level=_level(a),
-    ),
-    "icepop": lambda b, a: icepop(
+    )
+
+
+def weights_of_icepop(b: TokenBatch, a: Algorithm) -> Tensor:
+    """Call `icepop`."""
+    return icepop(
         old_logprobs=b.old_logprobs,
         behavior_logprobs=b.behavior_logprobs,
         mask=b.mask,
-        low=number(a.options.correction, "low", 0.5),
-        high=number(a.options.correction, "high", 5.0),
+        low=a.number("correction", "low"),
+        high=a.number("correction", "high"),
         level=_level(a),
-    ),
-    "decoupled": lambda b, a: decoupled(
+    )
+
+
+def weights_of_decoupled(b: TokenBatch, a: Algorithm) -> Tensor:
+    """Call `decoupled`."""
+    return decoupled(
         old_logprobs=b.old_logprobs,
         behavior_logprobs=b.behavior_logprobs,
         mask=b.mask,
-        cap=number(a.options.correction, "cap", 5.0),
-    ),
-    # What these drop has left the batch before (`training.rl.advantage_inputs`).
-    **dict.fromkeys(
-        FILTERING_CORRECTIONS,
-        lambda b, a: none(old_logprobs=b.old_logprobs, behavior_logprobs=b.behavior_logprobs, mask=b.mask),
-    ),
-}
+        cap=a.number("correction", "cap"),
+    )
+
+
+def kept_by_reject_sequence(old: Tensor, behavior: Tensor, mask: Tensor, a: Algorithm) -> Tensor:
+    """Call `reject_sequence`; [N, L] bool."""
+    return reject_sequence(
+        old_logprobs=old,
+        behavior_logprobs=behavior,
+        mask=mask,
+        low=a.number("correction", "low"),
+        high=a.number("correction", "high"),
+        by=a.word("correction", "by", CRITERIA),
+        veto=a.number("correction", "veto"),
+        measure=a.word("correction", "measure", MEASURES),
+    ).bool()
+
+
+def kept_by_m2po(old: Tensor, behavior: Tensor, mask: Tensor, a: Algorithm) -> Tensor:
+    """Call `m2po`; [N, L] bool."""
+    bound = a.number("correction", "bound")
+    return m2po(old_logprobs=old, behavior_logprobs=behavior, mask=mask, bound=bound).bool()

@@ -23,7 +23,7 @@ _READS: dict[ControlKind, tuple[str, ...]] = {
     "linear": ("end", "steps"),
     "cosine": ("end", "steps"),
     "adaptive": ("target", "horizon"),
-    "pid": ("target", "kp", "ki", "kd", "most"),
+    "pid": ("target", "kp", "ki", "kd", "max_coef"),
 }
 """The settings of the section that each kind reads."""
 _GUARD_DECAY, _GUARD_WARMUP = 0.9, 20
@@ -165,7 +165,7 @@ def control_of(config: Config, algorithm: Algorithm) -> KlControl:
 
 def _pid(settings: KlControlConfig, base: float) -> PIDKL:
     gains = [gain or 0.0 for gain in (settings.kp, settings.ki, settings.kd)]
-    most = 1.0 if settings.most is None else settings.most
+    most = 1.0 if settings.max_coef is None else settings.max_coef
     if not any(gains):
         raise ConfigError(
             'kl_control.kind = "pid" has no gain: nothing moves the coefficient.',
@@ -173,7 +173,8 @@ def _pid(settings: KlControlConfig, base: float) -> PIDKL:
         )
     if base > most:
         raise ConfigError(
-            f"algorithm.kl_coef = {base:g} is above kl_control.most = {most:g}.", "Raise kl_control.most."
+            f"algorithm.kl_coef = {base:g} is above kl_control.max_coef = {most:g}.",
+            "Raise kl_control.max_coef.",
         )
     kp, ki, kd = gains
     return PIDKL(_target(settings), base, kp, ki, kd, most)

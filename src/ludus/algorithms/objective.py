@@ -15,7 +15,6 @@ from ludus.algorithms.aggregate import Normalizer, aggregate
 from ludus.algorithms.aux_losses import added_terms
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.corrections import (
-    CORRECTIONS,
     Mismatch,
     MismatchByLength,
     limited,
@@ -24,15 +23,11 @@ from ludus.algorithms.corrections import (
     opsm,
 )
 from ludus.algorithms.kl import KLS, importance_weighted, trajectory_kl
-from ludus.algorithms.losses import LOSSES, ClipStats, clip_stats, cut_off, trajectory_mean
+from ludus.algorithms.losses import ClipStats, clip_stats, trajectory_mean
+from ludus.algorithms.losses.clipping import cut_off
 from ludus.algorithms.masking import select
-from ludus.algorithms.spec.algorithm import (
-    FULL_KL_NAMES,
-    GRANULARITIES,
-    IMPORTANCES,
-    Algorithm,
-    word,
-)
+from ludus.algorithms.spec.algorithm import FULL_KL_NAMES, Algorithm
+from ludus.algorithms.spec.words import GRANULARITIES, IMPORTANCES
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +94,17 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -
     placed in the reward or the advantage is not added here (`batch.advantages` has it already) but still
     reported. Raises ValueError where the algorithm needs `ref_logprobs` or `entropy` and the batch has none.
     """
-    weights = CORRECTIONS[algorithm.correction](batch, algorithm)
+    weights: Tensor = algorithm.correction_spec.load()(batch, algorithm)
     policy = _policy_loss(batch, weights, algorithm, normaliser)
     total = policy
     kl = _kl(batch, algorithm)
     if algorithm.kl_coef > 0 and algorithm.kl_placement == "loss":
         term = _needed(kl, "full_kl" if algorithm.kl in FULL_KL_NAMES else "ref_logprobs", "kl_coef")
-        if word(algorithm.options.kl, "importance", IMPORTANCES) == "ratio":
+        if algorithm.word("kl", "importance", IMPORTANCES) == "ratio":
             term = importance_weighted(
                 kl=term, logprobs=batch.logprobs, old_logprobs=batch.old_logprobs, mask=batch.mask
             )
-        if word(algorithm.options.kl, "granularity", GRANULARITIES) == "trajectory":
+        if algorithm.word("kl", "granularity", GRANULARITIES) == "trajectory":
             term = trajectory_kl(kl=term, mask=batch.mask)
         total = total + algorithm.kl_coef * _aggregated(term, batch, algorithm, normaliser)
     if algorithm.entropy_coef > 0:
@@ -155,7 +150,7 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -
 
 
 def _policy_loss(batch: TokenBatch, weights: Tensor, algorithm: Algorithm, normaliser: Normalizer) -> Tensor:
-    loss = LOSSES[algorithm.loss](batch, algorithm)
+    loss: Tensor = algorithm.loss_spec.load()(batch, algorithm)
     scores = batch.advantages
     if loss.ndim == 1:  # one term a trajectory, and `resolve` has seen to it that it has one weight
         scores = trajectory_mean(scores, batch.mask)[:, None].expand(batch.mask.shape)

@@ -198,7 +198,11 @@ class Cluster:
     def deadline_s(self, task: Task) -> float:
         """Return the longest duration of an attempt if every time limit is used up, with a margin."""
         rollout, engine = rollout_for(self.world, self.config.rollout, task), self.config.engine
-        spare_s = self.config.cluster.silence_s + 2 * rollout.environment_timeout_s + self._scoring_s(rollout)
+        spare_s = (
+            self.config.cluster.heartbeat_timeout_s
+            + 2 * rollout.environment_timeout_s
+            + self._scoring_s(rollout)
+        )
         if rollout.episode_timeout_s is not None:
             return rollout.episode_timeout_s + spare_s
         return rollout.max_turns * (engine.timeout_s + rollout.environment_timeout_s) + spare_s
@@ -237,7 +241,7 @@ def open_cluster(session: TrainingSession) -> Iterator[Cluster]:
 
 def check_cluster(config: Config) -> None:
     """Raise ConfigError for settings that a cluster does not support."""
-    streams = config.training.mode == "async"
+    streams = config.training.streams
     if config.engine.url and config.model.lora is not None and streams:
         raise ConfigError(
             "LoRA adapters on external servers (engine.url) change their names with each version, which "

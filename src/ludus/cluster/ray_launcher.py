@@ -101,7 +101,7 @@ class RayWorkerHandle:
         if self._where is not None:
             return ""
         free = {name: count for name, count in ray.available_resources().items() if ":" not in name}
-        return f"It needs {self.needs}, and the cluster has {free} free. See cluster.start_s."
+        return f"It needs {self.needs}, and the cluster has {free} free. See cluster.startup_timeout_s."
 
     async def kill(self) -> None:
         """Kill the actor. One stopped by a signal does not respond to Ray and is killed on its machine."""
@@ -228,7 +228,8 @@ def _start_here(needs: list[ResourceRequest]) -> None:
         # Ray's error if its processes take longer than its 30 s timeout
         raise UserError(
             f"Ray did not start on this machine: {_words(error)}",
-            "Ray's own timeout is 30 s, independent of cluster.start_s. Retry with less load on the machine, "
+            "Ray's own timeout is 30 s, independent of cluster.startup_timeout_s. Retry with less load "
+            "on the machine, "
             "or use --cluster local.",
         ) from error
 

@@ -99,7 +99,7 @@ class WorkerGroup:
 
     def __post_init__(self) -> None:
         config = self.plan.config
-        limits = PoolLimits(config.start_s, config.silence_s, config.restarts)
+        limits = PoolLimits(config.startup_timeout_s, config.heartbeat_timeout_s, config.restarts)
         count = 0 if self.plan.engine is None else config.engines
         self.engines = WorkerPool(
             "engine", count, self._start_engine, limits, self._engine_joined, self._engine_left
@@ -311,7 +311,7 @@ class WorkerGroup:
         urls = tuple(self.server.urls)
         first = member.number % max(1, len(urls))
         view = EngineSet(serial, urls[first:] + urls[:first], self._version, self.server.adapter)
-        await member.remote.call(UpdateEngines(view), self.plan.config.silence_s)
+        await member.remote.call(UpdateEngines(view), self.plan.config.heartbeat_timeout_s)
         member.serial = serial
 
 

@@ -48,13 +48,13 @@ class PoolMember:
 class PoolLimits:
     """Limits of a pool.
 
-    `start_s` is the startup timeout, `silence_s` the heartbeat timeout, `restarts` the number of consecutive
-    losses that are replaced; the count resets once a member has lived for `proven_s`. Failed starts are
-    retried after `wait_s`, doubled each time up to `longest_wait_s`.
+    `start_s` is the startup timeout, `heartbeat_timeout_s` the heartbeat timeout, `restarts` the number of
+    consecutive losses that are replaced; the count resets once a member has lived for `proven_s`. Failed
+    starts are retried after `wait_s`, doubled each time up to `longest_wait_s`.
     """
 
     start_s: float
-    silence_s: float
+    heartbeat_timeout_s: float
     restarts: int
     proven_s: float = 600.0
     wait_s: float = 1.0
@@ -238,7 +238,7 @@ class WorkerPool:
         while True:
             await asyncio.sleep(_PULSE_S)
             try:
-                await member.remote.call(Ping(), self.limits.silence_s)
+                await member.remote.call(Ping(), self.limits.heartbeat_timeout_s)
             except LudusError as error:
                 return error
 
@@ -275,7 +275,7 @@ class WorkerPool:
 
     async def _ping(self, member: PoolMember) -> None:
         try:
-            pulse = await member.remote.call(Ping(), self.limits.silence_s)
+            pulse = await member.remote.call(Ping(), self.limits.heartbeat_timeout_s)
         except LudusError as error:
             self.later(self.lose(member, error))
             return
@@ -307,7 +307,7 @@ class WorkerPool:
             await self._stop(member.remote)
 
     async def _under_way(self, member: PoolMember) -> int:
-        pulse = await member.remote.call(Ping(), self.limits.silence_s)
+        pulse = await member.remote.call(Ping(), self.limits.heartbeat_timeout_s)
         assert isinstance(pulse, Heartbeat)
         return pulse.under_way
 

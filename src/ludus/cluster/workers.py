@@ -40,7 +40,7 @@ from ludus.config.sections.sandbox import SandboxConfig
 from ludus.engines.embedded.engine import LocalEngine
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.engines.remote.engine import ServerEngine
-from ludus.envs.base import Closes, World, room_of
+from ludus.envs.base import World, room_of
 from ludus.envs.registry import build_world, sandbox_settings
 from ludus.errors import LudusError, WorldError
 from ludus.rewards.base import Reward
@@ -252,7 +252,7 @@ class RolloutWorker:
                 self._engine = await asyncio.to_thread(
                     ServerEngine,
                     view.urls[:1],
-                    how.dialect,
+                    how.api,
                     replace(
                         server_settings(how.model_copy(update={"token_file": None})), token=self.spec.token
                     ),
@@ -283,7 +283,7 @@ class RolloutWorker:
         return self._schedulers.setdefault(play, made)
 
     async def _stop(self) -> None:
-        if isinstance(self._world, Closes):
+        if self._world is not None:
             await self._world.close()
         if self._engine is not None:
             await self._engine.close()
@@ -317,7 +317,7 @@ class RewardWorker:
                 return Heartbeat(under_way=self._scoring)
             case Shutdown():
                 self._threads.shutdown(wait=False, cancel_futures=True)
-                if isinstance(self._world, Closes):
+                if self._world is not None:
                     await self._world.close()
                 return None
         raise LudusError(f"A reward worker does not support {type(message).__name__}.")

@@ -52,7 +52,7 @@ class EvaluationConfig(Section):
 class RunConfig(Section):
     """The run folder and the machine."""
 
-    folder: str | None = None
+    dir: str | None = None
     """Where the run is written; None makes `runs/NAME-N`."""
     seed: int = Field(0, ge=0)
     """All that is random follows from it."""
@@ -61,7 +61,11 @@ class RunConfig(Section):
     processes one is faster. The embedded engine takes as many, but only one for a model below 20 million
     parameters."""
     trackers: list[str] = Field(["jsonl"])
-    """Where metrics go: jsonl, tensorboard."""
+    """Where metrics go: jsonl, tensorboard, or `path/to/file.py:name`."""
+    metrics: list[str] = Field([])
+    """Metrics of your own, `path/to/file.py:name`: functions of the groups of a step
+    (docs/extend/plugins.md).
+    """
     save_rollouts: bool = True
     """Keep every episode of training in rollouts/."""
 
@@ -92,16 +96,16 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _budgets_fit(self) -> Self:
-        if self.rollout.max_new_tokens >= self.rollout.max_tokens:
+        if self.rollout.max_tokens_per_turn >= self.rollout.max_seq_len:
             raise ValueError(
-                f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) must be below "
-                f"rollout.max_tokens ({self.rollout.max_tokens})"
+                f"rollout.max_tokens_per_turn ({self.rollout.max_tokens_per_turn}) must be below "
+                f"rollout.max_seq_len ({self.rollout.max_seq_len})"
             )
         if fault := budget_fault(self.rollout, self.env.mixture):
             raise ValueError(fault)
-        if self.training.mode == "async" and self.staleness.in_flight > self.rollout.concurrency:
+        if self.training.streams and self.staleness.max_concurrent_rollouts > self.rollout.concurrency:
             raise ValueError(
-                f"staleness.in_flight ({self.staleness.in_flight}) must not be above rollout.concurrency "
-                f"({self.rollout.concurrency})"
+                f"staleness.max_concurrent_rollouts ({self.staleness.max_concurrent_rollouts}) must not be "
+                f"above rollout.concurrency ({self.rollout.concurrency})"
             )
         return self

@@ -12,6 +12,7 @@ from typing import Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic.fields import FieldInfo
 
+from ludus.config.renamed import present_name
 from ludus.config.schema import Config
 from ludus.config.sections.section import Section, Why
 from ludus.errors import ConfigError, nearest_names
@@ -108,6 +109,8 @@ def first_under(key: str) -> Setting | None:
 
 def suggestion(key: str) -> str:
     """What to write instead of an unknown key, as the second half of a sentence."""
+    if present := present_name(key):
+        return f"it is now {present}"
     near = nearest(key)
     if near:
         return f"the nearest {'is' if len(near) == 1 else 'are'} {' and '.join(near)}"

@@ -2,19 +2,19 @@
 
 Names are stable: which names appear depends on the reward parts, the tools and the trees that occur, never
 on how an episode went. A share whose denominator is 0 is 0. An episode that failed (infrastructure) is
-counted under `stop/failed` and in `episodes/count`; it says nothing about the model, so no other number
-includes it.
-No number here depends on the clock.
+counted under `episode/stop/failed` and in `episodes/count`; it says nothing about the model, so no other
+number includes it. No number here depends on the clock.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
+from ludus.plugins import find_plugin
 from ludus.rollout.trees import attempts
 from ludus.types import WORLD_TAG, Group, StopReason, ToolStatus, Trajectory
 
@@ -28,7 +28,7 @@ LOW_ENTROPY_GROUPS: Final = "groups/low_entropy"
 MIN_ENTROPY: Final = 0.02
 """Nats per action token below which a policy has collapsed onto one continuation."""
 MEAN_AGE: Final = "staleness/mean"
-LOGPROB_GAP: Final = "policy/logprob_gap"
+LOGPROB_GAP: Final = "mismatch/logprob_diff"
 """The name under which the learner reports the mean of `|old - beh|` over action tokens, in nats."""
 
 _NO_TOOL = (ToolStatus.UNKNOWN_TOOL, ToolStatus.MALFORMED)
@@ -68,7 +68,7 @@ def rollout_metrics(
     """The metrics of one step's groups, in a fixed order.
 
     `success` names the reward part that says whether the task was solved (1 is solved): with it there are
-    `success/mean` (the mean of that part), `groups/all_right` and `groups/all_wrong`. A part that a
+    `success/mean` (the mean of that part), `groups/solve_all` and `groups/solve_none`. A part that a
     trajectory lacks counts as 0, as it does in its reward. Standard deviations have `ddof=0`. Lengths are
     in tokens, and a token that several rows share counts once; tools and stop reasons are those of the paths
     of trees, each an episode. In a mixture of worlds there is `env/NAME/`
@@ -91,9 +91,18 @@ def rollout_metrics(
     metrics |= _entropy_metrics(groups)
     metrics |= _tool_metrics(finished)
     stops = Counter(path.stop_reason for t in everyone for path in attempts(t))
-    metrics |= {f"stop/{reason}": _share(stops[reason], stops.total()) for reason in StopReason}
+    metrics |= {f"episode/stop/{reason}": _share(stops[reason], stops.total()) for reason in StopReason}
     metrics |= _tree_metrics(finished)
     return metrics | _group_metrics(groups, success, equal) | _world_metrics(groups, success, equal)
+
+
+Metric = Callable[[Sequence[Group]], Mapping[str, float]]
+"""A metric of your own: the groups of a step to numbers by name."""
+
+
+def step_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
+    """Return the plug-ins of `run.metrics`. Raises ConfigError if there is none of a name."""
+    return tuple(cast(Metric, find_plugin("metrics", name, "run.metrics", ())) for name in names)
 
 
 def alarms(history: Sequence[Mapping[str, float]], limits: AlarmLimits = AlarmLimits()) -> list[str]:
@@ -120,7 +129,7 @@ def _reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
     metrics = {"reward/mean": _mean(rewards), "reward/std": _std(rewards)}
     parts = sorted({name for t in finished for name in t.rewards})
     return metrics | {
-        f"reward/part/{name}": _mean([t.rewards.get(name, 0.0) for t in finished if _is_judged(t, name)])
+        f"reward/{name}": _mean([t.rewards.get(name, 0.0) for t in finished if _is_judged(t, name)])
         for name in parts
     }
 
@@ -133,8 +142,8 @@ def _is_judged(trajectory: Trajectory, part: str) -> bool:
 def _length_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
     actions = [t.num_action_tokens for t in finished]
     return {
-        "length/action_tokens/mean": _mean(actions),
-        "length/action_tokens/max": float(max(actions, default=0)),
+        "response_length/mean": _mean(actions),
+        "response_length/max": float(max(actions, default=0)),
         "length/total_tokens/mean": _mean([sum(len(s.tokens) for s in t.segments) for t in finished]),
         "turns/mean": _mean([t.num_turns for t in finished]),
     }
@@ -201,8 +210,8 @@ def _group_metrics(
     metrics = {"groups/zero_variance": _share(sum(several), len(several))}
     if success is not None:
         scores = [[t.rewards.get(success, 0.0) for t in group] for group in members]
-        metrics["groups/all_right"] = _share(sum(min(group) >= 1 for group in scores), len(members))
-        metrics["groups/all_wrong"] = _share(sum(max(group) <= 0 for group in scores), len(members))
+        metrics["groups/solve_all"] = _share(sum(min(group) >= 1 for group in scores), len(members))
+        metrics["groups/solve_none"] = _share(sum(max(group) <= 0 for group in scores), len(members))
     return metrics
 
 
@@ -237,7 +246,7 @@ def _of_world(groups: Sequence[Group], success: str | None, equal: Sequence[bool
         "reward": numbers["reward/mean"],
         "reward_std": numbers["reward/std"],
         "zero_variance": _group_metrics(groups, success, equal)["groups/zero_variance"],
-        "action_tokens": numbers["length/action_tokens/mean"],
+        "action_tokens": numbers["response_length/mean"],
         "turns": numbers["turns/mean"],
         "tool_calls": numbers["tools/calls_per_episode"],
         "tool_errors": numbers["tools/error_rate"],
@@ -245,7 +254,7 @@ def _of_world(groups: Sequence[Group], success: str | None, equal: Sequence[bool
     if success is not None:
         found["success"] = _mean([t.rewards.get(success, 0.0) for t in finished])
     shared = {name for t in finished for name in t.rewards if "/" not in name and name != success}
-    return found | {f"part/{name}": numbers[f"reward/part/{name}"] for name in sorted(shared)}
+    return found | {f"part/{name}": numbers[f"reward/{name}"] for name in sorted(shared)}
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -273,9 +282,9 @@ def _equal_rewards(now: Mapping[str, float]) -> str:
     if now.get("groups/zero_variance", 0.0) < 1 or learns_otherwise:
         return ""
     why = "the tasks are too easy (all right) or too hard (all wrong)"
-    if now.get("groups/all_right", 0.0) >= 1:
+    if now.get("groups/solve_all", 0.0) >= 1:
         why = "the tasks are too easy (all right)"
-    elif now.get("groups/all_wrong", 0.0) >= 1:
+    elif now.get("groups/solve_none", 0.0) >= 1:
         why = "the tasks are too hard (all wrong)"
     return (
         "every group earned equal rewards, so the policy loss is exactly 0 and nothing is learned from "
@@ -298,8 +307,9 @@ def _why_zero(last: Sequence[Mapping[str, float]]) -> str:
         return f"the model calls no tool and earns nothing. If the tasks need one, {cold}"
     if all(_cut_share(m) > 0.5 for m in last):
         return (
-            "most episodes are cut off by a token limit before they answer. Raise rollout.max_new_tokens or "
-            f"rollout.max_tokens; if the model does not know the format of an answer, {cold}"
+            "most episodes are cut off by a token limit before they answer. "
+            "Raise rollout.max_tokens_per_turn or "
+            f"rollout.max_seq_len; if the model does not know the format of an answer, {cold}"
         )
     return (
         "the model never earns anything, or the reward never fires; read some rollouts and score one right "
@@ -374,14 +384,14 @@ def _tool_errors(now: Mapping[str, float], limits: AlarmLimits) -> str:
 
 
 def _tool_error_stops(now: Mapping[str, float], limits: AlarmLimits) -> str:
-    share = now.get(f"stop/{StopReason.TOOL_ERRORS}", 0.0)
+    share = now.get(f"episode/stop/{StopReason.TOOL_ERRORS}", 0.0)
     if not share > limits.max_tool_error_stops:
         return ""
     return f"{share:.0%} of the episodes end in a streak of tool errors: the model does not know how to call"
 
 
 def _cut_share(now: Mapping[str, float]) -> float:
-    return sum(now.get(f"stop/{r}", 0.0) for r in (StopReason.TRUNCATED, StopReason.MAX_TOKENS))
+    return sum(now.get(f"episode/stop/{r}", 0.0) for r in (StopReason.TRUNCATED, StopReason.MAX_TOKENS))
 
 
 def _cut_off(now: Mapping[str, float], limits: AlarmLimits) -> str:
@@ -389,6 +399,6 @@ def _cut_off(now: Mapping[str, float], limits: AlarmLimits) -> str:
     if not share > limits.max_cut_off:
         return ""
     return (
-        f"{share:.0%} of the episodes are cut off by a token limit: raise rollout.max_new_tokens or "
-        "rollout.max_tokens, or reward shorter answers"
+        f"{share:.0%} of the episodes are cut off by a token limit: raise rollout.max_tokens_per_turn or "
+        "rollout.max_seq_len, or reward shorter answers"
     )

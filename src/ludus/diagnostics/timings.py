@@ -58,7 +58,7 @@ class StepTimings:
         metrics |= self.engine
         training_s = total - self.phases.get("evaluate", 0.0)
         if training_s:
-            metrics["idle/learner"] = max(0.0, 1 - self.phases.get("learn", 0.0) / training_s)
+            metrics["idle/learner"] = max(0.0, 1 - self.phases.get("train", 0.0) / training_s)
             if "engine/busy_s" in self.engine:  # a server may keep that to itself
                 metrics["idle/engine"] = max(0.0, 1 - self.engine["engine/busy_s"] / training_s)
         metrics |= _episode_metrics(trajectories, scorers * training_s)

@@ -1,8 +1,8 @@
 """Where the metrics of a run go: one small class per destination, chosen by name.
 
 `jsonl` writes `metrics.jsonl`, the run's own record: one line a step, in the order logged, on disk before
-`log` returns. `tensorboard` writes event files and needs the `tensorboard` extra. A new tracker is a class
-with `log` and `close`, and a line in `TRACKERS`.
+`log` returns. `tensorboard` writes event files and needs the `tensorboard` extra. A plug-in is a class with
+`log` and `close` that is called with the run folder and the step to resume from (docs/extend/plugins.md).
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from io import BytesIO, FileIO
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import Protocol, cast
 
-from ludus.errors import ConfigError, StorageError, UserError, did_you_mean
+from ludus.errors import StorageError, UserError
+from ludus.plugins import find_plugin
 from ludus.rollout.rollout_files import replaced_file
 
 METRICS_FILE = "metrics.jsonl"
@@ -125,21 +126,22 @@ def _tensorboard(folder: Path, resume_step: int | None) -> Tracker:
     return TensorBoardTracker(folder / "tensorboard", resume_step)
 
 
-TRACKERS: dict[str, Callable[[Path, int | None], Tracker]] = {"jsonl": _jsonl, "tensorboard": _tensorboard}
+TrackerFactory = Callable[[Path, int | None], Tracker]
+
+TRACKERS: dict[str, TrackerFactory] = {"jsonl": _jsonl, "tensorboard": _tensorboard}
 """Trackers by name: a function of the run folder and the step to resume from (None for a fresh start)."""
 
 
 def make_tracker(name: str, folder: Path, resume_step: int | None = None) -> Tracker:
     """The tracker of that name, writing into a run folder. Raises ConfigError for a name that is unknown."""
-    check_tracker(name)
-    return TRACKERS[name](folder, resume_step)
+    return find_tracker(name)(folder, resume_step)
 
 
-def check_tracker(name: str) -> None:
-    """Raises ConfigError for a name that is unknown."""
-    if name not in TRACKERS:
-        guess = did_you_mean(name, TRACKERS)
-        raise ConfigError(f"There is no tracker {name!r}.", f"{guess}Known: {', '.join(sorted(TRACKERS))}.")
+def find_tracker(name: str) -> TrackerFactory:
+    """Return a built-in tracker or a plug-in. Raises ConfigError if there is none."""
+    if name in TRACKERS:
+        return TRACKERS[name]
+    return cast(TrackerFactory, find_plugin("trackers", name, "run.trackers", TRACKERS))
 
 
 def read_metrics(path: Path) -> list[MetricsRow]:

@@ -182,7 +182,7 @@ async def counted(engine: Engine) -> EngineStats:
 class Sleepable(Protocol):
     """An engine that shares its device with a learner and can free its cache memory."""
 
-    async def give_up_cache(self) -> None:
+    async def sleep(self) -> None:
         """Clear the cache and free its memory until the next request."""
         ...
 

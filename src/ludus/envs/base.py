@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.errors import UserError
@@ -49,29 +51,6 @@ class HasStateKey(Protocol):
 
 
 @runtime_checkable
-class EmitsTurnRewards(Protocol):
-    """A world that says whether the steps of its environments have rewards, for advantages of turns."""
-
-    @property
-    def emits_turn_rewards(self) -> bool: ...
-
-
-@runtime_checkable
-class VerifiesTurns(Protocol):
-    """A world that can tell which turns of an episode brought it closer to the solution."""
-
-    @property
-    def turn_verifier(self) -> TurnVerifier | None:
-        """The verifier, which reads task and trajectory alone; None if the world's settings leave none."""
-        ...
-
-
-def turn_verifier_of(world: World) -> TurnVerifier | None:
-    """Return the turn verifier of a world, None if it has none."""
-    return world.turn_verifier if isinstance(world, VerifiesTurns) else None
-
-
-@runtime_checkable
 class Regradable(Protocol):
     """An environment whose verdict is an outcome that it leaves: what it judged can be judged once more."""
 
@@ -81,25 +60,143 @@ class Regradable(Protocol):
         ...
 
 
-class World(Protocol):
-    """Where tasks and environments come from. Equal settings give equal tasks in equal order."""
+class World(ABC):
+    """Where tasks and environments come from. Equal settings give equal tasks in equal order.
+
+    A subclass defines `name`, `rewards`, `splits`, `tasks` and `environment`; everything else is optional.
+    """
+
+    num_text_dialogues: ClassVar[int] = 2_000
+    """Demonstrations whose texts a tokenizer is trained on."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def name(self) -> str:
+            """The name in messages and records."""
+
+        @property
+        def rewards(self) -> Sequence[Reward]:
+            """The parts of the reward; the first one is the outcome."""
 
     @property
-    def name(self) -> str: ...
+    @abstractmethod
+    def splits(self) -> Sequence[str]:
+        """The names of the splits."""
 
-    @property
-    def splits(self) -> Sequence[str]: ...
-
-    @property
-    def rewards(self) -> Sequence[Reward]: ...
-
+    @abstractmethod
     def tasks(self, split: str) -> Sequence[Task]:
-        """The tasks of a split in a fixed order."""
-        ...
+        """Return the tasks of a split in a fixed order."""
 
+    @abstractmethod
     def environment(self, task: Task) -> Environment:
-        """A fresh environment for one episode."""
-        ...
+        """Return a fresh environment for one episode."""
+
+    def implements(self, method: str) -> bool:
+        """Return whether a subclass defines an optional method."""
+        classes = type(self).__mro__
+        return any(method in vars(one) for one in classes[: classes.index(World)])
+
+    def demonstrations(self, seed: int) -> Iterator[Demonstration]:
+        """Yield dialogues on training tasks without end, for the cold start. None by default."""
+        del seed
+        return iter(())
+
+    def texts(self) -> Iterator[str]:
+        """Yield the texts of the first demonstrations, on which a tokenizer for this world is trained."""
+        for dialogue in islice(self.demonstrations(seed=0), self.num_text_dialogues):
+            for message in dialogue.messages:
+                yield message["content"]
+                yield from (call["function"]["arguments"] for call in message.get("tool_calls", []))
+
+    def expert(self, task: Task) -> Demonstration | None:
+        """Return a dialogue that solves the task, the same one each time, or None."""
+        del task
+        return None
+
+    def paraphrases(self, task: Task) -> Sequence[str]:
+        """Return texts that are as right as the answer of the expert, to check the verifier by."""
+        del task
+        return ()
+
+    def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
+        """Return other right episodes than the expert's: the messages behind the prompt."""
+        del task
+        return ()
+
+    def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
+        """Return episodes that must not be paid: the messages behind the prompt, by the name of the cheat."""
+        del task
+        return {}
+
+    def survey(self, measure: bool) -> str:
+        """Return tables of how many tasks differ, and what is solved without skill; empty by default.
+
+        What takes minutes is measured only if `measure`. For use outside an event loop.
+        """
+        del measure
+        return ""
+
+    @property
+    def emits_turn_rewards(self) -> bool:
+        """Whether the steps of its environments have rewards, for turn-level advantages."""
+        return False
+
+    @property
+    def turn_verifier(self) -> TurnVerifier | None:
+        """The function that names the milestones each turn reached, from task and trajectory alone."""
+        return None
+
+    def rollout_of(self, task: Task) -> RolloutConfig | None:
+        """Return the settings of an episode of this task; None takes those of the run."""
+        del task
+        return None
+
+    def order(self, seed: int, chunk: int, num_chunks: int) -> TaskSequence:
+        """Return the order of the training tasks for `num_chunks` steps of `chunk` tasks.
+
+        Raises ConfigError for too few tasks.
+        """
+        del num_chunks
+        return TaskOrder(self.tasks("train"), seed, chunk)
+
+    def opening(self, question: str) -> Sequence[Message]:
+        """Return the messages that open an episode on a person's question.
+
+        By default the system messages of the first task, and the question.
+        """
+        first = self.tasks(self.splits[0])[0]
+        system = [message for message in first.prompt if message["role"] == "system"]
+        return [*system, Message(role="user", content=question)]
+
+    def with_sandbox(self, sandbox: Sandbox) -> World:
+        """Return this world with a sandbox that nothing has been started in; the world closes it."""
+        del sandbox
+        return self
+
+    @property
+    def runs_programs(self) -> bool:
+        """Whether it needs a sandbox as it is set up."""
+        return self.implements("with_sandbox")
+
+    @property
+    def episodes_at_once(self) -> int | None:
+        """The number of sessions that the sandbox has room for; None is no limit.
+
+        More episodes wait before they begin, so that none that holds a session waits for one that does not.
+        """
+        return None
+
+    def prepare(self, tell: Callable[[str], None]) -> None:
+        """Fetch files that do not ship with Ludus (`ludus env prepare NAME`); `tell` takes each sentence.
+
+        Raises UserError if they are unavailable.
+        """
+        del tell
+
+    async def close(self) -> None:
+        """Close what is shared by all episodes, on the event loop where it was used."""
+        return
 
 
 def check_tasks(split: str, tasks: Sequence[Task]) -> None:
@@ -126,158 +223,9 @@ def check_tasks(split: str, tasks: Sequence[Task]) -> None:
         seen.add(task.id)
 
 
-@runtime_checkable
-class Demonstrates(Protocol):
-    """A world that can also show how it is done: dialogues for the cold start."""
-
-    def demonstrations(self, seed: int) -> Iterator[Demonstration]:
-        """An endless stream of dialogues on training tasks."""
-        ...
-
-    def texts(self) -> Iterator[str]:
-        """Texts on which a tokenizer for this world is trained."""
-        ...
-
-
-@runtime_checkable
-class ShowsTasks(Protocol):
-    """A world that can show how a given task is done: experts that train beside the policy."""
-
-    def expert(self, task: Task) -> Demonstration | None:
-        """A dialogue that solves the task, the same one each time; None where there is none."""
-        ...
-
-
-@runtime_checkable
-class OffersParaphrases(Protocol):
-    """A world that knows other words for the right answer, by which its verifier is checked."""
-
-    def paraphrases(self, task: Task) -> Sequence[str]:
-        """Texts that are as right as the answer of the expert; none where there is no other way to say it."""
-        ...
-
-
-@runtime_checkable
-class OffersOtherWays(Protocol):
-    """A world that knows other right episodes than those of its expert, by which its verifier is checked."""
-
-    def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
-        """The messages behind the prompt, tools' ones included; none where there is no other way."""
-        ...
-
-
-@runtime_checkable
-class OffersCheats(Protocol):
-    """A world that knows ways to be paid for nothing that only it could be cheated by."""
-
-    def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
-        """The messages behind the prompt, by the name of the cheat; none of them may be paid."""
-        ...
-
-
-@runtime_checkable
-class Surveys(Protocol):
-    """A world that counts how many of its tasks really differ, and what is solved without skill."""
-
-    def survey(self, measure: bool) -> str:
-        """Tables: tasks, requests and shapes of solutions by level, and baselines; empty for foreign tasks.
-
-        What takes minutes is measured where `measure` says so, and named otherwise. For use outside an event
-        loop.
-        """
-        ...
-
-
-@runtime_checkable
-class SetsBounds(Protocol):
-    """A world whose episodes are bounded by their task: a mixture."""
-
-    def rollout_of(self, task: Task) -> RolloutConfig:
-        """The settings of an episode of this task; only its budgets differ from those of the run."""
-        ...
-
-
-@runtime_checkable
-class OrdersTasks(Protocol):
-    """A world that says which training task comes when: a mixture."""
-
-    def order(self, seed: int, chunk: int, num_chunks: int) -> TaskSequence:
-        """For a run of `num_chunks` steps of `chunk` tasks. Raises ConfigError for too few tasks."""
-        ...
-
-
-def order_of(world: World, seed: int, chunk: int, num_chunks: int) -> TaskSequence:
-    """The order of the training tasks for a run of `num_chunks` steps of `chunk` tasks, at least as many."""
-    if isinstance(world, OrdersTasks):
-        return world.order(seed, chunk, num_chunks)
-    return TaskOrder(world.tasks("train"), seed, chunk)
-
-
-@runtime_checkable
-class Chats(Protocol):
-    """A world in which a person may ask questions of their own."""
-
-    def opening(self, question: str) -> Sequence[Message]:
-        """The messages that open an episode on this question, as those of the world's tasks do."""
-        ...
-
-
-@runtime_checkable
-class Closes(Protocol):
-    """A world that keeps something open over its episodes: a sandbox, a server whose tools it offers."""
-
-    async def close(self) -> None:
-        """Close it, on the event loop where it was used. Called when a command is done with the world."""
-        ...
-
-
-@runtime_checkable
-class UsesSandbox(Closes, Protocol):
-    """A world whose tools run programs. `build_world` gives it the sandbox of the settings; it closes it."""
-
-    def with_sandbox(self, sandbox: Sandbox) -> World:
-        """This world with that sandbox, which nothing has been started in yet."""
-        ...
-
-
-@runtime_checkable
-class SaysIfItRuns(Protocol):
-    """A world that may be set up without tools that run programs."""
-
-    @property
-    def runs_programs(self) -> bool:
-        """Whether it has such tools as it is."""
-        ...
-
-
-def runs_programs(world: World) -> bool:
-    """Whether a world needs its sandbox; one that takes a sandbox and does not say so does."""
-    return world.runs_programs if isinstance(world, SaysIfItRuns) else isinstance(world, UsesSandbox)
-
-
-@runtime_checkable
-class LimitsConcurrency(Protocol):
-    """A world whose episodes each hold a session of a sandbox from their start to their end."""
-
-    @property
-    def episodes_at_once(self) -> int | None:
-        """How many the sandbox has room for; None where it does not say. More wait before they begin, so
-        that none that holds a session ever waits for one that does not."""
-        ...
-
-
 def room_of(sandbox: Sandbox) -> int | None:
     """How many sessions the sandbox has room for; None where it does not say."""
     return sandbox.most_sessions if isinstance(sandbox, BoundsSessions) else None
-
-
-@runtime_checkable
-class Prepares(Protocol):
-    """A world that needs files which do not ship with Ludus (`ludus env prepare NAME`)."""
-
-    def prepare(self, tell: Callable[[str], None]) -> None:
-        """Fetch what is missing, telling what. Raises UserError where it cannot be had."""
-        ...
 
 
 class Demonstration(Protocol):

@@ -16,24 +16,7 @@ from functools import cached_property
 from ludus.config.schema import Config
 from ludus.config.sections.mixture import BUDGETS, MIXTURE, MemberConfig
 from ludus.config.sections.rollout import RolloutConfig
-from ludus.envs.base import (
-    Closes,
-    Demonstrates,
-    Demonstration,
-    EmitsTurnRewards,
-    Environment,
-    HasStateKey,
-    LimitsConcurrency,
-    OffersCheats,
-    OffersOtherWays,
-    OffersParaphrases,
-    Regradable,
-    ShowsTasks,
-    UsesSandbox,
-    World,
-    runs_programs,
-    turn_verifier_of,
-)
+from ludus.envs.base import Demonstration, Environment, HasStateKey, Regradable, World
 from ludus.envs.tool_world import check_split
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward
@@ -145,7 +128,7 @@ _KINDS: dict[tuple[bool, bool], type[MemberEnvironment]] = {
 
 
 @dataclass(frozen=True)
-class MixedWorld:
+class MixedWorld(World):
     """Several worlds as one. Splits are those of any of them, tasks of a split in turns."""
 
     members: Sequence[MixtureMember]
@@ -167,17 +150,17 @@ class MixedWorld:
     def emits_turn_rewards(self) -> bool:
         """Whether a member's does."""
         worlds = (member.world for member in self.members)
-        return any(isinstance(one, EmitsTurnRewards) and one.emits_turn_rewards for one in worlds)
+        return any(one.emits_turn_rewards for one in worlds)
 
     @property
     def turn_verifier(self) -> TurnVerifier | None:
         """That of the task's world; None if no member has one."""
-        verifies = any(turn_verifier_of(member.world) is not None for member in self.members)
+        verifies = any(member.world.turn_verifier is not None for member in self.members)
         return self._verify_turns if verifies else None
 
     def _verify_turns(self, task: Task, trajectory: Trajectory) -> Progress:
         member = self.member_of(task)
-        verifier = turn_verifier_of(member.world)
+        verifier = member.world.turn_verifier
         if verifier is None:
             return Progress((), 0)
         return verifier(member.own(task), _own_view(member, task, trajectory))
@@ -227,10 +210,10 @@ class MixedWorld:
         """
         streams = []
         for member in self.members:
-            if not isinstance(member.world, Demonstrates):
+            if not member.world.implements("demonstrations"):
                 raise UserError(
                     f"The world {member.name!r} of the mixture has no demonstrations to fine-tune on.",
-                    "Pass dialogues in a file (sft.dialogues), or start from a model (model.path).",
+                    "Pass dialogues in a file (sft.data), or start from a model (model.path).",
                 )
             streams.append(member.world.demonstrations(seed))
         pools = [TaskPool(member.name, (), member.weight) for member in self.members]
@@ -243,58 +226,48 @@ class MixedWorld:
     def texts(self) -> Iterator[str]:
         """Texts of all worlds that have some, for a tokenizer."""
         for member in self.members:
-            if isinstance(member.world, Demonstrates):
-                yield from member.world.texts()
+            yield from member.world.texts()
 
     def expert(self, task: Task) -> Demonstration | None:
         """What the task's world shows."""
         member = self.member_of(task)
-        return member.world.expert(member.own(task)) if isinstance(member.world, ShowsTasks) else None
+        return member.world.expert(member.own(task))
 
     def paraphrases(self, task: Task) -> Sequence[str]:
         """What the task's world says."""
         member = self.member_of(task)
-        world = member.world
-        return world.paraphrases(member.own(task)) if isinstance(world, OffersParaphrases) else ()
+        return member.world.paraphrases(member.own(task))
 
     def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
         """What the task's world shows."""
         member = self.member_of(task)
-        world = member.world
-        return world.other_ways(member.own(task)) if isinstance(world, OffersOtherWays) else ()
+        return member.world.other_ways(member.own(task))
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
         """What the task's world knows."""
         member = self.member_of(task)
-        world = member.world
-        return world.cheats(member.own(task)) if isinstance(world, OffersCheats) else {}
+        return member.world.cheats(member.own(task))
 
     @property
     def runs_programs(self) -> bool:
         """Whether a world needs a sandbox."""
-        return any(runs_programs(member.world) for member in self.members)
+        return any(member.world.runs_programs for member in self.members)
 
     def with_sandbox(self, sandbox: Sandbox) -> MixedWorld:
         """This mixture with one sandbox for all of its worlds that need one."""
-        members = [
-            replace(member, world=member.world.with_sandbox(sandbox))
-            if isinstance(member.world, UsesSandbox)
-            else member
-            for member in self.members
-        ]
+        members = [replace(member, world=member.world.with_sandbox(sandbox)) for member in self.members]
         return MixedWorld(tuple(members), self.name)
 
     @property
     def episodes_at_once(self) -> int | None:
         """The least that one of the worlds has room for."""
-        rooms = [m.world.episodes_at_once for m in self.members if isinstance(m.world, LimitsConcurrency)]
+        rooms = [member.world.episodes_at_once for member in self.members]
         return min((room for room in rooms if room is not None), default=None)
 
     async def close(self) -> None:
         """Close what the worlds have opened."""
         for member in self.members:
-            if isinstance(member.world, Closes):
-                await member.world.close()
+            await member.world.close()
 
     def _solved(self, task: Task, trajectory: Trajectory) -> float:
         """The weighted mean of the outcomes of the task's world; 1 or more exactly where it is solved."""

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
-import sys
-import traceback
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.config.sections.sandbox import SandboxConfig
-from ludus.envs.base import Closes, LimitsConcurrency, UsesSandbox, World, runs_programs
+from ludus.envs.base import World
 from ludus.envs.mixture import MixedWorld, MixtureMember, bounded, check_tools
-from ludus.envs.toolbox import ToolLimits, describe_error
-from ludus.errors import ConfigError, LudusError, UserError, did_you_mean
+from ludus.envs.tool_world import ToolWorld
+from ludus.envs.toolbox import ToolLimits
+from ludus.errors import ConfigError, LudusError, UserError
+from ludus.plugins import blame, find_plugin, import_object, is_file_reference
 from ludus.rewards.base import check_rewards
 from ludus.sandbox import Sandbox, SandboxSettings, open_sandbox
 from ludus.sandbox.self_test import python_inside
+from ludus.tools.base import Tool
 
 WORLDS: Mapping[str, str] = {
     "code": "ludus.worlds.code.world:make_code_world",
@@ -41,7 +41,7 @@ def build_world(env: EnvConfig, rollout: RolloutConfig, sandbox: SandboxConfig |
     """The world of a configuration.
 
     `env.name` is a name in `WORLDS` or the path of a Python file, relative to the working directory, that
-    defines `make_world(settings, limits)`. A world that is a `UsesSandbox` gets the sandbox of the settings
+    defines `make_world(settings, limits)`. A world that runs programs gets the sandbox of the settings
     (none: the default one). Where `env.mixture` names worlds it is they, as one. Raises ConfigError for an
     unknown name, a file without that function or that raises, and rewards in which shaping could outweigh
     the outcome; UserError for a file that is missing and for a package that is not installed.
@@ -50,14 +50,16 @@ def build_world(env: EnvConfig, rollout: RolloutConfig, sandbox: SandboxConfig |
         mixture = _mixture(env, rollout)
         check_tools(mixture, env.rendering)
         return mixture.with_sandbox(_sandbox(sandbox)) if mixture.runs_programs else mixture
-    world = _one_world(env.name, env.settings, rollout)
-    return world.with_sandbox(_sandbox(sandbox)) if isinstance(world, UsesSandbox) else world
+    world = _with_tools(_one_world(env.name, env.settings, rollout), plugin_tools(env.tools))
+    return world.with_sandbox(_sandbox(sandbox)) if world.implements("with_sandbox") else world
 
 
 def _one_world(name: str, settings: Mapping[str, object], rollout: RolloutConfig) -> World:
     limits = ToolLimits(timeout_s=rollout.tool_timeout_s, max_output=rollout.max_tool_output)
-    with _blaming(Path(name)) if name.endswith(".py") else nullcontext():
-        world = _factory(name)(settings, limits)
+    file = Path(name.partition(":")[0]) if is_file_reference(name) else None
+    factory = _factory(name)
+    with blame(str(file), file.resolve()) if file else nullcontext():
+        world = factory(settings, limits)
     if world is None:
         raise ConfigError(f"{name}: make_world returned nothing.", "Have it return the world.")
     check_rewards(world.rewards)
@@ -116,7 +118,7 @@ def check_sandbox(config: SandboxConfig, world: World) -> None:
     For use outside an event loop. Raises WorldError where nothing answers or it fails, UserError for what the
     sandbox refuses or does not have.
     """
-    if not runs_programs(world):
+    if not world.runs_programs:
         return
     worlds = [member.world for member in world.members] if isinstance(world, MixedWorld) else [world]
 
@@ -124,7 +126,7 @@ def check_sandbox(config: SandboxConfig, world: World) -> None:
         sandbox = _sandbox(config)
         try:
             await python_inside(sandbox)
-            if any(isinstance(one, LimitsConcurrency) for one in worlds):
+            if any(one.implements("episodes_at_once") for one in worlds):
                 await (await sandbox.session("shell")).close()
         finally:
             await sandbox.close()
@@ -145,54 +147,34 @@ async def closing(world: World) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        if isinstance(world, Closes):
-            await world.close()
+        await world.close()
 
 
 def _factory(name: str) -> Factory:
-    if name.endswith(".py"):
-        return _from_file(Path(name))
-    if name not in WORLDS:
-        guess = did_you_mean(name, WORLDS)
+    if name in WORLDS:
+        return cast(Factory, import_object(WORLDS[name]))
+    path = f"{name}:make_world" if name.endswith(".py") else name
+    found = find_plugin("worlds", path, "env.name", WORLDS)
+    if not callable(found):
+        raise ConfigError(f"env.name: {name} is not a function of settings and limits.")
+    return cast(Factory, found)
+
+
+def plugin_tools(names: Sequence[str]) -> tuple[Tool, ...]:
+    """Return the tools of `env.tools`. Raises ConfigError for what is not a tool."""
+    found = [find_plugin("tools", name, "env.tools", ()) for name in names]
+    for name, one in zip(names, found, strict=True):
+        if not isinstance(one, Tool):
+            raise ConfigError(f"env.tools: {name} is not a Tool.", "Make one with `ludus.tools.base.tool`.")
+    return tuple(one for one in found if isinstance(one, Tool))
+
+
+def _with_tools(world: World, tools: Sequence[Tool]) -> World:
+    """Add tools to a world from data. Raises ConfigError for a world that makes its own."""
+    if not tools:
+        return world
+    if not isinstance(world, ToolWorld):
         raise ConfigError(
-            f"There is no world {name!r}.",
-            f"{guess}Known: {', '.join(sorted(WORLDS))}; a world of your own is given by its .py file.",
+            f"env.tools: the world {world.name!r} takes no further tools.", "Write a ToolWorld."
         )
-    module, _, function = WORLDS[name].partition(":")
-    factory: Factory = vars(importlib.import_module(module))[function]
-    return factory
-
-
-@contextmanager
-def _blaming(path: Path) -> Iterator[None]:
-    """What a user's file raises, as one sentence that names the line."""
-    try:
-        yield
-    except LudusError:
-        raise
-    except SyntaxError as error:
-        raise ConfigError(f"{error.filename}, line {error.lineno}: {error.msg}.", "Mend the file.") from error
-    except Exception as error:  # boundary: foreign code; the cause and its line travel in the message
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-        where = f"{path}, line {lines[-1]}" if lines else str(path)
-        raise ConfigError(f"{where}: {describe_error(error)}.", "Mend the file.") from error
-
-
-def _from_file(path: Path) -> Factory:
-    if not path.is_file():
-        raise UserError(
-            f"There is no file {path}.",
-            f"env.name takes the path of a Python file, as seen from the working directory ({Path.cwd()}).",
-        )
-    name = f"ludus_world_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} cannot be imported.", "Is it a Python file?")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pydantic look their own module up
-    spec.loader.exec_module(module)
-    factory = vars(module).get("make_world")
-    if not callable(factory):
-        raise ConfigError(f"{path} defines no function make_world(settings, limits).", "Add one.")
-    found: Factory = factory
-    return found
+    return replace(world, tools=(*world.tools, *tools))

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ludus.envs.base import World
 from ludus.envs.tool_env import Resource, ToolEnv
 from ludus.envs.toolbox import ToolLimits, as_text
 from ludus.errors import UserError, did_you_mean
@@ -33,7 +34,7 @@ class Dialogue:
 
 
 @dataclass(frozen=True)
-class ToolWorld:
+class ToolWorld(World):
     """Tasks that are solved with stateless tools.
 
     `tools` are the same for every task; a world whose tools depend on the task, or that keeps a state,
@@ -73,17 +74,10 @@ class ToolWorld:
         if self.show is None:
             raise UserError(
                 f"The world {self.name!r} has no demonstrations.",
-                "Give it some, or pass dialogues in a file (sft.dialogues).",
+                "Give it some, or pass dialogues in a file (sft.data).",
             )
         for messages in self.show(seed):
             yield Dialogue(tuple(messages), tuple(self.tools))
-
-    def texts(self) -> Iterator[str]:
-        """What demonstrations say, for a tokenizer of this world's own."""
-        for dialogue, _ in zip(self.demonstrations(seed=0), range(2_000), strict=False):
-            for message in dialogue.messages:
-                yield message["content"]
-                yield from (call["function"]["arguments"] for call in message.get("tool_calls", []))
 
 
 def split_of(task_lists: Mapping[str, Sequence[Task]], split: str, world: str) -> Sequence[Task]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal, Protocol
 
-from ludus.envs.base import Demonstrates, OffersCheats, Regradable, ShowsTasks, World, check_tasks
+from ludus.envs.base import Regradable, World, check_tasks
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
 from ludus.evaluation.scripted_agents import (
     Agent,
@@ -282,8 +282,6 @@ def some_tasks(world: World, plan: CheckPlan) -> list[Task]:
 
 def _own_cheats(world: World, tasks: Sequence[Task]) -> tuple[Agent, ...]:
     """The cheats that the world itself knows."""
-    if not isinstance(world, OffersCheats):
-        return ()
     plans: dict[str, dict[str, Sequence[Action]]] = {}
     for task in tasks:
         for name, messages in world.cheats(task).items():
@@ -306,15 +304,15 @@ def solutions(world: World, tasks: Sequence[Task]) -> tuple[dict[str, Sequence[A
 
     They come from the world's expert, else from its demonstrations; empty where it has neither.
     """
-    if isinstance(world, ShowsTasks):
+    if world.implements("expert"):
         shown = {task.id: world.expert(task) for task in tasks}
         found = {name: actions_of(one.messages) for name, one in shown.items() if one is not None}
         if found:
             return dict(found), True
-    return (_demonstrated(world, tasks), False) if isinstance(world, Demonstrates) else ({}, False)
+    return (_demonstrated(world, tasks), False) if world.implements("demonstrations") else ({}, False)
 
 
-def _demonstrated(world: Demonstrates, tasks: Sequence[Task]) -> dict[str, Sequence[Action]]:
+def _demonstrated(world: World, tasks: Sequence[Task]) -> dict[str, Sequence[Action]]:
     """The first demonstration of each task, among the first ones of the world."""
     wanted = {str(task.prompt): task for task in tasks}
     lengths = {len(task.prompt) for task in tasks}

@@ -65,8 +65,8 @@ class Conditions:
             min_p=rollout.min_p,
             guided_tools=rollout.guided_tools,
             max_turns=rollout.max_turns,
-            max_new_tokens=rollout.max_new_tokens,
-            max_tokens=rollout.max_tokens,
+            max_new_tokens=rollout.max_tokens_per_turn,
+            max_tokens=rollout.max_seq_len,
             max_tool_errors=rollout.max_tool_errors,
             max_tool_output=rollout.max_tool_output,
         )

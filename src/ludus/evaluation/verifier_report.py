@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ludus.envs.base import OffersOtherWays, OffersParaphrases, World
+from ludus.envs.base import World
 from ludus.evaluation.env_audit import AuditEpisode, CheckPlan, CheckReport, play_all
 from ludus.evaluation.perturb import other, plain_answer, same
 from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of, asked
@@ -239,7 +239,7 @@ async def perturbed(report: CheckReport, plan: CheckPlan) -> tuple[VerdictShare,
     answers = [
         (task, answer) for task in report.tasks[:EPISODES] if (answer := plain_answer(task)) is not None
     ]
-    offers = isinstance(report.world, OffersParaphrases)
+    offers = report.world.implements("paraphrases")
     tried = [[(task, text) for task, answer in answers if not offers for text in same(answer)]]
     tried.append([(task, text) for task, answer in answers for text in other(task, answer)])
     plan.watch.phase("perturbed", sum(map(len, tried)))
@@ -256,8 +256,6 @@ async def perturbed(report: CheckReport, plan: CheckPlan) -> tuple[VerdictShare,
 
 def _other_ways(world: World, tasks: Sequence[Task]) -> list[Mapping[str, Sequence[Action]]]:
     """The first other way of each task by its id, then the second ones, and so on."""
-    if not isinstance(world, OffersOtherWays):
-        return []
     ways = {task.id: [actions_of(messages) for messages in world.other_ways(task)] for task in tasks}
     most = max(map(len, ways.values()), default=0)
     return [{id_: found[n] for id_, found in ways.items() if len(found) > n} for n in range(most)]
@@ -269,7 +267,7 @@ def _turns_of(turns: Mapping[str, Sequence[Action]], task: Task, tools: Sequence
 
 def _others(world: World, task: Task) -> list[str]:
     """Other words for the right answer: the world's own, else those that a truth accepts."""
-    if isinstance(world, OffersParaphrases):
+    if world.implements("paraphrases"):
         return list(world.paraphrases(task))
     if not isinstance(task.truth, ExpectedAnswers):
         return []

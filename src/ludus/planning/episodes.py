@@ -137,7 +137,7 @@ class SimEnvironment:
 
 
 @dataclass
-class SimWorld:
+class SimWorld(World):
     """Where simulated environments come from: task `n` is group `n`'s."""
 
     draws: Draws

@@ -116,12 +116,12 @@ def _measured(row: Mapping[str, float]) -> MeasuredRun:
         passes=decoded / max(row["engine/requests_running"], 1.0),
         decoded=decoded,
         read=row["engine/prefill_tokens_per_s"] * busy_s,
-        learn_s=row["time/learn_s"],
+        learn_s=row["time/train_s"],
         sync_s=row["time/sync_s"],
         transfer_s=row.get("sync/transfer_s"),
         episodes=episodes,
         turns=episodes * row["turns/mean"],
-        action_tokens=episodes * row["length/action_tokens/mean"],
+        action_tokens=episodes * row["response_length/mean"],
         tokens=episodes * row["length/total_tokens/mean"],
         calls=tuple(_calls(row)),
     )
@@ -179,11 +179,11 @@ def setup_of(config: Config) -> RunLayout:
     training, staleness = config.training, config.staleness
     return RunLayout(
         mode=training.mode,
-        groups=training.tasks_per_step,
+        groups=training.prompts_per_step,
         members=config.algorithm.group_size,
         steps=max(20, 4 * (staleness.max_staleness + 1)),
         max_staleness=staleness.max_staleness,
-        in_flight=staleness.in_flight,
+        in_flight=staleness.max_concurrent_rollouts,
         concurrency=config.rollout.concurrency,
     )
 
@@ -214,7 +214,7 @@ def _shape(steps: Sequence[MeasuredRun], config: Config) -> EpisodeShape:
         action=action,
         read=sum(s.read for s in steps) / sampled_turns,
         context=(tokens - actions) / episodes,
-        most=config.rollout.max_new_tokens,
+        most=config.rollout.max_tokens_per_turn,
     )
 
 

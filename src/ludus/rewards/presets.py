@@ -20,7 +20,7 @@ class Published:
     """A preset: its parts, and the truth that its functions read.
 
     `keeps_outcome`: the world's outcomes train as well, scaled so that the smallest weight is 1, and `parts`
-    has none. A part of `rewards.parts` then replaces the preset's of that name.
+    has none. A part of `rewards.extra` then replaces the preset's of that name.
     """
 
     parts: Callable[[], tuple[Reward, ...]]

@@ -1,13 +1,15 @@
-"""Shaping parts by name, for settings to switch on in any world (`rewards.parts`)."""
+"""Shaping parts by name, for settings to switch on in any world (`rewards.extra`)."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from ludus.config.sections.rewards import PartConfig, RewardsConfig
 from ludus.errors import ConfigError, did_you_mean
+from ludus.plugins import find_plugin
 from ludus.rewards.base import Reward, RewardFunction
 from ludus.rewards.code.patches import Patch, patch_similarity
 from ludus.rewards.composite import extra_turns, format_score, think_format, tool_use
@@ -75,40 +77,50 @@ NAMED: Mapping[str, RegisteredReward] = {
 }
 
 
-def named_part(name: str, weight: float, options: Mapping[str, Option]) -> Reward:
-    """The part of that name. Raises ConfigError for a name or options that it does not have."""
-    if name not in NAMED:
-        guess = did_you_mean(name, NAMED)
-        raise ConfigError(f"rewards.parts: there is no part {name!r}.", f"{guess}Known: {', '.join(NAMED)}.")
-    known = NAMED[name].options
+def find_reward(name: str, source: str | None) -> RegisteredReward:
+    """Return the built-in part of that name, or the plug-in `source`. Raises ConfigError if there is none."""
+    if source is None and name in NAMED:
+        return NAMED[name]
+    found = find_plugin("rewards", source or name, f"rewards.extra.{name}", NAMED)
+    if isinstance(found, RegisteredReward):
+        return found
+    if not callable(found):
+        raise ConfigError(f"rewards.extra.{name}: {source} is not a function or RegisteredReward.")
+    return RegisteredReward(lambda: cast(RewardFunction, found))
+
+
+def named_part(name: str, config: PartConfig) -> Reward:
+    """Return a part. Raises ConfigError for a name or options that it does not have."""
+    options, part = config.options, find_reward(name, config.source)
+    known = part.options
     if odd := [option for option in options if option not in known]:
         takes = f"It takes {', '.join(known)}." if known else "It takes none."
-        raise ConfigError(f"rewards.parts.{name} has no option {odd[0]!r}.", takes)
+        raise ConfigError(f"rewards.extra.{name} has no option {odd[0]!r}.", takes)
     missing = [o for o, p in known.items() if p.default is inspect.Parameter.empty and o not in options]
     if missing:
-        raise ConfigError(f"rewards.parts.{name} needs {' and '.join(missing)}.", "See docs/rewards.md.")
+        raise ConfigError(f"rewards.extra.{name} needs {' and '.join(missing)}.", "See docs/use/rewards.md.")
     try:
-        return Reward(name, NAMED[name].make(**options), weight)
+        return Reward(name, part.make(**options), config.weight)
     except ValueError as error:
-        raise ConfigError(f"rewards.parts.{name}: {error}.", "See docs/rewards.md.") from error
+        raise ConfigError(f"rewards.extra.{name}: {error}.", "See docs/use/rewards.md.") from error
 
 
 def switched_on(settings: Mapping[str, PartConfig]) -> tuple[Reward, ...]:
-    """The parts of `rewards.parts`. Raises ConfigError, as `named_part` does."""
-    return tuple(named_part(name, part.weight, part.options) for name, part in settings.items())
+    """The parts of `rewards.extra`. Raises ConfigError, as `named_part` does."""
+    return tuple(named_part(name, part) for name, part in settings.items())
 
 
 def added_parts(settings: RewardsConfig) -> tuple[Reward, ...]:
     """What the section `rewards` has scored beside the parts of a world: a preset, and parts by name."""
     published = PUBLISHED[settings.preset].parts() if settings.preset is not None else ()
-    return (*_not_replaced(settings, published), *switched_on(settings.parts))
+    return (*_not_replaced(settings, published), *switched_on(settings.extra))
 
 
 def _not_replaced(settings: RewardsConfig, parts: Sequence[Reward]) -> Sequence[Reward]:
-    """The parts of a preset that keeps the outcome, without those that `rewards.parts` sets."""
+    """The parts of a preset that keeps the outcome, without those that `rewards.extra` sets."""
     if settings.preset is None or not PUBLISHED[settings.preset].keeps_outcome:
         return parts
-    return [part for part in parts if part.outcome or part.name not in settings.parts]
+    return [part for part in parts if part.outcome or part.name not in settings.extra]
 
 
 def judges_more(settings: RewardsConfig) -> bool:
@@ -122,11 +134,11 @@ def parts_that_train(settings: RewardsConfig, own: Sequence[Reward]) -> Sequence
     Raises ConfigError for a part that is no part or there already.
     """
     first = _not_replaced(settings, training_parts(settings.preset, own))
-    added = switched_on(settings.parts)
+    added = switched_on(settings.extra)
     if twice := {part.name for part in first} & {part.name for part in added}:
         name = min(twice)
         raise ConfigError(
-            f"rewards.parts.{name}: the rewards have a part of that name.", f"Set rewards.weights.{name}."
+            f"rewards.extra.{name}: the rewards have a part of that name.", f"Set rewards.weights.{name}."
         )
     return (*first, *added)
 
@@ -148,18 +160,19 @@ def check_names(settings: RewardsConfig, parts: Sequence[Reward]) -> None:
                 raise ConfigError(said, f"{guess}Parts: {', '.join(names)}.")
 
 
-def check_fed(names: Sequence[str], task: Task, num_tools: int) -> None:
+def check_fed(settings: Mapping[str, PartConfig], task: Task, num_tools: int) -> None:
     """Raise ConfigError for a part that such a task, played with as many tools, says nothing to."""
-    for name in names:
-        truth = NAMED[name].truth
-        if NAMED[name].calls and not num_tools:
+    for name, config in settings.items():
+        part = find_reward(name, config.source)
+        truth = part.truth
+        if part.calls and not num_tools:
             raise ConfigError(
-                f"rewards.parts.{name} is about calls of tools, and task {task.id} has no tools.",
+                f"rewards.extra.{name} is about calls of tools, and task {task.id} has no tools.",
                 "Leave it out, or give the world its tools.",
             )
         if truth is not None and not isinstance(task.truth, truth):
             raise ConfigError(
-                f"rewards.parts.{name} reads a truth of the type {truth.__name__}, "
+                f"rewards.extra.{name} reads a truth of the type {truth.__name__}, "
                 f"and that of task {task.id} is {type(task.truth).__name__}.",
                 "Leave it out, or take a world with such tasks.",
             )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ludus.chat.render import Renderer
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import Engine, seed_for
-from ludus.envs.base import LimitsConcurrency, SetsBounds, World
+from ludus.envs.base import World
 from ludus.rollout.chat_session import ChatSession, EngineChatSession
 from ludus.rollout.episode import EpisodeLimits
 from ludus.rollout.ledger import Ledger, RolloutKey
@@ -47,7 +47,7 @@ def sampling_params(rollout: RolloutConfig, temperature: float) -> SamplingParam
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         min_p=rollout.min_p,
-        max_new_tokens=rollout.max_new_tokens,
+        max_new_tokens=rollout.max_tokens_per_turn,
     )
 
 
@@ -63,12 +63,12 @@ def episode_limits(rollout: RolloutConfig) -> EpisodeLimits:
 
 def rollout_for(world: World, rollout: RolloutConfig, task: Task) -> RolloutConfig:
     """Return the world's rollout settings for a task, otherwise the run's."""
-    return world.rollout_of(task) if isinstance(world, SetsBounds) else rollout
+    return world.rollout_of(task) or rollout
 
 
 def episodes_at_once(world: World, concurrency: int) -> int:
     """Return the concurrency, capped by the sandbox's sessions."""
-    room = world.episodes_at_once if isinstance(world, LimitsConcurrency) else None
+    room = world.episodes_at_once
     return concurrency if room is None else min(concurrency, room)
 
 
@@ -94,7 +94,7 @@ def engine_scheduler(
             engine=lockstep or engine,
             renderer=renderer,
             params=sampling_params(own, 0.0 if job.greedy else play.temperature),
-            max_tokens=own.max_tokens,
+            max_tokens=own.max_seq_len,
             episode=episode_name(key) if lockstep else engine_name(play, key),
             seed=seed_for(play.seed, play.purpose, key.step, key.task_id, key.sample),
             guided=rollout.guided_tools,

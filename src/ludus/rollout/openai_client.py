@@ -430,7 +430,7 @@ def endpoint_conversations(
             endpoint=endpoint,
             params=sampling_params(own, play.temperature),
             seed=seed_for(play.seed, play.purpose, key.step, key.task_id, key.sample),
-            max_tokens=own.max_tokens,
+            max_tokens=own.max_seq_len,
             parser=PARSERS[parser] if parser else None,
         )
 

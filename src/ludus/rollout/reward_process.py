@@ -27,7 +27,7 @@ from typing import BinaryIO
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.config.sections.sandbox import SandboxConfig
-from ludus.envs.base import World, turn_verifier_of
+from ludus.envs.base import World
 from ludus.envs.registry import WORLDS, build_world
 from ludus.errors import LudusError
 from ludus.rewards.base import Reward
@@ -168,7 +168,7 @@ class Verifiers:
 
 def added_verifiers(settings: RewardsConfig, world: World) -> Verifiers:
     """What the section `rewards` has judged beside the rewards of the world."""
-    turns = turn_verifier_of(world) if settings.verifies_turns else None
+    turns = world.turn_verifier if settings.verifies_turns else None
     return Verifiers(added_parts(settings), turns)
 
 

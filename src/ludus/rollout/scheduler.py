@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from ludus.config.sections.rollout import BranchConfig
 from ludus.engines.base import seed_for
-from ludus.envs.base import LimitsConcurrency, World
+from ludus.envs.base import World
 from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
 from ludus.rollout.branching import play_tree
@@ -206,7 +206,7 @@ class Scheduler:
     def _room(self) -> AbstractAsyncContextManager[None]:
         """A place among the episodes that may be open at once, however they are started. Those of `run` are
         never more: in lock-step one that waits here would be waited for."""
-        if not isinstance(self.world, LimitsConcurrency) or self.world.episodes_at_once is None:
+        if self.world.episodes_at_once is None:
             return nullcontext()
         self._places = self._places or asyncio.Semaphore(self.limits.concurrency)
         return self._places

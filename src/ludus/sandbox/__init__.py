@@ -1,6 +1,6 @@
 """Sandboxes for programs written by a policy: one protocol, one file per backend, limits as data.
 
-See docs/sandbox.md.
+See docs/use/sandbox.md.
 """
 
 from ludus.sandbox.base import (

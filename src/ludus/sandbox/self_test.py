@@ -88,8 +88,8 @@ def not_judged(backend: str) -> str:
             "limits CPU seconds, processes, open files and disk, which are not requested; its load capacity"
         )
     if backend == "remote":
-        return "the isolation of the backend behind the server: see docs/sandbox.md"
-    return "its isolation, which depends on its construction: see docs/sandbox.md"
+        return "the isolation of the backend behind the server: see docs/use/sandbox.md"
+    return "its isolation, which depends on its construction: see docs/use/sandbox.md"
 
 
 async def _input(sandbox: Sandbox) -> SelfTestFinding:

@@ -132,7 +132,7 @@ class MixtureOrder:
                 raise ConfigError(
                     f"One step may need {most} tasks of the world {pool.name!r}, but its train split has "
                     f"{len(pool.tasks)}.",
-                    "Lower its weight, or training.tasks_per_step.",
+                    "Lower its weight, or training.prompts_per_step.",
                 )
 
     @cached_property

@@ -16,7 +16,7 @@ from ludus.training.run.checkpoint import list_checkpoints
 from ludus.training.run.manifest import check_manifest
 from ludus.training.run.run_dir import Kind, RunFolder, kind_of, resume_command
 
-_KEPT = ("model.", "env.", "run.seed", "run.folder")
+_KEPT = ("model.", "env.", "run.seed", "run.dir")
 _KEPT_BY_KIND: Mapping[Kind, tuple[str, ...]] = {
     "preference": (
         "preference.loss",

@@ -20,7 +20,7 @@ from ludus.diagnostics.metrics import rollout_metrics
 from ludus.diagnostics.timings import StepTimings, write_timings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine, counted
-from ludus.envs.base import World, order_of
+from ludus.envs.base import World
 from ludus.envs.registry import closing
 from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import (
@@ -79,7 +79,7 @@ def check_rft(config: Config, world: World) -> None:
             f"A round needs {config.rft.tasks_per_round} tasks, but the train split has {num}.",
             f"Set --rft.tasks_per_round to at most {num}.",
         )
-    order_of(world, config.run.seed, config.rft.tasks_per_round, config.rft.rounds)
+    world.order(config.run.seed, config.rft.tasks_per_round, config.rft.rounds)
 
 
 @dataclass
@@ -117,7 +117,7 @@ class RftTrainer:
         credits = judge(groups, self.session)
         settle(self.ledger, credits)
         self.reporter.phase(f"round {number}: training", None)
-        with clock.phase("learn"):
+        with clock.phase("train"):
             optimiser, learned = self.learn(number, credits)
         with clock.phase("sync"):
             proof = await self.sync.publish(number)
@@ -135,7 +135,7 @@ class RftTrainer:
         """Sample one group of attempts per task of the round."""
         config = self.session.config
         world, settings = self.session.world, config.rft
-        order = order_of(world, config.run.seed, settings.tasks_per_round, settings.rounds)
+        order = world.order(config.run.seed, settings.tasks_per_round, settings.rounds)
         tasks = order.take((number - 1) * settings.tasks_per_round, settings.tasks_per_round)
         play = SamplingPlan("rft", config.rollout.temperature, config.run.seed)
         scheduler = session_scheduler(self.session, self.engine, play, self.ledger)

@@ -59,8 +59,8 @@ def make_session(config: Config) -> TrainingSession:
         return _checked(open_session(config))
     set_up_compute(config)
     world = build_world(config.env, config.rollout, config.sandbox)
-    tokenizer = train_tokenizer(demonstrating(world).texts(), config.model.scratch.vocab_size)
-    model = build_tiny(config.model.scratch, tokenizer, config.run.seed)
+    tokenizer = train_tokenizer(demonstrating(world).texts(), config.model.init.vocab_size)
+    model = build_tiny(config.model.init, tokenizer, config.run.seed)
     return _checked(TrainingSession(config, world, model, tokenizer, make_renderer(config.env, tokenizer)))
 
 
@@ -190,19 +190,19 @@ class SftBatch:
 def batches(session: TrainingSession, settings: SftConfig) -> Iterator[SftBatch]:
     """Yield the rows of each step endlessly, in an order that depends on the seed alone.
 
-    A file is shuffled anew for each epoch. Dialogues longer than `rollout.max_tokens` are skipped. Raises
+    A file is shuffled anew for each epoch. Dialogues longer than `rollout.max_seq_len` are skipped. Raises
     UserError if too many are skipped in a row.
     """
     rows: list[Row] = []
     left_out = streak = 0
-    budget = session.config.rollout.max_tokens
+    budget = session.config.rollout.max_seq_len
     for dialogue, data_class in dialogues(session.config, session.world):
         row = replace(dialogue_row(session.renderer, dialogue), data_class=data_class)
         if len(row.tokens) > budget:
             left_out, streak = left_out + 1, streak + 1
             if streak == MOST_LEFT_OUT:
                 raise UserError(
-                    f"{streak:,} dialogues in a row are longer than rollout.max_tokens ({budget}).",
+                    f"{streak:,} dialogues in a row are longer than rollout.max_seq_len ({budget}).",
                     f"Raise it: the last one takes {len(row.tokens)} tokens.",
                 )
             continue

@@ -6,23 +6,23 @@ whatever stood there before. They compute in float64. A number that is not finit
 group with one member where members are compared, raise ValueError naming the row. Equal rewards that are
 compared give exactly 0, rounding noise notwithstanding.
 
-| file | what it compares or sums |
+| module | compares or sums |
 |---|---|
-| `groups` | trajectories of a group |
+| `group_relative` | trajectories of a group |
 | `turns` | turns of a group, without a critic |
-| `returns` | rewards and values over the action tokens |
-| `turn_values` | the same with a turn as the step |
+| `gae_tokens` | rewards and values over the action tokens |
+| `gae_turns` | the same with a turn as the step |
 | `off_policy` | the same, sampled by another policy |
 | `optimal` | returns of a group, token by token |
-| `running` | against statistics that outlive a step |
+| `running_baselines` | statistics that outlive a step |
 | `calibration` | per-turn reward tiers, from recorded rollouts |
 
-To add one: the function in its file, its line in `registry.FUNCTIONS`, and in `registry.ADVANTAGES` where its
-arguments come from.
+To add one, write its function in a module here and its spec in `spec.advantages`.
 """
 
 from ludus.algorithms.advantages.calibration import TierCalibration, calibrate_tiers, tier_advantages
-from ludus.algorithms.advantages.gae import coderl, gae, prime, reinforce_pp, value_targets, vapo
+from ludus.algorithms.advantages.gae_tokens import coderl, gae, prime, reinforce_pp, value_targets, vapo
+from ludus.algorithms.advantages.gae_turns import step_gae, turn_gae
 from ludus.algorithms.advantages.group_relative import (
     best_of_group,
     dr_grpo,
@@ -41,7 +41,6 @@ from ludus.algorithms.advantages.group_relative import (
 )
 from ludus.algorithms.advantages.off_policy import retrace, vtrace, vtrace_targets
 from ludus.algorithms.advantages.optimal import optimal_token_baseline
-from ludus.algorithms.advantages.registry import ADVANTAGES, FUNCTIONS, VALUE_ERRORS, AdvantageFn
 from ludus.algorithms.advantages.running_baselines import (
     DomainMoments,
     Moments,
@@ -51,7 +50,6 @@ from ludus.algorithms.advantages.running_baselines import (
     rae,
 )
 from ludus.algorithms.advantages.token_rewards import token_rewards
-from ludus.algorithms.advantages.turn_gae import step_gae, turn_gae
 from ludus.algorithms.advantages.turns import (
     gigpo,
     siblings,
@@ -61,10 +59,6 @@ from ludus.algorithms.advantages.turns import (
 )
 
 __all__ = [
-    "ADVANTAGES",
-    "FUNCTIONS",
-    "VALUE_ERRORS",
-    "AdvantageFn",
     "DomainMoments",
     "Moments",
     "RoleBaselines",

@@ -23,7 +23,7 @@ from ludus.algorithms.advantages.rows import (
 )
 from ludus.algorithms.grouping import group_rewards, rounding
 from ludus.algorithms.masking import check_shapes, select
-from ludus.algorithms.spec.algorithm import COUNTS, SPREADS
+from ludus.algorithms.spec.words import COUNTS, SPREADS
 
 WHITEN_EPS = 1e-8
 

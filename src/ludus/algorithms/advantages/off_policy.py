@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ludus.algorithms.advantages.gae import values_and_next
+from ludus.algorithms.advantages.gae_tokens import values_and_next
 from ludus.algorithms.advantages.reverse_scan import ActionTokens, action_tokens, scan_back, shifted
 from ludus.algorithms.advantages.rows import check_group, float_dtype
 from ludus.algorithms.advantages.token_rewards import token_rewards

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ludus.algorithms.spec.algorithm import BEHAVIOUR_ADVANTAGES, BINARY_ADVANTAGES, Algorithm, number
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.spec.parts import Need
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 
-BEHAVIOUR_RATIO = ("tis", "icepop", "decoupled", "dppo", *BEHAVIOUR_ADVANTAGES)
-"""Corrections, losses and advantages that contain the ratio to the behaviour policy."""
 
+def check_corrections(algorithm: Algorithm) -> None:
+    """Raise ConfigError if two of the chosen parts contain the ratio to the behaviour policy.
 
-def check_corrections(*names: str) -> None:
-    """ConfigError where two of the chosen parts contain the ratio to the behaviour policy.
-
-    `names` are the corrections, the loss and the advantage of an algorithm; others than those of
-    `BEHAVIOUR_RATIO` do not matter. Two such ratios weigh the same gap between engine and learner twice.
-    `reject_sequence` and `m2po` only drop what does not train, and go with each.
+    Two such ratios weigh the same gap between engine and learner twice. A correction that only removes
+    tokens goes with each.
     """
-    twice = [name for name in names if name in BEHAVIOUR_RATIO]
+    specs = {
+        algorithm.correction: algorithm.correction_spec,
+        algorithm.loss: algorithm.loss_spec,
+        algorithm.advantage: algorithm.advantage_spec,
+    }
+    twice = [name for name, spec in specs.items() if spec.has(Need.BEHAVIOR_RATIO)]
     if len(twice) > 1:
         raise ConfigError(
             f"{' and '.join(twice)} correct the same gap between engine and learner twice.",
@@ -29,9 +31,39 @@ def check_corrections(*names: str) -> None:
         )
 
 
+def check_together(algorithm: Algorithm) -> None:
+    """Raise ConfigError for options that contradict each other or the size of the groups."""
+    for part, options, known in (
+        ("loss", algorithm.options.loss, algorithm.loss_spec.options),
+        ("correction", algorithm.options.correction, algorithm.correction_spec.options),
+    ):
+        if options.get("measure", "ratio") != "ratio":
+            if "low" in options:
+                raise ConfigError(
+                    f"algorithm.options.{part}.low bounds ratios; with measure {options['measure']} there is"
+                    " high alone."
+                )
+        elif "low" in options or "high" in options:
+            upper, high = "high", options.get("high", known["high"].default if "high" in known else None)
+            if high is None:
+                upper, high = "algorithm.tis_cap", algorithm.tis_cap
+            low = options.get("low", known["low"].default)
+            if float(low) > float(high):
+                raise ConfigError(
+                    f"algorithm.options.{part}.low is {float(low):g}, but must be at most {upper}, which is"
+                    f" {float(high):g}."
+                )
+    k = algorithm.options_of("advantage")[1].get("k")
+    if k is not None and (chosen := algorithm.number("advantage", "k")) > algorithm.group_size:
+        raise ConfigError(
+            f"algorithm.options.advantage.k is {chosen:g}, but must be at most algorithm.group_size, which is"
+            f" {algorithm.group_size}."
+        )
+
+
 def check_observations(algorithm: Algorithm, mask_observations: bool) -> None:
     """ConfigError where observations would train twice: by the term echo, and as if they were actions."""
-    if not mask_observations and number(algorithm.options.terms, "echo", 0.0) > 0:
+    if not mask_observations and algorithm.number("terms", "echo") > 0:
         raise ConfigError(
             "training.mask_observations = false trains observations already, and so does"
             " algorithm.options.terms.echo.",
@@ -42,7 +74,7 @@ def check_observations(algorithm: Algorithm, mask_observations: bool) -> None:
 def check_binary_rewards(algorithm: Algorithm, settings: RewardsConfig, parts: Sequence[Reward]) -> None:
     """ConfigError where the advantage takes rewards of 0 and 1 alone and the settings make others of the
     `parts` that train."""
-    if algorithm.advantage not in BINARY_ADVANTAGES:
+    if not algorithm.advantage_spec.has(Need.BINARY_REWARDS):
         return
     for what, remedy in _not_binary(settings, parts):
         raise ConfigError(
@@ -62,7 +94,7 @@ def _not_binary(settings: RewardsConfig, parts: Sequence[Reward]) -> Iterator[tu
                 yield said, f"Set rewards.weights.{part.name} = {wanted[-1]:g} throughout"
     others = {
         "length.kind": settings.length.kind if settings.length.kind != "none" else None,
-        "combination": settings.combination if settings.combination == "pareto" else None,
+        "aggregation": settings.aggregation if settings.aggregation == "pareto" else None,
         "normalise_by": settings.normalise_by,
         "model": settings.model if settings.model_weight != 0 else None,
     }

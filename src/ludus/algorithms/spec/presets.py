@@ -15,8 +15,8 @@ _PRESETS = (
         name="grpo",
         summary="group-normalised rewards, clipped ratio, mean over tokens",
         source="arXiv:2402.03300 with the clip range and aggregation of arXiv:2503.14476, no KL",
-        eps_high=0.28,
-        zero_variance=True,
+        clip_high=0.28,
+        filter_zero_variance=True,
     ),
     Algorithm(
         name="grpo_paper",
@@ -30,10 +30,10 @@ _PRESETS = (
         name="dapo",
         summary="clip-higher, dynamic sampling, token mean, soft overlong punishment",
         source="arXiv:2503.14476",
-        eps_high=0.28,
-        zero_variance=True,
-        resample_rounds=3,
-        overlong_cache=0.2,
+        clip_high=0.28,
+        filter_zero_variance=True,
+        max_resample_rounds=3,
+        overlong_buffer=0.2,
         minibatches=16,
     ),
     Algorithm(
@@ -111,8 +111,8 @@ _PRESETS = (
         source="arXiv:2507.18071",
         loss="gspo",
         aggregation="seq_mean_token_mean",
-        eps_low=3e-4,
-        eps_high=4e-4,
+        clip_low=3e-4,
+        clip_high=4e-4,
         minibatches=4,
     ),
     Algorithm(
@@ -121,8 +121,8 @@ _PRESETS = (
         source="arXiv:2602.05261; TRL's loss_type luspo",
         loss="gspo_token",
         aggregation="seq_mean_token_sum",
-        eps_low=3e-4,
-        eps_high=4e-4,
+        clip_low=3e-4,
+        clip_high=4e-4,
         minibatches=4,
     ),
     Algorithm(
@@ -131,8 +131,8 @@ _PRESETS = (
         source="arXiv:2507.18071, section 4.3",
         loss="gspo_token",
         aggregation="seq_mean_token_mean",
-        eps_low=3e-4,
-        eps_high=4e-4,
+        clip_low=3e-4,
+        clip_high=4e-4,
         minibatches=4,
     ),
     Algorithm(
@@ -140,9 +140,9 @@ _PRESETS = (
         summary="clips the weight and not the gradient: no token is lost",
         source="arXiv:2506.13585",
         loss="cispo",
-        eps_low=1.0,
-        eps_high=0.28,
-        zero_variance=True,
+        clip_low=1.0,
+        clip_high=0.28,
+        filter_zero_variance=True,
         minibatches=16,
     ),
     Algorithm(
@@ -150,8 +150,8 @@ _PRESETS = (
         summary="geometric mean of token ratios, each clipped in log space",
         source="arXiv:2507.20673",
         loss="gmpo",
-        eps_low=0.4,
-        eps_high=0.4,
+        clip_low=0.4,
+        clip_high=0.4,
         minibatches=8,
     ),
     Algorithm(
@@ -173,7 +173,7 @@ _PRESETS = (
         summary="spares tokens that good and bad attempts share; drops uncertain ones",
         source="arXiv:2508.03772",
         loss="gtpo",
-        zero_variance=True,
+        filter_zero_variance=True,
     ),
     Algorithm(
         name="clip_cov",
@@ -280,9 +280,9 @@ _PRESETS = (
         summary="StarPO on the quarter of groups that vary most, clip-higher, no KL",
         source="arXiv:2504.20073, its stabilised form",
         advantage="gae",
-        eps_high=0.28,
+        clip_high=0.28,
         entropy_coef=0.001,
-        variance_top=0.25,
+        top_variance_fraction=0.25,
     ),
     Algorithm(
         name="gigpo",
@@ -310,7 +310,7 @@ _PRESETS = (
         summary="rewards per token from a model that learns from outcomes, plus the outcome",
         source="arXiv:2502.01456",
         advantage="prime",
-        zero_variance=True,
+        filter_zero_variance=True,
     ),
     Algorithm(
         name="coderl",
@@ -325,14 +325,14 @@ _PRESETS = (
         summary="a critic, GAE that adapts to the length, NLL of successful attempts",
         source="arXiv:2504.05118",
         advantage="vapo",
-        eps_high=0.28,
+        clip_high=0.28,
         options=PartOptions(terms={"positive_nll": 0.1}),
     ),
     Algorithm(
         name="echo",
         summary="grpo, and the model also learns to predict what tools answer",
         source="arXiv:2605.24517",
-        eps_high=0.28,
+        clip_high=0.28,
         options=PartOptions(terms={"echo": 0.05}),
     ),
     Algorithm(
@@ -359,3 +359,6 @@ _PRESETS = (
     ),
 )
 PRESETS: dict[str, Algorithm] = {preset.name: preset for preset in _PRESETS}
+
+TURN_LEVEL = PRESETS["turn_return_hybrid"]
+"""The turn-level algorithm that turn rewards are calibrated for if the run has none."""

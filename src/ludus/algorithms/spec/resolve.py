@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ludus.algorithms.spec.algorithm import (
-    ADVANTAGE_NAMES,
-    ADVANTAGE_OPTIONS,
     AGGREGATION_NAMES,
-    ALONE_ADVANTAGES,
-    BEHAVIOUR_ADVANTAGES,
-    BINARY_ADVANTAGES,
-    CLIPPING_LOSSES,
-    CORRECTION_NAMES,
-    CORRECTION_OPTIONS,
-    DUAL_CLIPPING_LOSSES,
-    FILTERING_CORRECTIONS,
     FULL_KL_NAMES,
     KL_NAMES,
-    KL_OPTIONS,
-    LOSS_NAMES,
-    LOSS_OPTIONS,
     PLACEMENTS,
-    POSITIVE_ADVANTAGES,
-    SCALED_ADVANTAGES,
-    SEQUENCE_LOSSES,
-    TEACHER_LOSSES,
     TERM_NAMES,
     Algorithm,
-    Options,
+    Part,
     PartOptions,
 )
-from ludus.algorithms.spec.bounds import check_option, check_together
-from ludus.algorithms.spec.compatibility import check_corrections
+from ludus.algorithms.spec.compatibility import check_corrections, check_together
+from ludus.algorithms.spec.parts import Need
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import AlgorithmConfig
@@ -42,9 +25,7 @@ from ludus.config.sections.algorithm import PartOptionsConfig as PartOptionsConf
 from ludus.errors import ConfigError, did_you_mean
 
 TOP_P = 0.9
-"""`variance_top` of the filter top_p, unless set (RAGEN-2, arXiv:2604.06268)."""
-OFF_POLICY = ("dppo", "distill_full")
-"""Losses that need no correction: they divide by the behaviour policy, or by nothing."""
+"""`top_variance_fraction` of the filter top_p, unless set (RAGEN-2, arXiv:2604.06268)."""
 
 
 def resolve(config: AlgorithmConfig) -> Algorithm:
@@ -52,39 +33,38 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     _check_name("preset", config.preset, PRESETS)
     preset = PRESETS[config.preset]
     changes = config.model_dump(exclude_none=True, exclude={"preset", "options"})
-    if changes.get("variance_filter") == "top_p" and preset.variance_top == 1:
-        changes.setdefault("variance_top", TOP_P)
+    if changes.get("variance_filter") == "top_p" and preset.top_variance_fraction == 1:
+        changes.setdefault("top_variance_fraction", TOP_P)
     algorithm = replace(preset, **changes)
     algorithm = replace(algorithm, options=_options(config.options, preset, algorithm))
-    _check_name("advantage", algorithm.advantage, ADVANTAGE_NAMES)
-    _check_name("loss", algorithm.loss, LOSS_NAMES)
     _check_name("aggregation", algorithm.aggregation, AGGREGATION_NAMES)
     _check_name("kl", algorithm.kl, KL_NAMES)
-    _check_name("correction", algorithm.correction, CORRECTION_NAMES)
-    _check_options("advantage", algorithm.advantage, algorithm.options.advantage, ADVANTAGE_OPTIONS)
-    _check_options("loss", algorithm.loss, algorithm.options.loss, LOSS_OPTIONS)
-    _check_options("correction", algorithm.correction, algorithm.options.correction, CORRECTION_OPTIONS)
-    _check_options("kl", algorithm.kl, algorithm.options.kl, KL_OPTIONS)
-    _check_terms(algorithm.options.terms)
+    _check_options(algorithm, "advantage", algorithm.advantage)
+    _check_options(algorithm, "loss", algorithm.loss)
+    _check_options(algorithm, "correction", algorithm.correction)
+    _check_options(algorithm, "kl", algorithm.kl)
+    for name in algorithm.options.terms:
+        _check_name("options.terms", name, TERM_NAMES)
+    _check_options(algorithm, "terms", "")
     check_together(algorithm)
-    check_corrections(algorithm.correction, algorithm.loss, algorithm.advantage)
+    check_corrections(algorithm)
     _check_sequence_weights(algorithm)
     _refuse_idle_settings(config, algorithm)
     _refuse_unread_parts(config, algorithm)
     _check_rewards_stay(algorithm)
     _check_group_size(algorithm)
     _check_importance(algorithm)
-    if algorithm.advantage == "gpg" and algorithm.zero_variance:
+    if algorithm.advantage == "gpg" and algorithm.filter_zero_variance:
         raise ConfigError(
             "The advantage gpg scales the batch up by its groups of equal rewards, and"
-            " algorithm.zero_variance drops them, which scales it up a second time.",
-            "Set algorithm.zero_variance = false, or the advantage dr_grpo.",
+            " algorithm.filter_zero_variance drops them, which scales it up a second time.",
+            "Set algorithm.filter_zero_variance = false, or the advantage dr_grpo.",
         )
-    if algorithm.resample_rounds and not algorithm.zero_variance:
+    if algorithm.max_resample_rounds and not algorithm.filter_zero_variance:
         raise ConfigError(
-            f"algorithm.resample_rounds = {algorithm.resample_rounds} replaces groups that"
-            " algorithm.zero_variance drops, and that is off.",
-            "Turn zero_variance on, or set resample_rounds = 0.",
+            f"algorithm.max_resample_rounds = {algorithm.max_resample_rounds} replaces groups that"
+            " algorithm.filter_zero_variance drops, and that is off.",
+            "Turn filter_zero_variance on, or set max_resample_rounds = 0.",
         )
     if algorithm.kl_coef > 0:
         check_placement(algorithm.kl, algorithm.kl_placement)
@@ -107,14 +87,14 @@ def algorithm_of(config: Config) -> Algorithm:
     own = config.engine.url is None or config.rollout.reproducible
     alike = (own or config.training.learner.old_logprobs == "engine") and not config.rollout.partial.is_set
     if (
-        (config.training.mode == "sync" and alike)
+        (not config.training.off_policy and alike)
         or given
         or algorithm.correction != "none"
-        or algorithm.loss in OFF_POLICY
-        or algorithm.advantage in BEHAVIOUR_ADVANTAGES
+        or algorithm.loss_spec.off_policy
+        or algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO)
     ):
         return algorithm
-    sequence = algorithm.loss in SEQUENCE_LOSSES
+    sequence = algorithm.loss_spec.per_trajectory
     options = config.algorithm.options.model_copy(
         update={
             "correction": config.algorithm.options.correction | ({"level": "geometric"} if sequence else {})
@@ -128,29 +108,24 @@ def minibatches_of(config: Config) -> int:
     return config.training.minibatches or resolve(config.algorithm).minibatches
 
 
-def _check_options(part: str, name: str, options: Options, known: Mapping[str, tuple[str, ...]]) -> None:
-    """Raises ConfigError for an option that this part does not have, or that it cannot take."""
-    for key in options:
-        if key in known[name]:
-            check_option(part, key, options)
-        else:
-            guess = did_you_mean(key, known[name], cutoff=0.5)
-            have = ", ".join(known[name]) or "none"
+def _check_options(algorithm: Algorithm, part: Part, name: str) -> None:
+    """Raise ConfigError for an option that the part does not have, or a value that it does not take."""
+    given, known = algorithm.options_of(part)
+    for key, value in given.items():
+        if key not in known:
+            guess = did_you_mean(key, known, cutoff=0.5)
+            have = ", ".join(known) or "none"
             raise ConfigError(
                 f"algorithm.options.{part}.{key} is nothing that the {part} {name} has.",
                 f"{guess}It has: {have}.",
             )
-
-
-def _check_terms(terms: Options) -> None:
-    for name in terms:
-        _check_name("options.terms", name, TERM_NAMES)
-        check_option("terms", name, terms)
+        known[key].check(f"algorithm.options.{part}.{key}", value)
 
 
 def _check_sequence_weights(algorithm: Algorithm) -> None:
     """A loss with one term a trajectory takes one weight a trajectory."""
-    if algorithm.loss not in SEQUENCE_LOSSES or algorithm.correction in ("none", *FILTERING_CORRECTIONS):
+    correction = algorithm.correction_spec
+    if not algorithm.loss_spec.per_trajectory or not correction.has(Need.LIMITED_RATIO):
         return
     if algorithm.options.correction.get("level", "token") == "token":
         raise ConfigError(
@@ -186,17 +161,17 @@ def check_placement(kl: str, placement: str) -> None:
 
 def _refuse_idle_settings(config: AlgorithmConfig, algorithm: Algorithm) -> None:
     """A setting that nothing would read is a mistake. A coefficient of 0 that is spelled out is not."""
-    if algorithm.loss not in CLIPPING_LOSSES:
-        _refuse("eps_low", config.eps_low, f"the loss {algorithm.loss} does not clip")
-        _refuse("eps_high", config.eps_high, f"the loss {algorithm.loss} does not clip")
-    if algorithm.loss not in DUAL_CLIPPING_LOSSES:
+    if not algorithm.loss_spec.has(Need.CLIP):
+        _refuse("clip_low", config.clip_low, f"the loss {algorithm.loss} does not clip")
+        _refuse("clip_high", config.clip_high, f"the loss {algorithm.loss} does not clip")
+    if not algorithm.loss_spec.has(Need.DUAL_CLIP):
         _refuse("dual_clip", config.dual_clip, f"the loss {algorithm.loss} has no second clip")
-    if algorithm.advantage not in SCALED_ADVANTAGES:
+    if not algorithm.advantage_spec.has(Need.STD):
         _refuse("std_ddof", config.std_ddof, f"the advantage {algorithm.advantage} has no deviation in it")
     if algorithm.correction != "tis":
         _refuse("tis_cap", config.tis_cap, f"algorithm.correction is {algorithm.correction}")
-    if algorithm.overlong_cache == 0:
-        reason = "algorithm.overlong_cache is 0"
+    if algorithm.overlong_buffer == 0:
+        reason = "algorithm.overlong_buffer is 0"
         _refuse("overlong_measure", config.overlong_measure, reason)
         _refuse("overlong_length", config.overlong_length, reason)
     if algorithm.kl_coef == 0 and config.kl_coef is None:
@@ -214,22 +189,26 @@ def _refuse_unread_parts(config: AlgorithmConfig, algorithm: Algorithm) -> None:
     """A part that the loss or the advantage does not read."""
     loss, in_loss = algorithm.loss, algorithm.kl_placement == "loss"
     penalised = algorithm.kl_coef > 0
-    if loss in SEQUENCE_LOSSES and algorithm.entropy_coef == 0 and not (penalised and in_loss):
+    if algorithm.loss_spec.per_trajectory and algorithm.entropy_coef == 0 and not (penalised and in_loss):
         _refuse("aggregation", config.aggregation, f"the loss {loss} is a mean over trajectories by itself")
-    if loss in TEACHER_LOSSES:
+    if algorithm.loss_spec.has(Need.TEACHER):
         reason = f"the loss {loss} reads a teacher and no reward"
         _refuse("opsm_delta", algorithm.opsm_delta, reason)
         _refuse("advantage", config.advantage, reason)
         _refuse("options.advantage", config.options.advantage or None, reason)
-        _refuse("overlong_cache", algorithm.overlong_cache or None, reason)
-        _refuse("zero_variance", algorithm.zero_variance or None, reason)
+        _refuse("overlong_buffer", algorithm.overlong_buffer or None, reason)
+        _refuse("filter_zero_variance", algorithm.filter_zero_variance or None, reason)
         _refuse("greso", algorithm.greso or None, reason)
-        _refuse("variance_top", algorithm.variance_top if algorithm.filters_groups else None, reason)
+        _refuse(
+            "top_variance_fraction",
+            algorithm.top_variance_fraction if algorithm.filters_groups else None,
+            reason,
+        )
         _refuse("kl_placement", algorithm.kl_placement if penalised and not in_loss else None, reason)
-    one_sided = algorithm.advantage in POSITIVE_ADVANTAGES and loss != "cispo"
+    one_sided = algorithm.advantage_spec.has(Need.NON_NEGATIVE) and loss != "cispo"
     if one_sided and not (penalised and algorithm.kl_placement == "advantage"):
         reason = f"the advantage {algorithm.advantage} is never below 0"
-        _refuse("eps_low", config.eps_low, reason)
+        _refuse("clip_low", config.clip_low, reason)
         _refuse("dual_clip", config.dual_clip, reason)
 
 
@@ -253,23 +232,23 @@ def _check_importance(algorithm: Algorithm) -> None:
 
 def _check_rewards_stay(algorithm: Algorithm) -> None:
     """ConfigError where something is added to rewards that have to be 0 or 1."""
-    if algorithm.advantage not in BINARY_ADVANTAGES:
+    if not algorithm.advantage_spec.has(Need.BINARY_REWARDS):
         return
     penalised = algorithm.kl_coef > 0 and algorithm.kl_placement == "reward"
-    if penalised or algorithm.overlong_cache:
-        what = "algorithm.kl_placement = 'reward'" if penalised else "algorithm.overlong_cache"
+    if penalised or algorithm.overlong_buffer:
+        what = "algorithm.kl_placement = 'reward'" if penalised else "algorithm.overlong_buffer"
         raise ConfigError(
             f"The advantage {algorithm.advantage} takes rewards of 0 and 1, and {what} adds to them.",
-            "Set kl_placement = 'loss' and overlong_cache = 0, or choose another advantage.",
+            "Set kl_placement = 'loss' and overlong_buffer = 0, or choose another advantage.",
         )
 
 
 def _check_group_size(algorithm: Algorithm) -> None:
     """ConfigError for groups of one where the attempts of a group are compared."""
     compares = {
-        f"the advantage {algorithm.advantage}": algorithm.advantage not in ALONE_ADVANTAGES,
-        "algorithm.zero_variance": algorithm.zero_variance,
-        "algorithm.variance_top": algorithm.filters_groups,
+        f"the advantage {algorithm.advantage}": algorithm.advantage_spec.has(Need.GROUP),
+        "algorithm.filter_zero_variance": algorithm.filter_zero_variance,
+        "algorithm.top_variance_fraction": algorithm.filters_groups,
         "algorithm.greso": algorithm.greso,
     }
     if algorithm.group_size == 1 and any(compares.values()):

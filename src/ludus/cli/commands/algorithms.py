@@ -11,23 +11,19 @@ from dataclasses import asdict
 
 from rich.table import Table
 
-from ludus.algorithms.spec.algorithm import (
-    ADVANTAGE_OPTIONS,
-    AGGREGATION_NAMES,
-    CORRECTION_OPTIONS,
-    KL_OPTIONS,
-    LOSS_OPTIONS,
-    TERM_NAMES,
-    Algorithm,
-)
-from ludus.algorithms.spec.bounds import BOUNDS
-from ludus.algorithms.spec.defaults import default_of
+from ludus.algorithms.spec.advantages import ADVANTAGES
+from ludus.algorithms.spec.algorithm import AGGREGATION_NAMES, KL_NAMES, Algorithm, Part
+from ludus.algorithms.spec.corrections import CORRECTIONS, KL_OPTIONS
+from ludus.algorithms.spec.losses import LOSSES
+from ludus.algorithms.spec.parts import Option, PartSpec
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
 from ludus.cli.arguments import no_settings
 from ludus.cli.ui.terminal import make_console, say
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.config.toml import value_text
+
+PARTS: tuple[Part, ...] = ("advantage", "loss", "correction", "kl", "terms")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,11 +56,11 @@ def without_preset() -> Iterator[tuple[str, list[str]]]:
     """The parts that no preset has, by the setting that takes them."""
     presets = PRESETS.values()
     parts = (
-        ("advantage", ADVANTAGE_OPTIONS, {one.advantage for one in presets}),
-        ("loss", LOSS_OPTIONS, {one.loss for one in presets}),
+        ("advantage", ADVANTAGES, {one.advantage for one in presets}),
+        ("loss", LOSSES, {one.loss for one in presets}),
         ("aggregation", AGGREGATION_NAMES, {one.aggregation for one in presets}),
-        ("kl", KL_OPTIONS, {one.kl for one in presets if one.kl_coef > 0}),
-        ("correction", CORRECTION_OPTIONS, {one.correction for one in presets}),
+        ("kl", KL_NAMES, {one.kl for one in presets if one.kl_coef > 0}),
+        ("correction", CORRECTIONS, {one.correction for one in presets}),
     )
     for part, known, used in parts:
         if left := [name for name in known if name not in used]:
@@ -77,37 +73,32 @@ def describe(algorithm: Algorithm) -> Iterator[str]:
     for name, value in asdict(algorithm).items():
         if name not in ("name", "summary", "source", "options"):
             yield f"  algorithm.{name} = {value if isinstance(value, str) else value_text(value)}"
-    parts = (
-        ("advantage", algorithm.advantage, ADVANTAGE_OPTIONS, algorithm.options.advantage),
-        ("loss", algorithm.loss, LOSS_OPTIONS, algorithm.options.loss),
-        ("correction", algorithm.correction, CORRECTION_OPTIONS, algorithm.options.correction),
-        ("kl", algorithm.kl, KL_OPTIONS, algorithm.options.kl),
-        ("terms", "", {"": TERM_NAMES}, algorithm.options.terms),
-    )
-    for part, name, known, given in parts:
-        yield from _options(part, name, known, given)
+    for part in PARTS:
+        given, known = algorithm.options_of(part)
+        yield from _options(part, known, given)
 
 
 def describe_part(name: str) -> Iterator[str]:
     """The settings that take a name which is no preset, and what may be set of each."""
-    with_options: dict[str, Mapping[str, Sequence[str]]] = {
-        "advantage": ADVANTAGE_OPTIONS,
-        "loss": LOSS_OPTIONS,
-        "correction": CORRECTION_OPTIONS,
-        "kl": KL_OPTIONS,
-        "aggregation": dict.fromkeys(AGGREGATION_NAMES, ()),
+    tables: dict[Part, Mapping[str, PartSpec]] = {
+        "advantage": ADVANTAGES,
+        "loss": LOSSES,
+        "correction": CORRECTIONS,
     }
-    for part, known in with_options.items():
-        if name in known:
-            yield f"{name} is no preset, but a part of one: --algorithm.{part} {name}"
-            yield from _options(part, name, known, {})
+    for part, specs in tables.items():
+        if name in specs:
+            yield f"{name} is a part of presets: --algorithm.{part} {name} ({specs[name].help})"
+            yield from _options(part, specs[name].options, {})
+    if name in KL_NAMES:
+        yield f"{name} is a part of presets: --algorithm.kl {name}"
+        yield from _options("kl", KL_OPTIONS, {})
+    if name in AGGREGATION_NAMES:
+        yield f"{name} is a part of presets: --algorithm.aggregation {name}"
 
 
-def _options(
-    part: str, name: str, known: Mapping[str, Sequence[str]], given: Mapping[str, float | str]
-) -> Iterator[str]:
+def _options(part: Part, known: Mapping[str, Option], given: Mapping[str, float | str]) -> Iterator[str]:
     """The settings of a part, a line each: those `given`, and the defaults of the others."""
-    for option in known[name]:
-        value = given.get(option, default_of(part, name, option))
-        shown = value if isinstance(value, str) else f"{value:g} ({BOUNDS[part][option]})"
-        yield f"  algorithm.options.{part}.{option} = {shown}"
+    for name, option in known.items():
+        value = given.get(name, option.default)
+        shown = value if isinstance(value, str) else f"{value:g} ({option.bounds})"
+        yield f"  algorithm.options.{part}.{name} = {shown}: {option.help}"

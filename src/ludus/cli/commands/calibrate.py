@@ -16,7 +16,7 @@ from ludus.cli.rescore import find_tasks
 from ludus.cli.ui.terminal import say
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig
-from ludus.envs.base import World, turn_verifier_of
+from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import UserError
 from ludus.rewards.base import success
@@ -76,7 +76,7 @@ def recorded_groups(config: Config, world: World, files: Sequence[Path]) -> list
 
 def _verified(config: Config, world: World, episodes: Sequence[Episode]) -> list[Episode]:
     """With what the world's turn verifier finds, computed in a reward process where it is not recorded."""
-    if turn_verifier_of(world) is None:
+    if world.turn_verifier is None:
         return list(episodes)
     tasks = find_tasks(world, {episode.task.id for episode in episodes})
     asked = config.model_copy(update={"rewards": RewardsConfig(turn_verifier_weight=1.0)})

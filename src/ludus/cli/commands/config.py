@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ludus.algorithms.spec.algorithm import BINARY_ADVANTAGES, Algorithm
+from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.compatibility import check_binary_rewards
+from ludus.algorithms.spec.parts import Need
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.arguments import model_settings
 from ludus.config.load import load_config
@@ -71,7 +72,7 @@ def check_rewards(config: Config, algorithm: Algorithm) -> str:
         raise
     except LudusError as error:
         return str(error)
-    if config.rewards.is_default and algorithm.advantage not in BINARY_ADVANTAGES:
+    if config.rewards.is_default and not algorithm.advantage_spec.has(Need.BINARY_REWARDS):
         return ""
     parts = parts_that_train(config.rewards, world.rewards)
     check_names(config.rewards, parts)

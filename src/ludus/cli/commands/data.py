@@ -1,6 +1,6 @@
 """Check files of dialogues, preference pairs or rollouts, or write one as a dataset's folder.
 
-A FILE holds JSON lines (also .gz), or is a folder that Hugging Face datasets wrote; docs/data.md has the
+A FILE holds JSON lines (also .gz), or is a folder that Hugging Face datasets wrote; docs/use/data.md has the
 formats. `check` says what is wrong line by line, the first 20 of each file; then the exit code is 2.
 `convert FILE FOLDER` writes what is read of a file as a new folder for `datasets.load_from_disk`.
 """
@@ -72,7 +72,7 @@ def check(paths: Sequence[Path]) -> int:
     if wrong:
         raise UserError(
             f"{', '.join(map(str, wrong))} cannot be trained on as it is.",
-            "docs/data.md has the formats.",
+            "docs/use/data.md has the formats.",
         )
     return 0
 

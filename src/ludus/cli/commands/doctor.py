@@ -156,7 +156,7 @@ def _disk(folder: Path) -> DoctorFinding:
     free = shutil.disk_usage(place).free / 1e9
     if not os.access(place, os.W_OK):
         return DoctorFinding(
-            "disk", "fault", f"{place} cannot be written; give another folder with --run.folder"
+            "disk", "fault", f"{place} cannot be written; give another folder with --run.dir"
         )
     state: Literal["fine", "note"] = "fine" if free >= _ROOM_GB else "note"
     return DoctorFinding("disk", state, f"{free:.1f} GB free at {place}")
@@ -232,7 +232,7 @@ async def _sample_and_score() -> DoctorFinding:
     from ludus.types import SamplingParams
 
     model = load_model(str(recipe_folder("search") / "cold_start"))
-    engine = LocalEngine(model, settings=EngineSettings(context_tokens=64, max_batch=1, cache_tokens=256))
+    engine = LocalEngine(model, settings=EngineSettings(context_tokens=64, max_batch=1, kv_cache_tokens=256))
     try:
         prompt = tuple(range(4, 20))
         completion = await engine.generate(Request("doctor", prompt, SamplingParams(max_new_tokens=16)))

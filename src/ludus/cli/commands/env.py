@@ -24,7 +24,7 @@ from ludus.cli.arguments import no_settings
 from ludus.cli.ui.terminal import CheckBar, bars, make_console, say
 from ludus.config.load import load_config
 from ludus.config.schema import Config
-from ludus.envs.base import Demonstrates, Prepares, ShowsTasks, Surveys, World
+from ludus.envs.base import World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import WORLDS, build_world, check_sandbox
 from ludus.errors import UserError
@@ -104,15 +104,14 @@ def look_at(args: argparse.Namespace, console: Console, world: World, config: Co
     if problems := [*report.problems, *problems_in(rows)]:
         raise UserError(
             f"The world {world.name!r} has failed its check. {' '.join(problems)}",
-            "docs/environment.md says what each agent tries.",
+            "docs/extend/environment.md says what each agent tries.",
         )
     say(console, f"The world {world.name!r} pays none of the agents that do not do its tasks.")
 
 
 def prepare(console: Console, world: World) -> None:
     """Fetch what the world needs. Raises UserError where it cannot be had."""
-    if isinstance(world, Prepares):
-        world.prepare(lambda said: say(console, said))
+    world.prepare(lambda said: say(console, said))
     say(console, f"The world {world.name!r} has all that it needs.")
 
 
@@ -200,7 +199,7 @@ def show(console: Console, report: CheckReport, config: Config, scoring: Process
     from ludus.cli.ui.transcripts import message_text, print_transcript
 
     world, task, added = report.world, report.tasks[0], added_parts(config.rewards)
-    check_fed([*config.rewards.parts], task, len(world.environment(task).tools))
+    check_fed(config.rewards.extra, task, len(world.environment(task).tools))
     say(console, f"World: {world.name}")
     for split in world.splits:
         say(console, f"  split {split}: {len(world.tasks(split)):,} tasks")
@@ -237,7 +236,7 @@ def as_trained(
 
 def tell_survey(console: Console, world: World, measure: bool) -> None:
     """How many tasks of the world differ, and what its baselines solve."""
-    found = world.survey(measure) if isinstance(world, Surveys) else ""
+    found = world.survey(measure)
     if not found:
         say(console, "\nThe world does not survey these tasks: how many differ, what takes no skill.")
         return
@@ -247,8 +246,8 @@ def tell_survey(console: Console, world: World, measure: bool) -> None:
 
 def _cold_start(world: World) -> str:
     """Whether it shows how it is done; without `expert(task)` what it shows is drawn at random."""
-    if not isinstance(world, Demonstrates):
+    if not world.implements("demonstrations"):
         return "none"
-    if isinstance(world, ShowsTasks):
+    if world.implements("expert"):
         return "demonstrations"
     return "demonstrations drawn at random, right or not, as the one below (there is no expert)"

@@ -228,10 +228,10 @@ def result_folder(args: argparse.Namespace, config: Config) -> RunFolder:
 
     if args.run is not None and not args.out:
         return RunFolder(args.run)
-    out = RunFolder(Path(args.out or config.run.folder or ""))
-    if (args.out or config.run.folder) and out.config.is_file():
+    out = RunFolder(Path(args.out or config.run.dir or ""))
+    if (args.out or config.run.dir) and out.config.is_file():
         return out
-    settings = config.run.model_copy(update={"folder": args.out or config.run.folder})
+    settings = config.run.model_copy(update={"dir": args.out or config.run.dir})
     return new_run(config.model_copy(update={"run": settings}), "eval", "eval")
 
 

@@ -1,7 +1,7 @@
 """Score saved rollouts again under another reward configuration, or find rewards of turns in them.
 
     ludus rewards replay runs/search-1 --config other.toml      all training steps
-    ludus rewards replay runs/search-1 --rewards.combination gated --step 10
+    ludus rewards replay runs/search-1 --rewards.aggregation gated --step 10
     ludus rewards replay runs/search-1 --config other.toml --evaluations
     ludus rewards calibrate runs/search-1                      rewards of turns, for --rewards.turns
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.config is None and not overrides:
         raise UserError(
             "There is nothing to compare with.",
-            "Give --config FILE or a setting, such as --rewards.combination gated.",
+            "Give --config FILE or a setting, such as --rewards.aggregation gated.",
         )
     folder = RunFolder(args.run)
     check_run(folder)

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 
 from ludus.cli.ui.load_run import LoadedRun
 from ludus.cli.ui.transcripts import calls, outcome_text
-from ludus.envs.base import Chats, Environment, World
+from ludus.envs.base import Environment
 from ludus.envs.toolbox import describe_error
 from ludus.errors import LudusError, WorldError
 from ludus.rollout.build import sampling_params
@@ -37,8 +37,8 @@ OnPart = Callable[[ReplyPart], None]
 
 _ENDS = {
     StopReason.PROMPT_TOO_LONG: "The question does not fit into the model's context.",
-    StopReason.MAX_TOKENS: "The dialogue is full (rollout.max_tokens).",
-    StopReason.TRUNCATED: "The model was cut off (rollout.max_new_tokens).",
+    StopReason.MAX_TOKENS: "The dialogue is full (rollout.max_seq_len).",
+    StopReason.TRUNCATED: "The model was cut off (rollout.max_tokens_per_turn).",
     StopReason.MAX_TURNS: "No answer after as many turns as rollout.max_turns allows.",
     StopReason.EMPTY_ANSWER: "The model said nothing.",
 }
@@ -71,7 +71,7 @@ class ChatRepl:
     async def ask(self, question: str, on_part: OnPart) -> None:
         """Put a question and play until the answer. Raises EngineError and WorldError as an episode does."""
         session = self.opened.session
-        opening = opening_messages(session.world, question)
+        opening = session.world.opening(question)
         task = Task("chat", tuple(opening), None)
         environment = session.world.environment(task)
         try:
@@ -105,7 +105,7 @@ class ChatRepl:
             engine=self.opened.engine,
             renderer=session.renderer,
             params=sampling_params(rollout, self.temperature),
-            max_tokens=rollout.max_tokens,
+            max_tokens=rollout.max_seq_len,
             episode=f"chat/{self._number}",
             seed=session.config.run.seed + self._number,
         )
@@ -145,18 +145,6 @@ async def _world(what: str, work: Awaitable[Result]) -> Result:
         raise
     except Exception as error:  # boundary: foreign code; the cause travels in the message
         raise WorldError(f"The environment's {what} raised {describe_error(error)}") from error
-
-
-def opening_messages(world: World, question: str) -> Sequence[Message]:
-    """How a person's question opens a dialogue in this world.
-
-    A world that does not say (`Chats`) is taken to open with the system messages of its first task.
-    """
-    if isinstance(world, Chats):
-        return world.opening(question)
-    first = world.tasks(world.splits[0])[0]
-    system = [message for message in first.prompt if message["role"] == "system"]
-    return [*system, Message(role="user", content=question)]
 
 
 def parts_of(action: Action) -> Iterator[ReplyPart]:

@@ -3,7 +3,7 @@
 `ludus sandbox check` runs small programs on the backend, also on one behind --url, and says what it does and
 what they cannot tell. `ludus sandbox serve` puts an HTTP service in front of a backend of this machine, for
 training on other ones: they set sandbox.backend = "remote", sandbox.url and sandbox.token_file. Without
---token-file it makes a token and prints it. docs/sandbox.md has more.
+--token-file it makes a token and prints it. docs/use/sandbox.md has more.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _check(args: argparse.Namespace) -> int:
     if wrong := [one.what for one in found if one.wrong]:
         raise UserError(
             f"The {args.backend} backend does not do what graders rely on: {', '.join(wrong)}.",
-            "docs/sandbox.md says what it must do.",
+            "docs/use/sandbox.md says what it must do.",
         )
     return 0
 

@@ -1,7 +1,7 @@
 """Serve a checkpoint over HTTP, as OpenAI's and vLLM's servers do.
 
 RUN_OR_MODEL is a run folder (its newest checkpoint), a model folder or a model's name. Clients find
-/v1/completions, /v1/chat/completions, /v1/models, /health and /metrics; docs/server.md has the rest. With
+/v1/completions, /v1/chat/completions, /v1/models, /health and /metrics; docs/use/server.md has the rest. With
 --control a trainer may pause the server and give it new weights: `ludus train RECIPE --engine.url URL`.
 """
 
@@ -68,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"prompt plus answer (the model's, {_MOST_CONTEXT} at most)",
     )
     parser.add_argument("--max-batch", type=int, default=128, metavar="N", help="requests at once (128)")
-    parser.add_argument("--cache-tokens", type=int, default=131_072, metavar="N", help="cache size (131072)")
+    parser.add_argument(
+        "--kv-cache-tokens", type=int, default=131_072, metavar="N", help="cache size (131072)"
+    )
     parser.add_argument(
         "--max-requests", type=int, default=4096, metavar="N", help="more, waiting ones too, get 429 (4096)"
     )
@@ -153,16 +155,16 @@ def _service(
     model, tokenizer = loaded.model, loaded.tokenizer
     longest = num_positions(model) or _MOST_CONTEXT
     context = args.context_tokens or min(longest, _MOST_CONTEXT)
-    if not 2 <= context <= longest or min(args.max_batch, args.cache_tokens, args.max_requests + 1) < 1:
+    if not 2 <= context <= longest or min(args.max_batch, args.kv_cache_tokens, args.max_requests + 1) < 1:
         raise UserError(
-            f"--context-tokens must be 2 to {longest} here, --max-batch and --cache-tokens above 0, "
+            f"--context-tokens must be 2 to {longest} here, --max-batch and --kv-cache-tokens above 0, "
             "--max-requests not below.",
             "Leave them out for the defaults.",
         )
     settings = EngineSettings(
         context_tokens=context,
         max_batch=args.max_batch,
-        cache_tokens=args.cache_tokens,
+        kv_cache_tokens=args.kv_cache_tokens,
         max_requests=args.max_requests,
         batch_invariant=config.rollout.reproducible,
         threads=1 if model.num_parameters() < SMALL_MODEL else 0,

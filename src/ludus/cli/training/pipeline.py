@@ -200,7 +200,7 @@ def run_stage(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Se
 
 def stage_config(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> Config:
     """What a stage runs with: its settings, the command line's, and what the stages before it left."""
-    words = [*stage.settings, *overrides, "--run.folder", str(folder / stage.name)]
+    words = [*stage.settings, *overrides, "--run.dir", str(folder / stage.name)]
     before = stages[: stage.number - 1]
     if policies := [earlier for earlier in before if earlier.kind != "reward-model"]:
         words += ["--model.from_scratch", "false", "--model.path", str(checkpoint_of(policies[-1], folder))]

@@ -2,8 +2,8 @@
 
 The pairs come from the rollouts of a run (--run RUN), the best attempt at a task against the worst or step by
 step (--preference.pairs), as the token ids that were sampled; or from a file (--preference.data FILE, see
-docs/data.md); or from attempts of the model itself, --preference.samples at each of --preference.tasks tasks.
-The model is that of the recipe, or --model; what it is before the first step is the reference.
+docs/use/data.md); or from attempts of the model itself, --preference.samples at each of --preference.tasks
+tasks. The model is that of the recipe, or --model; what it is before the first step is the reference.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `pairwise` learns which of two attempts is better (Bradley-Terry), `pointwise` whether an attempt succeeded,
 `process` a value for every turn (AgentPRM). It learns from the rollouts of a run (--run RUN), as the token
-ids that were sampled, or from a file (--reward_model.data FILE, see docs/data.md). The model is that of the
-recipe, or --model, with one number in place of its output layer. Use it: --rewards.model FOLDER.
+ids that were sampled, or from a file (--reward_model.data FILE, see docs/use/data.md). The model is that of
+the recipe, or --model, with one number in place of its output layer. Use it: --rewards.model FOLDER.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fine-tune on demonstrations: the world's own, or dialogues from a file (--sft.dialogues FILE).
+"""Fine-tune on demonstrations: the world's own, or dialogues from a file (--sft.data FILE).
 
 With --from-scratch a small model and its tokenizer are made on the spot. The run folder holds the
 checkpoints; the last one is an ordinary Hugging Face folder.

@@ -2,7 +2,7 @@
 
 RECIPE is the name of a recipe (see `ludus recipes`) or the path of a .toml file. Any setting can be
 changed on the command line: --algorithm.group_size 16. The run goes into a new folder under runs/, or into
---run.folder; it holds configuration, metrics, rollouts, evaluations and checkpoints.
+--run.dir; it holds configuration, metrics, rollouts, evaluations and checkpoints.
 """
 
 from __future__ import annotations

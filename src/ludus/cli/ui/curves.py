@@ -34,7 +34,7 @@ CURVES: Mapping[str, str] = {
     "held_out/error": "held-out error",
     "optim/grad_norm": "gradient norm",
     "turns/mean": "turns",
-    "length/action_tokens/mean": "sampled tokens an episode",
+    "response_length/mean": "sampled tokens an episode",
     "tools/error_rate": "failed tool calls",
     "speed/sampled_tokens_per_s": "sampled tokens/s",
     "engine/cache_hit_rate": "context tokens from the cache",

@@ -12,7 +12,7 @@ from ludus.diagnostics.trackers import MetricsRow
 
 NEAR_ZERO = 1e-6
 """A loss nearer to 0 than this is 0 up to rounding."""
-PHASES = ("rollout", "learn", "sync", "evaluate")
+PHASES = ("rollout", "train", "sync", "evaluate")
 """The phases of a step."""
 _OUTCOMES = ("trained", "masked", "dropped", "failed")
 

@@ -193,8 +193,8 @@ def use_command(folder: RunFolder, config: Config, checkpoint: Path) -> str:
     except ConfigError:  # not a recipe, or no longer there
         recipe, base = str(folder.config), config
     words = ["ludus", "train", recipe, "--model", str(checkpoint)]
-    if base.run.folder is not None and recipe == str(folder.config):
-        words += ["--run.folder", "none"]
+    if base.run.dir is not None and recipe == str(folder.config):
+        words += ["--run.dir", "none"]
     for change in changes(base, config):
         if change.key.startswith(("env.", "rollout.")):
             words += [

@@ -37,10 +37,10 @@ class AlgorithmParts(Section):
     """The loss per token; none keeps the preset's."""
     aggregation: str | None = None
     """How the losses of tokens become one number; none keeps the preset's."""
-    eps_low: float | None = Field(None, ge=0)
-    """The ratio is clipped below 1 - eps_low; none keeps the preset's."""
-    eps_high: float | None = Field(None, ge=0)
-    """The ratio is clipped above 1 + eps_high; none keeps the preset's."""
+    clip_low: float | None = Field(None, ge=0)
+    """The ratio is clipped below 1 - clip_low; none keeps the preset's."""
+    clip_high: float | None = Field(None, ge=0)
+    """The ratio is clipped above 1 + clip_high; none keeps the preset's."""
     dual_clip: float | None = Field(None, gt=1)
     """Bound on the loss of a token with a negative advantage, in multiples of it; none keeps the preset's."""
     opsm_delta: float | None = Field(None, ge=0)
@@ -63,15 +63,15 @@ class AlgorithmParts(Section):
 class AlgorithmConfig(AlgorithmParts):
     """A preset by name and what to change in it; None keeps the preset's value."""
 
-    zero_variance: bool | None = None
+    filter_zero_variance: bool | None = None
     """Drop groups whose rewards are all equal; none keeps the preset's."""
-    resample_rounds: int | None = Field(None, ge=0)
+    max_resample_rounds: int | None = Field(None, ge=0)
     """Further rounds of sampling to replace dropped groups; none keeps the preset's."""
     variance_filter: Literal["share", "top_p"] | None = None
-    """What variance_top is a share of: the groups of a step, or the sum of their reward deviations. `top_p`
-    drops groups of deviation 0, and skips a step in which none is left; five such in a row stop the run. None
-    keeps the preset's."""
-    variance_top: float | None = Field(None, gt=0, le=1)
+    """What top_variance_fraction is a share of: the groups of a step, or the sum of their reward deviations.
+    `top_p` drops groups of deviation 0, and skips a step in which none is left; five such in a row stop the
+    run. None keeps the preset's."""
+    top_variance_fraction: float | None = Field(None, gt=0, le=1)
     """Share of a step's groups that train, those whose rewards deviate most, 1 for all; none keeps the
     preset's, and is 0.9 for `top_p`."""
     greso: bool | None = None
@@ -82,12 +82,12 @@ class AlgorithmConfig(AlgorithmParts):
     """Divisor n - std_ddof of the standard deviation in a group; none keeps the preset's."""
     entropy_coef: float | None = Field(None, ge=0)
     """Weight of the entropy bonus, 0 for no bonus; none keeps the preset's."""
-    overlong_cache: float | None = Field(None, ge=0, le=1)
+    overlong_buffer: float | None = Field(None, ge=0, le=1)
     """Soft overlong punishment: the reward falls by up to 1 over this last share of the longest episode, and
     by 1 where a token limit cut the episode; 0 for no punishment; none keeps the preset's."""
     overlong_measure: Literal["sequence", "action_tokens"] | None = None
-    """Length of an episode for the punishment: all its tokens, against rollout.max_tokens, or its action
-    tokens, against rollout.max_turns times max_new_tokens if that is less. None keeps the preset's."""
+    """Length of an episode for the punishment: all its tokens, against rollout.max_seq_len, or its action
+    tokens, against rollout.max_turns times max_tokens_per_turn if that is less. None keeps the preset's."""
     overlong_length: int | None = Field(None, ge=1)
     """Longest episode, in tokens of overlong_measure, for the punishment; none is the limit at which an
     episode is cut."""
@@ -113,7 +113,7 @@ class KlControlConfig(Section):
     """Of pid: gain on the sum of errors; none is 0."""
     kd: float | None = Field(None, ge=0)
     """Of pid: gain on the change of the error; none is 0."""
-    most: float | None = Field(None, gt=0)
+    max_coef: float | None = Field(None, gt=0)
     """Of pid: the largest coefficient; none is 1."""
     guard_factor: float = Field(0.0, ge=0)
     """A step whose KL exceeds this many times the expected one pauses the run (2 is usual); 0 is no guard."""

@@ -50,10 +50,10 @@ class ClusterConfig(Section):
     """GPUs that Ray keeps for a reward worker: for a judge that is a model."""
     reward_resources: dict[str, Annotated[float, Field(ge=0)]] = Field({})
     """Resources of your own naming that a machine must have for a reward worker."""
-    start_s: float = Field(300.0, gt=0)
+    startup_timeout_s: float = Field(300.0, gt=0)
     """How long an engine or any worker may take until it is ready, waiting for room in the
     cluster included."""
-    silence_s: float = Field(60.0, gt=0)
+    heartbeat_timeout_s: float = Field(60.0, gt=0)
     """One that does not answer for so long counts as dead: it is ended and replaced."""
     restarts: int = Field(20, ge=0)
     """Engines, workers and reward workers, each, that a run may lose one after another, starts that fail

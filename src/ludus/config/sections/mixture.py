@@ -11,7 +11,7 @@ from ludus.config.sections.section import Section
 
 MIXTURE = "mixture"
 """The `env.name` of several worlds."""
-CEILINGS = ("max_turns", "max_new_tokens", "max_tokens")
+CEILINGS = ("max_turns", "max_tokens_per_turn", "max_seq_len")
 """Budgets of a world that stay within the run's own, by which memory is laid out."""
 BUDGETS = (*CEILINGS, "max_tool_errors", "max_tool_output", "tool_timeout_s")
 """Fields that a world may have to itself; those of `rollout` with the same names hold otherwise."""
@@ -32,10 +32,10 @@ class MemberConfig(Section):
     """The world's own settings; it checks them against its own schema."""
     max_turns: int | None = Field(None, ge=1)
     """Assistant turns of one episode; none takes rollout.max_turns."""
-    max_new_tokens: int | None = Field(None, ge=1)
-    """Tokens of one action; none takes rollout.max_new_tokens."""
-    max_tokens: int | None = Field(None, ge=16)
-    """Tokens of a whole trajectory, prompt and observations included; none takes rollout.max_tokens."""
+    max_tokens_per_turn: int | None = Field(None, ge=1)
+    """Tokens of one action; none takes rollout.max_tokens_per_turn."""
+    max_seq_len: int | None = Field(None, ge=16)
+    """Tokens of a whole trajectory, prompt and observations included; none takes rollout.max_seq_len."""
     max_tool_errors: int | None = Field(None, ge=1)
     """Tool errors or malformed calls in a row that end an episode; none takes rollout.max_tool_errors."""
     max_tool_output: int | None = Field(None, ge=16)
@@ -75,10 +75,11 @@ def budget_fault(rollout: Section, mixture: Mapping[str, MemberConfig]) -> str:
                     f"env.mixture.{name}.{key} ({own[key]}) is above rollout.{key} ({limits[key]}), "
                     "which bounds every world of the run"
                 )
-        tokens, new = own.get("max_tokens", limits["max_tokens"]), own.get("max_new_tokens")
-        if (new or limits["max_new_tokens"]) >= tokens:
+        tokens, new = own.get("max_seq_len", limits["max_seq_len"]), own.get("max_tokens_per_turn")
+        if (new or limits["max_tokens_per_turn"]) >= tokens:
             return (
-                f"env.mixture.{name}: max_new_tokens ({new or limits['max_new_tokens']}) must be below "
-                f"max_tokens ({tokens})"
+                f"env.mixture.{name}: max_tokens_per_turn ({new or limits['max_tokens_per_turn']}) must be "
+                "below "
+                f"max_seq_len ({tokens})"
             )
     return ""

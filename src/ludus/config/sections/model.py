@@ -42,13 +42,13 @@ class ScratchConfig(Section):
     def _heads_divide(self) -> Self:
         if self.hidden_size % self.num_heads:
             raise ValueError(
-                f"model.scratch.hidden_size ({self.hidden_size}) must be a multiple of "
-                f"model.scratch.num_heads ({self.num_heads})"
+                f"model.init.hidden_size ({self.hidden_size}) must be a multiple of "
+                f"model.init.num_heads ({self.num_heads})"
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"model.scratch.num_heads ({self.num_heads}) must be a multiple of "
-                f"model.scratch.num_kv_heads ({self.num_kv_heads})"
+                f"model.init.num_heads ({self.num_heads}) must be a multiple of "
+                f"model.init.num_kv_heads ({self.num_kv_heads})"
             )
         return self
 
@@ -70,7 +70,7 @@ class ModelConfig(Section):
     """With bfloat16 weights the optimiser keeps a float32 copy and moves that; off, small updates vanish."""
     activation_checkpointing: bool = False
     """Compute each layer's inner states again in the backward pass: less memory, a third more work."""
-    scratch: ScratchConfig = ScratchConfig()
+    init: ScratchConfig = ScratchConfig()
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:

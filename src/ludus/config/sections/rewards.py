@@ -29,7 +29,7 @@ PARTS = (
     "tool_use",
     "well_formed",
 )
-"""The names of `rewards.parts` (`ludus.rewards.registry.NAMED`)."""
+"""The names of `rewards.extra` (`ludus.rewards.registry.NAMED`)."""
 
 
 PROGRESS = "progress"
@@ -72,6 +72,10 @@ class LengthConfig(Section):
 class PartConfig(Section):
     """A shaping part that is switched on by its name. Which options a part has, and needs, it says itself."""
 
+    source: str | None = None
+    """A part of your own, `path/to/file.py:name` (docs/extend/plugins.md); none takes the built-in one of
+    that name.
+    """
     weight: float = 0.05
     """Of the part in the sum; penalties are negative by themselves and take a weight above 0."""
     free: int | None = None
@@ -89,7 +93,7 @@ class PartConfig(Section):
     @property
     def options(self) -> dict[str, int | str]:
         """Those that are given."""
-        return self.model_dump(exclude={"weight"}, exclude_none=True)
+        return self.model_dump(exclude={"weight", "source"}, exclude_none=True)
 
 
 class RewardsConfig(Section):
@@ -98,12 +102,12 @@ class RewardsConfig(Section):
     preset: Literal["toolrl", "search_r1", "retool", "r1", "composite"] | None = None
     """The parts and weights of a published system in the place of the world's (`r1` and `composite` keep its
     outcome); none keeps the world's."""
-    parts: dict[str, PartConfig] = Field({})
+    extra: dict[str, PartConfig] = Field({})
     """Shaping parts by name that count beside the world's: citation_support, extra_calls, extra_turns,
     format_kept, format_score, invalid_calls, json_schema, json_value, language_consistency, long_answer,
     multiple_choice, patch_similarity, repeated_calls, same_state, think_format, token_f1, tool_use,
     well_formed."""
-    combination: Literal["weighted_sum", "gated", "pareto"] = "weighted_sum"
+    aggregation: Literal["weighted_sum", "gated", "pareto"] = "weighted_sum"
     """`weighted_sum` of all parts. `gated`: parts other than the outcome count only where `gate` is full.
     `pareto`: the rank in the group by domination, without weights."""
     gate: str = "outcome"
@@ -146,10 +150,10 @@ class RewardsConfig(Section):
 
     @model_validator(mode="after")
     def _has_parts(self) -> Self:
-        if odd := [name for name in self.parts if name not in PARTS]:
-            near = " or ".join(f"rewards.parts.{name}" for name in nearest_names(odd[0], PARTS))
+        if odd := [name for name, part in self.extra.items() if name not in PARTS and part.source is None]:
+            near = " or ".join(f"rewards.extra.{name}" for name in nearest_names(odd[0], PARTS))
             told = f"the nearest is {near}" if near else f"there are {', '.join(PARTS)}"
-            raise ValueError(f"rewards.parts.{odd[0]} is no part of rewards; {told}")
+            raise ValueError(f"rewards.extra.{odd[0]} is no part of rewards; {told}")
         return self
 
     @model_validator(mode="after")
@@ -204,7 +208,7 @@ class RewardModelConfig(OptimizerSection):
     run: str | None = None
     """A run folder: its rollouts are what is learned from; none takes those of `data`."""
     data: str | None = None
-    """A file instead (docs/data.md): of pairs for `pairwise`, else of rollouts; none takes no file."""
+    """A file instead (docs/use/data.md): of pairs for `pairwise`, else of rollouts; none takes no file."""
     min_reward_gap: float = Field(0.0, ge=0)
     """Of `pairwise`: a group whose best and worst reward differ by less gives no pair; nor do equal ones."""
     discount: float = Field(1.0, gt=0, le=1)

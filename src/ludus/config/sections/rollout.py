@@ -14,8 +14,8 @@ class EnvConfig(Section):
     """The world that the model acts in."""
 
     name: str = "search"
-    """A registered world, `path/to/file.py` whose module registers one, or `mixture` for those of
-    `env.mixture`."""
+    """A registered world, `path/to/file.py` that defines `make_world`, `path/to/file.py:name`, or `mixture`
+    for those of `env.mixture`."""
     rendering: Literal["chat", "tags", "code"] = "chat"
     """`chat`: the model's chat template with tool calls. Without a template: `tags`, the text protocol of
     Search-R1, for a world with a tool `search`, or `code`, that of ReTool, for one with a tool `python`."""
@@ -23,6 +23,8 @@ class EnvConfig(Section):
     """How tool calls are written in `chat`; `auto` reads it off the chat template."""
     settings: dict[str, Any] = Field({})
     """The world's own settings; it checks them against its own schema."""
+    tools: list[str] = Field([])
+    """Tools of your own that every episode has besides, `path/to/file.py:name` (docs/extend/plugins.md)."""
     check: bool = True
     """Before training, let scripted cheats play a few tasks, and refuse to train where one is paid."""
     mixture: dict[str, MemberConfig] = Field({})
@@ -106,9 +108,9 @@ class RolloutConfig(SamplingSection):
     it. Needs the `guided` extra and a template with calls in Hermes' format."""
     max_turns: int = Field(6, ge=1)
     """Assistant turns of one episode."""
-    max_new_tokens: int = Field(64, ge=1)
+    max_tokens_per_turn: int = Field(64, ge=1)
     """Tokens of one action."""
-    max_tokens: int = Field(768, ge=16)
+    max_seq_len: int = Field(768, ge=16)
     """Tokens of a whole trajectory, prompt and observations included."""
     max_tool_errors: int = Field(3, ge=1)
     """Tool errors or malformed calls in a row that end an episode."""
@@ -134,8 +136,8 @@ class RolloutConfig(SamplingSection):
     """Share of episodes of one step that may fail for good before the run stops."""
     reproducible: bool = True
     """The same settings give the same tokens again, bit for bit. Where an engine rounds otherwise in other
-    company (docs/reproducibility.md), turns go in lock-step for it, and a slow tool holds all episodes up.
-    An asynchronous run keeps no order."""
+    company (docs/understand/reproducibility.md), turns go in lock-step for it, and a slow tool holds all
+    episodes up. An asynchronous run keeps no order."""
     partial: PartialConfig = PartialConfig()
     branch: BranchConfig = BranchConfig()
 
@@ -143,39 +145,42 @@ class RolloutConfig(SamplingSection):
 class EngineConfig(Section):
     """Where tokens are sampled: in this process, or by a server over HTTP."""
 
+    plugin: str | None = None
+    """An engine of your own, `path/to/file.py:name`: a function of the session (docs/extend/plugins.md). None
+    takes the embedded engine, or the server at `url`."""
     url: str | None = None
     """Address of an inference server that samples; several replicas are separated by commas. None samples in
     this process."""
-    dialect: Literal["vllm", "sglang"] = "vllm"
+    api: Literal["vllm", "sglang"] = "vllm"
     """What the server speaks; `ludus serve` speaks as vLLM does."""
     timeout_s: float = Field(600.0, gt=0)
     """Deadline of one action, and of one transfer of weights to one replica."""
     token_file: str | None = None
     """A file with the control token of the servers, which `ludus serve --control` prints at its start.
     None takes the one that a server of the same user on this machine has left."""
-    patience_s: float = Field(60.0, ge=0)
+    connect_timeout_s: float = Field(60.0, ge=0)
     """How long a server that cannot be reached is asked again before that counts as a failure."""
     weights_folder: str | None = None
     """Where new weights are written; the server must see the same path. None takes a temporary folder, in
     shared memory where there is room."""
     broadcast_host: str | None = None
     """An address of this machine that its servers reach: `ludus serve`, and vLLM with the extension of its
-    worker (docs/server.md), have new weights from here over a line of gloo, without a file. None writes them
-    to the folder."""
-    give_up_cache: bool = False
+    worker (docs/use/server.md), have new weights from here over a line of gloo, without a file. None writes
+    them to the folder."""
+    sleep: bool = False
     """Give the memory of the embedded engine's cache back while the learner works: for both on one device."""
-    cache_tokens: int | None = Field(None, ge=1)
+    kv_cache_tokens: int | None = Field(None, ge=1)
     """Tokens whose keys and values an embedded engine keeps, those of all that runs included; one request of
-    the longest always fits. None has room for all episodes at once: rollout.concurrency * (rollout.max_tokens
-    + 16)."""
+    the longest always fits. None has room for all episodes at once: rollout.concurrency *
+    (rollout.max_seq_len + 16)."""
     max_requests: int = Field(0, ge=0)
     """Requests that an embedded engine has under way and waiting; more are put off, and asked again when some
     are done. 0 is no limit."""
-    delta: bool = False
+    weight_delta: bool = False
     """Over that line, send only what changed since the last weights; keeps a copy of these."""
 
     @model_validator(mode="after")
     def _has_a_line(self) -> Self:
-        if self.delta and self.broadcast_host is None:
-            raise ValueError("engine.delta needs engine.broadcast_host")
+        if self.weight_delta and self.broadcast_host is None:
+            raise ValueError("engine.weight_delta needs engine.broadcast_host")
         return self

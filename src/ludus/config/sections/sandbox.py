@@ -10,7 +10,7 @@ from ludus.config.sections.section import Section
 
 
 class SandboxConfig(Section):
-    """Where tools run programs; worlds without such tools open none. See docs/sandbox.md."""
+    """Where tools run programs; worlds without such tools open none. See docs/use/sandbox.md."""
 
     backend: Literal["namespaces", "docker", "podman", "remote", "sandbox_fusion", "piston", "process"] = (
         "namespaces"

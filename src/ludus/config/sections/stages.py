@@ -11,14 +11,14 @@ from ludus.types import DataClass
 
 
 class SftSource(Section):
-    """Dialogues that fine-tuning draws from: a file's or a world's. With neither `dialogues` nor `world` they
+    """Dialogues that fine-tuning draws from: a file's or a world's. With neither `data` nor `world` they
     are those of the run's own world."""
 
-    dialogues: str | None = None
+    data: str | None = None
     """A file of dialogues; none takes a world."""
     world: str | None = None
     """A registered world or the path of a .py file, whose demonstrations are taken; none is the run's own,
-    unless `dialogues` is set."""
+    unless `data` is set."""
     settings: dict[str, object] = Field({})
     """The settings of `world`; it checks them against its own schema."""
     weight: float = Field(1.0, gt=0)
@@ -28,8 +28,8 @@ class SftSource(Section):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        if self.dialogues is not None and self.world is not None:
-            raise ValueError(f'dialogues ("{self.dialogues}") and world ("{self.world}") exclude each other')
+        if self.data is not None and self.world is not None:
+            raise ValueError(f'data ("{self.data}") and world ("{self.world}") exclude each other')
         if self.settings and self.world is None:
             raise ValueError("settings are those of a world, and world is not set")
         return self
@@ -58,7 +58,7 @@ class SftConfig(OptimizerSection):
     """Steps between checkpoints."""
     keep_checkpoints: int = Field(1, ge=1)
     """The newest ones that are kept."""
-    dialogues: str | None = None
+    data: str | None = None
     """A JSON-lines file of dialogues (`{"messages": [...]}`); None uses the world's own demonstrations."""
     sources: dict[str, SftSource] = Field({})
     """Several files and worlds that each step draws from, by a name of your choice."""
@@ -68,8 +68,8 @@ class SftConfig(OptimizerSection):
 
     @model_validator(mode="after")
     def _has_dialogues(self) -> Self:
-        if self.dialogues is not None and self.sources:
-            raise ValueError(f'sft.dialogues ("{self.dialogues}") and sft.sources exclude each other')
+        if self.data is not None and self.sources:
+            raise ValueError(f'sft.data ("{self.data}") and sft.sources exclude each other')
         if len(self.classes) == len(get_args(DataClass)) and not any(self.classes.values()):
             raise ValueError("every weight in sft.classes is 0: no dialogue is left")
         return self
@@ -132,7 +132,7 @@ class PreferenceConfig(OptimizerSection):
     """Of a run: the best attempt of each group against the worst, or at each step of a group's tree the best
     action against the worst, by the mean reward of what came of it."""
     data: str | None = None
-    """A file of pairs, for kto and bco also of labelled dialogues (docs/data.md); none takes no file."""
+    """A file of pairs, for kto and bco also of labelled dialogues (docs/use/data.md); none takes no file."""
     tasks: int = Field(64, ge=1)
     """Without `run` and `data` the model plays this many training tasks itself, or all if there are fewer."""
     samples: int = Field(8, ge=2)

@@ -37,20 +37,20 @@ class StalenessConfig(Section):
 
     max_staleness: int = Field(2, ge=0)
     """Versions that a trained token may be behind the weights it trains; 0 is on-policy."""
-    over_age: Literal["hold", "mask", "replay"] = "hold"
-    """An episode that outlives the bound holds the learner back (`hold`), its tokens over age do not train
+    on_stale: Literal["wait", "mask", "replay"] = "wait"
+    """An episode that outlives the bound holds the learner back (`wait`), its tokens over age do not train
     (`mask`), or its group goes into the replay buffer and trains from there, corrected (`replay`)."""
-    interruptible: bool = True
+    in_flight_weight_updates: bool = True
     """New weights take effect in the middle of episodes; off, an engine takes them once its episodes have
     ended, and of several engines each for itself."""
     moves: bool = False
-    """With several servers at engine.url and interruptible off: an episode whose server waits for it to end
-    goes on, between two turns, at one with newer weights, where its history is computed again."""
-    cache: Literal["keep", "prefill"] = "keep"
+    """With several servers at engine.url and in_flight_weight_updates off: an episode whose server waits for
+    it to end goes on, between two turns, at one with newer weights, where its history is computed again."""
+    kv_cache_on_update: Literal["keep", "recompute"] = "keep"
     """With new weights an episode in flight goes on from its cache, or that is computed again."""
     oversample: int = Field(0, ge=0)
     """Episodes of a group beyond algorithm.group_size; the first of them that end train, the rest stop."""
-    in_flight: int = Field(0, ge=0)
+    max_concurrent_rollouts: int = Field(0, ge=0)
     """Episodes in flight, at most rollout.concurrency; 0 finds by measurement the fewest that keep learner
     and engine busy."""
     min_ess: float = Field(0.3, ge=0, le=1)
@@ -62,18 +62,18 @@ class StalenessConfig(Section):
 
     @model_validator(mode="after")
     def _has_room_for_what_is_late(self) -> Self:
-        if self.over_age == "replay" and not (self.replay.share and self.replay.max_age > self.max_staleness):
+        if self.on_stale == "replay" and not (self.replay.share and self.replay.max_age > self.max_staleness):
             raise ValueError(
-                "staleness.over_age = replay needs staleness.replay.share above 0 and a "
+                "staleness.on_stale = replay needs staleness.replay.share above 0 and a "
                 f"staleness.replay.max_age ({self.replay.max_age}) above max_staleness ({self.max_staleness})"
             )
         return self
 
     @model_validator(mode="after")
     def _masks_what_it_replays(self) -> Self:
-        if self.over_age == "mask" and self.replay.share and self.replay.max_age > self.max_staleness:
+        if self.on_stale == "mask" and self.replay.share and self.replay.max_age > self.max_staleness:
             raise ValueError(
                 f"staleness.replay.max_age ({self.replay.max_age}) lets groups in whose tokens "
-                f"staleness.over_age = mask takes out again (max_staleness {self.max_staleness})"
+                f"staleness.on_stale = mask takes out again (max_staleness {self.max_staleness})"
             )
         return self

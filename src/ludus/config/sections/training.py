@@ -48,7 +48,7 @@ class TrainingConfig(OptimizerSection):
     this one. `async`: episodes stream, and the learner takes a batch when one is ready."""
     steps: int = Field(40, ge=1)
     """Steps of the whole run: each samples, learns and sends the weights."""
-    tasks_per_step: int = Field(12, ge=1)
+    prompts_per_step: int = Field(12, ge=1)
     """Tasks of one step; each is played algorithm.group_size times."""
     epochs: int = Field(1, ge=1)
     """Passes over one batch of rollouts."""
@@ -72,3 +72,18 @@ class TrainingConfig(OptimizerSection):
     sync_timeout_s: float = Field(300.0, gt=0)
     """Seconds that new weights may take to the engine, with its answer to the probe; then the run stops."""
     learner: LearnerConfig = LearnerConfig()
+
+    @property
+    def streams(self) -> bool:
+        """Whether rollouts run beside the learner without an order of steps (`async`)."""
+        return self.mode == "async"
+
+    @property
+    def one_step_behind(self) -> bool:
+        """Whether each step trains on rollouts of the weights before (`one_step`)."""
+        return self.mode == "one_step"
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether rollouts come from older weights than those that they train."""
+        return self.mode != "sync"

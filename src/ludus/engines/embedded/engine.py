@@ -51,7 +51,7 @@ class EngineSettings:
     """Maximum length of prompt plus completion."""
     max_batch: int = 128
     """Maximum number of requests computed together; others wait."""
-    cache_tokens: int = 131_072
+    kv_cache_tokens: int = 131_072
     """Capacity of the KV cache, for running requests and cached prefixes; evicts the least recently used."""
     pass_tokens: int = 512
     """Tokens of one forward pass: decoding first, then prompts and observations."""
@@ -109,7 +109,7 @@ class LocalEngine:
         self._open: set[Future[Completion]] = set()
         self._settings = settings
         threads = settings.threads or torch.get_num_threads()
-        num_pages = max(-(-settings.cache_tokens // PAGE), -(-settings.context_tokens // PAGE), 16)
+        num_pages = max(-(-settings.kv_cache_tokens // PAGE), -(-settings.context_tokens // PAGE), 16)
         pass_tokens = max(settings.pass_tokens, settings.max_batch)
         with compute_threads(settings.threads):
             self._forward = RaggedForward(self._model, num_pages, settings.context_tokens, threads)
@@ -200,9 +200,9 @@ class LocalEngine:
         """Sleep after each pass for `times` its duration; 0 disables this."""
         self._worker.rest(times)
 
-    async def give_up_cache(self) -> None:
+    async def sleep(self) -> None:
         """Free the KV cache's memory until the next request. Raises EngineError if there are requests."""
-        await self._worker.call(self._core.give_up_cache)
+        await self._worker.call(self._core.sleep)
 
     async def relabel(self, version: int) -> None:
         """Assign a version to the current weights; all later tokens carry it."""

@@ -284,7 +284,7 @@ class BatchScheduler:
         self._tree.forget_adapter(adapter)
         self.adapter_versions.pop(adapter, None)
 
-    def give_up_cache(self) -> None:
+    def sleep(self) -> None:
         """Clear the KV cache and free its memory until the next pass.
 
         Raises EngineError if there are requests.

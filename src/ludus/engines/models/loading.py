@@ -257,19 +257,19 @@ def build_tiny(scratch: ScratchConfig, tokenizer: PreTrainedTokenizerBase, seed:
 def _check_scratch(scratch: ScratchConfig, vocab_size: int) -> None:
     if vocab_size > scratch.vocab_size:
         raise UserError(
-            f"The tokenizer has {vocab_size} tokens, but model.scratch.vocab_size is {scratch.vocab_size}.",
-            "Increase model.scratch.vocab_size.",
+            f"The tokenizer has {vocab_size} tokens, but model.init.vocab_size is {scratch.vocab_size}.",
+            "Increase model.init.vocab_size.",
         )
     if scratch.hidden_size % (2 * scratch.num_heads):
         raise UserError(
-            f"model.scratch.hidden_size ({scratch.hidden_size}) must be an even multiple of "
-            f"model.scratch.num_heads ({scratch.num_heads}).",
+            f"model.init.hidden_size ({scratch.hidden_size}) must be an even multiple of "
+            f"model.init.num_heads ({scratch.num_heads}).",
             f"Try {2 * scratch.num_heads * max(1, scratch.hidden_size // (2 * scratch.num_heads))}.",
         )
     if scratch.num_heads % scratch.num_kv_heads:
         raise UserError(
-            f"model.scratch.num_heads ({scratch.num_heads}) must be a multiple of "
-            f"model.scratch.num_kv_heads ({scratch.num_kv_heads}).",
+            f"model.init.num_heads ({scratch.num_heads}) must be a multiple of "
+            f"model.init.num_kv_heads ({scratch.num_kv_heads}).",
             "Set both to the same number.",
         )
 

@@ -195,7 +195,7 @@ class VllmApi:
         """Read `/v1/models`."""
         model = ask_once(url, "/v1/models", _Models).data[0]
         if model.max_model_len is None:
-            raise EngineError(f"{url} does not report its context length.", "Check engine.dialect.")
+            raise EngineError(f"{url} does not report its context length.", "Check engine.api.")
         own = model.owned_by == "ludus"
         return ServerFacts(
             model.id, model.max_model_len, model.batch_invariant, logprobs="exact" if own else None
@@ -367,7 +367,7 @@ class SglangApi:
         """Read `/v1/models`, which includes the context length."""
         model = ask_once(url, "/v1/models", _Models).data[0]
         if model.max_model_len is None:
-            raise EngineError(f"{url} does not report its context length.", "Check engine.dialect.")
+            raise EngineError(f"{url} does not report its context length.", "Check engine.api.")
         return ServerFacts(model.id, model.max_model_len)
 
     async def generate(

@@ -2,7 +2,7 @@
 
 A call is retried if the server is unreachable, drops the connection or is busy (429, 503); never after a
 deadline, since the server may still be working on it. A server that has been unreachable for longer than
-`patience_s` fails a call at the first attempt. Environment variables, such as proxies, are ignored.
+`connect_timeout_s` fails a call at the first attempt. Environment variables, such as proxies, are ignored.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Reply = TypeVar("Reply", bound=BaseModel)
 class RemoteEngineSettings:
     """Settings of the connection to servers.
 
-    `timeout_s` bounds each call; `patience_s` is how long to retry an unreachable server, with delays of
-    `backoff_s`, doubled up to 5 s. Weights are sent through `weights_folder` (empty: a temporary folder),
+    `timeout_s` bounds each call; `connect_timeout_s` is how long to retry an unreachable server, with delays
+    of `backoff_s`, doubled up to 5 s. Weights are sent through `weights_folder` (empty: a temporary folder),
     which the server must see under the same path. With a `broadcast_host`, an address at which servers reach
     this process, they are sent over a gloo process group instead, with `delta` only the changes; with
     `keeps_weights` a copy is kept for servers that join later. `keeps_adapters` keeps each episode on the
@@ -45,7 +45,7 @@ class RemoteEngineSettings:
     """
 
     timeout_s: float = 600.0
-    patience_s: float = 60.0
+    connect_timeout_s: float = 60.0
     backoff_s: float = 0.25
     weights_folder: str = ""
     broadcast_host: str = ""
@@ -187,7 +187,7 @@ class Replica:
         self._closing = line.loop.create_task(line.client.aclose())
 
     async def _attempts(self, method: str, path: str, body: bytes | None, *, samples: bool) -> httpx.Response:
-        """Retry within `patience_s`. Raises the last attempt's error."""
+        """Retry within `connect_timeout_s`. Raises the last attempt's error."""
         begin, attempt = time.monotonic(), 0
         while True:
             try:
@@ -195,7 +195,7 @@ class Replica:
             except _UNREACHED as error:
                 self.holds = None
                 self._down_since = begin if self._down_since is None else self._down_since
-                if self.gone or time.monotonic() - self._down_since >= self.settings.patience_s:
+                if self.gone or time.monotonic() - self._down_since >= self.settings.connect_timeout_s:
                     raise self._unreached(path, error, attempt + 1) from error
             except httpx.DecodingError as error:
                 raise EngineError(f"{self.url}{path} sent an unreadable response: {error}.") from error
@@ -206,7 +206,7 @@ class Replica:
                 if response.status_code == _NO_TOKEN and self._has_new_token():
                     continue
                 busy = response.status_code in _BUSY
-                if not busy or time.monotonic() - begin >= self.settings.patience_s:
+                if not busy or time.monotonic() - begin >= self.settings.connect_timeout_s:
                     return self._checked(path, response)
             await asyncio.sleep(min(self.settings.backoff_s * 2**attempt, _LONGEST_WAIT_S))
             attempt += 1
@@ -241,7 +241,7 @@ class Replica:
         return EngineError(
             f"The inference server {self.url} is unreachable or hung up ({path}, {attempts} {times}): "
             f"{type(error).__name__}: {error or 'no details'}.",
-            "Check its log and restart it. engine.patience_s sets how long to retry.",
+            "Check its log and restart it. engine.connect_timeout_s sets how long to retry.",
         )
 
     def _checked(self, path: str, response: httpx.Response) -> httpx.Response:
@@ -260,7 +260,7 @@ class Replica:
             raise EngineError(
                 f"{response.request.url} sent an unexpected response (at {where or 'the top'}): "
                 f"{excerpt(response.content)}",
-                "Check engine.url and engine.dialect.",
+                "Check engine.url and engine.api.",
             ) from error
 
 
@@ -284,7 +284,7 @@ def ask_once(url: str, path: str, reply: type[Reply]) -> Reply:
             url,
         ) from error
     except ValidationError as error:
-        raise EngineError(f"{url}{path} sent an unexpected response.", "Check engine.dialect.") from error
+        raise EngineError(f"{url}{path} sent an unexpected response.", "Check engine.api.") from error
 
 
 def serve_command(url: str, model: str) -> str:

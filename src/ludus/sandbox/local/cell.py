@@ -40,7 +40,7 @@ _ESCAPED_BYTES = 12
 CANNOT_START_HINT = (
     "The namespaces backend needs user namespaces: as root, `sysctl -w user.max_user_namespaces=15000`, "
     "on Ubuntu also `sysctl -w kernel.apparmor_restrict_unprivileged_userns=0`. "
-    "docs/sandbox.md has the other backends."
+    "docs/use/sandbox.md has the other backends."
 )
 
 _BOOT = """

@@ -25,7 +25,7 @@ from ludus.sandbox.guest.output import BoundedOutput
 from ludus.sandbox.remote.client_session import HttpClient
 
 _MARGIN_S = 30.0
-_SERVICES = "See docs/sandbox.md for the required setup of the service."
+_SERVICES = "See docs/use/sandbox.md for the required setup of the service."
 Answer = TypeVar("Answer", bound=BaseModel)
 Text = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
 

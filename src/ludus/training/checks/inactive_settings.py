@@ -8,18 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ludus.algorithms.spec.algorithm import (
-    BEHAVIOUR_ADVANTAGES,
-    BEHAVIOUR_LOSSES,
-    BRANCH_ADVANTAGES,
-    RATIO_PARTS,
-    STATE_ADVANTAGES,
-    TURN_ADVANTAGES,
-    Algorithm,
-)
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.spec.parts import Need
 from ludus.algorithms.spec.resolve import algorithm_of, minibatches_of
 from ludus.config.schema import Config
-from ludus.envs.base import EmitsTurnRewards, HasStateKey, World, turn_verifier_of
+from ludus.envs.base import HasStateKey, World
 
 _MORE_UPDATES = "Set training.minibatches = 4, or training.epochs = 2"
 
@@ -42,11 +35,13 @@ def updates_of(config: Config) -> int:
 
 
 def _of_ratios(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    part = RATIO_PARTS.get(algorithm.loss)
-    if part is None or updates_of(config) > 1:
+    part = algorithm.loss_spec.ratio_part
+    if not part or updates_of(config) > 1:
         return
-    to_engine = algorithm.loss in BEHAVIOUR_LOSSES or config.training.learner.old_logprobs == "engine"
-    if to_engine and config.training.mode != "sync":
+    to_engine = (
+        algorithm.loss_spec.has(Need.BEHAVIOR_RATIO) or config.training.learner.old_logprobs == "engine"
+    )
+    if to_engine and config.training.off_policy:
         return
     yield (
         f"{part} of the loss {algorithm.loss} has no effect: with one update per batch all ratios are 1. "
@@ -56,7 +51,7 @@ def _of_ratios(config: Config, algorithm: Algorithm) -> Iterator[str]:
 
 def _of_corrections(config: Config, algorithm: Algorithm) -> Iterator[str]:
     """Yield warnings for synchronous runs with an embedded engine, where ratios are 1 up to rounding."""
-    if config.training.mode != "sync" or config.engine.url is not None:
+    if config.training.off_policy or config.engine.url is not None:
         return
     remedy = "Set training.mode = 'async' or 'one_step' for rollouts of older weights."
     why = "with training.mode = 'sync' and the embedded engine, engine and learner hold the same weights"
@@ -64,19 +59,19 @@ def _of_corrections(config: Config, algorithm: Algorithm) -> Iterator[str]:
         yield f"The correction {algorithm.correction} cannot act: {why}. {remedy}"
     if algorithm.opsm_delta is not None and updates_of(config) == 1:
         yield f"The mask of algorithm.opsm_delta cannot act: {why}, and there is one update a batch. {remedy}"
-    if algorithm.advantage in BEHAVIOUR_ADVANTAGES:
+    if algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO):
         yield f"The weights of the advantage {algorithm.advantage} are 1: {why}. {remedy}"
 
 
 def _of_turns(config: Config, algorithm: Algorithm, world: World) -> Iterator[str]:
-    emits = isinstance(world, EmitsTurnRewards) and world.emits_turn_rewards
+    emits = world.emits_turn_rewards
     given = config.rewards.rewards_turns or config.rewards.model is not None
-    if algorithm.advantage in TURN_ADVANTAGES and not emits and not given:
+    if algorithm.advantage_spec.has(Need.TURN_REWARDS) and not emits and not given:
         yield (
             f"The turn term of the advantage {algorithm.advantage} cannot act: the world {world.name} "
             f"declares no rewards of turns. Set {_remedy(world)}rewards.turns, or algorithm.preset = 'grpo'."
         )
-    if algorithm.advantage in STATE_ADVANTAGES:
+    if algorithm.advantage_spec.has(Need.STATE_KEYS):
         environment = world.environment(world.tasks("train")[0])
         if not isinstance(environment, HasStateKey):
             yield (
@@ -86,11 +81,11 @@ def _of_turns(config: Config, algorithm: Algorithm, world: World) -> Iterator[st
 
 
 def _remedy(world: World) -> str:
-    return "rewards.turn_verifier_weight, " if turn_verifier_of(world) is not None else ""
+    return "rewards.turn_verifier_weight, " if world.turn_verifier is not None else ""
 
 
 def _of_branches(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    if algorithm.advantage in BRANCH_ADVANTAGES and not config.rollout.branch.branches:
+    if algorithm.advantage_spec.has(Need.BRANCHES) and not config.rollout.branch.branches:
         yield (
             f"The comparison of branches of the advantage {algorithm.advantage} cannot act: no episode "
             "branches. Set rollout.branch.branches and rollout.branch.turns, or algorithm.preset = 'grpo'."
@@ -98,17 +93,17 @@ def _of_branches(config: Config, algorithm: Algorithm) -> Iterator[str]:
 
 
 def _of_length(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    if not algorithm.overlong_cache:
+    if not algorithm.overlong_buffer:
         return
     if algorithm.overlong_mask:
         yield (
             "The soft overlong punishment cannot act on episodes that a limit cut: algorithm.overlong_mask "
-            "keeps them from training. Set algorithm.overlong_mask = false, or algorithm.overlong_cache = 0."
+            "keeps them from training. Set algorithm.overlong_mask = false, or algorithm.overlong_buffer = 0."
         )
-    longest, limit = algorithm.overlong_length or 0, config.rollout.max_tokens
-    begins = longest - max(1, round(algorithm.overlong_cache * longest))
+    longest, limit = algorithm.overlong_length or 0, config.rollout.max_seq_len
+    begins = longest - max(1, round(algorithm.overlong_buffer * longest))
     if begins >= limit:
         yield (
             f"The soft overlong punishment begins at {begins} tokens (algorithm.overlong_length, "
-            f"overlong_cache), and episodes are cut at {limit}. Set a smaller algorithm.overlong_length."
+            f"overlong_buffer), and episodes are cut at {limit}. Set a smaller algorithm.overlong_length."
         )

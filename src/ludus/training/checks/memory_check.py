@@ -72,8 +72,8 @@ def dry_run_of(config: Config, learner: Learner) -> MemoryEstimate | None:
     device = next(learner.scorer.model.parameters()).device
     if wanted == "never" or (wanted == "auto" and device.type != "cuda"):
         return None
-    context = num_positions(learner.scorer.model) or config.rollout.max_tokens
-    longest = min(config.rollout.max_tokens, context)
+    context = num_positions(learner.scorer.model) or config.rollout.max_seq_len
+    longest = min(config.rollout.max_seq_len, context)
     with learner.ranks.together(DryRun(longest)):
         return dry_run(learner, longest)
 

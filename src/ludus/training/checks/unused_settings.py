@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from ludus.algorithms.spec.algorithm import EXPERT_LOSSES
+from ludus.algorithms.spec.parts import Need
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.config.sections.cluster import ClusterConfig
@@ -31,7 +31,14 @@ _OF_RAY: Final = (
     "reward_gpus",
     "reward_resources",
 )
-_OF_SERVERS: Final = ("dialect", "timeout_s", "patience_s", "weights_folder", "broadcast_host", "delta")
+_OF_SERVERS: Final = (
+    "api",
+    "timeout_s",
+    "connect_timeout_s",
+    "weights_folder",
+    "broadcast_host",
+    "weight_delta",
+)
 _OF_SCORING: Final = ("reward_timeout_s", "reward_processes")
 
 
@@ -41,8 +48,8 @@ def unread_settings(config: Config) -> list[str]:
         *_said("cluster", config.cluster, _of_cluster(config)),
         *_said("engine", config.engine, _of_engine(config)),
         *_said("rollout", config.rollout, _of_scoring(config)),
-        *(_of_streams(config) if config.training.mode == "async" else ()),
-        *(_of_partial(config) if config.training.mode == "async" else ()),
+        *(_of_streams(config) if config.training.streams else ()),
+        *(_of_partial(config) if config.training.streams else ()),
     ]
 
 
@@ -70,7 +77,7 @@ def _of_cluster(config: Config) -> dict[str, str]:
 
 def _of_engine(config: Config) -> dict[str, str]:
     if config.engine.url:
-        return {"cache_tokens": "it needs embedded engines, and engine.url is set"}
+        return {"kv_cache_tokens": "it needs embedded engines, and engine.url is set"}
     if config.cluster.kind == "none":
         return dict.fromkeys(_OF_SERVERS, "this process samples, with neither engine.url nor a cluster")
     return {}
@@ -81,7 +88,7 @@ def _of_scoring(config: Config) -> dict[str, str]:
 
     Experts and the extra reward parts are still scored in processes.
     """
-    own, experts = config.cluster, resolve(config.algorithm).loss in EXPERT_LOSSES
+    own, experts = config.cluster, resolve(config.algorithm).loss_spec.has(Need.DEMONSTRATIONS)
     if own.kind == "none" or not own.reward_workers or experts or judges_more(config.rewards):
         return {}
     why = "the episodes of training are scored by cluster.reward_workers, within cluster.scoring_timeout_s"
@@ -101,7 +108,7 @@ def _of_streams(config: Config) -> list[str]:
     else:
         reasons = {}
     found = _said("staleness.replay", own.replay, reasons)
-    if own.interruptible:
+    if own.in_flight_weight_updates:
         found += _said("staleness", own, {"moves": "new weights take effect in the middle of episodes"})
     elif config.engine.url is None or config.cluster.kind != "none":
         found += _said("staleness", own, {"moves": "no servers at engine.url sample for this process"})

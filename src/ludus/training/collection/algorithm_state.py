@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 from ludus.algorithms.advantages import RoleBaselines
 from ludus.algorithms.greso import GresoState
-from ludus.algorithms.spec.algorithm import Algorithm, number
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.spec.parts import Need
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,11 @@ class AlgorithmState:
         """Restore the state from `to_json`, or create an empty one; `decay` is the algorithm's."""
         saved = json.loads(text) if text else {}
         averages = RoleBaselines.from_json(saved["averages"]) if "averages" in saved else RoleBaselines()
-        decay = number(algorithm.options.advantage, "decay", 0.95) if algorithm.advantage == "rae" else 0.95
+        decay = (
+            algorithm.number("advantage", "decay")
+            if algorithm.advantage_spec.has(Need.ROLE_BASELINES)
+            else 0.95
+        )
         greso = GresoState(**saved.get("greso", {}))
         entropy = saved.get("initial_entropy")
         owed = tuple(map(str, saved.get("owed", ())))

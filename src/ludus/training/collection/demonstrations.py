@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ludus.algorithms.spec.algorithm import EXPERT_LOSSES, Algorithm
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.spec.parts import Need
 from ludus.chat.render import Renderer
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import DemonstrationsConfig
 from ludus.engines.models.loading import num_positions
-from ludus.envs.base import ShowsTasks, World
+from ludus.envs.base import World
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward
 from ludus.rollout.build import rollout_for, scheduler
@@ -148,10 +149,10 @@ class Demonstrations:
 
     async def _play(self, dialogues: Mapping[RolloutKey, tuple[Task, Sequence[Message]]]) -> list[Episode]:
         session, rollout = self.session, self.session.config.rollout
-        positions = num_positions(session.model) or rollout.max_tokens
+        positions = num_positions(session.model) or rollout.max_seq_len
 
         def converse(job: RolloutRequest) -> DemonstrationSession:
-            budget = min(positions, rollout_for(session.world, rollout, job.task).max_tokens)
+            budget = min(positions, rollout_for(session.world, rollout, job.task).max_seq_len)
             _, said = dialogues[replace(job.key, attempt=0)]
             return DemonstrationSession(session.renderer, said, budget)
 
@@ -167,7 +168,7 @@ class Demonstrations:
         if played.failure is not None:
             return played.failure.error
         if played.stop_reason in _TOO_LONG:
-            return f"it exceeds rollout.max_tokens ({config.rollout.max_tokens})."
+            return f"it exceeds rollout.max_seq_len ({config.rollout.max_seq_len})."
         if any(played.rewards.get(part.name, 0.0) > 0 for part in self._outcomes):
             return ""
         turns = f"{played.num_turns} turn{'s' * (played.num_turns != 1)}"
@@ -188,13 +189,13 @@ class Demonstrations:
         if self.given is not None:
             return self.given.get(task.id, ())
         world = self.session.world
-        shown = world.expert(task) if isinstance(world, ShowsTasks) else None
+        shown = world.expert(task)
         return () if shown is None else (_said(shown.messages, task.prompt),)
 
 
 def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
     """Raise ConfigError if the loss needs experts and has none, or configured experts are unused."""
-    path, reads = config.experts.path, algorithm.loss in EXPERT_LOSSES
+    path, reads = config.experts.path, algorithm.loss_spec.has(Need.DEMONSTRATIONS)
     if path is not None and not reads:
         raise ConfigError(
             f"experts.path = {path} would have no effect: the loss {algorithm.loss} uses no experts.",
@@ -206,17 +207,17 @@ def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
             "uses no experts.",
             "Unset it, or set algorithm.preset = 'mixed_policy'.",
         )
-    if reads and path is None and not isinstance(world, ShowsTasks):
+    if reads and path is None and not world.implements("expert"):
         raise ConfigError(
             f"The loss {algorithm.loss} needs experts, but the world {world.name!r} has none.",
-            "Set experts.path to a file of dialogues with task ids (docs/data.md).",
+            "Set experts.path to a file of dialogues with task ids (docs/use/data.md).",
         )
 
 
 def make_experts(session: TrainingSession, algorithm: Algorithm) -> Demonstrations | None:
     """Build the demonstrations, if used. Raises UserError if a file has no training task."""
     path = session.config.experts.path
-    if algorithm.loss not in EXPERT_LOSSES:
+    if not algorithm.loss_spec.has(Need.DEMONSTRATIONS):
         return None
     if path is None:
         return Demonstrations(session, None)

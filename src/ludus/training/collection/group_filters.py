@@ -37,7 +37,7 @@ def keep_most_varied(credits: Sequence[TrainingSample], algorithm: Algorithm) ->
         return list(credits)
     rewards, groups = compared_rewards(compared, algorithm)
     keeps = variance_top_p if algorithm.variance_filter == "top_p" else variance_top
-    keep = keeps(rewards=rewards, group=groups, p=algorithm.variance_top).tolist()
+    keep = keeps(rewards=rewards, group=groups, p=algorithm.top_variance_fraction).tolist()
     doomed = {group for group, kept in zip(groups, keep, strict=True) if not kept}
     return [_dropped(c) if c.advantages is not None and c.group in doomed else c for c in credits]
 

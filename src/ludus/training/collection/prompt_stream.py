@@ -67,14 +67,14 @@ class PromptStream:
     def counts(self, group: Sequence[Episode]) -> bool:
         """Return whether a group counts towards a batch: no member may have failed permanently.
 
-        If zero-variance groups are resampled (`resample_rounds`), they do not count either while rounds are
-        left.
+        If zero-variance groups are resampled (`max_resample_rounds`), they do not count either while rounds
+        are left.
         """
         algorithm = self.sampler.algorithm
         if any(episode.trajectory.failure is not None for episode in group):
             return False
-        replaces = self._uncounted < algorithm.resample_rounds * self.per_step
-        if not (algorithm.zero_variance and replaces) or self._varies(group):
+        replaces = self._uncounted < algorithm.max_resample_rounds * self.per_step
+        if not (algorithm.filter_zero_variance and replaces) or self._varies(group):
             return True
         self._uncounted += 1
         return False

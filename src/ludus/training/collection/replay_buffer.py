@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from ludus.algorithms.spec.algorithm import GREEDY_ADVANTAGES, Algorithm
-from ludus.algorithms.spec.resolve import OFF_POLICY
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.spec.parts import Need
 from ludus.config.schema import Config
 from ludus.config.sections.staleness import ReplayConfig
 from ludus.errors import ConfigError, StorageError
@@ -34,7 +34,7 @@ REPLAY_FILE: Final = "replay.jsonl"
 def check_replay(config: Config, algorithm: Algorithm) -> None:
     """Raise ConfigError if tokens beyond the staleness bound would train without a correction."""
     bound, replays = config.staleness.max_staleness, config.staleness.replay
-    corrects = algorithm.correction != "none" or algorithm.loss in OFF_POLICY
+    corrects = algorithm.correction != "none" or algorithm.loss_spec.off_policy
     mode = config.training.mode
     why = f" (with training.mode = {mode!r}, none is the default)" if mode == "sync" else ""
     if replays.share and replays.sources and not corrects:
@@ -210,7 +210,9 @@ class ReplayBuffer:
 
         Groups from before a resume with another algorithm may lack it.
         """
-        whole = algorithm.advantage not in GREEDY_ADVANTAGES or any(one.greedy for one in kept.episodes)
+        whole = not algorithm.advantage_spec.has(Need.GREEDY_ROLLOUT) or any(
+            one.greedy for one in kept.episodes
+        )
         return whole and (bool(kept.source) or step - 1 - kept.version <= self.config.max_age)
 
     def _chosen(self, step: int, algorithm: Algorithm) -> list[_Kept]:

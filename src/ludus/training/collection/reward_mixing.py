@@ -25,14 +25,16 @@ from ludus.algorithms.shaping import (
     pareto,
     weighted_sum,
 )
-from ludus.algorithms.spec.algorithm import TURN_READING_ADVANTAGES, Algorithm
+from ludus.algorithms.spec.advantages import advantages_that_need
+from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.compatibility import check_binary_rewards
+from ludus.algorithms.spec.parts import Need
 from ludus.algorithms.spec.resolve import resolve
 from ludus.algorithms.spec.schedules import Schedule
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.engines.models.loading import load_tokenizer
-from ludus.envs.base import World, turn_verifier_of
+from ludus.envs.base import World
 from ludus.errors import ConfigError, LearnerError, UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rewards.presets import PUBLISHED
@@ -105,7 +107,7 @@ def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[RewardPart, .
         outcomes = [part.weight.at(step) for part in parts if part.outcome]
         if min(outcomes) < 0 or max(outcomes) == 0:
             raise ConfigError("No outcome has a weight above 0.", "See rewards.weights and weights_end.")
-        if settings.combination != "pareto" and not settings.allow_outweigh:
+        if settings.aggregation != "pareto" and not settings.allow_outweigh:
             for world in {part.world for part in parts}:
                 _check_outcome([p for p in parts if p.world in ("", world)], config, step)
     return parts
@@ -135,9 +137,9 @@ def check_reward_settings(config: Config, world: World) -> None:
         name = "turns" if settings.turns else "turn_verifier_weight"
         raise ConfigError(
             f"rewards.{name} would have no effect: the advantage {algorithm.advantage} uses no turn rewards.",
-            f"Use one of {', '.join(TURN_READING_ADVANTAGES)}.",
+            f"Use one of {', '.join(advantages_that_need(Need.OPTIONAL_TURN_REWARDS))}.",
         )
-    if settings.verifies_turns and turn_verifier_of(world) is None:
+    if settings.verifies_turns and world.turn_verifier is None:
         raise ConfigError(
             f"The world {world.name} has no turn verifier (rewards.turn_verifier_weight, "
             "rewards.turns.progress).",
@@ -148,8 +150,8 @@ def check_reward_settings(config: Config, world: World) -> None:
     by_world = {task.tags.get(WORLD_TAG): task for task in reversed(world.tasks("train"))}
     for task in by_world.values():
         _check_task(settings, task)
-        if settings.parts:
-            check_fed([*settings.parts], task, len(world.environment(task).tools))
+        if settings.extra:
+            check_fed(settings.extra, task, len(world.environment(task).tools))
 
 
 def _check_task(settings: RewardsConfig, task: Task) -> None:
@@ -158,7 +160,7 @@ def _check_task(settings: RewardsConfig, task: Task) -> None:
         wanted, given = PUBLISHED[settings.preset].truth.__name__, type(task.truth).__name__
         raise ConfigError(
             f"rewards.preset = {settings.preset} needs tasks whose truth is {wanted}; here it is {given}.",
-            "Use another preset, or a world with such tasks (docs/rewards.md).",
+            "Use another preset, or a world with such tasks (docs/use/rewards.md).",
         )
     if settings.normalise_by is not None and settings.normalise_by not in task.tags:
         tags = ", ".join(sorted(task.tags)) or "none"
@@ -170,17 +172,20 @@ def _check_task(settings: RewardsConfig, task: Task) -> None:
 def reward_doubts(config: Config) -> list[str]:
     """Return warnings for reward settings that are valid but probably unintended."""
     settings, found = config.rewards, []
-    if settings.combination == "pareto":
+    if settings.aggregation == "pareto":
         found.append(
-            "rewards.combination = pareto ignores weights: a failure that is best in another part "
+            "rewards.aggregation = pareto ignores weights: a failure that is best in another part "
             "can earn as much as a success."
         )
     if settings.allow_outweigh:
         found.append("rewards.allow_outweigh is on: a failure can earn more than a success.")
-    if settings.normalise_by is not None and resolve(config.algorithm).advantage == "grpo":
+    if (
+        settings.normalise_by is not None
+        and "std_over" in (algorithm := resolve(config.algorithm)).advantage_spec.options
+    ):
         found.append(
-            "rewards.normalise_by has little effect with the advantage grpo, which divides by the "
-            "standard deviation of each group."
+            f"rewards.normalise_by has little effect with the advantage {algorithm.advantage}, which "
+            "divides by the standard deviation of each group."
         )
     return found
 
@@ -206,7 +211,7 @@ def make_combiner(session: TrainingSession, algorithm: Algorithm) -> RewardMixer
 
 def reads_turns(algorithm: Algorithm) -> bool:
     """Return whether the algorithm uses turn rewards."""
-    return algorithm.advantage in TURN_READING_ADVANTAGES
+    return algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS)
 
 
 async def with_added(
@@ -425,10 +430,10 @@ class RewardMixer:
     @property
     def _gives_turns(self) -> bool:
         is_process = self.model is not None and self.model.kind == "process"
-        return is_process and self.takes_turns and self.settings.combination != "pareto"
+        return is_process and self.takes_turns and self.settings.aggregation != "pareto"
 
     def _is_open(self, trajectory: Trajectory) -> bool:
-        if self.settings.combination != "gated":
+        if self.settings.aggregation != "gated":
             return True
         return bool(self._gate([trajectory])[0] > FULL)
 
@@ -464,10 +469,10 @@ class RewardMixer:
 
     def _rewards(self, trajectories: Sequence[Trajectory], group: Tensor, step: int) -> Tensor:
         """Return the combined rewards, `[N]` float64."""
-        if self.settings.combination == "pareto":
+        if self.settings.aggregation == "pareto":
             return pareto(parts=self._signed(trajectories, step), group=group)
         values, weights = self._values(trajectories), self._weights(step)
-        if self.settings.combination == "weighted_sum":
+        if self.settings.aggregation == "weighted_sum":
             return weighted_sum(parts=values, weights=weights)
         pairs = list(zip(self.parts, weights, strict=True))
         outcome = weighted_sum(parts=values, weights=[w if part.outcome else 0.0 for part, w in pairs])
@@ -508,9 +513,9 @@ def _check_terms(settings: RewardsConfig, names: Sequence[str]) -> None:
     shapes_length = settings.length.kind != "none"
     if shapes_length and LENGTH_PART in names:
         raise ConfigError(f"The world already has a reward called {LENGTH_PART}.", "Give it another name.")
-    if settings.combination == "pareto" and (shapes_length or settings.rewards_turns):
+    if settings.aggregation == "pareto" and (shapes_length or settings.rewards_turns):
         raise ConfigError(
-            "rewards.combination = pareto ranks parts; length and turn rewards cannot be added to ranks.",
+            "rewards.aggregation = pareto ranks parts; length and turn rewards cannot be added to ranks.",
             "Unset rewards.length, rewards.turns and rewards.turn_verifier_weight.",
         )
 
@@ -539,7 +544,7 @@ def _check_outcome(parts: Sequence[RewardPart], config: Config, step: int) -> No
     """
     settings = config.rewards
     outcomes = [part.weight.at(step) for part in parts if part.outcome]
-    behind = settings.combination == "gated" and settings.gate == "outcome"
+    behind = settings.aggregation == "gated" and settings.gate == "outcome"
     terms = []
     for part in parts:
         weight = part.weight.at(step)

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Protocol
 
-from ludus.algorithms.spec.algorithm import GREEDY_ADVANTAGES, Algorithm
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.spec.parts import Need
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import Engine
-from ludus.envs.base import LimitsConcurrency, World
+from ludus.envs.base import World
 from ludus.errors import ConfigError, WorldError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
 from ludus.rollout.build import SamplingPlan
@@ -116,8 +117,8 @@ class RolloutCollector:
 
     async def sample(self, step: int, order: TaskSequence) -> list[TrainingSample]:
         """Roll out groups in rounds until enough can train or the rounds are used up."""
-        num_tasks = self.session.config.training.tasks_per_step
-        rounds = self.algorithm.resample_rounds + 1
+        num_tasks = self.session.config.training.prompts_per_step
+        rounds = self.algorithm.max_resample_rounds + 1
         credits: list[TrainingSample] = []
         self.skipped, first_group = 0, 0
         if self.partial is not None:
@@ -166,11 +167,11 @@ class RolloutCollector:
 
     def _say_short(self, step: int, found: int, wanted: int) -> None:
         """Log once per run that the rounds were used up before the batch was full."""
-        rounds = self.algorithm.resample_rounds
+        rounds = self.algorithm.max_resample_rounds
         if rounds and found < wanted and not self._said_short:
             self._said_short = True
             log.warning(
-                "Step %d trains on %d of %d groups: all %d algorithm.resample_rounds were used. "
+                "Step %d trains on %d of %d groups: all %d algorithm.max_resample_rounds were used. "
                 "Logged once per run; see groups/zero_variance for every step.",
                 *(step, found, wanted, rounds),
             )
@@ -197,7 +198,7 @@ class RolloutCollector:
     @property
     def group_size(self) -> int:
         """Return the number of episodes per task, including the greedy one."""
-        return self.algorithm.group_size + (self.algorithm.advantage in GREEDY_ADVANTAGES)
+        return self.algorithm.group_size + (self.algorithm.advantage_spec.has(Need.GREEDY_ROLLOUT))
 
     @property
     def overlong_limit(self) -> int:
@@ -215,7 +216,7 @@ class RolloutCollector:
     def scheduler(self) -> Scheduler:
         """Return the scheduler of training episodes; streamed episodes do not run in lockstep."""
         config, rollout = self.session.config, self.session.config.rollout
-        if config.training.mode == "async":
+        if config.training.streams:
             rollout = rollout.model_copy(update={"reproducible": False})
         play = SamplingPlan("train", rollout.temperature, config.run.seed, branches=True)
         return self._scheduler(rollout, play, self.ledger)
@@ -296,14 +297,14 @@ class RolloutCollector:
         if self.algorithm.greso:
             success = self.session.world.rewards[0].name
             self.memory = after_visits(self.memory, credits, success, self.algorithm)
-        if self.algorithm.advantage == "rae":
+        if self.algorithm.advantage_spec.has(Need.ROLE_BASELINES):
             credits, averages = with_role_baselines(credits, self.session.world.name, self.memory.averages)
             self.memory = replace(self.memory, averages=averages)
         return as_one_batch(credits, self.algorithm, self.overlong_limit)
 
     def again(self, credits: list[TrainingSample]) -> list[TrainingSample]:
         """Return replayed samples as a separate batch, without updating any state."""
-        if credits and self.algorithm.advantage == "rae":
+        if credits and self.algorithm.advantage_spec.has(Need.ROLE_BASELINES):
             credits, _ = with_role_baselines(credits, self.session.world.name, self.memory.averages)
         return as_one_batch(credits, self.algorithm, self.overlong_limit)
 
@@ -322,12 +323,12 @@ class RolloutCollector:
 
 def room_for_sessions(world: World) -> int | None:
     """Return the sandbox's session limit for concurrent episodes, or None if there is none."""
-    return world.episodes_at_once if isinstance(world, LimitsConcurrency) else None
+    return world.episodes_at_once
 
 
 def longest_wait(config: Config) -> int:
     """Return how many extra steps an episode may wait under `staleness.max_staleness`."""
-    return config.staleness.max_staleness - (config.training.mode == "one_step")
+    return config.staleness.max_staleness - (config.training.one_step_behind)
 
 
 def step_budget(config: Config) -> StepBudget:
@@ -338,7 +339,7 @@ def step_budget(config: Config) -> StepBudget:
 
 def check_partial(config: Config, world: World) -> None:
     """Raise ConfigError if rollout.partial is set but no episode could wait for the next step."""
-    if not config.rollout.partial.is_set or config.training.mode == "async":
+    if not config.rollout.partial.is_set or config.training.streams:
         return
     if longest_wait(config) < 1:
         raise ConfigError(
@@ -393,8 +394,8 @@ def overlong_limit(config: Config, algorithm: Algorithm) -> int:
     if algorithm.overlong_length is not None:
         return algorithm.overlong_length
     if algorithm.overlong_measure == "sequence":
-        return rollout.max_tokens
-    return min(rollout.max_tokens, rollout.max_turns * rollout.max_new_tokens)
+        return rollout.max_seq_len
+    return min(rollout.max_seq_len, rollout.max_turns * rollout.max_tokens_per_turn)
 
 
 def num_training_groups(credits: Sequence[TrainingSample]) -> int:

@@ -20,7 +20,7 @@ from ludus.training.batches.trajectory_tree import new_actions
 from ludus.training.credit.advantages import TrainingSample
 from ludus.types import Trajectory
 
-ESS = "policy/effective_sample_share"
+ESS = "is/ess"
 """Learner metric of the effective sample share."""
 OF_EVERY_MODE = ("min_ess", "ess_patience")
 """Settings of `staleness` that apply in every training mode."""
@@ -83,7 +83,7 @@ def _without_old(credit: TrainingSample, oldest: int) -> TrainingSample:
 
 def staleness_doubts(config: Config) -> list[str]:
     """Return a warning for each `staleness` setting that the training mode does not use."""
-    if config.training.mode == "async":
+    if config.training.streams:
         return []
     mode = config.training.mode
     read = OF_EVERY_MODE + (("max_staleness",) if config.rollout.partial.is_set else ())
@@ -111,7 +111,7 @@ def staleness_metrics(
     own = [credit for credit in credits if not (credit.replayed or credit.expert)]
     trained = [credit.episode for credit in own if credit.outcome is RolloutOutcome.TRAINED]
     masked = [credit.episode for credit in own if credit.reason == OVER_AGE]
-    bound, masks = config.max_staleness, config.over_age == "mask"
+    bound, masks = config.max_staleness, config.on_stale == "mask"
     again = [c.episode for c in credits if c.replayed and c.outcome is RolloutOutcome.TRAINED]
     every = Counter(age for one in (*trained, *masked, *again) for age in ages(one.trajectory, step))
     late = sum(count for age, count in every.items() if age > bound)

@@ -9,24 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ludus.algorithms.advantages import ADVANTAGES, VALUE_ERRORS
 from ludus.algorithms.batch import Outcomes
 from ludus.algorithms.filters import mean_entropy, overlong_mask, zero_variance
 from ludus.algorithms.kl import penalised_advantages, penalised_rewards
 from ludus.algorithms.losses import conflict_weights
 from ludus.algorithms.shaping import soft_overlong
-from ludus.algorithms.spec.algorithm import (
-    BINARY_ADVANTAGES,
-    BRANCH_ADVANTAGES,
-    DECOUPLED_ADVANTAGES,
-    GRANULARITIES,
-    TOKEN_ADVANTAGES,
-    TURN_READING_ADVANTAGES,
-    WIDER_ADVANTAGES,
-    Algorithm,
-    number,
-    word,
-)
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.spec.parts import Need
+from ludus.algorithms.spec.words import GRANULARITIES
 from ludus.errors import LearnerError
 from ludus.rewards.base import Reward
 from ludus.rollout.ledger import Ledger, RolloutOutcome
@@ -128,7 +118,7 @@ def assign_credit(
             credits += [_of_partial_group(episode, place) for episode in group]
         else:
             check_trajectories([episode.trajectory for episode in group])
-            if algorithm.advantage in BINARY_ADVANTAGES:
+            if algorithm.advantage_spec.has(Need.BINARY_REWARDS):
                 _check_binary([episode.trajectory for episode in group], algorithm)
             credits += [
                 TrainingSample(one, RolloutOutcome.MASKED, BASELINE, place) for one in group if one.greedy
@@ -162,7 +152,7 @@ def _members(
     """Return the samples of a group's members, before comparison."""
     greedy = next((episode.trajectory for episode in group if episode.greedy), None)
     baseline = None if greedy is None else greedy.reward + _punishment(greedy, algorithm, max_length)
-    if algorithm.advantage == "rae":
+    if algorithm.advantage_spec.has(Need.ROLE_BASELINES):
         baseline = 0.0  # until the role averages are computed over the whole step
     return [
         TrainingSample(episode, RolloutOutcome.TRAINED, "trained", place, baseline=baseline)
@@ -173,7 +163,7 @@ def _members(
 
 def varies(group: Sequence[Episode], algorithm: Algorithm) -> bool:
     """Return whether the advantage distinguishes the members of a complete group, as in `varied_groups`."""
-    plain = replace(algorithm, overlong_cache=0.0)
+    plain = replace(algorithm, overlong_buffer=0.0)
     return any(varied_groups(_members(group, plain, 0, 0), plain).values())
 
 
@@ -224,14 +214,14 @@ def _of_critic(algorithm: Algorithm) -> Algorithm:
     A KL in the reward is part of the targets; a KL in the advantage and GTPO's conflict weights are not.
     """
     own = algorithm.options.advantage | {"whiten": 0.0}
-    if algorithm.advantage in DECOUPLED_ADVANTAGES:
-        own |= {"lam": own.get("lam_critic", 1.0)}
-        algorithm = replace(algorithm, advantage="gae")
-    if algorithm.advantage == "vtrace":
-        algorithm = replace(algorithm, advantage="vtrace_error")
+    spec = algorithm.advantage_spec
+    if "lam_critic" in spec.options:
+        own |= {"lam": algorithm.number("advantage", "lam_critic")}
+    if spec.critic_targets:
+        algorithm = replace(algorithm, advantage=spec.critic_targets)
     if algorithm.kl_placement == "advantage":
         algorithm = replace(algorithm, kl_coef=0.0)
-    return replace(algorithm, loss="ppo_clip", options=replace(algorithm.options, advantage=own))
+    return replace(algorithm.without_token_weights(), options=replace(algorithm.options, advantage=own))
 
 
 def _of_partial_group(episode: Episode, place: int) -> TrainingSample:
@@ -269,7 +259,7 @@ def compared_rewards(credits: Sequence[TrainingSample], algorithm: Algorithm) ->
     chains = [
         (path.trajectory, credit.group) for credit in credits for path in paths(credit.episode.trajectory)
     ]
-    reads_turns = algorithm.advantage in TURN_READING_ADVANTAGES
+    reads_turns = algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS)
     turns = [list(t.turn_rewards[: t.num_turns]) if reads_turns else [] for t, _ in chains]
     most = max(map(len, turns), default=0)
     rows = [[t.reward, *own, *[0.0] * (most - len(own))] for (t, _), own in zip(chains, turns, strict=True)]
@@ -283,11 +273,11 @@ def varied_groups(credits: Sequence[TrainingSample], algorithm: Algorithm) -> di
     advantage also counts.
     """
     table, index = compared_rewards(credits, algorithm)
-    wider = algorithm.advantage in WIDER_ADVANTAGES
+    wider = algorithm.advantage_spec.has(Need.ADVANTAGE_OF_EQUAL_REWARDS)
     varied = zero_variance(rewards=table[:, 0] if wider else table, group=index).tolist()
     found = dict(zip(index, varied, strict=True))
     if wider:
-        plain = replace(algorithm, loss="reinforce", kl_coef=0.0, overlong_cache=0.0)
+        plain = replace(algorithm.without_token_weights(), kl_coef=0.0, overlong_buffer=0.0)
         rows = _advantages(credits, plain, 0)
         for credit, row in zip(credits, rows, strict=True):
             found[credit.group] |= any(row)
@@ -302,7 +292,7 @@ def equal_groups(credits: Sequence[TrainingSample], algorithm: Algorithm) -> dic
 
 
 def _fate(episode: Episode, varied: bool, whole: bool, algorithm: Algorithm) -> tuple[RolloutOutcome, str]:
-    if algorithm.zero_variance and not varied:
+    if algorithm.filter_zero_variance and not varied:
         return RolloutOutcome.DROPPED, "zero_variance"
     if algorithm.overlong_mask and not whole:
         return RolloutOutcome.MASKED, "overlong"
@@ -352,29 +342,29 @@ def _of_chains(
     split: Sequence[Sequence[Path]],
 ) -> list[tuple[float, ...]]:
     outcomes = _outcomes(credits, estimates)
-    if algorithm.advantage in BRANCH_ADVANTAGES:
+    if algorithm.advantage_spec.has(Need.BRANCHES):
         outcomes = replace(outcomes, nodes=turn_nodes(split))
     rewards = outcomes.rewards
     punished = [_punishment(credit.episode.trajectory, algorithm, max_length) for credit in credits]
     rewards = rewards + torch.tensor(punished, dtype=torch.float64)
     penalty = outcomes.kl
-    token_level = algorithm.advantage in (*TOKEN_ADVANTAGES, *VALUE_ERRORS)
+    token_level = algorithm.advantage_spec.has(Need.TOKEN_KL)
     if penalty is not None and algorithm.kl_placement == "reward" and not token_level:
         rewards = penalised_rewards(rewards=rewards, kl=penalty, mask=outcomes.mask, coef=algorithm.kl_coef)
     given = replace(outcomes, rewards=rewards)
     if algorithm.kl_placement != "reward":
         given = replace(given, kl=None)
-    found = (ADVANTAGES | VALUE_ERRORS)[algorithm.advantage](given, algorithm)
+    found: Tensor = algorithm.advantage_spec.load()(given, algorithm)
     if penalty is not None and algorithm.kl_placement == "advantage":
         found = penalised_advantages(
             advantages=found,
             kl=penalty,
             mask=outcomes.mask,
             coef=algorithm.kl_coef,
-            granularity=word(algorithm.options.kl, "granularity", GRANULARITIES),
+            granularity=algorithm.word("kl", "granularity", GRANULARITIES),
             trains=outcomes.trains,
         )
-    if algorithm.loss == "gtpo":
+    if algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
         weights = _spared(credits, outcomes, found, algorithm)
         found = weights * (found - _entropy_penalty(estimates, outcomes.mask, algorithm))
     rows = found.tolist()
@@ -383,12 +373,12 @@ def _of_chains(
 
 def _punishment(one: Trajectory, algorithm: Algorithm, max_length: int) -> float:
     """Return the soft overlong punishment; -1 if a token limit truncated the trajectory."""
-    if algorithm.overlong_cache == 0 or max_length == 0:
+    if algorithm.overlong_buffer == 0 or max_length == 0:
         return 0.0
     if one.stop_reason in CUT_OFF:
         return -1.0
     length = len(one.token_ids) if algorithm.overlong_measure == "sequence" else one.num_action_tokens
-    cache = max(1, round(algorithm.overlong_cache * max_length))
+    cache = max(1, round(algorithm.overlong_buffer * max_length))
     return float(soft_overlong(lengths=torch.tensor(length), max_length=max_length, cache=cache))
 
 
@@ -514,8 +504,8 @@ def _spared(
         group=outcomes.group,
         advantages=advantages,
         mask=outcomes.mask,
-        amplify=number(algorithm.options.loss, "amplify", 2.0),
-        contiguous=number(algorithm.options.loss, "contiguous", 1.0) == 1,
+        amplify=algorithm.number("loss", "amplify"),
+        contiguous=algorithm.number("loss", "contiguous") == 1,
     )
 
 
@@ -527,7 +517,7 @@ def _entropy_penalty(estimates: Estimates, mask: Tensor, algorithm: Algorithm) -
     entropy = _table(estimates.entropies, mask.shape[1])
     if entropy is None:
         return torch.zeros(len(mask), 1, dtype=torch.float64)
-    coef = number(algorithm.options.loss, "entropy_penalty", 0.1)
+    coef = algorithm.number("loss", "entropy_penalty")
     return coef * mean_entropy(entropy=entropy, mask=mask)[:, None]
 
 

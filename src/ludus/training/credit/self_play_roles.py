@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ludus.algorithms.spec.algorithm import ROLE_ADVANTAGES, Algorithm
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.spec.parts import Need
 from ludus.envs.base import World
 from ludus.errors import ConfigError
 from ludus.types import Task
@@ -35,7 +36,7 @@ def role_tables(tasks: Sequence[Task]) -> tuple[Tensor, Tensor]:
 
 def check_roles(algorithm: Algorithm, world: World) -> None:
     """Raise ConfigError if the algorithm needs proposers and solvers and no task has roles."""
-    if algorithm.advantage not in ROLE_ADVANTAGES or algorithm.advantage == "rae":
+    if not algorithm.advantage_spec.has(Need.PROPOSALS):
         return
     if not any(ROLE in task.tags for task in world.tasks("train")):
         raise ConfigError(

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ludus.algorithms.advantages import tier_advantages
-from ludus.algorithms.spec.algorithm import TURN_ADVANTAGES, Algorithm
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.spec.parts import Need
+from ludus.algorithms.spec.presets import TURN_LEVEL
 from ludus.rollout.scheduler import Episode
 from ludus.training.credit.advantages import assign_credit, turns_of_actions
 from ludus.training.credit.turn_rewards import events_of, with_turn_rewards
@@ -80,7 +81,7 @@ def align(
 
 def calibration_algorithm(algorithm: Algorithm) -> Algorithm:
     """Return the run's algorithm if its advantage compares turns, otherwise `turn_return_hybrid`."""
-    return algorithm if algorithm.advantage in TURN_ADVANTAGES else PRESETS["turn_return_hybrid"]
+    return algorithm if algorithm.advantage_spec.has(Need.TURN_REWARDS) else TURN_LEVEL
 
 
 def _table(rows: Sequence[Sequence[float]], fill: float) -> torch.Tensor:

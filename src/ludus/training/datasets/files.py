@@ -1,6 +1,6 @@
 """Files of dialogues, labelled or not, of preference pairs and of rollouts: read for training, or checked.
 
-JSON lines (`.gz` if need be), or a local folder that Hugging Face `datasets` wrote. docs/data.md has the
+JSON lines (`.gz` if need be), or a local folder that Hugging Face `datasets` wrote. docs/use/data.md has the
 formats. A file holds records of one kind.
 """
 
@@ -33,7 +33,7 @@ from ludus.types import DataClass, Message
 DataKind = Literal["dialogue", "labelled dialogue", "pair", "rollout"]
 
 DATA_CLASSES: tuple[DataClass, ...] = get_args(DataClass)
-_HOW = "docs/data.md has the formats; `ludus data check {path}` lists what is wrong."
+_HOW = "docs/use/data.md has the formats; `ludus data check {path}` lists what is wrong."
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,9 @@ def check_file(path: Path) -> FileReport:
         else:
             problems.append(FileProblem(line, f"it is a {own}, and the file began with a {kind}"))
     if not num_records and not problems:
-        raise UserError(f"{path} is empty.", "It needs one JSON object a line; docs/data.md has the formats.")
+        raise UserError(
+            f"{path} is empty.", "It needs one JSON object a line; docs/use/data.md has the formats."
+        )
     return FileReport(path, kind, num_records, tuple(problems))
 
 

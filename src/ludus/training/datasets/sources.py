@@ -15,7 +15,7 @@ from ludus.chat.render import Renderer, render_dialogue
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import EnvConfig
 from ludus.config.sections.stages import SftSource
-from ludus.envs.base import Demonstrates, Demonstration, World, class_of
+from ludus.envs.base import Demonstration, World, class_of
 from ludus.envs.registry import build_world
 from ludus.errors import UserError
 from ludus.tasks.order import permutation
@@ -45,8 +45,8 @@ def dialogues(config: Config, world: World) -> Iterator[Labelled]:
 def first_dialogues(config: Config, world: World, name: str, num: int) -> Iterator[Demonstration]:
     """The first `num` dialogues of a source that is a world, or one pass over its file."""
     source = sources_of(config)[name]
-    if source.dialogues is not None:
-        num = len(read_dialogues(Path(source.dialogues)))
+    if source.data is not None:
+        num = len(read_dialogues(Path(source.data)))
     return (dialogue for dialogue, _ in itertools.islice(_stream(config, world, name), num))
 
 
@@ -69,8 +69,8 @@ def check_sources(config: Config, world: World) -> None:
 
 
 def sources_of(config: Config) -> Mapping[str, SftSource]:
-    """The sources by name; without `sft.sources` the one source of `sft.dialogues` or of the world."""
-    return config.sft.sources or {"": SftSource(dialogues=config.sft.dialogues)}
+    """The sources by name; without `sft.sources` the one source of `sft.data` or of the world."""
+    return config.sft.sources or {"": SftSource(data=config.sft.data)}
 
 
 def _stream(config: Config, world: World, name: str) -> Iterator[Labelled]:
@@ -98,8 +98,8 @@ def _shown(config: Config, world: World, name: str) -> Iterator[Demonstration]:
     """The dialogues of a source, passed over again and again: a file in another order each time, a world with
     another seed if its demonstrations end."""
     source, seed = sources_of(config)[name], f"{config.run.seed}:{name}" if name else str(config.run.seed)
-    if source.dialogues is not None:
-        found = read_dialogues(Path(source.dialogues))
+    if source.data is not None:
+        found = read_dialogues(Path(source.data))
         for epoch in itertools.count():
             yield from (found[i] for i in permutation(len(found), f"sft:{seed}", epoch))
     shows = demonstrating(world_of(source, config, world))
@@ -121,12 +121,12 @@ def world_of(source: SftSource, config: Config, world: World) -> World:
     return build_world(env, config.rollout, config.sandbox)
 
 
-def demonstrating(world: World) -> Demonstrates:
+def demonstrating(world: World) -> World:
     """The world itself. Raises UserError if it has no demonstrations."""
-    if not isinstance(world, Demonstrates):
+    if not world.implements("demonstrations"):
         raise UserError(
             f"The world {world.name!r} has no demonstrations to fine-tune on.",
-            "Pass dialogues in a file (sft.dialogues), or start from a model (model.path).",
+            "Pass dialogues in a file (sft.data), or start from a model (model.path).",
         )
     return world
 
@@ -137,4 +137,4 @@ def words_of(config: Config, world: World, name: str) -> str:
 
 
 def _words(source: SftSource, world: World) -> str:
-    return source.dialogues or f"The world {source.world or world.name!r}"
+    return source.data or f"The world {source.world or world.name!r}"

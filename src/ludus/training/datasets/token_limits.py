@@ -13,7 +13,7 @@ from itertools import islice
 from ludus.chat.render import Renderer
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.models.loading import num_positions
-from ludus.envs.base import Demonstrates, Demonstration, World
+from ludus.envs.base import Demonstration, World
 from ludus.errors import UserError
 from ludus.rollout.build import rollout_for
 from ludus.tasks.order import permutation
@@ -47,11 +47,11 @@ def dialogue_length(renderer: Renderer, dialogue: Demonstration) -> DialogueLeng
 
 
 def check_dialogues(session: TrainingSession) -> None:
-    """Raise UserError for a source of fine-tuning of which no dialogue fits into `rollout.max_tokens`.
+    """Raise UserError for a source of fine-tuning of which no dialogue fits into `rollout.max_seq_len`.
 
     A file is searched whole, of a world the first dialogues.
     """
-    config, budget = session.config, session.config.rollout.max_tokens
+    config, budget = session.config, session.config.rollout.max_seq_len
     for name in sources_of(config):
         lengths: list[DialogueLength] = []
         for dialogue in first_dialogues(config, session.world, name, NUM_DIALOGUES):
@@ -65,9 +65,9 @@ def check_dialogues(session: TrainingSession) -> None:
 def _none_fits(lengths: Sequence[DialogueLength], budget: int, source: str) -> UserError:
     totals, prompt = [one.total for one in lengths], min(one.prompt for one in lengths)
     return UserError(
-        f"No dialogue of {source} fits into rollout.max_tokens ({budget}): under this model's chat template "
+        f"No dialogue of {source} fits into rollout.max_seq_len ({budget}): under this model's chat template "
         f"{len(lengths)} of them take {min(totals)} to {max(totals)} tokens, the prompt {prompt} or more.",
-        f"Set --rollout.max_tokens {rounded(max(totals))}.",
+        f"Set --rollout.max_seq_len {rounded(max(totals))}.",
     )
 
 
@@ -85,28 +85,28 @@ def dialogue_warnings(lengths: Sequence[DialogueLength], rollout: RolloutConfig,
     """What does not fit the limits of a rollout, a sentence each; `effect` says what becomes of a dialogue
     that is too long."""
     found = []
-    long = [one for one in lengths if one.total > rollout.max_tokens]
+    long = [one for one in lengths if one.total > rollout.max_seq_len]
     if long:
         several, long_several = (sum(one.num_turns > 2 for one in some) for some in (lengths, long))
         shown = f" ({long_several} of the {several} with three turns or more)" if several else ""
         found.append(
-            f"{len(long)} of {len(lengths)} demonstrations{shown} are longer than rollout.max_tokens "
-            f"({rollout.max_tokens}) under this model's chat template: {effect}. "
-            f"--rollout.max_tokens {rounded(max(one.total for one in long))} fits all of them."
+            f"{len(long)} of {len(lengths)} demonstrations{shown} are longer than rollout.max_seq_len "
+            f"({rollout.max_seq_len}) under this model's chat template: {effect}. "
+            f"--rollout.max_seq_len {rounded(max(one.total for one in long))} fits all of them."
         )
-    wordy = [one for one in lengths if one.longest_action > rollout.max_new_tokens]
+    wordy = [one for one in lengths if one.longest_action > rollout.max_tokens_per_turn]
     if wordy:
         found.append(
             f"{len(wordy)} of {len(lengths)} demonstrations have an action that is longer than "
-            f"rollout.max_new_tokens ({rollout.max_new_tokens}), which a rollout would cut off: "
-            f"--rollout.max_new_tokens {rounded(max(one.longest_action for one in wordy))} fits all of them."
+            f"rollout.max_tokens_per_turn ({rollout.max_tokens_per_turn}), which a rollout would cut off: "
+            f"--rollout.max_tokens_per_turn {rounded(max(one.longest_action for one in wordy))} fits all."
         )
     return found
 
 
 def check_prompts(session: TrainingSession) -> list[str]:
     """Return warnings about prompts of the training tasks that leave no room for an action of
-    `rollout.max_new_tokens`. Raises UserError if no prompt leaves room for a single token."""
+    `rollout.max_tokens_per_turn`. Raises UserError if no prompt leaves room for a single token."""
     rollout, world = session.config.rollout, session.world
     tasks = world.tasks("train")
     chosen = [tasks[i] for i in permutation(len(tasks), "prompts", 0)[:NUM_PROMPTS]]
@@ -114,25 +114,27 @@ def check_prompts(session: TrainingSession) -> list[str]:
     prompts, crowded, fits = [], 0, False
     for task in chosen:
         own = rollout_for(world, rollout, task)
-        limit = min(own.max_tokens, context or own.max_tokens)
+        limit = min(own.max_seq_len, context or own.max_seq_len)
         if (tools := _tools(world, task)) is None:
             continue
         prompt = len(session.renderer.prompt(task.prompt, tools))
         prompts.append(prompt)
         fits = fits or prompt < limit
-        crowded += prompt + own.max_new_tokens > limit
+        crowded += prompt + own.max_tokens_per_turn > limit
     if prompts and not fits:
+        longest = max(prompts) + rollout.max_turns * rollout.max_tokens_per_turn
         raise UserError(
             f"No prompt of the world {world.name!r} leaves room for an answer: under this model's chat "
-            f"template prompts with tools take {min(prompts)} to {max(prompts)} tokens, rollout.max_tokens "
-            f"allows {rollout.max_tokens}{f' and the model {context}' if context else ''}.",
-            f"Set --rollout.max_tokens {rounded(max(prompts) + rollout.max_turns * rollout.max_new_tokens)}.",
+            f"template prompts with tools take {min(prompts)} to {max(prompts)} tokens, rollout.max_seq_len "
+            f"allows {rollout.max_seq_len}{f' and the model {context}' if context else ''}.",
+            f"Set --rollout.max_seq_len {rounded(longest)}.",
         )
     if not crowded:
         return []
     warning = (
-        f"{crowded} of {len(prompts)} prompts leave less room than one action of rollout.max_new_tokens "
-        f"({rollout.max_new_tokens}) within rollout.max_tokens ({rollout.max_tokens}): the longest takes "
+        f"{crowded} of {len(prompts)} prompts leave less room than one action of rollout.max_tokens_per_turn "
+        f"({rollout.max_tokens_per_turn}) within rollout.max_seq_len ({rollout.max_seq_len}): the longest "
+        "takes "
         f"{max(prompts)} tokens with its tools."
     )
     return [warning]
@@ -157,7 +159,7 @@ def rollout_warnings(session: TrainingSession) -> list[str]:
 
 def _demonstrations(session: TrainingSession) -> list[Demonstration]:
     """Return the first demonstrations of the world; empty if it has none, as RL needs none."""
-    if not isinstance(session.world, Demonstrates):
+    if not session.world.implements("demonstrations"):
         return []
     try:
         return list(islice(session.world.demonstrations(session.config.run.seed), NUM_DIALOGUES))

@@ -19,9 +19,10 @@ from ludus.algorithms.aggregate import Normalizer
 from ludus.algorithms.aux_losses import coefficient
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.kl import KLS
-from ludus.algorithms.losses import CovarianceMeans, choose_between, choose_highest, token_covariance
+from ludus.algorithms.losses import CovarianceMeans, token_covariance
 from ludus.algorithms.objective import Statistics, objective
-from ludus.algorithms.spec.algorithm import FULL_KL_NAMES, Algorithm, number
+from ludus.algorithms.spec.algorithm import FULL_KL_NAMES, Algorithm
+from ludus.algorithms.spec.parts import Need, loaded
 from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP
 from ludus.errors import LearnerError
 from ludus.training.batches.chunked_lm_head import Entropy
@@ -54,8 +55,6 @@ from ludus.training.learner.ref_and_teacher import (
 FULL_KL = "full_kl"
 SUM_PI_SQUARED = "sum_pi_squared"
 """Name under which `ask` returns the sum of squared probabilities."""
-CHOOSING_LOSSES = ("clip_cov", "kl_cov")
-"""Losses that select tokens over the whole batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +191,7 @@ class Learner:
     def _train(self, rows: Sequence[Row], seed: int) -> dict[str, float]:
         if not any(self.ranks.gather(len(rows))):
             return {}
-        if not self.ranks.whole and self.algorithm.loss in CHOOSING_LOSSES:
+        if not self.ranks.whole and self.algorithm.loss_spec.has(Need.TOKEN_CHOICE):
             raise LearnerError(
                 f"The loss {self.algorithm.loss} selects tokens over all rows, so every rank needs all rows."
             )
@@ -217,7 +216,7 @@ class Learner:
         settings, experts, others = self.settings, None, self._said_by_others(rows)
         if settings.old_logprobs == "engine":
             proximal = recorded_logprobs(rows)
-        elif settings.epochs * settings.minibatches > 1 or self.algorithm.loss in CHOOSING_LOSSES:
+        elif settings.epochs * settings.minibatches > 1 or self.algorithm.loss_spec.has(Need.TOKEN_CHOICE):
             known = None if self.scorer.routing is not None else self._known("", rows)
             if known is None:
                 with recording(self.scorer.routing):
@@ -433,7 +432,7 @@ def choose_tokens(
 
     The selection does not depend on the order of rows.
     """
-    if algorithm.loss not in CHOOSING_LOSSES:
+    if not algorithm.loss_spec.has(Need.TOKEN_CHOICE):
         return None
     order = sorted(range(len(rows)), key=lambda i: (rows[i].name, rows[i].tokens, rows[i].advantages))
     width = max(len(row.tokens) for row in rows)
@@ -448,12 +447,7 @@ def choose_tokens(
     mask = _scored(mask)
     means = CovarianceMeans.of(old_logprobs=old, advantages=advantages, mask=mask)
     covariance = token_covariance(old_logprobs=old, advantages=advantages, mask=mask, means=means)
-    share = number(algorithm.options.loss, "share", 2e-4)
-    if algorithm.loss == "kl_cov":
-        chosen = choose_highest(covariance=covariance, mask=mask, share=share)
-    else:
-        low, high = (number(algorithm.options.loss, n, d) for n, d in (("low", 1.0), ("high", 5.0)))
-        chosen = choose_between(covariance=covariance, mask=mask, seed=seed, share=share, low=low, high=high)
+    chosen = loaded(algorithm.loss_spec.choose)(covariance, mask, seed, algorithm)
     of_row = {i: chosen[place, : len(rows[i].tokens)] for place, i in enumerate(order)}
     return [of_row[i] for i in range(len(rows))]
 
@@ -469,11 +463,11 @@ def _metrics(updates: Sequence[Statistics]) -> dict[str, float]:
         "policy/ratio_mean": clip.ratio_mean,
         "policy/ratio_max": clip.ratio_max,
         LOGPROB_GAP: mismatch.gap_mean,
-        "policy/logprob_gap_max": mismatch.gap_max,
-        "policy/effective_sample_share": mismatch.effective_share,
-        "policy/kl_engine": mismatch.k3,
-        "policy/truncated_share": mismatch.truncated_share,
-        "policy/dropped_share": mismatch.dropped_share,
+        "mismatch/logprob_diff_max": mismatch.gap_max,
+        "is/ess": mismatch.effective_share,
+        "mismatch/kl": mismatch.k3,
+        "is/clip_frac": mismatch.truncated_share,
+        "is/mask_frac": mismatch.dropped_share,
     }
     metrics |= {
         f"{LOGPROB_GAP}/{label}": bucket.gap_mean

@@ -19,7 +19,7 @@ from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, rai
 
 log = logging.getLogger("ludus.learner")
 
-REMEDY = "Set model.activation_checkpointing, lower rollout.max_tokens, or train adapters (model.lora)."
+REMEDY = "Set model.activation_checkpointing, lower rollout.max_seq_len, or train adapters (model.lora)."
 
 
 def out_of_memory(error: RuntimeError) -> bool:

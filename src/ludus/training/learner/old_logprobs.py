@@ -11,7 +11,8 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from ludus.algorithms.spec.algorithm import BEHAVIOUR_ADVANTAGES, Algorithm
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.spec.parts import Need
 from ludus.config.schema import Config
 from ludus.errors import ConfigError
 from ludus.rollout.build import sampling_params
@@ -35,7 +36,7 @@ def check_old_logprobs(config: Config, algorithm: Algorithm) -> None:
     reason = ""
     if algorithm.correction != "none":
         reason = f"algorithm.correction = {algorithm.correction!r} compares the two"
-    elif algorithm.advantage in BEHAVIOUR_ADVANTAGES:
+    elif algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO):
         reason = f"algorithm.advantage = {algorithm.advantage!r} compares the two"
     elif sampling_params(config.rollout, config.rollout.temperature).cuts or config.rollout.guided_tools:
         reason = "sampling is truncated (rollout.top_p, top_k, min_p, guided_tools)"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.spec.algorithm import FULL_KL_NAMES, Algorithm
+from ludus.algorithms.spec.parts import Need
 from ludus.training.batches.chunked_lm_head import CHUNK_LOGITS, Entropy
 from ludus.training.batches.rows import Microbatch
 from ludus.training.learner.full_kl import Divergence, DivergenceTarget, HiddenStates
@@ -53,7 +54,7 @@ class AuxScorers:
     def compared_whole(self) -> dict[str, Divergence]:
         """Return the scorers that are compared over full distributions, with their divergence."""
         found: dict[str, Divergence] = {}
-        if self.algorithm.loss == "distill_full" and "teacher" in self.scorers:
+        if self.algorithm.loss_spec.has(Need.TEACHER_DISTRIBUTION) and "teacher" in self.scorers:
             found["teacher"] = "full_reverse"
         for which in FULL_KL_NAMES:
             if self.algorithm.kl == which and "reference" in self.scorers:

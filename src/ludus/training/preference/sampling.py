@@ -10,7 +10,6 @@ import asyncio
 from dataclasses import dataclass
 
 from ludus.engines.base import Engine
-from ludus.envs.base import order_of
 from ludus.envs.registry import closing
 from ludus.rollout.build import SamplingPlan
 from ludus.rollout.ledger import Ledger, RolloutKey
@@ -59,7 +58,7 @@ async def _sample(
 ) -> list[Episode]:
     config, world = session.config, session.world
     num = min(wanted.tasks, len(world.tasks("train")))
-    tasks = order_of(world, config.run.seed, num, 1).take(0, num)
+    tasks = world.order(config.run.seed, num, 1).take(0, num)
     jobs = [RolloutRequest(RolloutKey(0, task.id, i), task) for task in tasks for i in range(wanted.samples)]
     play = SamplingPlan("attempts", config.rollout.temperature, config.run.seed)
     async with closing(world):

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ludus.algorithms.spec.preferences import PREFERENCES
 from ludus.config.sections.stages import UNPAIRED_LOSSES
 from ludus.errors import UserError
 from ludus.rollout.ledger import RolloutOutcome
@@ -43,11 +44,11 @@ def gather_pairs(session: TrainingSession, watch: EpisodeReporter | None = None)
 
     Where they name no file and no run, the session's model samples attempts, which `watch` hears of.
     """
-    settings, limit = session.config.preference, session.config.rollout.max_tokens
+    settings, limit = session.config.preference, session.config.rollout.max_seq_len
     sampled: Sequence[RolloutRecord] = ()
     if settings.data is not None:
         pairs = pairs_of_file(Path(settings.data), session.renderer, limit, settings.loss in UNPAIRED_LOSSES)
-        where = f"Nothing of {settings.data} fits into rollout.max_tokens = {limit}."
+        where = f"Nothing of {settings.data} fits into rollout.max_seq_len = {limit}."
     elif settings.run is not None:
         run = RunFolder(Path(settings.run))
         files = rollout_files(run.path)
@@ -58,16 +59,18 @@ def gather_pairs(session: TrainingSession, watch: EpisodeReporter | None = None)
         pairs, sampled = _own_pairs(session, watch)
         where = "No task has two attempts of the model with different rewards that make a pair."
     if not pairs:
-        raise UserError(where, "See docs/stages.md, or lower preference.min_reward_gap.")
+        raise UserError(where, "See docs/use/stages.md, or lower preference.min_reward_gap.")
     check_vocabulary(max(max(arm.tokens) for pair in pairs for arm in pair.arms), session)
-    return GatheredPairs(with_others(pairs, limit) if settings.loss == "kto" else pairs, sampled)
+    return GatheredPairs(
+        with_others(pairs, limit) if PREFERENCES[settings.loss].mismatched else pairs, sampled
+    )
 
 
 def _own_pairs(
     session: TrainingSession, watch: EpisodeReporter | None
 ) -> tuple[list[PreferencePair], Sequence[RolloutRecord]]:
     """Pairs of what the session's model samples, and all that it sampled, each with what became of it."""
-    settings, limit = session.config.preference, session.config.rollout.max_tokens
+    settings, limit = session.config.preference, session.config.rollout.max_seq_len
     episodes = sample_attempts(session, SampledAttempts(settings.tasks, settings.samples), watch)
     records = [TrainingSample(episode, *_unpaired(episode)).record for episode in episodes]
     pairs = _maker(session)("step-000000", records, settings.min_reward_gap, limit)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms import preference as losses
+from ludus.algorithms.spec.preferences import PREFERENCES
 from ludus.config.sections.stages import PreferenceConfig
 from ludus.diagnostics.trackers import Tracker
 from ludus.errors import LearnerError
@@ -54,8 +55,6 @@ log = logging.getLogger("ludus.preference")
 
 OnStep = Callable[[int, Mapping[str, float]], None]
 
-BETA = 0.1
-SIMPO_BETA = 2.0
 SIMPO_GAMMA = 1.0
 EXO_SMOOTHING = 1e-3
 DISCOPOP_TAU = 0.05
@@ -107,7 +106,7 @@ def open_training(
         pairs = gathered.pairs
         if gathered.sampled and session.config.run.save_rollouts:
             write_rollouts(rollouts_path(folder.path, 0), gathered.sampled)
-        if settings.loss != "simpo":
+        if PREFERENCES[settings.loss].reference:
             pairs = with_reference(pairs, LogprobScorer(session.model), settings.microbatch_tokens)
         write_records(file, pairs)
         log.info("%d pairs written to %s", len(pairs), file)
@@ -179,8 +178,8 @@ def preference_step(
         totals["loss/total"] = totals.get("loss/total", 0.0) + float(loss.detach())
     rate = optimiser.settings.rate(optimiser.num_steps)
     norm = optimiser.step()
-    if settings.loss in BASELINE_METRICS:
-        totals[BASELINE_METRICS[settings.loss]] = float(baseline)
+    if name := PREFERENCES[settings.loss].baseline_metric:
+        totals[name] = float(baseline)
     return totals | {
         "optim/grad_norm": norm,
         "optim/learning_rate": rate,
@@ -220,7 +219,7 @@ def _alone(pairs: PairTensors) -> _Alone:
 
 
 def _beta(settings: PreferenceConfig) -> float:
-    return settings.beta or (SIMPO_BETA if settings.loss == "simpo" else BETA)
+    return settings.beta or PREFERENCES[settings.loss].beta
 
 
 def _simpo(pairs: PairTensors, settings: PreferenceConfig) -> Tensor:
@@ -273,13 +272,6 @@ LOSSES: Mapping[str, Callable[[PairTensors, PreferenceConfig], Tensor]] = {
 }
 """The loss of each pair `[N]`, by the name in the settings."""
 
-BASELINE_METRICS = {
-    "kto": "preference/kto_baseline",
-    **dict.fromkeys(("bco", "bco_pair"), "preference/bco_delta"),
-}
-RUNNING = ("bco", "bco_pair")
-"""Losses that compare with the running mean of the implicit rewards."""
-
 
 @dataclass
 class RunningMean:
@@ -308,7 +300,7 @@ def _baseline(
     scorer: LogprobScorer, pairs: Sequence[PreferencePair], settings: PreferenceConfig, running: RunningMean
 ) -> Tensor:
     """What the loss compares with, over the whole batch: KTO's KL, BCO's running mean, 0 for others."""
-    if settings.loss in RUNNING:
+    if PREFERENCES[settings.loss].running_mean:
         logprobs, reference, mask = _scored(scorer, list(arms_of(pairs)), settings.microbatch_tokens)
         running.add(
             losses.implicit_rewards(
@@ -419,10 +411,11 @@ def _sums(pairs: PairTensors, settings: PreferenceConfig) -> dict[str, float]:
     chosen, rejected = pairs.chosen_logprobs.sum(1), pairs.rejected_logprobs.sum(1)
     gain = chosen - pairs.ref_chosen_logprobs.sum(1)
     loss = rejected - pairs.ref_rejected_logprobs.sum(1)
-    if settings.loss in ("simpo", "ipo"):
+    spec = PREFERENCES[settings.loss]
+    if spec.per_token:
         gain, loss = gain / chosen_tokens, loss / rejected_tokens
     # BCO's baseline is one of rewards, beta times these.
-    level = pairs.baseline / _beta(settings) if settings.loss in RUNNING else pairs.baseline
+    level = pairs.baseline / _beta(settings) if spec.running_mean else pairs.baseline
     margin = torch.where(there[0], gain, level) - torch.where(there[1], loss, level)
     return {
         "preference/margin": float(margin.sum()),

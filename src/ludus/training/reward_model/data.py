@@ -37,7 +37,7 @@ EXAMPLES_FILE = "examples.jsonl.gz"
 
 def gather_examples(session: TrainingSession) -> list[RewardExample]:
     """The examples that the settings name, before anything is written. Raises UserError without any."""
-    settings, limit = session.config.reward_model, session.config.rollout.max_tokens
+    settings, limit = session.config.reward_model, session.config.rollout.max_seq_len
     if settings.run is None and settings.data is None:
         raise UserError(
             "There is nothing to learn rewards from.",
@@ -149,8 +149,8 @@ def _check(examples: Sequence[RewardExample], session: TrainingSession) -> None:
     if not examples:
         what = "pair" if settings.kind == "pairwise" else "attempt"
         raise UserError(
-            f"{where} gives no {what} to learn from (of at most {session.config.rollout.max_tokens} tokens).",
-            "See docs/rewards.md, or raise rollout.max_tokens.",
+            f"{where} has no {what} of at most {session.config.rollout.max_seq_len} tokens.",
+            "See docs/use/rewards.md, or raise rollout.max_seq_len.",
         )
     targets = {target for example in examples for arm in example.arms for target in arm.targets}
     if len(targets) == 1:

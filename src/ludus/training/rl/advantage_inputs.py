@@ -13,20 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ludus.algorithms.corrections import MismatchByLength, m2po, mismatch_by_length, reject_sequence
+from ludus.algorithms.corrections import MismatchByLength, mismatch_by_length
 from ludus.algorithms.filters import entropy_bound
-from ludus.algorithms.spec.algorithm import (
-    BEHAVIOUR_ADVANTAGES,
-    CRITERIA,
-    FILTERING_CORRECTIONS,
-    FULL_KL_NAMES,
-    MEASURES,
-    PROBABILITY_ADVANTAGES,
-    WHITENED_ADVANTAGES,
-    Algorithm,
-    number,
-    word,
-)
+from ludus.algorithms.spec.algorithm import FULL_KL_NAMES, Algorithm
+from ludus.algorithms.spec.parts import Need, loaded
 from ludus.algorithms.train_inference_mismatch import mismatch
 from ludus.errors import SyncError
 from ludus.rollout.ledger import RolloutOutcome
@@ -66,15 +56,15 @@ def refine(
         trained = [c for c in found if c.outcome is RolloutOutcome.TRAINED and not c.expert]
         check_parity([_row(credit) for credit in trained if _is_of(credit, version)], learner)
     algorithm, entropies = learner.algorithm, None
-    if algorithm.correction in FILTERING_CORRECTIONS:
+    if algorithm.correction_spec.has(Need.REJECTION):
         found = _rejected(found, learner)
-    if algorithm.loss == "gtpo":
+    if algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
         entropies = compared_entropies(found, learner)
         found = _without_the_uncertain(found, entropies, algorithm)
     # Last, so that batch means cover only the remaining samples.
     penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
-    whitened = algorithm.advantage in WHITENED_ADVANTAGES
-    compares_probabilities = algorithm.advantage in PROBABILITY_ADVANTAGES
+    whitened = algorithm.advantage_spec.has(Need.BATCH_STATISTICS)
+    compares_probabilities = algorithm.advantage_spec.has(Need.DISTRIBUTIONS)
     if judge is not None or penalised or whitened or compares_probabilities or entropies is not None:
         found = _estimated(found, learner, judge, max_length, Estimates(entropies=entropies))
     return found
@@ -140,8 +130,8 @@ def _estimated(
     if judge is not None:
         estimates = replace(judged(judge, compared, rows, learner), entropies=known.entropies)
     penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
-    weighs_tokens = algorithm.advantage in PROBABILITY_ADVANTAGES
-    compared_to_engine = algorithm.advantage in BEHAVIOUR_ADVANTAGES or weighs_tokens
+    weighs_tokens = algorithm.advantage_spec.has(Need.DISTRIBUTIONS)
+    compared_to_engine = algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO) or weighs_tokens
     sampled_alone = penalised and algorithm.kl not in FULL_KL_NAMES
     old = learner.score(rows, keep=True) if sampled_alone or compared_to_engine else []
     if penalised:
@@ -173,20 +163,8 @@ def _rejected(credits: list[TrainingSample], learner: Learner) -> list[TrainingS
 
 def _kept_tokens(old: Tensor, behavior: Tensor, mask: Tensor, algorithm: Algorithm) -> Tensor:
     """Return the mask of action tokens that pass the correction's filter, [N, L] bool."""
-    options = algorithm.options.correction
-    if algorithm.correction == "m2po":
-        bound = number(options, "bound", 0.04)
-        return m2po(old_logprobs=old, behavior_logprobs=behavior, mask=mask, bound=bound).bool()
-    return reject_sequence(
-        old_logprobs=old,
-        behavior_logprobs=behavior,
-        mask=mask,
-        low=number(options, "low", 0.5),
-        high=number(options, "high", 2.0),
-        by=word(options, "by", CRITERIA),
-        veto=number(options, "veto", 0.0),
-        measure=word(options, "measure", MEASURES),
-    ).bool()
+    kept: Tensor = loaded(algorithm.correction_spec.keep)(old, behavior, mask, algorithm)
+    return kept
 
 
 def _narrowed(credit: TrainingSample, keep: Tensor) -> tuple[bool, ...]:
@@ -219,7 +197,7 @@ def with_entropy_filter(algorithm: Algorithm, initial: float) -> Algorithm:
 
     At such an entropy the filter would remove every sample (arXiv:2508.03772).
     """
-    if initial < number(algorithm.options.loss, "entropy_bound", math.log(2)):
+    if initial < algorithm.number("loss", "entropy_bound"):
         return algorithm
     options = replace(algorithm.options, loss=algorithm.options.loss | {"entropy_bound": math.inf})
     return replace(algorithm, options=options)
@@ -228,7 +206,7 @@ def with_entropy_filter(algorithm: Algorithm, initial: float) -> Algorithm:
 def _without_the_uncertain(
     credits: list[TrainingSample], entropies: Sequence[Tensor], algorithm: Algorithm
 ) -> list[TrainingSample]:
-    bound = number(algorithm.options.loss, "entropy_bound", math.log(2))
+    bound = algorithm.number("loss", "entropy_bound")
     compared = [credit for credit in credits if credit.advantages is not None]
     pairs = [
         (credit, bool(entropy_bound(entropy=row[None], mask=torch.ones(1, len(row)), bound=bound)))

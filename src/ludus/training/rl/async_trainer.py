@@ -92,7 +92,7 @@ async def run_one_step(loop: SyncTrainer, done: int) -> None:
             await counted(loop.engine)
             if step < last:
                 sampling = asyncio.create_task(loop.sampler.sample(step + 1, order))
-            with clock.phase("learn"):
+            with clock.phase("train"):
                 credits, learned = await loop.learning.learn(step, credits, thread)
             with clock.phase("rollout"):
                 following = await sampling if sampling is not None else []
@@ -166,7 +166,7 @@ class AsyncTrainer:
 
     def __post_init__(self) -> None:
         config = self.loop.session.config
-        self.replay = ReplayBuffer(config.staleness.replay, config.training.tasks_per_step)
+        self.replay = ReplayBuffer(config.staleness.replay, config.training.prompts_per_step)
 
     @classmethod
     def of(cls, loop: SyncTrainer, done: int, before: StreamState) -> AsyncTrainer:
@@ -174,7 +174,7 @@ class AsyncTrainer:
         config, sampler = loop.session.config, loop.sampler
         training, staleness = config.training, config.staleness
         pace = StalenessSchedule(
-            training.tasks_per_step, staleness.max_staleness, training.steps, staleness.over_age == "hold"
+            training.prompts_per_step, staleness.max_staleness, training.steps, staleness.on_stale == "wait"
         )
         order = task_order(config, loop.session.world)
         tasks = [group.jobs[0].task.id for group in before.groups]
@@ -189,13 +189,13 @@ class AsyncTrainer:
             admission=StalenessController(pace, done),
             source=source,
             play=player.play,
-            in_flight=staleness.in_flight or limit.now,
+            in_flight=staleness.max_concurrent_rollouts or limit.now,
             needed=sampler.algorithm.group_size,
             next_number=before.next_number,
             kept=before.groups,
             on_done=loop.reporter.episode,
         )
-        several = None if staleness.interruptible else rolling_engines(loop.engine)
+        several = None if staleness.in_flight_weight_updates else rolling_engines(loop.engine)
         made = cls(loop, stream, source, player, LearnerThread(torch.get_num_threads()), limit, several)
         text = load_text(checkpoint_path(loop.folder.checkpoints, done), REPLAY_FILE) if done else None
         known = {task.id: task for task in order.tasks}
@@ -234,11 +234,11 @@ class AsyncTrainer:
         loop, clock = self.loop, StepTimings(beside=True)
         await counted(loop.engine)
         loop.reporter.phase(f"step {step}: waiting for episodes", None, loop.engine)
-        ready = self.stream.admission.num_ready / loop.session.config.training.tasks_per_step
+        ready = self.stream.admission.num_ready / loop.session.config.training.prompts_per_step
         with clock.phase("rollout"):
             batch = await self.stream.take()
             credits = await self._credit(step, batch)
-        with clock.phase("learn"), self._unhurried():
+        with clock.phase("train"), self._unhurried():
             credits, learned = await loop.learning.learn(step, credits, self.thread)
         with clock.phase("sync"):
             now = await self._publish(step)
@@ -258,7 +258,7 @@ class AsyncTrainer:
 
         Not used if episodes must finish before the engine takes new weights.
         """
-        engine, interruptible = self.loop.engine, self.loop.session.config.staleness.interruptible
+        engine, interruptible = self.loop.engine, self.loop.session.config.staleness.in_flight_weight_updates
         return (
             self.stream.unhurried(engine.rest)
             if isinstance(engine, Throttleable) and interruptible
@@ -274,7 +274,7 @@ class AsyncTrainer:
         groups = [group.episodes for group in (*batch.groups, *batch.others)]
         sampler = self.loop.sampler
         credits = sampler.normalised(await sampler.credit(step, groups))
-        if (staleness := self.loop.session.config.staleness).over_age == "replay":
+        if (staleness := self.loop.session.config.staleness).on_stale == "replay":
             credits = self.replay.take_late(credits, step, staleness.max_staleness)
         credits = sampler.as_batch(credits)
         self.loop.sampled = sampler.state
@@ -299,7 +299,7 @@ class AsyncTrainer:
             self.stream.published(step, everywhere=False)
             return ()
         if step == config.training.steps or not (
-            config.staleness.interruptible or keeps_adapter_versions(config)
+            config.staleness.in_flight_weight_updates or keeps_adapter_versions(config)
         ):
             await self.stream.drain()  # at the end, so that cancelled group members are counted
         else:
@@ -393,7 +393,7 @@ class AsyncTrainer:
 
     def _adjust(self, clock: StepTimings, ready: float) -> None:
         """Adjust the number of concurrent episodes if it is set automatically."""
-        if self.loop.session.config.staleness.in_flight:
+        if self.loop.session.config.staleness.max_concurrent_rollouts:
             return
         limited = self.stream.is_limited and not self.stream.held
         self.stream.in_flight = self.limit.after_step(clock.metrics([]), ready, self.stream.flow(), limited)

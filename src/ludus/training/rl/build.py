@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ludus.algorithms.kl_controller import KlControl, control_of
-from ludus.algorithms.spec.algorithm import TEACHER_LOSSES, Algorithm
+from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.compatibility import check_observations
-from ludus.algorithms.spec.resolve import algorithm_of, minibatches_of
+from ludus.algorithms.spec.parts import Need
+from ludus.algorithms.spec.resolve import algorithm_of, minibatches_of, resolve
 from ludus.config.schema import Config
-from ludus.diagnostics.trackers import Tracker, check_tracker, make_tracker, read_metrics
+from ludus.diagnostics.metrics import step_metrics
+from ludus.diagnostics.trackers import Tracker, find_tracker, make_tracker, read_metrics
 from ludus.envs.base import World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import build_world, check_sandbox, closing
@@ -182,15 +184,15 @@ def check_cheats(config: Config, world: World, watch: AuditProgress = UNWATCHED)
 
 
 def check_cache(config: Config) -> None:
-    """Raise ConfigError if engine.give_up_cache is set and not supported."""
-    if not config.engine.give_up_cache:
+    """Raise ConfigError if engine.sleep is set and not supported."""
+    if not config.engine.sleep:
         return
     if config.engine.url:
-        raise ConfigError("engine.give_up_cache needs the embedded engine.", "Unset it or engine.url.")
-    if config.training.mode != "sync":
+        raise ConfigError("engine.sleep needs the embedded engine.", "Unset it or engine.url.")
+    if config.training.off_policy:
         raise ConfigError(
             f"With training.mode = {config.training.mode!r} the engine samples while the learner trains.",
-            "Set engine.give_up_cache = false, or training.mode = 'sync'.",
+            "Set engine.sleep = false, or training.mode = 'sync'.",
         )
 
 
@@ -200,7 +202,7 @@ def check_max_requests(config: Config) -> None:
     In async mode, evaluations and weight checks run concurrently with streamed episodes.
     """
     most = config.engine.max_requests
-    needed = config.rollout.concurrency * (2 if config.training.mode == "async" else 1)
+    needed = config.rollout.concurrency * (2 if config.training.streams else 1)
     if not most:
         return
     if config.engine.url:
@@ -216,9 +218,10 @@ def check_max_requests(config: Config) -> None:
 
 
 def check_trackers(config: Config) -> None:
-    """Raise ConfigError for an unknown tracker."""
+    """Raise ConfigError for an unknown tracker or metric."""
     for name in config.run.trackers:
-        check_tracker(name)
+        find_tracker(name)
+    step_metrics(config.run.metrics)
 
 
 def prepare(config: Config, watch: AuditProgress = UNWATCHED) -> TrainingSession | None:
@@ -271,7 +274,7 @@ def stream_before(loop: SyncTrainer, done: int) -> StreamState:
         raise broken(path, f"trainer/{STREAM_FILE} is missing")
     if text is None:  # the checkpoint was not written by asynchronous training
         return StreamState(max([done, *sampler.ledger.steps_ahead]) * order.chunk)
-    source = PromptStream(sampler, order, training.tasks_per_step, loop.session.config.staleness.oversample)
+    source = PromptStream(sampler, order, training.prompts_per_step, loop.session.config.staleness.oversample)
     state = StreamState.from_text(text, {task.id: task for task in order.tasks}, source.jobs_of)
     return replace(state, next_number=source.free(state.next_number, state.groups))
 
@@ -283,7 +286,7 @@ def waiting_before(loop: SyncTrainer, done: int) -> StreamState:
     if text is None:
         return StreamState()
     order = task_order(loop.session.config, loop.session.world)
-    source = PromptStream(loop.sampler, order, loop.session.config.training.tasks_per_step)
+    source = PromptStream(loop.sampler, order, loop.session.config.training.prompts_per_step)
     return StreamState.from_text(text, {task.id: task for task in order.tasks}, source.jobs_of)
 
 
@@ -294,21 +297,22 @@ def doubts(config: Config) -> list[str]:
         found.append(
             "training.mask_observations is off: observations are in the loss. Use this for comparison only."
         )
-    if config.algorithm.preset == "vapo" and config.critic.warmup_steps == 0:
+    pretrains = resolve(config.algorithm).advantage_spec.has(Need.PRETRAINED_CRITIC)
+    if pretrains and config.critic.warmup_steps == 0:
         found.append("VAPO pre-trains its critic on a fixed policy, but critic.warmup_steps is 0.")
     if (alone := planned_warmup(config)) >= config.training.steps:
         found.append(
             f"The policy is never trained: the first {alone} steps (critic.warmup_steps) are the critic's."
         )
-    if config.training.mode == "async" and config.rollout.reproducible:
+    if config.training.streams and config.rollout.reproducible:
         found.append(
             "Asynchronous runs (training.mode = async) are not reproducible: rollout.reproducible "
             "does not fix the order of episodes."
         )
-    if config.training.mode == "async" and config.engine.url and config.staleness.cache == "keep":
+    if config.training.streams and config.engine.url and config.staleness.kv_cache_on_update == "keep":
         found.append(
             "Servers manage their own KV cache on weight updates: "
-            "staleness.cache has no effect with an engine.url."
+            "staleness.kv_cache_on_update has no effect with an engine.url."
         )
     params = sampling_params(config.rollout, config.rollout.temperature)
     if params.cuts or config.rollout.guided_tools:
@@ -338,7 +342,7 @@ def build_loop(
     combiner = make_combiner(session, algorithm)
     found = list_checkpoints(folder.checkpoints)
     waits = bool(found) and (found[-1][1] / "trainer" / WAITING_FILE).is_file()
-    spanning = config.training.mode == "async" or config.rollout.partial.is_set or waits
+    spanning = config.training.streams or config.rollout.partial.is_set or waits
     done, ledger, memory = 0, Ledger(spanning=spanning), AlgorithmState.start(algorithm)
     engine = None
     if elsewhere is not None:
@@ -384,7 +388,7 @@ def build_loop(
 
 def over_age_bound(config: Config) -> int | None:
     """Return the age in versions beyond which tokens are masked, or None if episodes wait instead."""
-    masks = config.training.mode == "async" and config.staleness.over_age == "mask"
+    masks = config.training.streams and config.staleness.on_stale == "mask"
     return config.staleness.max_staleness if masks else None
 
 
@@ -438,7 +442,7 @@ def make_learner(
         microbatch_tokens=training.microbatch_tokens,
         epochs=training.epochs,
         minibatches=minibatches_of(config),
-        trajectory_tokens=config.rollout.max_tokens,
+        trajectory_tokens=config.rollout.max_seq_len,
         old_logprobs=training.learner.old_logprobs,
         halve_on_oom=training.learner.halve_on_oom,
     )
@@ -487,10 +491,10 @@ def kept_evaluation(folder: RunFolder, plan: EvaluationPlan) -> Evaluation | Non
 def _scorers(session: TrainingSession, algorithm: Algorithm, control: KlControl) -> dict[str, TokenScorer]:
     """Build the scorers besides the policy: teacher and reference, if needed or configured."""
     found: dict[str, TokenScorer] = {}
-    if algorithm.loss in TEACHER_LOSSES:
+    if algorithm.loss_spec.has(Need.TEACHER):
         found["teacher"] = load_teacher(session)
     training, temperature = session.config.training, session.config.rollout.temperature or 1.0
-    needed = control.needs_reference or algorithm.advantage == "prime"
+    needed = control.needs_reference or algorithm.advantage_spec.has(Need.PROCESS_REWARD_MODEL)
     if not needed and not training.report_kl:
         return found
     if session.config.model.lora is not None:

@@ -50,7 +50,7 @@ def load_sources(
 
 def check_sources(config: Config) -> None:
     """Raise ConfigError for a source of `staleness.replay` without rollouts."""
-    if config.training.mode == "async" and config.staleness.replay.share:
+    if config.training.streams and config.staleness.replay.share:
         for source in config.staleness.replay.sources:
             _files(source)
 

@@ -15,11 +15,11 @@ from typing import Protocol
 
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
-from ludus.diagnostics.metrics import AlarmLimits, alarms, rollout_metrics
+from ludus.diagnostics.metrics import AlarmLimits, alarms, rollout_metrics, step_metrics
 from ludus.diagnostics.timings import StepTimings, scoring_hint, write_timings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine, Sleepable, counted
-from ludus.envs.base import World, order_of
+from ludus.envs.base import World
 from ludus.errors import ConfigError, LearnerError
 from ludus.evaluation.evaluate import (
     Evaluation,
@@ -125,9 +125,9 @@ class SyncTrainer:
         self.sampled = self.sampler.state
         clock.engine = (await counted(self.engine)).metrics()
         self.reporter.phase(f"step {step}: training", None)
-        if self.session.config.engine.give_up_cache and isinstance(self.engine, Sleepable):
-            await self.engine.give_up_cache()
-        with clock.phase("learn"):
+        if self.session.config.engine.sleep and isinstance(self.engine, Sleepable):
+            await self.engine.sleep()
+        with clock.phase("train"):
             credits, learned = await self.learning.learn(step, credits)
         with clock.phase("sync"):
             proof = await self.sync.publish(step)
@@ -176,6 +176,8 @@ class SyncTrainer:
         groups = _groups(credits)
         known = [equal.get(number) for number in _numbers(credits)]
         metrics = rollout_metrics(groups, self.session.world.rewards[0].name, known)
+        for metric in step_metrics(self.session.config.run.metrics):
+            metrics |= metric(groups)
         if sampler.combiner is not None:
             metrics |= sampler.combiner.metrics(step, groups)
         probe = found.pop("sync/probe_gap", None)
@@ -220,7 +222,7 @@ class SyncTrainer:
         if empty:
             return PauseReason(empty, "tasks that are sometimes solved, or a larger algorithm.group_size")
         if self.guard.verdict:
-            streams = self.session.config.training.mode == "async"
+            streams = self.session.config.training.streams
             bound = "a lower staleness.max_staleness or " if streams else "a lower "
             return PauseReason(
                 self.guard.verdict, f"{bound}training.learning_rate, or another staleness.min_ess"
@@ -295,13 +297,13 @@ def proof_metrics(proof: SyncProof) -> dict[str, float]:
 def task_order(config: Config, world: World) -> TaskSequence:
     """Return the task order. Raises ConfigError if one step needs more tasks than the split has."""
     tasks = world.tasks("train")
-    chunk = config.training.tasks_per_step * (resolve(config.algorithm).resample_rounds + 1)
+    chunk = config.training.prompts_per_step * (resolve(config.algorithm).max_resample_rounds + 1)
     if len(tasks) < chunk:
         raise ConfigError(
             f"One step may need {chunk} tasks, and the train split has {len(tasks)}.",
-            "Lower training.tasks_per_step or algorithm.resample_rounds.",
+            "Lower training.prompts_per_step or algorithm.max_resample_rounds.",
         )
-    return order_of(world, config.run.seed, chunk, config.training.steps)
+    return world.order(config.run.seed, chunk, config.training.steps)
 
 
 def _numbers(credits: Sequence[TrainingSample]) -> list[int]:

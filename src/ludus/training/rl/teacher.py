@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ludus.algorithms.spec.algorithm import TEACHER_LOSSES, Algorithm
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.spec.parts import Need
 from ludus.config.schema import Config
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.errors import ConfigError
@@ -12,7 +13,7 @@ from ludus.training.run.session import TrainingSession
 
 def check_teacher(config: Config, algorithm: Algorithm) -> None:
     """Raise ConfigError if the loss lacks its teacher, or a configured teacher is unused."""
-    path, needed = config.teacher.path, algorithm.loss in TEACHER_LOSSES
+    path, needed = config.teacher.path, algorithm.loss_spec.has(Need.TEACHER)
     if needed and path is None:
         raise ConfigError(
             f"The loss {algorithm.loss} needs a teacher, but teacher.path is not set.",

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from ludus.algorithms.kl_controller import KlControl
-from ludus.algorithms.spec.algorithm import FILTERING_CORRECTIONS
+from ludus.algorithms.spec.parts import Need
 from ludus.rollout.ledger import Ledger
 from ludus.training.batches.rows import Row
 from ludus.training.collection.rollout_collector import overlong_limit
@@ -93,7 +93,7 @@ class TrainStep:
         """Return the samples after masking and refinement."""
         if self.kl.acts:
             self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl.coef(step))
-        if self.learner.algorithm.loss == "gtpo":
+        if self.learner.algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
             self._set_entropy_filter(credits)
         if self.bound is not None:
             credits = mask_over_age(credits, step, self.bound)
@@ -115,7 +115,7 @@ class TrainStep:
         metrics = {} if self.judge is None else train_judge(self.judge, credits)
         if step > self.warmup:
             metrics |= self.learner.train(rows, seed=step)
-        if self.learner.algorithm.correction in FILTERING_CORRECTIONS:
-            metrics["policy/dropped_share"] = rejected_share(credits)
+        if self.learner.algorithm.correction_spec.has(Need.REJECTION):
+            metrics["is/mask_frac"] = rejected_share(credits)
         metrics |= age_metrics(credits, step)
         return metrics | ({"kl/coef": self.kl.coef(step)} if self.kl.acts else {})

@@ -103,12 +103,12 @@ class RunFolder:
 def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) -> RunFolder:
     """Create the folder of a new run and write its configuration and manifest.
 
-    `recipe` is the recipe argument. Uses `run.folder`, or the next free `runs/NAME-N`. Raises UserError if
+    `recipe` is the recipe argument. Uses `run.dir`, or the next free `runs/NAME-N`. Raises UserError if
     the folder exists and is not empty.
     """
-    path = Path(config.run.folder) if config.run.folder else _next_free(Path("runs"), name)
+    path = Path(config.run.dir) if config.run.dir else _next_free(Path("runs"), name)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        other = "Choose another with --run.folder"
+        other = "Choose another with --run.dir"
         if (path / "config.toml").is_file():
             other += f", or resume the existing run: {resume_command(RunFolder(path))}"
         raise UserError(f"The run folder {path} exists and is not empty.", other)
@@ -124,7 +124,7 @@ def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) ->
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise StorageError(
-            f"Cannot create the run folder {path}: {error.strerror}.", "Choose another with --run.folder."
+            f"Cannot create the run folder {path}: {error.strerror}.", "Choose another with --run.dir."
         ) from error
     return RunFolder(path)
 

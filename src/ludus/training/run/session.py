@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -26,6 +27,7 @@ from ludus.engines.remote.http_client import NoServerAvailable, RemoteEngineSett
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError
+from ludus.plugins import find_plugin
 from ludus.recipes import recipe_folder
 from ludus.rollout.build import SamplingPlan, engine_scheduler
 from ludus.rollout.ledger import Ledger
@@ -157,6 +159,8 @@ def make_engine(session: TrainingSession) -> Engine:
 
     Raises EngineError if a server does not respond.
     """
+    if session.config.engine.plugin:
+        return engine_plugin(session.config.engine.plugin)(session)
     if not session.config.engine.url:
         return local_engine(session)
     try:
@@ -165,6 +169,11 @@ def make_engine(session: TrainingSession) -> Engine:
         raise EngineError(
             error.message, f"Start it first: {serve_command(error.url, session.source)}"
         ) from error
+
+
+def engine_plugin(name: str) -> Callable[[TrainingSession], Engine]:
+    """Return an engine of the user's own. Raises ConfigError if there is none."""
+    return cast(Callable[[TrainingSession], Engine], find_plugin("engines", name, "engine.plugin", ()))
 
 
 def server_engine(config: Config) -> ServerEngine:
@@ -180,17 +189,17 @@ def server_engine(config: Config) -> ServerEngine:
         keeps_adapters=keeps_adapter_versions(config),
         moves_episodes=config.staleness.moves,
     )
-    return ServerEngine(urls, engine.dialect, settings, lora_scaling=scaling)
+    return ServerEngine(urls, engine.api, settings, lora_scaling=scaling)
 
 
 def server_settings(engine: EngineConfig) -> RemoteEngineSettings:
     """Return the client settings of the servers."""
     return RemoteEngineSettings(
         timeout_s=engine.timeout_s,
-        patience_s=engine.patience_s,
+        connect_timeout_s=engine.connect_timeout_s,
         weights_folder=engine.weights_folder or "",
         broadcast_host=engine.broadcast_host or "",
-        delta=engine.delta,
+        delta=engine.weight_delta,
         token=read_token(Path(engine.token_file)) if engine.token_file else "",
     )
 
@@ -203,15 +212,15 @@ def local_engine(session: TrainingSession) -> LocalEngine:
 def engine_settings(config: Config, model: PreTrainedModel) -> EngineSettings:
     """Return the settings of an embedded engine."""
     rollout = config.rollout
-    streams = config.training.mode == "async"
-    limit = num_positions(model) or rollout.max_tokens
+    streams = config.training.streams
+    limit = num_positions(model) or rollout.max_seq_len
     return EngineSettings(
-        context_tokens=min(limit, rollout.max_tokens),
+        context_tokens=min(limit, rollout.max_seq_len),
         max_batch=rollout.concurrency + streams,  # one extra for the weight check
-        cache_tokens=config.engine.cache_tokens or rollout.concurrency * (rollout.max_tokens + PAGE),
+        kv_cache_tokens=config.engine.kv_cache_tokens or rollout.concurrency * (rollout.max_seq_len + PAGE),
         max_requests=config.engine.max_requests,
         batch_invariant=rollout.reproducible and not streams,
-        recompute_on_update=not streams or config.staleness.cache == "prefill",
+        recompute_on_update=not streams or config.staleness.kv_cache_on_update == "recompute",
         adapter_versions=keeps_adapter_versions(config),
         threads=1 if model.num_parameters() < SMALL_MODEL else 0,
     )
@@ -222,7 +231,7 @@ def keeps_adapter_versions(config: Config) -> bool:
 
     Engines of a cluster are updated one by one instead.
     """
-    stays = config.training.mode == "async" and not config.staleness.interruptible
+    stays = config.training.streams and not config.staleness.in_flight_weight_updates
     return stays and config.model.lora is not None and config.cluster.kind == "none"
 
 

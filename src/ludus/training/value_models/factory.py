@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ludus.algorithms.spec.algorithm import CRITIC_ADVANTAGES, TURN_VALUE_ADVANTAGES, Algorithm, number
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.spec.parts import Need
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
-from ludus.config.sections.algorithm import CriticConfig
+from ludus.config.sections.algorithm import CriticConfig, PrimeConfig
 from ludus.errors import ConfigError
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.trees import paths
@@ -53,8 +54,8 @@ def make_judge(
     """
     training, critic, prime = config.training, config.critic, config.critic.prime
     size, again = training.microbatch_tokens, config.model.activation_checkpointing
-    if algorithm.advantage == "prime":
-        beta = number(algorithm.options.advantage, "beta", 0.05)
+    if algorithm.advantage_spec.has(Need.PROCESS_REWARD_MODEL):
+        beta = algorithm.number("advantage", "beta")
         return ProcessReward(
             model,
             OptimizerSettings(learning_rate=prime.learning_rate, total_steps=training.steps * prime.epochs),
@@ -68,11 +69,11 @@ def make_judge(
         total_steps=training.steps * critic.epochs * critic.minibatches,
     )
     states = StateSettings(size, again, on_policy=critic.model == "head")
-    if algorithm.advantage == "coderl":
+    if algorithm.advantage_spec.has(Need.OUTCOME_CRITIC):
         outcome = OutcomeCriticSettings(critic.epochs, critic.minibatches, success, states)
         return OutcomeCritic(model, optimiser, outcome, ranks)
-    if algorithm.advantage in CRITIC_ADVANTAGES:
-        turns = algorithm.advantage in TURN_VALUE_ADVANTAGES
+    if algorithm.advantage_spec.has(Need.CRITIC):
+        turns = algorithm.advantage_spec.has(Need.TURN_VALUES)
         settings = CriticSettings(critic.epochs, critic.minibatches, critic.clip or None, states, turns)
         return Critic(model, optimiser, settings, ranks)
     return None
@@ -97,17 +98,17 @@ def check_critic(config: Config, algorithm: Algorithm) -> None:
 
 def _read_of_critic(algorithm: Algorithm) -> tuple[set[str], str]:
     """Return the `critic` settings that an algorithm uses, and why it ignores the others."""
-    of_critics = set(CriticConfig.model_fields) - {"prime"}
-    match algorithm.advantage:
-        case "prime":
-            return {"prime"}, "the advantage prime has a process reward model (critic.prime) and no critic"
-        case "coderl":
-            reason = "the critic of coderl predicts outcomes and has no values"
-            return of_critics - {"clip"}, reason
-        case name if name in CRITIC_ADVANTAGES:
-            return of_critics, f"the advantage {name} has no process reward model"
-        case name:
-            return set(), f"the advantage {name} has no critic"
+    of_critics = {key for key, f in CriticConfig.model_fields.items() if f.annotation is not PrimeConfig}
+    name, spec = algorithm.advantage, algorithm.advantage_spec
+    if spec.has(Need.PROCESS_REWARD_MODEL):
+        reason = f"the advantage {name} has a process reward model (critic.prime) and no critic"
+        return set(CriticConfig.model_fields) - of_critics, reason
+    if spec.has(Need.OUTCOME_CRITIC):
+        reason = f"the critic of {name} predicts outcomes and has no values"
+        return of_critics - {"clip"}, reason
+    if spec.has(Need.CRITIC):
+        return of_critics, f"the advantage {name} has no process reward model"
+    return set(), f"the advantage {name} has no critic"
 
 
 def part_name(judge: Judge) -> str:
@@ -127,7 +128,7 @@ def planned_warmup(config: Config, started: int | None = None) -> int:
     """Return the planned number of critic-only steps, as in `warmup_steps`."""
     if config.critic.warmup_steps is not None:
         return config.critic.warmup_steps
-    if resolve(config.algorithm).advantage not in CRITIC_ADVANTAGES:
+    if not resolve(config.algorithm).advantage_spec.has(Need.CRITIC):
         return 0
     return config.training.steps // 10 if started is None else started
 
@@ -144,7 +145,7 @@ def judged(
         said = at_actions(say(judge, rows, solved), rows)
     match judge:
         case Critic():
-            asked = number(learner.algorithm.options.advantage, "bootstrap", 0.0) != 0
+            asked = learner.algorithm.number("advantage", "bootstrap") != 0
             return Estimates(values=said, bootstrap=bootstraps(judge, credits, rows) if asked else None)
         case OutcomeCritic():
             return Estimates(outcome_probs=said)

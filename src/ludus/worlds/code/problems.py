@@ -1,311 +1,142 @@
-"""Problems: chains of steps with their words, their solution and their tests."""
+"""The shipped problems: read from a data file that `python -m generators.code` writes."""
 
 from __future__ import annotations
 
-import ast
-import inspect
-import random
-import sys
-import textwrap
+import json
+import lzma
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
-from typing import Literal
+from importlib.resources import files
+from typing import Literal, TypedDict
 
-from ludus.worlds.code.layouts import LAYOUTS, WRITTEN, as_input, as_output
-from ludus.worlds.code.shapes import shape_of
-from ludus.worlds.code.steps.base import CodeStep, StepKind
+from ludus.worlds.code.grader import LIMITS, CodeTruth, TestCase
 
 Style = Literal["function", "stdin"]
 ENTRY = "solve"
-_NAMES: Mapping[str, tuple[str, ...]] = {
-    "int": ("n", "m"),
-    "list[int]": ("xs", "ys"),
-    "str": ("text", "other"),
-    "list[str]": ("words", "others"),
-    "dict[str, int]": ("table", "other_table"),
-    "list[list[int]]": ("rows", "other_rows"),
-}
-_SIZES = (0, 1, 2, 3, 3, 4, 5, 5, 6, 7, 8, 9, 10, 12)
-_POOL, _KEPT = 42, 420
-"""Inputs from which tests are chosen, and values that are drawn of a kind."""
-LARGEST, LONGEST, SLOW = 10**15, 400, 3000
-MOST_COMMON, MOST_KEPT = 0.4, 0.34
-"""Shares of the tests that may have one result, and whose result may be the first argument."""
 NUM_SHOWN = 3
+"""Tests of a task that stand in its text."""
+NUM_TESTS = 15
+"""Tests of each problem in the data."""
+SPLITS = ("train", "validation", "test", "composition")
+LEVELS = (1, 2, 3, 4, 5)
+FAMILIES = (
+    "lists",
+    "folds",
+    "texts",
+    "words",
+    "numbers",
+    "tables",
+    "spans",
+    "graphs",
+    "grids",
+    "parsing",
+    "planning",
+    "machines",
+)
 
 
-class TooLarge(Exception):
-    """A number on the way is too large for a step that counts up to it."""
+class _Style(TypedDict):
+    text: str
+    reference: str
+    flawed: list[str]
 
 
-@dataclass(frozen=True)
-class Chain:
-    """Steps that follow each other, with the numbers that they were given."""
-
-    steps: tuple[CodeStep, ...]
-    numbers: tuple[Mapping[str, int], ...]
-
-    @property
-    def takes(self) -> tuple[StepKind, ...]:
-        """The kinds of its arguments."""
-        return self.steps[0].takes
-
-    @property
-    def gives(self) -> StepKind:
-        """The kind of its result."""
-        return self.steps[-1].gives
-
-    @property
-    def points(self) -> int:
-        """How hard it is."""
-        return sum(step.points for step in self.steps)
-
-    @property
-    def family(self) -> str:
-        """That of its hardest step."""
-        return max(self.steps, key=lambda step: step.points).family
-
-    @property
-    def shape(self) -> str:
-        """The shape of its solution: the shapes of its steps."""
-        return "-".join(source_of(step).shape for step in self.steps)
-
-    @property
-    def pairs(self) -> frozenset[tuple[str, str]]:
-        """The steps that follow each other."""
-        names = [step.name for step in self.steps]
-        return frozenset(pairwise(names))
-
-    def run(self, arguments: Sequence[object]) -> object:
-        """What it gives. Raises TooLarge where it would take long."""
-        value = tuple(arguments)
-        for step, numbers in zip(self.steps, self.numbers, strict=True):
-            if step.family == "numbers" and any(isinstance(n, int) and abs(n) > SLOW for n in value):
-                raise TooLarge
-            value = (step.function(*value, **numbers),)
-        return value[0]
-
-    def without(self, place: int) -> Chain | None:
-        """It without one of its steps, where the others still fit."""
-        step = self.steps[place]
-        if len(self.steps) == 1 or step.takes != (step.gives,):
-            return None
-        cut = slice(place, place + 1)
-        steps, numbers = list(self.steps), list(self.numbers)
-        del steps[cut], numbers[cut]
-        return Chain(tuple(steps), tuple(numbers))
-
-
-@dataclass(frozen=True)
-class CodeExample:
-    """Arguments and what is right for them."""
-
-    arguments: tuple[object, ...]
-    value: object
+class _Row(TypedDict):
+    id: str
+    split: str
+    level: int
+    family: str
+    steps: list[str]
+    shape: str
+    style: Style
+    styles: dict[Style, _Style]
+    values: list[tuple[list[object], object]]
+    texts: list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class CodeProblem:
-    """A task of programming. `examples` are its tests; the first `NUM_SHOWN` stand in the text."""
+    """A task of programming in one style.
 
-    chain: Chain
-    style: Style
-    level: int
-    examples: tuple[CodeExample, ...]
-
-    @property
-    def id(self) -> str:
-        """The names of its steps, of which no two problems have the same."""
-        return "+".join(step.name for step in self.chain.steps)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What the arguments are called."""
-        used: list[str] = []
-        for kind in self.chain.takes:
-            used.append(next(name for name in _NAMES[kind.annotation] if name not in used))
-        return tuple(used)
-
-    @property
-    def signature(self) -> str:
-        """The head of the function that is asked for."""
-        kinds = zip(self.names, self.chain.takes, strict=True)
-        given = ", ".join(f"{name}: {kind.annotation}" for name, kind in kinds)
-        return f"{ENTRY}({given}) -> {self.chain.gives.annotation}"
-
-    @property
-    def text(self) -> str:
-        """What is asked for, in words, with examples."""
-        lines = [self._asked, *self._given, *self._steps]
-        if self.style == "stdin":
-            lines.append(f"It prints the result: {_printed(self.chain.gives)}.")
-        return "\n".join([*lines, "", *self._shown])
-
-    @property
-    def solution(self) -> str:
-        """A program that does it."""
-        parts = [source_of(step).text for step in self.chain.steps]
-        return "\n\n\n".join([*parts, self._main]) + "\n"
-
-    @property
-    def _asked(self) -> str:
-        if self.style == "function":
-            return f"Write a Python function {self.signature}."
-        return "Write a Python program that reads from standard input and prints to standard output."
-
-    @property
-    def _given(self) -> list[str]:
-        kinds = zip(self.names, self.chain.takes, strict=True)
-        if self.style == "function":
-            return [f"{name} is {kind.words}." for name, kind in kinds]
-        return [f"It reads {kind.words}: {LAYOUTS[kind.layout].words}." for _, kind in kinds]
-
-    @property
-    def _steps(self) -> list[str]:
-        steps = zip(self.chain.steps, self.chain.numbers, strict=True)
-        said = [step.says.format(**numbers) for step, numbers in steps]
-        if len(said) == 1:
-            return [f"What it does: {said[0]}"]
-        head = "What it does, each step with what the step before gives:"
-        return [head, *(f"{number}. {text}" for number, text in enumerate(said, 1))]
-
-    @property
-    def _shown(self) -> list[str]:
-        if self.style == "function":
-            calls = [
-                f"{ENTRY}({', '.join(map(repr, one.arguments))}) == {one.value!r}"
-                for one in self.examples[:NUM_SHOWN]
-            ]
-            return ["For example:", *calls]
-        return [f"For example, for the input\n{given}it prints\n{due}" for given, due in self._texts()]
-
-    def _texts(self) -> list[tuple[str, str]]:
-        return [self.as_texts(one) for one in self.examples[:NUM_SHOWN]]
-
-    def as_texts(self, example: CodeExample) -> tuple[str, str]:
-        """An example as what is read and what is printed."""
-        return as_input(self.chain.takes, example.arguments), as_output(self.chain.gives, example.value)
-
-    @property
-    def _main(self) -> str:
-        value, lines = ", ".join(self.names), list[str]()
-        for place, (step, numbers) in enumerate(zip(self.chain.steps, self.chain.numbers, strict=True), 1):
-            given = ", ".join([value, *map(str, numbers.values())])
-            value = "result" if place == len(self.chain.steps) else f"step_{place}"
-            lines.append(f"{value} = {step.name}({given})")
-        if self.style == "function":
-            body = textwrap.indent("\n".join([*lines, "return result"]), "    ")
-            return f"def {self.signature}:\n{body}"
-        read = [
-            LAYOUTS[kind.layout].read.format(name=name)
-            for name, kind in zip(self.names, self.chain.takes, strict=True)
-        ]
-        return "\n".join([*read, *lines, LAYOUTS[self.chain.gives.layout].write.format(name="result")])
-
-
-def _printed(kind: StepKind) -> str:
-    return WRITTEN.get(kind.layout, LAYOUTS[kind.layout].words)
-
-
-@dataclass(frozen=True, slots=True)
-class CodeSource:
-    """The text of a step's function, without decorator and docstring, and its shape."""
-
-    text: str
-    shape: str
-
-
-def source_of(step: CodeStep) -> CodeSource:
-    """The source of a step."""
-    return _sources(step.function.__module__)[step.name]
-
-
-@cache
-def _sources(module: str) -> Mapping[str, CodeSource]:
-    """The sources of the steps of a module."""
-    text = inspect.getsource(sys.modules[module])
-    lines, found = text.splitlines(), dict[str, CodeSource]()
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
-            head = lines[node.lineno - 1 : node.body[0].lineno - 1]
-            plain = "\n".join([*head, *lines[node.body[1].lineno - 1 : node.end_lineno]])
-            found[node.name] = CodeSource(plain, shape_of(plain))
-    return found
-
-
-@cache
-def _pool(kind: StepKind, place: int) -> Sequence[object]:
-    """Values of a kind, those of later arguments apart. No step changes them."""
-    rng = random.Random(f"{kind.name}/{place}")
-    return [kind.draw(rng, max(_SIZES[turn % len(_SIZES)], 2 * (place > 0))) for turn in range(_KEPT)]
-
-
-def examples_of(chain: Chain, rng: random.Random, num: int) -> tuple[CodeExample, ...] | None:
-    """Tests of a chain, the smaller first; None where they say too little about it.
-
-    Results have to differ, none may be common, the arguments may seldom be the result already, and each step
-    has to change some of them.
+    `values` are arguments and results, `texts` what is read and printed; the first `NUM_SHOWN` are in the
+    text. `flawed` are programs that leave a step out.
     """
-    pool: dict[str, CodeExample] = {}
-    start = rng.randrange(_KEPT)
-    for turn in range(_POOL):
-        number = (start + turn) % _KEPT
-        arguments = tuple(_pool(kind, place)[number] for place, kind in enumerate(chain.takes))
-        try:
-            value = chain.run(arguments)
-        except TooLarge:
-            continue
-        if _is_large(value) or _is_large(list(arguments)):
-            continue
-        pool.setdefault(repr(arguments), CodeExample(arguments, value))
-    chosen = _varied(list(pool.values()), num)
-    return chosen if chosen is not None and _tell(chain, chosen) else None
+
+    id: str
+    split: str
+    level: int
+    family: str
+    steps: tuple[str, ...]
+    shape: str
+    style: Style
+    text: str
+    reference: str
+    flawed: tuple[str, ...]
+    values: tuple[tuple[tuple[object, ...], object], ...]
+    texts: tuple[tuple[str, str], ...]
+
+    def truth(self, num_tests: int) -> CodeTruth:
+        """Return the truth: the first tests are shown, the others hidden."""
+        pairs: Sequence[tuple[object, object]] = self.texts if self.style == "stdin" else self.values
+        cases = []
+        for number, (given, due) in enumerate(pairs[:num_tests]):
+            shown = number < NUM_SHOWN
+            name = f"shown {number + 1}" if shown else f"hidden {number + 1 - NUM_SHOWN}"
+            cases.append(TestCase(name, given, due))
+        names = tuple(case.name for case in cases)
+        return CodeTruth(
+            fail_to_pass=names,
+            hidden=frozenset(names[NUM_SHOWN:]),
+            seconds=LIMITS.cpu_s,
+            memory_bytes=float(LIMITS.memory_bytes),
+            style=self.style,
+            entry=ENTRY,
+            cases=tuple(cases),
+            reference=self.reference,
+            shape=self.shape,
+        )
 
 
-def _varied(pool: Sequence[CodeExample], num: int) -> tuple[CodeExample, ...] | None:
-    """So many, results that are rare first, in an order in which the first ones are good to read."""
-    counts: dict[str, int] = {}
-    ranked = []
-    for one in pool:
-        key = repr(one.value)
-        counts[key] = counts.get(key, 0) + 1
-        ranked.append((counts[key], one))
-    chosen = [one for _, one in sorted(ranked, key=lambda pair: pair[0])[:num]]
-    if len(chosen) < num:
-        return None
-    shown = [one for one in chosen if 12 < len(repr(one.arguments)) < 90 and one.value][:NUM_SHOWN]
-    rest = sorted((one for one in chosen if one not in shown), key=lambda one: len(repr(one.arguments)))
-    return (*shown, *rest) if len(shown) == NUM_SHOWN else (*chosen,)
+def problems(
+    num: int, levels: Sequence[int], families: Sequence[str], styles: Sequence[Style]
+) -> Mapping[str, tuple[CodeProblem, ...]]:
+    """Return the first `num` problems of these levels and families by split, in one of the styles.
+
+    A problem has the style that the data names, unless only the other one is wanted.
+    """
+    found: dict[str, list[CodeProblem]] = {split: [] for split in SPLITS}
+    chosen = (row for row in _rows() if row["level"] in levels and row["family"] in families)
+    for row, _ in zip(chosen, range(num), strict=False):
+        style = row["style"] if row["style"] in styles else styles[0]
+        found[row["split"]].append(_problem(row, style))
+    return {split: tuple(own) for split, own in found.items()}
 
 
-def _tell(chain: Chain, examples: Sequence[CodeExample]) -> bool:
-    hidden = examples[NUM_SHOWN:]
-    values = [repr(one.value) for one in hidden]
-    if max(map(values.count, values)) > MOST_COMMON * len(values) or len(set(values)) < 5:
-        return False
-    if sum(one.value == one.arguments[0] for one in hidden) > MOST_KEPT * len(values):
-        return False
-    for place in range(len(chain.steps)):
-        less = chain.without(place)
-        if less is not None and _num_changed(less, hidden) < 3:
-            return False
-    return True
+def survey_text() -> str:
+    """Return the survey of the default tasks: how many differ, and what is solved without skill."""
+    return (files("ludus.worlds.code") / "data/survey.txt").read_text("utf-8").rstrip("\n")
 
 
-def _num_changed(chain: Chain, examples: Sequence[CodeExample]) -> int:
-    try:
-        return sum(chain.run(one.arguments) != one.value for one in examples)
-    except TooLarge:
-        return len(examples)
+@cache
+def _rows() -> list[_Row]:
+    data = (files("ludus.worlds.code") / "data/problems.jsonl.xz").read_bytes()
+    return [json.loads(line) for line in lzma.decompress(data).decode("utf-8").splitlines()]
 
 
-def _is_large(value: object) -> bool:
-    if isinstance(value, int):
-        return abs(value) > LARGEST
-    if isinstance(value, list):
-        return len(value) > LONGEST // 4 or any(map(_is_large, value))
-    if isinstance(value, dict):
-        return any(map(_is_large, value.values()))
-    return isinstance(value, str) and (len(value) > LONGEST or "\n" in value)
+def _problem(row: _Row, style: Style) -> CodeProblem:
+    own = row["styles"][style]
+    return CodeProblem(
+        id=row["id"],
+        split=row["split"],
+        level=row["level"],
+        family=row["family"],
+        steps=tuple(row["steps"]),
+        shape=row["shape"],
+        style=style,
+        text=own["text"],
+        reference=own["reference"],
+        flawed=tuple(own["flawed"]),
+        values=tuple((tuple(given), due) for given, due in row["values"]),
+        texts=tuple((given, due) for given, due in row["texts"]),
+    )

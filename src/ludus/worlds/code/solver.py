@@ -7,7 +7,7 @@ import random
 
 from ludus.types import FunctionCall, Message, MessageToolCall
 from ludus.worlds.code.grader import CodeTruth
-from ludus.worlds.code.problems import Chain, CodeProblem
+from ludus.worlds.code.problems import CodeProblem
 from ludus.worlds.code.tools import told_of_success
 
 
@@ -19,19 +19,8 @@ def solve(truth: CodeTruth, with_tools: bool = True) -> list[Message]:
 
 
 def forget(problem: CodeProblem, rng: random.Random) -> list[Message]:
-    """A program that leaves a step out, handed in without a try; of a single step, one that gives its
-    argument back."""
-    chain = problem.chain
-    fitting = [less for place in range(len(chain.steps)) if (less := chain.without(place)) is not None]
-    if len(chain.steps) > 1 and not fitting:
-        fitting = [Chain(chain.steps[:-1], chain.numbers[:-1])]
-    if fitting:
-        flawed = CodeProblem(rng.choice(fitting), problem.style, problem.level, problem.examples)
-        return [said(flawed.solution)]
-    name = problem.names[0]
-    if problem.style == "stdin":
-        return [said("print(input())\n")]
-    return [said(f"def {problem.signature}:\n    return {name}\n")]
+    """Return a program that leaves a step out, handed in without a try."""
+    return [said(rng.choice(problem.flawed) if len(problem.steps) > 1 else problem.flawed[0])]
 
 
 def said(program: str) -> Message:

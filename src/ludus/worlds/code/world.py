@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ludus.envs.base import World
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.envs.toolbox import ToolLimits
@@ -24,9 +25,8 @@ from ludus.tools.python import python_tool
 from ludus.types import Message, Task
 from ludus.worlds.code import records
 from ludus.worlds.code.environment import REPORT, CodeEnv, Weights, code_rewards
-from ludus.worlds.code.generate import FAMILIES, SPLITS, CodeQuota, make_problems
-from ludus.worlds.code.grader import LIMITS, CodeGrader, CodeTruth, TestCase
-from ludus.worlds.code.problems import ENTRY, NUM_SHOWN, CodeProblem
+from ludus.worlds.code.grader import LIMITS, CodeGrader, CodeTruth
+from ludus.worlds.code.problems import FAMILIES, NUM_TESTS, SPLITS, CodeProblem, problems, survey_text
 from ludus.worlds.code.solver import forget, solve
 from ludus.worlds.code.tools import run_tests_tool, submit_tool
 
@@ -44,15 +44,15 @@ class CodeSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    tasks: int = Field(500, ge=20)
-    """Of all splits together. Fewer come where the shapes run out."""
+    tasks: int = Field(500, ge=20, le=2_000)
+    """Of all splits together; fewer if the data has no more of these levels and families."""
     levels: tuple[Literal[1, 2, 3, 4, 5], ...] = Field((1, 2, 3, 4, 5), min_length=1)
     """Of the tasks: 1 is an easy step or two, 5 two hard ones or several in a row."""
     families: tuple[str, ...] = Field(FAMILIES, min_length=1)
-    """What the steps are about."""
+    """What the hardest step of a task is about."""
     styles: tuple[Literal["function", "stdin"], ...] = Field(("function", "stdin"), min_length=1)
     """A function to write, or a program that reads and prints."""
-    tests: int = Field(15, ge=8, le=40)
+    tests: int = Field(NUM_TESTS, ge=8, le=NUM_TESTS)
     """Tests of a task; three of them are shown."""
     tools: bool = True
     """Whether an episode offers `python`, `run_tests` and `submit`, or nothing."""
@@ -77,12 +77,14 @@ class CodeSettings(BaseModel):
     format: records.Format = "own"
     """How that file is laid out."""
     seed: int = 0
-    """Of all that is drawn."""
+    """Of the demonstrations."""
 
 
 @dataclass(frozen=True)
-class CodeWorld:
+class CodeWorld(World):
     """Programs from a specification, with tests that are shown and tests that are not."""
+
+    num_text_dialogues: ClassVar[int] = 600
 
     settings: CodeSettings = field(default_factory=CodeSettings)
     limits: ToolLimits = field(default_factory=ToolLimits)
@@ -124,7 +126,10 @@ class CodeWorld:
         system = SYSTEM["tools" if self.settings.tools else "none"]
         if self.settings.data is not None:
             return records.load_tasks(Path(self.settings.data), self.settings.format, system)
-        return {split: [_task(one, split, system) for one in self.problems[split]] for split in SPLITS}
+        return {
+            split: [_task(one, split, system, self.settings.tests) for one in self.problems[split]]
+            for split in SPLITS
+        }
 
     @cached_property
     def _by_id(self) -> Mapping[str, CodeProblem]:
@@ -161,9 +166,13 @@ class CodeWorld:
 
     def survey(self, measure: bool) -> str:
         """How many tasks differ, and what is solved without skill; nothing of foreign ones."""
-        from ludus.worlds.code.difficulty_report import report
-
-        return report(self) if self.settings.data is None else ""
+        del measure
+        if self.settings.data is not None:
+            return ""
+        if self.problems == _problems(CodeSettings()):
+            return survey_text()
+        counts = "\n".join(f"{split:12} {len(self.tasks(split))} tasks" for split in self.splits)
+        return f"{counts}\n\nThe default tasks:\n{survey_text()}"
 
     def paraphrases(self, task: Task) -> Sequence[str]:
         """The solution as bare text, and in other words: without its own layout, in a longer answer."""
@@ -175,13 +184,6 @@ class CodeWorld:
             reference,
             f"First an idea:\n```python\nx = 1\n```\nAnd here it is.\n```py\n# done\n{other}\n```\n",
         )
-
-    def texts(self) -> Iterator[str]:
-        """What demonstrations say, for a tokenizer of this world's own."""
-        for dialogue, _ in zip(self.demonstrations(seed=0), range(600), strict=False):
-            for message in dialogue.messages:
-                yield message["content"]
-                yield from (call["function"]["arguments"] for call in message.get("tool_calls", []))
 
     def with_sandbox(self, sandbox: Sandbox) -> CodeWorld:
         """This world with that sandbox."""
@@ -198,54 +200,27 @@ class CodeWorld:
         return Dialogue((*task.prompt, *turns), tools)
 
 
-def _task(problem: CodeProblem, split: str, system: str) -> Task:
+def _task(problem: CodeProblem, split: str, system: str, num_tests: int) -> Task:
     tags = {
         "split": split,
-        "family": problem.chain.family,
+        "family": problem.family,
         "level": str(problem.level),
         "style": problem.style,
-        "steps": str(len(problem.chain.steps)),
+        "steps": str(len(problem.steps)),
     }
     prompt = (Message(role="system", content=system), Message(role="user", content=problem.text))
-    return Task(problem.id, prompt, as_truth(problem), tags)
-
-
-def as_truth(problem: CodeProblem) -> CodeTruth:
-    """The truth of a generated problem: its first tests are shown, the others hidden."""
-    cases = []
-    for number, example in enumerate(problem.examples):
-        shown = number < NUM_SHOWN
-        name = f"shown {number + 1}" if shown else f"hidden {number + 1 - NUM_SHOWN}"
-        if problem.style == "stdin":
-            cases.append(TestCase(name, *problem.as_texts(example)))
-        else:
-            cases.append(TestCase(name, example.arguments, example.value))
-    names = tuple(case.name for case in cases)
-    return CodeTruth(
-        fail_to_pass=names,
-        hidden=frozenset(names[NUM_SHOWN:]),
-        seconds=LIMITS.cpu_s,
-        memory_bytes=float(LIMITS.memory_bytes),
-        style=problem.style,
-        entry=ENTRY,
-        cases=tuple(cases),
-        reference=problem.solution,
-        shape=problem.chain.shape,
-    )
+    return Task(problem.id, prompt, problem.truth(num_tests), tags)
 
 
 @cache
 def _problems(settings: CodeSettings) -> Mapping[str, Sequence[CodeProblem]]:
-    """The problems of each split, made once in a process."""
-    wanted = CodeQuota(
-        settings.tasks,
-        tuple(dict.fromkeys(settings.levels)),
-        tuple(dict.fromkeys(settings.families)),
-        tuple(dict.fromkeys(settings.styles)),
-        settings.tests,
-        settings.seed,
-    )
-    return make_problems(wanted)
+    """The problems of each split, read once in a process. Raises ConfigError if none is left for training."""
+    found = problems(settings.tasks, settings.levels, settings.families, settings.styles)
+    if not found["train"]:
+        raise ConfigError(
+            "The levels and families have no problems for training.", "Add levels or families, or more tasks."
+        )
+    return found
 
 
 def make_code_world(settings: Mapping[str, object], limits: ToolLimits) -> CodeWorld:

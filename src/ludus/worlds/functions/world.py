@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ludus.envs.base import World
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, split_of
@@ -70,7 +71,7 @@ class FunctionsSettings(BaseModel):
 
 
 @dataclass(frozen=True)
-class FunctionsWorld:
+class FunctionsWorld(World):
     """Requests over a catalogue of functions."""
 
     settings: FunctionsSettings = field(default_factory=FunctionsSettings)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ludus.envs.base import World
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_world import Dialogue, split_of
 from ludus.envs.toolbox import ToolLimits
@@ -93,7 +94,7 @@ class GuessEnv:
 
 
 @dataclass(frozen=True)
-class GuessWorld:
+class GuessWorld(World):
     """The world of the game."""
 
     task_lists: Mapping[str, Sequence[Task]]

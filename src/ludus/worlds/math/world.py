@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ludus.envs.base import World
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, check_split
@@ -59,7 +60,7 @@ class MathSettings(BaseModel):
 
 
 @dataclass(frozen=True)
-class MathWorld:
+class MathWorld(World):
     """Problems that are solved with a tool."""
 
     settings: MathSettings = field(default_factory=MathSettings)
@@ -139,13 +140,6 @@ class MathWorld:
     def paraphrases(self, task: Task) -> Sequence[str]:
         """The right number or expression in other writings; none for problems of others."""
         return other_words(task.truth.problem) if isinstance(task.truth, Solution) else ()
-
-    def texts(self) -> Iterator[str]:
-        """What demonstrations say, for a tokenizer of this world's own."""
-        for dialogue, _ in zip(self.demonstrations(seed=0), range(2_000), strict=False):
-            for message in dialogue.messages:
-                yield message["content"]
-                yield from (call["function"]["arguments"] for call in message.get("tool_calls", []))
 
     @property
     def _generated(self) -> bool:

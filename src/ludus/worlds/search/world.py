@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ludus.envs.base import World
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, check_split
@@ -68,7 +69,7 @@ class SearchSettings(BaseModel):
 
 
 @dataclass(frozen=True)
-class SearchWorld:
+class SearchWorld(World):
     """Multi-hop questions over real facts."""
 
     settings: SearchSettings = field(default_factory=SearchSettings)

@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ludus.envs.base import World
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, split_of
@@ -80,7 +81,7 @@ class SqlSettings(BaseModel):
 
 
 @dataclass(frozen=True)
-class SqlWorld:
+class SqlWorld(World):
     """Questions over small databases."""
 
     settings: SqlSettings = field(default_factory=SqlSettings)

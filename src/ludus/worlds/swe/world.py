@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ludus.envs.base import room_of
+from ludus.envs.base import World, room_of
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, check_split
@@ -118,7 +118,7 @@ class SweEnv:
 
 
 @dataclass(frozen=True)
-class SweWorld:
+class SweWorld(World):
     """Repositories to repair."""
 
     settings: SweSettings = field(default_factory=SweSettings)

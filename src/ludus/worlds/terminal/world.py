@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ludus.envs.base import room_of
+from ludus.envs.base import World, room_of
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, check_split
@@ -85,8 +85,10 @@ class TerminalSettings(BaseModel):
 
 
 @dataclass(frozen=True)
-class TerminalWorld:
+class TerminalWorld(World):
     """Work in a shell."""
+
+    num_text_dialogues: ClassVar[int] = 1_000
 
     settings: TerminalSettings = field(default_factory=TerminalSettings)
     limits: ToolLimits = field(default_factory=ToolLimits)
@@ -210,13 +212,6 @@ class TerminalWorld:
         if not isinstance(job, TerminalJob) or self.settings.tools == "none":
             return ()
         return tuple(played(job, steps) for steps in other_ways(job))
-
-    def texts(self) -> Iterator[str]:
-        """What demonstrations say, for a tokenizer of this world's own."""
-        for dialogue, _ in zip(self.demonstrations(seed=0), range(1_000), strict=False):
-            for message in dialogue.messages:
-                yield message["content"]
-                yield from (call["function"]["arguments"] for call in message.get("tool_calls", []))
 
     @property
     def _wall_s(self) -> float:

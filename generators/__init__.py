@@ -1,0 +1,1 @@
+"""Programs that make the data of shipped environments. Not in the wheel."""

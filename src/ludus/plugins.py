@@ -1,0 +1,101 @@
+"""Plug-ins: objects named in a setting as `path/to/file.py:name`, or by an installed entry point.
+
+Kinds and their entry-point groups: `ludus.advantages`, `ludus.losses`, `ludus.rewards`, `ludus.tools`,
+`ludus.worlds`, `ludus.engines`, `ludus.trackers`, `ludus.metrics`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+
+from ludus.errors import ConfigError, LudusError, UserError, did_you_mean
+
+
+def is_file_reference(name: str) -> bool:
+    """Return whether `name` has the form `path/to/file.py:name`."""
+    return name.partition(":")[0].endswith(".py")
+
+
+def find_plugin(kind: str, name: str, setting: str, built_in: Iterable[str]) -> object:
+    """Return the object that `name` refers to: `path/to/file.py:name`, or an entry point of `ludus.{kind}`.
+
+    Raises ConfigError, naming `setting` and the `built_in` names, if there is none, and UserError if the file
+    is missing.
+    """
+    if is_file_reference(name):
+        path, _, attribute = name.partition(":")
+        return object_of_file(Path(path), attribute, setting)
+    found = {point.name: point for point in entry_points(group=f"ludus.{kind}")}
+    if name in found:
+        with blame(f"The entry point {found[name].value} of {setting}"):
+            loaded: object = found[name].load()
+            return loaded
+    known = [*built_in, *sorted(found)]
+    raise ConfigError(
+        f"{setting} = {name!r} is not known.",
+        f"{did_you_mean(name, known, cutoff=0.5)}There are: {', '.join(known)}; or name one of your own as"
+        " path/to/file.py:name.",
+    )
+
+
+def object_of_file(path: Path, attribute: str, setting: str) -> object:
+    """Return an attribute of a Python file. Raises ConfigError if the file does not define it."""
+    module = module_of_file(path, setting)
+    if attribute not in vars(module):
+        raise ConfigError(f"{setting}: {path} does not define {attribute!r}.", "Write path/to/file.py:name.")
+    found: object = vars(module)[attribute]
+    return found
+
+
+def module_of_file(path: Path, setting: str) -> ModuleType:
+    """Import a Python file once. Raises UserError if it is missing, ConfigError if it raises."""
+    if not path.is_file():
+        raise UserError(
+            f"There is no file {path}.",
+            f"{setting} takes the path of a Python file, as seen from the working directory ({Path.cwd()}).",
+        )
+    return _module(path.resolve(), path)
+
+
+@cache
+def _module(resolved: Path, path: Path) -> ModuleType:
+    name = f"ludus_plugin_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, resolved)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} cannot be imported.", "Is it a Python file?")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pydantic look up the module of a class
+    with blame(str(path), resolved):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def blame(what: str, path: Path | None = None) -> Iterator[None]:
+    """Raise ConfigError, naming `what` and the line in `path`, for an exception of a plug-in."""
+    try:
+        yield
+    except LudusError:
+        raise
+    except SyntaxError as error:
+        raise ConfigError(f"{error.filename}, line {error.lineno}: {error.msg}.", "Mend the file.") from error
+    except Exception as error:  # boundary: foreign code; the cause and its line are in the message
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        where = f"{what}, line {lines[-1]}" if lines else what
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}.", "Mend the file.") from error
+
+
+def import_object(path: str) -> object:
+    """Return the object of an import path `module:name`."""
+    module, _, name = path.partition(":")
+    found: object = vars(importlib.import_module(module))[name]
+    return found

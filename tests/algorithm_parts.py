@@ -1,0 +1,46 @@
+"""Every advantage, loss and correction as a function of a batch and an algorithm."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from ludus.algorithms import advantages
+from ludus.algorithms.spec.advantages import ADVANTAGES as ADVANTAGE_SPECS
+from ludus.algorithms.spec.advantages import TARGETS
+from ludus.algorithms.spec.corrections import CORRECTIONS as CORRECTION_SPECS
+from ludus.algorithms.spec.losses import LOSSES as LOSS_SPECS
+from ludus.algorithms.spec.parts import Need
+
+
+def _called(part: str, specs: Mapping) -> dict[str, Callable]:
+    def call(name):
+        return lambda batch, algorithm: specs[name].load()(batch, replace(algorithm, **{part: name}))
+
+    return {name: call(name) for name in specs}
+
+
+ADVANTAGES = _called("advantage", ADVANTAGE_SPECS)
+VALUE_ERRORS = _called("advantage", TARGETS)
+LOSSES = _called("loss", LOSS_SPECS)
+CORRECTIONS = _called("correction", CORRECTION_SPECS)
+FUNCTIONS = {name: vars(advantages)[name] for name in ADVANTAGE_SPECS}
+"""The pure functions of tensors."""
+
+
+def advantages_with(*needs) -> list[str]:
+    return [name for name, spec in ADVANTAGE_SPECS.items() if all(spec.has(need) for need in needs)]
+
+
+def losses_with(*needs) -> list[str]:
+    return [name for name, spec in LOSS_SPECS.items() if all(spec.has(need) for need in needs)]
+
+
+CRITIC_ADVANTAGES = advantages_with(Need.CRITIC)
+GREEDY_ADVANTAGES = advantages_with(Need.GREEDY_ROLLOUT)
+GROUP_ADVANTAGES = advantages_with(Need.GROUP)
+TOKEN_ADVANTAGES = advantages_with(Need.TOKEN_KL)
+TURN_READING_ADVANTAGES = advantages_with(Need.OPTIONAL_TURN_REWARDS)
+WHITENED_ADVANTAGES = advantages_with(Need.BATCH_STATISTICS)
+CLIPPING_LOSSES = losses_with(Need.CLIP)
+CUTS = [name for name, spec in LOSS_SPECS.items() if spec.cut]
+RATIO_PARTS = [name for name, spec in LOSS_SPECS.items() if spec.ratio_part]
+ADVANTAGE_OPTIONS = {name: tuple(spec.options) for name, spec in ADVANTAGE_SPECS.items()}
