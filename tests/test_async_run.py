@@ -366,7 +366,7 @@ def test_a_group_that_fails_at_a_part_that_settings_add_has_another_in_its_place
         return 0.5
 
     monkeypatch.setitem(NAMED, "citation_support", RegisteredReward(lambda: fails_for_some))
-    changes = {"rewards__parts__citation_support__weight": 0.1, "rollout__reward_processes": 0}
+    changes = {"rewards__extra__citation_support__weight": 0.1, "rollout__reward_processes": 0}
     changes |= {"rollout__max_failure_rate": 1.0, "training__steps": 3, "env__check": "false"}
     folder = run(tiny_run, tmp_path / "added", "async", **changes)
     for step in (1, 2, 3):

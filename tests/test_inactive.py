@@ -1,4 +1,4 @@
-"""Parts of algorithms that cannot act: each is named before the run, and none that can."""
+"""Parts of algorithms without an effect: each is named before the run, and no other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def said(world: str, *words: str) -> list[str]:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_brings_the_updates_that_its_clip_needs(name):
-    """Or the start says that it has one update a batch; with more nothing is said, with one always."""
+    """Or the start says that it has one update per batch; with more nothing is said, with one always."""
     preset, words = PRESETS[name], ("--algorithm.preset", name)
     if preset.loss not in RATIO_PARTS:
         assert not any("ratio is 1" in text for text in said("guess", *words))
@@ -47,12 +47,12 @@ def test_the_presets_that_are_named_after_their_ratio_take_several_updates():
 def test_a_clip_acts_on_ratios_to_what_an_engine_recorded_under_older_weights(loss):
     words = ("--algorithm.loss", loss, "--training.minibatches", "1")
     stale = ("--training.mode", "async", "--training.learner.old_logprobs", "engine")
-    assert any(f"of the loss {loss} cannot act" in text for text in said("guess", *words))
+    assert any(f"of the loss {loss} has no effect" in text for text in said("guess", *words))
     assert any(
-        f"of the loss {loss} cannot act" in t for t in said("guess", *words, "--training.mode", "async")
+        f"of the loss {loss} has no effect" in t for t in said("guess", *words, "--training.mode", "async")
     )
     words += ("--algorithm.correction", "none")
-    assert not any("cannot act" in text for text in said("guess", *words, *stale))
+    assert not any("has no effect" in text for text in said("guess", *words, *stale))
 
 
 def test_the_trust_region_of_dppo_acts_where_rollouts_are_of_older_weights():
@@ -65,7 +65,7 @@ def test_the_trust_region_of_dppo_acts_where_rollouts_are_of_older_weights():
 def test_an_advantage_of_turns_is_named_in_a_world_without_rewards_of_turns(name):
     words = ("--algorithm.preset", name, "--training.minibatches", "2")
     (found,) = said("math", *words)
-    assert f"advantage {name} cannot act: the world math declares no rewards of turns" in found
+    assert f"advantage {name} has no effect: the world math declares no rewards of turns" in found
     assert "rewards.turns" in found
     assert said("guess", *words) == []
     assert said("math", *words, "--rewards.turns.answer", "0.1") == []
@@ -81,7 +81,7 @@ def test_the_states_of_gigpo_are_missed_where_an_environment_names_none():
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (("--algorithm.correction", "tis"), "The correction tis cannot act"),
+        (("--algorithm.correction", "tis"), "The correction tis has no effect"),
         (("--algorithm.preset", "ppo", "--algorithm.advantage", "vtrace"), "advantage vtrace are 1"),
         (("--algorithm.preset", "dapo", "--algorithm.overlong_mask"), "keeps them from training"),
         (("--algorithm.preset", "dapo", "--algorithm.overlong_length", "9999"), "begins at 7999 tokens"),

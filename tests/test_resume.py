@@ -113,8 +113,8 @@ async def interrupted(*arguments, **options):
 
 def test_fewer_steps_than_are_done_are_refused(tiny_run, sft_run):
     said = refused("train", "--resume", tiny_run, "--training.steps", "1")
-    assert "training.steps is 1, and 2 steps of the run" in said
-    assert "sft.steps is 1, and 2 steps of the run" in refused("sft", "--resume", sft_run, "--sft.steps", "1")
+    assert "training.steps is 1, but 2 steps of the run" in said
+    assert "sft.steps is 1, but 2 steps of the run" in refused("sft", "--resume", sft_run, "--sft.steps", "1")
 
 
 def test_the_other_kind_of_run_is_refused_with_the_right_command(tiny_run, sft_run, tmp_path):
@@ -247,7 +247,7 @@ def test_a_run_whose_reference_base_or_teacher_has_changed_is_not_resumed(kind, 
     assert said.code == 0, said
     before, plain = lasting_files(run), shifted(model / "model.safetensors")
     error = refused("train", "--resume", run, "--training.steps", "2")
-    assert f"The {'teacher' if kind == 'teacher' else 'model that the run began with'} ({model})" in error
+    assert f"The {'teacher' if kind == 'teacher' else 'model that the run started with'} ({model})" in error
     assert "has changed" in error
     assert lasting_files(run) == before
     (model / "model.safetensors").write_bytes(plain)

@@ -144,5 +144,5 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(model, finished, tmp_p
     assert "rft.rounds" in refused(*base, "--rft.rounds", "0")
     assert "ludus sft" in refused("rft", make_recipe(tmp_path), "--model.from_scratch", "true")
     assert not (tmp_path / "run").exists()
-    assert "rft.rounds is 1, and 2 rounds" in refused("rft", "--resume", finished, "--rft.rounds", "1")
+    assert "rft.rounds is 1, but 2 rounds" in refused("rft", "--resume", finished, "--rft.rounds", "1")
     assert f"ludus rft --resume {finished}" in refused("sft", "--resume", finished)

@@ -146,8 +146,8 @@ class EngineConfig(Section):
     """Where tokens are sampled: in this process, or by a server over HTTP."""
 
     plugin: str | None = None
-    """An engine of your own, `path/to/file.py:name`: a function of the session (docs/extend/plugins.md). None
-    takes the embedded engine, or the server at `url`."""
+    """An engine of your own, `path/to/file.py:name` (docs/extend/plugins.md).
+    None takes the embedded engine, or the server at `url`."""
     url: str | None = None
     """Address of an inference server that samples; several replicas are separated by commas. None samples in
     this process."""

@@ -56,9 +56,9 @@ def _of_corrections(config: Config, algorithm: Algorithm) -> Iterator[str]:
     remedy = "Set training.mode = 'async' or 'one_step' for rollouts of older weights."
     why = "with training.mode = 'sync' and the embedded engine, engine and learner hold the same weights"
     if algorithm.correction != "none":
-        yield f"The correction {algorithm.correction} cannot act: {why}. {remedy}"
+        yield f"The correction {algorithm.correction} has no effect: {why}. {remedy}"
     if algorithm.opsm_delta is not None and updates_of(config) == 1:
-        yield f"The mask of algorithm.opsm_delta cannot act: {why}, and there is one update a batch. {remedy}"
+        yield f"The mask of algorithm.opsm_delta has no effect: {why}, with one update per batch. {remedy}"
     if algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO):
         yield f"The weights of the advantage {algorithm.advantage} are 1: {why}. {remedy}"
 
@@ -68,14 +68,14 @@ def _of_turns(config: Config, algorithm: Algorithm, world: World) -> Iterator[st
     given = config.rewards.rewards_turns or config.rewards.model is not None
     if algorithm.advantage_spec.has(Need.TURN_REWARDS) and not emits and not given:
         yield (
-            f"The turn term of the advantage {algorithm.advantage} cannot act: the world {world.name} "
+            f"The turn term of the advantage {algorithm.advantage} has no effect: the world {world.name} "
             f"declares no rewards of turns. Set {_remedy(world)}rewards.turns, or algorithm.preset = 'grpo'."
         )
     if algorithm.advantage_spec.has(Need.STATE_KEYS):
         environment = world.environment(world.tasks("train")[0])
         if not isinstance(environment, HasStateKey):
             yield (
-                f"The comparison of equal states of the advantage {algorithm.advantage} cannot act: the "
+                f"The comparison of equal states of the advantage {algorithm.advantage} has no effect: the "
                 f"world {world.name} names no states (`HasStateKey`). Set algorithm.preset = 'grpo'."
             )
 
@@ -87,7 +87,7 @@ def _remedy(world: World) -> str:
 def _of_branches(config: Config, algorithm: Algorithm) -> Iterator[str]:
     if algorithm.advantage_spec.has(Need.BRANCHES) and not config.rollout.branch.branches:
         yield (
-            f"The comparison of branches of the advantage {algorithm.advantage} cannot act: no episode "
+            f"The comparison of branches of the advantage {algorithm.advantage} has no effect: no episode "
             "branches. Set rollout.branch.branches and rollout.branch.turns, or algorithm.preset = 'grpo'."
         )
 
@@ -97,7 +97,7 @@ def _of_length(config: Config, algorithm: Algorithm) -> Iterator[str]:
         return
     if algorithm.overlong_mask:
         yield (
-            "The soft overlong punishment cannot act on episodes that a limit cut: algorithm.overlong_mask "
+            "The soft overlong punishment has no effect on truncated episodes: algorithm.overlong_mask "
             "keeps them from training. Set algorithm.overlong_mask = false, or algorithm.overlong_buffer = 0."
         )
     longest, limit = algorithm.overlong_length or 0, config.rollout.max_seq_len
