@@ -26,14 +26,14 @@ def test_a_preset_brings_the_updates_that_its_clip_needs(name):
     """Or the start says that it has one update per batch; with more nothing is said, with one always."""
     preset, words = PRESETS[name], ("--algorithm.preset", name)
     if preset.loss not in RATIO_PARTS:
-        assert not any("ratio is 1" in text for text in said("guess", *words))
+        assert not any("ratios are 1" in text for text in said("guess", *words))
         return
-    found = [text for text in said("guess", *words) if "ratio is 1" in text]
+    found = [text for text in said("guess", *words) if "ratios are 1" in text]
     assert (len(found) == 0) == (preset.minibatches > 1)
-    (one,) = [t for t in said("guess", *words, "--training.minibatches", "1") if "ratio is 1" in t]
+    (one,) = [t for t in said("guess", *words, "--training.minibatches", "1") if "ratios are 1" in t]
     assert "Set training.minibatches" in one
     for more in (("--training.minibatches", "2"), ("--training.minibatches", "1", "--training.epochs", "2")):
-        assert not any("ratio is 1" in text for text in said("guess", *words, *more))
+        assert not any("ratios are 1" in text for text in said("guess", *words, *more))
 
 
 def test_the_presets_that_are_named_after_their_ratio_take_several_updates():
