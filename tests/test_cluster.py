@@ -594,7 +594,7 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
             said = remote.said.read_text()
             await remote.kill()
             assert not remote.said.exists()
-            with pytest.raises(WorkerDied, match="has ended") as lost:
+            with pytest.raises(WorkerDied, match="has exited") as lost:
                 await remote.call(Ping(), 60)
             assert said.strip() in str(lost.value)
         finally:

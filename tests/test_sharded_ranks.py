@@ -101,7 +101,7 @@ def full_disk(num_bytes):
 
 
 def test_shards_that_cannot_be_written_are_a_fault_of_the_disk(group_of_one, tmp_path):
-    with full_disk(1000), pytest.raises(StorageError, match=r"Process 0 could not write its shards.*resume"):
+    with full_disk(1000), pytest.raises(StorageError, match=r"Rank 0 could not write its shards.*resume"):
         sharded_ranks.saves("plain", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -228,10 +228,10 @@ def test_what_an_ended_process_said_is_raised_in_the_leader(group_of_one):
     with (crew.folder.path / "said-1").open("wb") as said:
         command = [sys.executable, "-c", "raise SystemExit('the disk is full')"]
         crew.processes.append(subprocess.Popen(command, stderr=said))
-    with pytest.raises(LearnerError, match=r"process 1 .* the disk is full"):
+    with pytest.raises(LearnerError, match=r"rank 1 .* the disk is full"):
         crew.gather(60.0)  # nobody waits to meet it
     leader = LeaderRank(group_of_one, crew, None)
-    with pytest.raises(LearnerError, match=r"process 1 .* the disk is full"), leader.together(StopRanks()):
+    with pytest.raises(LearnerError, match=r"rank 1 .* the disk is full"), leader.together(StopRanks()):
         raise RuntimeError("Connection closed by peer")
     crew.close()
 
