@@ -387,6 +387,27 @@ def test_few_steps_around_the_checkers():
     assert {name: n for name, n in counts.items() if n > ESCAPES[name]} == {}
 
 
+PROSE = {
+    "is no": (r"\bis no [a-z]", 56),
+    "gives": (r"\b[Gg]ives?\b", 110),
+    "anew": (r"\banew\b", 11),
+    "of its own": (r"\bof its own\b", 18),
+    "aloud": (r"\baloud\b", 0),
+    "so many": (r"\b[Ss]o many\b", 22),
+    "to be had": (r"\bto be had\b", 1),
+}
+"""Patterns that plain English avoids, and how often docstrings may still have them. Lower these as they go."""
+
+
+def test_docstrings_are_plain_english():
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (n for m in modules() if m.in_package for n in ast.walk(m.tree) if isinstance(n, kinds))
+    text = "\n".join(ast.get_docstring(node) or "" for node in nodes)
+    found = {name: len(re.findall(pattern, text)) for name, (pattern, _) in PROSE.items()}
+    print(found)
+    assert {name: n for name, n in found.items() if n > PROSE[name][1]} == {}
+
+
 def foreign_words(text: str) -> list[str]:
     return [f"{what}: {hit[0]}" for what, pattern in FOREIGN.items() for hit in re.finditer(pattern, text)]
 
