@@ -396,7 +396,7 @@ PROSE = {
     "so many": (r"\b[Ss]o many\b", 22),
     "to be had": (r"\bto be had\b", 1),
 }
-"""Patterns that plain English avoids, and how often docstrings may still have them. Lower these as they go."""
+"""Patterns to avoid, and how often docstrings may still have them. Lower these as they go."""
 
 
 def test_docstrings_are_plain_english():
