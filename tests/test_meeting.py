@@ -72,8 +72,8 @@ import subprocess, sys, torch
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError
 from ludus.training.distributed.launcher import Crew, meet
-from ludus.training.distributed.rendezvous import Meeting
-meeting, crew = Meeting.called(2, 20.0), Crew(TemporaryFolder("ludus-ranks-"))
+from ludus.training.distributed.rendezvous import Rendezvous
+meeting, crew = Rendezvous.called(2, 20.0), Crew(TemporaryFolder("ludus-ranks-"))
 with (crew.folder.path / "said-1").open("wb") as said:
     command = [sys.executable, "-c", sys.argv[1], str(meeting.port), str(crew.folder.path)]
     crew.processes.append(subprocess.Popen(command, stdout=said, stderr=said))
@@ -88,10 +88,10 @@ _FOLLOWER = """
 import os, sys, torch
 from pathlib import Path
 from ludus.training.distributed.launcher import here
-from ludus.training.distributed.rendezvous import Meeting
+from ludus.training.distributed.rendezvous import Rendezvous
 port, folder = sys.argv[1:]
 Path(folder, here(1)).touch()
-Meeting.joined(int(port), 1, 2, 60.0).form_group(torch.device("cpu"))
+Rendezvous.joined(int(port), 1, 2, 60.0).form_group(torch.device("cpu"))
 print("the GPU has fallen off the bus", flush=True)
 os._exit(9)
 """
@@ -109,9 +109,9 @@ def test_a_process_that_ends_when_all_have_met_is_named_with_its_words():
 
 _LEADER = """
 import time, torch
-from ludus.training.distributed.launcher import Crew
-from ludus.training.distributed.rendezvous import Meeting
-meeting, crew = Meeting.called(3, 600.0), Crew()
+from ludus.training.distributed.launcher import RankGroup
+from ludus.training.distributed.rendezvous import Rendezvous
+meeting, crew = Rendezvous.called(3, 600.0), RankGroup()
 crew.start(meeting, torch.device("cpu"))
 crew.gather(60.0)
 print(crew.processes[0].pid, flush=True)

@@ -481,7 +481,7 @@ from ludus.planning.costs import Costs, EngineCost, EpisodeShape, LearnerCost, S
 from ludus.planning.simulate import simulate
 engine, learner, tools = EngineCost(0.012, 1e-4, 1e-5), LearnerCost(5.0, 4e-6), ToolCost(2.0, 1.0, 0.05, 20)
 costs = Costs(engine, learner, tools, EpisodeShape(3, 200, 300, 1400), 2.0)
-setup = Setup(engines=1000, groups=500, members=16, steps=6, max_staleness=2, in_flight=64_000)
+setup = RunLayout(engines=1000, groups=500, members=16, steps=6, max_staleness=2, in_flight=64_000)
 begin = time.process_time()
 run = simulate(costs, setup)
 seconds = time.process_time() - begin
