@@ -162,7 +162,7 @@ def test_what_a_section_made_is_made_again_bit_for_bit(tiny_run, tmp_path):
         (("--config", "FILE"), "has no section rewards and no section env"),
         (("--config", "nope.toml"), "nope.toml does not exist"),
         (("--rewards.gate", "x"), "rewards.gate names 'x'"),
-        (("--rewards.preset", "toolrl"), "judges tasks whose truth is ExpectedCalls"),
+        (("--rewards.preset", "toolrl"), "needs tasks whose truth is ExpectedCalls"),
         (("--step", "7", "--rewards.aggregation", "gated"), "has no rollouts of step 7"),
         (("--episodes", "-1"), "--episodes is -1"),
     ],

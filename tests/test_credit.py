@@ -501,7 +501,7 @@ def test_every_preset_trains_real_rows(name):
 
 
 def test_a_reward_between_0_and_1_is_named_where_the_advantage_takes_none():
-    with pytest.raises(LearnerError, match=r"is 0\.4, and the advantage pass_at_k takes 0 and 1"):
+    with pytest.raises(LearnerError, match=r"is 0\.4, but the advantage pass_at_k needs 0 or 1"):
         assign_credit([group()], PRESETS["pass_at_k"])
     found = assign_credit([group((1.0, 0.0, 0.0, 0.0, 0.0))], PRESETS["pass_at_k"])
     assert found[0].advantages[0] > 0

@@ -131,7 +131,7 @@ def test_its_state_comes_back_bit_for_bit(make):
         learn(each, rows)
     for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(a, b)
-    with pytest.raises(LearnerError, match="does not fit"):
+    with pytest.raises(LearnerError, match="does not match"):
         other.load_state({}, 1)
 
 

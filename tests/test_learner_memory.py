@@ -169,7 +169,7 @@ def test_a_stage_that_runs_out_of_memory_says_what_to_change(words, error, tmp_p
 def test_too_little_memory_is_refused_with_the_numbers(monkeypatch):
     one = learner(tiny_model())
     monkeypatch.setattr(dry_runs, "_available", lambda device: 2**20)
-    with pytest.raises(LearnerError, match=r"too small.*of 0\.00 GiB: weights.*microbatch_tokens"):
+    with pytest.raises(LearnerError, match=r"Not enough memory.*of 0\.00 GiB: weights.*microbatch_tokens"):
         dry_run(one, 30)
     short_of_memory(one, 0, ERRORS[0])
     with pytest.raises(LearnerError):

@@ -71,9 +71,9 @@ _MEETS = """
 import subprocess, sys, torch
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError
-from ludus.training.distributed.launcher import Crew, meet
+from ludus.training.distributed.launcher import RankGroup, meet
 from ludus.training.distributed.rendezvous import Rendezvous
-meeting, crew = Rendezvous.called(2, 20.0), Crew(TemporaryFolder("ludus-ranks-"))
+meeting, crew = Rendezvous.called(2, 20.0), RankGroup(TemporaryFolder("ludus-ranks-"))
 with (crew.folder.path / "said-1").open("wb") as said:
     command = [sys.executable, "-c", sys.argv[1], str(meeting.port), str(crew.folder.path)]
     crew.processes.append(subprocess.Popen(command, stdout=said, stderr=said))

@@ -477,7 +477,7 @@ def test_a_thousand_engines_keep_the_bound_in_seconds_and_little_memory():
     script = """
 import re, time
 from pathlib import Path
-from ludus.planning.costs import Costs, EngineCost, EpisodeShape, LearnerCost, Setup, ToolCost
+from ludus.planning.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
 from ludus.planning.simulate import simulate
 engine, learner, tools = EngineCost(0.012, 1e-4, 1e-5), LearnerCost(5.0, 4e-6), ToolCost(2.0, 1.0, 0.05, 20)
 costs = Costs(engine, learner, tools, EpisodeShape(3, 200, 300, 1400), 2.0)

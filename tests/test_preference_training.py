@@ -516,7 +516,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(source, tiny_run, tmp_
     assert "preference.gamma" in refused(*base, "--run", source, "--preference.gamma", "1")
     assert "ludus sft" in refused("preference", recipe, "--run", source, "--model.from_scratch", "true")
     foreign = ("preference", "search", "--run", source, "--run.dir", folder)
-    assert "another vocabulary" in refused(*foreign)
+    assert "a different vocabulary" in refused(*foreign)
     assert not folder.exists()
     assert "preference.loss" in refused("preference", "--resume", trained, "--preference.loss", "ipo")
     assert "preference.steps is 3, and 4 steps" in refused(

@@ -176,7 +176,7 @@ def test_a_run_trains_on_a_preset(tiny_run, tmp_path):
 def test_a_preset_for_other_tasks_is_refused(tiny_run, tmp_path):
     model = sorted((tiny_run / "cold_start" / "checkpoints").iterdir())[-1]
     words = ("train", make_recipe(tmp_path), "--model", model, "--rewards.preset", "toolrl")
-    assert "judges tasks whose truth is ExpectedCalls; here it is ExpectedAnswers" in refused(*words)
+    assert "needs tasks whose truth is ExpectedCalls; here it is ExpectedAnswers" in refused(*words)
 
 
 UNKNOWN = ToolStatus.UNKNOWN_TOOL

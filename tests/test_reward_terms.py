@@ -174,7 +174,7 @@ def test_rewards_of_events_reach_the_advantages_of_their_turns():
 def test_without_an_advantage_that_reads_turns_their_rewards_are_refused(tmp_path):
     config = load_config("search", ["--rewards.turns.search", "0.01", "--algorithm.preset", "grpo"])
     world = type("World", (), {"rewards": WORLD, "tasks": lambda self, split: []})()
-    with pytest.raises(ConfigError, match="the advantage grpo reads no turns"):
+    with pytest.raises(ConfigError, match="the advantage grpo uses no turn rewards"):
         check_reward_settings(config, world)
     assert reads_turns(PRESETS["turn_grpo"])
 

@@ -26,9 +26,9 @@ def said(*words: str) -> list[str]:
     [
         ((), "cluster.engines=4", LOCAL, "cluster.kind is none"),
         ((), "cluster.reward_workers=2", LOCAL, "cluster.kind is none"),
-        (LOCAL, "cluster.address=auto", ("--cluster.kind", "ray"), "of ray"),
-        (LOCAL, "cluster.engine_gpus=1", ("--cluster.kind", "ray"), "of ray"),
-        (LOCAL, "cluster.worker_resources.disk=1", ("--cluster.kind", "ray"), "of ray"),
+        (LOCAL, "cluster.address=auto", ("--cluster.kind", "ray"), "needs ray"),
+        (LOCAL, "cluster.engine_gpus=1", ("--cluster.kind", "ray"), "needs ray"),
+        (LOCAL, "cluster.worker_resources.disk=1", ("--cluster.kind", "ray"), "needs ray"),
         (LOCAL, "cluster.scoring_timeout_s=5", JUDGED, "cluster.reward_workers is 0"),
         (LOCAL, "cluster.scorings_per_worker=5", JUDGED, "cluster.reward_workers is 0"),
         ((*LOCAL, *SERVED), "cluster.engines=4", LOCAL, "engine.url"),
