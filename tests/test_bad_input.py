@@ -54,7 +54,7 @@ def test_a_limit_of_requests_that_nobody_could_keep_is_refused(tmp_path, capsys)
     asked = words(tmp_path / "r", engine__max_requests="15")
     assert "below the 16 concurrent requests" in refused(capsys, "train", "search", *asked)
     streams = words(tmp_path / "r", engine__max_requests="31", training__mode="async")  # and evaluates beside
-    assert "below the 32 requests" in refused(capsys, "train", "search", *streams)
+    assert "below the 32 concurrent requests" in refused(capsys, "train", "search", *streams)
     assert "ludus serve --max-requests" in refused(
         capsys, "train", "search", *asked, "--engine.url", "http://127.0.0.1:9"
     )

@@ -519,7 +519,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(source, tiny_run, tmp_
     assert "a different vocabulary" in refused(*foreign)
     assert not folder.exists()
     assert "preference.loss" in refused("preference", "--resume", trained, "--preference.loss", "ipo")
-    assert "preference.steps is 3, and 4 steps" in refused(
+    assert "preference.steps is 3, but 4 steps" in refused(
         "preference", "--resume", trained, "--preference.steps", "3"
     )
     assert f"ludus preference --resume {trained}" in refused("train", "--resume", trained)

@@ -145,7 +145,7 @@ def test_what_outlives_the_bound_is_masked_token_by_token_and_the_learner_goes_o
     steps, bound = STEPS, 1
     changes = {"staleness__on_stale": "mask", "staleness__max_staleness": bound, "training__steps": steps}
     reporter = run(tiny_run, tmp_path, AT_FIRST, APPLE, **changes)
-    waits = [total for name, total in reporter.totals if "of the stream" in name]
+    waits = [total for name, total in reporter.totals if "waiting for episodes" in name]
     assert waits == [None] * steps  # the episodes of several steps end in it
     rows = {row.step: row.metrics for row in read_metrics(tmp_path / "run" / "metrics.jsonl")}
     late, partly = 0, 0
@@ -180,8 +180,8 @@ FEW = 'task.id.split(":")[1] in ("apple", "pear", "plum", "fig")'
 @pytest.mark.learning
 @pytest.mark.parametrize(
     ("over_age", "wait", "which"),
-    [("hold", TWENTY_TIMES, FRUIT), ("mask", SOME_STEPS, FEW)],
-    ids=["hold", "mask"],
+    [("wait", TWENTY_TIMES, FRUIT), ("mask", SOME_STEPS, FEW)],
+    ids=["wait", "mask"],
 )
 def test_a_slow_kind_of_task_trains_as_it_is_sampled_unless_its_tokens_are_masked(
     over_age, wait, which, tiny_run, tmp_path
@@ -195,7 +195,7 @@ def test_a_slow_kind_of_task_trains_as_it_is_sampled_unless_its_tokens_are_maske
     read = [(s, r.trajectory) for s in middle for r in read_rollouts(rollouts_path(tmp_path / "run", s))]
     in_time = {id(t): len(ages(t, s)) - action_tokens(t, s, bound)[1] for s, t in read}
     trained = [t for _, t in read]
-    slow = FRUITS if over_age == "hold" else FRUITS[:4]
+    slow = FRUITS if over_age == "wait" else FRUITS[:4]
     share_sampled = share(sampled, slow, lambda t: t.num_action_tokens)
     share_trained = share(trained, slow, lambda t: in_time[id(t)])
     if over_age == "mask":
