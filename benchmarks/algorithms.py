@@ -101,15 +101,7 @@ GAMES = {
     "search": Game("search", 30, 256, episodes=96, demonstrations=24, groups=12),
     "search-tight": Game("search", 20, 256, TIGHT, episodes=96, demonstrations=24, groups=12),
     "functions-plain": Game(
-        "functions",
-        80,
-        400,
-        PLAIN_SIGNATURES,
-        None,
-        episodes=96,
-        demonstrations=24,
-        groups=12,
-        tag="signature",
+        "functions", 80, 400, PLAIN_SIGNATURES, None, episodes=96, demonstrations=24, groups=12, tag="signature"
     ),
 }
 
@@ -121,36 +113,15 @@ def preset(name: str, *more: str) -> Arm:
 
 TEN = tuple(
     preset(name)
-    for name in (
-        "reinforce",
-        "rloo",
-        "grpo",
-        "dr_grpo",
-        "dapo",
-        "reinforce_pp",
-        "gspo",
-        "cispo",
-        "turn_return",
-        "ppo",
-    )
+    for name in ("reinforce", "rloo", "grpo", "dr_grpo", "dapo", "reinforce_pp", "gspo", "cispo", "turn_return", "ppo")
 )
-PLAIN = (
-    "--algorithm.preset",
-    "grpo_paper",
-    "--algorithm.kl_coef",
-    "0",
-    "--algorithm.std_ddof",
-    "1",
-)
+PLAIN = ("--algorithm.preset", "grpo_paper", "--algorithm.kl_coef", "0", "--algorithm.std_ddof", "1")
 PARTS = (
     ("+ overlong filter", ("--algorithm.overlong_mask", "true")),
     ("+ clip-higher", ("--algorithm.clip_high", "0.28")),
     ("+ soft overlong", ("--algorithm.overlong_buffer", "0.2")),
     ("+ token-level loss", ("--algorithm.aggregation", "token_mean")),
-    (
-        "+ dynamic sampling",
-        ("--algorithm.filter_zero_variance", "true", "--algorithm.max_resample_rounds", "3"),
-    ),
+    ("+ dynamic sampling", ("--algorithm.filter_zero_variance", "true", "--algorithm.max_resample_rounds", "3")),
 )
 LADDER = (
     Arm("GRPO", PLAIN),
@@ -264,8 +235,7 @@ def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, l
         sweep = [(arm, rate, first) for arm in arms for rate in args.rates]
         tried = dict(zip([(a.name, r) for a, r, _ in sweep], pool.map(one, sweep), strict=True))
         best = {
-            arm.name: max(args.rates, key=lambda rate: last(tried[arm.name, rate], "validation").rate)
-            for arm in arms
+            arm.name: max(args.rates, key=lambda rate: last(tried[arm.name, rate], "validation").rate) for arm in arms
         }
         rest = [(arm, best[arm.name], seed) for seed in others for arm in arms]
         more = list(zip([a.name for a, _, _ in rest], pool.map(one, rest), strict=True))
@@ -310,10 +280,7 @@ def table(found: dict[str, tuple[str, list[Path]]], baseline: str, shown: Mappin
     """Each arm's success in per cent with its interval over seeds, and the differences from one of them."""
     compared = [name for name in shown if name != "composition"]
     gaps = [f"{name}, against {baseline}, paired over tasks | over seeds" for name in compared]
-    lines = [
-        f"| {' | '.join(('arm', 'rate', *shown, *gaps))} |",
-        "|---" * (2 + len(shown) + 2 * len(gaps)) + "|",
-    ]
+    lines = [f"| {' | '.join(('arm', 'rate', *shown, *gaps))} |", "|---" * (2 + len(shown) + 2 * len(gaps)) + "|"]
     for name, (rate, paths) in found.items():
         cells = [learning.over_seeds([take(p) for p in paths]) for take in shown.values()]
         for take in (shown[one] for one in compared):
@@ -358,10 +325,7 @@ def main() -> None:
     args = parser.parse_args()
     args.game = args.game or defaults.get(args.what, "guess")
     chosen, baseline = arms[args.what]
-    chosen, baseline = (
-        [arm for arm in chosen if not args.only or arm.name in args.only],
-        args.against or baseline,
-    )
+    chosen, baseline = ([arm for arm in chosen if not args.only or arm.name in args.only], args.against or baseline)
     if baseline not in [arm.name for arm in chosen]:
         parser.error(f"there is no arm {baseline!r} to compare with, but {[arm.name for arm in chosen]}")
     print(table(run(args, chosen), baseline, columns(GAMES[args.game])))

@@ -204,9 +204,7 @@ def pure(args: argparse.Namespace, sizes: Sizes) -> Pure:
         scheduler = session_scheduler(session, engine, SamplingPlan("pure", 1.0, 0), Ledger())
         warm = [RolloutRequest(RolloutKey(0, task.id, 99), task) for task in tasks[:2]]
         await scheduler.run(warm)
-        jobs = [
-            RolloutRequest(RolloutKey(1, task.id, i), task) for task in tasks for i in range(args.members)
-        ]
+        jobs = [RolloutRequest(RolloutKey(1, task.id, i), task) for task in tasks for i in range(args.members)]
         begin = time.perf_counter()
         episodes = await scheduler.run(jobs)
         seconds = time.perf_counter() - begin

@@ -87,9 +87,7 @@ def serving(model: Path) -> Iterator[str]:
             process.terminate()
 
 
-def settings(
-    setup: RunLayout, sizes: Sizes, latency: Latency, model: str, folder: Path, **more: object
-) -> Config:
+def settings(setup: RunLayout, sizes: Sizes, latency: Latency, model: str, folder: Path, **more: object) -> Config:
     """The configuration of a run of this layout in `folder / "run"`; `more` has `__` for dots.
 
     The model is written into `folder`, unless it is there.
@@ -140,8 +138,6 @@ LIKE = {"initializer_range": 0.02, "tie_word_embeddings": False}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": rollout_models.TINY | {"vocab_size": 512} | LIKE,
     "small": rollout_models.SMALL | LIKE,
-    "medium": rollout_models.SMALL
-    | {"hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 12}
-    | LIKE,
+    "medium": rollout_models.SMALL | {"hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 12} | LIKE,
 }
 """About 0.06, 3.9 and 13.6 million parameters. A small range makes all words about equally likely."""

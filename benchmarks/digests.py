@@ -45,8 +45,7 @@ CASES = {
     "sft": f"sft search --model {COLD_START} --sft.steps 5 --sft.batch_size 8",
     "dpo": f"preference search --run {{folder}}/search --preference.steps 4 {EVALUATION}",
     "rft": f"rft search --rft.rounds 1 --sft.steps 5 --training.prompts_per_step 4 {EVALUATION}",
-    "reward_model": "reward-model search --run {folder}/search --reward_model.kind pointwise"
-    " --reward_model.steps 5",
+    "reward_model": "reward-model search --run {folder}/search --reward_model.kind pointwise --reward_model.steps 5",
 }
 """The arguments of `ludus` by case; `{folder}` holds the run folders of the cases before it."""
 
@@ -125,11 +124,7 @@ def digests(folder: Path) -> dict[str, str]:
         "tensors": sorted(folder.rglob("*.safetensors")),
     }
     readers = {"rollouts": lines, "metrics": lines, "tensors": tensors}
-    return {
-        kind: combined(combined(readers[kind](path)) for path in paths)
-        for kind, paths in files.items()
-        if paths
-    }
+    return {kind: combined(combined(readers[kind](path)) for path in paths) for kind, paths in files.items() if paths}
 
 
 def lines(path: Path) -> Iterator[str]:
@@ -160,8 +155,7 @@ def tensors(path: Path) -> Iterator[str]:
     data = memoryview(content)[8 + size :]
     pieces = [(entry["dtype"], entry["shape"], *entry["data_offsets"]) for entry in header.values()]
     yield from sorted(
-        f"{dtype} {shape} {hashlib.sha256(data[begin:end]).hexdigest()}"
-        for dtype, shape, begin, end in pieces
+        f"{dtype} {shape} {hashlib.sha256(data[begin:end]).hexdigest()}" for dtype, shape, begin, end in pieces
     )
 
 

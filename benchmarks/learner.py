@@ -86,9 +86,7 @@ def row(tokens: Sequence[int], prompt: int, sign: float) -> Row:
     """Everything behind the prompt trains."""
     trains = tuple(i >= prompt for i in range(len(tokens)))
     numbers = tuple(map(float, trains))
-    return Row(
-        tuple(tokens), trains, trains, tuple(-2.0 * n for n in numbers), tuple(sign * n for n in numbers)
-    )
+    return Row(tuple(tokens), trains, trains, tuple(-2.0 * n for n in numbers), tuple(sign * n for n in numbers))
 
 
 def draw(rng: random.Random, num: int) -> list[int]:
@@ -340,8 +338,7 @@ def trees(repeats: int) -> list[str]:
         fewer = " | ".join(f"{a / b:.1f}" for a, b in zip(over, under, strict=True))
         times = " | ".join(f"{median(found[way]):.2f}" for way in ways)
         lines.append(
-            f"| {name} | {over[0]:,} | {under[0]:,} | {fewer} | {times} | "
-            f"{ratios(found['apart'], found['trees'])} |"
+            f"| {name} | {over[0]:,} | {under[0]:,} | {fewer} | {times} | {ratios(found['apart'], found['trees'])} |"
         )
     return lines
 
@@ -411,9 +408,7 @@ def memory(repeats: int) -> list[str]:
     found = {}
     for way in WAYS:
         command = [sys.executable, __file__, "--memory-of", way]
-        found[way] = float(
-            subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]
-        )
+        found[way] = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
     plain, full = found["chunks"] / found["whole"], found["kl-chunks"] / found["kl-whole"]
     return [
         f"4 sequences of 512 tokens, a vocabulary of {WIDE_VOCAB:,}, float32; above models and gradients.",
@@ -432,9 +427,7 @@ PARTS = {"speed": speed, "shapes": shapes, "trees": trees, "memory": memory}
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the parts and print their tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--page", type=Path, help="fill the tables into this page")

@@ -25,13 +25,7 @@ from ludus.evaluation.evaluate import Evaluation, load_evaluation
 from ludus.evaluation.stats import Estimate, PairedDifference, paired_difference, t_interval
 
 RATES = ("1e-4", "3e-4", "1e-3")
-STREAMED = (
-    "--training.mode",
-    "async",
-    "--staleness.max_concurrent_rollouts",
-    "128",
-    "--staleness.max_staleness",
-)
+STREAMED = ("--training.mode", "async", "--staleness.max_concurrent_rollouts", "128", "--staleness.max_staleness")
 MODES = {
     "sync": ("--training.mode", "sync"),
     "one_step": ("--training.mode", "one_step"),
@@ -112,9 +106,7 @@ def report_learning(paths: list[Path]) -> None:
 
 def report_curve(paths: list[Path]) -> None:
     """Greedy success on `test` while it trains, over seeds, on the tasks of an evaluation under way."""
-    found = [
-        [load_evaluation(file) for file in sorted((p / "evaluations").glob("step-*.json"))] for p in paths
-    ]
+    found = [[load_evaluation(file) for file in sorted((p / "evaluations").glob("step-*.json"))] for p in paths]
     rows = [[r for r in one if r.plan.split == "test" and r.plan.temperature == 0] for one in found]
     print("\n| step | tasks | `test`, greedy, over seeds |\n|---:|---:|---|")
     for at_step in zip(*rows, strict=True):
@@ -123,16 +115,12 @@ def report_curve(paths: list[Path]) -> None:
 
 def cells(found: list[Evaluation]) -> str:
     """Rates with their 95 % intervals over tasks, one per seed."""
-    return ", ".join(
-        f"{100 * r.rate:.1f} [{100 * r.interval.low:.1f}, {100 * r.interval.high:.1f}]" for r in found
-    )
+    return ", ".join(f"{100 * r.rate:.1f} [{100 * r.interval.low:.1f}, {100 * r.interval.high:.1f}]" for r in found)
 
 
 def report_mask(paths: dict[str, list[Path]]) -> None:
     """Both arms at each learning rate, and the paired difference."""
-    print(
-        "| tasks | learning rate | masked | observations in the loss | masked - unmasked, paired over tasks |"
-    )
+    print("| tasks | learning rate | masked | observations in the loss | masked - unmasked, paired over tasks |")
     print("|---|---|---|---|---|")
     for i, first in enumerate(results(paths[f"masked-{RATES[0]}"][0], "last")):
         for rate in RATES:

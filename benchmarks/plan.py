@@ -54,12 +54,7 @@ class Seen:
 
     def cells(self) -> list[str]:
         """As a table has them."""
-        return [
-            f"{self.step_s:.2f}",
-            f"{self.learner_idle:.0%}",
-            f"{self.engine_idle:.0%}",
-            f"{self.age:.1f}",
-        ]
+        return [f"{self.step_s:.2f}", f"{self.learner_idle:.0%}", f"{self.engine_idle:.0%}", f"{self.age:.1f}"]
 
 
 def make(setup: RunLayout, latency: Latency, model: str, folder: Path) -> Seen:
@@ -112,9 +107,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=tuple(async_work.SHAPES), default="small")
-    parser.add_argument(
-        "--latency", type=float, default=0.2, help="median seconds of a call, in the fitted runs"
-    )
+    parser.add_argument("--latency", type=float, default=0.2, help="median seconds of a call, in the fitted runs")
     parser.add_argument("--overlap", type=float, help="not measured, but this")
     parser.add_argument("--steps", type=int, default=16, help="of the runs that are predicted")
     parser.add_argument("--fit-steps", type=int, default=6, help="of the runs that are fitted")

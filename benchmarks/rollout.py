@@ -123,9 +123,7 @@ def run_all(
                 continue
             found[job.system] = result
             keep(repeat, result)
-            print(
-                f"{repeat + 1}/{repeats} {job.system}: {result.wall_s:.2f} s {result.note}", file=sys.stderr
-            )
+            print(f"{repeat + 1}/{repeats} {job.system}: {result.wall_s:.2f} s {result.note}", file=sys.stderr)
         rounds.append(found)
     return rounds, skipped
 
@@ -186,9 +184,7 @@ def describe(work: Work, repeats: int, once: Sequence[str], threads: int) -> str
     )
 
 
-def report(
-    rounds: Sequence[dict[str, Result]], skipped: dict[str, str], jobs: Sequence[Job], clock: str
-) -> str:
+def report(rounds: Sequence[dict[str, Result]], skipped: dict[str, str], jobs: Sequence[Job], clock: str) -> str:
     """The table with what belongs below it."""
     work = jobs[0].work
     plan = rollout_work.episodes(work)

@@ -119,10 +119,7 @@ def _play_continuous(manager: object, plan: list[Episode]) -> list[list[int]]:
 
     def ask(i: int) -> None:
         manager.add_request(
-            histories[i],
-            request_id=f"{i}-{turns[i]}",
-            max_new_tokens=plan[i].lengths[turns[i]],
-            eos_token_id=-1,
+            histories[i], request_id=f"{i}-{turns[i]}", max_new_tokens=plan[i].lengths[turns[i]], eos_token_id=-1
         )
 
     for i in range(len(plan)):

@@ -66,9 +66,7 @@ def make_trainer(  # noqa: ANN201 (a type of the other environment)
 
     words = {"<pad>": 0, "<end>": END} | {f"t{i}": i for i in range(2, job.work.vocab)}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")),
-        pad_token="<pad>",
-        eos_token="<end>",
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<end>"
     )
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
     config = GRPOConfig(
@@ -88,13 +86,7 @@ def make_trainer(  # noqa: ANN201 (a type of the other environment)
         disable_tqdm=True,
     )
     rows = datasets.Dataset.from_dict({"prompt": ["t20"] * len(plan) * max_steps})
-    return GRPOTrainer(
-        model=model,
-        args=config,
-        processing_class=tokenizer,
-        reward_funcs=[rewards],
-        train_dataset=rows,
-    )
+    return GRPOTrainer(model=model, args=config, processing_class=tokenizer, reward_funcs=[rewards], train_dataset=rows)
 
 
 def feed_lengths(trainer, plan: list[Episode]) -> None:  # noqa: ANN001
@@ -141,12 +133,7 @@ def play_trl(trainer, plan: list[Episode]) -> dict[str, list[list[float]]]:  # n
     completion_ids, logprobs = trainer._generate_single_turn(prompt_ids, None, {}, trainer.num_generations)
     if turns == 1:
         mask = [[1] * len(row) for row in completion_ids]
-        return {
-            "prompt_ids": prompt_ids,
-            "completion_ids": completion_ids,
-            "logprobs": logprobs,
-            "env_mask": mask,
-        }
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs, "env_mask": mask}
     completions = [[parse_response()] for _ in plan]
     prompts = [[{"role": "user", "content": ""}] for _ in plan]
     mask, _, ids, logprobs, *_ = trainer._tool_call_loop(

@@ -189,9 +189,7 @@ def floor(job: Job) -> Result:
     _multiply(sizes, layers, head, inputs)
     _wait(job.device)
     result = finish(job, clock, loaded_mb, [])
-    products = sum(
-        rows * sum(la.weight.numel() for la in layers) + kept * head.weight.numel() for rows, kept in sizes
-    )
+    products = sum(rows * sum(la.weight.numel() for la in layers) + kept * head.weight.numel() for rows, kept in sizes)
     speed = _products_per_second(model.dtype, job.device)
     note = f"computed: {2e-9 * products:.0f} GFLOP, {products / speed:.2f} s at {2e-9 * speed:.0f} GFLOP/s"
     tokens = rollout_work.num_generated(rollout_work.episodes(job.work))

@@ -60,8 +60,7 @@ def axes(vocab: int, largest: float) -> list[Axis]:
         Axis("context", "prompt tokens, 4 episodes with nothing in common, 3 turns", tuple(context)),
     ]
     return [
-        replace(axis, points=tuple(p for p in axis.points if p[0] <= largest * axis.points[-1][0]))
-        for axis in found
+        replace(axis, points=tuple(p for p in axis.points if p[0] <= largest * axis.points[-1][0])) for axis in found
     ]
 
 

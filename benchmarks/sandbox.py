@@ -104,14 +104,9 @@ async def measure(repeats: int) -> list[str]:
         "call": "a call in a Python session",
     }
     lines = ["| | median | 90 % |", "|---|---|---|"]
-    lines += [
-        f"| {names[k]} | {quantile(v, 0.5):.2f} ms | {quantile(v, 0.9):.2f} ms |" for k, v in rows.items()
-    ]
+    lines += [f"| {names[k]} | {quantile(v, 0.5):.2f} ms | {quantile(v, 0.9):.2f} ms |" for k, v in rows.items()]
     ratio = quantile(rows["bare"], 0.5) / quantile(rows["python"], 0.5)
-    lines += [
-        "",
-        f"A fresh run takes 1/{ratio:.1f} of a bare interpreter's time. Two at once: {rates[1]:.0f} runs",
-    ]
+    lines += ["", f"A fresh run takes 1/{ratio:.1f} of a bare interpreter's time. Two at once: {rates[1]:.0f} runs"]
     lines[-1] += f" a second, {rates[0]:.0f} bare ones."
     return lines
 

@@ -141,9 +141,7 @@ def make_world(settings: Mapping[str, Any], limits: ToolLimits) -> SlowWorld:
     """The world of these settings."""
     given = dict(settings)
     latency = Latency(**{f.name: given.pop(f.name) for f in fields(Latency) if f.name in given})
-    return SlowWorld(
-        Sizes(**_pairs(given, "turns", "prompt", "result", "new", "most")), latency, given["vocab"]
-    )
+    return SlowWorld(Sizes(**_pairs(given, "turns", "prompt", "result", "new", "most")), latency, given["vocab"])
 
 
 def _pairs(given: Mapping[str, Any], *names: str) -> dict[str, Any]:

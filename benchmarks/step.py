@@ -44,9 +44,7 @@ def run(job: Job, steps: int, python: Path) -> dict[str, float] | str:
     """Seconds of a step (wall and processor), or why there are none."""
     command = [str(python), str(HERE / "step_worker.py"), json.dumps(asdict(job)), str(steps)]
     settings = [f"{name}_NUM_THREADS={job.threads}" for name in ("OMP", "MKL")]
-    done = subprocess.run(
-        ["env", "TOKENIZERS_PARALLELISM=false", *settings, *command], capture_output=True, text=True
-    )
+    done = subprocess.run(["env", "TOKENIZERS_PARALLELISM=false", *settings, *command], capture_output=True, text=True)
     if done.returncode:
         return rollout.last_words(done.stderr)
     figures: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])

@@ -12,11 +12,7 @@ MODULES = (
     *("types", "errors", "plugins", "tools.base", "rewards.base", "rewards.extract", "sandbox.base"),
     *("envs.base", "envs.tool_env", "envs.tool_world", "engines.base", "rollout.rollout_files"),
     *("algorithms.batch", "algorithms.spec.parts", "algorithms.spec.algorithm", "algorithms.kl"),
-    *(
-        "algorithms.advantages.group_relative",
-        "algorithms.advantages.turns",
-        "algorithms.advantages.gae_tokens",
-    ),
+    *("algorithms.advantages.group_relative", "algorithms.advantages.turns", "algorithms.advantages.gae_tokens"),
     *("algorithms.advantages.gae_turns", "algorithms.losses.clipped", "algorithms.losses.sequence"),
     *("algorithms.corrections", "algorithms.aggregate", "algorithms.preference", "diagnostics.trackers"),
 )

@@ -119,10 +119,7 @@ def advantage_scores(name: str, batch: Batch, ddof: int = 1) -> list[float]:
 
 def whitened(values: Tensor, mask: Tensor, ddof: int) -> Tensor:
     kept = [
-        v
-        for row, ms in zip(values.tolist(), mask.tolist(), strict=True)
-        for v, m in zip(row, ms, strict=True)
-        if m
+        v for row, ms in zip(values.tolist(), mask.tolist(), strict=True) for v, m in zip(row, ms, strict=True) if m
     ]
     mean = sum(kept) / max(len(kept), 1)
     var = sum((v - mean) ** 2 for v in kept) / max(len(kept) - ddof, 1)
@@ -151,9 +148,7 @@ def ppo_token(lp: Tensor, old: Tensor, a: Tensor, eps: tuple[float, float], dual
 def tokens(batch_mask: Tensor, function) -> Tensor:
     """[N, L] of `function(i, t)` on set positions, 0 elsewhere."""
     zero = torch.zeros((), dtype=torch.float64)
-    cells = [
-        function(i, t) if m else zero for i, row in enumerate(batch_mask.tolist()) for t, m in enumerate(row)
-    ]
+    cells = [function(i, t) if m else zero for i, row in enumerate(batch_mask.tolist()) for t, m in enumerate(row)]
     return torch.stack(cells).reshape(batch_mask.shape)
 
 

@@ -132,17 +132,13 @@ def value_token(value: Tensor, old: float, target: float, eps: float | None) -> 
     return error / 2
 
 
-def conflicts(
-    ids: list[list[int]], signs: list[int], group: list[int], contiguous: bool
-) -> list[list[float]]:
+def conflicts(ids: list[list[int]], signs: list[int], group: list[int], contiguous: bool) -> list[list[float]]:
     """Weights of the action tokens alone; `ids[i]` are those of trajectory i, in order."""
     weights = []
     for i, own in enumerate(ids):
         rivals = [other for j, other in enumerate(ids) if group[j] == group[i] and signs[j] * signs[i] < 0]
         left = [any(k < len(r) and r[k] == x for r in rivals) for k, x in enumerate(own)]
-        right = [
-            any(len(own) - k <= len(r) and r[k - len(own)] == x for r in rivals) for k, x in enumerate(own)
-        ]
+        right = [any(len(own) - k <= len(r) and r[k - len(own)] == x for r in rivals) for k, x in enumerate(own)]
         if contiguous:
             left = [all(left[: k + 1]) for k in range(len(own))]
             right = [all(right[k:]) for k in range(len(own))]

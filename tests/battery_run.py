@@ -68,11 +68,7 @@ class Host:
         """Everything of the host that a program could have changed."""
         parts = [(p.as_posix(), oct(p.lstat().st_mode)) for p in sorted(self.folder.rglob("*"))]
         parts += [(p.as_posix(), p.read_text()) for p in sorted(self.folder.rglob("*")) if p.is_file()]
-        hellos = [
-            p
-            for p in ("/", "/usr", "/usr/local/bin", "/etc", "/tmp")
-            if Path(p, "hello-from-inside").exists()
-        ]
+        hellos = [p for p in ("/", "/usr", "/usr/local/bin", "/etc", "/tmp") if Path(p, "hello-from-inside").exists()]
         mounts = Path("/proc/self/mounts").read_text()
         return hashlib.sha256(repr((parts, hellos, mounts, os.stat("/usr").st_mode)).encode()).hexdigest()
 
@@ -105,9 +101,7 @@ def a_host() -> Iterator[Host]:
             (folder / path).parent.mkdir()
             (folder / path).write_text(f"the answer is {token}")
         (folder / "canary").chmod(0o777)
-        listener, named, abstract = (
-            socket.socket(f) for f in (socket.AF_INET, socket.AF_UNIX, socket.AF_UNIX)
-        )
+        listener, named, abstract = (socket.socket(f) for f in (socket.AF_INET, socket.AF_UNIX, socket.AF_UNIX))
         listener.bind(("127.0.0.1", 0))
         named.bind(str(folder / "socket"))
         (folder / "socket").chmod(0o777)

@@ -12,9 +12,7 @@ def byte_level(template=None, special=()):
     """A small byte-level tokenizer, as Qwen, Llama 3 and SmolLM2 have."""
     tokenizer = train_tokenizer(TEXTS, 400)
     if special:
-        tokenizer.add_special_tokens(
-            {"additional_special_tokens": list(special)}, replace_extra_special_tokens=False
-        )
+        tokenizer.add_special_tokens({"additional_special_tokens": list(special)}, replace_extra_special_tokens=False)
     if template:
         tokenizer.chat_template = template
     return tokenizer
@@ -26,9 +24,7 @@ def metaspace(template, special):
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, additional_special_tokens=list(special), clean_up_tokenization_spaces=True
     )

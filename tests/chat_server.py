@@ -68,9 +68,7 @@ class Handler(BaseHTTPRequestHandler):
             server.active += 1
             server.most_active = max(server.most_active, server.active)
         try:
-            self._answer(
-                server.reply(self.rfile.read(int(self.headers["Content-Length"])), self.headers, self.path)
-            )
+            self._answer(server.reply(self.rfile.read(int(self.headers["Content-Length"])), self.headers, self.path))
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
         finally:

@@ -37,9 +37,7 @@ if given[0] == "run":
 """
 
 
-def put_engine(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, instead: str = "pass", name: str = "docker"
-) -> Path:
+def put_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, instead: str = "pass", name: str = "docker") -> Path:
     """Put the stand-in first on PATH. Gives the file in which it notes its arguments, a JSON list a line.
 
     `instead` is what it does before, or in place of, the run. It knows the image `image` alone.

@@ -116,8 +116,7 @@ async def greedy_tokens_are_those_of_a_plain_forward(case):
 async def log_probabilities_are_those_of_a_plain_forward(case):
     prompts = [case.prompt(n, length) for n, length in enumerate((1, 3, 17, 40, 120, 16, 33, 64))]
     requests = [
-        Request(f"e{n}", prompt, SamplingParams(max_new_tokens=10 + n, seed=n))
-        for n, prompt in enumerate(prompts)
+        Request(f"e{n}", prompt, SamplingParams(max_new_tokens=10 + n, seed=n)) for n, prompt in enumerate(prompts)
     ]
     answers = await case.engine.generate_batch(requests)
     for prompt, answer, request in zip(prompts, answers, requests, strict=True):
@@ -134,9 +133,7 @@ async def tempered_log_probabilities_are_right_or_refused(case):
         {"temperature": 1.5, "top_k": 50},
     ):
         done = await ask_or_be_refused(case, case.prompt(), max_new_tokens=10, seed=5, **params)
-        assert (
-            done is None or case.gap(case.prompt(), done, params.get("temperature", 1.0)) < LOGPROB_TOLERANCE
-        )
+        assert done is None or case.gap(case.prompt(), done, params.get("temperature", 1.0)) < LOGPROB_TOLERANCE
 
 
 async def alternatives_are_the_likeliest_of_a_plain_forward(case):
@@ -145,9 +142,7 @@ async def alternatives_are_the_likeliest_of_a_plain_forward(case):
         done = await case.ask(prompt, max_new_tokens=10, temperature=temperature, seed=2, top_logprobs=5)
         expected = case.logits([*prompt, *done.tokens])[len(prompt) - 1 : -1].log_softmax(-1)
         assert len(done.top_logprobs) == 10
-        for row, found, token, own in zip(
-            expected, done.top_logprobs, done.tokens, done.logprobs, strict=True
-        ):
+        for row, found, token, own in zip(expected, done.top_logprobs, done.tokens, done.logprobs, strict=True):
             values = torch.tensor([logprob for _, logprob in found]).double()
             assert float((values - row.topk(5).values).abs().max()) < LOGPROB_TOLERANCE
             assert float((values - row[[other for other, _ in found]]).abs().max()) < LOGPROB_TOLERANCE

@@ -81,11 +81,7 @@ class Role(Fault):
     engines, workers = "1", "1"
 
     def settings(self):
-        given = {
-            "cluster.kind": "local",
-            "cluster.heartbeat_timeout_s": "15",
-            "engine.connect_timeout_s": "10",
-        }
+        given = {"cluster.kind": "local", "cluster.heartbeat_timeout_s": "15", "engine.connect_timeout_s": "10"}
         return given | {"cluster.engines": self.engines, "cluster.workers": self.workers}
 
     def strike(self, run, folder, way, rng):
@@ -285,9 +281,7 @@ class Link(Fault):
         words = ["serve", str(self.work / "cold"), "--control", "--name", "policy", "--host", self.there]
         words += ["--token-file", str(self.work / "token")]
         with in_network(self.network):
-            self.server = fork(
-                [*words, "--port", str(self.port), "--context-tokens", "512"], self.work / "serve.txt"
-            )
+            self.server = fork([*words, "--port", str(self.port), "--context-tokens", "512"], self.work / "serve.txt")
         until_heard(self.there, self.port)
 
     @property

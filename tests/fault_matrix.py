@@ -25,17 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from fault_kinds import KINDS, Fault
-from fault_runs import (
-    STEPS,
-    Process,
-    async_faults,
-    cold_start,
-    fork,
-    ledger_faults,
-    sync_faults,
-    train_words,
-    waiting,
-)
+from fault_runs import STEPS, Process, async_faults, cold_start, fork, ledger_faults, sync_faults, train_words, waiting
 from ludus.diagnostics.trackers import read_metrics
 
 TRIES = 20
@@ -82,9 +72,7 @@ def whole_run(fault: Fault, mode: str, settings: dict[str, str]) -> Whole:
     return Whole(folder, seconds)
 
 
-def struck(
-    fault: Fault, whole: Whole, settings: dict[str, str], way: str, rng: random.Random
-) -> Trial | None:
+def struck(fault: Fault, whole: Whole, settings: dict[str, str], way: str, rng: random.Random) -> Trial | None:
     """A trial; None where the run ended before it was struck."""
     folder = fault.folder() / "struck"
     shutil.rmtree(folder, ignore_errors=True)
@@ -176,9 +164,7 @@ def trials(fault: Fault, moments: int, seed: int, modes: Sequence[str]) -> Itera
             if trial is not None:
                 break
         else:
-            raise SystemExit(
-                f"{fault.name}: {TRIES} runs had not begun or had ended when they were to be struck"
-            )
+            raise SystemExit(f"{fault.name}: {TRIES} runs had not begun or had ended when they were to be struck")
         print(f"{fault.name} {number + 1}/{moments}: {json.dumps(asdict(trial))}", flush=True)
         yield trial
 
@@ -198,9 +184,7 @@ def table(found: Sequence[Trial]) -> list[str]:
         "| struck | mode | runs | went on | stopped and resumed (exit code) | failed attempts | at fault |",
         "|---|---|---:|---:|---|---:|---:|",
     ]
-    for kind, mode in sorted(
-        {(t.kind, t.mode) for t in found}, key=lambda k: (list(KINDS).index(k[0]), k[1])
-    ):
+    for kind, mode in sorted({(t.kind, t.mode) for t in found}, key=lambda k: (list(KINDS).index(k[0]), k[1])):
         own = [t for t in found if (t.kind, t.mode) == (kind, mode)]
         codes = Counter(ended_as(t.code) for t in own if t.code != 0)
         stopped = ", ".join(f"{n} ({code})" for code, n in sorted(codes.items())) or "0"

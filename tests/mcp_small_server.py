@@ -25,12 +25,7 @@ TOOLS = [
     {"name": "refuse", "description": "A protocol error.", "inputSchema": NONE},
     {"name": "hang", "description": "Never answers.", "inputSchema": NONE},
     {"name": "die", "description": "Ends.", "inputSchema": NONE},
-    {
-        "name": "die_once",
-        "description": "Ends.",
-        "inputSchema": NONE,
-        "annotations": SAFE,
-    },
+    {"name": "die_once", "description": "Ends.", "inputSchema": NONE, "annotations": SAFE},
     {"name": "die_once_unsafe", "description": "Ends.", "inputSchema": NONE},
     {"name": "count", "description": "Calls so far.", "inputSchema": NONE},
     {"name": "hostile", "description": "Sends lines that harm.", "inputSchema": KIND},
@@ -48,9 +43,7 @@ KINDS = [
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 HOSTILE = {
     "long": '{"jsonrpc":"2.0","id":%d,"result":{"content":[{"type":"text","text":"' + "a" * 200_000 + '"}]}}',
-    "id last": '{"result":{"content":[{"type":"text","text":"'
-    + "a" * 200_000
-    + '"}]},"id":%d,"jsonrpc":"2.0"}',
+    "id last": '{"result":{"content":[{"type":"text","text":"' + "a" * 200_000 + '"}]},"id":%d,"jsonrpc":"2.0"}',
     "long and nothing else": "a" * 200_000 + '\n{"id": %d}',
     "values": '{"jsonrpc":"2.0","id":%d,"result":{"content":[],"x":[' + "0," * 70_000 + "0]}}",
     "pieces": '{"jsonrpc":"2.0","id":%d,"result":{"content":[' + "0," * 2_000 + "0]}}",

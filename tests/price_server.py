@@ -4,12 +4,7 @@ import json
 import sys
 
 ITEM = {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}
-LOOK = {
-    "name": "look",
-    "description": "Look up a price.",
-    "inputSchema": ITEM,
-    "annotations": {"readOnlyHint": True},
-}
+LOOK = {"name": "look", "description": "Look up a price.", "inputSchema": ITEM, "annotations": {"readOnlyHint": True}}
 
 
 def answer(prices, method, given):

@@ -18,8 +18,7 @@ def in_processes(script: Path, name: str, count: int, *arguments: str) -> list:
         place = Path(folder)
         command = [sys.executable, str(script), name, folder, str(count)]
         processes = [
-            subprocess.Popen([*command, str(rank), *arguments], stderr=subprocess.PIPE)
-            for rank in range(count)
+            subprocess.Popen([*command, str(rank), *arguments], stderr=subprocess.PIPE) for rank in range(count)
         ]
         said = [process.communicate(timeout=300)[1].decode() for process in processes]
         for process, error in zip(processes, said, strict=True):

@@ -20,14 +20,7 @@ from ludus.training.distributed.fsdp import is_sharded, whole
 from ludus.training.learner.learner import CachedLogprobs, Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.run.checkpoint import (
-    Extra,
-    TrainerState,
-    load_part,
-    load_trainer,
-    load_weights,
-    save_checkpoint,
-)
+from ludus.training.run.checkpoint import Extra, TrainerState, load_part, load_trainer, load_weights, save_checkpoint
 from ludus.training.run.sharded_checkpoint import SHARDS, save_shards
 from ludus.training.value_models.base import StateSettings
 from ludus.training.value_models.critic import Critic, CriticSettings

@@ -237,18 +237,14 @@ def report(watch: Watch, struck: Sequence[str], wrong: Sequence[str]) -> list[st
         own = [s for s in watch.samples if s.kind == kind and s.age >= WARM_S]
         if not own:
             continue
-        growth = (
-            f"{slopes[kind]['rss_mb']:+.1f} (of {slopes[kind]['processes']:g})" if kind in slopes else "-"
-        )
+        growth = f"{slopes[kind]['rss_mb']:+.1f} (of {slopes[kind]['processes']:g})" if kind in slopes else "-"
         memory = f"{own[0].rss_mb:.0f}, {own[-1].rss_mb:.0f}"
         threads, files = span(s.threads for s in own), span(s.files for s in own)
         lines.append(f"| {kind} | {memory} | {growth} | {threads} | {files} |")
     around = [asdict(moment) for moment in watch.around]
     processes, temporary, shared_ = (span(a[n] for a in around) for n in ("processes", "temporary", "shared"))
     done = f"{minutes:.0f} minutes, {len(rows)} steps, {attempts:g} attempts at episodes"
-    about = (
-        f"processes below the learner {processes}, temporary files {temporary}, in shared memory {shared_}"
-    )
+    about = f"processes below the learner {processes}, temporary files {temporary}, in shared memory {shared_}"
     ended = "Nothing was left." if not wrong else f"At fault: {'; '.join(wrong)}."
     lines += ["", f"{done}, of which {failed:g} failed and were played again. Struck: {struck_as}.", ""]
     return [*lines, f"Seen: {about}. {ended}"]

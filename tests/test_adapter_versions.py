@@ -90,9 +90,7 @@ def test_a_server_keeps_the_version_of_an_episode_until_it_is_released(served):
     states = [factors(with_adapter(base, seed)) for seed in (1, 2)]
 
     async def scenario():
-        engine = ServerEngine(
-            [served.url], settings=RemoteEngineSettings(keeps_adapters=True), lora_scaling=SCALING
-        )
+        engine = ServerEngine([served.url], settings=RemoteEngineSettings(keeps_adapters=True), lora_scaling=SCALING)
         try:
             found = []
             await engine.load_weights(1, states[0])

@@ -168,9 +168,7 @@ async def resumed(stream, world, pace, way) -> GroupQueue:
     await stream.close()
     state = StreamState.from_text(text, {"t": TASK}, lambda number, *_: world.jobs(number))
     admission = StalenessController(pace, world.version)
-    again = GroupQueue(
-        admission, world, world.play, way.in_flight, way.needed, state.next_number, kept=state.groups
-    )
+    again = GroupQueue(admission, world, world.play, way.in_flight, way.needed, state.next_number, kept=state.groups)
     again.start()
     return again
 
@@ -411,9 +409,7 @@ def test_the_engine_rests_while_a_batch_waits_and_only_while_the_learner_compute
 
 def test_a_resumed_run_goes_on_with_what_can_still_be_in_time_and_plays_the_rest_anew():
     world, pace = World(9), StalenessSchedule(2, 1, 12)
-    kept = [
-        StreamedGroup(n, world.jobs(n), version) for n, version in ((3, 2), (5, 3), (6, 3), (7, 4), (8, 4))
-    ]
+    kept = [StreamedGroup(n, world.jobs(n), version) for n, version in ((3, 2), (5, 3), (6, 3), (7, 4), (8, 4))]
 
     async def run():
         world.version = 4
@@ -585,9 +581,7 @@ def test_what_a_checkpoint_gets_of_the_stream_does_not_change_any_more():
         kept = stream.on_their_way()
         before = [dict(group.done) for group in kept]
         await asyncio.sleep(30)
-        assert any(
-            len(group.done) > len(old) for group, old in zip(stream.on_their_way(), before, strict=False)
-        )
+        assert any(len(group.done) > len(old) for group, old in zip(stream.on_their_way(), before, strict=False))
         await stream.close()
         return kept, before
 

@@ -106,9 +106,7 @@ def test_reinforce_pp_equals_the_loop(b, how, gamma, ddof, kl):
 def test_step_gae_equals_the_loop(b, how, gamma, lam, kl):
     arguments = oracle.given(b, how, 0.3 * kl) | {"turn": b.turn}
     found = adv.step_gae(**arguments, **critic(b), gamma=gamma, lam=lam)
-    expected = (
-        oracle.step_gae(b, how, 0.3 * kl, gamma, lam) if kl else oracle.step_gae(b, how, 0.0, gamma, lam)
-    )
+    expected = oracle.step_gae(b, how, 0.3 * kl, gamma, lam) if kl else oracle.step_gae(b, how, 0.0, gamma, lam)
     same(found, expected)
 
 
@@ -121,9 +119,7 @@ def test_turn_gae_equals_the_loop(b, how, rates, kl):
 
 
 @quick
-@given(
-    b=oracle.turn_batches(), weights=st.sampled_from([(1.0, 1.0), (0.5, 2.0)]), ddof=st.sampled_from([0, 1])
-)
+@given(b=oracle.turn_batches(), weights=st.sampled_from([(1.0, 1.0), (0.5, 2.0)]), ddof=st.sampled_from([0, 1]))
 def test_turn_grpo_equals_the_loop(b, weights, ddof):
     found = call("turn_grpo", b, turn_weight=weights[0], outcome_weight=weights[1], ddof=ddof)
     same(found, oracle.turn_grpo(b, weights, ddof))
@@ -137,22 +133,14 @@ def test_turn_return_equals_the_loop(b, how, gamma, ddof):
 
 
 @quick
-@given(
-    b=oracle.turn_batches(), gamma=RATES, damping=st.sampled_from([0.0, 0.3]), ddof=st.sampled_from([0, 1])
-)
+@given(b=oracle.turn_batches(), gamma=RATES, damping=st.sampled_from([0.0, 0.3]), ddof=st.sampled_from([0, 1]))
 def test_turn_return_hybrid_equals_the_loop(b, gamma, damping, ddof):
     found = call("turn_return_hybrid", b, gamma=gamma, outcome_weight=damping, ddof=ddof)
     same(found, oracle.turn_return_hybrid(b, gamma, damping, ddof))
 
 
 @quick
-@given(
-    b=oracle.turn_batches(),
-    turns=st.booleans(),
-    gamma=RATES,
-    weight=st.sampled_from([1.0, 0.5]),
-    std=st.booleans(),
-)
+@given(b=oracle.turn_batches(), turns=st.booleans(), gamma=RATES, weight=st.sampled_from([1.0, 0.5]), std=st.booleans())
 def test_gigpo_equals_the_loop(b, turns, gamma, weight, std):
     changes = {} if turns else {"turn_rewards": None}
     found = call("gigpo", b, gamma=gamma, weight=weight, scale="std" if std else "none", **changes)
@@ -316,9 +304,7 @@ def test_a_row_alone_in_its_group_is_refused(name):
 def test_turns_that_do_not_count_up_are_refused():
     for bad in ([0, 0, 2], [1, 1, 2], [0, 1, 0], [-1, 0, 1]):
         with pytest.raises(ValueError, match="row 1: turns"):
-            adv.token_rewards(
-                mask=torch.ones(2, 3), turn=torch.tensor([[0, 0, 1], bad]), turn_rewards=torch.ones(2, 3)
-            )
+            adv.token_rewards(mask=torch.ones(2, 3), turn=torch.tensor([[0, 0, 1], bad]), turn_rewards=torch.ones(2, 3))
     with pytest.raises(ValueError, match="row 1 has 3 turns, turn_rewards 2"):
         adv.token_rewards(
             mask=torch.ones(2, 3), turn=torch.tensor([[0, 0, 0], [0, 1, 2]]), turn_rewards=torch.ones(2, 2)
@@ -355,12 +341,7 @@ def test_the_registry_hands_over_what_the_functions_take(name):
     takes = signature(FUNCTIONS[name]).parameters
     given = {"rewards": b.rewards, "group": b.group, "mask": b.mask, "turn": b.turn}
     given |= {"turn_rewards": b.turn_rewards, "ddof": 0, "values": b.values, **OWN.get(name, {})}
-    given |= {
-        "nodes": oracle.nodes_of(b),
-        "greedy_rewards": BASELINES,
-        "anchors": ANCHORS,
-        "proposer": PROPOSER,
-    }
+    given |= {"nodes": oracle.nodes_of(b), "greedy_rewards": BASELINES, "anchors": ANCHORS, "proposer": PROPOSER}
     given["bootstrap_values"] = b.bootstrap
     given |= {"roles": ROLES, "baselines": RoleBaselines(), "outcome_probs": CHANCES}
     given |= {"prm_logprobs": b.values, "ref_logprobs": -b.values.abs()} | sampled(b)
@@ -382,14 +363,7 @@ BASELINES = torch.tensor([0.5, 0.25, -1.0, 0.75], dtype=torch.float64)
 OWN = {
     "gae": {"gamma": 0.9, "lam": 0.8, "lam_critic": 1.0, "whiten": 0, "bootstrap": 1},
     "step_gae": {"gamma": 0.9, "lam": 0.8, "whiten": 0, "bootstrap": 1},
-    "turn_gae": {
-        "gamma_turn": 0.9,
-        "lam_turn": 0.8,
-        "gamma_token": 0.7,
-        "lam_token": 0.6,
-        "whiten": 0,
-        "bootstrap": 1,
-    },
+    "turn_gae": {"gamma_turn": 0.9, "lam_turn": 0.8, "gamma_token": 0.7, "lam_token": 0.6, "whiten": 0, "bootstrap": 1},
     "vapo": {"gamma": 0.9, "alpha": 0.3, "lam_critic": 1.0, "whiten": 0, "bootstrap": 1},
     "vtrace": {"gamma": 0.9, "rho_bar": 1.5, "c_bar": 0.7, "whiten": 0, "bootstrap": 1},
     "retrace": {"gamma": 0.9, "lam": 0.8, "whiten": 0, "bootstrap": 1},
@@ -424,9 +398,7 @@ def test_a_batch_without_action_tokens_or_rows_gives_nothing(name):
 
 
 def test_float32_rewards_are_computed_in_float64_and_given_back():
-    b = replace(
-        ONE, rewards=ONE.rewards.float(), turn_rewards=ONE.turn_rewards.float(), values=ONE.values.float()
-    )
+    b = replace(ONE, rewards=ONE.rewards.float(), turn_rewards=ONE.turn_rewards.float(), values=ONE.values.float())
     for name in ("gae", "turn_return", "maxrl", "turn_gae"):
         assert call(name, b).dtype == torch.float32
         torch.testing.assert_close(call(name, b).double(), call(name, ONE), rtol=1e-4, atol=1e-5)

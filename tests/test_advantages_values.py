@@ -38,12 +38,7 @@ VALUES = float64([7, 1, 2, 7, 3], [7, 4, 7, 7, 7])
 
 def test_gae_by_hand():
     found = adv.gae(
-        rewards=float64(10, 20),
-        values=VALUES,
-        mask=MASK,
-        bootstrap_values=float64(0, 8),
-        gamma=0.5,
-        lam=0.5,
+        rewards=float64(10, 20), values=VALUES, mask=MASK, bootstrap_values=float64(0, 8), gamma=0.5, lam=0.5
     )
     # Row 0, from the end: 10 - 3; 0.5 * 3 - 2 + 0.25 * 7; 0.5 * 2 - 1 + 0.25 * 1.25. Row 1: 20 + 4 - 4.
     same(found, float64([0, 0.3125, 1.25, 0, 7], [0, 20, 0, 0, 0]))
@@ -203,9 +198,7 @@ def test_hierarchical_compares_solvers_in_a_task_and_proposers_across():
     same(adv.grpo(rewards=rewards, group=ids, mask=torch.ones(6, 1)), found)
     apart = torch.tensor([0, 0, 1, 0, 0, 2])
     with pytest.raises(ValueError, match="row 2 is alone"):
-        adv.hierarchical(
-            rewards=rewards, group=group, proposer=proposer, mask=torch.ones(6, 1), proposer_group=apart
-        )
+        adv.hierarchical(rewards=rewards, group=group, proposer=proposer, mask=torch.ones(6, 1), proposer_group=apart)
 
 
 def test_pass_at_k_refuses_what_it_is_not_for():
@@ -215,9 +208,7 @@ def test_pass_at_k_refuses_what_it_is_not_for():
         with pytest.raises(ValueError, match=r"k must be in \[1, 4\]"):
             adv.pass_at_k(rewards=float64(1, 0, 0, 0), group=GROUP, mask=EACH, k=k)
     with pytest.raises(ValueError, match="row 0 has"):
-        adv.coderl(
-            rewards=float64(1), greedy_rewards=float64(0), outcome_probs=float64([1.5]), mask=torch.ones(1, 1)
-        )
+        adv.coderl(rewards=float64(1), greedy_rewards=float64(0), outcome_probs=float64([1.5]), mask=torch.ones(1, 1))
 
 
 @quick
@@ -232,12 +223,7 @@ def test_gae_of_one_and_one_is_the_return_minus_the_value(b, how):
 @quick
 @given(b=oracle.turn_batches(), gamma=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([1.0, 0.7]))
 def test_on_policy_the_corrections_are_gae(b, gamma, lam):
-    arguments = critic(b) | {
-        "rewards": b.rewards,
-        "old_logprobs": b.old,
-        "behavior_logprobs": b.old,
-        "gamma": gamma,
-    }
+    arguments = critic(b) | {"rewards": b.rewards, "old_logprobs": b.old, "behavior_logprobs": b.old, "gamma": gamma}
     plain = critic(b) | {"rewards": b.rewards, "gamma": gamma}
     same(adv.retrace(**arguments, lam=lam), adv.gae(**plain, lam=lam))
     same(adv.vtrace(**arguments), adv.gae(**plain))
@@ -253,10 +239,7 @@ def test_turns_of_one_token_make_all_three_kinds_of_gae_one(b):
     numbers = critic(b) | {"rewards": b.rewards}
     token = adv.gae(**numbers, gamma=0.9, lam=0.8)
     same(adv.step_gae(**numbers, turn=each, gamma=0.9, lam=0.8), token)
-    same(
-        adv.turn_gae(**numbers, turn=each, gamma_turn=0.9, lam_turn=0.8, gamma_token=0.1, lam_token=0.2),
-        token,
-    )
+    same(adv.turn_gae(**numbers, turn=each, gamma_turn=0.9, lam_turn=0.8, gamma_token=0.1, lam_token=0.2), token)
 
 
 @quick
@@ -290,9 +273,7 @@ def test_rounding_of_returns_is_not_taken_for_a_difference():
     assert (found[:, 1] != 0).all()
 
 
-@pytest.mark.parametrize(
-    "name", ["reinforce_pp", "gae", "step_gae", "turn_gae", "vtrace", "retrace", "turn_return"]
-)
+@pytest.mark.parametrize("name", ["reinforce_pp", "gae", "step_gae", "turn_gae", "vtrace", "retrace", "turn_return"])
 def test_credit_passes_over_observations(name):
     """The reward of the end reaches the turns before the first observation whole, with `gamma` 1."""
     mask, turn = torch.tensor([[1, 0, 0, 1, 0, 1]] * 2), torch.tensor([[0, 0, 0, 1, 1, 2]] * 2)
@@ -354,10 +335,7 @@ def test_the_role_average_by_hand():
     after = start.updated(roles, float64(1, -1, 1))
     assert after.means == {("go", "black"): 0.75, ("go", "white"): -0.5}
     again = adv.rae(
-        rewards=float64(1),
-        roles=roles[:1],
-        baselines=adv.RoleBaselines.from_json(after.to_json()),
-        mask=EACH[:1],
+        rewards=float64(1), roles=roles[:1], baselines=adv.RoleBaselines.from_json(after.to_json()), mask=EACH[:1]
     )
     same(again, float64([0.25]))
     with pytest.raises(ValueError, match="roles and rewards must be"):
@@ -414,9 +392,7 @@ def test_domain_normalisation_is_lost_in_grpo_and_felt_by_rloo():
     moments = adv.DomainMoments().updated(domains, rewards)
     scaled = adv.domain_normalised(rewards=rewards, domains=domains, moments=moments)
     ids = {"group": torch.tensor([0, 0, 1, 1]), "mask": EACH}
-    torch.testing.assert_close(
-        adv.grpo(**ids, rewards=scaled), adv.grpo(**ids, rewards=rewards), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(adv.grpo(**ids, rewards=scaled), adv.grpo(**ids, rewards=rewards), rtol=1e-5, atol=1e-5)
     sizes = adv.rloo(**ids, rewards=scaled).abs()
     assert float(sizes.max() - sizes.min()) < 1e-6
 
@@ -432,9 +408,7 @@ def test_tiers_are_calibrated_by_how_well_they_tell_success():
 
 
 @quick
-@given(
-    data=st.lists(st.tuples(st.sets(st.integers(0, 2), max_size=3), st.booleans()), min_size=2, max_size=9)
-)
+@given(data=st.lists(st.tuples(st.sets(st.integers(0, 2), max_size=3), st.booleans()), min_size=2, max_size=9))
 def test_the_correlation_of_a_tier_is_the_point_biserial_one(data):
     tiers = torch.tensor([[*sorted(own), *[-1] * (3 - len(own))] for own, _ in data])
     won = float64(*(float(w) for _, w in data))

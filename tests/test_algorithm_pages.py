@@ -82,10 +82,7 @@ def table_rows() -> dict[str, list[str]]:
     rows = [line for line in PAGE[head:].split("\n\n")[0].splitlines()[2:] if line.startswith("|")]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     return {
-        name.strip("`"): row[1:]
-        for row in cells
-        if " " not in row[0].replace(", ", "")
-        for name in row[0].split(", ")
+        name.strip("`"): row[1:] for row in cells if " " not in row[0].replace(", ", "") for name in row[0].split(", ")
     }
 
 

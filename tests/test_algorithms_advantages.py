@@ -64,9 +64,7 @@ def test_rloo_and_opo_by_hand():
 
 @pytest.mark.parametrize("name", COMPARING)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(
-    "equal", [[0.1 + 0.2, 0.3, 0.3], [1 - 0.9 - 0.1, 0.0, 0.0], [1e6 / 3, 1e6 / 3, 1e6 / 3]]
-)
+@pytest.mark.parametrize("equal", [[0.1 + 0.2, 0.3, 0.3], [1 - 0.9 - 0.1, 0.0, 0.0], [1e6 / 3, 1e6 / 3, 1e6 / 3]])
 def test_equal_rewards_give_exactly_zero(name, dtype, equal):
     rewards = torch.tensor([*equal, *equal], dtype=dtype)
     group, mask = torch.tensor([0, 0, 0, 1, 1, 1]), torch.ones(6, 2)
@@ -127,9 +125,7 @@ def test_a_row_without_action_tokens_still_counts_in_its_group():
 def test_whitening_sees_action_tokens_only(batch, ddof):
     """More padding, and anything in it, changes nothing; what is left has mean 0 and deviation 1."""
     result = whiten(values=batch.advantages, mask=batch.mask, ddof=ddof)
-    torch.testing.assert_close(
-        result, oracle.whitened(batch.advantages, batch.mask, ddof), **oracle.TOLERANCE
-    )
+    torch.testing.assert_close(result, oracle.whitened(batch.advantages, batch.mask, ddof), **oracle.TOLERANCE)
     off = torch.zeros(len(batch.mask), 5, dtype=torch.bool)
     wider = whiten(
         values=torch.cat([batch.advantages, torch.full(off.shape, 1e9)], 1),

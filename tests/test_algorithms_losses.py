@@ -49,9 +49,7 @@ def test_ppo_clip_equals_the_loop(batch, clip):
         lambda lp: ppo_clip(logprobs=lp, **given, eps_low=low, eps_high=high, dual_clip=dual),
         lambda lp: oracle.tokens(
             batch.mask,
-            lambda i, t: oracle.ppo_token(
-                lp[i, t], batch.old[i, t], batch.advantages[i, t], (low, high), dual
-            ),
+            lambda i, t: oracle.ppo_token(lp[i, t], batch.old[i, t], batch.advantages[i, t], (low, high), dual),
         ),
         batch,
     )
@@ -125,9 +123,7 @@ def test_clip_stats_count_the_tokens_without_gradient(batch, clip):
     (gradient,) = torch.autograd.grad(loss.sum(), leaf)
     ratios = (batch.logprobs - batch.old)[batch.mask].exp().tolist()
     assert stats.tokens == len(ratios)
-    assert stats.clipped_low + stats.clipped_high + stats.clipped_dual == int(
-        (gradient == 0)[batch.mask].sum()
-    )
+    assert stats.clipped_low + stats.clipped_high + stats.clipped_dual == int((gradient == 0)[batch.mask].sum())
     assert stats.ratio_mean == pytest.approx(sum(ratios) / max(len(ratios), 1), abs=1e-10)
     assert stats.ratio_max == pytest.approx(max(ratios, default=0.0), abs=1e-10)
 
@@ -137,10 +133,7 @@ def test_clip_stats_by_hand_over_the_mask_only():
     logprobs = rows([math.log(1.5), math.log(0.5), math.log(6), 0.0, 9.0, 9.0, 9.0, 9.0])
     mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0]])
     cut = ppo_cut(
-        ratio=logprobs.exp(),
-        advantages=rows([1, -1, -1, 1, 1, 1, 1, 1]),
-        mask=mask,
-        clip=ClipRange(0.2, 0.2, 3.0),
+        ratio=logprobs.exp(), advantages=rows([1, -1, -1, 1, 1, 1, 1, 1]), mask=mask, clip=ClipRange(0.2, 0.2, 3.0)
     )
     stats = clip_stats(logprobs=logprobs, old_logprobs=torch.zeros_like(logprobs), mask=mask, cut=cut)
     assert (stats.clipped_high, stats.clipped_low, stats.clipped_dual) == (1, 1, 1)
@@ -177,9 +170,7 @@ def test_a_loss_per_trajectory_is_averaged_over_those_that_train():
     mask = torch.tensor([[1, 1], [0, 0], [0, 1]])
     loss = torch.tensor([3.0, torch.nan, 6.0], dtype=torch.float64)
     assert float(aggregate(loss=loss, mask=mask)) == 4.5
-    parts = [
-        aggregate(loss=loss[i : i + 1], mask=mask[i : i + 1], normaliser=Normalizer(3, 2)) for i in range(3)
-    ]
+    parts = [aggregate(loss=loss[i : i + 1], mask=mask[i : i + 1], normaliser=Normalizer(3, 2)) for i in range(3)]
     assert float(sum(parts)) == 4.5
 
 
@@ -196,11 +187,7 @@ def test_aggregate_refuses_what_it_cannot_divide():
 
 def test_normalisers_of_parts_add_up():
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 0]])
-    assert (
-        Normalizer.of(mask[:1], 9) + Normalizer.of(mask[1:], 9)
-        == Normalizer.of(mask, 9)
-        == Normalizer(3, 2, 9)
-    )
+    assert Normalizer.of(mask[:1], 9) + Normalizer.of(mask[1:], 9) == Normalizer.of(mask, 9) == Normalizer(3, 2, 9)
     with pytest.raises(ValueError, match="one constant"):
         Normalizer(1, 1, 8) + Normalizer(1, 1, 9)
 
@@ -285,9 +272,7 @@ def test_penalties_equal_the_loop(batch, coef):
 def test_tis_and_mismatch_equal_the_loop(batch, cap):
     pair = {"old_logprobs": batch.old, "behavior_logprobs": batch.behavior, "mask": batch.mask}
     weights = corrections.tis(**pair, cap=cap)
-    loop = oracle.tokens(
-        batch.mask, lambda i, t: (batch.old[i, t] - batch.behavior[i, t]).exp().clamp(max=cap)
-    )
+    loop = oracle.tokens(batch.mask, lambda i, t: (batch.old[i, t] - batch.behavior[i, t]).exp().clamp(max=cap))
     torch.testing.assert_close(weights, loop, **oracle.TOLERANCE)
     gaps = (batch.old - batch.behavior)[batch.mask].tolist()
     stats = corrections.mismatch(**pair, weights=weights)

@@ -18,9 +18,7 @@ from ludus.algorithms.spec.presets import PRESETS
 
 quick = settings(max_examples=30, deadline=None, derandomize=True)
 CONSTANT = 11
-FULL = replace(
-    PRESETS["grpo"], kl_coef=0.3, kl="k3", entropy_coef=0.02, correction="tis", tis_cap=1.3, dual_clip=1.5
-)
+FULL = replace(PRESETS["grpo"], kl_coef=0.3, kl="k3", entropy_coef=0.02, correction="tis", tis_cap=1.3, dual_clip=1.5)
 VARIANTS = [replace(FULL, aggregation=how) for how in AGGREGATION_NAMES] + [
     PRESETS["grpo"],
     PRESETS["dr_grpo"],
@@ -167,9 +165,7 @@ def test_a_mean_of_microbatch_means_would_be_another_number():
     advantages = torch.tensor([[-4.0, 0, 0], [0, 0, 0]], dtype=torch.float64)
     batch = TokenBatch(logprobs, logprobs, logprobs, advantages, mask)
     parts = [objective(part_of(batch, [i]), PRESETS["grpo"], Normalizer.of(mask))[0] for i in range(2)]
-    own = [
-        objective(part_of(batch, [i]), PRESETS["grpo"], Normalizer.of(mask[i : i + 1]))[0] for i in range(2)
-    ]
+    own = [objective(part_of(batch, [i]), PRESETS["grpo"], Normalizer.of(mask[i : i + 1]))[0] for i in range(2)]
     assert float(sum(parts)) == 1.0
     assert float(sum(own)) / 2 == 2.0
 
@@ -235,9 +231,7 @@ def test_statistics_by_hand():
         ref_logprobs=zeros - 3,
         entropy=zeros + 0.5,
     )
-    algorithm = replace(
-        PRESETS["grpo"], kl="k1", kl_coef=0.1, entropy_coef=0.2, correction="tis", tis_cap=2.0
-    )
+    algorithm = replace(PRESETS["grpo"], kl="k1", kl_coef=0.1, entropy_coef=0.2, correction="tis", tis_cap=2.0)
     total, stats = objective(batch, algorithm, Normalizer.of(batch.mask))
     assert stats.policy_loss == pytest.approx(-4.0)
     assert float(total) == stats.loss == pytest.approx(-4.0 + 0.1 * 3 - 0.2 * 0.5)

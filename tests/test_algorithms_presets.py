@@ -32,20 +32,14 @@ def refused(**settings):
 
 
 @pytest.mark.parametrize(
-    ("names", "registry"),
-    [
-        (algorithm.AGGREGATION_NAMES, AGGREGATIONS),
-        (algorithm.KL_NAMES, KLS | FULL_KLS),
-    ],
+    ("names", "registry"), [(algorithm.AGGREGATION_NAMES, AGGREGATIONS), (algorithm.KL_NAMES, KLS | FULL_KLS)]
 )
 def test_the_names_are_those_of_the_registry(names, registry):
     assert set(names) == set(registry)
     assert len(names) == len(registry)
 
 
-@pytest.mark.parametrize(
-    "spec", [*ADVANTAGE_SPECS.values(), *LOSS_SPECS.values(), *CORRECTION_SPECS.values()]
-)
+@pytest.mark.parametrize("spec", [*ADVANTAGE_SPECS.values(), *LOSS_SPECS.values(), *CORRECTION_SPECS.values()])
 def test_the_functions_of_a_spec_can_be_imported(spec):
     assert callable(spec.load())
     for name in ("cut", "choose", "keep"):
@@ -139,10 +133,7 @@ def options(part, **given):
         ({"preset": "ppo"} | options("advantage", whiten=0.5), "must be a whole number from 0 to 1."),
         ({"preset": "vapo"} | options("advantage", alpha=0), "alpha is 0, but must be above 0."),
         ({"preset": "pass_at_k"} | options("advantage", k=2.5), "k is 2.5, but must be a whole number"),
-        (
-            {"preset": "pass_at_k"} | options("advantage", k=0),
-            "k is 0, but must be a whole number from 1 on.",
-        ),
+        ({"preset": "pass_at_k"} | options("advantage", k=0), "k is 0, but must be a whole number from 1 on."),
         ({"preset": "pass_at_k"} | options("advantage", k=9), "k is 9, but must be at most algorithm.group_"),
         ({"preset": "pass_at_k", "group_size": 3}, "k is 4, but must be at most algorithm.group_size, which"),
         ({"preset": "rae"} | options("advantage", decay=5), "decay is 5"),
@@ -151,17 +142,11 @@ def options(part, **given):
         ({"preset": "sapo"} | options("loss", tau_pos=0), "loss.tau_pos is 0, but must be above 0."),
         ({"preset": "kl_cov"} | options("loss", share=0), "share is 0, but must be above 0 and at most 1."),
         ({"preset": "clip_cov"} | options("loss", share=2), "share is 2"),
-        (
-            {"preset": "clip_cov"} | options("loss", low=9),
-            "loss.low is 9, but must be at most high, which is 5.",
-        ),
+        ({"preset": "clip_cov"} | options("loss", low=9), "loss.low is 9, but must be at most high, which is 5."),
         ({"preset": "mixed_policy"} | options("loss", gamma=0), "loss.gamma is 0, but must be above 0."),
         ({"preset": "dppo"} | options("loss", bound=-1), "bound is -1"),
         ({"preset": "gtpo"} | options("loss", amplify=-2), "amplify is -2"),
-        (
-            {"correction": "icepop"} | options("correction", low=3, high=1),
-            "low is 3, but must be at most high",
-        ),
+        ({"correction": "icepop"} | options("correction", low=3, high=1), "low is 3, but must be at most high"),
         ({"correction": "reject_sequence"} | options("correction", low=3), "at most high, which is 2."),
         ({"correction": "decoupled"} | options("correction", cap=-2), "cap is -2, but must be above 0."),
     ],
@@ -191,9 +176,7 @@ def test_a_loss_of_trajectories_takes_a_weight_of_trajectories():
 
 
 def test_a_setting_that_is_off_or_zero_overrides_the_preset():
-    resolved = resolve(
-        AlgorithmConfig(preset="dapo", filter_zero_variance=False, max_resample_rounds=0, clip_low=0.0)
-    )
+    resolved = resolve(AlgorithmConfig(preset="dapo", filter_zero_variance=False, max_resample_rounds=0, clip_low=0.0))
     assert (resolved.filter_zero_variance, resolved.max_resample_rounds, resolved.clip_low) == (False, 0, 0.0)
     assert resolve(AlgorithmConfig(preset="grpo_paper", kl="k2", kl_coef=0.0)).kl_coef == 0.0
 
@@ -234,10 +217,7 @@ def test_a_name_like_no_other_gets_the_list_and_no_guess():
         ({"loss": "gmpo", "aggregation": "constant"}, "aggregation = constant would have no effect"),
         ({"preset": "distill", "advantage": "grpo"}, "advantage = grpo would have no effect"),
         ({"preset": "distill", "overlong_buffer": 0.2}, "overlong_buffer = 0.2 would have no effect"),
-        (
-            {"preset": "distill", "kl_coef": 0.1, "kl_placement": "reward"},
-            "kl_placement = reward would have no effect",
-        ),
+        ({"preset": "distill", "kl_coef": 0.1, "kl_placement": "reward"}, "kl_placement = reward would have no effect"),
         ({"preset": "best_of_group", "clip_low": 0.1}, "clip_low = 0.1 would have no effect"),
         ({"preset": "best_of_group", "dual_clip": 3.0}, "dual_clip = 3.0 would have no effect"),
         ({"preset": "pass_at_k", "kl_coef": 0.1, "kl_placement": "reward"}, "'reward' adds to them"),

@@ -131,9 +131,7 @@ def test_one_step_repeats_bit_for_bit_and_is_one_version_behind(tiny_run, tmp_pa
     assert [row.metrics["staleness/mean"] for row in rows] == [0.0, 1.0, 1.0]
 
 
-def test_a_history_that_is_computed_again_under_new_weights_trains_as_any_other(
-    tiny_run, tmp_path, monkeypatch
-):
+def test_a_history_that_is_computed_again_under_new_weights_trains_as_any_other(tiny_run, tmp_path, monkeypatch):
     plain, again = build.make_engine, []
 
     def counting(session):
@@ -148,11 +146,7 @@ def test_a_history_that_is_computed_again_under_new_weights_trains_as_any_other(
         return engine
 
     monkeypatch.setattr(build, "make_engine", counting)
-    changes = {
-        "staleness__kv_cache_on_update": "recompute",
-        "staleness__max_staleness": BOUND,
-        "training__steps": 4,
-    }
+    changes = {"staleness__kv_cache_on_update": "recompute", "staleness__max_staleness": BOUND, "training__steps": 4}
     folder = run(tiny_run, tmp_path / "prefill", "async", **changes)
     every = records(folder, 4)
     assert len({record.key for _, record in every}) == len(every) == 4 * 9
@@ -170,13 +164,10 @@ def test_a_history_that_is_computed_again_under_new_weights_trains_as_any_other(
 def test_a_cache_that_a_server_does_not_keep_is_announced():
     asked = ["--training.mode", "async", *SERVED]
     assert any(
-        "staleness.kv_cache_on_update has no effect" in text
-        for text in build.doubts(load_config("search", asked))
+        "staleness.kv_cache_on_update has no effect" in text for text in build.doubts(load_config("search", asked))
     )
     again = [*asked, "--staleness.kv_cache_on_update", "recompute"]
-    assert not any(
-        "staleness.kv_cache_on_update" in text for text in build.doubts(load_config("search", again))
-    )
+    assert not any("staleness.kv_cache_on_update" in text for text in build.doubts(load_config("search", again)))
 
 
 def test_weights_that_take_longer_than_the_run_allows_stop_it(tiny_run, tmp_path, monkeypatch):
@@ -220,9 +211,7 @@ def with_proofs_of_the_engine(monkeypatch, proof) -> None:
     monkeypatch.setattr(build, "make_engine", made)
 
 
-def test_the_learner_goes_on_while_the_engine_of_its_process_proves_its_weights(
-    tiny_run, tmp_path, monkeypatch
-):
+def test_the_learner_goes_on_while_the_engine_of_its_process_proves_its_weights(tiny_run, tmp_path, monkeypatch):
     rows = tmp_path / "run" / "metrics.jsonl"
 
     async def after_the_step(digest: str, version: int) -> str:
@@ -269,9 +258,7 @@ def test_weights_that_are_not_those_of_the_learner_stop_a_run_that_went_on(tiny_
 
 
 def test_not_interruptible_every_episode_is_of_one_version(tiny_run, tmp_path):
-    folder = run(
-        tiny_run, tmp_path / "whole", "async", staleness__in_flight_weight_updates="false", training__steps=4
-    )
+    folder = run(tiny_run, tmp_path / "whole", "async", staleness__in_flight_weight_updates="false", training__steps=4)
     for _, record in records(folder, 4):
         assert len({v for s in record.trajectory.segments for v in s.versions}) == 1
 
@@ -315,9 +302,7 @@ def test_a_resumed_run_keeps_every_episode_that_had_ended(streamed, tiny_run, tm
     for key, segments in waiting.items():
         kept = [list(s.tokens) for s in found[key].trajectory.segments]
         assert kept == [segment["tokens"] for segment in segments]
-    total = json.loads(
-        (checkpoint_path(folder / "checkpoints", STEPS) / "trainer" / "state.json").read_text()
-    )
+    total = json.loads((checkpoint_path(folder / "checkpoints", STEPS) / "trainer" / "state.json").read_text())
     assert total["ledger"]["total"]["started"] == STEPS * 9
 
 
@@ -340,9 +325,7 @@ def test_what_had_ended_is_counted_where_a_mode_that_streams_is_left(mode, tiny_
 def test_a_mode_can_be_left_and_entered_on_resume(tiny_run, tmp_path):
     folder = run(tiny_run, tmp_path / "changing", "sync", training__steps=2)
     for steps, mode in ((4, "async"), (5, "one_step"), (6, "sync")):
-        assert (
-            ludus("train", "--resume", folder, "--training.mode", mode, "--training.steps", steps).code == 0
-        )
+        assert ludus("train", "--resume", folder, "--training.mode", mode, "--training.steps", steps).code == 0
     assert [row.step for row in read_metrics(folder / "metrics.jsonl")] == list(range(1, 7))
 
 
@@ -357,9 +340,7 @@ def test_over_sampling_takes_the_first_members_and_the_ledger_says_so(tiny_run, 
     assert sum(m.get("ledger/dropped/cancelled", 0) for m in rows) > 0
 
 
-def test_a_group_that_fails_at_a_part_that_settings_add_has_another_in_its_place(
-    tiny_run, tmp_path, monkeypatch
-):
+def test_a_group_that_fails_at_a_part_that_settings_add_has_another_in_its_place(tiny_run, tmp_path, monkeypatch):
     def fails_for_some(task, trajectory):
         if task.id in ("train:apple", "train:plum"):
             raise ValueError("not this one")
@@ -394,9 +375,7 @@ def test_groups_from_before_a_resume_keep_their_members_and_none_is_lost(tiny_ru
 
 def test_groups_of_equal_rewards_are_replaced_while_others_stream(tiny_run, tmp_path):
     changes = {"algorithm__preset": "dapo", "algorithm__greso": "true", "training__prompts_per_step": 2}
-    folder = run(
-        tiny_run, tmp_path / "dapo", "async", algorithm__max_resample_rounds=1, training__steps=4, **changes
-    )
+    folder = run(tiny_run, tmp_path / "dapo", "async", algorithm__max_resample_rounds=1, training__steps=4, **changes)
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
     assert sum(m.get("ledger/dropped/zero_variance", 0) for m in rows) > 0
     for row in rows:  # a step has its groups, and one round of others at most
@@ -628,14 +607,7 @@ def test_the_progress_line_says_who_waited_and_which_tool_was_slow():
     }
     assert waiting_line({}, {"idle/learner": 0.25}) == "  idle: learner 25%"  # nobody knows of the engine
     line = waiting_line({"staleness/mean": 1.23}, timings)
-    for words_in_it in (
-        "learner 25%",
-        "engine 50%",
-        "40 in flight",
-        "3 groups",
-        "age 1.2",
-        "look 2 times, to 12.3",
-    ):
+    for words_in_it in ("learner 25%", "engine 50%", "40 in flight", "3 groups", "age 1.2", "look 2 times, to 12.3"):
         assert words_in_it in line
     assert "add" not in line
     assert waiting_line({}, {}) == ""
@@ -695,9 +667,7 @@ def test_failures_are_counted_among_all_episodes_that_began_since_the_last_batch
 
     world, limits = WatchedWorld(hooks={"start": breaks}), SchedulerLimits(retries=0, max_failure_rate=0.2)
     scheduler = make_scheduler(scripted(["Paris"]), world, limits)
-    player = StreamRunner(
-        RolloutCollector(None, None, PRESETS["grpo"], None, scheduler.ledger), scheduler, 10
-    )
+    player = StreamRunner(RolloutCollector(None, None, PRESETS["grpo"], None, scheduler.ledger), scheduler, 10)
 
     async def play():
         return await asyncio.gather(*(player.play(job) for job in make_jobs(40)))

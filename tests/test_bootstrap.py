@@ -41,10 +41,7 @@ def taught(one, episodes, rounds=4):
 def cut_group():
     episodes, one = real_group()
     one.algorithm = algorithm()
-    cut = [
-        replace(e, trajectory=replace(e.trajectory, stop_reason=s))
-        for e, s in zip(episodes, CUT, strict=True)
-    ]
+    cut = [replace(e, trajectory=replace(e.trajectory, stop_reason=s)) for e, s in zip(episodes, CUT, strict=True)]
     return cut, one, taught(one, cut)
 
 
@@ -70,9 +67,7 @@ def test_the_last_token_of_a_cut_episode_looks_at_the_value_after_it():
         added = [0.9 * (0.9 * 0.8) ** (n - 1 - t) * v for t in range(n)]
         expected = [a + d for a, d in zip(before.advantages, added, strict=True)]
         assert after.advantages == pytest.approx(expected, abs=1e-9)
-        assert after.targets == pytest.approx(
-            [t + d for t, d in zip(before.targets, added, strict=True)], abs=1e-6
-        )
+        assert after.targets == pytest.approx([t + d for t, d in zip(before.targets, added, strict=True)], abs=1e-6)
     assert plain[1].values == asked[1].values
 
 

@@ -47,9 +47,7 @@ PROMPT = tuple(range(20, 30))
 
 
 def action(parent, *tokens, turn=0):
-    return Segment(
-        "action", tokens, turn, parent, logprobs=(-1.0,) * len(tokens), versions=(0,) * len(tokens)
-    )
+    return Segment("action", tokens, turn, parent, logprobs=(-1.0,) * len(tokens), versions=(0,) * len(tokens))
 
 
 def tree(sample=0, leaves=(1.0, 0.0, 0.5)):
@@ -130,10 +128,7 @@ def test_leaves_that_differ_are_variance():
 
 def of_two(name, *leaves):
     """A group of trees whose leaves earn these, and the parts as their trajectories have them."""
-    return [
-        replace(e, task=Task(name, (), None))
-        for e in episodes(*(tree(i, own) for i, own in enumerate(leaves)))
-    ]
+    return [replace(e, task=Task(name, (), None)) for e in episodes(*(tree(i, own) for i, own in enumerate(leaves)))]
 
 
 def test_the_groups_that_vary_most_are_those_whose_leaves_do():
@@ -275,9 +270,7 @@ def test_leaf_rewards_are_stored():
 
 
 def test_what_cannot_be_done_with_a_tree_is_said():
-    second = Trajectory(
-        "t", 0, (Segment("prompt", PROMPT), action(0, 4), action(-1, 5)), (), StopReason.ANSWERED
-    )
+    second = Trajectory("t", 0, (Segment("prompt", PROMPT), action(0, 4), action(-1, 5)), (), StopReason.ANSWERED)
     with pytest.raises(ValueError, match="path 1 of task t begins with an action"):
         row_of_trajectory(second, 1.0)
     model = tiny_model()

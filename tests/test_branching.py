@@ -44,9 +44,7 @@ def played(told: tuple[Segment, ...], number: int, surprise=(1.0, 3.0, 2.0)) -> 
     begun = sum(segment.kind == "action" for segment in told)
     for turn in range(begun, TURNS):
         tokens = (100 * number + 10 * turn, 7)
-        segments.append(
-            Segment("action", tokens, turn, None, "policy", (-surprise[turn],) * 2, (number,) * 2)
-        )
+        segments.append(Segment("action", tokens, turn, None, "policy", (-surprise[turn],) * 2, (number,) * 2))
         if turn < TURNS - 1:
             segments.append(Segment("observation", (5, turn), turn))
     outcomes = tuple(ToolOutcome(f"call_{turn}_0", "look", ToolStatus.OK, "") for turn in range(TURNS - 1))
@@ -79,9 +77,7 @@ def grow(play=played, **settings) -> tuple[Trajectory, list[Trajectory]]:
 
 def firsts(tree: Trajectory) -> list[list[int]]:
     """The first token of each action of each path."""
-    return [
-        [tree.segments[i].tokens[0] for i in row if tree.segments[i].kind == "action"] for row in tree.rows
-    ]
+    return [[tree.segments[i].tokens[0] for i in row if tree.segments[i].kind == "action"] for row in tree.rows]
 
 
 def test_chosen_turns_fork_the_trunk_and_then_its_branches():
@@ -143,17 +139,13 @@ def test_a_world_that_does_not_repeat_is_said():
 
 def test_parts_lengths_and_turns_apply_to_each_leaf():
     settings = RewardsConfig(
-        weights={"neat": 0.2},
-        length=LengthConfig(kind="linear", target=2, lam=0.001, cap=0.05),
-        turns={"look": 0.01},
+        weights={"neat": 0.2}, length=LengthConfig(kind="linear", target=2, lam=0.001, cap=0.05), turns={"look": 0.01}
     )
     config = Config(rewards=settings)
     parts = [Reward("right", lambda t, a: 0.0, outcome=True), Reward("neat", lambda t, a: 0.0, weight=0.1)]
     one = RewardMixer(settings, plan_parts(config, parts))
     tree, chains = grow(branches=2, turns=[1])
-    long = replace(
-        chains[1], segments=(*chains[1].segments, Segment("action", (9,), 3, None, "policy", (-1.0,)))
-    )
+    long = replace(chains[1], segments=(*chains[1].segments, Segment("action", (9,), 3, None, "policy", (-1.0,))))
     group = [tree, long]
     ((combined, plain),) = one.combine(1, [episodes(*group)])
     apart = one.combine(1, [episodes(*chains, long)])[0]

@@ -113,9 +113,7 @@ def test_tensors_pass_a_line_and_a_broken_one_says_so():
 def test_a_server_takes_weights_from_the_line_and_then_differences(served):
     model = load_model(str(COLD_START), device="cpu")
     original = {name: p.detach().clone() for name, p in model.named_parameters()}
-    engine = ServerEngine(
-        [served.url], settings=RemoteEngineSettings(60, 2, 0.1, "", "127.0.0.1", delta=True)
-    )
+    engine = ServerEngine([served.url], settings=RemoteEngineSettings(60, 2, 0.1, "", "127.0.0.1", delta=True))
     sync = WeightSync(model, engine, PROBE)
     sizes = []
 
@@ -197,9 +195,7 @@ class OnLine(Fake):
         return super().answer(path, body)
 
 
-KEPT = RemoteEngineSettings(
-    timeout_s=20, connect_timeout_s=0.2, broadcast_host="127.0.0.1", keeps_weights=True
-)
+KEPT = RemoteEngineSettings(timeout_s=20, connect_timeout_s=0.2, broadcast_host="127.0.0.1", keeps_weights=True)
 ONES = {"a": torch.ones(3)}
 
 

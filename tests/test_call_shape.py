@@ -90,9 +90,7 @@ def test_equal_sums_in_another_order_are_equal_rewards():
         left, right = (sum(torch.tensor(p, dtype=dtype) for p in order) for order in (parts, parts[::-1]))
         assert left != right
         rewards = torch.stack([left, right])
-        found = advantages.grpo(
-            rewards=rewards, group=torch.zeros(2, dtype=torch.long), mask=torch.ones(2, 3)
-        )
+        found = advantages.grpo(rewards=rewards, group=torch.zeros(2, dtype=torch.long), mask=torch.ones(2, 3))
         assert not found.any()
 
 
@@ -116,9 +114,7 @@ def test_without_a_choice_the_covariance_losses_choose_among_these_rows(name, ch
     given = {"old_logprobs": old, "advantages": scores, "mask": mask}
     means = losses.CovarianceMeans.of(**given)
     more = {"seed": 0} if name == "clip_cov" else {}
-    chosen = getattr(losses, choose)(
-        covariance=losses.token_covariance(**given, means=means), mask=mask, **more
-    )
+    chosen = getattr(losses, choose)(covariance=losses.token_covariance(**given, means=means), mask=mask, **more)
     assert chosen.any()
     function = getattr(losses, name)
     assert torch.equal(function(logprobs=lp, **given), function(logprobs=lp, **given, chosen=chosen))

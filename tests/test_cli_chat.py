@@ -23,9 +23,7 @@ def dialogue(script, world=None, **settings):
     words = [word for key, value in settings.items() for word in (f"--rollout.{key}", str(value))]
     config = load_config(None, ["--env.name", str(WORLD), "--rollout.max_seq_len", "2000", *words])
     engine = scripted(script)
-    session = TrainingSession(
-        config, world or build_world(config.env, config.rollout), None, tokenizer(), renderer()
-    )
+    session = TrainingSession(config, world or build_world(config.env, config.rollout), None, tokenizer(), renderer())
     return ChatRepl(LoadedRun(session, 0, engine), 0.0), engine
 
 
@@ -118,9 +116,7 @@ def test_a_full_dialogue_says_so_and_begins_anew():
     ask(talk, "What does pear cost?")
     full = len(engine.requests[1].token_ids)
     talk, _ = dialogue(script, max_seq_len=full, max_tokens_per_turn=60)
-    assert ask(talk, "What does pear cost?")[0][-1] == ReplyPart(
-        "end", "The dialogue is full (rollout.max_seq_len)."
-    )
+    assert ask(talk, "What does pear cost?")[0][-1] == ReplyPart("end", "The dialogue is full (rollout.max_seq_len).")
     assert talk.is_new
     talk, _ = dialogue(script, max_seq_len=full + 1, max_tokens_per_turn=60)
     assert ask(talk, "What does pear cost?")[0][-1].kind != "call"
@@ -128,10 +124,7 @@ def test_a_full_dialogue_says_so_and_begins_anew():
 
 def test_a_turn_without_a_word_is_said_to_be_empty():
     talk, _ = dialogue(["", "3"])
-    assert ask(talk, "What?", "Well?") == [
-        [ReplyPart("end", "The model said nothing.")],
-        [ReplyPart("answer", "3")],
-    ]
+    assert ask(talk, "What?", "Well?") == [[ReplyPart("end", "The model said nothing.")], [ReplyPart("answer", "3")]]
 
 
 def test_a_world_that_breaks_is_an_error_in_its_own_words():

@@ -15,9 +15,7 @@ def saved(folder, successes, name=None, conditions=CONDITIONS, tasks="t", **plan
     """An evaluation file with these successes by task."""
     count = len(successes)
     plan = EvaluationPlan(
-        **{"split": "test", "samples": 1, "temperature": 0.0, "seed": 0} | plan,
-        num_tasks=count,
-        conditions=conditions,
+        **{"split": "test", "samples": 1, "temperature": 0.0, "seed": 0} | plan, num_tasks=count, conditions=conditions
     )
     ids = tuple(f"{tasks}{i}" for i in range(count))
     result = Evaluation(plan, ids, tuple(successes), ("all",) * count, {}, 0)

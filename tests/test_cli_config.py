@@ -71,10 +71,7 @@ def test_what_uses_a_fine_tuned_model_keeps_the_limits_that_it_was_tuned_with(tm
     words = ["--rollout.max_seq_len", "700", "--env.settings.k", "3", "--sft.steps", "7"]
     config = load_config("search", words)
     folder = new_run(
-        config.model_copy(update={"run": RunConfig(dir=str(tmp_path / "run"))}),
-        "search-sft",
-        "sft",
-        "search",
+        config.model_copy(update={"run": RunConfig(dir=str(tmp_path / "run"))}), "search-sft", "sft", "search"
     )
     command = use_command(folder, config, Path("made"))
     assert command == "ludus train search --model made --env.settings.k 3 --rollout.max_seq_len 700"

@@ -90,9 +90,7 @@ def test_several_attempts_give_pass_at_k(tiny_run, tmp_path):
     for k in (1, 2, 3):
         at = sum(pass_at_k(3, c, k) for c in result.successes) / 5
         hat = sum(pass_hat_k(3, c, k) for c in result.successes) / 5
-        row = [
-            cell.strip() for line in said.out.splitlines() if f"│ {k} │" in line for cell in line.split("│")
-        ]
+        row = [cell.strip() for line in said.out.splitlines() if f"│ {k} │" in line for cell in line.split("│")]
         assert row[-3:-1] == [f"{at:.1%}", f"{hat:.1%}"]
     records = list(read_rollouts(run / "evaluations" / "step-000002-test-t0.7-x3.jsonl.gz"))
     assert [(r.group, r.trajectory.sample) for r in records] == [
@@ -149,14 +147,7 @@ def test_an_endpoint_plays_the_same_tasks(tmp_path):
 @pytest.mark.parametrize(("baseline", "opening"), [("none", "from memory"), ("once", "from the passages")])
 def test_baselines_of_the_search_world_have_no_tool(tiny_run, tmp_path, baseline, opening):
     model = tiny_run / "checkpoints" / "step-000002"
-    words = (
-        "--evaluation.tasks",
-        "2",
-        "--evaluation.splits",
-        '["test"]',
-        "--evaluation.temperatures",
-        "[0.0]",
-    )
+    words = ("--evaluation.tasks", "2", "--evaluation.splits", '["test"]', "--evaluation.temperatures", "[0.0]")
     scale = ("--rollout.max_tokens_per_turn", "8", "--rollout.max_seq_len", "500", "--baseline", baseline)
     said = ludus("eval", "search", "--model", model, "--out", tmp_path / "out", *words, *scale)
     assert said.code == 0, said
@@ -230,14 +221,7 @@ def test_an_evaluation_that_fails_leaves_what_others_wrote(tiny_run, tmp_path):
 def test_a_run_with_adapters_is_reproduced_from_base_and_adapters(tiny_run, tmp_path):
     pytest.importorskip("peft")
     model = tiny_run / "checkpoints" / "step-000002"
-    small = (
-        "--training.steps",
-        "1",
-        "--training.learning_rate",
-        "0.05",
-        "--evaluation.temperatures",
-        "[1.0]",
-    )
+    small = ("--training.steps", "1", "--training.learning_rate", "0.05", "--evaluation.temperatures", "[1.0]")
     words = ("--model", model, "--model.lora.rank", "4", "--run.dir", tmp_path / "run", *small)
     assert ludus("train", make_recipe(tmp_path), *words).code == 0
     assert not (tmp_path / "run" / "checkpoints" / "step-000001" / "model.safetensors").exists()
@@ -247,9 +231,7 @@ def test_a_run_with_adapters_is_reproduced_from_base_and_adapters(tiny_run, tmp_
 
 
 def test_who_evaluates_an_endpoint_needs_no_torch(tmp_path):
-    program = (
-        "import sys, ludus.cli; code = ludus.cli.main(sys.argv[1:]); print('torch' in sys.modules, code)"
-    )
+    program = "import sys, ludus.cli; code = ludus.cli.main(sys.argv[1:]); print('torch' in sys.modules, code)"
     with serving(lambda body: Reply(say("3"))) as server:
         where = ["--endpoint", server.url, "--model", "m", "--out", tmp_path / "out"]
         words = ["eval", make_recipe(tmp_path), *where, "--evaluation.tasks", "2"]

@@ -63,9 +63,7 @@ def test_the_help_of_ludus_lists_every_command():
 
 
 def test_a_module_starts_the_same_command_line():
-    done = subprocess.run(
-        [sys.executable, "-m", "ludus", "recipes"], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-m", "ludus", "recipes"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert "search" in done.stdout
 

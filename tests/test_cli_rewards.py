@@ -48,9 +48,7 @@ def config(folder, text):
 
 def table(said):
     """The cells of all tables, a list a row."""
-    rows = [
-        [cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if "│" in line
-    ]
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if "│" in line]
     return [row for row in rows if any(row)]
 
 
@@ -85,18 +83,12 @@ def test_a_preset_brings_its_own_parts(run):
 def test_the_sentence_and_the_table_count_the_same_rollouts(run):
     words = ("--rewards.extra.citation_support.weight", "0.05", "--rewards.weights.f1", "0.0")
     said = replay(run, *words)
-    assert (
-        "9 rollouts scored again: 0 have another reward now, 9 more have other parts and the same reward."
-        in said
-    )
+    assert "9 rollouts scored again: 0 have another reward now, 9 more have other parts and the same reward." in said
     assert ["citation_support", "none", "0.0000", "9"] in table(said)
     assert ["reward", "0.4333", "0.4333", "0"] in table(said)
     assert "the largest changes" not in said
     said = replay(run, "--rewards.extra.long_answer.weight", "0.1", *long_answer())
-    assert (
-        "9 rollouts scored again: 3 have another reward now, 6 more have other parts and the same reward."
-        in said
-    )
+    assert "9 rollouts scored again: 3 have another reward now, 6 more have other parts and the same reward." in said
     (row,) = [row for row in table(said) if row[0] == "reward"]
     assert row[-1] == "3"
     assert len([row for row in table(said) if row[0] == "1"]) == 3
@@ -169,6 +161,4 @@ def test_what_a_section_made_is_made_again_bit_for_bit(tiny_run, tmp_path):
 )
 def test_bad_input_is_one_sentence(words, expected, run, tmp_path):
     file = config(tmp_path, "[training]\nsteps = 3")
-    assert expected in refused(
-        "rewards", "replay", run, *(file if word == "FILE" else word for word in words)
-    )
+    assert expected in refused("rewards", "replay", run, *(file if word == "FILE" else word for word in words))

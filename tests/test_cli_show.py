@@ -52,10 +52,7 @@ def test_curves_are_those_a_run_has_and_the_last_row_of_a_step_counts():
         MetricsRow(2, {"eval/test/greedy/success": 0.5, "eval/test/greedy/low": 0.1}),
     ]
     found = {curve.name: (curve.steps, curve.values) for curve in find_curves(given)}
-    assert found == {
-        "reward": ((1, 2), (0.4, 0.2)),
-        "held-out success, test greedy": ((2,), (0.5,)),
-    }
+    assert found == {"reward": ((1, 2), (0.4, 0.2)), "held-out success, test greedy": ((2,), (0.5,))}
 
 
 def test_the_ledger_is_summed_with_its_reasons():
@@ -119,9 +116,7 @@ def test_the_overview_holds_the_numbers_of_the_run(tiny_run):
     assert {"entropy, nats/token", "KL to the start, nats/token", "sampled tokens/s"} <= cells.keys()
     assert "held-out success, validation greedy" in cells
     result = load_evaluation(tiny_run / "evaluations" / "step-000002-test-greedy.json")
-    assert f"{result.rate:.1%} [" in next(
-        line for line in said.out.splitlines() if "step-000002-test-greedy" in line
-    )
+    assert f"{result.rate:.1%} [" in next(line for line in said.out.splitlines() if "step-000002-test-greedy" in line)
     assert "18 rollouts started: " in said.out
     assert "Cold start: 30 steps of fine-tuning" in said.out
     assert "From rollouts/step-000002.jsonl.gz:" in said.out
@@ -149,9 +144,7 @@ def judged(tiny_run, tmp_path):
     path = rollouts_path(run, 2)
     first, second, third, *_ = read_rollouts(path)
     right = replace(first.trajectory, rewards={"exact_match": 1.0, "f1": 1.0, "well_formed": 1.0}, reward=1.1)
-    wrong = replace(
-        second.trajectory, rewards={"exact_match": 0.0, "f1": 0.5, "well_formed": 1.0}, reward=0.1
-    )
+    wrong = replace(second.trajectory, rewards={"exact_match": 0.0, "f1": 0.5, "well_formed": 1.0}, reward=0.1)
     failed = replace(
         third.trajectory,
         segments=(),

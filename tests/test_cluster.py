@@ -112,9 +112,7 @@ class FakeLauncher:
         pass
 
 
-def make_pool(
-    start, target=2, restarts=3, heartbeat_timeout_s=0.1, **limits: float
-) -> tuple[WorkerPool, list, list]:
+def make_pool(start, target=2, restarts=3, heartbeat_timeout_s=0.1, **limits: float) -> tuple[WorkerPool, list, list]:
     joined, left = [], []
 
     async def on_joined(member):
@@ -404,9 +402,7 @@ def test_an_attempt_that_is_late_is_lost_alone_where_its_worker_answers():
     async def scenario(url):
         launcher = FakeLauncher([url])
         own = plan(engines=1, workers=1)
-        crowd = WorkerGroup(
-            replace(own, config=own.config.model_copy(update={"episodes_per_worker": 2})), launcher
-        )
+        crowd = WorkerGroup(replace(own, config=own.config.model_copy(update={"episodes_per_worker": 2})), launcher)
         await crowd.open()
         other = asyncio.create_task(crowd.play(JOB, 60))
         with pytest.raises(WorkerLost, match="is silent"):
@@ -570,9 +566,7 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
     async def scenario(url):
         config = load_config("search", ["--run.threads", "1", "--env.name", str(world)])
         launcher = LocalLauncher()
-        remote = await launcher.start(
-            "worker 0", WorkerSpec(config, str(COLD_START), os.getcwd()), ResourceRequest()
-        )
+        remote = await launcher.start("worker 0", WorkerSpec(config, str(COLD_START), os.getcwd()), ResourceRequest())
         try:
             started = await remote.call(StartRole(), 120)
             assert started.pid != os.getpid()
@@ -685,6 +679,4 @@ def test_each_worker_makes_its_share_of_the_calls_that_a_tool_allows_at_once(bou
 def test_each_worker_of_a_machine_has_its_share_of_the_sandbox(kind, given, share):
     words = ["--cluster.kind", kind, "--cluster.workers", "2", "--sandbox.concurrency", str(given)]
     assert sandbox_of(load_config("search", words)).concurrency == share
-    assert sandbox_of(load_config("search", ["--cluster.kind", "local"])).concurrency == max(
-        2, os.cpu_count()
-    )
+    assert sandbox_of(load_config("search", ["--cluster.kind", "local"])).concurrency == max(2, os.cpu_count())

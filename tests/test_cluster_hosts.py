@@ -19,10 +19,7 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.training.run.run_dir import RunFolder
 from small_runs import SMALLEST, lasting_files
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(bool(why_not()), reason=why_not() or "nothing"),
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(why_not()), reason=why_not() or "nothing")]
 
 _PLACE = re.compile(r"(engine|worker) (\d+) runs at (\S+) \((\d+)\)")
 

@@ -43,9 +43,7 @@ def num_started(folder: Path) -> int:
     return log.read_text().count(" runs at ") if log.exists() else 0
 
 
-def kill_while_it_trains(
-    process: subprocess.Popen[bytes], folder: Path, rng: random.Random, seconds: float
-) -> bool:
+def kill_while_it_trains(process: subprocess.Popen[bytes], folder: Path, rng: random.Random, seconds: float) -> bool:
     """Kill at a random moment once all roles are there, or now and then before; False where it has ended."""
     wanted = num_started(folder) + rng.choice([1, NUM_ROLES, NUM_ROLES, NUM_ROLES])
     while process.poll() is None and num_started(folder) < wanted:

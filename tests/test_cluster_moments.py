@@ -48,13 +48,10 @@ def test_a_child_that_cannot_read_what_it_is_asked_says_so_and_goes_on():
     async def scenario():
         config = load_config("search", ["--run.threads", "1"])
         launcher = LocalLauncher()
-        remote = await launcher.start(
-            "worker 0", WorkerSpec(config, str(COLD_START), os.getcwd()), ResourceRequest()
-        )
+        remote = await launcher.start("worker 0", WorkerSpec(config, str(COLD_START), os.getcwd()), ResourceRequest())
         try:
             with pytest.raises(
-                UserError,
-                match=r"cannot be unpickled by the receiving process: ValueError.*must survive pickling",
+                UserError, match=r"cannot be unpickled by the receiving process: ValueError.*must survive pickling"
             ):
                 await remote.call(SOUR, 60)
             assert isinstance(await remote.call(Ping(), 60), Heartbeat)

@@ -12,17 +12,7 @@ import time
 import pytest
 
 import small_runs
-from cluster_runs import (
-    CLUSTER,
-    Meddling,
-    all_gone,
-    cluster_threads,
-    keys,
-    pids,
-    run,
-    sends,
-    started,
-)
+from cluster_runs import CLUSTER, Meddling, all_gone, cluster_threads, keys, pids, run, sends, started
 from ludus.cluster.handles import ResourceRequest, WorkerDied
 from ludus.cluster.protocol import Ping, WorkerResponse
 from ludus.config import load_config

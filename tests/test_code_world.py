@@ -111,9 +111,7 @@ def test_every_step_says_what_it_does_and_leaves_its_arguments_alone():
 def test_there_are_enough_tasks_and_no_two_are_alike(world, every):
     assert len(every) == NUM
     assert len({one.chain.shape for one in every}) == len({one.id for one in every}) == NUM
-    assert {level: len([p for p in every if p.level == level]) for level in LEVELS} == dict.fromkeys(
-        LEVELS, 64
-    )
+    assert {level: len([p for p in every if p.level == level]) for level in LEVELS} == dict.fromkeys(LEVELS, 64)
     forms = {form_of(one.text) for one in every}
     assert len(forms) > 0.97 * NUM
     assert 0.2 < sum(one.style == "stdin" for one in every) / NUM < 0.5
@@ -126,9 +124,7 @@ def test_the_data_is_what_the_generator_writes(drawn):
 
 
 def test_settings_choose_from_the_data():
-    few = CodeWorld(
-        CodeSettings(tasks=60, levels=(2,), families=("lists", "folds"), styles=("stdin",), tests=9)
-    )
+    few = CodeWorld(CodeSettings(tasks=60, levels=(2,), families=("lists", "folds"), styles=("stdin",), tests=9))
     tasks = [task for split in few.splits for task in few.tasks(split)]
     assert len(tasks) == 60
     assert {task.tags["level"] for task in tasks} == {"2"}
@@ -200,9 +196,7 @@ def test_hidden_tests_are_not_among_the_shown_ones(world):
 
 
 def test_a_shape_is_what_is_left_without_names_and_numbers():
-    assert shape_of("def f(x):\n    'doc'\n    return x + 1") == shape_of(
-        "def g(y: int):\n    return y + -23"
-    )
+    assert shape_of("def f(x):\n    'doc'\n    return x + 1") == shape_of("def g(y: int):\n    return y + -23")
     assert shape_of("def f(x):\n    return x + 1") != shape_of("def f(x):\n    return x - 1")
     assert shape_of("def f(x):\n    return len(x)") != shape_of("def f(x):\n    return sum(x)")
 
@@ -243,13 +237,7 @@ def test_other_values_do_not_come_through():
         deep = [deep]
     with pytest.raises(guest_runner.NotPlain, match="deep"):
         guest_runner.encode(deep)
-    for text in (
-        '{"set": [[]]}',
-        '{"a": 1, "b": 2}',
-        '{"eval": ["1"]}',
-        '{"dict": [[[], 1]]}',
-        '{"dict": [[1]]}',
-    ):
+    for text in ('{"set": [[]]}', '{"a": 1, "b": 2}', '{"eval": ["1"]}', '{"dict": [[[], 1]]}', '{"dict": [[1]]}'):
         with pytest.raises(ValueError, match=r"\w"):
             guest_runner.decode(json.loads(text))
 
@@ -336,10 +324,7 @@ FLAWED = {
         "import os\ndef add(a, b):\n    if a == 1: os._exit(0)\n    return a + b",
         [True, False, True, True],
     ),
-    "it hangs at the second": (
-        "def add(a, b):\n    while a == 1: pass\n    return a + b",
-        [True, False, True, True],
-    ),
+    "it hangs at the second": ("def add(a, b):\n    while a == 1: pass\n    return a + b", [True, False, True, True]),
     "it raises at the second": ("def add(a, b):\n    return [a + b][a == 1]", [True, False, True, True]),
     "it leaves at the second": (
         "import sys\ndef add(a, b):\n    return sys.exit(0) if a == 1 else a + b",
@@ -421,9 +406,7 @@ def test_cheats_pass_nothing(sandbox, world):
     programs = {name: text.format(entry="add") for name, text in CHEATS.items() if name != "endless"}
     for truth in (adder(), printer()):
         gradings = grade(sandbox, truth, *programs.values())
-        assert {name: sum(passed(g)) for name, g in zip(programs, gradings, strict=True)} == dict.fromkeys(
-            programs, 0
-        )
+        assert {name: sum(passed(g)) for name, g in zip(programs, gradings, strict=True)} == dict.fromkeys(programs, 0)
 
 
 def test_solutions_pass_in_the_sandbox(sandbox, world, every):
@@ -453,16 +436,12 @@ def test_tasks_in_the_manner_of_human_eval(sandbox, tmp_path):
 
     async def run(program_of_task, limits):
         judge = CodeGrader(sandbox, limits)
-        return await asyncio.gather(
-            *(judge.judge(program_of_task(t.truth), t.truth, t.truth.cases) for t in tasks)
-        )
+        return await asyncio.gather(*(judge.judge(program_of_task(t.truth), t.truth, t.truth.cases) for t in tasks))
 
     bare = {task.truth.entry: row["canonical_solution"] for task, row in zip(tasks, TASKS, strict=True)}
     for right in (lambda truth: truth.reference, lambda truth: bare[truth.entry]):
         gradings = asyncio.run(run(right, LIMITS))
-        assert [passed(one) for one in gradings] == [[True]] * len(TASKS), [
-            g.verdicts[0].said for g in gradings
-        ]
+        assert [passed(one) for one in gradings] == [[True]] * len(TASKS), [g.verdicts[0].said for g in gradings]
     for name in ("always equal", "os._exit", "prints the protocol", "reads the tests", "empty body"):
         cheat = CHEATS[name]
         gradings = asyncio.run(run(lambda truth, cheat=cheat: cheat.format(entry=truth.entry), QUICK))
@@ -481,9 +460,7 @@ APPS = {
     "problem_id": 3,
     "question": "Add two numbers.",
     "solutions": json.dumps(["print(int(input()) + int(input()))"]),
-    "input_output": json.dumps(
-        {"inputs": ["1\n2\n", "3\n4\n", ["5", "6"]], "outputs": ["3\n", "7\n", ["11"]]}
-    ),
+    "input_output": json.dumps({"inputs": ["1\n2\n", "3\n4\n", ["5", "6"]], "outputs": ["3\n", "7\n", ["11"]]}),
     "difficulty": "interview",
     "split": "train",
 }
@@ -582,40 +559,16 @@ def test_public_layouts_are_read(sandbox, tmp_path, layout, rows, split, wrong):
         ("own", '{"prompt": "a", "tests": [{}]}', '"stdin" is not a text'),
         ("own", '{"prompt": "a", "entry": "f", "tests": [{"args": 1}]}', "a test is"),
         ("own", '{"prompt": "a", "tests": [{"stdin": "", "stdout": ""}], "split": "dev"}', "'dev'"),
-        (
-            "own",
-            '{"prompt": "a", "tests": [{"stdin": "", "stdout": "", "weight": 0}]}',
-            '"weight" is no number',
-        ),
-        (
-            "own",
-            '{"prompt": "a", "tests": [{"stdin": "", "stdout": "", "weight": NaN}]}',
-            '"weight" is no number',
-        ),
-        (
-            "own",
-            '{"prompt": "a", "tests": [{"stdin": "", "stdout": "", "weight": 1e999}]}',
-            '"weight" is no number',
-        ),
+        ("own", '{"prompt": "a", "tests": [{"stdin": "", "stdout": "", "weight": 0}]}', '"weight" is no number'),
+        ("own", '{"prompt": "a", "tests": [{"stdin": "", "stdout": "", "weight": NaN}]}', '"weight" is no number'),
+        ("own", '{"prompt": "a", "tests": [{"stdin": "", "stdout": "", "weight": 1e999}]}', '"weight" is no number'),
         ("own", '{"prompt": "a", "entry": "", "tests": [{"args": [], "result": 1}]}', '"entry" is no name'),
         ("own", '{"prompt": "a", "entry": 5, "tests": [{"args": [], "result": 1}]}', '"entry" is no name'),
-        (
-            "humaneval",
-            '{"prompt": "def f(:", "entry_point": "f", "test": "", "task_id": "a"}',
-            "is no Python",
-        ),
+        ("humaneval", '{"prompt": "def f(:", "entry_point": "f", "test": "", "task_id": "a"}', "is no Python"),
         ("mbpp", '{"task_id": "a"}', "is no number"),
-        (
-            "mbpp",
-            '{"task_id": 1, "text": "", "code": "x = 1", "test_list": ["assert f(1)"]}',
-            "calls no function",
-        ),
+        ("mbpp", '{"task_id": 1, "text": "", "code": "x = 1", "test_list": ["assert f(1)"]}', "calls no function"),
         ("apps", '{"question": "a", "input_output": "{}"}', "no inputs and outputs"),
-        (
-            "apps",
-            '{"question": "a", "input_output": {"inputs": ["a"], "outputs": []}}',
-            "1 inputs and 0 outputs",
-        ),
+        ("apps", '{"question": "a", "input_output": {"inputs": ["a"], "outputs": []}}', "1 inputs and 0 outputs"),
         ("livecodebench", '{"question_content": "a"}', "has no test cases"),
         ("livecodebench", json.dumps({"private_test_cases": "!!"}), "cannot be unpacked"),
         (
@@ -675,14 +628,9 @@ def test_an_episode_of_the_oracle_earns_everything_and_shows_nothing_hidden(sand
     tried, report_ = result.outcomes
     assert tried.output == shown[3]["content"]
     assert (tried.tool, report_.tool, report_.call_id) == ("run_tests", "report", "")
-    assert json.loads(report_.output) == {
-        "passed": dict.fromkeys(task.truth.fail_to_pass, True),
-        "loads": True,
-    }
+    assert json.loads(report_.output) == {"passed": dict.fromkeys(task.truth.fail_to_pass, True), "loads": True}
     hidden = [
-        repr(one.given)
-        for one in task.truth.cases
-        if one.name in task.truth.hidden and len(repr(one.given)) > 12
+        repr(one.given) for one in task.truth.cases if one.name in task.truth.hidden and len(repr(one.given)) > 12
     ]
     texts = " ".join(str(message) for message in result.messages)
     assert hidden
@@ -799,11 +747,7 @@ def test_the_recipe_has_its_tasks():
     assert len(world.tasks("train")) >= config.training.prompts_per_step
     assert len(world.tasks("test")) == 50
     assert len(world.tasks("validation")) >= config.evaluation.tasks_during
-    assert {tool.name for tool in world.environment(world.tasks("train")[0]).tools} == {
-        "python",
-        "run_tests",
-        "submit",
-    }
+    assert {tool.name for tool in world.environment(world.tasks("train")[0]).tools} == {"python", "run_tests", "submit"}
 
 
 def test_without_tools_there_are_none():

@@ -83,9 +83,7 @@ def test_weights_over_steps():
     assert found == pytest.approx([0.36 + 0.1, 0.27 + 0.15, 0.18 + 0.2, 0.3, 0.3])
     assert one.metrics(3, [])["reward/weight/form"] == pytest.approx(0.18)
     curved = combiner(weights={"form": 0.3}, weights_end={"form": 0}, schedule="cosine", schedule_steps=4)
-    assert rewards_of(curved, [episode(0, 1, 0)], step=2)[0][0] == pytest.approx(
-        0.3 * (1 + math.cos(math.pi / 4)) / 2
-    )
+    assert rewards_of(curved, [episode(0, 1, 0)], step=2)[0][0] == pytest.approx(0.3 * (1 + math.cos(math.pi / 4)) / 2)
 
 
 def test_behind_a_gate_shaping_counts_once_the_gate_is_full():
@@ -143,9 +141,7 @@ def judged(kind, aggregation: str = "weighted_sum", takes_turns: bool = False) -
     with torch.no_grad():
         states.head.bias.fill_(math.log(3))  # the head's weights are 0: sigmoid(score) is 3/4 everywhere
     parts = plan_parts(Config(rewards=settings), WORLD)
-    return RewardMixer(
-        settings, parts, takes_turns=takes_turns, model=RewardEnsemble((RewardModel(states, kind),))
-    )
+    return RewardMixer(settings, parts, takes_turns=takes_turns, model=RewardEnsemble((RewardModel(states, kind),)))
 
 
 def test_a_reward_model_is_a_part_of_its_own():
@@ -313,9 +309,7 @@ def test_rewards_that_the_advantage_does_not_take_are_refused_before_a_model_is_
 def test_a_group_that_lengths_tell_apart_fills_a_place_of_the_batch_that_streams():
     shaped = combiner(length={"kind": "linear", "target": 8, "cap": 0.1})
     stream = PromptStream(
-        SimpleNamespace(algorithm=PRESETS["dapo"], combiner=shaped),
-        TaskOrder([Task("t", (), None)], 0),
-        1,
+        SimpleNamespace(algorithm=PRESETS["dapo"], combiner=shaped), TaskOrder([Task("t", (), None)], 0), 1
     )
     uneven, even = attempts((0.5,) * 4), attempts((0.5,) * 4)[::2]
     assert stream.counts(uneven)

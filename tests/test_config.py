@@ -99,9 +99,7 @@ def test_a_table_is_merged_into_the_one_that_is_there(tmp_path):
 
 def test_none_takes_back_what_the_file_said(tmp_path):
     text = '[model]\npath = "x"\n[model.lora]\nrank = 4\n[rewards.weights]\nk = 1.0\n'
-    config = from_file(
-        tmp_path, text, "--model.path", "none", "--model.lora=none", "--rewards.weights.k", "none"
-    )
+    config = from_file(tmp_path, text, "--model.path", "none", "--model.lora=none", "--rewards.weights.k", "none")
     assert config == Config()
 
 
@@ -121,14 +119,7 @@ def test_none_is_a_name_where_the_setting_lists_it():
 
 
 def test_free_keys_take_any_toml_value_or_text():
-    words = [
-        "--env.settings.documents",
-        "40",
-        "--env.settings.size.deep",
-        "[1, 2]",
-        "--env.settings.t",
-        "plain",
-    ]
+    words = ["--env.settings.documents", "40", "--env.settings.size.deep", "[1, 2]", "--env.settings.t", "plain"]
     assert load_config(None, words).env.settings == {"documents": 40, "size": {"deep": [1, 2]}, "t": "plain"}
 
 
@@ -244,17 +235,10 @@ def test_words_that_are_no_setting_are_refused():
 def test_all_mistakes_are_listed_one_a_line(tmp_path):
     with pytest.raises(ConfigError) as caught:
         from_file(
-            tmp_path,
-            "[rollout]\ntop_p = 2.0\nturns = 3\n",
-            *("--algorithm.group_sise", "4", "--training.steps", "0"),
+            tmp_path, "[rollout]\ntop_p = 2.0\nturns = 3\n", *("--algorithm.group_sise", "4", "--training.steps", "0")
         )
     lines = caught.value.message.splitlines()
-    starts = [
-        "algorithm.group_sise (= 4)",
-        "rollout.top_p is 2.0",
-        "rollout.turns (= 3)",
-        "training.steps is 0",
-    ]
+    starts = ["algorithm.group_sise (= 4)", "rollout.top_p is 2.0", "rollout.turns (= 3)", "training.steps is 0"]
     assert [next(s for s in starts if line.startswith(s)) for line in lines] == starts
     assert caught.value.hint == f"The settings come from {tmp_path / 'mine.toml'} and the command line."
 
@@ -279,11 +263,7 @@ def test_settings_that_contradict_each_other_are_refused():
 
 @pytest.mark.parametrize(
     ("text", "place"),
-    [
-        ("[run]\nseed == 3\n", "line 2, column 7"),
-        ("[run]\nseed = 3\n[run]\n", "line 3, column"),
-        ("x", "line 1"),
-    ],
+    [("[run]\nseed == 3\n", "line 2, column 7"), ("[run]\nseed = 3\n[run]\n", "line 3, column"), ("x", "line 1")],
 )
 def test_a_syntax_error_names_file_and_line(tmp_path, text, place):
     with pytest.raises(ConfigError) as caught:
@@ -325,8 +305,7 @@ def test_every_shipped_configuration_is_valid(path):
 FREE = st.recursive(
     st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="utf-8")),
     lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=3)
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=3)
     ),
     max_leaves=6,
 )
@@ -425,9 +404,7 @@ def test_every_setting_that_is_none_says_what_none_means():
     assert "Left out, it is the preset's." in describe("algorithm.correction").doc
 
 
-@pytest.mark.parametrize(
-    "recipe", ["code", "functions", "guess", "math", "mixed", "search", "sql", "terminal"]
-)
+@pytest.mark.parametrize("recipe", ["code", "functions", "guess", "math", "mixed", "search", "sql", "terminal"])
 def test_recipes_whose_tasks_are_generated_evaluate_a_thousand(recipe):
     config = load_config(recipe, [])
     assert config.evaluation.tasks >= 1_000

@@ -49,9 +49,7 @@ def trajectory(sample: int, reward: float, *, turns: int = 2) -> Trajectory:
         if turn < turns - 1:
             segments.append(Segment("observation", (5, 6), turn))
     given = tuple(0.1 * sample + turn for turn in range(turns))
-    return Trajectory(
-        "t", sample, tuple(segments), (), StopReason.ANSWERED, reward=reward, turn_rewards=given
-    )
+    return Trajectory("t", sample, tuple(segments), (), StopReason.ANSWERED, reward=reward, turn_rewards=given)
 
 
 def group(rewards=REWARDS, name="t"):
@@ -100,9 +98,7 @@ def test_turns_get_their_own_advantage(name):
     same(found, expected)
     assert len(set(credits[1].advantages)) > 1
     row = training_rows(credits, mask_observations=True)[1]
-    assert [a for a, action in zip(row.advantages, row.sampled, strict=True) if action] == list(
-        credits[1].advantages
-    )
+    assert [a for a, action in zip(row.advantages, row.sampled, strict=True) if action] == list(credits[1].advantages)
 
 
 def test_an_observation_that_trains_has_the_advantage_of_the_action_before():
@@ -112,9 +108,7 @@ def test_an_observation_that_trains_has_the_advantage_of_the_action_before():
 
 def test_the_record_has_the_mean_of_a_trajectorys_advantages():
     credits = assign_credit([group()], PRESETS["turn_return"])
-    assert credits[1].record.advantage == pytest.approx(
-        sum(credits[1].advantages) / len(credits[1].advantages)
-    )
+    assert credits[1].record.advantage == pytest.approx(sum(credits[1].advantages) / len(credits[1].advantages))
     assert assign_credit([group()], PRESETS["grpo"])[0].record.advantage == credits_of_grpo()[0]
 
 
@@ -179,9 +173,7 @@ def test_in_every_recipe_an_episode_that_a_token_limit_cuts_is_punished(recipe, 
     algorithm, rollout = resolve(config.algorithm), config.rollout
     own = [m for m in config.env.mixture.values() if m.max_seq_len is not None]
     fewest = min([rollout.max_seq_len, *(m.max_seq_len for m in own)])
-    per_turn = min(
-        [rollout.max_tokens_per_turn, *(m.max_tokens_per_turn or rollout.max_tokens_per_turn for m in own)]
-    )
+    per_turn = min([rollout.max_tokens_per_turn, *(m.max_tokens_per_turn or rollout.max_tokens_per_turn for m in own)])
 
     def played(length, turns, stop, reward=0.0):
         action = (7,) * length
@@ -393,9 +385,7 @@ def test_gtpo_leaves_out_completions_of_high_entropy():
     credits = refine(assign_credit([episodes], one.algorithm), one, 0)
     assert {(c.outcome, c.reason) for c in credits} == {(RolloutOutcome.MASKED, "entropy")}
     one.algorithm = replace(one.algorithm, options=PartOptions(loss={"entropy_bound": math.log(61)}))
-    assert all(
-        c.outcome is RolloutOutcome.TRAINED for c in refine(assign_credit([episodes], one.algorithm), one, 0)
-    )
+    assert all(c.outcome is RolloutOutcome.TRAINED for c in refine(assign_credit([episodes], one.algorithm), one, 0))
 
 
 def gtpo_parts(credits, one):
@@ -458,10 +448,7 @@ def test_conflict_tokens_of_gtpo_are_those_of_unbroken_runs_unless_set_otherwise
             task,
             replace(
                 trajectory(0, 1.0 - i, turns=1),
-                segments=(
-                    Segment("prompt", (1,)),
-                    Segment("action", own, 0, logprobs=(-1.0,) * 4, versions=(0,) * 4),
-                ),
+                segments=(Segment("prompt", (1,)), Segment("action", own, 0, logprobs=(-1.0,) * 4, versions=(0,) * 4)),
             ),
         )
         for i, own in enumerate(actions)
@@ -486,9 +473,7 @@ def test_every_preset_trains_real_rows(name):
         algorithm = replace(algorithm, options=PartOptions(loss={"entropy_bound": 10.0}))
     model, reference = tiny_model(), tiny_model(seed=1)
     rewards = (1.0, *[0.0] * 7)
-    one = learner(
-        model, algorithm, scorers=dict.fromkeys(("reference", "teacher"), learner(reference).scorer)
-    )
+    one = learner(model, algorithm, scorers=dict.fromkeys(("reference", "teacher"), learner(reference).scorer))
     before = {n: p.clone() for n, p in model.named_parameters()}
     episodes = real_group(rewards)[0]
     if algorithm.advantage in GREEDY_ADVANTAGES:

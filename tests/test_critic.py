@@ -30,13 +30,7 @@ from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import open_session
 from ludus.training.value_models.base import StateSettings, batches
 from ludus.training.value_models.critic import Critic, CriticSettings
-from ludus.training.value_models.factory import (
-    check_critic,
-    make_judge,
-    planned_warmup,
-    train_judge,
-    warmup_steps,
-)
+from ludus.training.value_models.factory import check_critic, make_judge, planned_warmup, train_judge, warmup_steps
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from test_credit import group, real_group
 from test_judges import outcome_critic
@@ -56,9 +50,7 @@ def critic(model=None, rate=6e-3, states=None, **settings):
 
 def targets_of(rows):
     """A number that depends on the tokens seen: learnable, and different at each position."""
-    return [
-        torch.tensor([float((t % 7) > 3) for t in (0, *row.tokens[:-1])], dtype=torch.float64) for row in rows
-    ]
+    return [torch.tensor([float((t % 7) > 3) for t in (0, *row.tokens[:-1])], dtype=torch.float64) for row in rows]
 
 
 def test_first_values_are_zero_and_stand_on_training_tokens_alone():
@@ -78,9 +70,7 @@ def test_a_value_does_not_see_its_own_token():
     one.train(rows, targets_of(rows), one.values(rows))
     first = rows[0]
     last = max(i for i, trains in enumerate(first.trains) if trains)
-    other = replace(
-        first, tokens=(*first.tokens[:last], (first.tokens[last] + 1) % 50, *first.tokens[last + 1 :])
-    )
+    other = replace(first, tokens=(*first.tokens[:last], (first.tokens[last] + 1) % 50, *first.tokens[last + 1 :]))
     assert one.values([first])[0][last] == one.values([other])[0][last]
     changed = replace(first, tokens=((first.tokens[0] + 1) % 50, *first.tokens[1:]))
     assert one.values([first])[0][last] != one.values([changed])[0][last]
@@ -166,9 +156,7 @@ def test_more_gradient_steps_per_batch_explain_more_after_as_many_batches():
 def test_its_loss_is_that_of_the_values_before_whatever_the_minibatches():
     rows = random_rows(12)
     targets = targets_of(rows)
-    losses = [
-        critic(minibatches=n).train(rows, targets, [0.0 * v for v in targets])["critic/loss"] for n in (1, 5)
-    ]
+    losses = [critic(minibatches=n).train(rows, targets, [0.0 * v for v in targets])["critic/loss"] for n in (1, 5)]
     wanted = torch.cat([t[torch.tensor(r.trains)] for t, r in zip(targets, rows, strict=True)])
     assert losses == pytest.approx([0.5 * float(wanted.square().mean())] * 2)
 

@@ -48,14 +48,7 @@ def of_one_token(episode):
 def expected(credits, values, **given):
     mask, turn, turn_rewards = inputs(credits)
     rewards = torch.tensor([c.episode.trajectory.reward for c in credits], dtype=torch.float64)
-    found = advantages.gae(
-        values=values,
-        mask=mask,
-        rewards=rewards,
-        turn=turn,
-        turn_rewards=turn_rewards,
-        **given,
-    )
+    found = advantages.gae(values=values, mask=mask, rewards=rewards, turn=turn, turn_rewards=turn_rewards, **given)
     return advantages.value_targets(advantages=found, values=values, mask=mask)
 
 

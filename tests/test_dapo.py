@@ -70,11 +70,7 @@ def attempts(name, rewards):
 
 def sampler_of(algorithm: Algorithm, roll_out) -> RolloutCollector:
     """Two tasks a step, played by `roll_out`."""
-    settings = {
-        "training.prompts_per_step": 2,
-        "rollout.max_turns": 2,
-        "rollout.max_tokens_per_turn": BUDGET // 2,
-    }
+    settings = {"training.prompts_per_step": 2, "rollout.max_turns": 2, "rollout.max_tokens_per_turn": BUDGET // 2}
     config = load_config("search", [word for k, v in settings.items() for word in (f"--{k}", str(v))])
     sampler = RolloutCollector(SimpleNamespace(config=config), None, algorithm, None, Ledger())
     sampler.roll_out = roll_out
@@ -105,11 +101,7 @@ def step(algorithm: Algorithm) -> Gradient:
     batch = TokenBatch(leaf, old, old, advantages, mask, ref_logprobs=old)
     loss, _ = objective(batch, algorithm, Normalizer.of(mask))
     (gradient,) = torch.autograd.grad(loss, leaf)
-    return {
-        (row.name, t): value
-        for i, row in enumerate(rows)
-        for t, value in enumerate(gradient[i][mask[i]].tolist())
-    }
+    return {(row.name, t): value for i, row in enumerate(rows) for t, value in enumerate(gradient[i][mask[i]].tolist())}
 
 
 WHOLE = frozenset(("clip-higher", "dynamic sampling", "token-level loss", "soft overlong punishment"))

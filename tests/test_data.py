@@ -54,9 +54,7 @@ def write(path: Path, *records: object) -> Path:
 
 def test_a_dialogue_is_read_with_tools_calls_and_flags(tmp_path):
     quiet = {**LOOK, "train": False, "reasoning_content": None}
-    (found,) = read_dialogues(
-        write(tmp_path / "d.jsonl", {**GOOD, "messages": [ASK, quiet, FOUND, SAY]}, "\n")
-    )
+    (found,) = read_dialogues(write(tmp_path / "d.jsonl", {**GOOD, "messages": [ASK, quiet, FOUND, SAY]}, "\n"))
     assert [m["role"] for m in found.messages] == ["user", "assistant", "tool", "assistant"]
     assert found.messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
     assert found.trains == (False, False, False, True)
@@ -191,9 +189,7 @@ def test_a_list_over_several_lines_is_one_problem(tmp_path):
 
 def test_a_file_of_two_kinds_is_wrong_and_a_file_of_rollouts_is_right(tmp_path, tiny_run):
     report = check_file(write(tmp_path / "f.jsonl", GOOD, PAIR, GOOD))
-    assert [(p.line, p.text) for p in report.problems] == [
-        (2, "it is a pair, and the file began with a dialogue")
-    ]
+    assert [(p.line, p.text) for p in report.problems] == [(2, "it is a pair, and the file began with a dialogue")]
     report = check_file(rollouts_path(tiny_run, 1))
     assert (report.kind, report.num_records, report.problems) == ("rollout", 9, ())
     with gzip.open(rollouts_path(tiny_run, 1)) as lines:
@@ -301,9 +297,7 @@ def test_only_flagged_messages_train_and_the_prompt_shows_the_tools(renderer):
 def test_fine_tuning_takes_a_file_and_refuses_a_bad_one_before_it_writes(tmp_path, tiny_run, caplog):
     recipe, model = make_recipe(tmp_path), sorted((tiny_run / "cold_start" / "checkpoints").iterdir())[-1]
     base = ("sft", recipe, "--model", model, "--sft.steps", "2", "--sft.batch_size", "2")
-    good = write(
-        tmp_path / "good.jsonl", GOOD, messages(ASK, {**SAY, "content": "4 " * 4000}), messages(ASK, SAY)
-    )
+    good = write(tmp_path / "good.jsonl", GOOD, messages(ASK, {**SAY, "content": "4 " * 4000}), messages(ASK, SAY))
     said = ludus(*base, "--run.dir", tmp_path / "a", "--sft.data", good)
     assert said.code == 0, said
     assert "1 of 3 demonstrations are longer than rollout.max_seq_len" in caplog.text
@@ -336,9 +330,7 @@ def test_a_file_is_passed_over_in_another_order_each_time_and_for_each_seed(tmp_
     for seed in ("0", "0", "1"):
         words = ["--model.path", str(cold_start(tiny_run)), "--sft.data", str(file), "--run.seed", seed]
         session = open_session(load_config(recipe, [*words, "--sft.batch_size", "1"]))
-        rows = [
-            row.tokens for batch in islice(batches(session, session.config.sft), 14) for row in batch.rows
-        ]
+        rows = [row.tokens for batch in islice(batches(session, session.config.sft), 14) for row in batch.rows]
         orders.append([rows[:7], rows[7:]])
     (first, second), again, (other, _) = orders
     assert len(set(first)) == 7

@@ -129,8 +129,7 @@ def read(page: str) -> str:
 def blocks(page: str, *languages: str) -> list[Block]:
     text = read(page)
     found = [
-        Block(page, text.count("\n", 0, m.start(3)) + 1, m[2], textwrap.dedent(m[3]))
-        for m in FENCE.finditer(text)
+        Block(page, text.count("\n", 0, m.start(3)) + 1, m[2], textwrap.dedent(m[3])) for m in FENCE.finditer(text)
     ]
     return [block for block in found if block.language in languages]
 

@@ -46,9 +46,7 @@ PARAMS = SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=32)
 
 def task(name="t", truth="United Kingdom"):
     question = {"role": "user", "content": "Of which country is the city of EGLL the capital?"}
-    return Task(
-        name, ({"role": "system", "content": "Search."}, question), ExpectedAnswers((truth,)), {"hops": "2"}
-    )
+    return Task(name, ({"role": "system", "content": "Search."}, question), ExpectedAnswers((truth,)), {"hops": "2"})
 
 
 def no_sleep(waits):
@@ -111,14 +109,7 @@ def test_a_two_hop_dialogue_is_played_and_scored():
     ]
     assert endpoint.usage == TokenUsage(90, 15, 3)
     first, _, last = server.requests
-    assert [m["role"] for m in last["messages"]] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-        "tool",
-    ]
+    assert [m["role"] for m in last["messages"]] == ["system", "user", "assistant", "tool", "assistant", "tool"]
     assert last["messages"][2] == {
         "role": "assistant",
         "content": None,
@@ -126,12 +117,7 @@ def test_a_two_hop_dialogue_is_played_and_scored():
         "reasoning_content": "First EGLL.",
     }
     assert last["messages"][4]["reasoning"] == "Then London."
-    assert last["messages"][3] == {
-        "role": "tool",
-        "content": PASSAGES[0],
-        "tool_call_id": "x1",
-        "name": "search",
-    }
+    assert last["messages"][3] == {"role": "tool", "content": PASSAGES[0], "tool_call_id": "x1", "name": "search"}
     assert first["tools"][0]["function"]["parameters"]["required"] == ["query"]
     assert {k: first[k] for k in ("model", "temperature", "top_p", "max_tokens")} == {
         "model": "m",
@@ -179,9 +165,7 @@ def evaluated(script, rollout):
             converse = endpoint_conversations(endpoint, rollout, SamplingPlan("eval", 0.5, seed=3))
             world = SmallWorld()
             plan = EvaluationPlan("test", 3, 2, 0.5, seed=3)
-            result, episodes = await evaluate(
-                scheduler(world, converse, rollout, Ledger()), world.tasks("test"), plan
-            )
+            result, episodes = await evaluate(scheduler(world, converse, rollout, Ledger()), world.tasks("test"), plan)
             return result, episodes, endpoint.usage
 
     with serving(script) as server:
@@ -263,9 +247,7 @@ def picky(*refusals):
     def script(body):
         refused = next(filter(None, (refuse(body) for refuse in refusals)), None)
         thought = {} if any(m["role"] == "assistant" for m in body["messages"]) else {"reasoning": "EGLL?"}
-        return refused or Reply(
-            say(None, call("EGLL", "x1"), **thought) if thought else say("United Kingdom")
-        )
+        return refused or Reply(say(None, call("EGLL", "x1"), **thought) if thought else say("United Kingdom"))
 
     return script
 
@@ -373,9 +355,7 @@ def test_a_timeout_of_the_episode_is_not_the_servers():
     async def run(server):
         async with OpenAIClient(OpenAIClientSettings(server.url, "m")) as endpoint:
             conversation = OpenAIChatSession(endpoint, PARAMS, 7)
-            return await run_episode(
-                task(), 0, ToolEnv([], REWARDS), conversation, EpisodeLimits(timeout_s=0.1)
-            )
+            return await run_episode(task(), 0, ToolEnv([], REWARDS), conversation, EpisodeLimits(timeout_s=0.1))
 
     with serving([Reply(say("late"), delay_s=20.0)]) as server:
         assert asyncio.run(run(server)).stop_reason is StopReason.TIMEOUT
@@ -421,10 +401,7 @@ def test_parallel_calls_come_back_in_order_under_ids_that_differ(given, kept):
     said, *results = server.requests[1]["messages"][2:]
     ids = [c["id"] for c in said["tool_calls"]]
     assert ids == (kept or ["call_0_0", "call_0_1"])
-    assert [(r["tool_call_id"], r["content"]) for r in results] == [
-        (ids[0], PASSAGES[2]),
-        (ids[1], PASSAGES[0]),
-    ]
+    assert [(r["tool_call_id"], r["content"]) for r in results] == [(ids[0], PASSAGES[2]), (ids[1], PASSAGES[0])]
 
 
 TOO_LONG = [
@@ -496,10 +473,7 @@ def test_nonsense_is_an_engine_error_with_an_excerpt(body):
 
 @pytest.mark.parametrize(
     ("given", "kept"),
-    [
-        *((name, "stop") for name in ("stop", "tool_calls", "content_filter", None, "eos")),
-        ("length", "length"),
-    ],
+    [*((name, "stop") for name in ("stop", "tool_calls", "content_filter", None, "eos")), ("length", "length")],
 )
 def test_finish_reasons(given, kept):
     answer = read_answer(json.dumps(say("x", finish=given)).encode(), 0)
@@ -566,13 +540,7 @@ def test_a_parser_leaves_structured_calls_alone():
 
 @pytest.mark.parametrize(
     ("text", "arguments"),
-    [
-        ("", {}),
-        ("  ", {}),
-        (None, {}),
-        ({"query": "a"}, {"query": "a"}),
-        ('"{\\"query\\": 1}"', {"query": 1}),
-    ],
+    [("", {}), ("  ", {}), (None, {}), ({"query": "a"}, {"query": "a"}), ('"{\\"query\\": 1}"', {"query": 1})],
 )
 def test_arguments_as_servers_write_them(text, arguments):
     body = say(None, {"id": "a", "function": {"name": "search", "arguments": text}})
@@ -587,12 +555,8 @@ json_values = st.recursive(
     max_leaves=6,
 )
 arguments = st.text(st.characters()) | json_values.map(json.dumps) | json_values
-functions = st.fixed_dictionaries(
-    {}, optional={"name": st.text(max_size=4) | json_values, "arguments": arguments}
-)
-calls = st.lists(
-    st.fixed_dictionaries({"function": functions}, optional={"id": st.text(max_size=2)}), max_size=3
-)
+functions = st.fixed_dictionaries({}, optional={"name": st.text(max_size=4) | json_values, "arguments": arguments})
+calls = st.lists(st.fixed_dictionaries({"function": functions}, optional={"id": st.text(max_size=2)}), max_size=3)
 contents = st.none() | st.text(st.characters()) | st.just("half a pair \ud800")
 
 
@@ -657,10 +621,7 @@ def test_the_target_follows_from_the_base(url):
 @pytest.mark.parametrize(
     ("url", "options"),
     [
-        *(
-            (url, {})
-            for url in ("", "h:8000/v1", "localhost", "file:///x", "http://", "http://u:p@h/v1", "http://h:x")
-        ),
+        *((url, {}) for url in ("", "h:8000/v1", "localhost", "file:///x", "http://", "http://u:p@h/v1", "http://h:x")),
         *(("http://h", {"api_key": key}) for key in ("a b", "key\n", "ключ")),
         *(("http://h", options) for options in ({"concurrency": 0}, {"retries": -1}, {"timeout_s": 0})),
     ],

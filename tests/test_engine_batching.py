@@ -159,9 +159,7 @@ def test_an_engine_tries_passes_of_its_own_size(monkeypatch):
     """Up to 112 tokens rows are alike here, above they are not."""
     model = on_another_processor(build())
     monkeypatch.setattr(
-        ByShape,
-        "forward",
-        lambda self, x: torch.nn.Linear.forward(self, x) * (1.0 + (x.shape[-2] > 112) * 1e-5),
+        ByShape, "forward", lambda self, x: torch.nn.Linear.forward(self, x) * (1.0 + (x.shape[-2] > 112) * 1e-5)
     )
     for pass_tokens, block in ((64, 16), (256, 256)):
         engine = LocalEngine(model, settings=replace(SMALL, pass_tokens=pass_tokens))
@@ -449,10 +447,7 @@ def test_an_aborted_request_goes_on_under_new_weights_and_says_which_token_is_wh
     assert (len(rest.tokens), rest.finish_reason) == (20, "length")
     assert part.versions + rest.versions == (0,) * len(part.tokens) + (1,) * 20
     (whole,) = alone(old, [request])
-    assert (part.tokens, part.logprobs) == (
-        whole.tokens[: len(part.tokens)],
-        whole.logprobs[: len(part.tokens)],
-    )
+    assert (part.tokens, part.logprobs) == (whole.tokens[: len(part.tokens)], whole.logprobs[: len(part.tokens)])
     assert part.logprobs == tuple(early)
     longer = replace(request, token_ids=request.token_ids + part.tokens)
     (fresh,) = alone(new, [replace(longer, params=replace(request.params, max_new_tokens=20))], version=1)
@@ -588,9 +583,7 @@ def test_kernel_sparse_and_padded_attention_agree_with_a_loop(window, softcap, m
         new = torch.randn(2, len(slots), 16), torch.randn(2, len(slots), 16)
         expected, positions = torch.zeros(len(slots), query_heads, 16), np.zeros(len(slots), dtype=np.int32)
         for s, (first, last) in enumerate(itertools.pairwise(bounds.tolist())):
-            known[s] = tuple(
-                torch.cat([old, x[:, first:last]], 1) for old, x in zip(known[s], new, strict=True)
-            )
+            known[s] = tuple(torch.cat([old, x[:, first:last]], 1) for old, x in zip(known[s], new, strict=True))
             for t in range(first, last):
                 end = known[s][0].shape[1] - (last - t) + 1
                 positions[t] = end - 1
@@ -692,9 +685,7 @@ def test_widths_that_the_kernel_does_not_have_go_to_torch():
     ).eval()  # fmt: skip
     engine = LocalEngine(model, settings=SMALL)
     assert not engine.batch_invariant
-    assert (
-        len(asyncio.run(engine.generate(Request("e", (1, 2), SamplingParams(max_new_tokens=3)))).tokens) == 3
-    )
+    assert len(asyncio.run(engine.generate(Request("e", (1, 2), SamplingParams(max_new_tokens=3)))).tokens) == 3
 
 
 def test_the_tree_finds_the_longest_prefix_and_frees_what_nobody_holds():

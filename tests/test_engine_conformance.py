@@ -39,10 +39,7 @@ def case(request, reference):
     elif kind == "ludus serve":
         served = request.getfixturevalue("served")
         httpx.post(
-            f"{served.url}/update_weight_version",
-            json={"new_version": "0"},
-            headers=served.headers,
-            timeout=60,
+            f"{served.url}/update_weight_version", json={"new_version": "0"}, headers=served.headers, timeout=60
         ).raise_for_status()
         yield Case(ServerEngine([served.url]), *reference, partial(count_sampled, served.url))
     elif REAL[kind] not in os.environ:

@@ -356,9 +356,7 @@ def test_a_deadline_ends_a_request_with_what_it_has_also_while_paused():
         waiting = asyncio.create_task(engine.generate(Request("w", (4, 5), params, timeout_s=0.05)))
         cut = await asyncio.wait_for(asyncio.gather(running, waiting), 20)
         await engine.resume()
-        again = await engine.generate(
-            Request("r", (1, 2, 3, *cut[0].tokens), replace(params, max_new_tokens=3))
-        )
+        again = await engine.generate(Request("r", (1, 2, 3, *cut[0].tokens), replace(params, max_new_tokens=3)))
         return *cut, again
 
     running, waiting, again = with_engine(build(), work)

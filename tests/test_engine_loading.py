@@ -15,9 +15,7 @@ from ludus.engines.models.loading import build_tiny, load_model, load_tokenizer,
 from ludus.errors import StorageError, UserError
 from test_engine_local import ask, batch, build, gemma2, hf_greedy
 
-SCRATCH = ScratchConfig(
-    vocab_size=300, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1
-)
+SCRATCH = ScratchConfig(vocab_size=300, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1)
 
 
 def byte_tokenizer(template="{{ messages[0].content }}"):

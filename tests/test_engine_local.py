@@ -202,9 +202,7 @@ def hf_greedy(model, history, count):
 def test_recorded_log_probabilities_match_a_fresh_forward_over_ragged_turns(family):
     model = build(family)
     engine = LocalEngine(model, settings=EngineSettings(pass_tokens=64))
-    played = play(
-        engine, prompts(9), turns=3, max_new_tokens=8, temperature=0.8, stop_token_ids=tuple(range(60))
-    )
+    played = play(engine, prompts(9), turns=3, max_new_tokens=8, temperature=0.8, stop_token_ids=tuple(range(60)))
     assert len({len(answer.tokens) for _, answer in played}) > 2
     assert engine.stats().cached_tokens > 0
     worst = 0.0
@@ -217,12 +215,7 @@ def test_recorded_log_probabilities_match_a_fresh_forward_over_ragged_turns(fami
 ROPE = {
     "linear": {"factor": 2.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
     "dynamic": {"factor": 2.0},
     "longrope": {
         "factor": 4.0,
@@ -242,9 +235,7 @@ def with_rope(kind):
 def test_positions_that_depend_on_the_place_alone_are_those_of_hugging_face(kind):
     model = build(lambda: with_rope(kind))
     engine = LocalEngine(model)
-    for history, answer in play(
-        engine, prompts(3, low=60, high=90), turns=2, max_new_tokens=6, temperature=0
-    ):
+    for history, answer in play(engine, prompts(3, low=60, high=90), turns=2, max_new_tokens=6, temperature=0):
         assert answer.tokens == hf_greedy(model, history, 6)
 
 
@@ -358,14 +349,7 @@ def test_other_rows_do_not_change_greedy_tokens_nor_draws():
 def test_the_same_calls_give_the_same_bits():
     model = build()
     games = [
-        play(
-            LocalEngine(model),
-            prompts(8),
-            turns=3,
-            max_new_tokens=9,
-            top_k=50,
-            stop_token_ids=tuple(range(30)),
-        )
+        play(LocalEngine(model), prompts(8), turns=3, max_new_tokens=9, top_k=50, stop_token_ids=tuple(range(30)))
         for _ in range(2)
     ]
     assert games[0] == games[1]

@@ -28,9 +28,7 @@ def chi_square(counts, probabilities):
 def test_draws_follow_the_tempered_distribution():
     logits = torch.tensor([1.0, -0.5, 0.3, 2.0, -3.0, 0.0])
     rows, temperature = 40_000, 0.7
-    tokens, _ = draw(
-        logits.expand(rows, -1), [SamplingParams(temperature=temperature, seed=s) for s in range(rows)]
-    )
+    tokens, _ = draw(logits.expand(rows, -1), [SamplingParams(temperature=temperature, seed=s) for s in range(rows)])
     counts = np.bincount(tokens.numpy(), minlength=6)
     expected = (logits / temperature).double().softmax(-1).numpy()
     assert chi_square(counts, expected) < 20.5  # 99.9 % of chi-square with 5 degrees of freedom

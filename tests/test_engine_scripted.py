@@ -66,9 +66,7 @@ def test_limits_cut_the_text_and_its_end():
 
 
 def test_it_fails_and_hangs_at_the_calls_it_was_told_to():
-    engine = ScriptedEngine(
-        {"a": ["one", "two"]}, byte_tokenizer(), END, faults=Faults(fail_at=(0,), hang_at=(2,))
-    )
+    engine = ScriptedEngine({"a": ["one", "two"]}, byte_tokenizer(), END, faults=Faults(fail_at=(0,), hang_at=(2,)))
 
     async def run():
         with pytest.raises(EngineError, match="call 0"):

@@ -296,19 +296,14 @@ def test_a_server_that_is_gone_is_waited_for_and_then_named_and_later_at_once():
     with serving(fake) as engine:
         ask(engine, "e")
     for attempts in (r"\d+ attempts", "1 attempt"):
-        with pytest.raises(
-            EngineError, match=f"{fake.url} is unreachable .*{attempts}.*ConnectError"
-        ) as info:
+        with pytest.raises(EngineError, match=f"{fake.url} is unreachable .*{attempts}.*ConnectError") as info:
             ask(engine, "e")
     assert "restart it" in info.value.hint
 
 
 def test_nonsense_is_refused_with_an_excerpt():
     for reply in (b"<html>hello</html>", {"choices": []}, {"choices": [{"token_ids": [1]}]}):
-        with (
-            serving(Fake(faults=[(200, reply)])) as engine,
-            pytest.raises(EngineError, match=r"hello|choices|no"),
-        ):
+        with serving(Fake(faults=[(200, reply)])) as engine, pytest.raises(EngineError, match=r"hello|choices|no"):
             ask(engine, "e")
 
 
@@ -498,9 +493,7 @@ def test_digests_that_are_not_those_of_the_weights_stop_the_run():
     with serving(fake) as engine:
         load(engine, 1)
         fake.digests = right | {"dp0:tp0:model.norm.weight": tensor_digest(torch.zeros(2))}
-        with pytest.raises(
-            SyncError, match=r"version 2 that it was sent: 1 tensors differ, model\.norm\.weight"
-        ):
+        with pytest.raises(SyncError, match=r"version 2 that it was sent: 1 tensors differ, model\.norm\.weight"):
             load(engine, 2)
 
 
@@ -518,9 +511,7 @@ def test_a_server_that_proves_nothing_of_its_weights_is_told_once(caplog):
 def test_a_digest_proves_fused_padded_and_cast_tensors_and_nothing_by_nothing():
     q, k, v = (torch.randn(4, 3) for _ in range(3))
     embed = torch.randn(70, 3)
-    sent = {f"a.{n}_proj.weight": t for n, t in (("q", q), ("k", k), ("v", v))} | {
-        "embed_tokens.weight": embed
-    }
+    sent = {f"a.{n}_proj.weight": t for n, t in (("q", q), ("k", k), ("v", v))} | {"embed_tokens.weight": embed}
     padded = torch.cat([embed, torch.zeros(58, 3)]).bfloat16()
     theirs = {
         "a.qkv_proj.weight": tensor_digest(torch.cat([q, k, v])),
@@ -566,9 +557,7 @@ class Talkative(Fake):
     def complete(self, body):
         answer = super().complete(body)
         num = body["max_tokens"]
-        answer["choices"][0]["logprobs"]["top_logprobs"] = [None] * self.silent + [self.row] * (
-            num - self.silent
-        )
+        answer["choices"][0]["logprobs"]["top_logprobs"] = [None] * self.silent + [self.row] * (num - self.silent)
         return answer
 
 

@@ -86,9 +86,7 @@ class Expert(ToolWorld):
 
 def paid(report):
     return {
-        row.agent.name
-        for row in report.rows
-        if row.problem and row.agent.kind in (AgentKind.CHEAT, AgentKind.CHANCE)
+        row.agent.name for row in report.rows if row.problem and row.agent.kind in (AgentKind.CHEAT, AgentKind.CHANCE)
     }
 
 
@@ -157,8 +155,7 @@ def test_an_exit_that_counts_as_a_pass_is_found():
 
 
 @pytest.mark.parametrize(
-    ("accepted", "name"),
-    [("os._exit(0)", "exit-0"), ("sys.exit(0)", "sys-exit-0"), ('"PASS"', "prints-pass")],
+    ("accepted", "name"), [("os._exit(0)", "exit-0"), ("sys.exit(0)", "sys-exit-0"), ('"PASS"', "prints-pass")]
 )
 def test_each_way_to_claim_success_is_tried_in_a_call_and_as_the_answer(accepted, name):
     def claims(task, trajectory):

@@ -76,20 +76,14 @@ BAD = {
     "pays for thinking": (lambda task, text: text.startswith("<think>"), "empty forms"),
     "pays for a refusal": (lambda task, text: "cannot" in text, "refusals"),
     "pays for not knowing": (lambda task, text: "don't know" in text, "refusals"),
-    "pays for every option": (
-        lambda task, text: {"A", "B", "C", "D"} <= set(re.findall(r"\w+", text)),
-        "every option",
-    ),
+    "pays for every option": (lambda task, text: {"A", "B", "C", "D"} <= set(re.findall(r"\w+", text)), "every option"),
     "pays for every number": (lambda task, text: "17" in text.split(), "every option"),
     "pays for a question": (lambda task, text: text.endswith("?"), "constant question"),
     "pays for the invisible": (lambda task, text: bool(text) and not text.isprintable(), "invisible answer"),
     "pays for a combining mark": (lambda task, text: text == "\u0301", "invisible answer"),
     "pays for what says it did": (lambda task, text: "done what you asked" in text, "constant answer"),
     "pays for the answer denied": (lambda task, text: task.truth in text, "wrong answers near the truth"),
-    "pays for half a word": (
-        lambda task, text: len(text) > 2 and text in task.truth,
-        "wrong answers near the truth",
-    ),
+    "pays for half a word": (lambda task, text: len(text) > 2 and text in task.truth, "wrong answers near the truth"),
     "looks away from numbers": (
         lambda task, text: re.sub(r"\d+|not ", "", text) == re.sub(r"\d+", "", task.truth),
         "wrong answers near the truth",

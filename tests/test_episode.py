@@ -16,14 +16,7 @@ from ludus.envs.toolbox import ToolLimits
 from ludus.errors import EngineError, UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rollout.episode import EpisodeLimits, run_episode
-from ludus.types import (
-    Completion,
-    Group,
-    Message,
-    StepResult,
-    StopReason,
-    ToolStatus,
-)
+from ludus.types import Completion, Group, Message, StepResult, StopReason, ToolStatus
 from worlds import (
     WatchedWorld,
     call,
@@ -87,10 +80,7 @@ def test_the_tokens_of_a_trajectory_are_those_that_the_engine_took_and_gave():
     assert t.answer == "Paris"
     assert t.segments[1].tokens == call_tokens
     assert t.segments[3].tokens == odd
-    assert [r.token_ids for r in engine.requests] == [
-        t.segments[0].tokens,
-        sum((s.tokens for s in t.segments[:3]), ()),
-    ]
+    assert [r.token_ids for r in engine.requests] == [t.segments[0].tokens, sum((s.tokens for s in t.segments[:3]), ())]
     assert t.token_ids[: len(engine.requests[1].token_ids)] == engine.requests[1].token_ids
     mask = t.action_mask
     assert {lp for lp, on in zip(t.behavior_logprobs, mask, strict=True) if on} == {-0.5, -0.25}
@@ -216,9 +206,7 @@ def test_an_action_that_is_cut_off_keeps_its_tokens():
 def test_a_call_that_is_cut_off_does_not_run():
     ran = []
     tool = tool_of(lambda: ran.append(1) or "x")
-    t = play(
-        scripted(lambda *_: call("it") + "and so on" * 20), WatchedWorld(tools=[tool]), max_new_tokens=60
-    )
+    t = play(scripted(lambda *_: call("it") + "and so on" * 20), WatchedWorld(tools=[tool]), max_new_tokens=60)
     assert t.stop_reason is StopReason.TRUNCATED
     assert ran == []
 
@@ -236,9 +224,7 @@ WRONG = call("echo", words="x")
 RAISES = call("fails")
 
 
-@pytest.mark.parametrize(
-    "error", [BAD, UNKNOWN, WRONG, RAISES], ids=["malformed", "unknown", "wrong", "raises"]
-)
+@pytest.mark.parametrize("error", [BAD, UNKNOWN, WRONG, RAISES], ids=["malformed", "unknown", "wrong", "raises"])
 def test_a_streak_of_errors_ends_the_episode(error):
     def fails() -> str:
         raise ValueError("no")
@@ -317,12 +303,7 @@ def breaks(hooks=None, script=(SEARCH, "Paris"), kind=WorldError, **options):
 @pytest.mark.parametrize("what", ["start", "step", "close"])
 @pytest.mark.parametrize(
     "error",
-    [
-        RuntimeError("no disk"),
-        SystemExit("no disk"),
-        asyncio.CancelledError("no disk"),
-        TimeoutError("no disk"),
-    ],
+    [RuntimeError("no disk"), SystemExit("no disk"), asyncio.CancelledError("no disk"), TimeoutError("no disk")],
     ids=lambda error: type(error).__name__,
 )
 def test_what_an_environment_raises_is_a_failure_in_its_own_words(what, error):
@@ -431,9 +412,7 @@ def test_cancelling_closes_environment_and_conversation(what):
 
 
 def test_a_wall_clock_limit_keeps_what_was_said_so_far():
-    t = play(
-        scripted([SEARCH] * 9, faults=Faults(hang_at={2})), limits=EpisodeLimits(max_turns=9, timeout_s=2.0)
-    )
+    t = play(scripted([SEARCH] * 9, faults=Faults(hang_at={2})), limits=EpisodeLimits(max_turns=9, timeout_s=2.0))
     assert t.stop_reason is StopReason.TIMEOUT
     assert [s.kind for s in t.segments] == ["prompt", "action", "observation", "action", "observation"]
 
@@ -497,12 +476,7 @@ def loop():
         yield Loop(runner)
 
 
-ANYTHING = {
-    "deadline": None,
-    "database": None,
-    "derandomize": True,
-    "suppress_health_check": list(HealthCheck),
-}
+ANYTHING = {"deadline": None, "database": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 PIECES = st.sampled_from(
     [
         "<tool_call>",

@@ -166,10 +166,7 @@ def test_an_expert_earns_what_the_oracle_earns_in_an_episode(session, name):
     tasks = spread(own.world.tasks("train"))
     shown = {task.id: one for task in tasks if (one := own.world.expert(task)) is not None}
     oracle = Agent(
-        "oracle",
-        AgentKind.ORACLE,
-        "",
-        lambda task, _: actions_of(shown[task.id].messages[len(task.prompt) :]),
+        "oracle", AgentKind.ORACLE, "", lambda task, _: actions_of(shown[task.id].messages[len(task.prompt) :])
     )
     plan = CheckPlan(limits=episode_limits(own.config.rollout))
 

@@ -69,10 +69,7 @@ def test_an_episode_that_is_lost_or_trained_twice_is_found(whole, mode):
     folder = whole / mode
     assert ledger_faults(folder) == []
     name = "rollouts/step-000002.jsonl.gz"
-    for change, words in (
-        (lambda x: x[1:], "a group is not whole"),
-        (lambda x: [*x, x[0]], "episodes twice"),
-    ):
+    for change, words in ((lambda x: x[1:], "a group is not whole"), (lambda x: [*x, x[0]], "episodes twice")):
         before = rewritten(folder, name, change)
         assert any(words in found for found in ledger_faults(folder))
         (folder / name).write_bytes(before)
@@ -92,9 +89,7 @@ def test_other_bytes_and_a_lost_episode_of_a_checkpoint_are_found(whole):
 def test_growth_is_that_of_a_process_once_it_is_warm():
     def series(pid, per_s, seconds):
         every = range(0, seconds, 5)
-        return [
-            Sample("engine", pid, age, 500 + min(age, 60) + per_s * max(0, age - 60), 4, 9) for age in every
-        ]
+        return [Sample("engine", pid, age, 500 + min(age, 60) + per_s * max(0, age - 60), 4, 9) for age in every]
 
     found = grown([*series(1, 0.01, 600), *series(2, 9.0, 100)])  # the second one does not live long enough
     assert found["engine"]["rss_mb"] == pytest.approx(6.0)

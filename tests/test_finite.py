@@ -59,9 +59,7 @@ def test_the_reward_of_a_greedy_episode():
 
 
 @ODD
-@pytest.mark.parametrize(
-    "field", ["kl", "values", "outcome_probs", "prm_logprobs", "ref_logprobs", "old_logprobs"]
-)
+@pytest.mark.parametrize("field", ["kl", "values", "outcome_probs", "prm_logprobs", "ref_logprobs", "old_logprobs"])
 def test_what_a_model_says_of_an_episode(field, odd):
     algorithm = PRESETS["ppo"]
     credits = assign_credit([group()], algorithm)
@@ -92,9 +90,7 @@ def refused(one, rows, message, known=None):
 
 
 @ODD
-@pytest.mark.parametrize(
-    ("field", "what"), [("advantages", "advantage"), ("behavior", "recorded log-probability")]
-)
+@pytest.mark.parametrize(("field", "what"), [("advantages", "advantage"), ("behavior", "recorded log-probability")])
 def test_what_a_row_brings(field, what, odd):
     rows = named_rows()
     values = list(getattr(rows[3], field))

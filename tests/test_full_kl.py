@@ -45,9 +45,7 @@ def test_chunks_give_the_value_and_gradient_of_whole_tables(which, rows):
 def test_no_table_of_all_logits_is_made():
     """The largest tensor of forward and backward is a chunk of logits, or the weight."""
     hidden, weight = table(64, 4, seed=0).requires_grad_(), table(500, 4, seed=1).requires_grad_()
-    against = DivergenceTarget(
-        HiddenStates(table(64, 4, seed=2), LmHead(table(500, 4, seed=3))), "full_reverse"
-    )
+    against = DivergenceTarget(HiddenStates(table(64, 4, seed=2), LmHead(table(500, 4, seed=3))), "full_reverse")
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -88,9 +86,7 @@ def test_a_kl_of_whole_distributions_in_the_loss_is_exact(which):
     with_term = resolve(AlgorithmConfig(kl=which, kl_coef=0.5))
     found = []
     for algorithm in (with_term, PRESETS["grpo"]):
-        one = learner(
-            model, algorithm, LearnerSettings(microbatch_tokens=60), {"reference": LogprobScorer(other)}
-        )
+        one = learner(model, algorithm, LearnerSettings(microbatch_tokens=60), {"reference": LogprobScorer(other)})
         statistics, _ = one.gradient(rows)
         found.append((statistics, list(gradients(model).values())))
     (ours, ours_slopes), (plain, plain_slopes) = found

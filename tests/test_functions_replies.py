@@ -10,21 +10,9 @@ from tables import held_out_replies
 from tables.reply_pairs import ASKS_RIGHT, ASKS_WRONG, REFUSALS_RIGHT, REFUSALS_WRONG
 
 REQUESTS = {
-    "event date": (
-        "create_event",
-        {"title": "dentist", "time": "10:00"},
-        "Put dentist on my calendar at 10:00.",
-    ),
-    "event time": (
-        "create_event",
-        {"title": "dentist", "date": "March 3"},
-        "Put dentist on my calendar on March 3.",
-    ),
-    "event title": (
-        "create_event",
-        {"date": "March 3", "time": "10:00"},
-        "Put an entry in for March 3 at 10:00.",
-    ),
+    "event date": ("create_event", {"title": "dentist", "time": "10:00"}, "Put dentist on my calendar at 10:00."),
+    "event time": ("create_event", {"title": "dentist", "date": "March 3"}, "Put dentist on my calendar on March 3."),
+    "event title": ("create_event", {"date": "March 3", "time": "10:00"}, "Put an entry in for March 3 at 10:00."),
     "message text": ("send_text", {"phone": "0705"}, "Send a text message to 0705."),
     "hotel nights": ("book_hotel", {"hotel_id": "H12", "guest": "Ana"}, "Book hotel H12 for Ana."),
     "transfer amount": (
@@ -42,9 +30,7 @@ def ask_of(case):
     function = catalogue()[name]
     (missing,) = (param for param in function.required if param.name not in values)
     words = other_words(function, missing).items()
-    return make_ask(
-        function, missing, missing.name, [(one, values[key]) for key, one in words if one], request
-    )
+    return make_ask(function, missing, missing.name, [(one, values[key]) for key, one in words if one], request)
 
 
 @pytest.mark.parametrize(("pairs", "is_right"), [(ASKS_RIGHT, True), (ASKS_WRONG, False)])

@@ -88,11 +88,7 @@ def record(id_="multi_turn_base_0", **changes):
         "initial_config": {"ShelfAPI": {"books": ["Odyssey"]}},
         "path": ["ShelfAPI.put", "ShelfAPI.find"],
         "involved_classes": ["ShelfAPI", "SumAPI"],
-        "ground_truth": [
-            ["put('Emma')"],
-            ["find(title='Emma')"],
-            ["put(title='Dune', copies=3)", "add(1,b=1)"],
-        ],
+        "ground_truth": [["put('Emma')"], ["find(title='Emma')"], ["put(title='Dune', copies=3)", "add(1,b=1)"]],
     } | changes
 
 

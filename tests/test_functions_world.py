@@ -180,9 +180,7 @@ def test_no_request_is_in_two_splits(everything):
 
 
 def test_solutions_are_many_once_values_are_taken_away(tasks):
-    print(
-        "\n" + "\n".join(f"level {level}: {found}" for level, found in variety(looks(tasks["train"])).items())
-    )
+    print("\n" + "\n".join(f"level {level}: {found}" for level, found in variety(looks(tasks["train"])).items()))
     least = {"1": 60, "2": 70, "3": 90, "4": 90, "5": 100}
     found = variety(looks(tasks["train"]))
     assert {level: found[level].num_shapes >= least[level] for level in least} == dict.fromkeys(least, True)
@@ -192,9 +190,7 @@ def test_solutions_are_many_once_values_are_taken_away(tasks):
 def test_levels_and_families_are_all_there(tasks):
     for split in ("train", "test"):
         families = {task.tags["family"] for task in tasks[split]}
-        assert families == {
-            *("single", "several", "parallel", "chain", "fan", "mixed", "missing", "decline", "answer"),
-        }
+        assert families == {*("single", "several", "parallel", "chain", "fan", "mixed", "missing", "decline", "answer")}
         assert {task.tags["level"] for task in tasks[split]} == set("12345")
         changed = sum(task.tags["signature"] == "changed" for task in tasks[split]) / len(tasks[split])
         assert 0.2 < changed < 0.5
@@ -410,11 +406,7 @@ def test_whoever_only_talks_solves_hardly_anything_but_where_nothing_is_to_be_do
 
 
 def test_whoever_repeats_the_prompt_solves_nothing_else(everything):
-    for repeat in (
-        request_of,
-        lambda t: t.prompt[0]["content"] + request_of(t),
-        lambda t: request_of(t) + "?",
-    ):
+    for repeat in (request_of, lambda t: t.prompt[0]["content"] + request_of(t), lambda t: request_of(t) + "?"):
         assert rate(without_null(everything), lambda task, repeat=repeat: say(task, repeat(task))) == 0
 
 
@@ -491,9 +483,7 @@ def test_an_episode_that_does_not_end_by_itself_is_no_success(tasks):
 
 def test_nothing_that_the_policy_is_shown_depends_on_the_truth(world, tasks):
     for task in tasks["test"][:60]:
-        blind = replace(
-            task, truth=replace(task.truth, calls=(), gold=(), ask=None, answer=None, shape="", form="")
-        )
+        blind = replace(task, truth=replace(task.truth, calls=(), gold=(), ask=None, answer=None, shape="", form=""))
         script = play(task, NO_FLAWS, random.Random(0)).messages
         _, players = play_all(world, [task, blind], [script, script])
         assert players[0].seen == players[1].seen
@@ -570,11 +560,7 @@ def test_a_question_of_ones_own_finds_tools_of_every_domain(world, tasks):
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [
-        ({"level": [1]}, "the nearest is"),
-        ({"levels": [1, 6]}, "no level 6"),
-        ({"num_tasks": "many"}, "num_tasks"),
-    ],
+    [({"level": [1]}, "the nearest is"), ({"levels": [1, 6]}, "no level 6"), ({"num_tasks": "many"}, "num_tasks")],
 )
 def test_bad_settings_are_named(settings, said):
     with pytest.raises(ConfigError, match=said):
@@ -615,9 +601,7 @@ def record(id_="simple_0", **changes):
         "id": id_,
         "question": [[{"role": "user", "content": "The weather in Rome?"}]],
         "function": [WEATHER],
-        "ground_truth": [
-            {"weather.get": {"city": ["Rome", "Roma"], "days": ["", 3], "at": ["", {"lat": [1.5, 2]}]}}
-        ],
+        "ground_truth": [{"weather.get": {"city": ["Rome", "Roma"], "days": ["", 3], "at": ["", {"lat": [1.5, 2]}]}}],
     } | changes
 
 
@@ -676,10 +660,7 @@ def test_a_file_may_have_tasks_without_a_call_and_its_answers_elsewhere(tmp_path
         (record(id=3), '"id" is not a text'),
         (record(), "'simple_0' was there before"),
         (record("b", question=[]), '"question" is neither'),
-        (
-            record("b", question=[[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]),
-            "turns",
-        ),
+        (record("b", question=[[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]), "turns"),
         (record("b", question=[{"role": "tool", "content": "a"}]), "role 'tool'"),
         (record("b", function=[{"description": "x"}]), "descriptions with names"),
         (record("b", function=[WEATHER, WEATHER]), "two functions"),
@@ -740,9 +721,7 @@ def test_a_file_that_is_missing_or_empty_says_so(tmp_path):
 
 
 def test_scenes_are_fresh_for_each_episode(tasks):
-    task = next(
-        t for t in tasks["train"] if t.truth.gold and t.truth.gold[0].name.startswith(("cancel", "delete"))
-    )
+    task = next(t for t in tasks["train"] if t.truth.gold and t.truth.gold[0].name.startswith(("cancel", "delete")))
     assert isinstance(task.truth.scene, Scene)
     for _ in range(2):
         assert solved(task, play(task, NO_FLAWS, random.Random(0)).trajectory()) == 1
@@ -756,10 +735,7 @@ def test_the_transcript_of_the_recipes_page_is_real():
     (task,) = (task for task in world.tasks("test") if request_of(task) == dict(said)["user"])
     dialogue = world.expert(task)
     shown = [
-        (
-            m["role"],
-            json.dumps({"name": c["function"]["name"], "arguments": json.loads(c["function"]["arguments"])}),
-        )
+        (m["role"], json.dumps({"name": c["function"]["name"], "arguments": json.loads(c["function"]["arguments"])}))
         for m in dialogue.messages
         for c in m.get("tool_calls", [])
     ]

@@ -95,9 +95,7 @@ def test_no_game_is_in_two_splits_and_the_composition_is_of_a_size_of_its_own():
 def test_demonstrations_are_of_training_games_and_end_with_the_number():
     games = {task.prompt[0]["content"] for task in WORLD.tasks("train")}
     for dialogue in itertools.islice(WORLD.demonstrations(3), 50):
-        question, *_, hint, last = (
-            dialogue.messages if len(dialogue.messages) > 2 else (*dialogue.messages,) * 2
-        )
+        question, *_, hint, last = dialogue.messages if len(dialogue.messages) > 2 else (*dialogue.messages,) * 2
         assert question["content"] in games
         assert last["role"] == "assistant"
         assert hint["role"] in ("user", "assistant")
@@ -112,11 +110,7 @@ def test_demonstrations_forget_bounds_as_often_as_set():
             for said, reply in zip(dialogue.messages[1::2], dialogue.messages[2::2], strict=False):
                 guess = int(said["content"])
                 guesses, misses = guesses + 1, misses + (not low <= guess <= high)
-                low, high = (
-                    (max(low, guess + 1), high)
-                    if reply["content"] == "higher"
-                    else (low, min(high, guess - 1))
-                )
+                low, high = (max(low, guess + 1), high) if reply["content"] == "higher" else (low, min(high, guess - 1))
         return misses / guesses
 
     assert outside(0.0) == 0.0

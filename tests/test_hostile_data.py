@@ -286,8 +286,7 @@ def test_a_program_is_the_last_block_of_python(answer, program):
 
 
 @pytest.mark.parametrize(
-    ("body", "headers"),
-    [(bytes(200_000), {}), (gzip.compress(bytes(20_000_000)), {"Content-Encoding": "gzip"})],
+    ("body", "headers"), [(bytes(200_000), {}), (gzip.compress(bytes(20_000_000)), {"Content-Encoding": "gzip"})]
 )
 def test_a_reply_is_counted_while_it_streams_in(body, headers):
     sent = []

@@ -27,57 +27,29 @@ from tables.hostile_texts import TEXTS, VALUES
 
 NUMBERS = [Quantity(5), Quantity(0.5), Quantity(-5, units={"%": 1, "$": 1, "m": 1}), Quantity(10**350)]
 NUMBERS += [Quantity(1e308), Quantity(1.5, decimal_comma=True), Quantity(5, needs_unit=True, units={"m": 1})]
-SCHEMAS = [
-    {"multipleOf": 0.1},
-    {"items": {"multipleOf": 3}, "uniqueItems": True},
-    {"maximum": 1.5},
-    {"pattern": "a$"},
-]
+SCHEMAS = [{"multipleOf": 0.1}, {"items": {"multipleOf": 3}, "uniqueItems": True}, {"maximum": 1.5}, {"pattern": "a$"}]
 CALLS = ExpectedCalls((ExpectedCall("look", {"x": 1.5, "y": "a"}),))
 PATCH = Patch("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-7\n+8\n")
 SUITE = Suite(("a",), seconds=10, memory_bytes=100)
 CASES = [
     *((number_close, truth) for truth in NUMBERS),
-    *(
-        (by_record, truth)
-        for truth in (NUMBERS[0], Choice("A", {"A": "a", "B": "b"}), ExpectedAnswers(("Paris",)))
-    ),
-    *(
-        (verifier, ExpectedAnswers(("Paris", "x y")))
-        for verifier in (exact_match, token_f1, paper_rewards.accuracy)
-    ),
+    *((by_record, truth) for truth in (NUMBERS[0], Choice("A", {"A": "a", "B": "b"}), ExpectedAnswers(("Paris",)))),
+    *((verifier, ExpectedAnswers(("Paris", "x y"))) for verifier in (exact_match, token_f1, paper_rewards.accuracy)),
     (multiple_choice, Choice("A", {"A": "Paris", "B": "London"})),
     *((json_schema, Schema(schema)) for schema in SCHEMAS),
     *((json_value, Value(value, 0.1)) for value in (1.5, [1.5], {"a": 1})),
     (same_state(), MatchState({"a": 1.5}, frozenset({"z"}), 0.1)),
     *((rows_match(final_answer), Rows(((1.5, 2),), columns_free=free)) for free in (False, True)),
     (patch_similarity(), PATCH),
-    *(
-        (verifier, SUITE)
-        for verifier in (suite_passes(final_answer), share_passed(final_answer), thrift(final_answer))
-    ),
-    *(
-        (verifier, CALLS)
-        for verifier in (paper_rewards.tool_correctness, paper_rewards.right_argument_values)
-    ),
+    *((verifier, SUITE) for verifier in (suite_passes(final_answer), share_passed(final_answer), thrift(final_answer))),
+    *((verifier, CALLS) for verifier in (paper_rewards.tool_correctness, paper_rewards.right_argument_values)),
     (shaping.citation_support, None),
     (shaping.repeated_calls(), None),
     (composite.format_score, Quantity(1.5)),
     *((part, None) for part in (composite.think_format, composite.tool_use)),
     (shaping.language_consistency(), None),
 ]
-PARTS = (
-    "\n",
-    " \n",
-    "<answer>",
-    "####",
-    "answer: ",
-    "The answer is ",
-    "**answer**\n",
-    "\\boxed{",
-    "\\boxed{}",
-    "{",
-)
+PARTS = ("\n", " \n", "<answer>", "####", "answer: ", "The answer is ", "**answer**\n", "\\boxed{", "\\boxed{}", "{")
 """Repeated, they are text in which frames are looked for over and over."""
 REPORTS = ("report", "state", "tests", "verdict")
 
@@ -93,10 +65,7 @@ def episode(text, calls=()):
         {"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
         for n, (name, arguments) in enumerate(calls)
     ]
-    said = (
-        Message(role="assistant", content="", tool_calls=made),
-        Message(role="assistant", content=text),
-    )
+    said = (Message(role="assistant", content="", tool_calls=made), Message(role="assistant", content=text))
     left = [ToolOutcome(f"c{n}", name, ToolStatus.OK, text) for n, (name, _) in enumerate(calls)]
     left += [ToolOutcome("", name, ToolStatus.OK, text) for name in REPORTS]
     return Trajectory("t", 0, (), said, StopReason.ANSWERED, outcomes=tuple(left))
@@ -148,8 +117,7 @@ def test_every_world_has_a_reward_for_every_text(name):
         gold = getattr(task.truth, "gold", ())
         plays = [episode(text) for text in TEXTS]
         plays += [
-            episode("Done.", [(call.name, dict.fromkeys(call.accepted, value)) for call in gold])
-            for value in VALUES
+            episode("Done.", [(call.name, dict.fromkeys(call.accepted, value)) for call in gold]) for value in VALUES
         ]
         for lived in plays:
             assert math.isfinite(score(world.rewards, task, lived).reward)

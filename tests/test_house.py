@@ -105,9 +105,7 @@ class Finding:
 @cache
 def modules() -> list[Module]:
     files = [
-        f
-        for top in ("src/ludus", "examples", "benchmarks", "generators")
-        for f in sorted(ROOT.glob(f"{top}/**/*.py"))
+        f for top in ("src/ludus", "examples", "benchmarks", "generators") for f in sorted(ROOT.glob(f"{top}/**/*.py"))
     ]
     return [Module(f.relative_to(ROOT).as_posix(), f.read_text(encoding="utf-8")) for f in files]
 
@@ -191,12 +189,7 @@ def config_fields(module: Module) -> Iterator[Finding]:
 def annotations(module: Module) -> Iterator[Finding]:
     for name, node in functions(module) if module.in_package else ():
         spec = node.args
-        named = [
-            *spec.posonlyargs,
-            *spec.args,
-            *spec.kwonlyargs,
-            *(a for a in (spec.vararg, spec.kwarg) if a),
-        ]
+        named = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, *(a for a in (spec.vararg, spec.kwarg) if a)]
         bare = [a.arg for a in named if a.annotation is None and a.arg not in ("self", "cls")]
         if bare or node.returns is None:
             yield Finding(name, ", ".join(bare) or "the result")
@@ -277,9 +270,7 @@ def is_definition(statement: ast.stmt) -> bool:
             return True
         case ast.Assign(value=value) | ast.AnnAssign(value=value):
             reads = {"open", "read_text", "read_bytes", "load", "loads", "run", "import_module"}
-            return not any(
-                isinstance(n, ast.Call) and called(n) in reads for n in ast.walk(value or statement)
-            )
+            return not any(isinstance(n, ast.Call) and called(n) in reads for n in ast.walk(value or statement))
         case ast.Expr(value=ast.Call(args=[_, *_] as given, keywords=[])):
             return all(isinstance(argument, ast.Dict) for argument in given)
         case ast.Expr(value=ast.Constant()):
@@ -307,10 +298,7 @@ def algorithm_names(module: Module) -> Iterator[Finding]:
             texts = [n.value for n in others if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         elif isinstance(node, ast.Match):
             patterns = [n for case in node.cases for n in ast.walk(case.pattern)]
-            compared, texts = (
-                [node.subject],
-                [ast.unparse(n) for n in patterns if isinstance(n, ast.MatchValue)],
-            )
+            compared, texts = ([node.subject], [ast.unparse(n) for n in patterns if isinstance(n, ast.MatchValue)])
         else:
             continue
         names = {n.attr for n in compared if isinstance(n, ast.Attribute)}
@@ -416,9 +404,7 @@ def test_the_project_speaks_only_of_itself():
     found = {}
     for file in (f for pattern in SPOKEN for f in ROOT.glob(pattern)):
         if file.is_file() and file.suffix not in (".pyc", ".png", ".safetensors", ".npz", ".xz"):
-            found[str(file.relative_to(ROOT))] = foreign_words(
-                file.read_text(encoding="utf-8", errors="replace")
-            )
+            found[str(file.relative_to(ROOT))] = foreign_words(file.read_text(encoding="utf-8", errors="replace"))
     assert found
     assert {path: words for path, words in found.items() if words} == {}
 
@@ -511,10 +497,7 @@ MORE_BREAKS = [
     ("imports", "from ludus import training"),
     ("imports", "import ludus.cli"),
     ("imports", "from . import schema"),
-    (
-        "imports",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ludus.engines.base import Engine",
-    ),
+    ("imports", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ludus.engines.base import Engine"),
     ("environment-reads", "from os import getenv"),
     ("broad-excepts", "try:\n    x = 1\nexcept:  # boundary: none\n    raise"),
     ("broad-excepts", "try:\n    x = 1\nexcept Exception:  # boundary:\n    x = 2"),
@@ -529,10 +512,7 @@ MORE_BREAKS = [
 KEEPS = [
     ("parameters", "class C:\n    def f(self, a, b, c, d, e, *, g): ..."),
     ("branches", "def f(a):\n" + "    if a: pass\n" * 10),
-    (
-        "imports",
-        "from ludus import __version__\nfrom ludus.types import Task\nfrom ludus.config.schema import Config",
-    ),
+    ("imports", "from ludus import __version__\nfrom ludus.types import Task\nfrom ludus.config.schema import Config"),
     ("broad-excepts", "try:\n    x = 1\nexcept Exception as e:  # boundary: a tool's error\n    x = 2"),
     ("broad-excepts", "try:\n    x = 1\nexcept BaseException:\n    x = 2\n    raise"),
     ("broad-excepts", "try:\n    x = 1\nexcept ValueError:\n    x = 2"),
@@ -549,9 +529,7 @@ KEEPS = [
 @pytest.mark.parametrize(("rule", "text"), [*BREAKS.items(), *MORE_BREAKS])
 def test_a_rule_finds_what_breaks_it(rule, text):
     assert list(
-        RULES[rule](
-            Module("src/ludus/tools/x.py" if rule == "algorithm-names" else "src/ludus/config/x.py", text)
-        )
+        RULES[rule](Module("src/ludus/tools/x.py" if rule == "algorithm-names" else "src/ludus/config/x.py", text))
     )
 
 

@@ -34,9 +34,7 @@ def tasks():
 def num_passed(tasks, program_of_task, limits=LIMITS):
     async def run():
         judge = CodeGrader(open_sandbox(), limits)
-        gradings = await asyncio.gather(
-            *(judge.judge(program_of_task(t.truth), t.truth, t.truth.cases) for t in tasks)
-        )
+        gradings = await asyncio.gather(*(judge.judge(program_of_task(t.truth), t.truth, t.truth.cases) for t in tasks))
         await judge.sandbox.close()
         return gradings
 

@@ -48,9 +48,7 @@ def test_a_clip_acts_on_ratios_to_what_an_engine_recorded_under_older_weights(lo
     words = ("--algorithm.loss", loss, "--training.minibatches", "1")
     stale = ("--training.mode", "async", "--training.learner.old_logprobs", "engine")
     assert any(f"of the loss {loss} has no effect" in text for text in said("guess", *words))
-    assert any(
-        f"of the loss {loss} has no effect" in t for t in said("guess", *words, "--training.mode", "async")
-    )
+    assert any(f"of the loss {loss} has no effect" in t for t in said("guess", *words, "--training.mode", "async"))
     words += ("--algorithm.correction", "none")
     assert not any("has no effect" in text for text in said("guess", *words, *stale))
 

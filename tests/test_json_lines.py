@@ -39,9 +39,7 @@ def test_only_a_line_feed_ends_a_line(tmp_path, name):
         assert "one" in repr(list(load(file).values()) if isinstance(load(file), dict) else load(file))
 
 
-@pytest.mark.parametrize(
-    "line", ["1" * 5_000, "[" * 100_000 + "]" * 100_000, '{"a": ' * 900 + "1" + "}" * 900]
-)
+@pytest.mark.parametrize("line", ["1" * 5_000, "[" * 100_000 + "]" * 100_000, '{"a": ' * 900 + "1" + "}" * 900])
 @pytest.mark.parametrize("name", LOADERS)
 def test_numbers_and_brackets_without_end_are_refused_in_words_if_at_all(tmp_path, name, line):
     load, record = LOADERS[name]

@@ -90,9 +90,7 @@ def test_the_outcome_is_predicted_at_each_action_token_from_the_state_after_it()
     assert learn(one, rows)["critic/loss"] == pytest.approx(float(sum(losses)) / tokens, rel=1e-5)
     first = rows[0]
     last = max(i for i, trains in enumerate(first.trains) if trains)
-    changed = replace(
-        first, tokens=(*first.tokens[:last], (first.tokens[last] + 1) % 50, *first.tokens[last + 1 :])
-    )
+    changed = replace(first, tokens=(*first.tokens[:last], (first.tokens[last] + 1) % 50, *first.tokens[last + 1 :]))
     assert one.probabilities([first], [True])[0][last] != one.probabilities([changed], [True])[0][last]
 
 
@@ -152,9 +150,7 @@ def test_with_adapters_it_is_they_that_learn_rewards():
 
 def labelled(episodes):
     """A reward of 1 is right."""
-    return [
-        replace(e, trajectory=replace(e.trajectory, rewards={"right": e.trajectory.reward})) for e in episodes
-    ]
+    return [replace(e, trajectory=replace(e.trajectory, rewards={"right": e.trajectory.reward})) for e in episodes]
 
 
 def test_prime_adds_the_implicit_rewards_to_the_outcome():

@@ -70,10 +70,7 @@ def test_minibatches_of_several_epochs_differ_by_rounding_alone():
     for epochs, minibatches in ((1, 3), (2, 3)):
         other = Counting(LogprobScorer(tiny_model(seed=1)))
         one = learner(
-            tiny_model(),
-            WITH_KL,
-            LearnerSettings(epochs=epochs, minibatches=minibatches),
-            {"reference": other},
+            tiny_model(), WITH_KL, LearnerSettings(epochs=epochs, minibatches=minibatches), {"reference": other}
         )
         found.append(one.train(rows, seed=0)["policy/kl_reference"])
         assert sum(other.passes) == len(rows)

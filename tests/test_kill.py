@@ -74,9 +74,7 @@ def test_killed_twenty_times_and_resumed_a_run_equals_the_uninterrupted_one(tmp_
 
 
 @pytest.mark.fault
-def test_an_asynchronous_run_killed_again_and_again_ends_with_every_step_and_no_episode_twice(
-    tiny_run, tmp_path
-):
+def test_an_asynchronous_run_killed_again_and_again_ends_with_every_step_and_no_episode_twice(tiny_run, tmp_path):
     folder, rng = tmp_path / "run", random.Random(7)
     given = (make_recipe(tmp_path), "--model", cold_start(tiny_run), "--run.dir", folder)
     settings = "--training.mode async --training.steps 12 --evaluation.every 99 --training.checkpoint_every 1"
@@ -174,16 +172,9 @@ REMEMBERED = {
     "reward moments": "--rewards.normalise_by family --algorithm.filter_zero_variance false",
     "roles": "--algorithm.preset rae",
     "greso": "--algorithm.greso true",
-    "adapters and reference": "--model.lora.rank 2 --algorithm.kl_coef 0.1 "
-    "--algorithm.filter_zero_variance false",
+    "adapters and reference": "--model.lora.rank 2 --algorithm.kl_coef 0.1 --algorithm.filter_zero_variance false",
 }
-KEPT = {
-    "kl controller": "kl",
-    "kl pid": "kl",
-    "reward moments": "reward_moments",
-    "roles": "memory",
-    "greso": "memory",
-}
+KEPT = {"kl controller": "kl", "kl pid": "kl", "reward moments": "reward_moments", "roles": "memory", "greso": "memory"}
 """What of `trainer/state.json` tells that there was something to remember."""
 
 

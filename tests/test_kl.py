@@ -45,9 +45,7 @@ def test_full_kl_gradients_pieces_and_forbidden_tokens():
             lambda x, f=function: f(logits=x, ref_logits=ref, temperature=0.7), logits.requires_grad_()
         )
         whole = function(logits=logits, ref_logits=ref)
-        pieces = [
-            function(logits=a, ref_logits=b) for a, b in zip(logits.split(2), ref.split(2), strict=True)
-        ]
+        pieces = [function(logits=a, ref_logits=b) for a, b in zip(logits.split(2), ref.split(2), strict=True)]
         assert torch.equal(torch.cat(pieces), whole)
     forbidden = torch.tensor([0.0, 0.0, -torch.inf], dtype=torch.float64, requires_grad=True)
     uniform = torch.zeros(3, dtype=torch.float64)
@@ -82,8 +80,7 @@ def test_penalised_token_rewards_equal_the_loop(batch, coef):
     )
     assert not ours.requires_grad
     loop = oracle.tokens(
-        batch.mask,
-        lambda i, t: batch.advantages[i, t] - coef * (batch.logprobs[i, t] - batch.ref[i, t]),
+        batch.mask, lambda i, t: batch.advantages[i, t] - coef * (batch.logprobs[i, t] - batch.ref[i, t])
     )
     torch.testing.assert_close(ours, loop, **oracle.TOLERANCE)
 

@@ -123,10 +123,7 @@ def test_a_kl_in_the_loss_may_add_up_over_the_trajectory():
 
 @pytest.mark.parametrize("placement", ["reward", "loss"])
 def test_a_granularity_that_nothing_reads_is_refused(placement):
-    given = {
-        "kl_coef": 0.1 if placement == "reward" else None,
-        "options": {"kl": {"granularity": "trajectory"}},
-    }
+    given = {"kl_coef": 0.1 if placement == "reward" else None, "options": {"kl": {"granularity": "trajectory"}}}
     placed = {"kl_placement": placement} if placement == "reward" else {}
     settings = Config.model_validate({"algorithm": given | placed}).algorithm
     with pytest.raises(ConfigError, match="granularity"):
@@ -168,9 +165,7 @@ def test_the_guard_pauses_a_run_behind_a_checkpoint(tmp_path):
     guard = {"kl_control__guard_factor": "2", "kl_control__guard_expected": "1e-7"}
     held = {"kl_control__kind": "linear", "training__checkpoint_every": "9"} | guard
     given = {
-        key: value
-        for key, value in (HELD | held).items()
-        if key not in ("kl_control__target", "kl_control__horizon")
+        key: value for key, value in (HELD | held).items() if key not in ("kl_control__target", "kl_control__horizon")
     }
     settings = config(folder, **given)
     with locked(new_run(settings, "search", "rl")), pytest.raises(LearnerError, match="paused after step 2"):

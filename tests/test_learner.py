@@ -57,11 +57,7 @@ def random_rows(num=9, seed=0):
 def learner(model, algorithm=None, settings=None, scorers=None):
     optimiser = Optimizer(model, OptimizerSettings(learning_rate=1e-3, total_steps=10))
     return Learner(
-        LogprobScorer(model),
-        optimiser,
-        algorithm or PRESETS["grpo"],
-        settings or LearnerSettings(),
-        scorers or {},
+        LogprobScorer(model), optimiser, algorithm or PRESETS["grpo"], settings or LearnerSettings(), scorers or {}
     )
 
 
@@ -91,14 +87,10 @@ def test_the_metrics_of_several_updates_are_those_of_all_their_tokens():
         assert parts[name] == pytest.approx(whole[name], rel=1e-12), name
 
 
-WITH_ALL_TERMS = Algorithm(
-    name="all", summary="", source="", kl_coef=0.05, entropy_coef=0.0, correction="tis"
-)
+WITH_ALL_TERMS = Algorithm(name="all", summary="", source="", kl_coef=0.05, entropy_coef=0.0, correction="tis")
 
 
-@pytest.mark.parametrize(
-    "algorithm", [PRESETS["grpo"], PRESETS["grpo_paper"], PRESETS["dr_grpo"], WITH_ALL_TERMS]
-)
+@pytest.mark.parametrize("algorithm", [PRESETS["grpo"], PRESETS["grpo_paper"], PRESETS["dr_grpo"], WITH_ALL_TERMS])
 def test_the_gradient_does_not_depend_on_the_partition(algorithm):
     model, rows = tiny_model(), random_rows()
     reference = {"reference": LogprobScorer(tiny_model(seed=1))}

@@ -147,10 +147,7 @@ def test_activations_are_measured():
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["sft", "--sft.steps", "1"],
-        ["train", "--algorithm.preset", "ppo", "--training.learner.dry_run", "never"],
-    ],
+    [["sft", "--sft.steps", "1"], ["train", "--algorithm.preset", "ppo", "--training.learner.dry_run", "never"]],
 )
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_stage_that_runs_out_of_memory_says_what_to_change(words, error, tmp_path, monkeypatch):

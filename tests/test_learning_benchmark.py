@@ -34,9 +34,7 @@ def evaluated(*rights: int) -> list[Evaluation]:
         ((151, 151, 151), "not shown"),  # over tasks: nine of them were lost
     ],
 )
-def test_a_mode_is_called_no_worse_where_neither_interval_reaches_five_points_below(
-    found, verdict, monkeypatch
-):
+def test_a_mode_is_called_no_worse_where_neither_interval_reaches_five_points_below(found, verdict, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     learning = importlib.import_module("learning")
     gap = learning.less_sync(evaluated(*found), evaluated(160, 160, 160))
@@ -62,15 +60,11 @@ def test_stages_have_equal_budgets_of_episodes_and_of_dialogues(algorithms, monk
     monkeypatch.setattr(algorithms, "train", train)
     monkeypatch.setattr(algorithms, "start_of", lambda name, folder: ("--model.path", "cold"))
     monkeypatch.setattr(algorithms, "last", lambda path, split: evaluated(100)[0])
-    asked = SimpleNamespace(
-        game="guess-small", folder=tmp_path, steps=20, seeds=(0,), rates=("4e-4",), parallel=1
-    )
+    asked = SimpleNamespace(game="guess-small", folder=tmp_path, steps=20, seeds=(0,), rates=("4e-4",), parallel=1)
     algorithms.run(asked, algorithms.STAGES)
     plain, more, mixed, fine, after = made
     assert [stage for stage, _ in made] == ["train", "sft", "train", "sft", "train"]
-    assert (
-        plain[1]["--training.steps"] == mixed[1]["--training.steps"] == after[1]["--training.steps"] == "20"
-    )
+    assert plain[1]["--training.steps"] == mixed[1]["--training.steps"] == after[1]["--training.steps"] == "20"
     assert int(more[1]["--sft.steps"]) * 32 == 20 * 24 * 8
     assert int(fine[1]["--sft.steps"]) * 32 == 20 * 24
     assert after[1]["--model.path"].endswith("run/checkpoints/step-000015")

@@ -214,9 +214,7 @@ def agree(ledger, model):
     total = ledger.total()
     outcomes = Counter(outcome for outcome, _ in model.ended.values())
     assert (total.started, total.running) == (len(model.running) + len(model.ended), len(model.running))
-    assert (total.trained, total.masked, total.dropped, total.failed) == tuple(
-        outcomes[o] for o in RolloutOutcome
-    )
+    assert (total.trained, total.masked, total.dropped, total.failed) == tuple(outcomes[o] for o in RolloutOutcome)
     assert total.by_reason == dict(Counter(f"{o}/{r}" for o, r in model.ended.values()))
 
 

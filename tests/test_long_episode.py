@@ -58,9 +58,7 @@ def calls_a_page() -> Guide:
 
 def test_an_episode_of_250_calls_and_64k_tokens():
     model = build(vocab_size=len(tokenizer()), max_position_embeddings=CONTEXT)
-    settings = EngineSettings(
-        context_tokens=CONTEXT, max_batch=2, kv_cache_tokens=CONTEXT + 64, pass_tokens=512
-    )
+    settings = EngineSettings(context_tokens=CONTEXT, max_batch=2, kv_cache_tokens=CONTEXT + 64, pass_tokens=512)
     world = WatchedWorld(tools=(page,))
 
     async def run():

@@ -55,9 +55,7 @@ def test_covariances_and_choices_equal_the_loop(batch, share, seed):
     best = sorted(expected.values(), reverse=True)[:count]
     assert sorted(covariance[highest].tolist(), reverse=True) == pytest.approx(best, abs=1e-10)
     band = {p for p, c in expected.items() if -0.2 < c < 0.5}
-    chosen = losses.choose_between(
-        covariance=covariance, mask=batch.mask, seed=seed, share=share, low=-0.2, high=0.5
-    )
+    chosen = losses.choose_between(covariance=covariance, mask=batch.mask, seed=seed, share=share, low=-0.2, high=0.5)
     places = {tuple(p) for p in chosen.nonzero().tolist()}
     assert places <= band
     assert len(places) == min(count, len(band))
@@ -122,13 +120,9 @@ def every_loss(batch):
     whole = Normalizer.of(batch.mask, constant=50)
     covariance = covariance_of(batch)
     highest = losses.choose_highest(covariance=covariance, mask=batch.mask, share=0.2)
-    between = losses.choose_between(
-        covariance=covariance, mask=batch.mask, seed=1, share=0.2, low=-1.0, high=1.0
-    )
+    between = losses.choose_between(covariance=covariance, mask=batch.mask, seed=1, share=0.2, low=-1.0, high=1.0)
     ids = torch.randint(2, batch.mask.shape, generator=torch.Generator().manual_seed(2))
-    weights = losses.conflict_weights(
-        token_ids=ids, group=batch.group, advantages=batch.advantages, mask=batch.mask
-    )
+    weights = losses.conflict_weights(token_ids=ids, group=batch.group, advantages=batch.advantages, mask=batch.mask)
     positive = torch.arange(len(batch.mask)) % 2 == 1
     num_positive = int(batch.mask[positive].sum())
 
@@ -147,10 +141,7 @@ def every_loss(batch):
     def dppo(rows, lp):
         part = rows_of(batch, rows)
         return mean(
-            part,
-            losses.dppo(
-                logprobs=lp, behavior_logprobs=part.behavior, advantages=part.advantages, mask=part.mask
-            ),
+            part, losses.dppo(logprobs=lp, behavior_logprobs=part.behavior, advantages=part.advantages, mask=part.mask)
         )
 
     def distill(rows, lp):
@@ -165,9 +156,7 @@ def every_loss(batch):
 
     def nll(rows, lp):
         part = rows_of(batch, rows)
-        return losses.positive_nll(
-            logprobs=lp, positive=positive[rows], mask=part.mask, num_tokens=num_positive
-        )
+        return losses.positive_nll(logprobs=lp, positive=positive[rows], mask=part.mask, num_tokens=num_positive)
 
     def echo(rows, lp):  # here the tokens of the mask are the observations
         mask = batch.mask[rows]
@@ -264,10 +253,7 @@ def test_corrections_equal_the_loop(batch, level, cap):
             corrections.reject_sequence(**given, low=0.8, high=cap + 0.1, by="largest"),
             lambda i, t: float(within(slow.largest_ratio(batch, i))),
         ),
-        (
-            corrections.decoupled(**given, cap=cap),
-            lambda i, t: min(slow.ratio_of(batch, i, t, "token"), cap),
-        ),
+        (corrections.decoupled(**given, cap=cap), lambda i, t: min(slow.ratio_of(batch, i, t, "token"), cap)),
     ]
     for ours, weight in pairs:
         torch.testing.assert_close(ours, loop(weight), **oracle.TOLERANCE)
@@ -347,9 +333,7 @@ def test_mismatch_by_length_counts_places_from_the_start_of_the_sequence():
         replace(by_length) + default
 
 
-CORRECTED = [
-    ("tis", level, {"level": level}, lambda w: min(w, 1.1)) for level in ("token", "sequence", "geometric")
-]
+CORRECTED = [("tis", level, {"level": level}, lambda w: min(w, 1.1)) for level in ("token", "sequence", "geometric")]
 CORRECTED += [
     ("icepop", level, {"level": level, "low": 0.6, "high": 2.0}, lambda w: w if 0.6 <= w <= 2.0 else 0.0)
     for level in ("token", "sequence", "geometric")
@@ -364,9 +348,7 @@ CORRECTED += [
 @pytest.mark.parametrize(("name", "level", "options", "limit"), CORRECTED)
 def test_what_a_correction_cuts_and_drops_is_counted_from_its_own_weights(name, level, options, limit):
     batch = batch_of(12, seed=3)
-    algorithm = replace(
-        PRESETS["grpo"], correction=name, tis_cap=1.1, options=PartOptions(correction=options)
-    )
+    algorithm = replace(PRESETS["grpo"], correction=name, tis_cap=1.1, options=PartOptions(correction=options))
     given = TokenBatch(batch.old, batch.old, batch.behavior, batch.advantages, batch.mask)
     found = objective(given, algorithm, Normalizer.of(batch.mask))[1].mismatch
     ratios = [float(slow.ratio_of(batch, i, t, level)) for i, t in batch.mask.nonzero().tolist()]

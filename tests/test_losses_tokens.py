@@ -49,9 +49,7 @@ def test_losses_of_the_trajectory_ratio_equal_the_loop(batch, bounds):
     low, high = bounds
     clip = {"eps_low": low, "eps_high": high}
     assert_same(
-        lambda lp: losses.gspo(logprobs=lp, **inputs(batch), **clip),
-        lambda lp: slow.gspo(lp, batch, low, high),
-        batch,
+        lambda lp: losses.gspo(logprobs=lp, **inputs(batch), **clip), lambda lp: slow.gspo(lp, batch, low, high), batch
     )
     assert_same(
         lambda lp: losses.gspo_token(logprobs=lp, **inputs(batch), **clip),
@@ -59,9 +57,7 @@ def test_losses_of_the_trajectory_ratio_equal_the_loop(batch, bounds):
         batch,
     )
     assert_same(
-        lambda lp: losses.gmpo(logprobs=lp, **inputs(batch), **clip),
-        lambda lp: slow.gmpo(lp, batch, low, high),
-        batch,
+        lambda lp: losses.gmpo(logprobs=lp, **inputs(batch), **clip), lambda lp: slow.gmpo(lp, batch, low, high), batch
     )
 
 
@@ -123,14 +119,10 @@ def test_mixed_policy_equals_the_loop(batch, gamma, seed):
 @given(batch=oracle.batches(), eps=st.sampled_from([None, 0.05, 0.5]))
 def test_value_loss_equals_the_loop(batch, eps):
     assert_same(
-        lambda v: losses.value_loss(
-            values=v, old_values=batch.old, returns=batch.advantages, mask=batch.mask, eps=eps
-        ),
+        lambda v: losses.value_loss(values=v, old_values=batch.old, returns=batch.advantages, mask=batch.mask, eps=eps),
         lambda v: oracle.tokens(
             batch.mask,
-            lambda i, t: slow.value_token(
-                v[i, t], batch.old[i, t].item(), batch.advantages[i, t].item(), eps
-            ),
+            lambda i, t: slow.value_token(v[i, t], batch.old[i, t].item(), batch.advantages[i, t].item(), eps),
         ),
         batch,
     )
@@ -140,9 +132,7 @@ def test_value_loss_equals_the_loop(batch, eps):
 @given(batch=oracle.batches())
 def test_distill_costs_the_gap_and_has_its_gradient(batch):
     plain = {"teacher_logprobs": batch.ref, "mask": batch.mask}
-    value, gradient = value_and_gradient(
-        lambda lp: losses.distill(logprobs=lp, **plain), batch.logprobs, batch.mask
-    )
+    value, gradient = value_and_gradient(lambda lp: losses.distill(logprobs=lp, **plain), batch.logprobs, batch.mask)
     gap = batch.clean(batch.logprobs - batch.ref)
     weights = torch.arange(1.0, gap.numel() + 1, dtype=torch.float64).reshape(gap.shape)
     torch.testing.assert_close(value, gap, **oracle.TOLERANCE)
@@ -150,8 +140,7 @@ def test_distill_costs_the_gap_and_has_its_gradient(batch):
     assert_same(
         lambda lp: losses.distill(logprobs=lp, **plain, old_logprobs=batch.old),
         lambda lp: oracle.tokens(
-            batch.mask,
-            lambda i, t: (lp[i, t] - batch.old[i, t]).exp() * (lp[i, t].detach() - batch.ref[i, t]),
+            batch.mask, lambda i, t: (lp[i, t] - batch.old[i, t]).exp() * (lp[i, t].detach() - batch.ref[i, t])
         ),
         batch,
     )
@@ -199,17 +188,12 @@ def test_conflict_weights_by_hand():
     ids = torch.tensor([[5, 6, 9, 7, 8], [5, 9, 3, 8, 0], [5, 1, 1, 8, 8]])
     mask = torch.tensor([[1, 1, 0, 1, 1], [1, 0, 1, 1, 0], [1, 1, 0, 1, 1]])
     advantages = rows([1.0] * 5, [-1.0] * 5, [-1.0] * 5)
-    weights = losses.conflict_weights(
-        token_ids=ids, group=torch.tensor([0, 0, 1]), advantages=advantages, mask=mask
-    )
+    weights = losses.conflict_weights(token_ids=ids, group=torch.tensor([0, 0, 1]), advantages=advantages, mask=mask)
     assert weights.tolist() == [[2, 1, 0, 1, 2], [0, 0, 1, 0, 0], [1, 1, 0, 1, 1]]
 
 
 def test_gspo_with_one_action_token_is_ppo_clip():
-    logprobs, old = (
-        rows([-0.4, -9.0], [-1.0, -9.0], [-0.2, -3.0]),
-        rows([-0.9, 1.0], [-0.9, 1.0], [-1.0, 0.0]),
-    )
+    logprobs, old = (rows([-0.4, -9.0], [-1.0, -9.0], [-0.2, -3.0]), rows([-0.9, 1.0], [-0.9, 1.0], [-1.0, 0.0]))
     given = {
         "old_logprobs": old,
         "advantages": rows([1.0, 0.0], [-2.0, 0.0], [-0.5, 0.0]),
@@ -218,9 +202,7 @@ def test_gspo_with_one_action_token_is_ppo_clip():
         "eps_high": 0.28,
     }
     one = value_and_gradient(lambda lp: losses.gspo(logprobs=lp, **given), logprobs, given["mask"].bool())
-    two = value_and_gradient(
-        lambda lp: losses.ppo_clip(logprobs=lp, **given).sum(1), logprobs, given["mask"].bool()
-    )
+    two = value_and_gradient(lambda lp: losses.ppo_clip(logprobs=lp, **given).sum(1), logprobs, given["mask"].bool())
     for ours, expected in zip(one, two, strict=True):
         torch.testing.assert_close(ours, expected, **oracle.TOLERANCE)
 
@@ -233,12 +215,7 @@ def test_gspo_token_with_one_advantage_a_trajectory_is_gspo(batch):
     for name in ("gspo", "gspo_token"):
         leaf = batch.logprobs.clone().requires_grad_()
         loss = getattr(losses, name)(
-            logprobs=leaf,
-            old_logprobs=batch.old,
-            advantages=scores,
-            mask=batch.mask,
-            eps_low=0.1,
-            eps_high=0.1,
+            logprobs=leaf, old_logprobs=batch.old, advantages=scores, mask=batch.mask, eps_low=0.1, eps_high=0.1
         )
         total = aggregate(loss=loss, mask=batch.mask, how="seq_mean_token_mean")
         results.append((total.detach(), torch.autograd.grad(total, leaf)[0]))
@@ -261,21 +238,14 @@ def test_at_the_old_policy_the_ratio_losses_have_the_gradient_of_reinforce():
     for name in ("ppo_clip", "cispo", "sapo"):
         leaf = logprobs.clone().requires_grad_()
         loss = getattr(losses, name)(logprobs=leaf, old_logprobs=logprobs, **given)
-        torch.testing.assert_close(
-            torch.autograd.grad(loss.sum(), leaf)[0], expected, **oracle.TOLERANCE, msg=name
-        )
+        torch.testing.assert_close(torch.autograd.grad(loss.sum(), leaf)[0], expected, **oracle.TOLERANCE, msg=name)
 
 
 def test_unfit_choices_and_weights_are_refused():
     given = {"logprobs": rows([0.0]), "old_logprobs": rows([0.0]), "advantages": rows([1.0])}
     given["mask"] = torch.ones(1, 1)
     wide = torch.ones(1, 2)
-    for name, extra in (
-        ("clip_cov", "chosen"),
-        ("kl_cov", "chosen"),
-        ("gtpo", "weights"),
-        ("mixed_policy", "expert"),
-    ):
+    for name, extra in (("clip_cov", "chosen"), ("kl_cov", "chosen"), ("gtpo", "weights"), ("mixed_policy", "expert")):
         with pytest.raises(ValueError, match=extra):
             getattr(losses, name)(**given, **{extra: wide})
     with pytest.raises(ValueError, match="expert"):

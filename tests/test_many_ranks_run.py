@@ -22,14 +22,7 @@ from ludus.training.run.run_dir import RunFolder
 pytestmark = pytest.mark.fault
 
 SPLIT = {"training__learner__ranks": "2", "training__learner__shard": "true"}
-SAME = (
-    "reward/mean",
-    "loss/total",
-    "optim/grad_norm",
-    "batch/trained_tokens",
-    "critic/loss",
-    "sync/probe_gap",
-)
+SAME = ("reward/mean", "loss/total", "optim/grad_norm", "batch/trained_tokens", "critic/loss", "sync/probe_gap")
 
 
 def start(folder: Path, *words: str, **changes: str) -> subprocess.Popen[str]:
@@ -39,10 +32,7 @@ def start(folder: Path, *words: str, **changes: str) -> subprocess.Popen[str]:
         settings = small_runs.SMALLEST | changes
         command = ["train", "search", *small_runs.words(folder, **settings), *words]
     return subprocess.Popen(
-        [sys.executable, "-m", "ludus", *command],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-m", "ludus", *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -118,9 +108,7 @@ def test_a_run_with_a_dry_run_of_two_processes_is_the_run_without(tmp_path):
     for name in (*SAME, "sync/probe_gap"):
         if name in without[0]:
             assert with_one[0][name] == without[0][name], name
-    lines = [
-        line for line in (tmp_path / "always" / "log.txt").read_text().splitlines() if "dry run:" in line
-    ]
+    lines = [line for line in (tmp_path / "always" / "log.txt").read_text().splitlines() if "dry run:" in line]
     assert sorted("rank 1:" in line for line in lines) == [False, True]
 
 
@@ -176,10 +164,7 @@ def test_a_process_of_torchrun_that_is_stopped_is_named_too(tmp_path):
     changes = {"training__steps": "40", "training__learner__rank_timeout_s": "30"}
     words = ["search", *small_runs.words(folder, **small_runs.SMALLEST | changes)]
     process = subprocess.Popen(
-        [*torchrun, "-m", "ludus", "train", *words],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
+        [*torchrun, "-m", "ludus", "train", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     until((folder / "checkpoints" / "step-000001").exists)
     said = (folder / "log.txt").read_text()

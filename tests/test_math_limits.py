@@ -41,9 +41,7 @@ def test_threads_get_verdicts_of_their_own():
     found = {}
 
     def judge(number):
-        found[number] = [
-            is_equal(f"{number}/{d}", Expression(rf"\frac{{{2 * number}}}{{{2 * d}}}")) for d in (7, 11)
-        ]
+        found[number] = [is_equal(f"{number}/{d}", Expression(rf"\frac{{{2 * number}}}{{{2 * d}}}")) for d in (7, 11)]
 
     threads = [threading.Thread(target=judge, args=(number,)) for number in (3, 4, 5)]
     for thread in threads:

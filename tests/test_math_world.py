@@ -83,15 +83,7 @@ def independently(problem):
     def num_primes(n):
         return sum(all(k % d for d in range(2, k)) for k in range(2, n + 1))
 
-    names = {
-        "gcd": gcd,
-        "lcm": lcm,
-        "comb": comb,
-        "perm": perm,
-        "factorial": factorial,
-        "abs": abs,
-        "max": max,
-    }
+    names = {"gcd": gcd, "lcm": lcm, "comb": comb, "perm": perm, "factorial": factorial, "abs": abs, "max": max}
     names |= {"sqrt": root, "primes": num_primes, "Fraction": Fraction, "isqrt": root}
     value = None
     for expression, _ in worked(problem.steps):
@@ -190,13 +182,7 @@ def test_cheats_earn_nothing(everything):
     for task in everything[::3]:
         answer, question = answer_text(task.truth.problem), task.prompt[-1]["content"]
         value = task.truth.problem.answer
-        texts = [
-            "",
-            question,
-            f"{2 * value.numerator}/{2 * value.denominator}",
-            "\\boxed{}",
-            "I do not know.",
-        ]
+        texts = ["", question, f"{2 * value.numerator}/{2 * value.denominator}", "\\boxed{}", "I do not know."]
         texts += [show(value + 1), f"{answer} or {show(value + 1)}", " ".join(map(str, range(100)))]
         texts += [f"\\boxed{{{answer}}} \\boxed{{{show(value + 1)}}}", f"{answer}0" if value else "1"]
         texts += [step for step, _ in worked(task.truth.problem.steps) if step != answer]

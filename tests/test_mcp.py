@@ -80,11 +80,7 @@ def test_the_tools_of_all_pages_are_listed_with_names_that_models_can_call(serve
         "function": {
             "name": "echo",
             "description": "Say it again.",
-            "parameters": {
-                "type": "object",
-                "properties": {"text": {"type": "string"}},
-                "required": ["text"],
-            },
+            "parameters": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
         },
     }
 
@@ -130,10 +126,7 @@ def test_errors_of_the_server_are_words_for_the_model(server):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [
-        ({}, "the argument 'text' is missing"),
-        ({"text": 3}, "the argument 'text' is wrong: 3 is not of type 'string'"),
-    ],
+    [({}, "the argument 'text' is missing"), ({"text": 3}, "the argument 'text' is wrong: 3 is not of type 'string'")],
 )
 def test_arguments_are_checked_against_the_servers_schema(server, arguments, said):
     assert say(server, "echo", **arguments) == (ToolStatus.BAD_ARGUMENTS, f"Error: {said}.")
@@ -447,10 +440,7 @@ def test_the_time_server():
         assert {"get_current_time", "convert_time"} <= {tool.name for tool in made.tools}
         asked = {"source_timezone": "Asia/Tokyo", "time": "14:30", "target_timezone": "Asia/Kolkata"}
         good, bad, short = ask(
-            made,
-            ("convert_time", asked),
-            ("get_current_time", {"timezone": "Mars/Base"}),
-            ("convert_time", {}),
+            made, ("convert_time", asked), ("get_current_time", {"timezone": "Mars/Base"}), ("convert_time", {})
         )
         assert "T11:00:00+05:30" in good.output
         assert (bad.status, short.status) == (ToolStatus.RAISED, ToolStatus.BAD_ARGUMENTS)

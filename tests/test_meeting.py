@@ -102,9 +102,7 @@ def test_a_process_that_ends_when_all_have_met_is_named_with_its_words():
     """The line for commands is laid when they have met: nobody has come to that yet."""
     leader = [sys.executable, "-c", _MEETS, _FOLLOWER]
     said = subprocess.run(leader, capture_output=True, text=True, timeout=300)
-    assert said.stdout.startswith("A learner rank has exited: rank 1 (9): the GPU has fallen off the bus"), (
-        said.stderr
-    )
+    assert said.stdout.startswith("A learner rank has exited: rank 1 (9): the GPU has fallen off the bus"), said.stderr
 
 
 _LEADER = """

@@ -15,16 +15,7 @@ from ludus.diagnostics.metrics import (
     alarms,
     rollout_metrics,
 )
-from ludus.types import (
-    Failure,
-    Group,
-    Segment,
-    StopReason,
-    Task,
-    ToolOutcome,
-    ToolStatus,
-    Trajectory,
-)
+from ludus.types import Failure, Group, Segment, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 
 
 def call(tool="find", status=ToolStatus.OK, truncated=False, **more):
@@ -37,9 +28,7 @@ def attempt(reward, actions=(2,), stop=StopReason.ANSWERED, outcomes=(), failure
     for turn, size in enumerate(actions):
         if turn:
             segments.append(Segment("observation", (9,), turn=turn - 1))
-        segments.append(
-            Segment("action", (5,) * size, turn=turn, logprobs=(-1.0,) * size, versions=(0,) * size)
-        )
+        segments.append(Segment("action", (5,) * size, turn=turn, logprobs=(-1.0,) * size, versions=(0,) * size))
     return Trajectory(
         task_id="t",
         sample=0,
@@ -61,24 +50,14 @@ def group(*trajectories):
 
 
 MIXED = group(
-    attempt(
-        1.5,
-        actions=(2, 4),
-        outcomes=[call(cost=1.5), call("sum", cost=0.25, retried=True)],
-        right=1.0,
-        brief=0.5,
-    ),
+    attempt(1.5, actions=(2, 4), outcomes=[call(cost=1.5), call("sum", cost=0.25, retried=True)], right=1.0, brief=0.5),
     attempt(0.5, actions=(10,), outcomes=[VERDICT], stop=StopReason.TRUNCATED, right=0.0, brief=0.5),
     attempt(0.0, failure=Failure("engine", "gone", 3), stop=StopReason.FAILED),
 )
 SOLVED = group(
     attempt(1.0, actions=(1, 1, 2), outcomes=[call(status=ToolStatus.RAISED, truncated=True)], right=1.0),
     attempt(
-        1.0,
-        actions=(4,),
-        outcomes=[call("made_up", ToolStatus.UNKNOWN_TOOL)],
-        stop=StopReason.MAX_TURNS,
-        right=1.0,
+        1.0, actions=(4,), outcomes=[call("made_up", ToolStatus.UNKNOWN_TOOL)], stop=StopReason.MAX_TURNS, right=1.0
     ),
 )
 
@@ -155,11 +134,7 @@ def test_without_an_outcome_part_nothing_is_called_right():
 
 def test_a_missing_outcome_is_not_a_success():
     metrics = rollout_metrics([group(attempt(0.0), attempt(0.0, right=0.0))], success="right")
-    assert (metrics["success/mean"], metrics["groups/solve_none"], metrics["groups/solve_all"]) == (
-        0.0,
-        1.0,
-        0.0,
-    )
+    assert (metrics["success/mean"], metrics["groups/solve_none"], metrics["groups/solve_all"]) == (0.0, 1.0, 0.0)
 
 
 def test_a_group_of_failures_is_in_no_share_of_groups():
@@ -170,8 +145,7 @@ def test_a_group_of_failures_is_in_no_share_of_groups():
 
 
 @pytest.mark.parametrize(
-    "lost",
-    [attempt(-9.0, stop=StopReason.FAILED), attempt(-9.0, failure=Failure("engine", "gone", 3))],
+    "lost", [attempt(-9.0, stop=StopReason.FAILED), attempt(-9.0, failure=Failure("engine", "gone", 3))]
 )
 def test_either_mark_of_a_failure_keeps_an_episode_out_of_the_means(lost):
     metrics = rollout_metrics([group(lost, attempt(1.0))])
@@ -220,15 +194,9 @@ def test_a_healthy_step_raises_no_alarm():
     [
         ({"groups/zero_variance": 1.0}, "too easy (all right) or too hard (all wrong)"),
         ({"groups/zero_variance": 1.0, "groups/solve_all": 1.0}, "too easy (all right)"),
-        (
-            {"groups/zero_variance": 1.0, "groups/solve_all": 0.0, "groups/solve_none": 1.0},
-            "too hard (all wrong)",
-        ),
+        ({"groups/zero_variance": 1.0, "groups/solve_all": 0.0, "groups/solve_none": 1.0}, "too hard (all wrong)"),
         ({LOGPROB_GAP: 0.051}, "differ by 0.051 nats per token, above 0.05"),
-        (
-            {"tools/error_rate": 0.6, "tools/status/timed_out": 0.4},
-            "60% of the tool calls end in an error, most",
-        ),
+        ({"tools/error_rate": 0.6, "tools/status/timed_out": 0.4}, "60% of the tool calls end in an error, most"),
         ({"episode/stop/tool_errors": 0.51}, "51% of the episodes end in a streak of tool errors"),
         (
             {"episode/stop/truncated": 0.3, "episode/stop/max_tokens": 0.3},

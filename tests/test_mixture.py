@@ -103,10 +103,7 @@ def test_the_command_line_reaches_every_world_and_the_text_reads_back(recipe):
         ("--env.name search", 'env.mixture has worlds (prices, games), and env.name is "search"'),
         ("--env.mixture.games.max_turns 9", "env.mixture.games.max_turns (9) is above rollout.max_turns (3)"),
         ("--env.mixture.prices.max_tokens_per_turn 20 --env.mixture.prices.max_seq_len 16", "must be below"),
-        (
-            "--env.mixture.games.weight_end 0 --env.mixture.prices.weight_end 0",
-            "every weight_end in env.mixture is 0",
-        ),
+        ("--env.mixture.games.weight_end 0 --env.mixture.prices.weight_end 0", "every weight_end in env.mixture is 0"),
         ("--env.mixture.'a/b'.weight 1", "a name has letters"),
         ("--env.mixture.games none --env.mixture.prices none", "env.mixture has no world"),
     ],
@@ -271,10 +268,7 @@ def test_several_outcomes_and_heavy_ones_come_to_the_same_scale():
 
 
 def test_an_outcome_above_1_makes_up_for_no_other():
-    rewards = [
-        Reward("a", lambda task, t: 3.0, outcome=True),
-        Reward("b", lambda task, t: 0.0, outcome=True),
-    ]
+    rewards = [Reward("a", lambda task, t: 3.0, outcome=True), Reward("b", lambda task, t: 0.0, outcome=True)]
     mixed = MixedWorld((MixtureMember("odd", one_world("odd", rewards), load_config(None).rollout),))
     (task,) = mixed.tasks("train")
     assert not success(mixed.rewards, score(mixed.rewards, task, solve(task)))
@@ -311,11 +305,7 @@ def test_each_world_has_its_own_bounds(world, recipe):
         conversation = scheduler.converse(RolloutRequest(RolloutKey(1, task.id, 0), task))
         assert isinstance(conversation, EngineChatSession)
         limits = scheduler.limits_of(task)
-        found[task.tags["world"]] = (
-            limits.max_turns,
-            conversation.params.max_new_tokens,
-            conversation.max_tokens,
-        )
+        found[task.tags["world"]] = (limits.max_turns, conversation.params.max_new_tokens, conversation.max_tokens)
     assert found == {"prices": (2, 48, 320), "games": (3, 8, 200)}
 
 
@@ -393,16 +383,13 @@ def test_a_run_tells_its_worlds_apart(run):
         )
     for step in (1, 2):
         records = list(read_rollouts(rollouts_path(run, step)))
-        assert {
-            len({r.trajectory.tags["world"] for r in records if r.group == g.group}) for g in records
-        } == {1}
+        assert {len({r.trajectory.tags["world"] for r in records if r.group == g.group}) for g in records} == {1}
     result = load_evaluation(run / "evaluations" / "step-000002-test-greedy.json")
     found = result.by_world()
     assert {name: one.num_tasks for name, one in found.items()} == {"prices": 4, "games": 4}
     assert result.macro == pytest.approx(sum(one.rate for one in found.values()) / 2)
     assert not any(
-        "weight" in one
-        for one in json.loads(Conditions.of(load_config(run / "config.toml")).world_settings).values()
+        "weight" in one for one in json.loads(Conditions.of(load_config(run / "config.toml")).world_settings).values()
     )
 
 

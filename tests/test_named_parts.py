@@ -58,9 +58,7 @@ def attempt() -> Episode:
 
 def test_parts_by_name_count_with_their_weights_and_are_on_record():
     config, world = settings(
-        *part("extra_calls", free=1, limit=3),
-        *part("citation_support", weight=0.05),
-        *part("invalid_calls", cap=2),
+        *part("extra_calls", free=1, limit=3), *part("citation_support", weight=0.05), *part("invalid_calls", cap=2)
     )
     check_reward_settings(config, world)
     groups = asyncio.run(with_added(ProcessRewardExecutor.of(config), world, [[attempt()]], 0.0))

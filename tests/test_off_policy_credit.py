@@ -86,9 +86,7 @@ def test_on_policy_vtrace_is_gae():
     episodes, one = real_group()
     found = {}
     for name in ("vtrace", "gae"):
-        one.algorithm = replace(
-            PRESETS["ppo"], advantage=name, options=replace(PRESETS["ppo"].options, advantage={})
-        )
+        one.algorithm = replace(PRESETS["ppo"], advantage=name, options=replace(PRESETS["ppo"].options, advantage={}))
         found[name] = refine(assign_credit([episodes], one.algorithm), one, 0, critic(one.scorer.model))
     for ours, theirs in zip(found["vtrace"], found["gae"], strict=True):
         assert ours.advantages == pytest.approx(theirs.advantages, abs=1e-9)

@@ -105,9 +105,7 @@ def as_episodes(trajectories, advantages):
 
 def learner(model, **settings):
     optimiser = Optimizer(model, OptimizerSettings.of(TrainingConfig(), 10))
-    return Learner(
-        LogprobScorer(model), optimiser, PRESETS["grpo"], LearnerSettings(microbatch_tokens=64, **settings)
-    )
+    return Learner(LogprobScorer(model), optimiser, PRESETS["grpo"], LearnerSettings(microbatch_tokens=64, **settings))
 
 
 def gradients(model):
@@ -170,10 +168,7 @@ DIALOGUES = {
         "<think>Find it.</think>\n" + search_call("Agen city", k=1),
         "France",
     ],
-    "two calls in a turn": [
-        search_call("Agen") + "\n" + search_call("35690"),
-        "<think>So.</think>\n france.",
-    ],
+    "two calls in a turn": [search_call("Agen") + "\n" + search_call("35690"), "<think>So.</think>\n france."],
     "wrong": [search_call("Agen Airport"), "Agen"],
     "nothing found": [search_call("zzz"), "the France"],
     "an empty answer": [search_call("Agen"), " "],

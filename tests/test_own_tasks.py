@@ -22,16 +22,8 @@ RECORDS = {
     "number": ({"answer": "#### 2.5"}, ["5/2", "The answer is 2.50."], ["2.6", "2.5 or 3"]),
     "expression": ({"answer": "x^2"}, ["$x \\cdot x$"], ["x^3"]),
     "text": ({"answer": "Monday"}, ["monday", "The answer is Monday."], ["Not Monday", "Tuesday"]),
-    "choice": (
-        {"answer": "B", "options": ["red", "blue"]},
-        ["B", "(b) blue", "Blue"],
-        ["A", "A or B", "red"],
-    ),
-    "json": (
-        {"answer": {"a": [1, 2]}, "tolerance": 0.1},
-        ['{"a": [1.0, 2.05]}'],
-        ['{"a": [2, 1]}', "{}", "a"],
-    ),
+    "choice": ({"answer": "B", "options": ["red", "blue"]}, ["B", "(b) blue", "Blue"], ["A", "A or B", "red"]),
+    "json": ({"answer": {"a": [1, 2]}, "tolerance": 0.1}, ['{"a": [1.0, 2.05]}'], ['{"a": [2, 1]}', "{}", "a"]),
     "schema": ({"answer": SCHEMA}, ['{"a": 3, "b": null}', '```json\n{"a": 1}\n```'], ['{"a": "3"}', "[]"]),
     "state": (
         {"answer": {"due": [1], "at": 5}, "ignored": ["at"]},
@@ -122,10 +114,7 @@ def test_verifiers_are_there_by_name(name, truth, right, wrong):
 
 
 def test_a_state_by_name_is_that_of_a_tool():
-    part, task = (
-        named_part("same_state", PartConfig(weight=0.1, tool="left")),
-        Task("t", (), MatchState({"n": 1})),
-    )
+    part, task = (named_part("same_state", PartConfig(weight=0.1, tool="left")), Task("t", (), MatchState({"n": 1})))
     left = ToolOutcome("", "left", ToolStatus.OK, '{"n": 1}')
     assert part.function(task, answered('{"n": 1}')) == 0.0
     assert part.function(task, answered("Done.", [left])) == 1.0

@@ -71,11 +71,7 @@ HERMES_CALLS = [
     (block('{"name": "f", "arguments": {"a": 1}, "parameters": {"a": 2}}'), "", [("f", {"a": 1})]),
     (block('{"name": "f", "arguments": "{\\"a\\": true}"}'), "", [("f", {"a": True})]),
     (block('{"name": "f", "name": "g", "arguments": {"a": 1, "a": 2}}'), "", [("g", {"a": 2})]),
-    (
-        block('{"name": "f", "arguments": {"q": "naïve 東京 \\ud83d\\ude00"}}'),
-        "",
-        [("f", {"q": "naïve 東京 😀"})],
-    ),
+    (block('{"name": "f", "arguments": {"q": "naïve 東京 \\ud83d\\ude00"}}'), "", [("f", {"q": "naïve 東京 😀"})]),
     (
         block('{"name": "f", "arguments": {"a": "</tool_call><tool_call>"}}'),
         "",
@@ -231,12 +227,7 @@ LLAMA3 = [
     ('{"answer": 4}', '{"answer": 4}', [], []),
     ('{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', [], []),
     ('[{"name": "Bob"}]', '[{"name": "Bob"}]', [], []),
-    (
-        '{"name": "f"}{"name": "g"}',
-        '{"name": "g"}',
-        [("f", {})],
-        [('{"name": "g"}', "Separate calls with ;")],
-    ),
+    ('{"name": "f"}{"name": "g"}', '{"name": "g"}', [("f", {})], [('{"name": "g"}', "Separate calls with ;")]),
     (
         '{"name": "f"}; {"name": 1}; {"name": "g"}',
         '{"name": 1}',
@@ -399,13 +390,7 @@ RETOOL = [
     ("<code>```py\nif 1:\n    x = 2```</code>", "", None, [("python", {"code": "if 1:\n    x = 2"})], []),
     ("<code>\n\n  a = 1\n  b = 2\n\n</code>", "", None, [("python", {"code": "  a = 1\n  b = 2"})], []),
     ("<code>  print(1) </code>", "", None, [("python", {"code": "print(1)"})], []),
-    (
-        "<code>print('<answer>2</answer>')</code>",
-        "",
-        None,
-        [("python", {"code": "print('<answer>2</answer>')"})],
-        [],
-    ),
+    ("<code>print('<answer>2</answer>')</code>", "", None, [("python", {"code": "print('<answer>2</answer>')"})], []),
     ("<code>a</code><answer>1</answer>", "<answer>1</answer>", None, [("python", {"code": "a"})], []),
     ("So <answer>\\boxed{東}</answer> <code>a</code>", "\\boxed{東}", None, [], []),
     ("<think>hm</think><code>a</code>", "", "hm", [("python", {"code": "a"})], []),
@@ -445,10 +430,7 @@ TEMPLATES = [
     ('Respond in the format {"name": function name, "parameters": dictionary of argument name}', "llama3"),
     ("{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": ' }}", "llama3"),
     ("{%- if builtin_tools %}{{- '<|python_tag|>' + tool_call.name + '.call(' }}", "llama3"),
-    (
-        'Use the format [func_name1(params_name1=params_value1), func_name2(params)] "parameters": ',
-        "pythonic",
-    ),
+    ('Use the format [func_name1(params_name1=params_value1), func_name2(params)] "parameters": ', "pythonic"),
     ("{{- '[' -}}{{- tool_call.name + '(' -}}", "pythonic"),
     ("{% for message in messages %}{{ message['content'] }}{% endfor %}", "hermes"),
     ("", "hermes"),
@@ -467,9 +449,7 @@ def test_parsers_are_registered_under_their_own_names():
 
 
 text_values = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-tag_values = st.sampled_from(
-    ["<tool_call>", "</tool_call>", "</think>", "<|python_tag|>", "```", ";", "\\", "\0"]
-)
+tag_values = st.sampled_from(["<tool_call>", "</tool_call>", "</think>", "<|python_tag|>", "```", ";", "\\", "\0"])
 leaves = (
     st.none()
     | st.booleans()
@@ -479,14 +459,10 @@ leaves = (
     | tag_values
 )
 json_values = st.recursive(
-    leaves,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text_values, inner, max_size=3),
-    max_leaves=8,
+    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text_values, inner, max_size=3), max_leaves=8
 )
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter(str.strip)
-calls_made = st.lists(
-    st.tuples(names, st.dictionaries(text_values, json_values, max_size=3)), min_size=1, max_size=3
-)
+calls_made = st.lists(st.tuples(names, st.dictionaries(text_values, json_values, max_size=3)), min_size=1, max_size=3)
 
 
 def as_hermes(calls, ascii_only):
@@ -514,9 +490,7 @@ def test_llama3_reads_back_what_was_rendered(calls):
 
 
 @settings(STABLE, max_examples=100)
-@given(
-    st.dictionaries(st.from_regex(r"v_[a-z0-9]{1,5}", fullmatch=True), json_values, min_size=1, max_size=3)
-)
+@given(st.dictionaries(st.from_regex(r"v_[a-z0-9]{1,5}", fullmatch=True), json_values, min_size=1, max_size=3))
 def test_pythonic_reads_back_what_was_rendered(arguments):
     text = f"[f({', '.join(f'{k}={v!r}' for k, v in arguments.items())}), g()]"
     action = PARSERS["pythonic"].parse(text, turn=0)
@@ -526,8 +500,7 @@ def test_pythonic_reads_back_what_was_rendered(arguments):
 
 WELL_FORMED = [
     "The answer is 4.",
-    "<think>\nplan\n</think>\n\n"
-    + block('{"name": "f", "arguments": {"q": "東京", "n": [1, -2.5e3, null]}}'),
+    "<think>\nplan\n</think>\n\n" + block('{"name": "f", "arguments": {"q": "東京", "n": [1, -2.5e3, null]}}'),
     block('{"name": "f", "arguments": {"a": {"b": "c"}}}') + "\n" + block('{"name": "g", "arguments": {}}'),
     '<|python_tag|>{"name": "f", "parameters": {"a": "b"}}; {"name": "g", "parameters": {}}',
     '[f(a=1, b="x", c=[True, {"k": None}]), g()]',

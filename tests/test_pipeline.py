@@ -189,8 +189,7 @@ BAD = {
     "Stage 1 (reward-model) has nothing to learn rewards from": stage("reward-model"),
     "Stage 2 (rl): tis and dppo correct the same gap": SFT
     + stage("rl", 'settings.algorithm = {{preset = "dppo", correction = "tis"}}'),
-    "Stage 2 (rl): The loss distill needs a teacher": SFT
-    + stage("rl", 'settings.algorithm.preset = "distill"'),
+    "Stage 2 (rl): The loss distill needs a teacher": SFT + stage("rl", 'settings.algorithm.preset = "distill"'),
     "Stage 2 (rl): rewards.caps names 'speed'": SFT + stage("rl", "settings.rewards.caps.speed = 0.5"),
     "Stage 2 (rl): There is no file experts.jsonl": SFT
     + stage("rl", 'settings = {{algorithm.preset = "mixed_policy", experts.path = "experts.jsonl"}}'),

@@ -37,11 +37,7 @@ from tiny_run import ludus, refused
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SLOW = ToolCost(0.15, 0.5, 0.05, 20)
 TINY = Costs(
-    EngineCost(0.002, 0.0002, 0.00002),
-    LearnerCost(0.02, 0.00005),
-    SLOW,
-    EpisodeShape(4, 24, 30, 170, 160),
-    sync_s=0.01,
+    EngineCost(0.002, 0.0002, 0.00002), LearnerCost(0.02, 0.00005), SLOW, EpisodeShape(4, 24, 30, 170, 160), sync_s=0.01
 )
 EXACT = Costs(EngineCost(0.5, 0.25), LearnerCost(3.0, 0.01), ToolCost(), EpisodeShape(1, 10), 1.0)
 """Every episode is one turn of ten tokens; `n` at once take 10 * (0.5 + 0.25 n) seconds."""
@@ -109,9 +105,7 @@ def test_learner_and_engine_slow_each_other_while_both_work():
         return [*ends, loop.time()]
 
     ends, _ = run_virtual(play())
-    assert ends == pytest.approx(
-        [8, 13]
-    )  # 3 s of work take 6 s, and 5 of the engine's 10 passes are left then
+    assert ends == pytest.approx([8, 13])  # 3 s of work take 6 s, and 5 of the engine's 10 passes are left then
 
 
 def test_an_engine_that_rests_takes_longer_and_leaves_the_learner_its_speed():
@@ -218,9 +212,7 @@ def test_a_transfer_beside_the_learner_stops_the_engines_alone(learn_s):
 @pytest.mark.parametrize("engines", [1, 5])
 def test_the_bound_on_staleness_holds_and_everything_is_trained(bound, engines):
     for seed in range(3):
-        run = simulate(
-            TINY, RunLayout(engines=engines, groups=3, members=4, steps=12, max_staleness=bound, seed=seed)
-        )
+        run = simulate(TINY, RunLayout(engines=engines, groups=3, members=4, steps=12, max_staleness=bound, seed=seed))
         assert run.oldest <= bound
         assert len(run.steps) == 12
 
@@ -263,12 +255,8 @@ def test_the_pace_of_the_learner_needs_as_many_as_its_batches_fly_long():
     limit = ConcurrencyController(12, 4, 100)
     fills, busy = EngineLoad(0.9, 0.0, 0.0, 0.0, seconds=100.0), EngineLoad(0.0, 0.0, 0.0, 1.5, seconds=10.0)
     limit.after(fills, None, None)  # the stream fills: that it was waited for says nothing of later
-    assert (
-        limit.after(busy, None, StreamThroughput(200.0, 2.0)) == 10
-    )  # a batch flies 100 s, and is wanted every 10 s
-    assert (
-        limit.after(busy, None, StreamThroughput(100.0, 0.0)) == 13
-    )  # none came: they fly longer than was thought
+    assert limit.after(busy, None, StreamThroughput(200.0, 2.0)) == 10  # a batch flies 100 s, and is wanted every 10 s
+    assert limit.after(busy, None, StreamThroughput(100.0, 0.0)) == 13  # none came: they fly longer than was thought
 
 
 def test_little_s_law_and_the_slowest_member():
@@ -489,9 +477,7 @@ status = Path("/proc/self/status").read_text()  # what getrusage says may be the
 peak = int(re.search(r"VmHWM:\\s+(\\d+)", status)[1]) / 1024
 print(run.oldest, sum(step.tokens for step in run.steps), max(s.in_flight for s in run.steps), seconds, peak)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=900
-    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=900)
     oldest, tokens, most, seconds, peak_mib = map(float, done.stdout.split())
     assert 0 < oldest <= 2
     assert tokens == 6 * 500 * 16 * 600  # all that trains, and each token once

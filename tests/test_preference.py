@@ -115,11 +115,7 @@ PAIR_LOOPS = {
 )
 def test_pairs_equal_the_loop_with_gradients(batch, seed, beta, smoothing):
     other = oracle.make_batch(batch.mask.flip(1), batch.group, batch.rewards, seed)
-    pair = {
-        "rejected_logprobs": other.logprobs,
-        "chosen_mask": batch.mask,
-        "rejected_mask": other.mask,
-    }
+    pair = {"rejected_logprobs": other.logprobs, "chosen_mask": batch.mask, "rejected_mask": other.mask}
     ref = {"ref_chosen_logprobs": batch.ref, "ref_rejected_logprobs": other.ref}
     num = [max(int(m.sum()), 1) for m in batch.mask]
 
@@ -147,16 +143,9 @@ def test_pairs_equal_the_loop_with_gradients(batch, seed, beta, smoothing):
         return ((chosen - rejected) / num[i] - 1 / (2 * beta)) ** 2
 
     cases = [
+        (lambda lp: preference.dpo(chosen_logprobs=lp, **pair, **ref, beta=beta, label_smoothing=smoothing), dpo),
         (
-            lambda lp: preference.dpo(
-                chosen_logprobs=lp, **pair, **ref, beta=beta, label_smoothing=smoothing
-            ),
-            dpo,
-        ),
-        (
-            lambda lp: preference.simpo(
-                chosen_logprobs=lp, **pair, beta=beta, gamma=0.4, label_smoothing=smoothing
-            ),
+            lambda lp: preference.simpo(chosen_logprobs=lp, **pair, beta=beta, gamma=0.4, label_smoothing=smoothing),
             simpo,
         ),
         (lambda lp: preference.ipo(chosen_logprobs=lp, **pair, **ref, beta=beta), ipo),
@@ -224,11 +213,7 @@ def test_far_margins_stay_finite_and_shapes_are_checked():
         preference.dpo(**hand(), label_smoothing=0.5, robust=True)
     with pytest.raises(ValueError, match="desirable"):
         preference.kto(
-            logprobs=rows([0.0]),
-            ref_logprobs=rows([0.0]),
-            mask=torch.ones(1, 1),
-            desirable=torch.ones(2),
-            baseline=0.0,
+            logprobs=rows([0.0]), ref_logprobs=rows([0.0]), mask=torch.ones(1, 1), desirable=torch.ones(2), baseline=0.0
         )
 
 
@@ -240,8 +225,5 @@ def test_gradcheck():
         lambda x: preference.dpo(chosen_logprobs=x, chosen_mask=mask, **rest, label_smoothing=0.1), leaf
     )
     assert torch.autograd.gradcheck(
-        lambda x: preference.kto(
-            logprobs=x, ref_logprobs=ref, mask=mask, desirable=torch.ones(1), baseline=0.1
-        ),
-        leaf,
+        lambda x: preference.kto(logprobs=x, ref_logprobs=ref, mask=mask, desirable=torch.ones(1), baseline=0.1), leaf
     )

@@ -39,14 +39,7 @@ from ludus.types import Failure, Segment, StopReason, Trajectory
 from small_runs import lasting_files
 from tiny_run import cold_start, ludus, make_recipe, refused, with_unlike_rewards
 
-TINY = (
-    "--preference.batch_size",
-    "4",
-    "--preference.checkpoint_every",
-    "2",
-    "--preference.learning_rate",
-    "1e-3",
-)
+TINY = ("--preference.batch_size", "4", "--preference.checkpoint_every", "2", "--preference.learning_rate", "1e-3")
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +55,7 @@ def model_words(source: Path) -> tuple[str, ...]:
 
 def train(source: Path, folder: Path, *words: str):
     recipe = make_recipe(folder.parent)
-    given = (
-        "preference",
-        recipe,
-        "--run",
-        source,
-        *model_words(source),
-        *TINY,
-        "--run.dir",
-        folder,
-        *words,
-    )
+    given = ("preference", recipe, "--run", source, *model_words(source), *TINY, "--run.dir", folder, *words)
     return ludus(*given)
 
 
@@ -143,10 +126,7 @@ def test_a_step_gives_its_best_branch_against_its_worst(tmp_path):
     tree = rollout(0, 0.5, segments=(*stem, seen, *ways), leaf_rewards=(1.0, 0.0))
     again = Segment("action", (8,), 2, logprobs=(-1.0,), versions=(0,))
     more = (*stem, seen, replace(ways[1], parent=None), replace(seen, tokens=(9,)), again)
-    chain, other = (
-        rollout(1, 0.5, segments=more),
-        rollout(2, 0.75, segments=(stem[0], replace(again, turn=0))),
-    )
+    chain, other = (rollout(1, 0.5, segments=more), rollout(2, 0.75, segments=(stem[0], replace(again, turn=0))))
     path = rollouts_path(tmp_path, 1)
     write_rollouts(path, [tree, chain, other])
 
@@ -215,9 +195,7 @@ def test_the_step_takes_the_loss_of_the_algorithm_whatever_the_microbatches(sess
     for name, value in whole.items():
         assert value == pytest.approx(cut[name], abs=2e-4, rel=2e-3), name
     assert whole["optim/grad_norm"] > 0
-    assert whole["loss/total"] == pytest.approx(
-        by_hand(loss, moved(session), session.model, pairs, beta), rel=1e-3
-    )
+    assert whole["loss/total"] == pytest.approx(by_hand(loss, moved(session), session.model, pairs, beta), rel=1e-3)
 
 
 def test_kto_takes_the_mean_over_labelled_dialogues(session, source):
@@ -241,11 +219,7 @@ def test_kto_takes_the_mean_over_labelled_dialogues(session, source):
     good = [1 - 1 / (1 + math.exp(-0.3 * (gain(given[i].chosen) - z))) for i in (0, 2)]
     bad = [1 - 1 / (1 + math.exp(-0.3 * (z - gain(given[i].rejected)))) for i in (1, 2)]
     assert whole["loss/total"] == pytest.approx((good[0] + bad[0] + (good[1] + bad[1]) / 2) / 3, rel=1e-3)
-    margins = (
-        gain(given[0].chosen) - z,
-        z - gain(given[1].rejected),
-        gain(given[2].chosen) - gain(given[2].rejected),
-    )
+    margins = (gain(given[0].chosen) - z, z - gain(given[1].rejected), gain(given[2].chosen) - gain(given[2].rejected))
     assert whole["preference/margin"] == pytest.approx(sum(margins) / 3, rel=1e-3)
     means = [total / num for total, num in (sums(model, given[i].chosen) for i in (0, 2))]
     assert whole["preference/chosen_logprob"] == pytest.approx(sum(means) / 2, rel=1e-3)
@@ -283,14 +257,9 @@ def test_bco_takes_the_mean_over_labelled_dialogues(session, source):
     given = with_reference(sides, LogprobScorer(session.model), 4096)
     found = step_of(moved(session), given, PreferenceConfig(loss="bco", beta=0.3))
     model = moved(session)
-    signed = [
-        [(1, pairs[0].chosen)],
-        [(-1, pairs[1].rejected)],
-        [(1, pairs[2].chosen), (-1, pairs[2].rejected)],
-    ]
+    signed = [[(1, pairs[0].chosen)], [(-1, pairs[1].rejected)], [(1, pairs[2].chosen), (-1, pairs[2].rejected)]]
     rewards = [
-        [(sign, 0.3 * (sums(model, arm)[0] - sums(session.model, arm)[0])) for sign, arm in own]
-        for own in signed
+        [(sign, 0.3 * (sums(model, arm)[0] - sums(session.model, arm)[0])) for sign, arm in own] for own in signed
     ]
     flat = [q for own in rewards for _, q in own]
     delta = sum(flat) / len(flat)
@@ -308,8 +277,7 @@ def test_every_name_of_the_settings_has_its_loss_and_reads_the_settings():
     for loss in get_args(PreferenceLoss):
         smoothing = {"label_smoothing": 0.1} if loss in SMOOTHED else {}
         found = [
-            float(LOSSES[loss](tensors, PreferenceConfig(loss=loss, beta=beta, **smoothing)))
-            for beta in (0.3, 0.6)
+            float(LOSSES[loss](tensors, PreferenceConfig(loss=loss, beta=beta, **smoothing))) for beta in (0.3, 0.6)
         ]
         assert found[0] != found[1], loss
         if smoothing:
@@ -453,9 +421,7 @@ def test_a_run_that_is_cut_and_resumed_equals_the_uninterrupted_one(trained, sou
 def test_simpo_needs_no_reference_and_kto_logs_its_baseline(source, tmp_path):
     for loss in ("simpo", "kto"):
         assert train(source, tmp_path / loss, "--preference.loss", loss, "--preference.steps", "1").code == 0
-    assert not any(
-        arm.reference for pair in load_pairs(tmp_path / "simpo" / "pairs.jsonl.gz") for arm in pair.arms
-    )
+    assert not any(arm.reference for pair in load_pairs(tmp_path / "simpo" / "pairs.jsonl.gz") for arm in pair.arms)
     (row,) = read_metrics(tmp_path / "kto" / "metrics.jsonl")
     assert row.metrics["preference/kto_baseline"] >= 0
 
@@ -519,7 +485,5 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(source, tiny_run, tmp_
     assert "a different vocabulary" in refused(*foreign)
     assert not folder.exists()
     assert "preference.loss" in refused("preference", "--resume", trained, "--preference.loss", "ipo")
-    assert "preference.steps is 3, but 4 steps" in refused(
-        "preference", "--resume", trained, "--preference.steps", "3"
-    )
+    assert "preference.steps is 3, but 4 steps" in refused("preference", "--resume", trained, "--preference.steps", "3")
     assert f"ludus preference --resume {trained}" in refused("train", "--resume", trained)

@@ -39,15 +39,9 @@ SEED = 3
 
 SAMPLING = {
     "group_size": ("test_run.py", "test_the_ledger_adds_up_at_every_step_and_agrees_with_the_rollouts"),
-    "filter_zero_variance": (
-        "test_selection.py",
-        "test_a_group_without_variance_keeps_the_word_of_that_filter",
-    ),
+    "filter_zero_variance": ("test_selection.py", "test_a_group_without_variance_keeps_the_word_of_that_filter"),
     "max_resample_rounds": ("test_selection.py", "test_a_round_more_replaces_the_groups_without_variance"),
-    "top_variance_fraction": (
-        "test_selection.py",
-        "test_the_groups_that_vary_most_are_kept_and_the_others_counted",
-    ),
+    "top_variance_fraction": ("test_selection.py", "test_the_groups_that_vary_most_are_kept_and_the_others_counted"),
     "variance_filter": ("test_selection.py", "test_top_p_keeps_the_groups_that_hold_most_of_the_deviation"),
     "greso": ("test_greso_loop.py", "test_a_run_skips_what_taught_nothing_and_resumes_with_its_streaks"),
     "overlong_mask": ("test_selection.py", "test_what_a_limit_cut_off_is_compared_and_does_not_train"),
@@ -59,17 +53,7 @@ SAMPLING = {
 """Fields that act before the gradient: on what is sampled, kept or rewarded; the test of each."""
 TEXT = ("name", "summary", "source")
 IN_GRADIENT = (
-    *(
-        "advantage",
-        "loss",
-        "aggregation",
-        "clip_low",
-        "clip_high",
-        "dual_clip",
-        "kl",
-        "kl_coef",
-        "kl_placement",
-    ),
+    *("advantage", "loss", "aggregation", "clip_low", "clip_high", "dual_clip", "kl", "kl_coef", "kl_placement"),
     *("correction", "tis_cap", "std_ddof", "entropy_coef", "opsm_delta", "options"),
 )
 UNREAD = {
@@ -392,9 +376,7 @@ def signs(case: Case, advantages: Tensor) -> list[int]:
 
 def conflict_table(case: Case, advantages: Tensor) -> Tensor:
     ids = [[int(case.token_ids[i, t]) for t in case.columns[i]] for i in range(len(case.b.mask))]
-    return slow.lay(
-        case.b, slow_losses.conflicts(ids, signs(case, advantages), case.b.group.tolist(), contiguous=True)
-    )
+    return slow.lay(case.b, slow_losses.conflicts(ids, signs(case, advantages), case.b.group.tolist(), contiguous=True))
 
 
 def gtpo(case: Case, advantages: Tensor) -> Slope:
@@ -627,16 +609,13 @@ PAPERS = {
     "search_r1": Paper(gae(1.0, 0.001), CLIP),
     "starpo": Paper(gae(1.0, 0.001), CLIP, adds=(entropy_bonus(0.001),)),
     "starpo_s": Paper(gae(1.0), adds=(entropy_bonus(0.001),)),
-    "gigpo": Paper(
-        lambda case: slow.gigpo(case.b, "both", 0.95, 1.0, True), CLIP, adds=(kl_loss("k3", 0.01),)
-    ),
+    "gigpo": Paper(lambda case: slow.gigpo(case.b, "both", 0.95, 1.0, True), CLIP, adds=(kl_loss("k3", 0.01),)),
     "rae": Paper(against(role_average), reinforce, seq_sum),
     "hierarchical": Paper(role_groups, CLIP),
     "prime": Paper(process_rewards, CLIP),
     "coderl": Paper(outcome_critic, reinforce, seq_sum),
     "vapo": Paper(
-        whitened(lambda b: slow.gae(b, "both", 0.0, 1.0, slow.vapo_lam(b))),
-        adds=(likelihood(0.1, positive_tokens),),
+        whitened(lambda b: slow.gae(b, "both", 0.0, 1.0, slow.vapo_lam(b))), adds=(likelihood(0.1, positive_tokens),)
     ),
     "echo": Paper(adds=(likelihood(0.05, observed_tokens),)),
     "distill": Paper(slope=distill),
@@ -746,9 +725,7 @@ def test_every_clip_gate_and_bound_is_active_on_some_tokens():
         assert min(gaps) < -0.4
         assert max(gaps) > 0.4
         assert any(0.2 < abs(gap) < 0.4 for gap in gaps)
-        rows = [
-            i for i, columns in enumerate(case.columns) if columns and signs(case, advantages)[i] == a_sign
-        ]
+        rows = [i for i, columns in enumerate(case.columns) if columns and signs(case, advantages)[i] == a_sign]
         assert any(case.mean_gap(i) > math.log(1 + 4e-4) for i in rows)
         assert any(case.mean_gap(i) < math.log(1 - 3e-4) for i in rows)
     trust = dppo(case, advantages)

@@ -72,9 +72,7 @@ def test_other_formats_and_a_switched_off_onednn_are_torch_s_own():
     assert not torch.equal(onednn_linear.linear(rows, weight), torch.zeros(64, 24))
     with torch.backends.mkldnn.flags(enabled=False):
         assert torch.equal(onednn_linear.linear(rows, weight), plain(rows, weight))
-    assert torch.equal(
-        onednn_linear.linear(rows.double(), weight.double()), plain(rows.double(), weight.double())
-    )
+    assert torch.equal(onednn_linear.linear(rows.double(), weight.double()), plain(rows.double(), weight.double()))
     assert onednn_linear.by_onednn(weight)
     assert not onednn_linear.by_onednn(weight.double())
     assert not onednn_linear.by_onednn(weight.bfloat16())

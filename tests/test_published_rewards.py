@@ -14,12 +14,7 @@ from ludus.rewards.base import Reward, check_rewards, score
 from ludus.rewards.composite import extra_turns, format_score, think_format, tool_use
 from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.rewards.math.numeric import Quantity
-from ludus.rewards.paper_rewards import (
-    ExpectedCall,
-    ExpectedCalls,
-    match_calls,
-    tool_correctness,
-)
+from ludus.rewards.paper_rewards import ExpectedCall, ExpectedCalls, match_calls, tool_correctness
 from ludus.rewards.presets import PUBLISHED, training_parts
 from ludus.rewards.registry import added_parts, parts_that_train
 from ludus.rollout.ledger import RolloutKey
@@ -38,17 +33,12 @@ def call(name: str, **arguments) -> ExpectedCall:
     return ExpectedCall(name, arguments)
 
 
-def trajectory(
-    *calls: ExpectedCall, answer: str = "", statuses=(OK,), stop=StopReason.ANSWERED
-) -> Trajectory:
+def trajectory(*calls: ExpectedCall, answer: str = "", statuses=(OK,), stop=StopReason.ANSWERED) -> Trajectory:
     made = [
         {"id": str(i), "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
         for i, c in enumerate(calls)
     ]
-    messages = (
-        Message(role="assistant", content="", tool_calls=made),
-        Message(role="assistant", content=answer),
-    )
+    messages = (Message(role="assistant", content="", tool_calls=made), Message(role="assistant", content=answer))
     outcomes = tuple(ToolOutcome(str(i), "x", status, "") for i, status in enumerate(statuses))
     return Trajectory("t", 0, (), messages, stop, outcomes=outcomes)
 
@@ -184,12 +174,7 @@ DONE = Message(role="assistant", content="4")
 THOUGHT = Message(role="assistant", content="4", reasoning_content="2 + 2")
 CALLS = {"l": LOOK, "s": call("look", item="fig", shop="south"), "b": BUY, "u": call("steal")}
 STATUSES = {"u": UNKNOWN, "m": MALFORMED}
-TRUTHS = {
-    "a": ExpectedAnswers(("4",)),
-    "n": Quantity(4.0),
-    "c": ExpectedCalls((BUY,)),
-    "0": ExpectedCalls(()),
-}
+TRUTHS = {"a": ExpectedAnswers(("4",)), "n": Quantity(4.0), "c": ExpectedCalls((BUY,)), "0": ExpectedCalls(())}
 
 
 def transcript(*said: Message, calls=(), statuses=None, stop=StopReason.ANSWERED) -> Trajectory:

@@ -19,8 +19,7 @@ def test_two_processes_take_the_step_of_one(tmp_path):
     files = [tmp_path / str(rank) for rank in range(2)]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path / "store"), str(file)],
-            stderr=subprocess.PIPE,
+            [sys.executable, str(script), str(rank), str(tmp_path / "store"), str(file)], stderr=subprocess.PIPE
         )
         for rank, file in enumerate(files)
     ]

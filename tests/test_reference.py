@@ -87,9 +87,7 @@ def adapted_model(dtype=torch.float64):
     """A base, and the same with adapters that have learned something."""
     peft = pytest.importorskip("peft")
     base = tiny_model(dtype)
-    adapted = peft.get_peft_model(
-        copy.deepcopy(base), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    )
+    adapted = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
@@ -123,9 +121,7 @@ def test_the_reference_stays_the_base_while_the_adapters_learn():
     rows = random_rows()
     one = learner(adapted, PRESETS["grpo_paper"], scorers={"reference": AdapterOff(adapted, 1.0)})
     expected = learner(base).score(rows)
-    copied = learner(
-        copy.deepcopy(adapted), PRESETS["grpo_paper"], scorers={"reference": LogprobScorer(base)}
-    )
+    copied = learner(copy.deepcopy(adapted), PRESETS["grpo_paper"], scorers={"reference": LogprobScorer(base)})
     for step in range(3):
         metrics, wanted = one.train(rows, seed=step), copied.train(rows, seed=step)
         assert metrics["policy/kl_reference"] == pytest.approx(wanted["policy/kl_reference"], abs=1e-12)

@@ -106,11 +106,7 @@ def test_m2po_by_hand():
 @given(batch=BATCHES, delta=st.sampled_from([0.0, 0.1]))
 def test_opsm_masks_failures_that_have_become_unlikely(batch, delta):
     found = corrections.opsm(
-        logprobs=batch.logprobs,
-        old_logprobs=batch.behavior,
-        advantages=batch.advantages,
-        mask=batch.mask,
-        delta=delta,
+        logprobs=batch.logprobs, old_logprobs=batch.behavior, advantages=batch.advantages, mask=batch.mask, delta=delta
     )
 
     def keep(i, t):
@@ -140,9 +136,7 @@ def test_the_objective_has_no_policy_loss_where_opsm_masks(batch, loss):
     scores = batch.advantages
     if loss != "ppo_clip":
         scores = losses.trajectory_mean(scores, batch.mask)[:, None].expand(batch.mask.shape)
-    keep = corrections.opsm(
-        logprobs=leaf, old_logprobs=batch.behavior, advantages=scores, mask=batch.mask, delta=0.05
-    )
+    keep = corrections.opsm(logprobs=leaf, old_logprobs=batch.behavior, advantages=scores, mask=batch.mask, delta=0.05)
     names = {"logprobs": leaf, "old_logprobs": batch.old, "advantages": batch.advantages}
     found = getattr(losses, loss)(**names, mask=batch.mask, eps_low=0.2, eps_high=0.28)
     if found.ndim == 1:
@@ -371,8 +365,6 @@ def test_bypass_with_weights_is_cispo_on_the_engine_s_own_ratio():
     """verl's bypass mode: `-min(exp(lp - beh), c) A lp`, the weight without gradient."""
     lp, beh = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     scores, mask = torch.tensor([[1.0], [-2.0]]).double().expand(2, 3), torch.ones(2, 3)
-    found = losses.cispo(
-        logprobs=lp, old_logprobs=beh, advantages=scores, mask=mask, eps_low=1.0, eps_high=1.0
-    )
+    found = losses.cispo(logprobs=lp, old_logprobs=beh, advantages=scores, mask=mask, eps_low=1.0, eps_high=1.0)
     same(found, -(lp - beh).exp().clamp(max=2.0) * scores * lp)
     assert aggregate(loss=found, mask=mask).isfinite()

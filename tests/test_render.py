@@ -87,9 +87,7 @@ def joined(segments):
 
 def faults(renderer, dialogue=None):
     report = check_conformance(renderer)
-    return {
-        (failure.turn, failure.what) for failure in report.failures if dialogue in (None, failure.dialogue)
-    }
+    return {(failure.turn, failure.what) for failure in report.failures if dialogue in (None, failure.dialogue)}
 
 
 # Conformance
@@ -139,13 +137,7 @@ def test_templates_without_tools_conform_by_the_fallback(renderer):
 
 def test_the_fallback_keeps_system_message_thinking_and_parallel_results():
     renderer = TemplateRenderer(byte_level(GEMMA, GEMMA_SPECIAL))
-    messages = [
-        Message(role="system", content="Be brief."),
-        user("q"),
-        CALL,
-        tool_says("one"),
-        tool_says("two"),
-    ]
+    messages = [Message(role="system", content="Be brief."), user("q"), CALL, tool_says("one"), tool_says("two")]
     text = renderer.text(messages, (), generate=True)
     assert text == (
         "<bos><start_of_turn>user\nBe brief.\n\nq<end_of_turn>\n"
@@ -168,19 +160,14 @@ def test_qwen3_drops_thinking_when_the_user_goes_on():
 def test_qwen3_writes_an_empty_thought_in_the_last_turn_only():
     renderer = TemplateRenderer(byte_level(QWEN3))
     (failure,) = [f for f in check_conformance(renderer).failures if f.dialogue == "one call"]
-    assert (failure.turn, failure.what) == (
-        0,
-        "the template writes this turn otherwise once later messages follow",
-    )
+    assert (failure.turn, failure.what) == (0, "the template writes this turn otherwise once later messages follow")
     assert failure.got.startswith("<think>\n\n</think>")
 
 
 def test_llama3_lacks_parallel_calls_and_thinking_beside_calls():
     renderer = TemplateRenderer(byte_level(LLAMA3, LLAMA3_SPECIAL))
     assert renderer.tokenizer.decode(renderer.stop_token_ids) == "<|eot_id|>"
-    assert faults(renderer, "parallel calls") == {
-        (0, "The chat template refuses the dialogue: only single tool-calls")
-    }
+    assert faults(renderer, "parallel calls") == {(0, "The chat template refuses the dialogue: only single tool-calls")}
     lost = "the template leaves out the thinking of this turn"
     assert faults(renderer, "thinking") == {(0, lost), (1, lost)}
     assert faults(renderer) == faults(renderer, "parallel calls") | faults(renderer, "thinking")
@@ -205,14 +192,10 @@ def test_mistral_moves_the_tools_and_its_calls_are_not_read(make):
 
 
 def test_arguments_in_another_order_are_reported():
-    template = chat_template().replace(
-        "function.arguments | tojson", "function.arguments | dictsort | tojson"
-    )
+    template = chat_template().replace("function.arguments | tojson", "function.arguments | dictsort | tojson")
     renderer = TemplateRenderer(byte_level(template))
     assert {what for _, what in faults(renderer)} == {"the parser does not read the calls of this turn back"}
-    ordered = chat_template().replace(
-        "function.arguments | tojson", "dict(function.arguments | dictsort) | tojson"
-    )
+    ordered = chat_template().replace("function.arguments | tojson", "dict(function.arguments | dictsort) | tojson")
     renderer = TemplateRenderer(byte_level(ordered))
     assert faults(renderer, "one call") == {(0, "the template rewrites the arguments of this turn's calls")}
 
@@ -239,9 +222,7 @@ def test_a_tokenizer_that_joins_over_the_end_of_turn_is_reported():
 
 
 def test_a_template_that_does_not_continue_its_generation_prompt_is_reported_not_raised():
-    template = chat_template().replace(
-        "<|im_start|>assistant\\n' -}}{%- endif", "<|im_start|>A:' -}}{%- endif"
-    )
+    template = chat_template().replace("<|im_start|>assistant\\n' -}}{%- endif", "<|im_start|>A:' -}}{%- endif")
     assert template != chat_template()
     renderer = TemplateRenderer(byte_level(template))
     (fault,) = faults(renderer, "one call")
@@ -327,9 +308,7 @@ def test_the_wrapper_of_the_fallback_cannot_be_closed_by_its_content():
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    st.lists(st.sampled_from(["<|im_end|>", "<|im_", "end|>", "<", "<|im_start|>", "a", "\n", "<|", "|>"]))
-)
+@given(st.lists(st.sampled_from(["<|im_end|>", "<|im_", "end|>", "<", "<|im_start|>", "a", "\n", "<|", "|>"])))
 def test_no_arrangement_of_pieces_makes_a_control_token(pieces):
     text = RENDERER.guard.text("".join(pieces), from_tool=True)
     assert control_ids(OWN).isdisjoint(OWN.encode(text, add_special_tokens=False))
@@ -458,9 +437,7 @@ def test_reading_does_not_tidy_blanks():
 
 
 def test_the_end_of_turn_is_found_behind_a_blank():
-    renderer = TemplateRenderer(
-        byte_level(CHATML.replace("m.content + '<|im_end|>", "m.content + ' <|im_end|>"))
-    )
+    renderer = TemplateRenderer(byte_level(CHATML.replace("m.content + '<|im_end|>", "m.content + ' <|im_end|>")))
     assert renderer.stop_token_ids == (END,)
     assert check_conformance(renderer).failures == ()
 
@@ -481,12 +458,7 @@ TAGS = TagsRenderer(OWN)
 
 
 def test_tags_render_prompt_actions_and_observations():
-    messages = [
-        user("Where is Paris?"),
-        CALL,
-        tool_says("In France."),
-        says("France", reasoning_content="Clear."),
-    ]
+    messages = [user("Where is Paris?"), CALL, tool_says("In France."), says("France", reasoning_content="Clear.")]
     prompt, first, found, last = render_dialogue(TAGS, messages, [search])
     assert OWN.decode(prompt.tokens).endswith("</answer>.\nWhere is Paris?\n")
     assert OWN.decode(first.tokens) == "<think>I look it up.</think>\n<search>Paris</search>"
@@ -571,9 +543,7 @@ def test_code_tags_render_prompt_actions_and_observations():
     assert CODE.stop == ("</code>", "</answer>")
 
 
-lines = st.lists(
-    st.text(st.sampled_from("ab =<>/`#'\"(){}\\é東"), min_size=1, max_size=9), min_size=1, max_size=4
-)
+lines = st.lists(st.text(st.sampled_from("ab =<>/`#'\"(){}\\é東"), min_size=1, max_size=9), min_size=1, max_size=4)
 
 
 @settings(max_examples=60, deadline=None)

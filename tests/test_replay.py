@@ -22,9 +22,7 @@ ALGORITHM = algorithm_of(load_config("search", ["--training.mode", "async"]))
 OFF = ["--training.mode", "async", "--algorithm.correction", "none"]
 
 
-def group(
-    number: int, version: int, rewards=(0.0, 1.0), outcome=RolloutOutcome.TRAINED
-) -> list[TrainingSample]:
+def group(number: int, version: int, rewards=(0.0, 1.0), outcome=RolloutOutcome.TRAINED) -> list[TrainingSample]:
     """The credits of a group whose tokens are of one version."""
     task = Task(f"t{number}", (), None)
     found = []

@@ -34,20 +34,9 @@ def sft_run(tmp_path_factory) -> Path:
     """A fine-tuning run of the tiny world in tags."""
     folder = tmp_path_factory.mktemp("sft")
     world = folder / "tagged.py"
-    source = (
-        WORLD.read_text().replace("look", "search").replace("item", "query").replace(".querys()", ".items()")
-    )
+    source = WORLD.read_text().replace("look", "search").replace("item", "query").replace(".querys()", ".items()")
     world.write_text(source)
-    words = (
-        "--env.name",
-        world,
-        "--env.rendering",
-        "tags",
-        "--sft.steps",
-        "2",
-        "--run.dir",
-        folder / "run",
-    )
+    words = ("--env.name", world, "--env.rendering", "tags", "--sft.steps", "2", "--run.dir", folder / "run")
     said = ludus("sft", make_recipe(folder), "--from-scratch", *words)
     assert said.code == 0, said
     return folder / "run"
@@ -180,9 +169,7 @@ def test_a_complete_run_says_so_and_is_left_alone(tiny_run, sft_run, tmp_path):
     [(KeyboardInterrupt(), 130), (EngineError("The engine is gone.", "Look."), 3)],
     ids=["interrupt", "error"],
 )
-def test_what_ends_a_run_inside_names_the_command_that_resumes_it(
-    tiny_run, tmp_path, monkeypatch, error, code
-):
+def test_what_ends_a_run_inside_names_the_command_that_resumes_it(tiny_run, tmp_path, monkeypatch, error, code):
     async def end(*arguments, **options):
         raise error
 

@@ -96,9 +96,7 @@ def test_auc_by_hand():
 def model_of(kind, seed: int = 0) -> RewardModel:
     states = HeadModel(tiny_model(), "reward model", "")
     with torch.no_grad():
-        states.head.weight.copy_(
-            torch.randn(states.head.weight.shape, generator=torch.Generator().manual_seed(seed))
-        )
+        states.head.weight.copy_(torch.randn(states.head.weight.shape, generator=torch.Generator().manual_seed(seed)))
     return RewardModel(states, kind)
 
 
@@ -110,9 +108,7 @@ def by_hand(model: RewardModel, arm: ScoredSequence) -> list[float]:
         return [float(model.states.head(states[place])) for place in arm.at]
 
 
-PAIR = RewardExample(
-    "", 2, (ScoredSequence((1, 2, 3, 4), (3,), (1.0,)), ScoredSequence((1, 2, 5), (2,), (0.0,)))
-)
+PAIR = RewardExample("", 2, (ScoredSequence((1, 2, 3, 4), (3,), (1.0,)), ScoredSequence((1, 2, 5), (2,), (0.0,))))
 TURNS = RewardExample("", 1, (ScoredSequence((1, 6, 7, 8, 9), (1, 4), (0.25, 1.0)),))
 ALONE = RewardExample("", 1, (ScoredSequence((2, 6, 3), (2,), (0.0,)),))
 
@@ -150,10 +146,7 @@ def test_a_step_does_not_depend_on_its_parts(kind, batch):
 
 def test_what_is_learnable_is_learned_and_measured():
     model = RewardModel(HeadModel(tiny_model(), "reward model", ""), "pointwise")
-    batch = [
-        RewardExample("", 1, (ScoredSequence((1, 2, last), (2,), (float(last > 5),)),))
-        for last in range(2, 10)
-    ]
+    batch = [RewardExample("", 1, (ScoredSequence((1, 2, last), (2,), (float(last > 5),)),)) for last in range(2, 10)]
     before = measure(model, batch, 999)
     assert before == pytest.approx({"loss": math.log(2), "error": 0.5, "auc": 0.5})
     optimiser = Optimizer(model.states.model, OptimizerSettings(learning_rate=1e-2, total_steps=30))
@@ -258,10 +251,7 @@ def test_rollouts_from_a_later_turn_begin_with_what_was_recorded(tmp_path):
     assert len(found) == 2 * len(turns)
     assert found == play_on(session, records, 2)
     beginnings = [
-        one.segments[: 2 * t + 2]
-        for e in episodes
-        for one in [e.trajectory]
-        for t in range(one.num_turns - 1)
+        one.segments[: 2 * t + 2] for e in episodes for one in [e.trajectory] for t in range(one.num_turns - 1)
     ]
     for i, one in enumerate(found):
         own = beginnings[i // 2]
@@ -298,9 +288,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(source, tmp_path, trai
     assert "failed: there is nothing to tell apart" in refused(*base, *data, "pointwise")
     assert "ludus sft" in refused("reward-model", recipe, "--run", source, "--model.from_scratch", "true")
     assert not folder.exists()
-    assert "reward_model.kind" in refused(
-        "reward-model", "--resume", trained, "--reward_model.kind", "pairwise"
-    )
+    assert "reward_model.kind" in refused("reward-model", "--resume", trained, "--reward_model.kind", "pairwise")
     assert f"ludus reward-model --resume {trained}" in refused("train", "--resume", trained)
     for words in (("eval", "--run", trained), ("chat", trained), ("serve", trained)):
         assert "judges and does not act" in refused(*words)

@@ -83,11 +83,7 @@ def changed(case: Case, algorithm: Algorithm, a: float, b: float = 0.0, *, knows
     own = case.b
     values = own.values * a + (b * worth(case, algorithm) if knows else 0.0)
     moved = replace(
-        own,
-        rewards=own.rewards * a + b,
-        turn_rewards=own.turn_rewards * a,
-        values=values,
-        greedy=own.greedy * a + b,
+        own, rewards=own.rewards * a + b, turn_rewards=own.turn_rewards * a, values=values, greedy=own.greedy * a + b
     )
     return replace(case, b=moved)
 
@@ -233,9 +229,7 @@ def compared(
             values[i, k] = UNIT * x + gamma ** (len(row) - 1 - k + behind) * end
     of_turns, of_outcome = normalised(values, key), normalised(outcomes, lambda i, _: (int(b.group[i]),))
     return b.dense(
-        lambda i: {
-            t: of_turns[i, k] + weight * of_outcome[i, 0] for k, own in enumerate(b.turns(i)) for t in own
-        }
+        lambda i: {t: of_turns[i, k] + weight * of_outcome[i, 0] for k, own in enumerate(b.turns(i)) for t in own}
     )
 
 
@@ -402,9 +396,7 @@ def test_the_punishment_of_long_answers_has_a_unit_of_its_own():
     """From 0 to -1 whatever the rewards are: against larger ones it weighs less, and a shift is none."""
 
     def found(a: float, b: float, most: int) -> Tensor:
-        members = [
-            replace(e, trajectory=replace(e.trajectory, reward=a * e.trajectory.reward + b)) for e in group()
-        ]
+        members = [replace(e, trajectory=replace(e.trajectory, reward=a * e.trajectory.reward + b)) for e in group()]
         by_actions = replace(PRESETS["dapo"], overlong_measure="action_tokens")
         return table(assign_credit([members], by_actions, most))[0]
 

@@ -28,10 +28,7 @@ from ludus.types import Segment, ToolOutcome, ToolStatus
 from test_combine import WORLD, combiner, episode, rewards_of
 from tiny_run import copy_run, ludus, make_recipe, refused
 
-LONG = (
-    Segment("prompt", (1, 2)),
-    Segment("action", tuple(range(10)), 0, logprobs=(-1.0,) * 10, versions=(0,) * 10),
-)
+LONG = (Segment("prompt", (1, 2)), Segment("action", tuple(range(10)), 0, logprobs=(-1.0,) * 10, versions=(0,) * 10))
 """10 action tokens; the ordinary episode has 3."""
 
 
@@ -125,15 +122,10 @@ def outcome(turn, tool="look", status=ToolStatus.OK, number=0):
 def test_the_event_of_a_turn():
     two = episode(0, 0, 0).trajectory
     assert events_of(two) == ["answer", "answer"]
-    assert events_of(replace(two, outcomes=(outcome(0), outcome(0, "add", number=1)))) == [
-        "add+look",
-        "answer",
-    ]
+    assert events_of(replace(two, outcomes=(outcome(0), outcome(0, "add", number=1)))) == ["add+look", "answer"]
     bad = (outcome(1), outcome(1, "add", ToolStatus.RAISED, 1), outcome(1, "x", ToolStatus.UNKNOWN_TOOL, 2))
     assert events_of(replace(two, outcomes=bad)) == ["answer", "raised"]
-    assert (
-        events_of(replace(two, outcomes=(outcome(7), replace(outcome(0), call_id="other")))) == ["answer"] * 2
-    )
+    assert events_of(replace(two, outcomes=(outcome(7), replace(outcome(0), call_id="other")))) == ["answer"] * 2
 
 
 def attempts():
@@ -162,10 +154,7 @@ def test_rewards_of_events_reach_the_advantages_of_their_turns():
     )
     one = combiner(turns={"look": 0.2, "raised": -0.1}, allow_outweigh=True)
     (group,) = one.combine(1, [[first, second]])
-    assert [e.trajectory.turn_rewards for e in group] == [
-        pytest.approx((0.21, 0.0)),
-        pytest.approx((-0.09, 0.0)),
-    ]
+    assert [e.trajectory.turn_rewards for e in group] == [pytest.approx((0.21, 0.0)), pytest.approx((-0.09, 0.0))]
     credits = assign_credit([group], PRESETS["turn_grpo"])
     assert credits[0].advantages[0] > credits[1].advantages[0]
     assert credits[0].advantages[-1] == credits[1].advantages[-1] == 0

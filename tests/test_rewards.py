@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward, check_rewards, score, success
-from ludus.rewards.exact_match import (
-    ExpectedAnswers,
-    exact_match,
-    f1,
-    matches,
-    normalise,
-    token_f1,
-    well_formed,
-)
+from ludus.rewards.exact_match import ExpectedAnswers, exact_match, f1, matches, normalise, token_f1, well_formed
 from ludus.rewards.paper_rewards import accuracy, calls_of_the_wrong, wrong_and_ill_formed
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from tables.answer_pairs import ACCEPTED, REJECTED
@@ -49,8 +41,7 @@ def test_exact_match_rejects(answer, accepted):
 
 
 @pytest.mark.parametrize(
-    ("answer", "accepted", "right"),
-    [*((*pair, True) for pair in ACCEPTED), *((*pair, False) for pair in REJECTED)],
+    ("answer", "accepted", "right"), [*((*pair, True) for pair in ACCEPTED), *((*pair, False) for pair in REJECTED)]
 )
 def test_published_rewards_of_answers_follow_the_exact_match(answer, accepted, right):
     bad, called = episode(answer, statuses=[ToolStatus.RAISED]), episode(answer, statuses=[ToolStatus.OK] * 3)
@@ -164,10 +155,7 @@ def test_rewards_that_teach_the_wrong_thing_are_refused(parts, words):
     assert refusal.value.hint
 
 
-@given(
-    st.lists(st.floats(0.01, 2), min_size=1, max_size=3),
-    st.lists(st.floats(-1, 1), min_size=0, max_size=3),
-)
+@given(st.lists(st.floats(0.01, 2), min_size=1, max_size=3), st.lists(st.floats(-1, 1), min_size=0, max_size=3))
 def test_where_the_check_passes_every_success_earns_more_than_every_failure(outcomes, shaping):
     def parts(right, shaped):
         return [
@@ -175,10 +163,7 @@ def test_where_the_check_passes_every_success_earns_more_than_every_failure(outc
                 part(f"o{i}", value, weight, True)
                 for i, (weight, value) in enumerate(zip(outcomes, right, strict=True))
             ),
-            *(
-                part(f"s{i}", value, weight)
-                for i, (weight, value) in enumerate(zip(shaping, shaped, strict=True))
-            ),
+            *(part(f"s{i}", value, weight) for i, (weight, value) in enumerate(zip(shaping, shaped, strict=True))),
         ]
 
     try:

@@ -68,9 +68,7 @@ def test_an_engine_without_episodes_takes_weights_at_once_and_one_with_them_when
     assert placement.begin("a") == EpisodePin("http://0", 0)
     assert publish(placement, 1) == ["http://1"]
     take(placement, 1)
-    assert (
-        placement.begin("b") == placement.begin("c") == EpisodePin("http://1", 1)
-    )  # busier, but the other waits
+    assert placement.begin("b") == placement.begin("c") == EpisodePin("http://1", 1)  # busier, but the other waits
     assert placement.floor == 1
     placement.end("a")
     assert [one.url for one in placement.settle()] == ["http://0"]
@@ -195,9 +193,7 @@ class Fleet(World):
         await self.rolling.offer(WeightCheck(step, (), lambda *_: None, 1e6), {})
 
 
-def train(
-    fleet: Fleet, pace: StalenessSchedule, in_flight=8, learning=1.0, evaluates=0
-) -> list[list[Episode]]:
+def train(fleet: Fleet, pace: StalenessSchedule, in_flight=8, learning=1.0, evaluates=0) -> list[list[Episode]]:
     """The episodes that trained, by step; the events are in the log of the fleet."""
 
     async def run():

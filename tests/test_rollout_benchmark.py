@@ -26,9 +26,7 @@ def job(tmp_path_factory):
     from rollout_worker import Job
 
     folder = rollout_models.make("tiny", tmp_path_factory.mktemp("models"))
-    work = Work(
-        vocab=320, prompts=3, members=3, turns=3, new=6, new_limit=14, observation=(20, 60), greedy=True
-    )
+    work = Work(vocab=320, prompts=3, members=3, turns=3, new=6, new_limit=14, observation=(20, 60), greedy=True)
     return Job("", str(folder), 1, work)
 
 
@@ -127,9 +125,7 @@ def test_what_was_measured_under_the_same_conditions_is_taken_up_again(job, tmp_
     assert rollout.saved(out, job) == {(0, "ours"): result}
     pythons, kept = rollout.Pythons(None, None), []
     jobs = [replace(job, system="ours"), replace(job, system="trl")]
-    rounds, skipped = rollout.run_all(
-        jobs, pythons, 1, (), rollout.saved(out, job), lambda *it: kept.append(it)
-    )
+    rounds, skipped = rollout.run_all(jobs, pythons, 1, (), rollout.saved(out, job), lambda *it: kept.append(it))
     assert (rounds, kept, list(skipped)) == ([{"ours": result}], [], ["trl"])
 
 
@@ -146,9 +142,7 @@ def test_ratios_are_taken_within_a_repetition(job):
         {"naive": result("naive", 9.0), "ours": result("ours", 1.5)},
     ]
     assert rollout.ratios(rounds, "ours", "wall") == [5.0, 8.0, 6.0]
-    assert rollout.row(rounds, "ours", 1, "wall") == (
-        "| Ludus | 50 | 2.00 | 30 | 20 | 6.00 (5.00 to 8.00) |  |  |"
-    )
+    assert rollout.row(rounds, "ours", 1, "wall") == ("| Ludus | 50 | 2.00 | 30 | 20 | 6.00 (5.00 to 8.00) |  |  |")
     assert "| 100 | 1.00 |" in rollout.row(rounds, "ours", 1, "processor")
     with pytest.raises(SystemExit, match="naive generated 100 tokens instead of 99"):
         rollout.check(rounds, 99)
@@ -160,8 +154,6 @@ def test_a_page_takes_new_figures_in_place_of_the_old(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("above\n<!-- begin small -->\nold\n<!-- end small -->\nbelow\n", encoding="utf-8")
     rollout.fill(page, "small", "new")
-    assert page.read_text(encoding="utf-8") == (
-        "above\n<!-- begin small -->\nnew\n<!-- end small -->\nbelow\n"
-    )
+    assert page.read_text(encoding="utf-8") == ("above\n<!-- begin small -->\nnew\n<!-- end small -->\nbelow\n")
     with pytest.raises(SystemExit, match="no place for smollm2"):
         rollout.fill(page, "smollm2", "new")

@@ -96,9 +96,7 @@ def watched(model):
     taken = {}
     for name, module in model.named_modules():
         if name.endswith(".experts"):
-            module.register_forward_pre_hook(
-                lambda _m, given, n=name: taken.setdefault(n, []).append(given[1].clone())
-            )
+            module.register_forward_pre_hook(lambda _m, given, n=name: taken.setdefault(n, []).append(given[1].clone()))
     return taken
 
 

@@ -50,10 +50,7 @@ def test_a_run_leaves_what_the_docs_say(finished):
     manifest = json.loads((finished / "run.json").read_text())
     assert manifest["packages"]["torch"] == torch.__version__
     assert [row.step for row in read_metrics(finished / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == [
-        "step-000002",
-        "step-000004",
-    ]
+    assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == ["step-000002", "step-000004"]
 
 
 def test_from_pretrained_loads_a_checkpoint_and_training_changed_it(finished):
@@ -238,14 +235,7 @@ def test_what_changes_the_meaning_of_training_is_announced(settings, found):
 
 
 def test_settings_of_another_mode_of_training_are_announced():
-    given = [
-        "--staleness.max_staleness",
-        "4",
-        "--staleness.replay.share",
-        "0.2",
-        "--staleness.min_ess",
-        "0.5",
-    ]
+    given = ["--staleness.max_staleness", "4", "--staleness.replay.share", "0.2", "--staleness.min_ess", "0.5"]
     for mode, told in (("sync", True), ("one_step", True), ("async", False)):
         said = doubts(load_config("search", [*given, "--training.mode", mode]))
         for key in ("max_staleness = 4", "replay = "):

@@ -64,9 +64,7 @@ def test_a_program_gets_files_and_stdin_and_gives_files_and_its_exit_code():
     outcome = run(program, files={"in/a.txt": b"one ", "in/b.txt": b"two"}, stdin=b"two\nthree\n")
     assert (outcome.stdout, outcome.stderr, outcome.exit) == (b"one two\n", b"bad\n", 7)
     assert outcome.files == {"out.bin": bytes(range(256)), "in/b.txt": b"changed"}
-    assert (outcome.signal, outcome.timed_out, outcome.memory_exceeded, outcome.truncated) == (None,) + (
-        False,
-    ) * 3
+    assert (outcome.signal, outcome.timed_out, outcome.memory_exceeded, outcome.truncated) == (None,) + (False,) * 3
     assert not outcome.ok
     assert outcome.peak_memory_bytes > 2**20
     assert 0 <= outcome.cpu_s <= 10 * outcome.wall_s
@@ -300,14 +298,10 @@ def test_a_session_tells_what_runs_in_it_as_the_kernel_knows_it():
         session = await box.session("shell")
         rename = "import signal; open('/proc/self/comm', 'w').write('b) S 1'); signal.pause()"
         await session.run(f'(A=1 setsid python3 -c "{rename}" > /dev/null 2>&1 &)')
-        shell, inner = await processes_once(
-            session, lambda all: (all[-1].title, all[-1].state) == ("b) S 1", "S")
-        )
+        shell, inner = await processes_once(session, lambda all: (all[-1].title, all[-1].state) == ("b) S 1", "S"))
         again = await session.processes()
         await session.run(f"kill -STOP {inner.pid}; mkdir -p x; (cd x; exec -a other sleep 60 &)")
-        _, stopped, other = await processes_once(
-            session, lambda all: all[1].state == "T" and all[-1].title == "sleep"
-        )
+        _, stopped, other = await processes_once(session, lambda all: all[1].state == "T" and all[-1].title == "sleep")
         await session.run(f"kill -9 {inner.pid} {other.pid}")
         left = await processes_once(session, lambda all: len(all) == 1)
         await session.close()
@@ -370,12 +364,7 @@ def test_a_shell_session_keeps_its_folder_and_variables():
             await session.run(c)
             for c in ("mkdir a; cd a; X=5; f() { echo f$X; }", "pwd; f; false", "exit 4", "pwd; echo $X")
         ]
-        assert [(o.text, o.exit) for o in outcomes] == [
-            ("", 0),
-            ("/box/a\nf5\n", 1),
-            ("", 4),
-            ("/box\n\n", 0),
-        ]
+        assert [(o.text, o.exit) for o in outcomes] == [("", 0), ("/box/a\nf5\n", 1), ("", 4), ("/box\n\n", 0)]
         big = await session.run(": " + "x" * 300_000 + "\necho after")
         assert big.text == "after\n"
 
@@ -385,16 +374,10 @@ def test_a_shell_session_keeps_its_folder_and_variables():
 def test_a_shell_session_outlives_functions_named_as_what_its_loop_uses():
     async def act(box):
         session = await box.session("shell", limits=Limits(wall_s=10))
-        first = await session.run(
-            "X=5; " + "; ".join(f"{n}() {{ echo {n}; }}" for n in ("read", "eval", "printf"))
-        )
+        first = await session.run("X=5; " + "; ".join(f"{n}() {{ echo {n}; }}" for n in ("read", "eval", "printf")))
         second = await session.run("read; eval; printf; echo $X; (exit 7)")
         third = await session.run("enable -n printf; false")
-        assert [(o.text, o.exit) for o in (first, second, third)] == [
-            ("", 0),
-            ("read\neval\nprintf\n5\n", 7),
-            ("", 1),
-        ]
+        assert [(o.text, o.exit) for o in (first, second, third)] == [("", 0), ("read\neval\nprintf\n5\n", 7), ("", 1)]
 
     inside(act)
 
@@ -435,9 +418,7 @@ def test_snapshots_bring_files_back():
         assert snapshot == Snapshot({"a/x.sh": b"echo one"}, frozenset({"a/x.sh"}))
         await session.run("rm -r a; mkdir -p deep/er; echo more > deep/er/file; chmod 0 deep")
         await session.restore(snapshot)
-        assert (
-            await session.run("find . -type f; sh a/x.sh; ./a/x.sh; echo $Y")
-        ).text == "./a/x.sh\none\none\n3\n"
+        assert (await session.run("find . -type f; sh a/x.sh; ./a/x.sh; echo $Y")).text == "./a/x.sh\none\none\n3\n"
         await session.write({"b.txt": b"new"})
         assert (await session.run("cat b.txt")).text == "new"
         await session.reset()
@@ -475,9 +456,7 @@ def test_a_change_writes_marks_and_removes_single_files_and_follows_no_link():
                 await session.change(change)
         with pytest.raises(UserError):
             await session.change(FileChange(remove=frozenset({"../x"})))
-        await session.change(
-            FileChange({"a/x": b"new", "b/n": b"n"}, {"b/n": True, "a/y": False}, frozenset({"z"}))
-        )
+        await session.change(FileChange({"a/x": b"new", "b/n": b"n"}, {"b/n": True, "a/y": False}, frozenset({"z"})))
         look = await session.run("cat x; cd ..; stat -c '%n %a' a/* b/n; ls; stat -c %a /tmp/kept")
         return look.text.splitlines()
 
@@ -539,9 +518,7 @@ def test_paths_that_leave_the_box_are_refused(path):
         run("", files={path: b""})
 
 
-@pytest.mark.parametrize(
-    "given", [{"wall_s": 0}, {"memory_bytes": -1}, {"cpu_s": float("inf")}, {"files_out": -1}]
-)
+@pytest.mark.parametrize("given", [{"wall_s": 0}, {"memory_bytes": -1}, {"cpu_s": float("inf")}, {"files_out": -1}])
 def test_limits_are_positive(given):
     with pytest.raises(UserError):
         Limits(**given)

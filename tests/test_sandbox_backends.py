@@ -31,9 +31,7 @@ TOKEN = "a-token-of-the-tests"
 
 
 def test_every_backend_has_a_name_and_unknown_ones_are_refused():
-    with pytest.raises(
-        UserError, match="namespaces, docker, podman, remote, sandbox_fusion, piston, process"
-    ):
+    with pytest.raises(UserError, match="namespaces, docker, podman, remote, sandbox_fusion, piston, process"):
         open_sandbox(SandboxSettings(backend="docker-compose"))
     assert isinstance(open_sandbox(), NamespacesSandbox)
     assert len(BACKENDS) == 7
@@ -106,9 +104,7 @@ def contained(program, settings=None, **given):
 def test_a_container_is_started_with_every_wall(engine):
     log = engine()
     limits = Limits(processes=7, memory_bytes=100 * 2**20, disk_bytes=2**20, disk_files=99)
-    outcome = contained(
-        "print(input()); open('o', 'w').write('x')", files={"i": b"1"}, stdin=b"hi", limits=limits
-    )
+    outcome = contained("print(input()); open('o', 'w').write('x')", files={"i": b"1"}, stdin=b"hi", limits=limits)
     assert (outcome.text, outcome.exit, outcome.files) == ("hi\n", 0, {"o": b"x"})
     words = json.loads(log.read_text())
     pairs = set(itertools.pairwise(words))
@@ -133,9 +129,7 @@ def test_the_guard_of_a_container_keeps_the_limits(engine):
     engine()
     late = contained("import os\nos.fork()\nwhile True: pass", limits=Limits(wall_s=0.5))
     assert late.timed_out
-    filtered = contained(
-        "import os, socket\ntry: socket.socket()\nexcept OSError as e: print(type(e).__name__)"
-    )
+    filtered = contained("import os, socket\ntry: socket.socket()\nexcept OSError as e: print(type(e).__name__)")
     assert filtered.text == "PermissionError\n"
     failed = contained(["sh", "-c", "exit 4"])
     assert failed.exit == 4
@@ -230,11 +224,7 @@ def test_the_remote_backend_gives_what_the_one_behind_it_gives():
         program += "print(open('i').read(), 'ü'); exit(5)"
         given = {"files": {"i": b"in"}, "stdin": bytes(range(256))}
         outcome = remotely(url, lambda box: box.run(program, **given))
-        assert (outcome.stdout, outcome.exit, outcome.files) == (
-            "in ü\n".encode(),
-            5,
-            {"o": bytes(range(256))},
-        )
+        assert (outcome.stdout, outcome.exit, outcome.files) == ("in ü\n".encode(), 5, {"o": bytes(range(256))})
         assert remotely(url, lambda box: box.run(["sh", "-c", "kill -9 $$"])).signal == 9
         assert remotely(url, lambda box: box.run("while True: pass", limits=Limits(wall_s=0.3))).timed_out
 

@@ -63,9 +63,7 @@ def piston(asked):
     if "no place" in main["content"]:
         return 500, {"message": "no place left"}
     files = {file["name"]: base64.b64decode(file["content"]) for file in others}
-    code, out, error = played(
-        asked["language"], main["content"], files, asked["stdin"], asked["run_timeout"] / 1000
-    )
+    code, out, error = played(asked["language"], main["content"], files, asked["stdin"], asked["run_timeout"] / 1000)
     killed = "SIGKILL" if code is None else None if code >= 0 else signal.Signals(-code).name
     run = {"stdout": out, "stderr": error, "code": None if killed else code, "signal": killed, "output": out}
     return 200, {"language": asked["language"], "version": "3.12.0", "run": run}
@@ -238,9 +236,7 @@ def test_a_service_that_graders_cannot_rely_on_fails_its_check():
     assert "nothing to serve" in refused("sandbox", "serve", "--backend", "piston", "--url", "http://a")
 
 
-@pytest.mark.parametrize(
-    "command", [["train", "--from-scratch"], ["eval"], ["env", "check"], ["env", "show"]]
-)
+@pytest.mark.parametrize("command", [["train", "--from-scratch"], ["eval"], ["env", "check"], ["env", "show"]])
 def test_a_dead_service_is_told_once_before_anything_is_played_or_trained(command, tmp_path):
     verb, *options = command
     words = ["--sandbox.backend", "sandbox_fusion", "--sandbox.url", "http://127.0.0.1:9"]

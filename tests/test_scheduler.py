@@ -195,9 +195,7 @@ def test_what_the_model_does_wrong_is_not_tried_again():
 def test_a_job_that_fails_for_good_comes_back_as_failed():
     broken = unstable(lambda number: number < 3)
     scheduler = make_scheduler(
-        scripted(answers),
-        WatchedWorld(hooks=broken),
-        SchedulerLimits(concurrency=1, retries=2, max_failure_rate=0.5),
+        scripted(answers), WatchedWorld(hooks=broken), SchedulerLimits(concurrency=1, retries=2, max_failure_rate=0.5)
     )
     jobs = make_jobs(2)
     failed, fine = run(scheduler, jobs)
@@ -397,12 +395,7 @@ def test_a_wall_clock_limit_that_fires_is_in_the_account():
         (WatchedWorld(), [SEARCH, "Paris"], EpisodeLimits(), False),
         (WatchedWorld(tools=[hangs]), [call("hangs"), "Paris"], EpisodeLimits(), True),
         (WatchedWorld(hooks={"step": hang_once}), ["Paris"], EpisodeLimits(timeout_s=0.02), True),
-        (
-            WatchedWorld(hooks={"start": hang_once}),
-            ["Paris"],
-            EpisodeLimits(environment_timeout_s=0.4),
-            True,
-        ),
+        (WatchedWorld(hooks={"start": hang_once}), ["Paris"], EpisodeLimits(environment_timeout_s=0.4), True),
     ]
     for world, script, limits, fired in cases:
         scheduler = make_scheduler(scripted(script), world, episodes=limits)
@@ -548,9 +541,7 @@ def test_an_episode_that_times_out_while_it_waits_holds_nobody_up():
 
     world = WatchedWorld(hooks={"step": slow})
     limits = EpisodeLimits(timeout_s=0.05)
-    scheduler = make_scheduler(
-        RecordingEngine(uneven), world, SchedulerLimits(2), lockstep=True, episodes=limits
-    )
+    scheduler = make_scheduler(RecordingEngine(uneven), world, SchedulerLimits(2), lockstep=True, episodes=limits)
     stops = [e.trajectory.stop_reason for e in run(scheduler, make_jobs(2))]
     assert StopReason.TIMEOUT in stops
 

@@ -26,9 +26,7 @@ class Bag:
     """Vectors that count letters: a hand-made encoder."""
 
     def encode(self, texts):
-        counts = np.array(
-            [[t.count(c) for c in "abcdefghijklmnopqrstuvwxyz"] for t in texts], dtype=np.float32
-        )
+        counts = np.array([[t.count(c) for c in "abcdefghijklmnopqrstuvwxyz"] for t in texts], dtype=np.float32)
         return counts / np.maximum(np.linalg.norm(counts, axis=1, keepdims=True), 1e-9)
 
 
@@ -113,10 +111,7 @@ def test_fusion_by_hand():
 
 def test_a_passage_that_both_find_goes_before_one_that_either_finds():
     hybrid = HybridIndex(PassageIndex(PASSAGES), DenseIndex(PASSAGES, Bag()))
-    words, meaning = (
-        PassageIndex(PASSAGES).ranking("dog", 100),
-        DenseIndex(PASSAGES, Bag()).ranking("dog", 100),
-    )
+    words, meaning = (PassageIndex(PASSAGES).ranking("dog", 100), DenseIndex(PASSAGES, Bag()).ranking("dog", 100))
     assert hybrid.ranking("dog", 6) == fuse([words, meaning])
     assert hybrid.search("dog", 2) == [PASSAGES[i] for i in fuse([words, meaning])[:2]]
     assert hybrid.search("zzzz", 1) != []
@@ -180,8 +175,7 @@ def fetch(**arguments):
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["https://www.birds.org/wren", "birds.org/wren", "http://Birds.org/wren/#nest", " www.birds.org/wren"],
+    "url", ["https://www.birds.org/wren", "birds.org/wren", "http://Birds.org/wren/#nest", " www.birds.org/wren"]
 )
 def test_a_page_is_found_by_any_spelling_of_its_address(url):
     assert fetch(url=url).output == "The wren is small."

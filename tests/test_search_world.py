@@ -22,16 +22,7 @@ from ludus.rewards.exact_match import ExpectedAnswers, matches, normalise
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.search.facts import load_facts
-from ludus.worlds.search.questions import (
-    ASKS,
-    CHAINS,
-    HELD_OUT,
-    NOUNS,
-    QUERIES,
-    SPLITS,
-    WEIGHTS,
-    all_questions,
-)
+from ludus.worlds.search.questions import ASKS, CHAINS, HELD_OUT, NOUNS, QUERIES, SPLITS, WEIGHTS, all_questions
 from ludus.worlds.search.solver import SearchFlaws, SearchSolver, to_messages
 from ludus.worlds.search.world import SYSTEM, SearchSettings, SearchWorld, make_search_world
 from test_turn_verifiers import calls_of, shares
@@ -150,9 +141,7 @@ def stated(passages, relation):
 
 def patterns(templates):
     return {
-        name: [
-            re.compile(re.escape(t).replace(r"\{\}", "(.+)")) for t in ([ts] if isinstance(ts, str) else ts)
-        ]
+        name: [re.compile(re.escape(t).replace(r"\{\}", "(.+)")) for t in ([ts] if isinstance(ts, str) else ts)]
         for name, ts in templates.items()
     }
 
@@ -165,10 +154,7 @@ def read_question(text):
     if match := PAIR.fullmatch(text):
         return [], f"{match['a']}, in the time zone {match['zone']},"
     ((relation, subject),) = [
-        (name, match[1])
-        for name, forms in ASK_PATTERNS.items()
-        for form in forms
-        if (match := form.fullmatch(text))
+        (name, match[1]) for name, forms in ASK_PATTERNS.items() for form in forms if (match := form.fullmatch(text))
     ]
     relations = [relation]
     while inner := next(

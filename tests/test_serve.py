@@ -203,9 +203,7 @@ def test_chats_come_with_their_alternatives_streamed_or_whole(server, tokenizer,
     expected = reference(prompt + tokens, 0.8)[len(prompt) - 1 : -1]
     for row, entry, token in zip(expected, whole, tokens, strict=True):
         best = row.topk(5)
-        assert [one["logprob"] for one in entry["top_logprobs"]] == pytest.approx(
-            best.values.tolist(), abs=1e-4
-        )
+        assert [one["logprob"] for one in entry["top_logprobs"]] == pytest.approx(best.values.tolist(), abs=1e-4)
         words = [tokenizer.decode([token]) for token in best.indices.tolist()]
         assert [one["token"] for one in entry["top_logprobs"]] == words
         assert [bytes(one["bytes"]).decode() for one in entry["top_logprobs"]] == words
@@ -238,9 +236,7 @@ def test_the_end_of_the_text_ends_it_unless_ignored(server, tokenizer):
     ended = complete(server, prompt=prompt, max_tokens=20, return_token_ids=True)["choices"][0]
     assert (ended["finish_reason"], ended["token_ids"][-1]) == ("stop", tokenizer.eos_token_id)
     assert "<|im_end|>" not in ended["text"]
-    more = complete(server, prompt=prompt, max_tokens=20, ignore_eos=True, return_token_ids=True)["choices"][
-        0
-    ]
+    more = complete(server, prompt=prompt, max_tokens=20, ignore_eos=True, return_token_ids=True)["choices"][0]
     assert (more["finish_reason"], len(more["token_ids"])) == ("length", 20)
 
 
@@ -259,9 +255,7 @@ def test_a_stream_adds_up_to_the_whole(server, stop):
         assert logprobs == choice["logprobs"]["token_logprobs"]
         top = [row for piece in own for row in piece["logprobs"]["top_logprobs"]]
         assert top == choice["logprobs"]["top_logprobs"]
-        assert [piece["finish_reason"] for piece in own] == [None] * (len(own) - 1) + [
-            choice["finish_reason"]
-        ]
+        assert [piece["finish_reason"] for piece in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
         assert own[0]["prompt_token_ids"] == TOKENS
     assert stop is not None or len(pieces) > 5
 
@@ -298,9 +292,7 @@ def test_tool_calls_are_parsed_and_their_results_go_back(server, tokenizer):
     assert last["delta"]["tool_calls"] == [{"index": 0, **call}]
     assert [piece["choices"][0]["delta"] for piece in pieces[:-1]] == [{"role": "assistant", "content": ""}]
     with_ids = events(server, "/v1/chat/completions", messages=ORDER, return_token_ids=True, **asked)
-    assert (
-        sum(len(p["choices"][0]["token_ids"] or ()) for p in with_ids) == answer["usage"]["completion_tokens"]
-    )
+    assert sum(len(p["choices"][0]["token_ids"] or ()) for p in with_ids) == answer["usage"]["completion_tokens"]
     found = {"role": "tool", "tool_call_id": call["id"], "content": "Maroua is a city in Cameroon."}
     history = [*ORDER, choice["message"], found]
     second = post(server, "/v1/chat/completions", messages=history, return_token_ids=True, **asked)
@@ -312,18 +304,12 @@ def test_tool_calls_are_parsed_and_their_results_go_back(server, tokenizer):
 def test_tool_choice_none_leaves_the_tools_out_and_none_can_be_forced(server):
     plain, auto, none = (
         post(server, "/v1/chat/completions", messages=ORDER, max_tokens=1, return_token_ids=True, **choice)
-        for choice in (
-            {},
-            {"tools": [SEARCH], "tool_choice": "auto"},
-            {"tools": [SEARCH], "tool_choice": "none"},
-        )
+        for choice in ({}, {"tools": [SEARCH], "tool_choice": "auto"}, {"tools": [SEARCH], "tool_choice": "none"})
     )
     assert none["prompt_token_ids"] == plain["prompt_token_ids"] != auto["prompt_token_ids"]
     for forced in ("required", {"type": "function", "function": {"name": "search"}}):
         body = {"messages": ORDER, "tools": [SEARCH], "tool_choice": forced}
-        assert error(server, "/v1/chat/completions", 400, body).startswith(
-            "tool_choice: Input should be 'auto'"
-        )
+        assert error(server, "/v1/chat/completions", 400, body).startswith("tool_choice: Input should be 'auto'")
 
 
 @pytest.mark.parametrize(
@@ -338,18 +324,8 @@ def test_tool_choice_none_leaves_the_tools_out_and_none_can_be_forced(server):
         ("completions", 400, {"prompt": "x", "temperature": -1}, "temperature"),
         ("completions", 400, {"prompt": "x", "top_p": 0}, "top_p"),
         ("completions", 400, {"prompt": "x", "max_tokens": 0}, "samples nothing"),
-        (
-            "completions",
-            400,
-            {"prompt": "x", "logprobs": 21},
-            "logprobs: at most 20 top_logprobs",
-        ),
-        (
-            "completions",
-            400,
-            {"prompt": "x", "prompt_logprobs": 50},
-            "at most 20 top_logprobs are supported, 50",
-        ),
+        ("completions", 400, {"prompt": "x", "logprobs": 21}, "logprobs: at most 20 top_logprobs"),
+        ("completions", 400, {"prompt": "x", "prompt_logprobs": 50}, "at most 20 top_logprobs are supported, 50"),
         ("completions", 400, {"prompt": "x", "top_logprobs": 2}, "top_logprobs is not a field"),
         (
             "chat/completions",
@@ -359,12 +335,7 @@ def test_tool_choice_none_leaves_the_tools_out_and_none_can_be_forced(server):
         ),
         ("chat/completions", 400, {"messages": QUESTION, "top_logprobs": 2}, "needs logprobs = true"),
         ("completions", 400, {"prompt": "x", "n": 0}, "n"),
-        (
-            "completions",
-            400,
-            {"prompt": "x", "frequency_penalty": 0.5},
-            "frequency_penalty = 0.5 is not supported",
-        ),
+        ("completions", 400, {"prompt": "x", "frequency_penalty": 0.5}, "frequency_penalty = 0.5 is not supported"),
         ("completions", 400, {"prompt": "x", "temprature": 1}, "temprature is not a field"),
         ("completions", 404, {"prompt": "x", "model": "gpt"}, "'gpt' is not served; available"),
         ("chat/completions", 400, {"messages": []}, "messages"),
@@ -392,9 +363,7 @@ def test_labels_and_neutral_values_change_nothing(server):
 
 
 def test_guided_answers_keep_to_what_was_asked(server):
-    (choice,) = complete(server, max_tokens=40, structured_outputs={"regex": "(left|right), [0-9]"})[
-        "choices"
-    ]
+    (choice,) = complete(server, max_tokens=40, structured_outputs={"regex": "(left|right), [0-9]"})["choices"]
     assert choice["text"].startswith(("left, ", "right, "))
     schema = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
     schema |= {"additionalProperties": False}
@@ -463,9 +432,7 @@ def test_a_client_that_goes_away_cancels_its_request(server, stream):
 
 def test_pause_holds_what_runs_and_resume_lets_it_go_on(server):
     async def run():
-        async with httpx.AsyncClient(
-            base_url=server.served.url, headers=server.served.headers, timeout=60
-        ) as client:
+        async with httpx.AsyncClient(base_url=server.served.url, headers=server.served.headers, timeout=60) as client:
             await client.post("/pause?mode=keep")
             asked = client.post("/v1/completions", json={"prompt": TOKENS, "max_tokens": 4})
             waiting = asyncio.create_task(asked)
@@ -491,9 +458,7 @@ def test_pause_holds_what_runs_and_resume_lets_it_go_on(server):
 
 def test_abort_ends_one_request_with_what_it_has(server):
     async def run():
-        async with httpx.AsyncClient(
-            base_url=server.served.url, headers=server.served.headers, timeout=60
-        ) as client:
+        async with httpx.AsyncClient(base_url=server.served.url, headers=server.served.headers, timeout=60) as client:
             long = {"prompt": TOKENS, "max_tokens": 700, "ignore_eos": True, "return_token_ids": True}
             tasks = [
                 asyncio.create_task(client.post("/v1/completions", json=long | {"request_id": name}))
@@ -560,14 +525,7 @@ def test_only_a_server_started_with_control_can_be_controlled(tmp_path):
     async def run():
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
-            for path in (
-                "pause",
-                "resume",
-                "abort",
-                "start_weight_update",
-                "collective_rpc",
-                "weight_checker",
-            ):
+            for path in ("pause", "resume", "abort", "start_weight_update", "collective_rpc", "weight_checker"):
                 answer = await client.post(f"/{path}", json={})
                 assert answer.status_code == 403
                 assert "--control" in answer.json()["error"]["message"]
@@ -593,9 +551,7 @@ def test_more_requests_than_the_server_takes_are_put_off_and_come_again(referenc
                 await asyncio.sleep(0.01)
             busy = await client.post("/v1/completions", json={"prompt": list(prompt), **long})
             never = await client.post("/v1/completions", json={"prompt": list(prompt), "n": 3, **long})
-            waiting = asyncio.create_task(
-                engine.generate_batch([Request(f"e{i}", prompt, params) for i in range(8)])
-            )
+            waiting = asyncio.create_task(engine.generate_batch([Request(f"e{i}", prompt, params) for i in range(8)]))
             await asyncio.sleep(0.3)
             assert not waiting.done()
             await client.post("/resume")

@@ -68,9 +68,9 @@ def test_clients_choose_an_adapter_by_the_models_name(served, base, folder):
             scores = [row[str(t)]["logprob"] for t, row in zip(PROMPT[1:], rows, strict=True)]
             assert scores == pytest.approx(reference(model, PROMPT), abs=1e-4)
             assert answer["model"] == name
-            digest = httpx.get(
-                f"{served.url}/fingerprint?model={name}", headers=served.headers, timeout=60
-            ).json()["fingerprint"]
+            digest = httpx.get(f"{served.url}/fingerprint?model={name}", headers=served.headers, timeout=60).json()[
+                "fingerprint"
+            ]
             assert digest == fingerprint_module(model)
         chat = {"messages": [{"role": "user", "content": "Where is Paris?"}], "return_token_ids": True}
         (choice,) = post(served, "/v1/chat/completions", model="mine", max_tokens=4, **chat).json()["choices"]
@@ -94,9 +94,7 @@ def test_a_version_taken_in_place_reaches_the_next_token(served, base, folder, t
             async with httpx.AsyncClient(base_url=served.url, headers=served.headers, timeout=60) as client:
                 body = {"model": "mine", "prompt": list(PROMPT), "max_tokens": 300, "ignore_eos": True}
                 before = counted((await client.get("/metrics")).text)["decode_tokens_total"]
-                running = asyncio.create_task(
-                    client.post("/v1/completions", json=body | {"return_token_ids": True})
-                )
+                running = asyncio.create_task(client.post("/v1/completions", json=body | {"return_token_ids": True}))
                 await until_counts(client, lambda now: now["decode_tokens_total"] > before)
                 again = load | {"lora_path": str(tmp_path / "b"), "load_inplace": True}
                 (await client.post("/v1/load_lora_adapter", json=again)).raise_for_status()
@@ -199,9 +197,7 @@ def test_an_adapter_comes_back_after_a_restart_of_the_server(base):
     first = start_server("--control")
     second = None
     try:
-        engine = ServerEngine(
-            [first.url], settings=RemoteEngineSettings(connect_timeout_s=60), lora_scaling=SCALING
-        )
+        engine = ServerEngine([first.url], settings=RemoteEngineSettings(connect_timeout_s=60), lora_scaling=SCALING)
 
         async def before():
             await engine.load_weights(5, factors(made))

@@ -94,9 +94,7 @@ def test_a_server_that_comes_back_in_time_gets_its_weights_again_and_nobody_noti
     short = RUN | {"training__steps": "3", "evaluation__every": "3"}
     assert main(["train", "search", *words(whole, **short)]) == 0
     server = start_server("--control")
-    run = start(
-        "train", "search", *words(cut, engine__url=server.url, engine__connect_timeout_s="500", **short)
-    )
+    run = start("train", "search", *words(cut, engine__url=server.url, engine__connect_timeout_s="500", **short))
     wait_for_rollouts(server.url, run, cut, 1)
     server.kill()
     again = start_server("--control", port=server.port)

@@ -59,13 +59,7 @@ TOKEN = "a token of these tests"
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
 JSON = {"Content-Type": "application/json"}
 NARROW = HttpLimits(
-    body_bytes=10_000,
-    buffered_bytes=15_000,
-    connections=8,
-    requests=4,
-    head_s=1.0,
-    part_s=1.0,
-    body_s=1.5,
+    body_bytes=10_000, buffered_bytes=15_000, connections=8, requests=4, head_s=1.0, part_s=1.0, body_s=1.5
 )
 
 
@@ -98,9 +92,7 @@ def narrow():
         return answer
 
     routes = [Route("/", count, methods=["POST"]), Route("/health", health)]
-    with running(
-        Starlette(routes=routes, exception_handlers={413: http_error, 503: http_error}), NARROW
-    ) as port:
+    with running(Starlette(routes=routes, exception_handlers={413: http_error, 503: http_error}), NARROW) as port:
         yield port
 
 
@@ -168,9 +160,7 @@ def test_more_connections_requests_and_bytes_than_the_limits_are_put_off(narrow)
         line.close()
 
 
-@pytest.mark.parametrize(
-    "body", [b"[" * 20_000, b"{" * 20_000, b'{"a":' * 9_000, b"[" + b"0," * 200_000 + b"0]"]
-)
+@pytest.mark.parametrize("body", [b"[" * 20_000, b"{" * 20_000, b'{"a":' * 9_000, b"[" + b"0," * 200_000 + b"0]"])
 def test_json_of_more_values_than_a_request_has_is_refused_before_it_is_decoded(body):
     with pytest.raises(BadRequest, match="more than a request"):
         check_shape(body, 1000)
@@ -364,10 +354,7 @@ def test_an_answer_is_encoded_choice_by_choice_to_the_same_bytes(answer, monkeyp
 
 def test_text_that_cannot_fit_is_refused_by_its_length_before_it_is_tokenised():
     async def act(server):
-        for text, words in (
-            ("a" * 401, "401 characters, at least 201 tokens"),
-            ("a" * 400, "400 tokens"),
-        ):
+        for text, words in (("a" * 401, "401 characters, at least 201 tokens"), ("a" * 400, "400 tokens")):
             answer = await server.post("/v1/completions", json.dumps({"prompt": text}).encode())
             assert answer.status_code == 400
             assert words in answer.json()["error"]["message"]
@@ -401,26 +388,9 @@ def test_the_sandbox_server_refuses_what_it_cannot_read_and_runs_nothing(path, c
         assert answer.status_code == 400
 
 
-NUMBERS = [
-    "NaN",
-    "Infinity",
-    "-1",
-    "0",
-    "1e-320",
-    "1e400",
-    str(2**63),
-    str(10**30),
-    "9" * 5000,
-    "0.5",
-    "-0.0",
-]
+NUMBERS = ["NaN", "Infinity", "-1", "0", "1e-320", "1e400", str(2**63), str(10**30), "9" * 5000, "0.5", "-0.0"]
 OTHERS = ["null", "true", '""', '"x\\u0000y"', '"\\ud800"', "[]", "{}", '["x"]', "[1e308, -1]", '{"a": 1}']
-NESTED = [
-    "[" * 3000 + "]" * 3000,
-    '"' + "x" * 70_000 + '"',
-    json.dumps("[" * 3000),
-    '{"type": "json_schema"}',
-]
+NESTED = ["[" * 3000 + "]" * 3000, '"' + "x" * 70_000 + '"', json.dumps("[" * 3000), '{"type": "json_schema"}']
 VALUES = NUMBERS + OTHERS + NESTED
 GOOD = {
     "/v1/completions": {"prompt": [5, 6, 7], "max_tokens": 2},
@@ -610,9 +580,7 @@ async def fuzz_sandbox(values, picked):
         cases = [("/runs", RunMessage, run), ("/sessions", SessionMessage, opening)]
         cases += [(f"/sessions/{own}/{act}", kind, body) for act, (kind, body) in SESSION_ACTS.items()]
         for path, kind, body in cases:
-            assert (await post(path, json.dumps(body))).status_code == (400 if "no such" in path else 200), (
-                path
-            )
+            assert (await post(path, json.dumps(body))).status_code == (400 if "no such" in path else 200), path
             bad = [(None, value.encode()) for value in [*values, "", "{", '{"a": 1}']]
             for at in places(kind):
                 of_paths = [json.dumps(given) for name in PATHS for given in ({name: "YQ=="}, [name])]

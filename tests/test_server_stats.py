@@ -53,9 +53,7 @@ def test_a_server_is_counted_from_the_first_look_on_and_anew_when_it_restarts():
     watched = PolledServer()
     for at_s, sampled, running in ((10.0, 1000, 8), (11.0, 1060, 6), (13.0, 1100, 2), (14.0, 30, 4)):
         watched.take(MetricsReading(EngineStats(decode_tokens=sampled), (running, 1)), at_s)
-    assert watched.total == EngineStats(
-        steps=3, decode_tokens=130, running_steps=12, queue_steps=3, wall_s=4.0
-    )
+    assert watched.total == EngineStats(steps=3, decode_tokens=130, running_steps=12, queue_steps=3, wall_s=4.0)
     found = watched.total.metrics()
     assert found["engine/decode_tokens_per_s"] == 130 / 4
     assert (found["engine/requests_running"], found["engine/requests_waiting"]) == (4, 1)
@@ -144,9 +142,7 @@ def in_flight_after(stats: list[EngineStats]) -> list[int]:
     """The limits after steps in which the learner waited for half of the time, and the engine did that."""
     limit = ConcurrencyController(32, 8, 512)
     seconds, flow = {"rollout": 1.0, "train": 1.0}, StreamThroughput(64.0, 1.0)
-    return [
-        limit.after_step(StepTimings(seconds, one.metrics()).metrics([]), 0.0, flow, True) for one in stats
-    ]
+    return [limit.after_step(StepTimings(seconds, one.metrics()).metrics([]), 0.0, flow, True) for one in stats]
 
 
 def test_the_number_in_flight_is_not_steered_by_what_is_not_known():
@@ -187,7 +183,6 @@ def test_sampling_beside_the_learner_has_the_speed_of_the_whole_step():
     said = (Message(role="assistant", content="x"),)
     one = Trajectory("t", 0, (Segment("action", tuple(range(40))),), said, StopReason.ANSWERED)
     speeds = [
-        StepTimings(seconds, beside=beside).metrics([one])["speed/sampled_tokens_per_s"]
-        for beside in (True, False)
+        StepTimings(seconds, beside=beside).metrics([one])["speed/sampled_tokens_per_s"] for beside in (True, False)
     ]
     assert speeds == pytest.approx([40 / 4.0001, 400_000])

@@ -46,9 +46,7 @@ def test_the_wrong_call_of_a_worlds_own_demonstration_is_context_and_does_not_tr
         assert one.messages[at + 1]["content"].startswith("Error:")
         assert one.trains[at] is False
         row = dialogue_row(renderer, one)
-        kept = renderer.tokenizer.decode(
-            [t for t, train in zip(row.tokens, row.trains, strict=True) if train]
-        )
+        kept = renderer.tokenizer.decode([t for t, train in zip(row.tokens, row.trains, strict=True) if train])
         whole = renderer.tokenizer.decode(row.tokens)
         assert whole.count("<tool_call>") == kept.count("<tool_call>") + 1
         assert "Done." in kept
@@ -58,9 +56,7 @@ def test_the_wrong_call_of_a_worlds_own_demonstration_is_context_and_does_not_tr
 
 
 def test_a_world_of_a_users_own_marks_messages_as_a_file_does(renderer):
-    call = MessageToolCall(
-        id="c", type="function", function=FunctionCall(name="look", arguments='{"item": "fig"}')
-    )
+    call = MessageToolCall(id="c", type="function", function=FunctionCall(name="look", arguments='{"item": "fig"}'))
     said = (
         Message(role="user", content="What does a fig cost?"),
         Message(role="assistant", content="", tool_calls=[call], train=False),
@@ -72,10 +68,7 @@ def test_a_world_of_a_users_own_marks_messages_as_a_file_does(renderer):
     assert shown.trains == (False, False, False, True)
     flagged, plain = (
         dialogue_row(renderer, one)
-        for one in (
-            shown,
-            Dialogue(tuple({k: v for k, v in m.items() if k != "train"} for m in said), (look,)),
-        )
+        for one in (shown, Dialogue(tuple({k: v for k, v in m.items() if k != "train"} for m in said), (look,)))
     )
     assert flagged.tokens == plain.tokens
     assert sum(flagged.trains) < sum(plain.trains)
@@ -134,9 +127,7 @@ def test_sources_and_classes_are_drawn_by_their_weights_and_the_same_each_time(r
     files = Counter(one.messages[0]["content"] == ASK["content"] for one, _ in found)
     assert 0.42 < files[False] / 400 < 0.58  # 4 of 8
     assert 0.08 < counts["reasoning"] / 400 < 0.18  # 1 of 8: the class that its source names
-    own = [
-        name for one, name in found if one.messages[0]["content"] == ASK["content"] and name != "reasoning"
-    ]
+    own = [name for one, name in found if one.messages[0]["content"] == ASK["content"] and name != "reasoning"]
     assert own.count("format") / len(own) == pytest.approx(2 / 3, abs=0.08)  # twice as often as tool_use
     assert [one.messages for one, _ in found] == [one.messages for one, _ in drawn()]
     assert [one.messages for one, _ in found] != [one.messages for one, _ in drawn("--run.seed", "1")]
@@ -169,10 +160,7 @@ def test_demonstrations_that_end_are_shown_again(tmp_path):
         (("--sft.sources.plain.world", "math"), "exclude each other"),
         (("--sft.sources.calls.settings", "{a = 1}"), "world is not set"),
         (("--sft.sources.calls.weight", "0"), "weight"),
-        (
-            ("--sft.classes", "{format = 0, reasoning = 0, tool_use = 0, negatives = 0}"),
-            "no dialogue is left",
-        ),
+        (("--sft.classes", "{format = 0, reasoning = 0, tool_use = 0, negatives = 0}"), "no dialogue is left"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(recipe, words, said):
@@ -188,9 +176,7 @@ def test_a_source_of_which_no_class_is_taken_is_refused(recipe):
 
 def test_a_class_in_a_file_is_checked_and_kept(tmp_path):
     path = write(tmp_path / "odd.jsonl", {**GOOD, "data_class": "tools"})
-    with pytest.raises(
-        UserError, match="line 1, is not a dialogue: data_class is 'tools', and must be one of"
-    ):
+    with pytest.raises(UserError, match="line 1, is not a dialogue: data_class is 'tools', and must be one of"):
         read_dialogues(path)
     good = write(tmp_path / "good.jsonl", {**GOOD, "data_class": "format"}, GOOD)
     assert [one.data_class for one in read_dialogues(good)] == ["format", None]

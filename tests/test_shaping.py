@@ -23,11 +23,7 @@ def numbers(*values):
 
 
 @quick
-@given(
-    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=8),
-    cache=st.integers(1, 20),
-    target=st.floats(0, 30),
-)
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=8), cache=st.integers(1, 20), target=st.floats(0, 30))
 def test_length_terms_equal_the_loop(lengths, cache, target):
     tensor = torch.tensor(lengths)
 
@@ -126,9 +122,7 @@ def test_entropy_bound_equals_the_loop(batch, bound):
 
 VISITS = st.lists(
     st.lists(
-        st.builds(Visit, st.sampled_from("abcd"), st.booleans(), st.booleans()),
-        max_size=5,
-        unique_by=lambda v: v.task,
+        st.builds(Visit, st.sampled_from("abcd"), st.booleans(), st.booleans()), max_size=5, unique_by=lambda v: v.task
     ),
     max_size=8,
 )
@@ -166,9 +160,7 @@ def test_greso_draws_are_seeded_and_keep_a_floor():
     assert draws == [state.skips("stuck", rules, seed=1, step=s) for s in range(2000)]
     assert draws != [state.skips("stuck", rules, seed=2, step=s) for s in range(2000)]
     assert sum(draws) / 2000 == pytest.approx(0.8, abs=0.03)
-    assert sum(state.skips("fresh", rules, seed=1, step=s) for s in range(2000)) / 2000 == pytest.approx(
-        0.5, abs=0.04
-    )
+    assert sum(state.skips("fresh", rules, seed=1, step=s) for s in range(2000)) / 2000 == pytest.approx(0.5, abs=0.04)
     assert not any(state.skips("new", rules, seed=1, step=s) for s in range(200))
 
 

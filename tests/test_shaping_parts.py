@@ -62,10 +62,7 @@ def outcome(status=ToolStatus.OK, output=""):
     return ToolOutcome("c", "f", status, output)
 
 
-CALLS = [
-    *((*pair, True) for pair in call_pairs.ACCEPTED),
-    *((*pair, False) for pair in call_pairs.REJECTED),
-]
+CALLS = [*((*pair, True) for pair in call_pairs.ACCEPTED), *((*pair, False) for pair in call_pairs.REJECTED)]
 
 
 @pytest.mark.parametrize(("made", "expected", "right"), CALLS)
@@ -182,9 +179,7 @@ def test_form_counts_once_nothing_else_failed():
         either()
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: extra_calls(2, 2), lambda: long_answer(5, 4), lambda: invalid_calls(0)]
-)
+@pytest.mark.parametrize("make", [lambda: extra_calls(2, 2), lambda: long_answer(5, 4), lambda: invalid_calls(0)])
 def test_limits_that_make_no_sense_are_refused(make):
     with pytest.raises(ValueError, match="must be"):
         make()

@@ -167,9 +167,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one_two_and_four(tmp_path, kin
 @pytest.mark.fault
 def test_a_checkpoint_of_one_process_goes_on_in_two(tmp_path):
     before, metrics, after = sharded_ranks.saves("plain", str(tmp_path))
-    for found, found_metrics, found_after in in_processes(
-        SCRIPT, "resumes", 2, "plain", str(tmp_path / "step-000002")
-    ):
+    for found, found_metrics, found_after in in_processes(SCRIPT, "resumes", 2, "plain", str(tmp_path / "step-000002")):
         assert max(differences(found, before).values()) == 0
         assert max(differences(found_after, after).values()) < 1e-10
         assert found_metrics == pytest.approx(metrics, abs=1e-10)

@@ -179,9 +179,7 @@ FEW = 'task.id.split(":")[1] in ("apple", "pear", "plum", "fig")'
 
 @pytest.mark.learning
 @pytest.mark.parametrize(
-    ("over_age", "wait", "which"),
-    [("wait", TWENTY_TIMES, FRUIT), ("mask", SOME_STEPS, FEW)],
-    ids=["wait", "mask"],
+    ("over_age", "wait", "which"), [("wait", TWENTY_TIMES, FRUIT), ("mask", SOME_STEPS, FEW)], ids=["wait", "mask"]
 )
 def test_a_slow_kind_of_task_trains_as_it_is_sampled_unless_its_tokens_are_masked(
     over_age, wait, which, tiny_run, tmp_path

@@ -62,8 +62,7 @@ def test_the_schema_shows_columns_types_keys_and_sample_rows():
         "book(id INTEGER PRIMARY KEY, title TEXT, price REAL, author_id INTEGER -> author.id)"
     )
     assert schema(table="AUTHOR") == (
-        "author(id INTEGER PRIMARY KEY, name TEXT, born INTEGER)\nid | name | born\n1 | Ada | 1950\n"
-        "(2 rows, 1 shown)"
+        "author(id INTEGER PRIMARY KEY, name TEXT, born INTEGER)\nid | name | born\n1 | Ada | 1950\n(2 rows, 1 shown)"
     )
     with pytest.raises(SqlError, match=r"no such table: boks\. Nearest: book\. Tables: author, book"):
         schema(table="boks")
@@ -221,9 +220,7 @@ def test_the_bound_on_steps_stops_at_the_same_place_each_time():
 
 
 def test_the_bound_on_time_holds_where_steps_are_plenty():
-    assert "longer than 0.1 s" in refusal(
-        ENDLESS.format("COUNT(*)"), limits=SqlLimits(steps=10**12, seconds=0.1)
-    )
+    assert "longer than 0.1 s" in refusal(ENDLESS.format("COUNT(*)"), limits=SqlLimits(steps=10**12, seconds=0.1))
 
 
 def test_a_query_cannot_fill_the_memory():
@@ -232,9 +229,7 @@ def test_a_query_cannot_fill_the_memory():
         "WITH RECURSIVE c(x, n) AS (SELECT zeroblob(4900), 1 UNION SELECT zeroblob(4900), n + 1 FROM c) "
         "SELECT COUNT(*) FROM c"
     )
-    assert (
-        refusal(blobs, limits=SqlLimits(memory=32 * 2**20, seconds=60)) == "the query needs too much memory"
-    )
+    assert refusal(blobs, limits=SqlLimits(memory=32 * 2**20, seconds=60)) == "the query needs too much memory"
     rows = ENDLESS.replace("{}", "zeroblob(4900)").replace("WITH", "INSERT INTO author (name) WITH")
     assert "full" in refusal(rows, writable=True) or "memory" in refusal(rows, writable=True)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KiB
@@ -254,10 +249,7 @@ def test_an_error_is_an_observation():
     toolbox = ToolExecutor([sql_tool(Database(IMAGE)), schema_tool(Database(IMAGE))])
     calls = (ToolCall("1", "sql", {"query": "SELECT nam FROM author"}), ToolCall("2", "schema", {}))
     wrong, right = asyncio.run(toolbox.run(Action(Message(role="assistant", content=""), calls)))
-    assert (wrong.status, wrong.output) == (
-        "raised",
-        "Error: SqlError: no such column: nam. Nearest: author.name",
-    )
+    assert (wrong.status, wrong.output) == ("raised", "Error: SqlError: no such column: nam. Nearest: author.name")
     assert right.status == "ok"
 
 

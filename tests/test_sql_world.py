@@ -30,15 +30,7 @@ from ludus.worlds.sql.grader import gives, is_right, make_truth, other_words
 from ludus.worlds.sql.query import Attribute, Listing, QueryPlan, SortOrder, Test, Versus, level_of, points
 from ludus.worlds.sql.render import to_sql, to_words
 from ludus.worlds.sql.solver import SqlFlaws, SqlSolver, blind_query, forgetful
-from ludus.worlds.sql.tasks import (
-    HELD_OUT,
-    LEVELS,
-    MOST_ROWS,
-    SPLITS,
-    features,
-    shape_of,
-    weakened,
-)
+from ludus.worlds.sql.tasks import HELD_OUT, LEVELS, MOST_ROWS, SPLITS, features, shape_of, weakened
 from ludus.worlds.sql.world import SqlSettings, SqlWorld, make_sql_world
 
 Test.__test__ = False
@@ -181,9 +173,7 @@ def test_words_and_query_say_the_same_of_a_plan():
         (Test(Attribute((), "quantity"), "at least", (4,)),),
         SortOrder(0, True, 3),
     )
-    naming = Naming(
-        {t.id: t.id for t in shop.tables}, {(t.id, c.id): c.id for t in shop.tables for c in t.columns}
-    )
+    naming = Naming({t.id: t.id for t in shop.tables}, {(t.id, c.id): c.id for t in shop.tables for c in t.columns})
     assert to_words(plan) == (
         "Of the sales whose quantity is at least 4, list the day and product's supplier's country, ordered "
         "by day, latest first, only the first 3 rows."
@@ -212,8 +202,7 @@ def written_down(question):
 
 
 @pytest.mark.parametrize(
-    ("asked", "answer", "formed"),
-    [("SELECT 1", "SELECT 1", 1), ("SELECT 1", "SELECT 2", 0), ("", "Done.", 0)],
+    ("asked", "answer", "formed"), [("SELECT 1", "SELECT 1", 1), ("SELECT 1", "SELECT 2", 0), ("", "Done.", 0)]
 )
 def test_form_counts_for_a_wrong_query_that_ran_and_not_for_idle_words(asked, answer, formed):
     task = next(t for t in WORLD.tasks("test") if t.tags["answer"] == "query")
@@ -501,9 +490,7 @@ def test_equal_settings_give_equal_tasks_and_demonstrations_in_every_process(cap
 
 
 def test_another_seed_gives_other_tasks():
-    ids = [
-        [t.id for t in SqlWorld(SqlSettings(tasks=10, levels=(1,), seed=s)).tasks("train")] for s in (0, 1)
-    ]
+    ids = [[t.id for t in SqlWorld(SqlSettings(tasks=10, levels=(1,), seed=s)).tasks("train")] for s in (0, 1)]
     assert ids[0] != ids[1]
 
 

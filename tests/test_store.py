@@ -16,13 +16,7 @@ from hypothesis import strategies as st
 
 from ludus.errors import StorageError, UserError
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
-from ludus.rollout.rollout_files import (
-    RolloutRecord,
-    read_rollouts,
-    replaced_file,
-    rollouts_path,
-    write_rollouts,
-)
+from ludus.rollout.rollout_files import RolloutRecord, read_rollouts, replaced_file, rollouts_path, write_rollouts
 from ludus.types import Failure, Segment, StopReason, Timings, ToolOutcome, ToolStatus, Trajectory
 
 TRAJECTORY = Trajectory(
@@ -47,9 +41,7 @@ TRAJECTORY = Trajectory(
         {"role": "tool", "content": "34 million\ud800", "tool_call_id": "1", "name": "find"},
     ),
     stop_reason=StopReason.MAX_TURNS,
-    outcomes=(
-        ToolOutcome("1", "find", ToolStatus.OK, "34 million\ud800", truncated=True, cost=0.25, retried=True),
-    ),
+    outcomes=(ToolOutcome("1", "find", ToolStatus.OK, "34 million\ud800", truncated=True, cost=0.25, retried=True),),
     rewards={"outcome": 1.0, "format": 0.1 + 0.2},
     reward=1.03,
     turn_rewards=(0.0, 0.5),
@@ -57,9 +49,7 @@ TRAJECTORY = Trajectory(
     tags={"split": "train"},
     anchors=("a1", "b2"),
 )
-RECORD = RolloutRecord(
-    12, "population/peru", RolloutOutcome.TRAINED, "kept", TRAJECTORY, -0.7071067811865475, 1
-)
+RECORD = RolloutRecord(12, "population/peru", RolloutOutcome.TRAINED, "kept", TRAJECTORY, -0.7071067811865475, 1)
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 TEXT = st.text(max_size=12)
@@ -218,9 +208,7 @@ def test_a_number_that_is_not_finite_is_refused_by_name(tmp_path, odd):
     before = path.read_bytes()
     segments = (TRAJECTORY.segments[0], replace(TRAJECTORY.segments[1], logprobs=(-0.1, odd)))
     bad = replace(RECORD, trajectory=replace(TRAJECTORY, segments=segments))
-    with pytest.raises(
-        UserError, match=r"step 12, task population/peru, sample 3.*segments\[1\]\.logprobs\[1\]"
-    ):
+    with pytest.raises(UserError, match=r"step 12, task population/peru, sample 3.*segments\[1\]\.logprobs\[1\]"):
         write_rollouts(path, [RECORD, bad])
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["x.jsonl.gz"]

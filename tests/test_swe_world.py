@@ -146,11 +146,7 @@ def test_the_repository_is_one_that_git_reads(tmp_path):
 
     def git(*words):
         return subprocess.run(
-            ["git", "-c", "safe.directory=*", *words],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=True,
+            ["git", "-c", "safe.directory=*", *words], cwd=tmp_path, capture_output=True, text=True, check=True
         ).stdout
 
     git("fsck", "--strict")
@@ -592,9 +588,7 @@ def play(world, task, actions):
 
     async def work():
         environment = world.environment(task)
-        trajectory = await run_episode(
-            task, 0, environment, ScriptedChatSession(actions), EpisodeLimits(max_turns=12)
-        )
+        trajectory = await run_episode(task, 0, environment, ScriptedChatSession(actions), EpisodeLimits(max_turns=12))
         await world.close()
         return trajectory
 
@@ -614,8 +608,7 @@ def test_repairs_in_another_text_are_right_and_are_another_text(catalogue):
     task = world.tasks("train")[0]
     problem = chosen(world)
     trees = [
-        {**problem.shown, **{path: text.encode() for path, text in texts.items()}}
-        for texts in other_repairs(problem)
+        {**problem.shown, **{path: text.encode() for path, text in texts.items()}} for texts in other_repairs(problem)
     ]
     assert trees
     for tree, found in zip(trees, graded(world, *trees), strict=True):
@@ -955,9 +948,7 @@ def test_the_shipped_tasks_are_whole():
     splits = {package.split for package in shipped.packages.values()}
     assert splits == {"train", "validation", "test"}
     assert len({bug.id for bug in shipped.bugs}) == len(shipped.bugs)
-    assert len({(bug.package, bug.path, bug.edit.start, bug.edit.new) for bug in shipped.bugs}) == len(
-        shipped.bugs
-    )
+    assert len({(bug.package, bug.path, bug.edit.start, bug.edit.new) for bug in shipped.bugs}) == len(shipped.bugs)
     for bug in shipped.bugs:
         tests = shipped.packages[bug.package].tests
         known = {f"{file}::{test}" for file in bug.files for test in tests[file]}

@@ -56,9 +56,7 @@ def folder(tmp_path):
     (place / "data").mkdir()
     (place / "task.yaml").write_text(TASK)
     (place / "tests/test_outputs.py").write_text(TESTS)
-    (place / "solution.sh").write_text(
-        "#!/bin/bash\nset -e\nawk '{print $1*$1}' /app/numbers.txt > /app/squares.txt\n"
-    )
+    (place / "solution.sh").write_text("#!/bin/bash\nset -e\nawk '{print $1*$1}' /app/numbers.txt > /app/squares.txt\n")
     (place / "Dockerfile").write_text(DOCKERFILE)
     (place / "numbers.txt").write_text("1\n2\n3\n")
     (place / "data/run.sh").write_text("#!/bin/sh\ncat /app/numbers.txt\n")
@@ -84,14 +82,9 @@ def judged(task, *states):
 
 def test_a_task_is_read_with_its_files_and_its_folder_becomes_the_box(folder):
     (task,) = load_bench(folder, "/app", "refuse")
-    assert task.text.splitlines()[0] == (
-        "Write the squares of the numbers in /box/numbers.txt to /box/squares.txt."
-    )
+    assert task.text.splitlines()[0] == ("Write the squares of the numbers in /box/numbers.txt to /box/squares.txt.")
     assert task.text.endswith("Do not touch /app.old or /application.")
-    assert task.start.files == {
-        "numbers.txt": b"1\n2\n3\n",
-        "data/run.sh": b"#!/bin/sh\ncat /box/numbers.txt\n",
-    }
+    assert task.start.files == {"numbers.txt": b"1\n2\n3\n", "data/run.sh": b"#!/bin/sh\ncat /box/numbers.txt\n"}
     assert task.start.executable == {"data/run.sh"}
     assert task.suite.fail_to_pass == NAMES
     assert (task.level, task.topic) == (1, "files")
@@ -106,19 +99,9 @@ def test_tests_are_found_where_pytest_finds_them():
 
 
 CHEATS = {
-    "a conftest": {
-        "conftest.py": b"collect_ignore_glob = ['*']\n",
-        "tests/conftest.py": b"import os; os._exit(0)\n",
-    },
-    "a module": {
-        "pytest.py": b"import os; os._exit(0)\n",
-        "pathlib.py": b"boom\n",
-        "sitecustomize.py": b"1/0\n",
-    },
-    "tests": {
-        "tests/test_outputs.py": b"def test_squares(): pass\n",
-        "test_outputs.py": b"def test_squares(): pass\n",
-    },
+    "a conftest": {"conftest.py": b"collect_ignore_glob = ['*']\n", "tests/conftest.py": b"import os; os._exit(0)\n"},
+    "a module": {"pytest.py": b"import os; os._exit(0)\n", "pathlib.py": b"boom\n", "sitecustomize.py": b"1/0\n"},
+    "tests": {"tests/test_outputs.py": b"def test_squares(): pass\n", "test_outputs.py": b"def test_squares(): pass\n"},
     "settings": {
         "pytest.ini": b"[pytest]\naddopts = --co\n",
         "pyproject.toml": b"[tool.pytest.ini_options]\naddopts = '-k kept'\n",
@@ -283,10 +266,7 @@ def test_only_a_full_reward_counts(text, full):
 
 NEEDS = {
     "environment/docker-compose.yaml": ("services: {}\n", r"squares: environment/docker-compose\.yaml"),
-    "environment/Dockerfile": (
-        "FROM x\nRUN pip install 'numpy\n",
-        r"squares/environment/Dockerfile, line 2: RUN",
-    ),
+    "environment/Dockerfile": ("FROM x\nRUN pip install 'numpy\n", r"squares/environment/Dockerfile, line 2: RUN"),
     "task.toml": (TOML + "gpus = 1\n", r"squares: environment\.gpus: a GPU"),
 }
 

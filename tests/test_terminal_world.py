@@ -352,9 +352,7 @@ def test_a_script_that_starts_nothing_earns_nothing(world):
         return told.replace("ROOT", root).replace("NAME", name)
 
     shams = [f"cat > {root}/start.sh <<'END'\n{filled(cheat)}\nEND" for cheat in START_CHEATS.values()]
-    *lost, won = played(
-        world, *((task, [sham, filled(start)]) for sham in shams), (task, steps_of(world, task))
-    )
+    *lost, won = played(world, *((task, [sham, filled(start)]) for sham in shams), (task, steps_of(world, task)))
     for cheat, (lived, said) in zip(START_CHEATS, lost, strict=True):
         assert lived.rewards["solved"] == 0.0, (cheat, said)
     assert won[0].rewards["solved"] == 1.0
@@ -403,9 +401,7 @@ def test_right_work_with_a_side_effect_earns_nothing(world):
         "files/scripts": "chmod +x */*",
     }
     tasks = [task_of(world, kind) for kind in spoilt]
-    plays = [
-        (task, [*steps_of(world, task), extra]) for task, extra in zip(tasks, spoilt.values(), strict=True)
-    ]
+    plays = [(task, [*steps_of(world, task), extra]) for task, extra in zip(tasks, spoilt.values(), strict=True)]
     for (lived, said), task in zip(played(world, *plays), tasks, strict=True):
         assert lived.rewards["solved"] == 0.0, (task.id, said)
 
@@ -443,15 +439,11 @@ def test_without_tools_nothing_is_solved():
 
 def test_demonstrations_are_of_training_kinds_some_flawed_and_repeat():
     world = TerminalWorld(TerminalSettings(levels=(1,), topics=("text", "files"), habit=0.5))
-    shown, again = (
-        [one.messages for one, _ in zip(world.demonstrations(3), range(30), strict=False)] for _ in "ab"
-    )
+    shown, again = ([one.messages for one, _ in zip(world.demonstrations(3), range(30), strict=False)] for _ in "ab")
     assert shown == again
     asked = {messages[1]["content"] for messages in shown}
     assert len(asked) >= 28
-    only_looked = [
-        m for m in shown if json.dumps(m).count("tool_call_id") == json.dumps(m).count("head -n 4") + 1
-    ]
+    only_looked = [m for m in shown if json.dumps(m).count("tool_call_id") == json.dumps(m).count("head -n 4") + 1]
     assert 3 < len(only_looked) < 27
 
 
@@ -509,9 +501,7 @@ def tar_of(members, mode="w:gz"):
 
 
 def test_checks_accept_what_is_right_and_refuse_what_is_near():
-    state = Snapshot(
-        {"a.txt": b"one \ntwo\n\n", "d/x": b"1", "j.json": b'{"b": 1, "a": [true]}'}, frozenset({"d/x"})
-    )
+    state = Snapshot({"a.txt": b"one \ntwo\n\n", "d/x": b"1", "j.json": b'{"b": 1, "a": [true]}'}, frozenset({"d/x"}))
     right = (
         Text("a.txt", "one\ntwo\n"),
         Text("a.txt", "two\none\n", "unordered"),
@@ -594,9 +584,7 @@ def test_what_git_itself_makes_is_read_loose_and_packed(world):
 
     async def act():
         sandbox = open_sandbox()
-        session = await sandbox.session(
-            "shell", files={**git.files(), ".gitconfig": IDENTITY.encode()}, limits=LIMITS
-        )
+        session = await sandbox.session("shell", files={**git.files(), ".gitconfig": IDENTITY.encode()}, limits=LIMITS)
         before = await session.snapshot()
         outcome = await session.run(script)
         after = await session.snapshot()

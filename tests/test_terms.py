@@ -90,12 +90,7 @@ def test_a_term_is_a_mean_over_its_own_tokens_of_the_whole_batch(name, marks):
 
 def test_positive_is_an_outcome_above_zero():
     credits = assign_credit([real_group()[0]], PRESETS["vapo"])
-    assert [row.positive for row in training_rows(credits, mask_observations=True)] == [
-        True,
-        False,
-        True,
-        False,
-    ]
+    assert [row.positive for row in training_rows(credits, mask_observations=True)] == [True, False, True, False]
     parts = (Reward("solved", len, outcome=True), Reward("neat", len, weight=0.1))
     shaped = replace(trajectory(0, 0.1), rewards={"solved": 0.0, "neat": 1.0})
     episode = replace(credits[0].episode, trajectory=shaped)
@@ -254,9 +249,7 @@ def test_a_student_comes_nearer_to_its_teacher():
 
 def test_a_run_learns_from_a_teacher_alone(tmp_path):
     """The teacher is the student as it was: the cost begins at 0, and rewards move nothing."""
-    steps = run(
-        tmp_path / "run", algorithm__preset="distill", teacher__path=str(COLD_START), training__epochs="2"
-    )
+    steps = run(tmp_path / "run", algorithm__preset="distill", teacher__path=str(COLD_START), training__epochs="2")
     assert steps[0]["distill/reverse_kl"] == pytest.approx(0.0, abs=1e-6)
     assert steps[0]["optim/grad_norm"] < 1e-3
 

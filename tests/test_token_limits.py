@@ -55,9 +55,7 @@ def test_lengths_are_those_of_the_tokens_that_a_rollout_would_have(lengths):
 
 def test_warnings_count_what_is_too_long_and_propose_what_fits():
     some = [DialogueLength(100, 40, 20, 2), DialogueLength(300, 40, 90, 3), DialogueLength(500, 40, 20, 4)]
-    long, wordy = dialogue_warnings(
-        some, RolloutConfig(max_seq_len=256, max_tokens_per_turn=64), "they are left out"
-    )
+    long, wordy = dialogue_warnings(some, RolloutConfig(max_seq_len=256, max_tokens_per_turn=64), "they are left out")
     assert long.startswith("2 of 3 demonstrations (2 of the 2 with three turns or more) are longer than")
     assert "they are left out. --rollout.max_seq_len 512 fits all of them" in long
     assert wordy.startswith("1 of 3 demonstrations have an action that is longer than")
@@ -89,20 +87,11 @@ def test_dialogues_that_do_not_fit_are_counted_in_each_batch(lengths):
 
 def test_prompts_without_room_for_an_answer_are_refused_before_anything_is_written(tmp_path):
     tight = session(max_seq_len=40, max_tokens_per_turn=8)
-    with pytest.raises(
-        UserError, match=r"No prompt of the world 'search' leaves room .* Set --rollout.max_seq_len"
-    ):
+    with pytest.raises(UserError, match=r"No prompt of the world 'search' leaves room .* Set --rollout.max_seq_len"):
         check_prompts(tight)
     with pytest.raises(UserError, match="No prompt of the world"):
         prepare(tight.config)
-    words = (
-        "--rollout.max_seq_len",
-        "40",
-        "--rollout.max_tokens_per_turn",
-        "8",
-        "--run.dir",
-        tmp_path / "run",
-    )
+    words = ("--rollout.max_seq_len", "40", "--rollout.max_tokens_per_turn", "8", "--run.dir", tmp_path / "run")
     assert "No prompt of the world" in refused("train", "search", *words)
     assert not (tmp_path / "run").exists()
     one = session()

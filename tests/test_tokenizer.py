@@ -7,11 +7,7 @@ from transformers import AutoTokenizer
 
 from ludus.chat.tokenizer import MARKS, SPECIAL, chat_template, train_tokenizer
 
-TEXTS = [
-    "Paris is the capital of France.",
-    "The Seine flows through Paris; 1,234 km.",
-    '{"query": "Seine"}',
-] * 3
+TEXTS = ["Paris is the capital of France.", "The Seine flows through Paris; 1,234 km.", '{"query": "Seine"}'] * 3
 TOKENIZER = train_tokenizer(TEXTS, 350)
 STATE = TOKENIZER.backend_tokenizer.to_str()
 
@@ -22,17 +18,7 @@ def test_any_string_encodes_and_decodes_back(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False)) == text
 
 
-RARE = [
-    "",
-    " ",
-    "\n \t\n",
-    "  a  ,  b .  ",
-    "e\u0301 👩‍👩‍👧‍👦",
-    "\u200b\ufeff",
-    "\x00\x7f",
-    "do n't ?",
-    "a\r\nb",
-]
+RARE = ["", " ", "\n \t\n", "  a  ,  b .  ", "e\u0301 👩‍👩‍👧‍👦", "\u200b\ufeff", "\x00\x7f", "do n't ?", "a\r\nb"]
 
 
 @pytest.mark.parametrize("text", RARE)

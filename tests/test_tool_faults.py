@@ -119,9 +119,7 @@ def test_faults_that_are_the_tools_own_are_seen_by_the_model_and_counted(run):
     assert not any("\x00" in call["output"] for call in calls)
     assert {call["cost"] for call in calls if call["status"] in ("ok", "raised", "timed_out")} >= {0.5}
     rows = metrics_of(folder)
-    assert sum(row["tools/search/timeout_rate"] * row["tools/search/calls"] for row in rows) == pytest.approx(
-        len(late)
-    )
+    assert sum(row["tools/search/timeout_rate"] * row["tools/search/calls"] for row in rows) == pytest.approx(len(late))
     assert any(row["ledger/clock_limited"] for row in rows)
     spent = math.fsum(row["tools/search/cost"] * row["episodes/finished"] for row in rows)
     assert spent == pytest.approx(math.fsum(call["cost"] for call in calls))

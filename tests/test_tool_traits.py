@@ -72,9 +72,7 @@ def test_a_fault_that_stays_is_no_observation(traits, called, is_async):
     assert fault.value.part == "tool"
 
 
-@pytest.mark.parametrize(
-    "error", [ValueError("x"), UserError("x"), ConnectionError("x"), TimeoutError()], ids=repr
-)
+@pytest.mark.parametrize("error", [ValueError("x"), UserError("x"), ConnectionError("x"), TimeoutError()], ids=repr)
 def test_other_errors_are_observations_and_are_not_tried_again(error):
     failing = Failing(9, error)
     (outcome,) = run([failing.tool(traits=SAFE)], "it")
@@ -126,9 +124,7 @@ def test_a_tool_that_fails_for_good_fails_the_episode_and_is_played_again_in_a_f
 def test_an_episode_whose_tool_never_works_is_failed_and_earns_nothing():
     world = WatchedWorld(tools=(Failing(99).tool(),))
     limits = SchedulerLimits(retries=1, max_failure_rate=1.0)
-    (episode,) = asyncio.run(
-        make_scheduler(scripted([write("it"), "Paris"]), world, limits).run(make_jobs(1))
-    )
+    (episode,) = asyncio.run(make_scheduler(scripted([write("it"), "Paris"]), world, limits).run(make_jobs(1)))
     failure = episode.trajectory.failure
     assert (failure.part, failure.attempts) == ("tool", 2)
     assert "The server is gone." in failure.error
@@ -140,13 +136,7 @@ def test_an_episode_whose_tool_never_works_is_failed_and_earns_nothing():
 
 @pytest.mark.parametrize(
     ("latency", "timeout_s", "deadline_s"),
-    [
-        ("instant", None, 5.0),
-        ("fast", None, 20.0),
-        ("slow", None, 60.0),
-        ("slow", 7.0, 7.0),
-        ("instant", 90, 90),
-    ],
+    [("instant", None, 5.0), ("fast", None, 20.0), ("slow", None, 60.0), ("slow", 7.0, 7.0), ("instant", 90, 90)],
 )
 def test_the_deadline_is_the_tools_own_or_that_of_its_latency_class(latency, timeout_s, deadline_s):
     made = tool_of(lambda: "", timeout_s=timeout_s, traits=Traits(latency=latency))

@@ -55,11 +55,7 @@ def add(a: int, b: int) -> str:
 def test_outcomes_come_in_the_order_of_the_calls_then_of_the_malformed_ones():
     errors = [CallError("call_0_1", "<tool_call>", "no JSON"), CallError("call_0_9", "x", "too deep")]
     outcomes = run(
-        [add, echo],
-        ask("add", 0, a=1, b=2),
-        ask("echo", 2, text="hello"),
-        ask("add", 3, a=3, b=4),
-        errors=errors,
+        [add, echo], ask("add", 0, a=1, b=2), ask("echo", 2, text="hello"), ask("add", 3, a=3, b=4), errors=errors
     )
     assert [(o.call_id, o.tool, o.status, o.output) for o in outcomes] == [
         ("call_0_0", "add", ToolStatus.OK, "3"),
@@ -305,13 +301,7 @@ def test_one_call_that_hangs_leaves_the_others_their_outputs():
         return "late"
 
     tools = [tool_of(hang, "hang", timeout_s=0.05), tool_of(never, "never", timeout_s=0.05), add, echo]
-    outcomes = run(
-        tools,
-        ask("add", 0, a=1, b=1),
-        ask("hang", 1),
-        ask("never", 2),
-        ask("echo", 3, text="here"),
-    )
+    outcomes = run(tools, ask("add", 0, a=1, b=1), ask("hang", 1), ask("never", 2), ask("echo", 3, text="here"))
     stuck.set()
     assert [(o.call_id, o.status, o.output) for o in outcomes] == [
         ("call_0_0", ToolStatus.OK, "2"),
@@ -416,9 +406,7 @@ def test_cancelling_the_episode_cancels_its_calls():
         return "unreachable"
 
     async def cancel():
-        running = asyncio.create_task(
-            ToolExecutor([tool_of(work)], PATIENT).run(action(ask(), ask(number=1)))
-        )
+        running = asyncio.create_task(ToolExecutor([tool_of(work)], PATIENT).run(action(ask(), ask(number=1))))
         await until(lambda: len(begun) == 2)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -452,9 +440,7 @@ print(*(outcome.status for outcome in outcomes))
 
 
 def test_a_tool_that_hangs_does_not_keep_the_interpreter_from_leaving():
-    done = subprocess.run(
-        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["timed_out", "raised"], "")
 
 

@@ -102,9 +102,7 @@ class Place(BaseModel):
 
 
 @tool
-def paint(
-    colour: Colour, where: Place, size: tuple[int, int], mode: Literal["a", "b"] = "a", title: str = ""
-) -> str:
+def paint(colour: Colour, where: Place, size: tuple[int, int], mode: Literal["a", "b"] = "a", title: str = "") -> str:
     """Paint."""
     return f"{colour.name} {where.name} {size} {mode} {title}"
 

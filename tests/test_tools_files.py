@@ -109,9 +109,7 @@ def test_paths_that_lead_outside(path):
 def diff(before, after, name="f", context=3):
     old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
     lines = difflib.unified_diff(old, new, f"a/{name}", f"b/{name}", n=context)
-    return "".join(
-        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
-    )
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 def test_patches_of_difflib_give_the_new_text():
@@ -165,10 +163,7 @@ def patch_of(head, *lines, name="f"):
 
 
 def test_a_hunk_with_a_wrong_line_goes_to_the_only_place_that_fits_and_takes_the_next_with_it():
-    patch = (
-        patch_of("@@ -9,1 +9,1 @@", "-def f():", "+def h():")
-        + "@@ -10,1 +10,1 @@\n-    return 1\n+    return 2\n"
-    )
+    patch = patch_of("@@ -9,1 +9,1 @@", "-def f():", "+def h():") + "@@ -10,1 +10,1 @@\n-    return 1\n+    return 2\n"
     made = patched_files(Snapshot({"f": TEXT.encode()}), read_patch(patch)).files
     assert made["f"].decode() == TEXT.replace("f()", "h()").replace("return 1", "return 2", 1)
 
@@ -180,10 +175,7 @@ def test_a_hunk_with_a_wrong_line_goes_to_the_only_place_that_fits_and_takes_the
         (patch_of("@@ -3,1 +3,1 @@", "-    return 1", "+    return 2"), "fits at several places"),
         (patch_of("@@ -1,1 +1,1 @@", "-def x():", "+def y():"), "does not fit"),
         (patch_of("@@ -1,1 +1,1 @@", "-def f()", "+def y():"), "does not fit"),
-        (
-            patch_of("@@ -1,2 +1,1 @@", "-def f():", "+def y():"),
-            "says 2 old and 1 new lines, and has 1 and 1",
-        ),
+        (patch_of("@@ -1,2 +1,1 @@", "-def f():", "+def y():"), "says 2 old and 1 new lines, and has 1 and 1"),
         (patch_of("@@ 1 @@", "-def f():"), "no head of a hunk"),
         (patch_of("@@ -99,0 +99,1 @@", "+more"), "does not have"),
         (patch_of("@@ -1 +1 @@", "-a", "+b", name="../x"), "no path in the working folder"),

@@ -99,8 +99,7 @@ def test_a_shell_keeps_its_folder_and_sees_the_first_files():
     async def act(_, workspace):
         run = shell_tool(workspace)
         return [
-            (await ask(run, command=text))[1]
-            for text in ("mkdir d; cd d; X=5", "pwd; echo $X", "cat ../a", "false")
+            (await ask(run, command=text))[1] for text in ("mkdir d; cd d; X=5", "pwd; echo $X", "cat ../a", "false")
         ]
 
     said = inside(act, kind="shell", files={"a": b"first\n"}, limits=QUICK)
@@ -117,8 +116,7 @@ def test_calls_of_one_action_wait_for_one_another():
     async def act(_, workspace):
         run = python_session_tool(workspace)
         calls = tuple(
-            ToolCall(str(n), "python", {"code": f"seen = [*globals().get('seen', []), {n}]; seen"})
-            for n in range(4)
+            ToolCall(str(n), "python", {"code": f"seen = [*globals().get('seen', []), {n}]; seen"}) for n in range(4)
         )
         return await ToolExecutor([run]).run(Action(Message(role="assistant", content=""), calls))
 
@@ -191,11 +189,7 @@ def test_an_environment_opens_its_workspace_and_submit_ends_the_episode_with_an_
     trajectory = play(scripted(script), world)
     statuses = [outcome.status for outcome in trajectory.outcomes]
     assert statuses == [ToolStatus.OK, ToolStatus.BAD_ARGUMENTS, ToolStatus.OK]
-    assert (trajectory.stop_reason, trajectory.answer, trajectory.reward) == (
-        StopReason.ANSWERED,
-        "Paris",
-        1.0,
-    )
+    assert (trajectory.stop_reason, trajectory.answer, trajectory.reward) == (StopReason.ANSWERED, "Paris", 1.0)
     (workspace,) = world.workspaces
     assert workspace._session is None
     assert not sandbox._open

@@ -66,9 +66,7 @@ def test_the_engine_gives_the_likeliest_of_the_tempered_distribution(temperature
     (done,) = with_engine(lambda e: e.generate_batch([Request("a", PROMPT, params)]), model)
     expected = rows(model, PROMPT + done.tokens, temperature or 1.0)[len(PROMPT) - 1 :]
     assert len(done.top_logprobs) == len(done.tokens) == 12
-    for row, found, token, logprob in zip(
-        expected, done.top_logprobs, done.tokens, done.logprobs, strict=False
-    ):
+    for row, found, token, logprob in zip(expected, done.top_logprobs, done.tokens, done.logprobs, strict=False):
         check_against(row, found, 7)
         assert dict(found).get(token, logprob) == logprob
         assert temperature > 0 or found[0] == (token, logprob)
@@ -78,9 +76,7 @@ def test_cuts_and_guides_leave_the_alternatives_as_they_are():
     free = SamplingParams(temperature=0.0, max_new_tokens=1, top_logprobs=20)
     cut = replace(free, temperature=1.0, top_k=1)
     guided = replace(free, guide=Guide("regex", "[ab]{3}"))
-    plain, less, led = sampled(
-        *(Request(p, PROMPT, q) for p, q in zip("abc", (free, cut, guided), strict=True))
-    )
+    plain, less, led = sampled(*(Request(p, PROMPT, q) for p, q in zip("abc", (free, cut, guided), strict=True)))
     assert plain.top_logprobs == less.top_logprobs == led.top_logprobs
     assert led.tokens != plain.tokens
 
@@ -92,9 +88,7 @@ def test_asking_changes_nothing_and_only_who_asks_gets_them():
     ]
     nums = (0, 3, 0, 20, 1)
     before = sampled(*asked)
-    asking = [
-        replace(r, params=replace(r.params, top_logprobs=num)) for r, num in zip(asked, nums, strict=True)
-    ]
+    asking = [replace(r, params=replace(r.params, top_logprobs=num)) for r, num in zip(asked, nums, strict=True)]
     after = sampled(*asking)
     assert [replace(done, top_logprobs=()) for done in after] == before
     assert [{len(row) for row in done.top_logprobs} for done in after] == [{n} if n else set() for n in nums]
@@ -102,9 +96,7 @@ def test_asking_changes_nothing_and_only_who_asks_gets_them():
 
 def test_alternatives_are_the_same_bits_in_any_company():
     asked = [
-        Request(
-            f"e{i}", PROMPT + tuple(range(9 * i)), SamplingParams(max_new_tokens=8, seed=i, top_logprobs=n)
-        )
+        Request(f"e{i}", PROMPT + tuple(range(9 * i)), SamplingParams(max_new_tokens=8, seed=i, top_logprobs=n))
         for i, n in enumerate((2, 20, 5, 7))
     ]
     together = sampled(*asked)
@@ -164,11 +156,7 @@ def test_a_stream_gives_each_token_its_own():
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.lists(
-        st.lists(st.sampled_from([-math.inf, -3.0, -2.0, -1.0]), min_size=9, max_size=9),
-        min_size=1,
-        max_size=4,
-    ),
+    st.lists(st.lists(st.sampled_from([-math.inf, -3.0, -2.0, -1.0]), min_size=9, max_size=9), min_size=1, max_size=4),
     st.data(),
 )
 def test_equals_come_by_their_ids_and_what_cannot_be_is_left_out(table, data):

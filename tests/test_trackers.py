@@ -114,9 +114,7 @@ def test_a_last_line_that_only_lacks_its_end_is_kept(tmp_path):
     assert [row.step for row in read_metrics(path)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    "line", ["[]", "{", '{"a": 1}', '{"step": 1, "a": "much"}', '{"step": 1, "a": null}', ""]
-)
+@pytest.mark.parametrize("line", ["[]", "{", '{"a": 1}', '{"step": 1, "a": "much"}', '{"step": 1, "a": null}', ""])
 def test_a_broken_line_in_the_middle_is_named(tmp_path, line):
     path = tmp_path / "m.jsonl"
     text = f'{{"step": 0}}\n{line}\n{{"step": 2}}\n'
@@ -149,10 +147,7 @@ def test_a_full_disk_leaves_whole_lines_and_logging_can_go_on(tmp_path):
     tracker = JsonLinesTracker(path)
     tracker.log(0, {"a": 1.0})
     before = path.read_bytes()
-    with (
-        files_limited_to(len(before) + 5),
-        pytest.raises(StorageError, match=r"m\.jsonl could not be written"),
-    ):
+    with files_limited_to(len(before) + 5), pytest.raises(StorageError, match=r"m\.jsonl could not be written"):
         tracker.log(1, {"a": 2.0})
     assert path.read_bytes() == before
     tracker.log(1, {"a": 2.0})
@@ -191,10 +186,7 @@ def test_tensorboard_reads_what_was_logged(tmp_path):
     tracker.log(0, {"reward/mean": 0.25, "loss": -1.5})
     tracker.log(1, {"reward/mean": 0.5})
     tracker.close()
-    assert scalars(tmp_path / "tensorboard") == {
-        "reward/mean": [(0, 0.25), (1, 0.5)],
-        "loss": [(0, -1.5)],
-    }
+    assert scalars(tmp_path / "tensorboard") == {"reward/mean": [(0, 0.25), (1, 0.5)], "loss": [(0, -1.5)]}
 
 
 def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path):

@@ -24,9 +24,7 @@ def turns(sample, reward, *lengths):
         segments.append(Segment("action", tokens, turn, logprobs=(-1.0,) * length, versions=(0,) * length))
         if turn + 1 < len(lengths):
             segments.append(Segment("observation", (30, 31 + turn), turn))
-    return Trajectory(
-        "t", sample, tuple(segments), (), StopReason.ANSWERED, reward=reward, turn_rewards=(0.1, 0.3)
-    )
+    return Trajectory("t", sample, tuple(segments), (), StopReason.ANSWERED, reward=reward, turn_rewards=(0.1, 0.3))
 
 
 def test_a_row_for_each_turn_has_its_context_and_trains_its_action_alone():
@@ -44,9 +42,7 @@ def test_a_row_for_each_turn_has_its_context_and_trains_its_action_alone():
 
 
 def test_observations_that_train_do_so_once():
-    one = replace(
-        turns(0, 1.0, 2, 3), segments=(*turns(0, 1.0, 2, 3).segments, Segment("observation", (9,), 1))
-    )
+    one = replace(turns(0, 1.0, 2, 3), segments=(*turns(0, 1.0, 2, 3).segments, Segment("observation", (9,), 1)))
     row = row_of_trajectory(one, 1.0, mask_observations=False)
     found = transitions_of(row, one)
     assert sum(sum(part.trains) for part in found) == sum(row.trains) == 8

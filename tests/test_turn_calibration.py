@@ -61,14 +61,7 @@ def test_an_advantage_that_compares_no_turns_is_replaced():
 
 
 def test_recorded_attempts_lose_the_runs_own_rewards_and_gain_their_progress(tmp_path):
-    words = [
-        "--env.settings.num_tasks",
-        "20",
-        "--env.settings.levels",
-        "[4]",
-        "--rewards.turns.answer",
-        "0.01",
-    ]
+    words = ["--env.settings.num_tasks", "20", "--env.settings.levels", "[4]", "--rewards.turns.answer", "0.01"]
     config = load_config("functions", [*words, "--algorithm.preset", "turn_grpo"])
     world = build_world(config.env, config.rollout)
     task = next(t for t in world.tasks("train") if len(t.truth.gold) == 2)
@@ -78,8 +71,7 @@ def test_recorded_attempts_lose_the_runs_own_rewards_and_gain_their_progress(tmp
     for path in paths:
         path.parent.mkdir(parents=True)
         records = [
-            RolloutRecord(1, task.id, RolloutOutcome.TRAINED, reason, trained)
-            for reason in ("trained", BASELINE)
+            RolloutRecord(1, task.id, RolloutOutcome.TRAINED, reason, trained) for reason in ("trained", BASELINE)
         ]
         write_rollouts(path, records)
     (own,), (evaluated,) = recorded_groups(config, world, paths)

@@ -70,11 +70,7 @@ class Player:
         calls = tuple(ToolCall(f"call_{turn}_{i}", name, args) for i, (name, args) in enumerate(made))
         message = Message(role="assistant", content="" if calls else "done")
         message["tool_calls"] = [
-            {
-                "id": c.id,
-                "type": "function",
-                "function": {"name": c.name, "arguments": json.dumps(c.arguments)},
-            }
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
             for c in calls
         ]
         return Action(message, calls)
@@ -205,9 +201,7 @@ def test_code_pays_programs_by_all_tests_and_shows_nothing_of_them():
             world = CodeWorld(settings).with_sandbox(sandbox)
             task = world.tasks("train")[0]
             known = [(case.given, case.due) for case in task.truth.cases[:3]]
-            by_heart = (
-                f"def solve(*args):\n    return dict((repr(g), d) for g, d in {known!r}).get(repr(args))\n"
-            )
+            by_heart = f"def solve(*args):\n    return dict((repr(g), d) for g, d in {known!r}).get(repr(args))\n"
             tries = [[("run_tests", {"code": code})] for code in (by_heart, by_heart, task.truth.reference)]
             return world, task, await play(world, task, *tries, [("run_tests", {"code": by_heart})])
         finally:
@@ -265,14 +259,7 @@ def test_an_outcome_that_is_not_a_calls_leaves_the_row_of_errors():
 
 
 def test_the_progress_of_a_run_is_found_in_a_process_of_rewards_and_reaches_the_rewards_of_turns():
-    own = [
-        "--env.settings.tasks",
-        "20",
-        "--env.settings.databases",
-        "1",
-        "--env.settings.domains",
-        '["shop"]',
-    ]
+    own = ["--env.settings.tasks", "20", "--env.settings.databases", "1", "--env.settings.domains", '["shop"]']
     words = ["--algorithm.preset", "turn_grpo", "--rewards.turn_verifier_weight", "0.4"]
     config = load_config("sql", [*own, *words])
     world = build_world(config.env, config.rollout)

@@ -70,9 +70,7 @@ TABLES = {
     "long_answer": (shaping_pairs.LENGTHS, shaping_pairs.LONG_TEXTS),
     "language_consistency": (shaping_pairs.SCRIPTS,),
     "citation_support": (shaping_pairs.SUPPORT_ACCEPTED, shaping_pairs.SUPPORT_REJECTED),
-    **dict.fromkeys(
-        ("think_format", "format_score", "tool_use", "extra_turns"), (composite_pairs.TRANSCRIPTS,)
-    ),
+    **dict.fromkeys(("think_format", "format_score", "tool_use", "extra_turns"), (composite_pairs.TRANSCRIPTS,)),
 }
 
 
@@ -118,10 +116,7 @@ FORMS = {
     "answers": (_is_short_answer, framed_pairs),
     "answers, held out": (_is_short_answer, held_out_answers),
     "rows": (_is_rows, rows_forms),
-    "functions": (
-        lambda made, gold: calls_agree(gold, [ExpectedCall(*call) for call in made]),
-        function_pairs,
-    ),
+    "functions": (lambda made, gold: calls_agree(gold, [ExpectedCall(*call) for call in made]), function_pairs),
 }
 
 

@@ -127,7 +127,4 @@ def test_what_tests_said_at_the_end_they_say_again_of_what_was_left(name):
 
     one, again = asyncio.run(scenario())
     assert one.succeeded
-    assert (again.tool, again.output) == (
-        one.trajectory.outcomes[-1].tool,
-        one.trajectory.outcomes[-1].output,
-    )
+    assert (again.tool, again.output) == (one.trajectory.outcomes[-1].tool, one.trajectory.outcomes[-1].output)

@@ -14,11 +14,7 @@ from ludus.recipes import recipe_folder
 from ludus.types import Message
 from ludus.worlds.guess.world import make_guess_world
 
-SECTIONS = {
-    "tasks": r"The tasks?\b",
-    "tools": r"The (tools|functions)\b",
-    "rewards": r"The rewards\b",
-}
+SECTIONS = {"tasks": r"The tasks?\b", "tools": r"The (tools|functions)\b", "rewards": r"The rewards\b"}
 PREPARED = {"swe"}
 """Worlds whose tasks are there once their sources were fetched."""
 
@@ -96,9 +92,7 @@ def test_the_transcript_of_guess_is_a_real_one():
     world = make_guess_world({}, ToolLimits())
     (shown,) = transcripts(page("guess"))
     opening, *turns = said(shown)
-    task = next(
-        t for t in world.tasks("train") if t.prompt[-1]["content"] == opening and t.truth == turns[-1]
-    )
+    task = next(t for t in world.tasks("train") if t.prompt[-1]["content"] == opening and t.truth == turns[-1])
     moves = actions_of([Message(role="assistant", content=turn) for turn in turns[::2]])
     agent = Agent("the page", AgentKind.SHOWN, "plays what it shows", lambda task, tools: moves)
     played = asyncio.run(play(world, task, agent, CheckPlan()))

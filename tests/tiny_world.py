@@ -33,10 +33,7 @@ def look(item: str) -> str:
 
 
 def opening(name):
-    return (
-        Message(role="system", content="Look first."),
-        Message(role="user", content=f"What does {name} cost?"),
-    )
+    return (Message(role="system", content="Look first."), Message(role="user", content=f"What does {name} cost?"))
 
 
 def task_of(name, split, roles=False):

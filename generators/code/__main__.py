@@ -37,11 +37,7 @@ def row(problem: CodeProblem) -> dict[str, object]:
     for style in ("function", "stdin"):
         one = replace(problem, style=style)
         flawed = [replace(one, chain=less).solution for less in flawed_chains(problem.chain)]
-        styles[style] = {
-            "text": one.text,
-            "reference": one.solution,
-            "flawed": flawed or [unchanged(one)],
-        }
+        styles[style] = {"text": one.text, "reference": one.solution, "flawed": flawed or [unchanged(one)]}
     return {
         "id": problem.id,
         "split": split_of_chain(problem.chain),
@@ -67,9 +63,7 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=NUM, help="problems (2000)")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the data")
     args = parser.parse_args()
-    text = "".join(
-        json.dumps(one, ensure_ascii=False, separators=(",", ":")) + "\n" for one in rows(args.num)
-    )
+    text = "".join(json.dumps(one, ensure_ascii=False, separators=(",", ":")) + "\n" for one in rows(args.num))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "problems.jsonl.xz").write_bytes(lzma.compress(text.encode(), preset=9))
     (args.out / "survey.txt").write_text(report(make_problems(CodeQuota(500))) + "\n", "utf-8")

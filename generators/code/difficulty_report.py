@@ -76,9 +76,7 @@ def _nearest(chain: Chain, train: Sequence[CodeProblem]) -> Chain | None:
     fitting = [
         one.chain
         for one in train
-        if one.chain.takes == chain.takes
-        and one.chain.gives is chain.gives
-        and one.chain.shape != chain.shape
+        if one.chain.takes == chain.takes and one.chain.gives is chain.gives and one.chain.shape != chain.shape
     ]
     return max(fitting, key=lambda other: len(names & {s.name for s in other.steps}), default=None)
 
@@ -103,9 +101,7 @@ def report(problems: Sequence[CodeProblem]) -> str:
     lines = ["split        level  tasks  solutions  steps"]
     for split, own in splits.items():
         for level, found in variety(own).items():
-            lines.append(
-                f"{split:12} {level:5}  {found.num_tasks:5}  {found.num_shapes:9}  {found.num_steps:5}"
-            )
+            lines.append(f"{split:12} {level:5}  {found.num_tasks:5}  {found.num_shapes:9}  {found.num_steps:5}")
     every = [one for found in splits.values() for one in found]
     shapes = len({one.chain.shape for one in every})
     steps = len({step.name for one in every for step in one.chain.steps})

@@ -30,10 +30,7 @@ SPLITS = ("train", "validation", "test", "composition")
 LEVELS = (1, 2, 3, 4, 5)
 POINTS: Mapping[int, tuple[int, int]] = {1: (1, 2), 2: (3, 3), 3: (4, 5), 4: (6, 7), 5: (8, 11)}
 """The points of the chains of a level, least and most."""
-MODULES = (
-    *(lists, folds, texts, words, numbers, tables),
-    *(spans, graphs, grids, parsing, planning, machines),
-)
+MODULES = (*(lists, folds, texts, words, numbers, tables), *(spans, graphs, grids, parsing, planning, machines))
 FAMILIES = tuple(module.__name__.rpartition(".")[2] for module in MODULES)
 _MOST_DRAWS = 400
 """Draws of a level in vain after which it has nothing new to give."""

@@ -26,9 +26,7 @@ LAYOUTS: Mapping[str, CodeLayout] = {
         "print(*{name})",
     ),
     "words": CodeLayout(
-        "a line with them, spaces between them (an empty line for none)",
-        "{name} = input().split()",
-        "print(*{name})",
+        "a line with them, spaces between them (an empty line for none)", "{name} = input().split()", "print(*{name})"
     ),
     "text": CodeLayout("the text on a line", "{name} = input()", "print({name})"),
     "lines": CodeLayout(

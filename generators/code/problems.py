@@ -175,8 +175,7 @@ class CodeProblem:
     def _shown(self) -> list[str]:
         if self.style == "function":
             calls = [
-                f"{ENTRY}({', '.join(map(repr, one.arguments))}) == {one.value!r}"
-                for one in self.examples[:NUM_SHOWN]
+                f"{ENTRY}({', '.join(map(repr, one.arguments))}) == {one.value!r}" for one in self.examples[:NUM_SHOWN]
             ]
             return ["For example:", *calls]
         return [f"For example, for the input\n{given}it prints\n{due}" for given, due in self._texts()]
@@ -199,8 +198,7 @@ class CodeProblem:
             body = textwrap.indent("\n".join([*lines, "return result"]), "    ")
             return f"def {self.signature}:\n{body}"
         read = [
-            LAYOUTS[kind.layout].read.format(name=name)
-            for name, kind in zip(self.names, self.chain.takes, strict=True)
+            LAYOUTS[kind.layout].read.format(name=name) for name, kind in zip(self.names, self.chain.takes, strict=True)
         ]
         return "\n".join([*read, *lines, LAYOUTS[self.chain.gives.layout].write.format(name="result")])
 

@@ -104,9 +104,7 @@ def snippet_in(issue: str) -> str:
     """The code of an issue; empty where it has none."""
     lines = issue.split("\n")
     begin = next((i for i, line in enumerate(lines) if line.startswith("    ")), len(lines))
-    end = next(
-        (i for i in range(begin, len(lines)) if lines[i] and not lines[i].startswith("    ")), len(lines)
-    )
+    end = next((i for i in range(begin, len(lines)) if lines[i] and not lines[i].startswith("    ")), len(lines))
     code = [line[4:] for line in lines[begin:end]]
     if code and code[0].startswith(">>> "):
         code = [line[4:] for line in code if line.startswith((">>> ", "... ")) or line in (">>>", "...")]

@@ -250,9 +250,7 @@ def save_found(path: Path, archive: Path, baseline: Baseline, found: Sequence[Fo
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="act", required=True)
     fetching = commands.add_parser("fetch")
     fetching.add_argument("folder", type=Path)
@@ -284,9 +282,7 @@ def mine_all(folder: Path, archives: Sequence[Path], plan: Plan) -> None:
     for archive in archives:
         target = folder / f"{archive.name.removesuffix('.tar.gz')}.jsonl"
         if not target.exists():
-            save_found(
-                target, archive, *asyncio.run(mine(archive, plan, lambda said: print(said, flush=True)))
-            )
+            save_found(target, archive, *asyncio.run(mine(archive, plan, lambda said: print(said, flush=True))))
 
 
 if __name__ == "__main__":

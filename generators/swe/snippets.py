@@ -240,11 +240,7 @@ class _Unbound(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         """One attribute."""
-        if (
-            isinstance(node.value, ast.Name)
-            and node.value.id == "self"
-            and not node.attr.startswith("assert")
-        ):
+        if isinstance(node.value, ast.Name) and node.value.id == "self" and not node.attr.startswith("assert"):
             return ast.copy_location(ast.Name(node.attr, node.ctx), node)
         self.generic_visit(node)
         return node

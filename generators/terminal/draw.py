@@ -73,11 +73,7 @@ class TableData:
 _TABLES: Final = (
     ("sales", ("clerk", "town", "item", "amount", "pieces"), THINGS),
     ("trips", ("driver", "depot", "vehicle", "distance", "stops"), ("van", "truck", "bike", "car", "bus")),
-    (
-        "loans",
-        ("member", "branch", "genre", "pages", "days"),
-        ("crime", "poetry", "travel", "essay", "fantasy"),
-    ),
+    ("loans", ("member", "branch", "genre", "pages", "days"), ("crime", "poetry", "travel", "essay", "fantasy")),
     ("visits", ("doctor", "clinic", "field", "fee", "minutes"), ("skin", "heart", "eyes", "bones", "lungs")),
     ("repairs", ("worker", "hall", "machine", "cost", "hours"), ("press", "lathe", "crane", "saw", "oven")),
 )
@@ -94,8 +90,7 @@ def table(rng: random.Random, num: int = 0) -> TableData:
     people, towns, kinds = rng.sample(PEOPLE, 8), rng.sample(TOWNS, 4), tuple(rng.sample(kinds, 4))
     numbers = rng.sample(range(20, 999), num)
     found = [
-        (rng.choice(people), rng.choice(towns), rng.choice(kinds), str(n), str(rng.randint(1, 9)))
-        for n in numbers
+        (rng.choice(people), rng.choice(towns), rng.choice(kinds), str(n), str(rng.randint(1, 9))) for n in numbers
     ]
     return TableData(f"{name}.csv", columns, tuple(found))
 

@@ -75,9 +75,7 @@ def kinds() -> Mapping[str, TaskKind]:
     for topic, makers in MAKERS.items():
         for maker in makers:
             often = topic in RECIPE_TOPICS and maker.level == 1
-            num, shown = (
-                (NUM_RECIPE_TASKS, NUM_RECIPE_DEMONSTRATIONS) if often else (NUM_TASKS, NUM_DEMONSTRATIONS)
-            )
+            num, shown = (NUM_RECIPE_TASKS, NUM_RECIPE_DEMONSTRATIONS) if often else (NUM_TASKS, NUM_DEMONSTRATIONS)
             found[maker.name] = TaskKind(maker.name, topic, maker.level, maker.held_out, num, (), shown)
     homes = homes_of(tuple(found.values()))
     trained = [kind for kind in found.values() if homes[kind.name] == "train"]

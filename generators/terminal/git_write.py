@@ -31,10 +31,7 @@ class Repository:
         """A commit of exactly these files at the tip of a branch, which is made where there is none."""
         parents = [self.branches[branch]] if branch in self.branches else []
         when = FIRST_SECOND + _HOUR * len(self.trees)
-        lines = [
-            f"tree {self._objects.tree(_as_bytes(files)).hex()}",
-            *(f"parent {parent}" for parent in parents),
-        ]
+        lines = [f"tree {self._objects.tree(_as_bytes(files)).hex()}", *(f"parent {parent}" for parent in parents)]
         lines += [f"author {author} {when} +0000", f"committer {author} {when} +0000", "", subject, ""]
         sha = self._objects.add("commit", "\n".join(lines).encode()).hex()
         self.branches[branch] = sha
@@ -53,15 +50,10 @@ class Repository:
     def files(self, work: Mapping[str, str] | None = None) -> dict[str, bytes]:
         """The whole folder: `.git` and the working tree, which is that of `head` where none is given."""
         base = f"{self.root}/.git"
-        found = {
-            f"{base}/HEAD": f"ref: refs/heads/{self.head}\n".encode(),
-            f"{base}/config": CONFIG.encode(),
-        }
+        found = {f"{base}/HEAD": f"ref: refs/heads/{self.head}\n".encode(), f"{base}/config": CONFIG.encode()}
         for digest, (kind, content) in self._objects.held.items():
             name = digest.hex()
-            found[f"{base}/objects/{name[:2]}/{name[2:]}"] = zlib.compress(
-                object_head(kind, content) + content
-            )
+            found[f"{base}/objects/{name[:2]}/{name[2:]}"] = zlib.compress(object_head(kind, content) + content)
         found |= {f"{base}/refs/heads/{name}": f"{sha}\n".encode() for name, sha in self.branches.items()}
         found |= {f"{base}/refs/tags/{name}": f"{sha}\n".encode() for name, sha in self.tags.items()}
         if self.branches:

@@ -9,11 +9,7 @@ with tarfile.open(fileobj=memory, mode="w") as bomb:
     link = tarfile.TarInfo("way_out")
     link.type, link.linkname = tarfile.SYMTYPE, "/usr"
     bomb.addfile(link)
-    for name in (
-        "way_out/hello-from-inside",
-        "../../usr/hello-from-inside",
-        target["canary"] + "/hello-from-inside",
-    ):
+    for name in ("way_out/hello-from-inside", "../../usr/hello-from-inside", target["canary"] + "/hello-from-inside"):
         entry = tarfile.TarInfo(name)
         entry.size = 2
         bomb.addfile(entry, io.BytesIO(b"hi"))

@@ -4,13 +4,7 @@ import os
 from trying import attempt, read, target, tried
 
 truth = target["truth"]
-ways = [
-    truth,
-    "../.." + truth,
-    f"/proc/self/root{truth}",
-    f"/proc/1/root{truth}",
-    f"/proc/self/cwd/../..{truth}",
-]
+ways = [truth, "../.." + truth, f"/proc/self/root{truth}", f"/proc/1/root{truth}", f"/proc/self/cwd/../..{truth}"]
 for way in ways:
     attempt(way, read, way)
 for fd in range(256):

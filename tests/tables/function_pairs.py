@@ -6,25 +6,15 @@ ITEM, OTHER = "fig tree", "pear"
 
 
 def _gold(name, optional=(), after=(), **accepted):
-    return GoldCall(
-        name, {key: (value,) for key, value in accepted.items()}, frozenset(optional), tuple(after)
-    )
+    return GoldCall(name, {key: (value,) for key, value in accepted.items()}, frozenset(optional), tuple(after))
 
 
 VALUES = {
-    "email": (
-        "ann@example.org",
-        ["Ann@Example.org"],
-        ["ann@example.com", "ann", "", None],
-    ),
+    "email": ("ann@example.org", ["Ann@Example.org"], ["ann@example.com", "ann", "", None]),
     "negative": (-3.5, [-3.5 - 1e-12], ["-3.5", 3.5, -3, None, [-3.5], {"value": -3.5}]),
     "sentence": ("Call me at 9.", ["call  me at 9."], ["Call me at 9", "Call me at 10.", "at 9.", None, 9]),
     "flags": ([True, False], [[True, False]], [[1, 0], ["true", "false"], [False, True], [True], True, None]),
-    "text": (
-        ITEM,
-        ["Fig Tree", " fig  tree ", "FIG TREE"],
-        ["figtree", "fig", "fig tree!", "", None, 1, [ITEM]],
-    ),
+    "text": (ITEM, ["Fig Tree", " fig  tree ", "FIG TREE"], ["figtree", "fig", "fig tree!", "", None, 1, [ITEM]]),
     "accented": ("Zoë", ["ZOË", "zoë "], ["Zoe", "Zo\u00eb?", "Z", None, ["Zoë"], 0, True]),
     "whole": (7, [7.0, 7 + 1e-12], ["7", 8, -7, 7.5, True, None, [7]]),
     "zero": (0, [0.0, -0.0], [False, None, "", "0", [], 1, {}]),
@@ -44,15 +34,7 @@ VALUES = {
     "object": (
         {"x": 1, "y": "p"},
         [{"y": "P", "x": 1}, {"x": 1.0, "y": "p"}],
-        [
-            {"x": 1},
-            {"x": 1, "y": "q"},
-            {"x": "1", "y": "p"},
-            {},
-            '{"x": 1}',
-            [1, "p"],
-            {"x": 1, "y": "p", "z": None},
-        ],
+        [{"x": 1}, {"x": 1, "y": "q"}, {"x": "1", "y": "p"}, {}, '{"x": 1}', [1, "p"], {"x": 1, "y": "p", "z": None}],
     ),
     "nested": (
         {"a": [{"b": 1}]},
@@ -111,9 +93,7 @@ def _wrong():
         gold = (_gold("f", **{key: value}),)
         yield from (([("f", {key: other})], gold) for other in others)
         made = ("f", {key: value})
-        yield from (
-            (calls, gold) for calls in ([], [made, made], [("g", {key: value})], [("F", {key: value})])
-        )
+        yield from ((calls, gold) for calls in ([], [made, made], [("g", {key: value})], [("F", {key: value})]))
         yield [("f", {})], gold
         yield [("f", {key.upper(): value})], gold
         yield [("f", {key: value, "more": None})], gold

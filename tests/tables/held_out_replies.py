@@ -98,27 +98,9 @@ ASKS_WRONG = {
     ),
     "event title": ("When?", "How much?", "Title.", "Which title, phone, room, amount?", "I chose a title."),
     "message text": ("To which number?", "Who?", "Sent. What should the next message say?", "Okay."),
-    "hotel nights": (
-        "Which hotel?",
-        "How much?",
-        "Who stays?",
-        "Which nights, name, room, date?",
-        "Good night!",
-    ),
-    "transfer amount": (
-        "To which account?",
-        "When?",
-        "How many nights?",
-        "The amount was moved.",
-        "What date?",
-    ),
-    "lamp room": (
-        "Which lamp?",
-        "How many?",
-        "When?",
-        "Found it. Which room are you in?",
-        "Room, time, name, amount?",
-    ),
+    "hotel nights": ("Which hotel?", "How much?", "Who stays?", "Which nights, name, room, date?", "Good night!"),
+    "transfer amount": ("To which account?", "When?", "How many nights?", "The amount was moved.", "What date?"),
+    "lamp room": ("Which lamp?", "How many?", "When?", "Found it. Which room are you in?", "Room, time, name, amount?"),
 }
 REFUSALS_RIGHT = (
     "I'm afraid none of my functions can do that.",

@@ -180,19 +180,10 @@ BOOKING = MatchState(
     ignored=frozenset({"seen", "updated_at"}),
 )
 STATE_ACCEPTED = [
-    (
-        '{"orders": [{"id": 7, "status": "paid", "seen": 1}], "users": {"eve": {"credit": 2.5}}, "seen": 3}',
-        BOOKING,
-    ),
+    ('{"orders": [{"id": 7, "status": "paid", "seen": 1}], "users": {"eve": {"credit": 2.5}}, "seen": 3}', BOOKING),
     ('{"users": {"eve": {"credit": 2.5}}, "orders": [{"status": "paid", "id": 7}]}', BOOKING),
-    (
-        '{"orders": [{"id": 7, "status": "paid", "seen": 9}], "users": {"eve": {"credit": 2.5}}, "seen": 0}',
-        BOOKING,
-    ),
-    (
-        '{"orders": [{"id": 7, "status": "paid", "updated_at": "now"}], "users": {"eve": {"credit": 2.50}}}',
-        BOOKING,
-    ),
+    ('{"orders": [{"id": 7, "status": "paid", "seen": 9}], "users": {"eve": {"credit": 2.5}}, "seen": 0}', BOOKING),
+    ('{"orders": [{"id": 7, "status": "paid", "updated_at": "now"}], "users": {"eve": {"credit": 2.50}}}', BOOKING),
     ('{"orders": [{"id": 7.0, "status": "paid"}], "users": {"eve": {"credit": 2.5, "seen": null}}}', BOOKING),
     ("{}", MatchState({})),
     ('{"seen": 1}', MatchState({}, frozenset({"seen"}))),

@@ -35,9 +35,7 @@ def _right(table):
     ordered, free = _rows(table, ordered=True), _rows(table, columns_free=True)
     loose = _rows(table, tolerance=1e-3)
     dumped = json.dumps
-    yield from (
-        (dumped(t), plain) for t in (table, table[::-1], table[1:] + table[:1], sorted(table, key=str))
-    )
+    yield from ((dumped(t), plain) for t in (table, table[::-1], table[1:] + table[:1], sorted(table, key=str)))
     yield from ((dumped(_floats(t)), plain) for t in (table, table[::-1], table[1:] + table[:1]))
     yield from ((f" {dumped(table, indent=i)}\n", plain) for i in (0, 1, 4, "\t"))
     yield dumped(table, ensure_ascii=False), plain
@@ -55,9 +53,7 @@ def _wrong(table):
     """Texts that are another table, or no table at all."""
     plain, ordered, free = _rows(table), _rows(table, ordered=True), _rows(table, columns_free=True)
     dumped, width = json.dumps, len(table[0])
-    yield from (
-        (dumped(t), plain) for t in (table[1:], table[:-1], [*table, table[0]], table + table, [[]], [])
-    )
+    yield from ((dumped(t), plain) for t in (table[1:], table[:-1], [*table, table[0]], table + table, [[]], []))
     yield from ((dumped([row[:-1] for row in table]), truth) for truth in (plain, free))
     yield from ((dumped([[*row, 0] for row in table]), truth) for truth in (plain, free))
     yield dumped([*table[1:], [None] * width]), plain

@@ -55,10 +55,7 @@ def _bytes(content: Content) -> dict[str, bytes]:
 
 
 def _exactly(root: str, due: Content) -> tuple[Only | Text, ...]:
-    return (
-        Only(f"{root}/*", frozenset(due)),
-        *(Text(path, text, "bytes") for path, text in due.items()),
-    )
+    return (Only(f"{root}/*", frozenset(due)), *(Text(path, text, "bytes") for path, text in due.items()))
 
 
 def _packed(rng: random.Random) -> JobDraft:
@@ -86,9 +83,7 @@ def _without(rng: random.Random) -> JobDraft:
         f"Pack the folder {root} into {out}, its paths beginning "
         f"with {root}/, but leave out files that end in {ending}."
     )
-    return JobDraft(
-        text, found, (f"tar -czf {out} --exclude='*{ending}' {root}",), (Archive(out, _bytes(due)),)
-    )
+    return JobDraft(text, found, (f"tar -czf {out} --exclude='*{ending}' {root}",), (Archive(out, _bytes(due)),))
 
 
 def _unpacked(rng: random.Random) -> JobDraft:
@@ -118,9 +113,7 @@ def _one(rng: random.Random) -> JobDraft:
     root, out = words(rng, 2)
     found = _tree(rng, root)
     path = rng.choice(sorted(found))
-    text = (
-        f"Take the file {path} out of {root}.tar.gz and write it to {out}.txt. Nothing else of it is wanted."
-    )
+    text = f"Take the file {path} out of {root}.tar.gz and write it to {out}.txt. Nothing else of it is wanted."
     steps = (f"tar -xzOf {root}.tar.gz {path} > {out}.txt",)
     checks = (Text(f"{out}.txt", found[path], "bytes"), Only(f"{root}/*", frozenset()))
     return JobDraft(text, {f"{root}.tar.gz": tarred(found)}, steps, checks)
@@ -132,9 +125,7 @@ def _listed(rng: random.Random) -> JobDraft:
     text = f"Write the paths of the files in {root}.zip to {out}.txt, from A to Z."
     program = f'import zipfile; print("\\n".join(sorted(zipfile.ZipFile("{root}.zip").namelist())))'
     steps = (f"python3 -c '{program}' > {out}.txt",)
-    return JobDraft(
-        text, {f"{root}.zip": zipped(found)}, steps, (Text(f"{out}.txt", text_of(sorted(found))),)
-    )
+    return JobDraft(text, {f"{root}.zip": zipped(found)}, steps, (Text(f"{out}.txt", text_of(sorted(found))),))
 
 
 def _each(rng: random.Random) -> JobDraft:
@@ -160,21 +151,15 @@ def _folders(rng: random.Random) -> JobDraft:
         f"{to}/NAME.tar.gz, whose paths begin with NAME/. The folder {to} is "
         "new and has nothing else."
     )
-    steps = (
-        f'mkdir {to}; for d in {root}/*/; do n=$(basename "$d"); tar -czf {to}/$n.tar.gz -C {root} $n; done',
-    )
+    steps = (f'mkdir {to}; for d in {root}/*/; do n=$(basename "$d"); tar -czf {to}/$n.tar.gz -C {root} $n; done',)
     checks: tuple[Check, ...] = (
         Only(f"{to}/*", frozenset(f"{to}/{name}.tar.gz" for name in parts)),
         *(
-            Archive(
-                f"{to}/{name}.tar.gz", _bytes({path.removeprefix(f"{root}/"): t for path, t in tree.items()})
-            )
+            Archive(f"{to}/{name}.tar.gz", _bytes({path.removeprefix(f"{root}/"): t for path, t in tree.items()}))
             for name, tree in parts.items()
         ),
     )
-    return JobDraft(
-        text, {path: body for tree in parts.values() for path, body in tree.items()}, steps, checks
-    )
+    return JobDraft(text, {path: body for tree in parts.values() for path, body in tree.items()}, steps, checks)
 
 
 def _converted(rng: random.Random) -> JobDraft:
@@ -185,10 +170,7 @@ def _converted(rng: random.Random) -> JobDraft:
         f"same paths, as {root}.tar.gz. Leave no other files behind."
     )
     steps = (
-        (
-            f"mkdir .t && tar -xzf {root}.tar.gz -C .t && (cd .t "
-            f"&& python3 -m zipfile -c ../{out}.zip *) && rm -r .t"
-        ),
+        (f"mkdir .t && tar -xzf {root}.tar.gz -C .t && (cd .t && python3 -m zipfile -c ../{out}.zip *) && rm -r .t"),
     )
     checks = (Archive(f"{out}.zip", _bytes(found)), Only("*", frozenset({f"{out}.zip", f"{root}.tar.gz"})))
     return JobDraft(text, {f"{root}.tar.gz": tarred(found)}, steps, checks)
@@ -222,8 +204,7 @@ def _trimmed(rng: random.Random) -> JobDraft:
     gone = rng.choice((".log", ".tmp", ".md"))
     due = {path: text for path, text in found.items() if not path.endswith(gone)}
     text = (
-        f"Change the archive {root}.tar so that it no longer "
-        f"has the files that end in {gone}. The others stay in it."
+        f"Change the archive {root}.tar so that it no longer has the files that end in {gone}. The others stay in it."
     )
     return JobDraft(
         text,
@@ -272,10 +253,7 @@ def _encoded(rng: random.Random) -> JobDraft:
     root, out = words(rng, 2)
     found = _tree(rng, root, 5)
     to = f"{out}-mail"
-    text = (
-        f"{root}.b64 is a tar archive, packed with gzip and "
-        f"written in base64. Unpack it into a new folder {to}."
-    )
+    text = f"{root}.b64 is a tar archive, packed with gzip and written in base64. Unpack it into a new folder {to}."
     data = base64.encodebytes(tarred(found))
     steps = (f"mkdir {to} && base64 -d {root}.b64 | tar -xz -C {to}",)
     checks = _exactly(to, {f"{to}/{path}": body for path, body in found.items()})
@@ -295,10 +273,7 @@ def _which(rng: random.Random) -> JobDraft:
         "to Z, each on a line."
     )
     steps = (
-        (
-            f"(cd {root} && for a in *.tar.gz; do tar -tzf $a | "
-            f"grep -q '/{wanted}$' && echo $a; done; true) > {out}"
-        ),
+        (f"(cd {root} && for a in *.tar.gz; do tar -tzf $a | grep -q '/{wanted}$' && echo $a; done; true) > {out}"),
     )
     files = {f"{root}/{name}.tar.gz": tarred(tree) for name, tree in found.items()}
     return JobDraft(text, files, steps, (Text(out, text_of([f"{name}.tar.gz" for name in due])),))

@@ -48,8 +48,7 @@ print("ready", port, debug, low, high, config.get("data", "file"), config.get("s
 
 def _ini(sections: Sections) -> str:
     blocks = (
-        f"[{name}]\n" + "".join(f"{key} = {value}\n" for key, value in body.items())
-        for name, body in sections.items()
+        f"[{name}]\n" + "".join(f"{key} = {value}\n" for key, value in body.items()) for name, body in sections.items()
     )
     return "\n".join(blocks)
 
@@ -162,28 +161,18 @@ def _json_mended(rng: random.Random) -> JobDraft:
     last = text.rstrip("}\n").rstrip()
     broken = text.replace("\n  ],", "\n  ]", 1).replace(last[-4:] + "\n}", last[-4:] + ",\n}")
     broken = broken.replace('"limits"', "'limits'")
-    steps = (
-        (
-            "sed -i -e \"s/'/\\\"/g\" -e 's/^  \\]$/  ],/' -e "
-            f'\'s/^  "active": true,$/  "active": true/\' {name}'
-        ),
-    )
+    steps = ((f'sed -i -e "s/\'/\\"/g" -e \'s/^  \\]$/  ],/\' -e \'s/^  "active": true,$/  "active": true/\' {name}'),)
     said = (
         f"{name} was JSON and is broken: a comma is missing, one is "
         "too many, and a name has the wrong quotes. Mend it without "
         "changing any value or name."
     )
-    return JobDraft(
-        said, {name: broken + "\n"}, steps, (Text(name, text, "json"),), changes=(name,), looks=(name,)
-    )
+    return JobDraft(said, {name: broken + "\n"}, steps, (Text(name, text, "json"),), changes=(name,), looks=(name,))
 
 
 def _env_json(rng: random.Random) -> JobDraft:
     name, out = f"{words(rng, 1)[0]}.env", f"{words(rng, 1)[0]}.json"
-    pairs = {
-        key.upper(): f"{word} {rng.randint(1, 9)}"
-        for key, word in zip(words(rng, 5), words(rng, 5), strict=True)
-    }
+    pairs = {key.upper(): f"{word} {rng.randint(1, 9)}" for key, word in zip(words(rng, 5), words(rng, 5), strict=True)}
     lines = ["# settings"]
     for n, (key, value) in enumerate(pairs.items()):
         lines += [f'{key}="{value}"' if n % 2 else f"export {key}='{value}'", ""][: 1 + n % 2]
@@ -198,9 +187,7 @@ def _env_json(rng: random.Random) -> JobDraft:
         "the names of the variables and their values as texts, without the quotes."
     )
     steps = (f"python3 -c '{program}'",)
-    return JobDraft(
-        text, {name: text_of(lines)}, steps, (Text(out, json.dumps(pairs), "json"),), looks=(name,)
-    )
+    return JobDraft(text, {name: text_of(lines)}, steps, (Text(out, json.dumps(pairs), "json"),), looks=(name,))
 
 
 def _ini_env(rng: random.Random) -> JobDraft:
@@ -226,12 +213,7 @@ def _merged(rng: random.Random) -> JobDraft:
     base: dict[str, object] = {keys[0]: 1, keys[1]: {"a": 1, "b": {"x": 1, "y": 2}}, keys[2]: [1, 2, 3]}
     inner = {"y": rng.randint(5, 9), "z": 3}
     over: dict[str, object] = {keys[1]: {"b": inner}, keys[2]: [9], keys[3]: "new"}
-    due = {
-        keys[0]: 1,
-        keys[1]: {"a": 1, "b": {"x": 1, **inner}},
-        keys[2]: [9],
-        keys[3]: "new",
-    }
+    due = {keys[0]: 1, keys[1]: {"a": 1, "b": {"x": 1, **inner}}, keys[2]: [9], keys[3]: "new"}
     program = (
         "import json\ndef m(a,b):\n    if not (isinstance(a,dict) and isinstance(b,dict)): return b\n"
         "    return {**a, **{k: m(a[k],v) if k in a else v for k,v in b.items()}}\n"
@@ -250,8 +232,7 @@ def _filled(rng: random.Random) -> JobDraft:
     name, values, out = f"{words(rng, 1)[0]}.template", f"{words(rng, 1)[0]}.env", f"{words(rng, 1)[0]}.conf"
     pairs = {key: str(rng.randint(100, 999)) for key in words(rng, 4)}
     lines = [
-        f"set {key} to {{{{{key}}}}} or {{{{{other}}}}}"
-        for key, other in zip(pairs, reversed(pairs), strict=True)
+        f"set {key} to {{{{{key}}}}} or {{{{{other}}}}}" for key, other in zip(pairs, reversed(pairs), strict=True)
     ]
     lines.append("keep {this} as it is")
     due = [*lines]
@@ -273,9 +254,7 @@ def _renamed(rng: random.Random) -> JobDraft:
         lines = [f"{old} = {rng.randint(1, 9)}", f"{old}_max = 10", f"note = the {old} of {service}"]
         files[f"{root}/{service}.conf"] = text_of(rng.sample(lines, 3))
     due = {
-        path: "".join(
-            new + line[len(old) :] if line.startswith(f"{old} =") else line for line in text.splitlines(True)
-        )
+        path: "".join(new + line[len(old) :] if line.startswith(f"{old} =") else line for line in text.splitlines(True))
         for path, text in files.items()
     }
     text = (
@@ -283,9 +262,7 @@ def _renamed(rng: random.Random) -> JobDraft:
         f'is now called "{new}". Other settings that begin so, and notes, stay.'
     )
     checks = tuple(Text(path, body) for path, body in due.items())
-    return JobDraft(
-        text, files, (f"sed -i 's/^{old} =/{new} =/' {root}/*.conf",), checks, changes=(f"{root}/*",)
-    )
+    return JobDraft(text, files, (f"sed -i 's/^{old} =/{new} =/' {root}/*.conf",), checks, changes=(f"{root}/*",))
 
 
 def _ports(rng: random.Random) -> JobDraft:
@@ -331,8 +308,7 @@ def _app(
     server, limits = sections["server"], sections["limits"]
     debug = {"yes": True, "no": False}[server["debug"]]
     due = (
-        f"ready {server['port']} {debug} {limits['low']} "
-        f"{limits['high']} {sections['data']['file']} {server['name']}\n"
+        f"ready {server['port']} {debug} {limits['low']} {limits['high']} {sections['data']['file']} {server['name']}\n"
     )
     data = {sections["data"]["file"]: "a,b\n1,2\n", **(more or {})}
     text = (
@@ -383,10 +359,7 @@ def _broken(how: str, rng: random.Random) -> JobDraft:
             )
         case "missing":
             broken = good.replace(f"port = {server['port']}\n", "")
-            said = (
-                f"Its port is {server['port']}.",
-                f"sed -i 's/^\\[server\\]$/&\\nport = {server['port']}/' NAME",
-            )
+            said = (f"Its port is {server['port']}.", f"sed -i 's/^\\[server\\]$/&\\nport = {server['port']}/' NAME")
         case "conflict":
             mine = f"<<<<<<< HEAD\nport = {server['port']}\n=======\nport = 1\n>>>>>>> other\n"
             broken = good.replace(f"port = {server['port']}\n", mine)
@@ -423,11 +396,9 @@ def _crontab(rng: random.Random) -> JobDraft:
     ]
     lines.insert(3, "# weekly")
     due = sorted(
-        (
-            f"{int(w[1]):02}:{int(w[0]):02} {w[5]}"
-            for w in (line.split() for line in lines)
-            if w[0] != "#" and w[1] != "*" and w[4] == "*"
-        ),
+        f"{int(w[1]):02}:{int(w[0]):02} {w[5]}"
+        for w in (line.split() for line in lines)
+        if w[0] != "#" and w[1] != "*" and w[4] == "*"
     )
     if not due:
         return _crontab(rng)
@@ -435,12 +406,7 @@ def _crontab(rng: random.Random) -> JobDraft:
         f"{name} is a crontab. Write to {out} the commands that run once on every day of the "
         "week: each line has the time as HH:MM, a blank and the command, in the order of the times."
     )
-    steps = (
-        (
-            f'awk \'$1!="#" && $2!="*" && $5=="*" {{printf '
-            f'"%02d:%02d %s\\n", $2, $1, $6}}\' {name} | sort > {out}'
-        ),
-    )
+    steps = ((f'awk \'$1!="#" && $2!="*" && $5=="*" {{printf "%02d:%02d %s\\n", $2, $1, $6}}\' {name} | sort > {out}'),)
     return JobDraft(text, {name: text_of(lines)}, steps, (Text(out, text_of(due)),), looks=(name,))
 
 
@@ -450,9 +416,7 @@ def _audit(rng: random.Random) -> JobDraft:
     keys = sorted(words(rng, 9))
     left = {key: rng.randint(1, 9) for key in keys[:8]}
     right = {key: left.get(key, 5) + (key in keys[2:4]) for key in keys[1:]}
-    due = [
-        f"{key} {left.get(key, '-')} {right.get(key, '-')}" for key in keys if left.get(key) != right.get(key)
-    ]
+    due = [f"{key} {left.get(key, '-')} {right.get(key, '-')}" for key in keys if left.get(key) != right.get(key)]
 
     def shown(settings: Mapping[str, int]) -> str:
         lines = [f"{key}={value}" for key, value in settings.items()]
@@ -474,9 +438,7 @@ def _audit(rng: random.Random) -> JobDraft:
             f"{one} {two} | sort > {out}"
         ),
     )
-    return JobDraft(
-        text, {one: shown(left), two: shown(right)}, steps, (Text(out, text_of(due)),), looks=(one, two)
-    )
+    return JobDraft(text, {one: shown(left), two: shown(right)}, steps, (Text(out, text_of(due)),), looks=(one, two))
 
 
 MAKERS: Final = (

@@ -40,15 +40,10 @@ def _flat(rng: random.Random, num: int = 0) -> tuple[str, dict[str, str]]:
 
 def _settled(root: str, due: Mapping[str, str]) -> tuple[Text | Only, ...]:
     """The folder has these files and no others."""
-    return (
-        Only(f"{root}/*", frozenset(due)),
-        *(Text(path, text, "bytes") for path, text in due.items()),
-    )
+    return (Only(f"{root}/*", frozenset(due)), *(Text(path, text, "bytes") for path, text in due.items()))
 
 
-def _move_by(
-    rng: random.Random, asked: str, test: str, goes: Callable[[str, str], bool], copied: bool
-) -> JobDraft:
+def _move_by(rng: random.Random, asked: str, test: str, goes: Callable[[str, str], bool], copied: bool) -> JobDraft:
     """Move or copy the files of a folder that something is true of; `test` is a shell condition on $f."""
     root, found = _flat(rng)
     to = f"{words(rng, 1)[0]}-{'copies' if copied else 'moved'}"
@@ -57,10 +52,7 @@ def _move_by(
         return _move_by(rng, asked, test, goes, copied)
     due = {f"{to}/{PurePosixPath(path).name}": found[path] for path in chosen}
     text = f"{'Copy' if copied else 'Move'} the files of the folder {root} {asked} to a new folder {to}."
-    steps = (
-        f"mkdir {to}",
-        f'for f in {root}/*; do if {test}; then {"cp" if copied else "mv"} "$f" {to}/; fi; done',
-    )
+    steps = (f"mkdir {to}", f'for f in {root}/*; do if {test}; then {"cp" if copied else "mv"} "$f" {to}/; fi; done')
     checks = _settled(to, due)
     if copied:
         return JobDraft(text, found, steps, checks)
@@ -71,9 +63,7 @@ def _move_by(
 def _by_ending(copied: bool, rng: random.Random) -> JobDraft:
     ending = rng.choice(ENDINGS[:4])
     test = f'[ "${{f%{ending}}}" != "$f" ]'
-    return _move_by(
-        rng, f"whose names end in {ending}", test, lambda path, text: path.endswith(ending), copied
-    )
+    return _move_by(rng, f"whose names end in {ending}", test, lambda path, text: path.endswith(ending), copied)
 
 
 def _by_word(copied: bool, rng: random.Random) -> JobDraft:
@@ -96,9 +86,7 @@ def _by_size(copied: bool, rng: random.Random) -> JobDraft:
 def _by_lines(copied: bool, rng: random.Random) -> JobDraft:
     num = rng.randint(3, 5)
     test = f'[ "$(wc -l < "$f")" -le {num} ]'
-    return _move_by(
-        rng, f"that have at most {num} lines", test, lambda p, text: text.count("\n") <= num, copied
-    )
+    return _move_by(rng, f"that have at most {num} lines", test, lambda p, text: text.count("\n") <= num, copied)
 
 
 def _by_year(rng: random.Random) -> JobDraft:
@@ -109,19 +97,14 @@ def _by_year(rng: random.Random) -> JobDraft:
         )
         for name in names(rng, 9, ".txt")
     }
-    due = {
-        path.replace(f"{root}/", f"{root}/{path.split('/')[1][:4]}/"): text for path, text in found.items()
-    }
+    due = {path.replace(f"{root}/", f"{root}/{path.split('/')[1][:4]}/"): text for path, text in found.items()}
     text = (
         f"The names of the files in {root} begin with a date. Move "
         f"each into a folder in {root} that is named after its "
         "year."
     )
     steps = (
-        (
-            f'for f in {root}/*.txt; do y=$(basename "$f" | cut '
-            f'-c1-4); mkdir -p {root}/$y; mv "$f" {root}/$y/; done'
-        ),
+        (f'for f in {root}/*.txt; do y=$(basename "$f" | cut -c1-4); mkdir -p {root}/$y; mv "$f" {root}/$y/; done'),
     )
     return JobDraft(text, found, steps, _settled(root, due), changes=(f"{root}/*",))
 
@@ -131,23 +114,13 @@ def _renamed(
 ) -> JobDraft:
     """Rename the files of a folder; `command` prints the new name of $n."""
     root = folder(rng)
-    found = {
-        f"{root}/{old(n, name)}": text_of([f"{name} {n}", *prose(rng, 1)])
-        for n, name in enumerate(names(rng, 7))
-    }
+    found = {f"{root}/{old(n, name)}": text_of([f"{name} {n}", *prose(rng, 1)]) for n, name in enumerate(names(rng, 7))}
     due = {f"{root}/{new(PurePosixPath(path).name)}": text for path, text in found.items()}
     steps = (
-        (
-            f'for f in {root}/*; do n=$(basename "$f"); m=$({command}); '
-            f'[ "$n" = "$m" ] || mv "$f" "{root}/$m"; done'
-        ),
+        (f'for f in {root}/*; do n=$(basename "$f"); m=$({command}); [ "$n" = "$m" ] || mv "$f" "{root}/$m"; done'),
     )
     return JobDraft(
-        f"Rename the files in the folder {root}: {asked}",
-        found,
-        steps,
-        _settled(root, due),
-        changes=(f"{root}/*",),
+        f"Rename the files in the folder {root}: {asked}", found, steps, _settled(root, due), changes=(f"{root}/*",)
     )
 
 
@@ -155,9 +128,7 @@ def _lower(rng: random.Random) -> JobDraft:
     def old(n: int, name: str) -> str:
         return f"{name.title() if n % 2 else name.upper()}.txt"
 
-    return _renamed(
-        rng, "all letters become small ones.", 'echo "$n" | tr A-Z a-z', old, lambda name: name.lower()
-    )
+    return _renamed(rng, "all letters become small ones.", 'echo "$n" | tr A-Z a-z', old, lambda name: name.lower())
 
 
 def _blanks(rng: random.Random) -> JobDraft:
@@ -186,8 +157,7 @@ def _padded(rng: random.Random) -> JobDraft:
     start = rng.randint(1, 6)
     return _renamed(
         rng,
-        "the number at the end of each name, before the "
-        f"ending, gets zeros in front until it has {width} digits.",
+        f"the number at the end of each name, before the ending, gets zeros in front until it has {width} digits.",
         f'printf "%s-%0{width}d.txt" "${{n%-*}}" "$(echo "${{n%.txt}}" | sed "s/.*-//")"',
         lambda n, name: f"{name}-{start + 7 * n}.txt",
         lambda name: f"{name.rpartition('-')[0]}-{int(name.rpartition('-')[2][:-4]):0{width}}.txt",
@@ -227,14 +197,10 @@ def _numbered(rng: random.Random) -> JobDraft:
     return JobDraft(text, found, steps, _settled(root, due), changes=(f"{root}/*",))
 
 
-def _removed(
-    rng: random.Random, root: str, found: Mapping[str, str], gone: set[str], ask: tuple[str, str]
-) -> JobDraft:
+def _removed(rng: random.Random, root: str, found: Mapping[str, str], gone: set[str], ask: tuple[str, str]) -> JobDraft:
     left = {path: text for path, text in found.items() if path not in gone and path.startswith(f"{root}/")}
     text, command = ask
-    return JobDraft(
-        text, found, (command,), (Only(f"{root}/*", frozenset(left)),), changes=tuple(sorted(gone))
-    )
+    return JobDraft(text, found, (command,), (Only(f"{root}/*", frozenset(left)),), changes=tuple(sorted(gone)))
 
 
 def _empty(rng: random.Random) -> JobDraft:
@@ -251,8 +217,7 @@ def _temporary(rng: random.Random) -> JobDraft:
     gone = {path + endings[n % 2] for n, path in enumerate(rng.sample(sorted(found), 4))}
     found |= dict.fromkeys(sorted(gone), "left\n")
     ask = (
-        f"Remove all files in {root} and its folders whose names "
-        f"end in {endings[0]} or {endings[1]}, and nothing else."
+        f"Remove all files in {root} and its folders whose names end in {endings[0]} or {endings[1]}, and nothing else."
     )
     command = f"find {root} -type f \\( -name '*{endings[0]}' -o -name '*{endings[1]}' \\) -delete"
     return _removed(rng, root, found, gone, (ask, command))
@@ -293,13 +258,7 @@ def _twins(rng: random.Random) -> JobDraft:
     return _removed(rng, root, found, gone, (ask, command))
 
 
-def _report(
-    rng: random.Random,
-    ask: str,
-    found: Mapping[str, str],
-    due: list[str],
-    command: str,
-) -> JobDraft:
+def _report(rng: random.Random, ask: str, found: Mapping[str, str], due: list[str], command: str) -> JobDraft:
     out = f"{words(rng, 1)[0]}-report.txt"
     return JobDraft(f"{ask} Write it to {out}.", found, (f"{command} > {out}",), (Text(out, text_of(due)),))
 
@@ -310,11 +269,7 @@ def _sizes(rng: random.Random) -> JobDraft:
     due = [f"{len(found[path])} {PurePosixPath(path).name}" for path in ranked]
     ask = f"List the files in {root}, the largest first: each line has the bytes, a blank and the name."
     return _report(
-        rng,
-        ask,
-        found,
-        due,
-        f"(cd {root} && wc -c * | grep -v ' total$' | awk '{{print $1, $2}}' | sort -nr)",
+        rng, ask, found, due, f"(cd {root} && wc -c * | grep -v ' total$' | awk '{{print $1, $2}}' | sort -nr)"
     )
 
 
@@ -343,9 +298,7 @@ def _sums(rng: random.Random) -> JobDraft:
 
 def _corrupt(rng: random.Random) -> JobDraft:
     root, found = _flat(rng)
-    sums = [
-        f"{hashlib.sha256(found[p].encode()).hexdigest()}  {PurePosixPath(p).name}" for p in sorted(found)
-    ]
+    sums = [f"{hashlib.sha256(found[p].encode()).hexdigest()}  {PurePosixPath(p).name}" for p in sorted(found)]
     bad = sorted(rng.sample(sorted(found), 3))
     files = {path: text[:-2] + "?\n" if path in bad else text for path, text in found.items()}
     files[f"{root}/SHA256SUMS"] = text_of(sums)
@@ -379,9 +332,7 @@ def _compared(rng: random.Random) -> JobDraft:
     files = {f"{one}/{name}": f"{name}\n" for name in left}
     changed = set(rng.sample(plain[2:8], 2))
     files |= {f"{two}/{name}": f"{name}{'!' if name in changed else ''}\n" for name in right}
-    due = [f"< {name}" for name in left if name not in right] + [
-        f"> {name}" for name in right if name not in left
-    ]
+    due = [f"< {name}" for name in left if name not in right] + [f"> {name}" for name in right if name not in left]
     due += [f"! {name}" for name in changed]
     due.sort(key=lambda line: line[2:])
     ask = (
@@ -408,10 +359,7 @@ def _scripts(rng: random.Random) -> JobDraft:
         "their contents as they are."
     )
     steps = (
-        (
-            f'for f in {root}/*; do if [ "$(head -c 2 "$f")" = "#!" '
-            ']; then chmod +x "$f"; else chmod -x "$f"; fi; done'
-        ),
+        (f'for f in {root}/*; do if [ "$(head -c 2 "$f")" = "#!" ]; then chmod +x "$f"; else chmod -x "$f"; fi; done'),
     )
     checks: tuple[Check, ...] = (
         Executable(f"{root}/*", frozenset(scripts)),
@@ -426,9 +374,7 @@ def _joined(rng: random.Random) -> JobDraft:
     out = f"{base}.txt"
     due = "".join(parts[path] for path in sorted(parts, key=lambda path: int(path.rpartition("part")[2])))
     text = f"Put the parts {base}.partN in {root} together in the order of their numbers, as the file {out}."
-    return JobDraft(
-        text, parts, (f"cat $(ls {root}/* | sort -t. -k2.5n) > {out}",), (Text(out, due, "bytes"),)
-    )
+    return JobDraft(text, parts, (f"cat $(ls {root}/* | sort -t. -k2.5n) > {out}",), (Text(out, due, "bytes"),))
 
 
 def _chunks(rng: random.Random) -> JobDraft:

@@ -48,9 +48,7 @@ def story_of(rng: random.Random, num: int = 4) -> HistoryStory:
     """A repository with so many commits on `main`."""
     drawn = words(rng, 9)
     paths = [f"{drawn[1]}.txt", f"{drawn[2]}.txt", f"src/{drawn[3]}.txt"]
-    history: list[tuple[str, Mapping[str, str]]] = [
-        ("Begin", {path: text_of(prose(rng, 6)) for path in paths})
-    ]
+    history: list[tuple[str, Mapping[str, str]]] = [("Begin", {path: text_of(prose(rng, 6)) for path in paths})]
     history += [(f"{subject_of(rng)} {n}", {paths[n % 3]: text_of(prose(rng, 6))}) for n in range(num - 1)]
     git, shas = grow(drawn[0], history)
     return HistoryStory(git, shas, [subject for subject, _ in history], paths, drawn[4:])
@@ -76,8 +74,7 @@ def _first(rng: random.Random) -> JobDraft:
     root, subject = words(rng, 1)[0], subject_of(rng)
     files = {f"{name}.txt": text_of(prose(rng, 3)) for name in words(rng, 3)}
     text = (
-        f"Make the folder {root} a git repository whose branch "
-        f'is main, with all its files in one commit, "{subject}".'
+        f'Make the folder {root} a git repository whose branch is main, with all its files in one commit, "{subject}".'
     )
     checks = (
         Refs(root, frozenset({"main"}), head="main"),
@@ -85,10 +82,7 @@ def _first(rng: random.Random) -> JobDraft:
         GitTree(root, "main", files),
         Clean(root),
     )
-    there: dict[str, str | bytes] = {
-        ".gitconfig": IDENTITY,
-        **{f"{root}/{path}": body for path, body in files.items()},
-    }
+    there: dict[str, str | bytes] = {".gitconfig": IDENTITY, **{f"{root}/{path}": body for path, body in files.items()}}
     steps = (f'git init -q -b main {root} && git -C {root} add . && git -C {root} commit -q -m "{subject}"',)
     return JobDraft(text, there, steps, checks)
 
@@ -109,11 +103,7 @@ def _changed(only_one: bool, rng: random.Random) -> JobDraft:
     )
     steps = (f'GIT commit -q -m "{subject}" -- {one}' if only_one else f'GIT commit -q -a -m "{subject}"',)
     return draft_of(
-        story,
-        f'Files have changed. Commit {which} on main with the subject "{subject}".{rest}',
-        steps,
-        checks,
-        work,
+        story, f'Files have changed. Commit {which} on main with the subject "{subject}".{rest}', steps, checks, work
     )
 
 
@@ -140,9 +130,7 @@ def _tagged(annotated: bool, rng: random.Random) -> JobDraft:
     place, tag = rng.randrange(1, 3), f"v{rng.randint(1, 9)}.{rng.randint(0, 9)}"
     sort = "an annotated tag" if annotated else "a lightweight tag"
     subject = story.subjects[place]
-    command = (
-        f'GIT tag {"-a -m release " if annotated else ""}{tag} $(GIT log --format=%h --grep="^{subject}$")'
-    )
+    command = f'GIT tag {"-a -m release " if annotated else ""}{tag} $(GIT log --format=%h --grep="^{subject}$")'
     text = f'Give the commit with the subject "{subject}" {sort} {tag}. Nothing else changes.'
     checks: tuple[Check, ...] = (
         At(story.root, tag, story.shas[place], annotated),
@@ -154,8 +142,7 @@ def _tagged(annotated: bool, rng: random.Random) -> JobDraft:
 def _amended(rng: random.Random) -> JobDraft:
     story, subject = story_of(rng), subject_of(rng)
     text = (
-        "The last commit of main has a bad subject. It shall be "
-        f'"{subject}"; its files and the commits before it stay.'
+        f'The last commit of main has a bad subject. It shall be "{subject}"; its files and the commits before it stay.'
     )
     checks: tuple[Check, ...] = (
         Subjects(story.root, "main", (subject, *story.past[1:])),
@@ -204,10 +191,7 @@ def _restored(rng: random.Random) -> JobDraft:
         GitTree(story.root, "main", due),
         Clean(story.root),
     )
-    steps = (
-        f"GIT checkout -q $(GIT log -1 --format=%h -- {gone})~1 -- {gone}",
-        f'GIT commit -q -m "{subject}"',
-    )
+    steps = (f"GIT checkout -q $(GIT log -1 --format=%h -- {gone})~1 -- {gone}", f'GIT commit -q -m "{subject}"')
     return draft_of(story, text, steps, checks)
 
 
@@ -227,9 +211,7 @@ def _as_before(rng: random.Random) -> JobDraft:
         At(story.root, tag, story.shas[0]),
         Clean(story.root),
     )
-    return draft_of(
-        story, text, (f"GIT checkout -q {tag} -- {path}", f'GIT commit -q -m "{subject}"'), checks
-    )
+    return draft_of(story, text, (f"GIT checkout -q {tag} -- {path}", f'GIT commit -q -m "{subject}"'), checks)
 
 
 def _ignored(rng: random.Random) -> JobDraft:
@@ -237,10 +219,7 @@ def _ignored(rng: random.Random) -> JobDraft:
     ending = rng.choice((".log", ".tmp", ".cache"))
     files = {**story.git.tracked, f"a{ending}": "1\n", f"src/b{ending}": "2\n"}
     story.shas.append(story.git.commit(files, "Add all"))
-    due = {
-        **{path: text for path, text in files.items() if not path.endswith(ending)},
-        ".gitignore": f"*{ending}\n",
-    }
+    due = {**{path: text for path, text in files.items() if not path.endswith(ending)}, ".gitignore": f"*{ending}\n"}
     text = (
         f"Files ending in {ending} were committed by mistake. By one "
         f'commit on main with the subject "{subject}", stop tracking '
@@ -278,11 +257,7 @@ def _merged(how: str, rng: random.Random) -> JobDraft:
     name, extra = story.spare[0], {f"{word}.txt": text_of(prose(rng, 2)) for word in story.spare[1:3]}
     made = side_of(story, name, -1 if how == "fast" else -2, extra)
     due = {**story.git.tracked, **extra}
-    checks: list[Check] = [
-        GitTree(story.root, "main", due),
-        Clean(story.root),
-        At(story.root, name, made[-1]),
-    ]
+    checks: list[Check] = [GitTree(story.root, "main", due), Clean(story.root), At(story.root, name, made[-1])]
     if how == "fast":
         said, command = (
             f"Bring main to the tip of the branch {name}, without a merge commit.",
@@ -433,21 +408,13 @@ def _pruned(rng: random.Random) -> JobDraft:
         At(story.root, name, side_of(story, name, place, {f"{name}.txt": "open\n"})[-1])
         for place, name in enumerate(others)
     ]
-    text = (
-        "Delete all branches whose commits are all in main, "
-        "but not main. Branches with commits of their own stay."
-    )
+    text = "Delete all branches whose commits are all in main, but not main. Branches with commits of their own stay."
     checks: tuple[Check, ...] = (
         Refs(story.root, frozenset({"main", *others}), head="main"),
         At(story.root, "main", story.shas[-1]),
         *kept,
     )
-    steps = (
-        (
-            "GIT branch --merged main --format='%(refname:short)' "
-            "| grep -vx main | xargs git -C ROOT branch -q -d"
-        ),
-    )
+    steps = (("GIT branch --merged main --format='%(refname:short)' | grep -vx main | xargs git -C ROOT branch -q -d"),)
     return draft_of(story, text, tuple(step.replace("ROOT", story.root) for step in steps), checks)
 
 

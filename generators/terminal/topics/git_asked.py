@@ -84,9 +84,7 @@ def _touched(rng: random.Random) -> JobDraft:
     name = story.spare[0]
     side_of(story, name, 3, {story.paths[2]: "new\n", f"{story.spare[1]}.md": "new\n"})
     due = sorted([story.paths[2], f"{story.spare[1]}.md"])
-    ask = (
-        f"the paths of the files that the branch {name} has changed or added since it left main, from A to Z."
-    )
+    ask = f"the paths of the files that the branch {name} has changed or added since it left main, from A to Z."
     return _answered(rng, story, ask, due, f"GIT diff --name-only main...{name} | sort")
 
 
@@ -100,10 +98,7 @@ def _hotspots(rng: random.Random) -> JobDraft:
         story.shas.append(story.git.commit(files, f"Step {n}"))
     if len(set(counts.values())) < len(counts):
         return _hotspots(rng)
-    ask = (
-        "for each file the number of commits of main that added "
-        "or changed it, a blank and its path, the most first."
-    )
+    ask = "for each file the number of commits of main that added or changed it, a blank and its path, the most first."
     command = "GIT log --format= --name-only | sort | uniq -c | awk 'NF>1 {print $1, $2}' | sort -nr"
     return _answered(rng, story, ask, [f"{n} {path}" for path, n in counts.most_common()], command)
 

@@ -28,9 +28,7 @@ def _asked(rng: random.Random, found: list[Hit], asked: str, due: list[str], pip
     log, out = f"{words(rng, 1)[0]}-access.log", _out(rng)
     text = f"{log} is an access log {_FORM}. Write to {out} {asked}"
     files = {log: text_of([hit.line for hit in found])}
-    return JobDraft(
-        text, files, (f"{pipe.replace('LOG', log)} > {out}",), (Text(out, text_of(due)),), looks=(log,)
-    )
+    return JobDraft(text, files, (f"{pipe.replace('LOG', log)} > {out}",), (Text(out, text_of(due)),), looks=(log,))
 
 
 def _told(rng: random.Random, found: list[Event], asked: str, due: list[str], pipe: str) -> JobDraft:
@@ -38,9 +36,7 @@ def _told(rng: random.Random, found: list[Event], asked: str, due: list[str], pi
     log, out = f"{words(rng, 1)[0]}.log", _out(rng)
     text = f"{log} is the log of several services {_EVENT}. Write to {out} {asked}"
     files = {log: text_of([event.line for event in found])}
-    return JobDraft(
-        text, files, (f"{pipe.replace('LOG', log)} > {out}",), (Text(out, text_of(due)),), looks=(log,)
-    )
+    return JobDraft(text, files, (f"{pipe.replace('LOG', log)} > {out}",), (Text(out, text_of(due)),), looks=(log,))
 
 
 def _status(rng: random.Random) -> JobDraft:
@@ -54,9 +50,7 @@ def _status(rng: random.Random) -> JobDraft:
 def _failures(rng: random.Random) -> JobDraft:
     found = hits(rng)
     due = [hit.line for hit in found if hit.status >= 500]
-    return _asked(
-        rng, found, "all lines whose status is 500 or more, as they stand.", due, "awk '$5>=500' LOG"
-    )
+    return _asked(rng, found, "all lines whose status is 500 or more, as they stand.", due, "awk '$5>=500' LOG")
 
 
 def _methods(rng: random.Random) -> JobDraft:
@@ -90,10 +84,7 @@ def _busiest(rng: random.Random) -> JobDraft:
 def _hours(rng: random.Random) -> JobDraft:
     found = hits(rng)
     counts = Counter(hit.clock[:2] for hit in found)
-    asked = (
-        "for each hour of the day that occurs (two digits) "
-        "a line with it, a colon and its requests, in order."
-    )
+    asked = "for each hour of the day that occurs (two digits) a line with it, a colon and its requests, in order."
     pipe = "cut -d'[' -f2 LOG | cut -c1-2 | sort | uniq -c | awk '{print $2 \":\" $1}'"
     return _asked(rng, found, asked, [f"{hour}:{counts[hour]}" for hour in sorted(counts)], pipe)
 
@@ -173,9 +164,7 @@ def _repeated(rng: random.Random) -> JobDraft:
 def _errors(rng: random.Random) -> JobDraft:
     found = events(rng)
     due = [event.line for event in found if event.level == "ERROR"]
-    return _told(
-        rng, found, "the lines of the level ERROR, as they stand.", due, "grep -E '^[^ ]+ ERROR ' LOG"
-    )
+    return _told(rng, found, "the lines of the level ERROR, as they stand.", due, "grep -E '^[^ ]+ ERROR ' LOG")
 
 
 def _last(rng: random.Random) -> JobDraft:
@@ -211,9 +200,7 @@ def _split(rng: random.Random) -> JobDraft:
         "in their order, as they stand."
     )
     services = sorted({event.service for event in found})
-    checks = tuple(
-        Text(f"{folder}/{s}.log", text_of([e.line for e in found if e.service == s])) for s in services
-    )
+    checks = tuple(Text(f"{folder}/{s}.log", text_of([e.line for e in found if e.service == s])) for s in services)
     steps = (f"mkdir {folder}", f'awk \'{{print > ("{folder}/" $3 ".log")}}\' {log}')
     return JobDraft(text, {log: text_of([e.line for e in found])}, steps, checks, looks=(log,))
 
@@ -226,17 +213,14 @@ def _requests(rng: random.Random) -> JobDraft:
     due = sorted(request for request, services in seen.items() if len(services) >= 3)
     asked = "the ids of the requests (without req=) that at least three services have lines of, from A to Z."
     pipe = (
-        "awk '{print $4, $3}' LOG | sort -u | awk '{n[substr($1,5)]++} "
-        "END {for (k in n) if (n[k]>=3) print k}' | sort"
+        "awk '{print $4, $3}' LOG | sort -u | awk '{n[substr($1,5)]++} END {for (k in n) if (n[k]>=3) print k}' | sort"
     )
     return _told(rng, found, asked, due, pipe) if due else _requests(rng)
 
 
 def _durations(rng: random.Random) -> JobDraft:
     jobs, second, lines, due = words(rng, 8), 7 * 3600, [], {}
-    marks = sorted(
-        ((rng.randint(0, 4000), job) for job in jobs for _ in (0, 1)), key=lambda mark: (mark[0], mark[1])
-    )
+    marks = sorted(((rng.randint(0, 4000), job) for job in jobs for _ in (0, 1)), key=lambda mark: (mark[0], mark[1]))
     begun: dict[str, int] = {}
     for place, (moment, job) in enumerate(marks):
         now = second + moment + place
@@ -257,9 +241,7 @@ def _durations(rng: random.Random) -> JobDraft:
         '$2=="begin" {b[$3]=s} $2=="end" {print $3, s-b[$3]}\' '
         f"{log} | sort -k2,2nr -k1,1 > {out}"
     )
-    return JobDraft(
-        text, {log: text_of(lines)}, (pipe,), (Text(out, text_of([f"{j} {s}" for j, s in ranked])),)
-    )
+    return JobDraft(text, {log: text_of(lines)}, (pipe,), (Text(out, text_of([f"{j} {s}" for j, s in ranked])),))
 
 
 def _trace(rng: random.Random) -> JobDraft:
@@ -270,9 +252,7 @@ def _trace(rng: random.Random) -> JobDraft:
         lines.append(event.line)
         if place in places:
             trace = ["Traceback:", *(f"  at {word}:{rng.randint(1, 99)}" for word in words(rng, 3))]
-            trace.append(
-                f"  {rng.choice(('ValueError', 'KeyError', 'OSError'))}: {rng.choice(words(rng, 2))}"
-            )
+            trace.append(f"  {rng.choice(('ValueError', 'KeyError', 'OSError'))}: {rng.choice(words(rng, 2))}")
             lines += trace
             due = due or [event.line, *trace]
     log, out = f"{words(rng, 1)[0]}.log", _out(rng)
@@ -318,9 +298,7 @@ def _report(rng: random.Random) -> JobDraft:
         "failed": len(failed),
         "addresses": len({hit.address for hit in found}),
         "worst_path": worst,
-        "statuses": {
-            str(s): n for s, n in sorted(Counter(hit.status for hit in found).items(), key=lambda i: i[0])
-        },
+        "statuses": {str(s): n for s, n in sorted(Counter(hit.status for hit in found).items(), key=lambda i: i[0])},
     }
     text = (
         f"{log} is an access log {_FORM}. Write to {out} a JSON "
@@ -338,9 +316,7 @@ def _report(rng: random.Random) -> JobDraft:
         f'json.dump(d,open("{out}","w"))'
     )
     files = {log: text_of([hit.line for hit in found])}
-    return JobDraft(
-        text, files, (f"python3 -c '{program}'",), (Text(out, json.dumps(due), "json"),), looks=(log,)
-    )
+    return JobDraft(text, files, (f"python3 -c '{program}'",), (Text(out, json.dumps(due), "json"),), looks=(log,))
 
 
 def _correlate(rng: random.Random) -> JobDraft:
@@ -351,9 +327,7 @@ def _correlate(rng: random.Random) -> JobDraft:
     one, two = (f"{word}.log" for word in words(rng, 2))
     out = _out(rng)
     files = {
-        one: text_of(
-            [f"{9 + n // 20}:{n % 20:02}:00 sent id={i} bytes={100 + n}" for n, i in enumerate(sent)]
-        ),
+        one: text_of([f"{9 + n // 20}:{n % 20:02}:00 sent id={i} bytes={100 + n}" for n, i in enumerate(sent)]),
         two: text_of([f"{10 + n // 20}:{n % 20:02}:30 received id={i}" for n, i in enumerate(got)]),
     }
     text = (
@@ -361,9 +335,7 @@ def _correlate(rng: random.Random) -> JobDraft:
         f"received, both by id. Write to {out} the ids that were sent "
         "and not received, each on a line, in the order in which they were sent."
     )
-    pipe = (
-        f'awk \'{{sub("id=","",$3)}} NR==FNR {{g[$3]=1; next}} !($3 in g) {{print $3}}\' {two} {one} > {out}'
-    )
+    pipe = f'awk \'{{sub("id=","",$3)}} NR==FNR {{g[$3]=1; next}} !($3 in g) {{print $3}}\' {two} {one} > {out}'
     return JobDraft(text, files, (pipe,), (Text(out, text_of(ids[8:11])),), looks=(one, two))
 
 

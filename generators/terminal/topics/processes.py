@@ -239,9 +239,7 @@ def _by_script(rng: random.Random) -> JobDraft:
     return without(bare, list(map(yard.pid_file, yard.names)))
 
 
-def workers(
-    yard: Yard, sets: Sequence[tuple[tuple[str, ...], Mapping[str, str]]]
-) -> tuple[TerminalService, ...]:
+def workers(yard: Yard, sets: Sequence[tuple[tuple[str, ...], Mapping[str, str]]]) -> tuple[TerminalService, ...]:
     """The same program several times, each with arguments and variables of its own."""
     script = yard.script("worker")
     return tuple(
@@ -251,11 +249,7 @@ def workers(
 
 
 def of_workers(
-    yard: Yard,
-    text: str,
-    steps: tuple[str, ...],
-    services: tuple[TerminalService, ...],
-    ending: Sequence[str],
+    yard: Yard, text: str, steps: tuple[str, ...], services: tuple[TerminalService, ...], ending: Sequence[str]
 ) -> JobDraft:
     """A task about one program that runs several times: those that shall end, while the others live."""
     names = [service.name for service in services]
@@ -322,15 +316,10 @@ def _reload(rng: random.Random) -> JobDraft:
         f"{yard.pid_file(name)}, its title in /proc tells the level that it uses). The others go on."
     )
     wait = f"until grep -q '^{name}-{new}$' /proc/$p/comm; do sleep 0.05; done"
-    steps = (
-        f"sed -i 's/^level=.*/level={new}/' {conf}",
-        f"p=$(cat {yard.pid_file(name)}); kill -HUP $p; {wait}",
-    )
+    steps = (f"sed -i 's/^level=.*/level={new}/' {conf}", f"p=$(cat {yard.pid_file(name)}); kill -HUP $p; {wait}")
     draft = of_yard(yard, text, steps, (Lives(name, f"{name}-{new}"), *others(rest)))
     program = RELOADS.replace("CONF", conf).replace("NAME", name)
-    draft = with_files(
-        with_files(draft, yard.program(name, program)), {conf: f"level={old}\n"}, changing=True
-    )
+    draft = with_files(with_files(draft, yard.program(name, program)), {conf: f"level={old}\n"}, changing=True)
     draft = with_service(draft, replace(yard.service(name), title=f"{name}-{old}"))
     return replace(draft, checks=(Text(conf, f"level={new}\n"),))
 

@@ -97,11 +97,7 @@ with open("PATH", "w") as file:
 
 
 def _bare(
-    yard: Yard,
-    text: str,
-    steps: tuple[str, ...],
-    watched: tuple[WatchedService, ...],
-    programs: Mapping[str, str],
+    yard: Yard, text: str, steps: tuple[str, ...], watched: tuple[WatchedService, ...], programs: Mapping[str, str]
 ) -> JobDraft:
     """A task whose services have these programs, by their names, and no pid files."""
     draft = of_yard(yard, text, steps, watched)
@@ -117,9 +113,7 @@ def _hoard(rng: random.Random) -> JobDraft:
         "leave the others alone."
     )
     largest = "grep -H ^VmRSS: /proc/[0-9]*/status 2> /dev/null | sort -k 2,2nr | head -n 1 | cut -d / -f 3"
-    programs = {
-        one: HOARDS.replace("SIZE", str(size)) for one, size in zip((name, *rest), sizes, strict=True)
-    }
+    programs = {one: HOARDS.replace("SIZE", str(size)) for one, size in zip((name, *rest), sizes, strict=True)}
     return _bare(yard, text, (f"p=$({largest}); {_KILL}",), (ServiceEnded(name), *others(rest)), programs)
 
 
@@ -147,9 +141,7 @@ def _dead_children(rng: random.Random) -> JobDraft:
         f"One of the programs of {yard.root} does not ask after its children that have ended: they stay as "
         "zombies. End this program, so that they go; the other programs go on."
     )
-    parents = (
-        "cat /proc/[0-9]*/status 2> /dev/null | awk '/^State:/ {s = $2} /^PPid:/ && s == \"Z\" {print $2}'"
-    )
+    parents = "cat /proc/[0-9]*/status 2> /dev/null | awk '/^State:/ {s = $2} /^PPid:/ && s == \"Z\" {print $2}'"
     programs = {one: KEEPS_DEAD if one == name else BARE for one in yard.names}
     steps = (f"for p in $({parents} | sort -u); do {_KILL}; done",)
     return _bare(yard, text, steps, (ServiceEnded(name), *others(rest)), programs)
@@ -322,9 +314,7 @@ def _locked(rng: random.Random) -> JobDraft:
     )
     programs = {holder: LOCKS, waiter: LOCKS, **dict.fromkeys(rest, READS)}
     watched: tuple[WatchedService, ...] = (ServiceEnded(holder), Lives(waiter, "working"), *others(rest))
-    draft = _bare(
-        yard, text, steps, watched, {name: text.replace("FILE", lock) for name, text in programs.items()}
-    )
+    draft = _bare(yard, text, steps, watched, {name: text.replace("FILE", lock) for name, text in programs.items()})
     draft = with_files(draft, {lock: ""})
     return with_service(draft, replace(yard.service(holder), fate="STOP"))
 

@@ -68,11 +68,7 @@ def _status(rng: random.Random) -> JobDraft:
     out = f"{words(rng, 1)[0]}.txt"
     trials = tuple(
         ScriptTrial({}, f"bash {name} {command}", leaves=(Text(out, f"{code}\n"),))
-        for command, code in (
-            ("true", 0),
-            ("sh -c 'exit 7'", 7),
-            (f"sh -c 'exit {rng.randint(20, 90)}'", None),
-        )
+        for command, code in (("true", 0), ("sh -c 'exit 7'", 7), (f"sh -c 'exit {rng.randint(20, 90)}'", None))
         if code is not None
     )
     code = rng.randint(20, 90)
@@ -98,9 +94,7 @@ def _apart(rng: random.Random) -> JobDraft:
     trial = ScriptTrial(
         {"job.sh": program}, f"bash {name} 2>&1", "", 3, (Text(out, "one\nthree\n"), Text(err, "two\n"))
     )
-    two = ScriptTrial(
-        {"job.sh": _job("fine")}, f"bash {name} 2>&1", "", 0, (Text(out, "fine\n"), Text(err, ""))
-    )
+    two = ScriptTrial({"job.sh": _job("fine")}, f"bash {name} 2>&1", "", 0, (Text(out, "fine\n"), Text(err, "")))
     lines = (f"sh job.sh > {out} 2> {err}",)
     return _draft(ScriptQuota(name, text, lines, {"job.sh": _job("hello")}, (trial, two)))
 
@@ -114,14 +108,9 @@ def _first_failure(rng: random.Random) -> JobDraft:
     )
     files = {f"{root}/{n}.sh": _job(n, status) for n, status in (("a", 0), ("b", 0), ("c", 4), ("d", 0))}
     good = {path: _job(path[-4]) for path in files}
-    trials = (
-        ScriptTrial(files, f"bash {name}", "a\nb\nc\n", 4),
-        ScriptTrial(good, f"bash {name}", "a\nb\nc\nd\n", 0),
-    )
+    trials = (ScriptTrial(files, f"bash {name}", "a\nb\nc\n", 4), ScriptTrial(good, f"bash {name}", "a\nb\nc\nd\n", 0))
     lines = (f'for s in {root}/*.sh; do sh "$s" || exit $?; done',)
-    return _draft(
-        ScriptQuota(name, text, lines, {f"{root}/a.sh": _job("a"), f"{root}/b.sh": _job("b")}, trials)
-    )
+    return _draft(ScriptQuota(name, text, lines, {f"{root}/a.sh": _job("a"), f"{root}/b.sh": _job("b")}, trials))
 
 
 def _all_failures(rng: random.Random) -> JobDraft:
@@ -141,10 +130,7 @@ def _all_failures(rng: random.Random) -> JobDraft:
     lines = (
         "n=0",
         f'for s in {root}/*.sh; do sh "$s" > /dev/null 2>&1; c=$?',
-        (
-            'if [ $c = 0 ]; then echo "$(basename "$s") ok"; else '
-            'echo "$(basename "$s") failed $c"; n=$((n+1)); fi'
-        ),
+        ('if [ $c = 0 ]; then echo "$(basename "$s") ok"; else echo "$(basename "$s") failed $c"; n=$((n+1)); fi'),
         "done",
         "exit $n",
     )
@@ -161,10 +147,7 @@ def _parallel(rng: random.Random) -> JobDraft:
     )
 
     def meets(own: str, status: int) -> str:
-        wait = (
-            'n=0; while [ "$(ls here | wc -l)" -lt 3 ]; do sleep '
-            "0.05; n=$((n+1)); [ $n -gt 100 ] && exit 50; done"
-        )
+        wait = 'n=0; while [ "$(ls here | wc -l)" -lt 3 ]; do sleep 0.05; n=$((n+1)); [ $n -gt 100 ] && exit 50; done'
         return f"mkdir -p here; touch here/{own}\n{wait}\nexit {status}\n"
 
     files = {f"{root}/{n}.sh": meets(n, status) for n, status in (("ant", 3), ("bee", 0), ("cow", 1))}
@@ -196,11 +179,7 @@ def _patience(rng: random.Random) -> JobDraft:
         ScriptTrial({}, f"bash {name} 5 sh -c 'echo done; exit 4'", "done\n", 4),
         ScriptTrial({}, f"bash {name} 5 true", "", 0),
     )
-    lines = (
-        't=$1; shift; timeout "$t" "$@"; c=$?',
-        'if [ $c = 124 ]; then echo "too slow"; exit 99; fi',
-        "exit $c",
-    )
+    lines = ('t=$1; shift; timeout "$t" "$@"; c=$?', 'if [ $c = 124 ]; then echo "too slow"; exit 99; fi', "exit $c")
     return _draft(ScriptQuota(name, text, lines, trials=trials))
 
 
@@ -214,9 +193,7 @@ def _retry(rng: random.Random) -> JobDraft:
     count = "n=$(cat n 2>/dev/null || echo 0); n=$((n+1)); echo $n > n; "
     trials = (
         ScriptTrial({"job.sh": f"{count}[ $n -ge 2 ]"}, f"bash {name} sh job.sh", "attempts: 2\n", 0),
-        ScriptTrial(
-            {"job.sh": f"{count}exit $((10+n))"}, f"bash {name} sh job.sh", f"attempts: {most}\n", 10 + most
-        ),
+        ScriptTrial({"job.sh": f"{count}exit $((10+n))"}, f"bash {name} sh job.sh", f"attempts: {most}\n", 10 + most),
         ScriptTrial({}, f"bash {name} true", "attempts: 1\n", 0),
     )
     lines = (
@@ -235,9 +212,7 @@ def _pipe(rng: random.Random) -> JobDraft:
         "code of source.sh and leaves no result.txt (nor an older one as it was: that is removed)."
     )
     trials = (
-        ScriptTrial(
-            {"source.sh": "printf 'b\\na\\nb\\n'"}, f"bash {name}", None, 0, (Text("result.txt", "a\nb\n"),)
-        ),
+        ScriptTrial({"source.sh": "printf 'b\\na\\nb\\n'"}, f"bash {name}", None, 0, (Text("result.txt", "a\nb\n"),)),
         ScriptTrial(
             {"source.sh": "echo x; exit 6", "result.txt": "old\n"},
             f"bash {name}; echo $?; [ -e result.txt ] && echo there; exit 0",
@@ -322,13 +297,10 @@ def _stale(rng: random.Random) -> JobDraft:
     )
     trials = (
         ScriptTrial({}, f"bash {name}", "stopped\n"),
-        ScriptTrial(
-            {}, f"sleep 9 & echo $! > service.pid; bash {name}; ls service.pid", "running\nservice.pid\n"
-        ),
+        ScriptTrial({}, f"sleep 9 & echo $! > service.pid; bash {name}; ls service.pid", "running\nservice.pid\n"),
         ScriptTrial(
             {},
-            "sleep 0 & p=$!; wait $p; echo $p > service.pid; "
-            f"bash {name}; [ -e service.pid ] && echo there; exit 0",
+            f"sleep 0 & p=$!; wait $p; echo $p > service.pid; bash {name}; [ -e service.pid ] && echo there; exit 0",
             "stale\n",
         ),
     )
@@ -359,9 +331,7 @@ def _watch(rng: random.Random) -> JobDraft:
             0,
             (Text("service.log", "1 exited 8\n2 exited 0\n"),),
         ),
-        ScriptTrial(
-            {"service.sh": f"{count}exit $((n+2))"}, f"bash {name}", None, 1, (Text("service.log", all_bad),)
-        ),
+        ScriptTrial({"service.sh": f"{count}exit $((n+2))"}, f"bash {name}", None, 1, (Text("service.log", all_bad),)),
     )
     lines = (
         "n=0; : > service.log",
@@ -456,10 +426,7 @@ def _each_file(rng: random.Random) -> JobDraft:
 def _mended(rng: random.Random) -> JobDraft:
     """A script that breaks on blanks in names."""
     name, to = _name(rng), f"{words(rng, 1)[0]}-copy"
-    broken = (
-        f"mkdir -p {to}\nfor f in $(ls $1); do\n  if [ -s "
-        f"$1/$f ]; then cp $1/$f {to}; echo copied $f; fi\ndone\n"
-    )
+    broken = f"mkdir -p {to}\nfor f in $(ls $1); do\n  if [ -s $1/$f ]; then cp $1/$f {to}; echo copied $f; fi\ndone\n"
     mended = (
         broken.replace("$(ls $1)", '"$1"/*')
         .replace("$1/$f", '"$f"')
@@ -481,9 +448,7 @@ def _mended(rng: random.Random) -> JobDraft:
         leaves=(Only(f"{to}/*", frozenset({f"{to}/a b.txt", f"{to}/c.txt"})),),
     )
     steps = (f"cat > {name} <<'END'\n{mended}END",)
-    return JobDraft(
-        text, {name: broken, "plain/x.txt": "x\n"}, steps, (), (run,), changes=(name,), looks=(name,)
-    )
+    return JobDraft(text, {name: broken, "plain/x.txt": "x\n"}, steps, (), (run,), changes=(name,), looks=(name,))
 
 
 MAKERS: Final = (

@@ -69,9 +69,7 @@ def _begins(rng: random.Random, data: TableData) -> Filter:
 def _both(rng: random.Random, data: TableData) -> Filter:
     value, most = rng.choice(data.values(2)), rng.randint(6, 8)
     said = f'the rows whose {data.columns[2]} is not "{value}" and whose {data.columns[4]} is at most {most}'
-    return Filter(
-        said, f'NR>1 && $3!="{value}" && $5<={most}', lambda row: row[2] != value and int(row[4]) <= most
-    )
+    return Filter(said, f'NR>1 && $3!="{value}" && $5<={most}', lambda row: row[2] != value and int(row[4]) <= most)
 
 
 def _either(rng: random.Random, data: TableData) -> Filter:
@@ -105,9 +103,7 @@ def _count(data: TableData, rows: Rows) -> Summary:
 
 def _column(data: TableData, rows: Rows) -> Summary:
     return Summary(
-        f"the column {data.columns[0]} without its heading, in their order",
-        "{print $1}",
-        [row[0] for row in rows],
+        f"the column {data.columns[0]} without its heading, in their order", "{print $1}", [row[0] for row in rows]
     )
 
 
@@ -123,9 +119,7 @@ def _swapped(data: TableData, rows: Rows) -> Summary:
 
 def _sum(data: TableData, rows: Rows) -> Summary:
     return Summary(
-        f"the sum of the column {data.columns[3]}",
-        "{n+=$4} END {print n+0}",
-        [str(sum(int(row[3]) for row in rows))],
+        f"the sum of the column {data.columns[3]}", "{n+=$4} END {print n+0}", [str(sum(int(row[3]) for row in rows))]
     )
 
 
@@ -148,9 +142,7 @@ def _distinct(data: TableData, rows: Rows) -> Summary:
 def _top(data: TableData, rows: Rows) -> Summary:
     best = sorted(rows, key=lambda row: -int(row[3]))[:3]
     return Summary(
-        f"the three with the largest {data.columns[3]} (or "
-        "as many as there are), the largest first, without a "
-        "heading",
+        f"the three with the largest {data.columns[3]} (or as many as there are), the largest first, without a heading",
         "{print}' | sort -t, -k4,4nr | head -n 3",
         [",".join(row) for row in best],
     )
@@ -159,8 +151,7 @@ def _top(data: TableData, rows: Rows) -> Summary:
 def _per(data: TableData, rows: Rows) -> Summary:
     counts = Counter(row[2] for row in rows)
     return Summary(
-        f"for each {data.columns[2]} that occurs a line with "
-        "it, a comma and the number of its rows, from A to Z",
+        f"for each {data.columns[2]} that occurs a line with it, a comma and the number of its rows, from A to Z",
         '{n[$3]++} END {for (k in n) print k "," n[k]}\' | sort',
         [f"{key},{counts[key]}" for key in sorted(counts)],
     )
@@ -315,11 +306,7 @@ def _query(which: str, what: str, rng: random.Random) -> JobDraft:
         command += f" | {rest}{end}"
     text = f"Look at {data.path}, a table with a heading. Of {chosen.words}, write to {out} {summary.words}."
     return JobDraft(
-        text,
-        {data.path: data.text},
-        (f"{command} > {out}",),
-        (Text(out, text_of(summary.due)),),
-        looks=(data.path,),
+        text, {data.path: data.text}, (f"{command} > {out}",), (Text(out, text_of(summary.due)),), looks=(data.path,)
     )
 
 

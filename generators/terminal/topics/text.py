@@ -46,12 +46,7 @@ def _in_place(rng: random.Random, lines: list[str], asked: str, due: list[str], 
     name, _ = _names(rng)
     checks = (Text(name, text_of(due), "bytes"),)
     return JobDraft(
-        _with(asked, name),
-        {name: text_of(lines)},
-        (_with(command, name),),
-        checks,
-        changes=(name,),
-        looks=(name,),
+        _with(asked, name), {name: text_of(lines)}, (_with(command, name),), checks, changes=(name,), looks=(name,)
     )
 
 
@@ -77,11 +72,7 @@ def _first_lines(rng: random.Random) -> JobDraft:
     last = first + rng.randint(2, 5)
     lines = prose(rng, 16)
     return _made(
-        rng,
-        lines,
-        f"Take the lines {first} to {last} of IN.",
-        lines[first - 1 : last],
-        f"sed -n '{first},{last}p' IN",
+        rng, lines, f"Take the lines {first} to {last} of IN.", lines[first - 1 : last], f"sed -n '{first},{last}p' IN"
     )
 
 
@@ -94,9 +85,7 @@ def _numbered(rng: random.Random) -> JobDraft:
 
 def _reversed(rng: random.Random) -> JobDraft:
     lines = prose(rng, 9)
-    return _made(
-        rng, lines, "Turn the order of the lines of IN round: the last one first.", lines[::-1], "tac IN"
-    )
+    return _made(rng, lines, "Turn the order of the lines of IN round: the last one first.", lines[::-1], "tac IN")
 
 
 def _tabs(rng: random.Random) -> JobDraft:
@@ -108,9 +97,7 @@ def _tabs(rng: random.Random) -> JobDraft:
 def _line_ends(rng: random.Random) -> JobDraft:
     lines = prose(rng, 10)
     name, _ = _names(rng)
-    text = (
-        f"The lines of {name} end in CR LF, as Windows has it. Change the file so that they end in LF alone."
-    )
+    text = f"The lines of {name} end in CR LF, as Windows has it. Change the file so that they end in LF alone."
     files = {name: "".join(f"{line}\r\n" for line in lines)}
     return JobDraft(
         text, files, (f"sed -i 's/\\r$//' {name}",), (Text(name, text_of(lines), "bytes"),), changes=(name,)
@@ -149,9 +136,7 @@ def _longest(rng: random.Random) -> JobDraft:
 def _transposed(rng: random.Random) -> JobDraft:
     rows = [[str(rng.randint(1, 99)) for _ in range(4)] for _ in range(6)]
     due = [",".join(column) for column in zip(*rows, strict=True)]
-    command = (
-        'awk -F, \'{for (i=1;i<=NF;i++) c[i]=c[i] (NR>1?",":"") $i} END {for (i=1;i<=NF;i++) print c[i]}\' IN'
-    )
+    command = 'awk -F, \'{for (i=1;i<=NF;i++) c[i]=c[i] (NR>1?",":"") $i} END {for (i=1;i<=NF;i++) print c[i]}\' IN'
     asked = "IN is a table with commas. Exchange its rows and its columns."
     return _made(rng, [",".join(row) for row in rows], asked, due, command)
 
@@ -174,9 +159,7 @@ def _paragraphs(rng: random.Random) -> JobDraft:
 
 def _blocks(rng: random.Random) -> JobDraft:
     """Records of several lines as a table."""
-    people = [
-        {"name": word, "town": rng.choice(TOWNS), "age": str(rng.randint(20, 70))} for word in words(rng, 6)
-    ]
+    people = [{"name": word, "town": rng.choice(TOWNS), "age": str(rng.randint(20, 70))} for word in words(rng, 6)]
     for person in rng.sample(people, 2):
         del person[rng.choice(("town", "age"))]
     lines = [
@@ -201,9 +184,7 @@ def _blocks(rng: random.Random) -> JobDraft:
 def _joined(rng: random.Random) -> JobDraft:
     data = table(rng)
     towns = data.values(1)
-    lands = dict(
-        zip(towns, rng.sample(("Chile", "Ghana", "Japan", "Kenya", "Norway", "Peru"), 4), strict=True)
-    )
+    lands = dict(zip(towns, rng.sample(("Chile", "Ghana", "Japan", "Kenya", "Norway", "Peru"), 4), strict=True))
     missing = rng.choice(towns)
     out, lookup = f"{words(rng, 1)[0]}.csv", f"{data.columns[1]}-lands.csv"
     due = [f"{row[0]},{row[1]},{lands[row[1]] if row[1] != missing else 'unknown'}" for row in data.rows]
@@ -230,8 +211,7 @@ def _to_json(rng: random.Random) -> JobDraft:
     out = f"{words(rng, 1)[0]}.json"
     kinds = data.columns
     value = [
-        {kinds[0]: r[0], kinds[1]: r[1], kinds[2]: r[2], kinds[3]: int(r[3]), kinds[4]: int(r[4])}
-        for r in data.rows
+        {kinds[0]: r[0], kinds[1]: r[1], kinds[2]: r[2], kinds[3]: int(r[3]), kinds[4]: int(r[4])} for r in data.rows
     ]
     text = (
         f"Write {data.path}, a table with commas and a heading, as JSON to {out}: a list of "
@@ -312,9 +292,7 @@ def _reconciled(rng: random.Random) -> JobDraft:
             f'END {{for (k in a) if (!(k in s)) print k " only {one}"}}\' {one} {two} | sort -n > {out}'
         ),
     )
-    return JobDraft(
-        text, {one: shown(ours), two: shown(theirs)}, steps, (Text(out, text_of(due)),), looks=(one, two)
-    )
+    return JobDraft(text, {one: shown(ours), two: shown(theirs)}, steps, (Text(out, text_of(due)),), looks=(one, two))
 
 
 def _letters(rng: random.Random) -> JobDraft:
@@ -344,10 +322,7 @@ def _letters(rng: random.Random) -> JobDraft:
         ),
     )
     files = {template: body, people: text_of(["name,town,debt", *(f"{n},{t},{d}" for n, t, d in rows)])}
-    checks: tuple[Check, ...] = (
-        Only(f"{to}/*", frozenset(due)),
-        *(Text(path, letter) for path, letter in due.items()),
-    )
+    checks: tuple[Check, ...] = (Only(f"{to}/*", frozenset(due)), *(Text(path, letter) for path, letter in due.items()))
     return JobDraft(text, files, steps, checks, looks=(people, template))
 
 

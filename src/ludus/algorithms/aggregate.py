@@ -41,9 +41,7 @@ class Normalizer:
     def __add__(self, other: Normalizer) -> Normalizer:
         """The counts of two parts of one batch together."""
         if self.constant != other.constant:
-            raise ValueError(
-                f"parts of one batch have one constant, not {self.constant} and {other.constant}"
-            )
+            raise ValueError(f"parts of one batch have one constant, not {self.constant} and {other.constant}")
         return Normalizer(
             self.tokens + other.tokens,
             self.trajectories + other.trajectories,
@@ -80,9 +78,7 @@ def aggregate(
     check_shapes(mask, loss=loss)
     if how == "constant" and counts.constant is None:
         if normaliser is not None and constant is None:
-            raise ValueError(
-                "how = 'constant' needs normaliser.constant (a padded length varies by microbatch)"
-            )
+            raise ValueError("how = 'constant' needs normaliser.constant (a padded length varies by microbatch)")
         counts = replace(counts, constant=mask.shape[1] if constant is None else constant)
     return AGGREGATIONS[how](select(loss, mask), mask, counts)
 

@@ -25,9 +25,7 @@ def added_terms(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer)
     Raises ValueError where the batch does not say which tokens a term is about.
     """
     return {
-        name: _term(name, coef, batch, normaliser)
-        for name in TERM_NAMES
-        if (coef := coefficient(algorithm, name)) > 0
+        name: _term(name, coef, batch, normaliser) for name in TERM_NAMES if (coef := coefficient(algorithm, name)) > 0
     }
 
 
@@ -35,15 +33,9 @@ def _term(name: str, coef: float, batch: TokenBatch, normaliser: Normalizer) -> 
     if name == "echo":
         if batch.observed is None:
             raise ValueError("echo is above 0 and the batch does not say which tokens are observations")
-        return echo(
-            logprobs=batch.logprobs, observations=batch.observed, coef=coef, num_tokens=normaliser.observed
-        )
+        return echo(logprobs=batch.logprobs, observations=batch.observed, coef=coef, num_tokens=normaliser.observed)
     if batch.positive is None:
         raise ValueError("positive_nll is above 0 and the batch does not say which trajectories are positive")
     return positive_nll(
-        logprobs=batch.logprobs,
-        positive=batch.positive,
-        mask=batch.mask,
-        coef=coef,
-        num_tokens=normaliser.positive,
+        logprobs=batch.logprobs, positive=batch.positive, mask=batch.mask, coef=coef, num_tokens=normaliser.positive
     )

@@ -161,9 +161,7 @@ def m2po(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, bound
     return found
 
 
-def opsm(
-    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float = 1e-4
-) -> Tensor:
+def opsm(*, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float = 1e-4) -> Tensor:
     """0 where `A < 0` and `mean_t (old - logprobs)` of the trajectory is above `delta`, else 1, [N, L].
 
     Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556; `old` is the policy that sampled, and here

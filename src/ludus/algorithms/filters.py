@@ -39,11 +39,7 @@ def variance_top(*, rewards: Tensor | Sequence[float], group: Tensor | Sequence[
 
 
 def variance_top_p(
-    *,
-    rewards: Tensor | Sequence[float],
-    group: Tensor | Sequence[int],
-    p: float = 0.9,
-    slack: float = 0.01,
+    *, rewards: Tensor | Sequence[float], group: Tensor | Sequence[int], p: float = 0.9, slack: float = 0.01
 ) -> Tensor:
     """True for the groups of highest reward deviation that hold the share `p` of the sum of deviations.
 

@@ -103,18 +103,12 @@ class KlControl:
         state = KlState(self.kind, self.base)
         if (guard := self.guard) is not None:
             state = replace(
-                state,
-                expected=guard.expected,
-                recent=guard.recent,
-                seen=guard.seen,
-                expected_step=guard.expected_step,
+                state, expected=guard.expected, recent=guard.recent, seen=guard.seen, expected_step=guard.expected_step
             )
         if isinstance(self.rule, AdaptiveKL):
             return replace(state, coef=self.rule.coef)
         if isinstance(self.rule, PIDKL):
-            return replace(
-                state, coef=self.rule.coef, integral=self.rule.integral, previous=self.rule.previous
-            )
+            return replace(state, coef=self.rule.coef, integral=self.rule.integral, previous=self.rule.previous)
         return state
 
     def restored(self, state: KlState) -> KlControl:
@@ -173,8 +167,7 @@ def _pid(settings: KlControlConfig, base: float) -> PIDKL:
         )
     if base > most:
         raise ConfigError(
-            f"algorithm.kl_coef = {base:g} is above kl_control.max_coef = {most:g}.",
-            "Raise kl_control.max_coef.",
+            f"algorithm.kl_coef = {base:g} is above kl_control.max_coef = {most:g}.", "Raise kl_control.max_coef."
         )
     kp, ki, kd = gains
     return PIDKL(_target(settings), base, kp, ki, kd, most)

@@ -14,14 +14,7 @@ from torch import Tensor
 from ludus.algorithms.aggregate import Normalizer, aggregate
 from ludus.algorithms.aux_losses import added_terms
 from ludus.algorithms.batch import TokenBatch
-from ludus.algorithms.corrections import (
-    Mismatch,
-    MismatchByLength,
-    limited,
-    mismatch,
-    mismatch_by_length,
-    opsm,
-)
+from ludus.algorithms.corrections import Mismatch, MismatchByLength, limited, mismatch, mismatch_by_length, opsm
 from ludus.algorithms.kl import KLS, importance_weighted, trajectory_kl
 from ludus.algorithms.losses import ClipStats, clip_stats, trajectory_mean
 from ludus.algorithms.losses.clipping import cut_off
@@ -131,10 +124,7 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -
         loss=read["loss"],
         policy_loss=read["policy"],
         clip=clip_stats(
-            logprobs=batch.logprobs,
-            old_logprobs=batch.old_logprobs,
-            mask=batch.mask,
-            cut=cut_off(batch, algorithm),
+            logprobs=batch.logprobs, old_logprobs=batch.old_logprobs, mask=batch.mask, cut=cut_off(batch, algorithm)
         ),
         mismatch=_mismatch(batch, weights, algorithm),
         by_length=mismatch_by_length(
@@ -177,8 +167,7 @@ def _kl(batch: TokenBatch, algorithm: Algorithm) -> Tensor | None:
     if batch.ref_logprobs is None:
         return None
     return KLS[algorithm.kl](
-        logprobs=select(batch.logprobs, batch.mask),
-        ref_logprobs=select(batch.ref_logprobs, batch.mask).detach(),
+        logprobs=select(batch.logprobs, batch.mask), ref_logprobs=select(batch.ref_logprobs, batch.mask).detach()
     )
 
 

@@ -210,13 +210,7 @@ def apo_down(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
 
 
 def bco(
-    *,
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    mask: Tensor,
-    desirable: Tensor,
-    delta: Tensor | float,
-    beta: float = 0.1,
+    *, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, desirable: Tensor, delta: Tensor | float, beta: float = 0.1
 ) -> Tensor:
     """`-log sigmoid(q - delta)` where desirable, else `-log sigmoid(delta - q)`, [N].
 
@@ -274,6 +268,4 @@ def _smoothed(logits: Tensor, label_smoothing: float, robust: bool) -> Tensor:
 
 def _check_smoothing(label_smoothing: float, robust: bool) -> None:
     if not 0 <= label_smoothing < (0.5 if robust else 1.0):
-        raise ValueError(
-            f"label_smoothing = {label_smoothing} must be at least 0 and below 0.5 (robust) or 1"
-        )
+        raise ValueError(f"label_smoothing = {label_smoothing} must be at least 0 and below 0.5 (robust) or 1")

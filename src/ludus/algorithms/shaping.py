@@ -39,9 +39,7 @@ def length_linear(*, lengths: Tensor, target: float, lam: float, cap: float | No
     return penalty if cap is None else penalty.clamp(min=-cap)
 
 
-def length_sigmoid(
-    *, rewards: Tensor, lengths: Tensor, target: float, tau: float, floor: float = 0.0
-) -> Tensor:
+def length_sigmoid(*, rewards: Tensor, lengths: Tensor, target: float, tau: float, floor: float = 0.0) -> Tensor:
     """`r (floor + (1 - floor) sigmoid(-(T - target) / tau))`: the reward itself fades with length.
 
     After arXiv:2502.04463 (Arora and Zanette), who put the length normalised within the group in its place
@@ -83,8 +81,7 @@ def check_shaping(*, outcome_gap: float, terms: Sequence[ShapingRange]) -> None:
     for term in terms:
         if not term.low <= term.high:
             raise ConfigError(
-                f"The shaping {term.name} runs from {term.low} to {term.high}.",
-                "Give low <= high, both finite.",
+                f"The shaping {term.name} runs from {term.low} to {term.high}.", "Give low <= high, both finite."
             )
     spread = sum(term.high - term.low for term in terms)
     if not spread < outcome_gap:

@@ -90,9 +90,7 @@ class MismatchByLength:
     def __add__(self, other: MismatchByLength) -> MismatchByLength:
         if self.bounds != other.bounds:
             raise ValueError(f"buckets that end at {self.bounds} and {other.bounds} do not add up")
-        return MismatchByLength(
-            self.bounds, tuple(a + b for a, b in zip(self.buckets, other.buckets, strict=True))
-        )
+        return MismatchByLength(self.bounds, tuple(a + b for a, b in zip(self.buckets, other.buckets, strict=True)))
 
 
 def mismatch(
@@ -132,16 +130,10 @@ def mismatch_by_length(
     ends = tuple(bounds)
     if any(low >= high for low, high in pairwise(ends)):
         raise ValueError(f"bounds must ascend: {ends}")
-    places = (
-        torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape)
-        if positions is None
-        else positions
-    )
+    places = torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape) if positions is None else positions
     check_shapes(mask, positions=places)
     # Token number p + 1 <= bound is place p < bound.
-    bucket = torch.bucketize(
-        places.contiguous(), torch.tensor(ends, device=mask.device, dtype=torch.long), right=True
-    )
+    bucket = torch.bucketize(places.contiguous(), torch.tensor(ends, device=mask.device, dtype=torch.long), right=True)
     check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
     ratios = clamped_ratio(select(old_logprobs, mask) - select(behavior_logprobs, mask))
     rows = [
@@ -151,9 +143,7 @@ def mismatch_by_length(
     return MismatchByLength(ends, tuple(_record(row) for row in torch.stack(rows).tolist()))
 
 
-def _sums(
-    old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, ratios: Tensor, weights: Tensor
-) -> Tensor:
+def _sums(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, ratios: Tensor, weights: Tensor) -> Tensor:
     """The fields of `Mismatch` in their order, [8] float64."""
     old = select(old_logprobs, mask).detach().double()
     behavior = select(behavior_logprobs, mask).detach().double()

@@ -75,9 +75,7 @@ def control_ids(tokenizer: ControlTokenizer) -> frozenset[int]:
     return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
-def make_guard(
-    tokenizer: ControlTokenizer, template: str = "", wrappers: Sequence[str] = WRAPPERS
-) -> ControlGuard:
+def make_guard(tokenizer: ControlTokenizer, template: str = "", wrappers: Sequence[str] = WRAPPERS) -> ControlGuard:
     """Create the guard for a tokenizer, its Jinja chat template and the tags around tool output.
 
     Raises `UserError` if no break prevents this tokenizer from producing special tokens from text.

@@ -34,9 +34,7 @@ def hermes_guide(tools: Sequence[ToolSchema], tokenizer: AddedVocabulary) -> Gui
     """
     opening, closing = (_terminal(tag, tokenizer) for tag in (OPEN, CLOSE))
     calls = " | ".join(f"call_{i}" for i in range(len(tools)))
-    thinking = "".join(
-        f" | {_terminal(tag, tokenizer)}" for tag in _THINKING if tag in tokenizer.get_added_vocab()
-    )
+    thinking = "".join(f" | {_terminal(tag, tokenizer)}" for tag in _THINKING if tag in tokenizer.get_added_vocab())
     rules = [
         f"start: (text {opening} ({calls}) {closing})* text" if tools else "start: text",
         f"text: (TEXT{thinking})*",

@@ -47,13 +47,7 @@ class ToolCallParser(Protocol):
 PARSERS: Mapping[str, ToolCallParser] = MappingProxyType(
     {
         parser.name: parser
-        for parser in (
-            HermesParser(),
-            Llama3Parser(),
-            PythonicParser(),
-            TagsParser(SEARCH_R1),
-            TagsParser(RETOOL),
-        )
+        for parser in (HermesParser(), Llama3Parser(), PythonicParser(), TagsParser(SEARCH_R1), TagsParser(RETOOL))
     }
 )
 """The parsers by name."""

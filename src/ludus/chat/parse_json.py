@@ -14,14 +14,7 @@ _TOO_DEEP = "The JSON nests too deeply. Make the arguments flatter."
 _BLANKS = re.compile(r"[ \t\n\r]*")
 _PYTHON_WORD = re.compile(r"(None|True|False)\b")
 _TRAILING_COMMA = re.compile(r",\s*[}\]]")
-_KINDS = {
-    dict: "an object",
-    list: "a list",
-    str: "a string",
-    bool: "a boolean",
-    int: "a number",
-    float: "a number",
-}
+_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
 
 
 def skip_blanks(text: str, start: int) -> int:
@@ -54,9 +47,7 @@ def decode(text: str) -> object:
     value, end = decode_prefix(text)
     after = text[end:].strip()
     if after:
-        raise Malformed(
-            f"The JSON ends before {_snippet(after)}. Write one JSON object and nothing after it."
-        )
+        raise Malformed(f"The JSON ends before {_snippet(after)}. Write one JSON object and nothing after it.")
     return value
 
 

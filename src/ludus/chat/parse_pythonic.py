@@ -105,8 +105,8 @@ def _literal(node: ast.expr, levels: int) -> JSON:
     match node:
         case ast.Constant(value=None | bool() | int() | float() | str() as value):
             return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if (
-            not isinstance(value, bool)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if not isinstance(
+            value, bool
         ):
             return -value
         case ast.List(elts=items) | ast.Tuple(elts=items):
@@ -115,9 +115,7 @@ def _literal(node: ast.expr, levels: int) -> JSON:
             return {_key(k): _literal(v, levels - 1) for k, v in zip(keys, values, strict=True)}
         case ast.Name(id=word) if word in _JSON_WORDS:
             raise Malformed(f"{word} is not Python. Write {_JSON_WORDS[word]}.")
-    raise Malformed(
-        "A value is not a literal. Use strings in quotes, numbers, True, False, None, lists and dicts."
-    )
+    raise Malformed("A value is not a literal. Use strings in quotes, numbers, True, False, None, lists and dicts.")
 
 
 def _key(node: ast.expr | None) -> str:

@@ -28,11 +28,7 @@ _ASK: list[dict[str, str]] = [{"role": "user", "content": "q"}]
 _SAY: dict[str, str] = {"role": "assistant", "content": "s"}
 _PROBE: ToolSchema = {
     "type": "function",
-    "function": {
-        "name": _MARK,
-        "description": "d",
-        "parameters": {"type": "object", "properties": {}, "required": []},
-    },
+    "function": {"name": _MARK, "description": "d", "parameters": {"type": "object", "properties": {}, "required": []}},
 }
 
 
@@ -47,11 +43,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
     def decode(
-        self,
-        token_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool = ...,
-        clean_up_tokenization_spaces: bool = ...,
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = ..., clean_up_tokenization_spaces: bool = ...
     ) -> str: ...
 
     def get_added_vocab(self) -> dict[str, int]: ...
@@ -98,9 +90,7 @@ class Renderer(Protocol):
         ...
 
 
-def render_dialogue(
-    renderer: Renderer, messages: Sequence[Message], tools: Sequence[Tool]
-) -> tuple[Segment, ...]:
+def render_dialogue(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[Segment, ...]:
     """Render a whole dialogue as segments, in the same steps as a rollout. For demonstrations.
 
     Raises ValueError if there is no assistant message.
@@ -148,9 +138,7 @@ class TemplateRenderer:
             )
         name = detect(str(template)) if self.parser == "auto" else self.parser
         object.__setattr__(self, "native_tools", self._shows(_ASK, tools=[_PROBE]))
-        object.__setattr__(
-            self, "native_thinking", self._shows([*_ASK, {**_SAY, "reasoning_content": _MARK}])
-        )
+        object.__setattr__(self, "native_thinking", self._shows([*_ASK, {**_SAY, "reasoning_content": _MARK}]))
         object.__setattr__(self, "native_system", self._shows([{"role": "system", "content": _MARK}, *_ASK]))
         object.__setattr__(self, "guard", make_guard(self.tokenizer, str(template)))
         object.__setattr__(self, "_parse", PARSERS[name if self.native_tools else "hermes"])
@@ -226,11 +214,7 @@ class TemplateRenderer:
         return self._apply([_for_template(message) for message in prepared], shown, generate=generate)
 
     def _apply(
-        self,
-        conversation: Sequence[Mapping[str, object]],
-        tools: Sequence[ToolSchema] = (),
-        *,
-        generate: bool,
+        self, conversation: Sequence[Mapping[str, object]], tools: Sequence[ToolSchema] = (), *, generate: bool
     ) -> str:
         """Call the template, a program that came with the model."""
         try:
@@ -312,10 +296,7 @@ def _for_template(message: Message) -> dict[str, Any]:
             {
                 "id": call["id"],
                 "type": "function",
-                "function": {
-                    "name": call["function"]["name"],
-                    "arguments": json.loads(call["function"]["arguments"]),
-                },
+                "function": {"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])},
             }
             for call in message["tool_calls"]
         ]

@@ -51,9 +51,7 @@ def _takes(key: str, word: str) -> bool:
 def no_settings(overrides: Sequence[str], command: str) -> None:
     """Raise UserError for words that a command without settings does not know."""
     if overrides:
-        raise UserError(
-            f"{overrides[0]} is no argument of `ludus {command}`.", f"See `ludus {command} --help`."
-        )
+        raise UserError(f"{overrides[0]} is no argument of `ludus {command}`.", f"See `ludus {command} --help`.")
 
 
 def check_run(folder: RunFolder) -> None:
@@ -64,8 +62,7 @@ def check_run(folder: RunFolder) -> None:
     if not folder.path.exists():
         raise UserError(f"There is no run at {folder.path}.", "Check the path; runs lie under runs/.")
     raise UserError(
-        f"{folder.path} is not a run folder: it has no config.toml.",
-        "Give the folder that a run was written to.",
+        f"{folder.path} is not a run folder: it has no config.toml.", "Give the folder that a run was written to."
     )
 
 

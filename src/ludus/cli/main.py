@@ -52,28 +52,14 @@ COMMANDS = (
         "train a model that judges attempts",
         "ludus reward-model search --run runs/search-1",
     ),
-    Command(
-        "rft", "training.rft", "fine-tune on what the model solved itself", "ludus rft search --rft.rounds 2"
-    ),
+    Command("rft", "training.rft", "fine-tune on what the model solved itself", "ludus rft search --rft.rounds 2"),
     Command("pipeline", "training.pipeline", "train in stages", "ludus pipeline examples/pipeline.toml"),
-    Command(
-        "data",
-        "commands.data",
-        "check files to train on, or convert them",
-        "ludus data check dialogues.jsonl",
-    ),
+    Command("data", "commands.data", "check files to train on, or convert them", "ludus data check dialogues.jsonl"),
     Command("eval", "commands.evaluate", "measure held-out success", "ludus eval --run runs/search-1"),
-    Command(
-        "compare", "commands.compare", "compare two evaluations, task by task", "ludus compare runs/a runs/b"
-    ),
+    Command("compare", "commands.compare", "compare two evaluations, task by task", "ludus compare runs/a runs/b"),
     Command("chat", "serving.chat", "talk to a checkpoint with its tools", "ludus chat runs/search-1"),
     Command("serve", "serving.serve", "serve a checkpoint over HTTP", "ludus serve runs/search-1"),
-    Command(
-        "cluster",
-        "serving.cluster",
-        "add engines to a run, or remove them",
-        "ludus cluster list runs/search-1",
-    ),
+    Command("cluster", "serving.cluster", "add engines to a run, or remove them", "ludus cluster list runs/search-1"),
     Command("sandbox", "serving.sandbox", "look at a sandbox, or serve one over HTTP", "ludus sandbox check"),
     Command("show", "commands.show", "read a run: curves, transcripts, rewards", "ludus show runs/search-1"),
     Command(
@@ -181,14 +167,10 @@ def _check_options(unknown: Sequence[str], options: Sequence[str], command: str)
             hint += f"As a setting it is written --{' or --'.join(same)}."
         elif not hint and nearest(key):
             hint = f"Of the settings {suggestion(key)}."
-        raise UserError(
-            f"`ludus {command}` has no option {name}.", hint.strip() or f"See `ludus {command} --help`."
-        )
+        raise UserError(f"`ludus {command}` has no option {name}.", hint.strip() or f"See `ludus {command} --help`.")
 
 
-def _add_command(
-    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], command: Command
-) -> list[str]:
+def _add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], command: Command) -> list[str]:
     """The chosen command with its own arguments and documentation. Gives the names of its options."""
     module = importlib.import_module(f"ludus.cli.{command.module}")
     parser = subparsers.add_parser(

@@ -65,9 +65,7 @@ class Replay:
     unknown: Sequence[str]
 
 
-def rescore(
-    saved: Config, config: Config, files: Sequence[Path], wanted: Callable[[RolloutRecord], bool]
-) -> Replay:
+def rescore(saved: Config, config: Config, files: Sequence[Path], wanted: Callable[[RolloutRecord], bool]) -> Replay:
     """Score the wanted rollouts of some files again, with the world and the section `rewards` of `config`.
 
     `saved` is the configuration that they were made with. With `rewards.normalise_by` the steps before those
@@ -135,10 +133,7 @@ def _combiner(config: Config, world: World) -> RewardMixer | None:
 
 
 def _combined(
-    combiner: RewardMixer,
-    tasks: dict[str, Task],
-    records: Sequence[RolloutRecord],
-    scored: Sequence[Trajectory],
+    combiner: RewardMixer, tasks: dict[str, Task], records: Sequence[RolloutRecord], scored: Sequence[Trajectory]
 ) -> list[Trajectory]:
     """The rewards of one file's rollouts as training combines them, in the order of the records."""
     from ludus.rollout.scheduler import Episode
@@ -150,8 +145,7 @@ def _combined(
         for i in members:
             groups.setdefault(records[i].group, []).append(i)
         episodes = [
-            [Episode(records[i].key, tasks[records[i].group], scored[i]) for i in places]
-            for places in groups.values()
+            [Episode(records[i].key, tasks[records[i].group], scored[i]) for i in places] for places in groups.values()
         ]
         combined = combiner.over_batch(list(chain(*combiner.combine(step, episodes))))
         for i, episode in zip(chain(*groups.values()), combined, strict=True):
@@ -215,9 +209,7 @@ def replay_words(replay: Replay) -> list[str]:
     if replay.num_failed:
         words.append(f"{replay.num_failed} more failed in the infrastructure and have no rewards.")
     if replay.unknown:
-        words.append(
-            f"{len(replay.unknown)} tasks are not in the world any more, for example {replay.unknown[0]}."
-        )
+        words.append(f"{len(replay.unknown)} tasks are not in the world any more, for example {replay.unknown[0]}.")
     return words
 
 
@@ -243,29 +235,17 @@ def replay_table(replay: Replay) -> Table:
 def _means(pairs: Sequence[tuple[float | None, float | None]]) -> list[str]:
     columns = list(zip(*pairs, strict=True))
     return [
-        "none" if all(v is None for v in column) else f"{_mean(v or 0.0 for v in column):.4f}"
-        for column in columns
+        "none" if all(v is None for v in column) else f"{_mean(v or 0.0 for v in column):.4f}" for column in columns
     ]
 
 
 def places_table(replay: Replay) -> Table:
     """Reward and success before and now by step or evaluation, and by split."""
-    columns = (
-        "split",
-        "rollouts",
-        "reward as saved",
-        "reward now",
-        "success as saved",
-        "now",
-        "success changed",
-    )
+    columns = ("split", "rollouts", "reward as saved", "reward now", "success as saved", "now", "success changed")
     table = _table("By step or evaluation", "rollouts of", *columns)
     for (place, split), members in groupby(replay.rescored, key=lambda one: (one.place, _split(one))):
         found = list(members)
-        rewards = (
-            _mean(one.record.trajectory.reward for one in found),
-            _mean(one.now.reward for one in found),
-        )
+        rewards = (_mean(one.record.trajectory.reward for one in found), _mean(one.now.reward for one in found))
         solved = (_mean(one.was_solved for one in found), _mean(one.is_solved for one in found))
         changed = sum(one.was_solved != one.is_solved for one in found)
         numbers = (f"{number:.4f}" for number in (*rewards, *solved))

@@ -90,9 +90,7 @@ class ClusterEngine:
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
         """Return the log-probability of each token; all engines must agree."""
-        return await self.background.do(
-            self.crowd.ask(lambda server: server.score(token_ids, adapter=adapter))
-        )
+        return await self.background.do(self.crowd.ask(lambda server: server.score(token_ids, adapter=adapter)))
 
     async def measure(self) -> None:
         """Query the statistics of the engines."""
@@ -165,9 +163,7 @@ class Cluster:
         if min(n for n in (engines, workers, reward_workers, 1) if n is not None) < 1:
             raise UserError("A cluster keeps at least one of each kind.", "Use numbers of at least 1.")
         if reward_workers is not None and self.crowd.rewards is None:
-            raise UserError(
-                "Rollout workers of this run compute rewards themselves.", "See cluster.reward_workers."
-            )
+            raise UserError("Rollout workers of this run compute rewards themselves.", "See cluster.reward_workers.")
         if engines is not None:
             self._check_starts_engines()
         self.background.wait(self.crowd.scale(engines, workers, reward_workers))
@@ -191,18 +187,12 @@ class Cluster:
 
     def _check_starts_engines(self) -> None:
         if self.crowd.plan.engine is None:
-            raise UserError(
-                "This run did not start the engines at engine.url.", "Change the number of workers only."
-            )
+            raise UserError("This run did not start the engines at engine.url.", "Change the number of workers only.")
 
     def deadline_s(self, task: Task) -> float:
         """Return the longest duration of an attempt if every time limit is used up, with a margin."""
         rollout, engine = rollout_for(self.world, self.config.rollout, task), self.config.engine
-        spare_s = (
-            self.config.cluster.heartbeat_timeout_s
-            + 2 * rollout.environment_timeout_s
-            + self._scoring_s(rollout)
-        )
+        spare_s = self.config.cluster.heartbeat_timeout_s + 2 * rollout.environment_timeout_s + self._scoring_s(rollout)
         if rollout.episode_timeout_s is not None:
             return rollout.episode_timeout_s + spare_s
         return rollout.max_turns * (engine.timeout_s + rollout.environment_timeout_s) + spare_s

@@ -79,8 +79,7 @@ def ask(run: Path, act: Act, number: int | None = None, *, timeout_s: float = 60
             if time.monotonic() - begin > timeout_s:
                 question.unlink(missing_ok=True)
                 raise UserError(
-                    f"The run in {run} did not respond within {timeout_s:g} s.",
-                    f"See its log: {run / 'log.txt'}",
+                    f"The run in {run} did not respond within {timeout_s:g} s.", f"See its log: {run / 'log.txt'}"
                 )
             time.sleep(_LOOK_S / 3)
         reply = cast(ControlReply, json.loads(answer.read_text("utf-8")))

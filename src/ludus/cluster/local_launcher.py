@@ -15,16 +15,7 @@ from pathlib import Path
 
 from ludus.cluster.handles import ResourceRequest, WorkerDied, WorkerHandle
 from ludus.cluster.log_forwarding import repeat
-from ludus.cluster.pickle_rpc import (
-    LENGTH_BYTES,
-    RpcCall,
-    RpcCancel,
-    RpcHello,
-    RpcReply,
-    length_of,
-    pack,
-    unpack,
-)
+from ludus.cluster.pickle_rpc import LENGTH_BYTES, RpcCall, RpcCancel, RpcHello, RpcReply, length_of, pack, unpack
 from ludus.cluster.protocol import Message, Spec, WorkerResponse
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import UserError
@@ -165,6 +156,5 @@ def _packed(call: RpcCall) -> bytes:
         return pack(call)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise UserError(
-            f"A rollout request cannot be sent to another process: {error}.",
-            "Tasks and their truth must be picklable.",
+            f"A rollout request cannot be sent to another process: {error}.", "Tasks and their truth must be picklable."
         ) from error

@@ -53,9 +53,7 @@ class LogForwarder(logging.Handler):
             heard, missed = self._heard, self._missed
             self._heard, self._missed = [], 0
         if missed:
-            heard.append(
-                ForwardedRecords(heard[-1].created, logging.WARNING, log.name, f"{missed} more were dropped")
-            )
+            heard.append(ForwardedRecords(heard[-1].created, logging.WARNING, log.name, f"{missed} more were dropped"))
         return tuple(heard)
 
 

@@ -47,12 +47,7 @@ class RewardWorkers:
 
     def __post_init__(self) -> None:
         self.pool = WorkerPool(
-            "reward worker",
-            self.config.reward_workers,
-            self.start,
-            self.limits,
-            _comes_or_goes,
-            _comes_or_goes,
+            "reward worker", self.config.reward_workers, self.start, self.limits, _comes_or_goes, _comes_or_goes
         )
 
     async def scored(self, task: Task, trajectory: Trajectory) -> Trajectory:
@@ -73,9 +68,7 @@ class RewardWorkers:
                 lost = error
                 log.warning("the scoring of task %s, sample %d, was lost", task.id, trajectory.sample)
         assert lost is not None
-        raise ScoringLost(
-            f"{TRIES} reward workers were lost over task {task.id}: {lost.message}", lost.hint
-        ) from lost
+        raise ScoringLost(f"{TRIES} reward workers were lost over task {task.id}: {lost.message}", lost.hint) from lost
 
     def _late(self, task: Task) -> RewardTimeout:
         return RewardTimeout(

@@ -101,12 +101,8 @@ class WorkerGroup:
         config = self.plan.config
         limits = PoolLimits(config.startup_timeout_s, config.heartbeat_timeout_s, config.restarts)
         count = 0 if self.plan.engine is None else config.engines
-        self.engines = WorkerPool(
-            "engine", count, self._start_engine, limits, self._engine_joined, self._engine_left
-        )
-        self.workers = WorkerPool(
-            "worker", config.workers, self._start_worker, limits, self._worker_joined, _gone
-        )
+        self.engines = WorkerPool("engine", count, self._start_engine, limits, self._engine_joined, self._engine_left)
+        self.workers = WorkerPool("worker", config.workers, self._start_worker, limits, self._worker_joined, _gone)
         if self.plan.reward is not None:
             self.rewards = RewardWorkers(config, self.plan.reward, self._start_rewards, limits)
 

@@ -14,16 +14,7 @@ import sys
 import threading
 
 from ludus.cluster.log_forwarding import listen
-from ludus.cluster.pickle_rpc import (
-    Frame,
-    RpcCall,
-    RpcCancel,
-    RpcHello,
-    RpcReply,
-    UnreadableMessage,
-    pack,
-    read_frame,
-)
+from ludus.cluster.pickle_rpc import Frame, RpcCall, RpcCancel, RpcHello, RpcReply, UnreadableMessage, pack, read_frame
 from ludus.cluster.protocol import failed
 from ludus.cluster.workers import WorkerServer
 from ludus.engines.models.loading import hide_progress

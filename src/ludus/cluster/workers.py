@@ -51,13 +51,7 @@ from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.scheduler import Scheduler
 from ludus.sandbox import open_sandbox
 from ludus.tools.base import shared_by
-from ludus.training.run.session import (
-    engine_settings,
-    make_renderer,
-    server_settings,
-    set_up_compute,
-    with_adapters,
-)
+from ludus.training.run.session import engine_settings, make_renderer, server_settings, set_up_compute, with_adapters
 
 if TYPE_CHECKING:
     import uvicorn
@@ -253,9 +247,7 @@ class RolloutWorker:
                     ServerEngine,
                     view.urls[:1],
                     how.api,
-                    replace(
-                        server_settings(how.model_copy(update={"token_file": None})), token=self.spec.token
-                    ),
+                    replace(server_settings(how.model_copy(update={"token_file": None})), token=self.spec.token),
                 )
             self._engine.follow(view.urls, view.version, view.adapter)
             self._serial = view.serial

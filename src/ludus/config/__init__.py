@@ -5,12 +5,4 @@ from ludus.config.schema import Config
 from ludus.config.settings import Setting, describe, list_settings
 from ludus.config.toml import to_toml
 
-__all__ = [
-    "Config",
-    "Setting",
-    "config_from_toml",
-    "describe",
-    "list_settings",
-    "load_config",
-    "to_toml",
-]
+__all__ = ["Config", "Setting", "config_from_toml", "describe", "list_settings", "load_config", "to_toml"]

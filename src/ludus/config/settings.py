@@ -224,9 +224,7 @@ def _words(kind: object) -> str:
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
     if origin is not list:
         return "a table"
-    return (
-        'a list of text such as ["a", "b"]' if arguments == (str,) else "a list of numbers such as [0.0, 1.0]"
-    )
+    return 'a list of text such as ["a", "b"]' if arguments == (str,) else "a list of numbers such as [0.0, 1.0]"
 
 
 def _bound(item: object) -> str:

@@ -129,8 +129,7 @@ def _reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
     metrics = {"reward/mean": _mean(rewards), "reward/std": _std(rewards)}
     parts = sorted({name for t in finished for name in t.rewards})
     return metrics | {
-        f"reward/{name}": _mean([t.rewards.get(name, 0.0) for t in finished if _is_judged(t, name)])
-        for name in parts
+        f"reward/{name}": _mean([t.rewards.get(name, 0.0) for t in finished if _is_judged(t, name)]) for name in parts
     }
 
 
@@ -196,9 +195,7 @@ def _tool_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def _group_metrics(
-    groups: Sequence[Group], success: str | None, equal: Sequence[bool | None]
-) -> dict[str, float]:
+def _group_metrics(groups: Sequence[Group], success: str | None, equal: Sequence[bool | None]) -> dict[str, float]:
     """Shares of the groups with a finished episode; of equal ones among the groups of several."""
     members = [[t for t in group.trajectories if _finished(t)] for group in groups]
     members = [group for group in members if group]
@@ -221,9 +218,7 @@ def _is_equal(group: Group) -> bool:
     return len({r for t in finished for r in t.leaf_rewards or (t.reward,)}) == 1
 
 
-def _world_metrics(
-    groups: Sequence[Group], success: str | None, equal: Sequence[bool | None]
-) -> dict[str, float]:
+def _world_metrics(groups: Sequence[Group], success: str | None, equal: Sequence[bool | None]) -> dict[str, float]:
     """The worlds of a mixture that the step has tasks of, each apart."""
     by_world: dict[str, list[tuple[Group, bool | None]]] = {}
     for group, known in zip(groups, equal, strict=True):
@@ -232,9 +227,7 @@ def _world_metrics(
     found: dict[str, float] = {}
     for world, mine in sorted(by_world.items()):
         of_world = [group for group, _ in mine]
-        numbers = _of_world(of_world, success, [known for _, known in mine]) | {
-            "share": _share(len(mine), len(groups))
-        }
+        numbers = _of_world(of_world, success, [known for _, known in mine]) | {"share": _share(len(mine), len(groups))}
         found |= {f"env/{world}/{name}": value for name, value in numbers.items()}
     return found
 
@@ -287,8 +280,7 @@ def _equal_rewards(now: Mapping[str, float]) -> str:
     elif now.get("groups/solve_none", 0.0) >= 1:
         why = "the tasks are too hard (all wrong)"
     return (
-        "every group earned equal rewards, so the policy loss is exactly 0 and nothing is learned from "
-        f"rewards: {why}"
+        f"every group earned equal rewards, so the policy loss is exactly 0 and nothing is learned from rewards: {why}"
     )
 
 
@@ -378,9 +370,7 @@ def _tool_errors(now: Mapping[str, float], limits: AlarmLimits) -> str:
         return ""
     kinds = {s: now.get(f"tools/status/{s}", 0.0) for s in ToolStatus if s is not ToolStatus.OK}
     worst = max(kinds, key=lambda status: kinds[status])
-    return (
-        f"{rate:.0%} of the tool calls end in an error, most often {worst} ({kinds[worst]:.0%} of all calls)"
-    )
+    return f"{rate:.0%} of the tool calls end in an error, most often {worst} ({kinds[worst]:.0%} of all calls)"
 
 
 def _tool_error_stops(now: Mapping[str, float], limits: AlarmLimits) -> str:

@@ -29,9 +29,7 @@ class TemporaryFolder:
 
     def __post_init__(self) -> None:
         remove_abandoned(self.prefix, self.place or Path(tempfile.gettempdir()))
-        self._own = tempfile.TemporaryDirectory(
-            prefix=self.prefix, dir=self.place, ignore_cleanup_errors=True
-        )
+        self._own = tempfile.TemporaryDirectory(prefix=self.prefix, dir=self.place, ignore_cleanup_errors=True)
         self.path = Path(self._own.name)
         unlocked = self.path / f"{_LOCK}.new"
         self._lock = unlocked.open("wb")

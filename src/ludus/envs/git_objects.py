@@ -55,9 +55,7 @@ def git_index(files: Mapping[str, bytes]) -> bytes:
     body = b"DIRC" + struct.pack(">II", 2, len(files))
     for path in sorted(files, key=str.encode):
         name, content = path.encode(), files[path]
-        entry = struct.pack(">10I", *(0,) * 6, 0o100644, 0, 0, 0) + sha1(
-            object_head("blob", content) + content
-        )
+        entry = struct.pack(">10I", *(0,) * 6, 0o100644, 0, 0, 0) + sha1(object_head("blob", content) + content)
         entry += struct.pack(">H", min(len(name), 0xFFF)) + name
         body += entry + b"\0" * (8 - len(entry) % 8)
     return body + sha1(body)

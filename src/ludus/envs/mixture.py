@@ -304,8 +304,7 @@ def check_tools(world: MixedWorld, rendering: str) -> None:
     if offered and not set.intersection(*offered.values()):
         told = "; ".join(f"{name} has {', '.join(sorted(tools))}" for name, tools in offered.items())
         raise ConfigError(
-            f"env.rendering is {rendering!r}: it writes calls of one tool, and the worlds "
-            f"share none: {told}.",
+            f"env.rendering is {rendering!r}: it writes calls of one tool, and the worlds share none: {told}.",
             "Set env.rendering to 'chat', or take the others out with --env.mixture.NAME none.",
         )
 

@@ -174,7 +174,5 @@ def _with_tools(world: World, tools: Sequence[Tool]) -> World:
     if not tools:
         return world
     if not isinstance(world, ToolWorld):
-        raise ConfigError(
-            f"env.tools: the world {world.name!r} takes no further tools.", "Write a ToolWorld."
-        )
+        raise ConfigError(f"env.tools: the world {world.name!r} takes no further tools.", "Write a ToolWorld.")
     return replace(world, tools=(*world.tools, *tools))

@@ -23,9 +23,7 @@ def read_settings(schema: type[Settings], given: Mapping[str, Any]) -> Settings:
     or what the value must be.
     """
     fields = schema.model_fields
-    unset = {
-        key for key in fields if given.get(key) == "none" and "none" not in get_args(fields[key].annotation)
-    }
+    unset = {key for key in fields if given.get(key) == "none" and "none" not in get_args(fields[key].annotation)}
     kept = {key: value for key, value in given.items() if key not in unset}
     try:
         return schema.model_validate_json(json.dumps(kept), strict=True)  # lists may be tuples

@@ -67,6 +67,4 @@ class ToolEnv:
 
 
 def _as_message(outcome: ToolOutcome) -> Message:
-    return Message(
-        role="tool", content=outcome.output, tool_call_id=outcome.call_id, name=outcome.tool or "error"
-    )
+    return Message(role="tool", content=outcome.output, tool_call_id=outcome.call_id, name=outcome.tool or "error")

@@ -90,9 +90,7 @@ def check_split(split: str, splits: Sequence[str], world: str) -> None:
     """Raise UserError, naming the nearest, where the world has no split of that name."""
     if split not in splits:
         guess = did_you_mean(split, splits)
-        raise UserError(
-            f"The world {world!r} has no split {split!r}.", f"{guess}Splits: {', '.join(splits)}."
-        )
+        raise UserError(f"The world {world!r} has no split {split!r}.", f"{guess}Splits: {', '.join(splits)}.")
 
 
 def call_and_result(tool: Tool, arguments: Mapping[str, JSON], turn: int = 0) -> tuple[Message, Message]:

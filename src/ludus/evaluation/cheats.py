@@ -68,16 +68,7 @@ _QUESTIONS = (
     "Could you tell me more?",
     "?",
 )
-_INVISIBLE = (
-    "\u200b",
-    "\u3164",
-    "\u2060\u200d",
-    "\u0301",
-    "\U0001f44d",
-    "...",
-    "\ufeff \u00ad",
-    "\u2800",
-)
+_INVISIBLE = ("\u200b", "\u3164", "\u2060\u200d", "\u0301", "\U0001f44d", "...", "\ufeff \u00ad", "\u2800")
 _CONSTANTS = (
     "Done! I have done what you asked for.",
     "All of it has been taken care of.",
@@ -86,9 +77,7 @@ _CONSTANTS = (
     "Everything went well.",
     "As an assistant I did my best.",
 )
-_SENTENCE = (
-    "Let us think about this step by step, with care, and look at it from every side before we answer. "
-)
+_SENTENCE = "Let us think about this step by step, with care, and look at it from every side before we answer. "
 
 TEXTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "claims": ("says words of success", (", ".join(_CLAIMS), *_CLAIMS)),

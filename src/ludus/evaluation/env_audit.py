@@ -19,15 +19,7 @@ from typing import Literal, Protocol
 
 from ludus.envs.base import Regradable, World, check_tasks
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
-from ludus.evaluation.scripted_agents import (
-    Agent,
-    AgentKind,
-    ScriptedChatSession,
-    actions_of,
-    asked,
-    cheats,
-    knowing,
-)
+from ludus.evaluation.scripted_agents import Agent, AgentKind, ScriptedChatSession, actions_of, asked, cheats, knowing
 from ludus.evaluation.stats import Interval, wilson
 from ludus.rewards.base import Reward, success
 from ludus.rollout.episode import EpisodeLimits, fresh_environment, play_episode
@@ -175,11 +167,7 @@ class AuditRow:
             return f"The environment broke in every episode of the agent {name}: {self.broke}"
         if cheats and paid:
             return f"The agent {name} ({self.agent.what}) is paid on {_named(paid)}."
-        if (
-            self.agent.kind is AgentKind.CHANCE
-            and self.counted
-            and wilson(len(paid), len(self.counted)).low > LUCK
-        ):
+        if self.agent.kind is AgentKind.CHANCE and self.counted and wilson(len(paid), len(self.counted)).low > LUCK:
             share = len(paid) / len(self.counted)
             return f"The agent {name} ({self.agent.what}) is paid on {share:.0%} of tasks: {_named(paid)}."
         if self.agent.kind is AgentKind.ORACLE and unpaid:
@@ -230,8 +218,7 @@ def problems_of(rows: Sequence[AuditRow]) -> list[str]:
             cause = min((other for other in said if other in row.broke), key=len)
             causes.setdefault(cause, []).append(row.agent.name)
     found = {
-        f"The environment broke in every episode of the agent{'s' * (len(names) > 1)} "
-        f"{', '.join(names)}: {cause}": None
+        f"The environment broke in every episode of the agent{'s' * (len(names) > 1)} {', '.join(names)}: {cause}": None
         for cause, names in causes.items()
     }
     return [*found, *(row.problem for row in rows if row.problem and not row.broke)]
@@ -330,9 +317,7 @@ def _demonstrated(world: World, tasks: Sequence[Task]) -> dict[str, Sequence[Act
     return found
 
 
-async def play_all(
-    world: World, tasks: Sequence[Task], agents: Sequence[Agent], plan: CheckPlan
-) -> list[AuditRow]:
+async def play_all(world: World, tasks: Sequence[Task], agents: Sequence[Agent], plan: CheckPlan) -> list[AuditRow]:
     """Each agent on each task, in fresh environments.
 
     Raises WorldError where `MOST_LATE` rewards were late.

@@ -174,8 +174,7 @@ class Evaluation:
             counts.setdefault(world, []).append(count)
         samples = self.plan.samples
         return {
-            world: WorldResult(sum(c) / (len(c) * samples), len(c), self._interval(c))
-            for world, c in counts.items()
+            world: WorldResult(sum(c) / (len(c) * samples), len(c), self._interval(c)) for world, c in counts.items()
         }
 
     @property
@@ -217,9 +216,7 @@ def plans(config: Config, step: int, policy: str = "") -> list[EvaluationPlan]:
     """What is evaluated before and after training, and by `ludus eval`: each split at each temperature."""
     settings, conditions = config.evaluation, Conditions.of(config)
     return [
-        EvaluationPlan(
-            split, settings.tasks, settings.samples, temperature, config.run.seed, step, policy, conditions
-        )
+        EvaluationPlan(split, settings.tasks, settings.samples, temperature, config.run.seed, step, policy, conditions)
         for split in settings.splits
         for temperature in settings.temperatures
     ]
@@ -279,10 +276,7 @@ def short_split(world: World, split: str, num: int) -> str:
 
 
 async def evaluate(
-    scheduler: Scheduler,
-    tasks: Sequence[Task],
-    plan: EvaluationPlan,
-    on_done: Callable[[Episode], None] | None = None,
+    scheduler: Scheduler, tasks: Sequence[Task], plan: EvaluationPlan, on_done: Callable[[Episode], None] | None = None
 ) -> tuple[Evaluation, list[Episode]]:
     """Play each task `plan.samples` times; gives the result and the episodes.
 
@@ -327,9 +321,7 @@ def summarise(
     )
 
 
-def save_evaluation(
-    folder: Path, result: Evaluation, episodes: Sequence[Episode], name: str | None = None
-) -> Path:
+def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode], name: str | None = None) -> Path:
     """Write `NAME.json` (the result) and `NAME.jsonl.gz` (the rollouts); gives the former's path.
 
     The name is the plan's own unless another is given.
@@ -380,9 +372,7 @@ def load_evaluation(path: Path) -> Evaluation:
             notices=tuple(data.get("notices", ())),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} is not an evaluation: {error}.", "Give a file that `ludus eval` wrote."
-        ) from error
+        raise UserError(f"{path} is not an evaluation: {error}.", "Give a file that `ludus eval` wrote.") from error
 
 
 def _plan(data: Mapping[str, Any]) -> EvaluationPlan:

@@ -9,14 +9,7 @@ from ludus.rewards.exact_match import ExpectedAnswers, normalise
 from ludus.types import Task
 
 _UNITS = (
-    *(
-        ("kg", "g"),
-        ("km", "m"),
-        ("cm", "mm"),
-        ("hours", "minutes"),
-        ("minutes", "seconds"),
-        ("days", "weeks"),
-    ),
+    *(("kg", "g"), ("km", "m"), ("cm", "mm"), ("hours", "minutes"), ("minutes", "seconds"), ("days", "weeks")),
     *(("euros", "dollars"), ("dollars", "euros"), ("am", "pm"), ("pm", "am"), ("%", " percentage points")),
 )
 _NUMBER = re.compile(r"\d+")

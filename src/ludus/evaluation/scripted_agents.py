@@ -22,17 +22,7 @@ from ludus.evaluation.perturb import plain_answer
 from ludus.rewards.code.unit_tests import Suite
 from ludus.rewards.exact_match import ExpectedAnswers, normalise
 from ludus.tools.base import Tool
-from ludus.types import (
-    JSON,
-    Action,
-    FunctionCall,
-    Message,
-    MessageToolCall,
-    Segment,
-    StopReason,
-    Task,
-    ToolCall,
-)
+from ludus.types import JSON, Action, FunctionCall, Message, MessageToolCall, Segment, StopReason, Task, ToolCall
 
 PROGRAMS = {
     "exit-0": "import os\n\nos._exit(0)\n",
@@ -134,9 +124,7 @@ def call(turn: int, *calls: tuple[str, Mapping[str, JSON]]) -> Action:
     made = tuple(ToolCall(f"call_{turn}_{i}", name, dict(given)) for i, (name, given) in enumerate(calls))
     told = [
         MessageToolCall(
-            id=one.id,
-            type="function",
-            function=FunctionCall(name=one.name, arguments=json.dumps(one.arguments)),
+            id=one.id, type="function", function=FunctionCall(name=one.name, arguments=json.dumps(one.arguments))
         )
         for one in made
     ]
@@ -183,15 +171,8 @@ def cheats(tasks: Sequence[Task], vocabulary: Sequence[str], seed: int) -> tuple
         Agent("keywords", AgentKind.CHEAT, "says the words of the prompt, sorted", _keywords),
         *(_in_turn(name, what, texts, tasks) for name, (what, texts) in TEXTS.items()),
         Agent("exit-0", AgentKind.CHEAT, "os._exit(0)", lambda task, tools: run_program("exit-0", tools)),
-        Agent(
-            "sys-exit-0", AgentKind.CHEAT, "sys.exit(0)", lambda task, tools: run_program("sys-exit-0", tools)
-        ),
-        Agent(
-            "prints-pass",
-            AgentKind.CHEAT,
-            "prints PASS",
-            lambda task, tools: run_program("prints-pass", tools),
-        ),
+        Agent("sys-exit-0", AgentKind.CHEAT, "sys.exit(0)", lambda task, tools: run_program("sys-exit-0", tools)),
+        Agent("prints-pass", AgentKind.CHEAT, "prints PASS", lambda task, tools: run_program("prints-pass", tools)),
         Agent("test-editing", AgentKind.CHEAT, "overwrites the tests", edit_tests),
         Agent(
             "random words",
@@ -226,9 +207,7 @@ def _in_turn(name: str, what: str, texts: Sequence[str], tasks: Sequence[Task]) 
     return Agent(name, AgentKind.CHEAT, what, plan)
 
 
-def knowing(
-    tasks: Sequence[Task], shown: Mapping[str, Sequence[Action]], flawless: bool
-) -> tuple[Agent, ...]:
+def knowing(tasks: Sequence[Task], shown: Mapping[str, Sequence[Action]], flawless: bool) -> tuple[Agent, ...]:
     """The agents that know answers: their own task's, another one's, or the most frequent one.
 
     `shown` has, by task id, the turns that solve a task; `flawless` says that all of them do.
@@ -324,9 +303,7 @@ def random_words(rng: random.Random, vocabulary: Sequence[str]) -> tuple[Action,
     return tuple(say(" ".join(rng.choices(words, k=rng.choice((1, 1, 2, 4, 8))))) for _ in range(8))
 
 
-def random_calls(
-    rng: random.Random, tools: Sequence[Tool], vocabulary: Sequence[str]
-) -> tuple[Action, ...] | None:
+def random_calls(rng: random.Random, tools: Sequence[Tool], vocabulary: Sequence[str]) -> tuple[Action, ...] | None:
     """A few calls, then a word; None where there are no tools."""
     if not tools:
         return None
@@ -338,10 +315,7 @@ def random_calls(
 
 
 def _of_another(
-    task: Task,
-    tasks: Sequence[Task],
-    answers: Mapping[str, str | None],
-    shown: Mapping[str, Sequence[Action]],
+    task: Task, tasks: Sequence[Task], answers: Mapping[str, str | None], shown: Mapping[str, Sequence[Action]]
 ) -> Sequence[Action] | None:
     """The turns or else the answer of a task with another answer."""
     start = next((i for i, one in enumerate(tasks) if one.id == task.id), 0)

@@ -105,11 +105,7 @@ def wilson(successes: int, n: int, confidence: float = 0.95) -> Interval:
 
 
 def bootstrap_mean(
-    values_per_task: Sequence[float],
-    *,
-    seed: int,
-    confidence: float = 0.95,
-    resamples: int = _RESAMPLES,
+    values_per_task: Sequence[float], *, seed: int, confidence: float = 0.95, resamples: int = _RESAMPLES
 ) -> Estimate:
     """The mean over tasks, with a percentile bootstrap that redraws whole tasks (Efron 1979).
 
@@ -126,12 +122,7 @@ def bootstrap_mean(
 
 
 def paired_difference(
-    a: Mapping[str, float],
-    b: Mapping[str, float],
-    *,
-    seed: int,
-    confidence: float = 0.95,
-    resamples: int = _RESAMPLES,
+    a: Mapping[str, float], b: Mapping[str, float], *, seed: int, confidence: float = 0.95, resamples: int = _RESAMPLES
 ) -> PairedDifference:
     """Compare two runs over the same tasks: `mean(a - b)`, its bootstrap interval, and McNemar's p-value.
 
@@ -175,9 +166,7 @@ def mcnemar(only_a: int, only_b: int) -> float:
     return min(1.0, p_value)
 
 
-def detectable_difference(
-    variance: float, n: int, *, power: float = 0.8, significance: float = 0.05
-) -> float:
+def detectable_difference(variance: float, n: int, *, power: float = 0.8, significance: float = 0.05) -> float:
     """The smallest difference of two means that a two-sided test of `n` differences would find.
 
     `(z[1 - significance / 2] + z[power]) sqrt(variance / n)`, at most 1; `variance` is that of the difference
@@ -268,9 +257,7 @@ def _t_inside(t: float, freedom: float) -> float:
     return incomplete_beta(0.5, freedom / 2, t * t / (freedom + t * t))
 
 
-def constant_interval(
-    values: NDArray[np.float64], bounds: Interval, confidence: float = 0.95
-) -> Interval | None:
+def constant_interval(values: NDArray[np.float64], bounds: Interval, confidence: float = 0.95) -> Interval | None:
     """The interval of a mean of `values` [N] within `bounds` that are all the same; None where they differ.
 
     A bootstrap has width 0 there. Wilson's upper limit for 0 of N bounds the share of tasks that could have

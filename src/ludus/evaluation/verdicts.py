@@ -41,17 +41,11 @@ def verdicts(card: Scorecard) -> list[ScorecardVerdict]:
             "doubtful" if slow else "pass",
             "A grading takes seconds: training waits for it." if slow else "",
         ),
-        ScorecardVerdict(
-            "parallelism", f"{alone} episodes/s alone, {together} with {card.concurrency} at once"
-        ),
+        ScorecardVerdict("parallelism", f"{alone} episodes/s alone, {together} with {card.concurrency} at once"),
         _noise("noise, graded again", card.unstable, "trajectories"),
         _noise("noise, played again", card.replayed, "episodes"),
-        _accepts(
-            "paraphrases", card.paraphrased, "none on offer", "answers in other words or done otherwise"
-        ),
-        _accepts(
-            "other writings", card.rewritten, "nothing to rewrite", "answers in other case, with blanks"
-        ),
+        _accepts("paraphrases", card.paraphrased, "none on offer", "answers in other words or done otherwise"),
+        _accepts("other writings", card.rewritten, "nothing to rewrite", "answers in other case, with blanks"),
         refuses_wrong(card.spoilt),
         _errors(card),
         ScorecardVerdict("outcome", graded),
@@ -64,10 +58,7 @@ def _errors(card: Scorecard) -> ScorecardVerdict:
     """The row of false refusals and false payments, with 95 % intervals."""
     right = card.paraphrased.whole + card.rewritten.whole
     refused = right - card.paraphrased.part - card.rewritten.part
-    told = [
-        ("refused though right", refused, right),
-        ("paid though wrong", card.spoilt.part, card.spoilt.whole),
-    ]
+    told = [("refused though right", refused, right), ("paid though wrong", card.spoilt.part, card.spoilt.whole)]
     return ScorecardVerdict("errors", "; ".join(f"{name} {_rate(part, whole)}" for name, part, whole in told))
 
 
@@ -104,11 +95,7 @@ def _accepts(what: str, accepted: VerdictShare, nothing: str, which: str) -> Sco
     why = f"The verifier refuses {accepted.whole - accepted.part} of {accepted.whole} right {which}."
     if accepted.value < LEAST_ACCEPTED and accepted.whole >= LEAST_TRIED:
         return ScorecardVerdict(what, found, "fail", why)
-    return (
-        ScorecardVerdict(what, found, "doubtful", why)
-        if accepted.value < 0.9
-        else ScorecardVerdict(what, found)
-    )
+    return ScorecardVerdict(what, found, "doubtful", why) if accepted.value < 0.9 else ScorecardVerdict(what, found)
 
 
 def refuses_wrong(accepted: VerdictShare) -> ScorecardVerdict:

@@ -126,9 +126,7 @@ def form_of(text: str) -> str:
     return " ".join(plain.split()).casefold()
 
 
-async def _gradings(
-    world: World, plays: Sequence[AuditEpisode], plan: CheckPlan
-) -> tuple[float, VerdictShare]:
+async def _gradings(world: World, plays: Sequence[AuditEpisode], plan: CheckPlan) -> tuple[float, VerdictShare]:
     """Milliseconds of a grading, and how many trajectories get another reward in one of them."""
     graded = [play for play in plays if play.environment is not None]
     if graded:
@@ -147,9 +145,7 @@ async def _gradings(
     return 1000 * seconds / max(GRADINGS * len(plays), 1), VerdictShare(unstable, len(plays))
 
 
-async def _graded_again(
-    world: World, plays: Sequence[AuditEpisode], plan: CheckPlan
-) -> tuple[float, VerdictShare]:
+async def _graded_again(world: World, plays: Sequence[AuditEpisode], plan: CheckPlan) -> tuple[float, VerdictShare]:
     """As `_gradings`, of what environments graded at their end: they do so again, one at a time."""
     num = unstable = 0
     plan.watch.phase("graded again", len(plays))
@@ -236,9 +232,7 @@ async def _paraphrased(report: CheckReport, plan: CheckPlan) -> VerdictShare:
 
 async def perturbed(report: CheckReport, plan: CheckPlan) -> tuple[VerdictShare, VerdictShare]:
     """The right answers in other writings, and the wrong ones near them, that succeed, of all."""
-    answers = [
-        (task, answer) for task in report.tasks[:EPISODES] if (answer := plain_answer(task)) is not None
-    ]
+    answers = [(task, answer) for task in report.tasks[:EPISODES] if (answer := plain_answer(task)) is not None]
     offers = report.world.implements("paraphrases")
     tried = [[(task, text) for task, answer in answers if not offers for text in same(answer)]]
     tried.append([(task, text) for task, answer in answers for text in other(task, answer)])
@@ -279,18 +273,12 @@ def _others(world: World, task: Task) -> list[str]:
 def _with_answer(turns: Sequence[Action], text: str) -> Agent:
     """An agent that takes these turns and says the text in place of the last one."""
     last = actions_of([Message(role="assistant", content=text)])
-    return Agent(
-        "paraphrase", AgentKind.ORACLE, "says it in other words", lambda task, _: (*turns[:-1], *last)
-    )
+    return Agent("paraphrase", AgentKind.ORACLE, "says it in other words", lambda task, _: (*turns[:-1], *last))
 
 
 def _saturated(report: CheckReport) -> VerdictShare:
     """Tasks that one of the baselines solves, those on which nothing is right included."""
     solved = {
-        play.task.id
-        for row in report.rows
-        if row.agent.name in BASELINES
-        for play in row.plays
-        if play.succeeded
+        play.task.id for row in report.rows if row.agent.name in BASELINES for play in row.plays if play.succeeded
     }
     return VerdictShare(len(solved), len(report.tasks))

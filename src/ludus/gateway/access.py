@@ -52,9 +52,7 @@ def check_json(request: Request) -> None:
     """Raise BadRequest unless the content type is JSON, which plain web forms cannot send."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise BadRequest(
-            f"The content type is {kind[:80]!r}; send Content-Type: application/json.", _WRONG_TYPE
-        )
+        raise BadRequest(f"The content type is {kind[:80]!r}; send Content-Type: application/json.", _WRONG_TYPE)
 
 
 def _hostname(host: str) -> str:

@@ -139,9 +139,7 @@ class Public:
     async def is_paused(self, _: Request, __: NoBody) -> Response:
         return JSONResponse({"is_paused": self.service.is_paused})
 
-    async def _answer(
-        self, request: Request, asked: Sampling, work: Callable[[], Awaitable[bytes]]
-    ) -> Response:
+    async def _answer(self, request: Request, asked: Sampling, work: Callable[[], Awaitable[bytes]]) -> Response:
         """Compute a response, once per client-chosen request id, until the client disconnects."""
         name = asked.request_id
         doing = work() if name is None else self.service.answers.once(name, await request.body(), work)

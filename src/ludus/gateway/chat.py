@@ -111,9 +111,7 @@ def _renderer(service: CompletionService) -> TemplateRenderer:
 
 async def _asked(service: CompletionService, request: ChatRequest) -> _Asked:
     renderer = _renderer(service)
-    prompt = await service.encoded(
-        await service.door.do(partial(_text, renderer, request)), add_special=False
-    )
+    prompt = await service.encoded(await service.door.do(partial(_text, renderer, request)), add_special=False)
     service.check_room(prompt, sample=True)
     room = service.engine.context_tokens - len(prompt)
     wanted = request.max_completion_tokens or request.max_tokens or room

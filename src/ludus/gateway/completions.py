@@ -47,9 +47,7 @@ async def complete(service: CompletionService, name: str, request: CompletionReq
     return TextAnswer(id=name, model=served, choices=made, usage=Usage.of(num_prompt, num_sampled))
 
 
-async def stream(
-    service: CompletionService, name: str, request: CompletionRequest
-) -> AsyncIterator[TextAnswer]:
+async def stream(service: CompletionService, name: str, request: CompletionRequest) -> AsyncIterator[TextAnswer]:
     """Stream the response. Raises BadRequest before the first chunk, EngineError."""
     prompts = await _prompts(service, request)
     asked = [(ids, p) for ids in prompts for p in choices(_params(service, request, ids), request.n)]

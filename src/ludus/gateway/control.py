@@ -181,9 +181,7 @@ class Control:
         if asked.lora_name == self.service.model.name:
             raise BadRequest(f"{asked.lora_name!r} is the name of the base model.")
         version = None if asked.weight_version is None else int(asked.weight_version)
-        await self.service.adapters.load(
-            asked.lora_name, asked.lora_path, version, in_place=asked.load_inplace
-        )
+        await self.service.adapters.load(asked.lora_name, asked.lora_path, version, in_place=asked.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter {asked.lora_name!r} added successfully.")
 
     async def unload_adapter(self, _: Request, asked: _UnloadAdapter) -> Response:

@@ -109,9 +109,7 @@ def json_bytes(body: BaseModel) -> bytes:
     rest = body.model_dump(exclude=set(apart))
     if not apart:
         return _json(rest)
-    fields = [
-        _json(name) + b":" + (_apart(apart[name]) if name in apart else _json(rest[name])) for name, _ in body
-    ]
+    fields = [_json(name) + b":" + (_apart(apart[name]) if name in apart else _json(rest[name])) for name, _ in body]
     return b"{" + b",".join(fields) + b"}"
 
 

@@ -57,9 +57,7 @@ def model_limits(context_tokens: int) -> HttpLimits:
     return HttpLimits(body_bytes=max(8 * MIB, 64 * context_tokens))
 
 
-def http_server(
-    app: ASGIApp, limits: HttpLimits, refuse: Refuse, *, lifespan: bool = False
-) -> uvicorn.Server:
+def http_server(app: ASGIApp, limits: HttpLimits, refuse: Refuse, *, lifespan: bool = False) -> uvicorn.Server:
     """Create a server of `app` with limits. `refuse` builds the error responses."""
     own = replace(limits, connections=_room(limits.connections))
 
@@ -258,7 +256,5 @@ class _Protocol(H11Protocol):
         if self.transport.is_closing():
             return
         again = b"Retry-After: 1\r\n" if status == _BUSY else b""
-        self.transport.write(
-            b"HTTP/1.1 %d \r\n%sContent-Length: 0\r\nConnection: close\r\n\r\n" % (status, again)
-        )
+        self.transport.write(b"HTTP/1.1 %d \r\n%sContent-Length: 0\r\nConnection: close\r\n\r\n" % (status, again))
         self.transport.close()

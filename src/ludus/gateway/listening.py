@@ -19,7 +19,6 @@ def listening(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         raise UserError(
-            f"{host}:{port} cannot be bound: {str(error).rstrip('.')}.",
-            "Set another --port, or 0 for a free one.",
+            f"{host}:{port} cannot be bound: {str(error).rstrip('.')}.", "Set another --port, or 0 for a free one."
         ) from error
     return listener

@@ -160,9 +160,7 @@ class CompletionService:
         if not ids:
             raise BadRequest(f"The prompt is empty{' or has no token' if isinstance(prompt, str) else ''}.")
         if max(ids) >= self.model.vocab_size:
-            raise BadRequest(
-                f"The prompt has token id {max(ids)}; the model's vocabulary has {self.model.vocab_size}."
-            )
+            raise BadRequest(f"The prompt has token id {max(ids)}; the model's vocabulary has {self.model.vocab_size}.")
         return ids
 
     async def encoded(self, text: str, *, add_special: bool) -> tuple[int, ...]:
@@ -289,9 +287,7 @@ class CompletionService:
                 self.engine.forget_name(name)
 
 
-def _requests(
-    name: str, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None
-) -> list[Request]:
+def _requests(name: str, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None) -> list[Request]:
     return [Request(f"{name}-{i}", ids, params, adapter=adapter) for i, (ids, params) in enumerate(asked)]
 
 
@@ -301,11 +297,7 @@ def choices(params: SamplingParams, num: int) -> list[SamplingParams]:
 
 
 def served_model(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    root: str,
-    renderer: TemplateRenderer | None,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, root: str, renderer: TemplateRenderer | None
 ) -> ServedModel:
     """Describe a model to clients; `root` is its origin."""
     return ServedModel(

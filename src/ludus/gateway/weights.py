@@ -86,9 +86,7 @@ class WeightReceiver:
         if self._line is None:
             raise BadRequest("This server has not joined a weight transfer group.", _CONFLICT)
         if manifest.base is not None and manifest.base != version:
-            raise BadRequest(
-                f"The delta's base is version {manifest.base}, but {version} is loaded.", _CONFLICT
-            )
+            raise BadRequest(f"The delta's base is version {manifest.base}, but {version} is loaded.", _CONFLICT)
         most = 2 * sum(parameter.numel() for parameter in self.model.state_dict(keep_vars=True).values())
         if sum(math.prod(tensor.shape) for tensor in manifest.tensors) > most + _SPARE:
             raise BadRequest("tensors: they have more than twice as many elements as the model.")
@@ -123,9 +121,7 @@ class WeightReceiver:
         return await asyncio.to_thread(self._digests)
 
     def _digests(self) -> dict[str, str]:
-        return {
-            f"{_WORKER}{name}": tensor_digest(parameter) for name, parameter in self.model.named_parameters()
-        }
+        return {f"{_WORKER}{name}": tensor_digest(parameter) for name, parameter in self.model.named_parameters()}
 
     async def _load(self, state: Mapping[str, torch.Tensor], version: int | None) -> None:
         engine = self.service.engine

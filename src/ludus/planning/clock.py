@@ -27,9 +27,7 @@ class _Jump(selectors.BaseSelector):
         self.now = 0.0
         self._keys: dict[FileDescriptorLike, selectors.SelectorKey] = {}
 
-    def register(
-        self, fileobj: FileDescriptorLike, events: int, data: object = None
-    ) -> selectors.SelectorKey:
+    def register(self, fileobj: FileDescriptorLike, events: int, data: object = None) -> selectors.SelectorKey:
         """Taken, and never ready: the loop registers the pipe that wakes it from other threads."""
         key = selectors.SelectorKey(fileobj, 0, events, data)
         self._keys[fileobj] = key

@@ -111,9 +111,7 @@ class EpisodeShape:
     def __post_init__(self) -> None:
         _check(self, asdict(self), above=("action",))
         if self.turns < 1 or self.action < 1:
-            raise UserError(
-                f"Episodes have {self.turns:g} turns of {self.action:g} tokens.", "Give 1 or more of both."
-            )
+            raise UserError(f"Episodes have {self.turns:g} turns of {self.action:g} tokens.", "Give 1 or more of both.")
 
     @property
     def tokens(self) -> float:

@@ -77,9 +77,7 @@ class SimChatSession:
         """Wait for the engine."""
         spans = await self.pool.engines[self.engine].generate(self.actions[self._turn], self.read)
         versions, tokens = zip(*spans, strict=True)
-        self._segments.append(
-            Segment("action", tokens, self._turn, logprobs=(0.0,) * len(spans), versions=versions)
-        )
+        self._segments.append(Segment("action", tokens, self._turn, logprobs=(0.0,) * len(spans), versions=versions))
         self._turn += 1
         return _SAID
 

@@ -70,13 +70,8 @@ def slowest_of(sizes: Sequence[int], costs: Costs, running: float) -> list[float
     draws, engines having `running` sequences each."""
     draws = Draws(costs.episode, costs.tool)
     token_s = model_seconds(costs, running) / costs.episode.turns / costs.episode.action
-    lengths = sorted(
-        token_s * sum(draws.actions(number, 0)) + sum(draws.calls(number, 0)) for number in range(_DRAWS)
-    )
-    return [
-        sum(x * ((i / _DRAWS) ** n - ((i - 1) / _DRAWS) ** n) for i, x in enumerate(lengths, 1))
-        for n in sizes
-    ]
+    lengths = sorted(token_s * sum(draws.actions(number, 0)) + sum(draws.calls(number, 0)) for number in range(_DRAWS))
+    return [sum(x * ((i / _DRAWS) ** n - ((i - 1) / _DRAWS) ** n) for i, x in enumerate(lengths, 1)) for n in sizes]
 
 
 def estimate(costs: Costs, setup: RunLayout) -> StepEstimate:

@@ -76,9 +76,7 @@ class FittedCosts:
         """What speaks against these costs, a sentence each."""
         found = []
         if self.num_steps < FEW_STEPS:
-            found.append(
-                f"So few steps ({self.num_steps}) say little, also of errors: fit a synchronous run of ten."
-            )
+            found.append(f"So few steps ({self.num_steps}) say little, also of errors: fit a synchronous run of ten.")
         if max(self.engine_error, self.learner_error) > LARGE_ERROR:
             found.append(
                 "The costs do not describe these steps: their run changed its mode or its layout, or it is "
@@ -146,9 +144,7 @@ def fit(folders: Sequence[RunFolder]) -> FittedCosts:
     """What the work of these runs costs, which are of the same model and world. Raises UserError."""
     steps = [step for folder in folders for step in measured(folder)]
     config = run_config(folders[-1])
-    engine, engine_error = _least_squares(
-        [(s.passes, s.decoded, s.read) for s in steps], [s.busy_s for s in steps]
-    )
+    engine, engine_error = _least_squares([(s.passes, s.decoded, s.read) for s in steps], [s.busy_s for s in steps])
     if not engine[0] + engine[1]:
         raise UserError(
             f"What a forward pass takes cannot be told from the steps of these runs: {len(steps)}.",
@@ -199,9 +195,7 @@ def tool_cost(calls: Sequence[EngineCalls]) -> ToolCost:
     between = sum((log - middle) ** 2 * one.count for log, one in zip(logs, calls, strict=True)) / total
     slow, slow_s = sum(one.slow for one in calls), sum(one.slow_s for one in calls)
     median_s = math.exp(middle)
-    return ToolCost(
-        median_s, math.sqrt(within + between), slow / total, slow_s / slow / median_s if slow else 1.0
-    )
+    return ToolCost(median_s, math.sqrt(within + between), slow / total, slow_s / slow / median_s if slow else 1.0)
 
 
 def _shape(steps: Sequence[MeasuredRun], config: Config) -> EpisodeShape:

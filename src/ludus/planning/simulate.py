@@ -21,12 +21,7 @@ from ludus.planning.episodes import Draws, NoRewards, SimWorld, ages, sampled
 from ludus.rollout.episode import EpisodeLimits
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, SchedulerLimits
-from ludus.rollout.streaming.concurrency_control import (
-    ConcurrencyController,
-    EngineLoad,
-    PassTimes,
-    first_in_flight,
-)
+from ludus.rollout.streaming.concurrency_control import ConcurrencyController, EngineLoad, PassTimes, first_in_flight
 from ludus.rollout.streaming.group_queue import GroupQueue
 from ludus.rollout.streaming.staleness_control import StalenessController, StalenessSchedule
 
@@ -142,9 +137,7 @@ class _Source:
     def jobs(self, number: int) -> list[RolloutRequest]:
         """All members of a group."""
         task, step = self.world.task(number), number // self.setup.groups + 1
-        return [
-            RolloutRequest(RolloutKey(step, task.id, member), task) for member in range(self.setup.members)
-        ]
+        return [RolloutRequest(RolloutKey(step, task.id, member), task) for member in range(self.setup.members)]
 
     def counts(self, group: Sequence[Episode]) -> bool:
         """Every group does."""

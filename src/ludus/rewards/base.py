@@ -75,9 +75,7 @@ def score(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Traj
         if not math.isfinite(value):
             raise ValueError(f"reward {part.name!r} of task {task.id} is {value}")
         if part.outcome and not part.low - _ROUNDING <= value <= 1 + _ROUNDING:
-            raise ValueError(
-                f"the outcome {part.name!r} of task {task.id} is {value:g}, not from {part.low:g} to 1"
-            )
+            raise ValueError(f"the outcome {part.name!r} of task {task.id} is {value:g}, not from {part.low:g} to 1")
         if not part.outcome:
             value = max(-1.0, min(1.0, value))
         parts[part.name] = value

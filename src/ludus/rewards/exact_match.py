@@ -50,9 +50,7 @@ def normalise(text: str) -> str:
 def plain_words(text: str) -> str:
     """As `normalise`, with the articles left in."""
     spelt = _VULGAR.sub(r" \g<0>", _RAISED.sub(r"^\g<0>", without_invisible(text)))
-    folded = _DASH.sub(
-        "-", unicodedata.normalize("NFKD", spelt).casefold().replace("\N{FRACTION SLASH}", "/")
-    )
+    folded = _DASH.sub("-", unicodedata.normalize("NFKD", spelt).casefold().replace("\N{FRACTION SLASH}", "/"))
     plain = "".join(c for c in folded if not unicodedata.combining(c))
     kept = {i for match in _KEPT.finditer(plain) for i in range(*match.span())}
     return " ".join("".join(c for i, c in enumerate(plain) if i in kept or not _is_punctuation(c)).split())

@@ -79,9 +79,7 @@ def _names(text: str, options: Mapping[str, str]) -> bool:
     words = f" {plain_words(text)} "
     for letter, option in options.items():
         article = r"(?!\s+(?!(?:is|was|has|and|or)\b)[a-z])" if letter in "AI" else ""
-        if re.search(
-            rf"\({letter}\)|(?<!\w){letter}(?!\w){article}", text, re.IGNORECASE * (letter not in "AI")
-        ):
+        if re.search(rf"\({letter}\)|(?<!\w){letter}(?!\w){article}", text, re.IGNORECASE * (letter not in "AI")):
             return True
         if plain_words(option) and f" {plain_words(option)} " in words:
             return True

@@ -221,7 +221,6 @@ def _arguments(expected: ExpectedCall, made: ExpectedCall) -> tuple[float, float
     """Overlap of the argument names, and how many arguments have the right value."""
     names = _overlap([*expected.arguments], [*made.arguments])
     right = sum(
-        name in made.arguments and same_json(made.arguments[name], value)
-        for name, value in expected.arguments.items()
+        name in made.arguments and same_json(made.arguments[name], value) for name, value in expected.arguments.items()
     )
     return names, float(right)

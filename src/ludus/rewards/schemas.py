@@ -78,9 +78,7 @@ def _with_patterns(schema: Mapping[str, JSON]) -> Mapping[str, JSON]:
         if isinstance(inner, dict) and isinstance(inner.get("pattern"), str):
             inner["pattern"] = _pattern(inner["pattern"])
         if isinstance(inner, dict) and isinstance(inner.get("patternProperties"), dict):
-            inner["patternProperties"] = {
-                _pattern(key): one for key, one in inner["patternProperties"].items()
-            }
+            inner["patternProperties"] = {_pattern(key): one for key, one in inner["patternProperties"].items()}
         found += resource.subresources()
     return own
 

@@ -60,8 +60,7 @@ def repeated_calls(cap: int = 4) -> RewardFunction:
     def repeats(task: Task, trajectory: Trajectory) -> float:
         del task
         made = [
-            (call.name, json.dumps(_plain(dict(call.arguments)), sort_keys=True))
-            for call in calls_made(trajectory)
+            (call.name, json.dumps(_plain(dict(call.arguments)), sort_keys=True)) for call in calls_made(trajectory)
         ]
         return -_held((len(made) - len(set(made))) / cap)
 

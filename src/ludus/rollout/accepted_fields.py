@@ -53,9 +53,7 @@ class AcceptedFields:
         """Return the union of both adaptations."""
         renamed = _RENAMED in (self.max_tokens_name, other.max_tokens_name)
         return AcceptedFields(
-            self.dropped | other.dropped,
-            _RENAMED if renamed else "max_tokens",
-            max(self.zero_as, other.zero_as),
+            self.dropped | other.dropped, _RENAMED if renamed else "max_tokens", max(self.zero_as, other.zero_as)
         )
 
     def notices(self) -> Iterator[str]:

@@ -12,13 +12,7 @@ from ludus.rollout.chat_session import ChatSession, EngineChatSession
 from ludus.rollout.episode import EpisodeLimits
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.lockstep_engine import LockstepEngine
-from ludus.rollout.scheduler import (
-    ConversationFactory,
-    RolloutRequest,
-    Scheduler,
-    SchedulerLimits,
-    episode_name,
-)
+from ludus.rollout.scheduler import ConversationFactory, RolloutRequest, Scheduler, SchedulerLimits, episode_name
 from ludus.types import SamplingParams, Task
 
 
@@ -73,12 +67,7 @@ def episodes_at_once(world: World, concurrency: int) -> int:
 
 
 def engine_scheduler(
-    world: World,
-    engine: Engine,
-    renderer: Renderer,
-    rollout: RolloutConfig,
-    play: SamplingPlan,
-    ledger: Ledger,
+    world: World, engine: Engine, renderer: Renderer, rollout: RolloutConfig, play: SamplingPlan, ledger: Ledger
 ) -> Scheduler:
     """Return a scheduler of episodes that sample from `engine`.
 
@@ -118,9 +107,7 @@ def scheduler(
         world=world,
         converse=converse,
         episode_limits=episode_limits(rollout),
-        limits=SchedulerLimits(
-            episodes_at_once(world, rollout.concurrency), rollout.retries, rollout.max_failure_rate
-        ),
+        limits=SchedulerLimits(episodes_at_once(world, rollout.concurrency), rollout.retries, rollout.max_failure_rate),
         ledger=ledger,
         lockstep=lockstep,
         limits_of=lambda task: episode_limits(rollout_for(world, rollout, task)),

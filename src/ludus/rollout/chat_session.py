@@ -230,8 +230,7 @@ class EngineChatSession:
         whole = place < len(self.told) or self.told[-1].kind != "action"
         if history != (self._tokens if whole else self._tokens[: len(history)]):
             raise RestoreError(
-                f"The world is not deterministic: turn {self._turn} of episode {self.episode} "
-                "differs from its record.",
+                f"The world is not deterministic: turn {self._turn} of episode {self.episode} differs from its record.",
                 "Restoring an episode needs a world that responds equally to equal actions.",
             )
         if place == len(self.told):
@@ -251,10 +250,7 @@ class EngineChatSession:
 def _joined(part: Completion, more: Completion) -> Completion:
     """Join two parts of an action."""
     return Completion(
-        part.tokens + more.tokens,
-        part.logprobs + more.logprobs,
-        part.versions + more.versions,
-        more.finish_reason,
+        part.tokens + more.tokens, part.logprobs + more.logprobs, part.versions + more.versions, more.finish_reason
     )
 
 

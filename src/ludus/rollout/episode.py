@@ -25,17 +25,7 @@ from ludus.rewards.base import Reward, score
 from ludus.rewards.code.turns import TurnVerifier, turn_shares
 from ludus.rollout.chat_session import ChatSession
 from ludus.sandbox.local.pausable_timeout import PausableClock, episode_clock, under
-from ludus.types import (
-    Action,
-    Message,
-    StepResult,
-    StopReason,
-    Task,
-    Timings,
-    ToolOutcome,
-    ToolStatus,
-    Trajectory,
-)
+from ludus.types import Action, Message, StepResult, StopReason, Task, Timings, ToolOutcome, ToolStatus, Trajectory
 
 T = TypeVar("T")
 
@@ -122,11 +112,7 @@ async def play_episode(
 
 
 async def _play_in_time(
-    task: Task,
-    environment: Environment,
-    conversation: ChatSession,
-    limits: EpisodeLimits,
-    record: _Record,
+    task: Task, environment: Environment, conversation: ChatSession, limits: EpisodeLimits, record: _Record
 ) -> StopReason:
     try:
         async with asyncio.timeout(limits.timeout_s) as deadline:
@@ -144,11 +130,7 @@ async def _play_in_time(
 
 
 async def _play(
-    task: Task,
-    environment: Environment,
-    conversation: ChatSession,
-    limits: EpisodeLimits,
-    record: _Record,
+    task: Task, environment: Environment, conversation: ChatSession, limits: EpisodeLimits, record: _Record
 ) -> StopReason:
     record.messages += await _world("start", lambda: environment.start(task), list, limits)
     record.shown = tuple(record.messages)
@@ -218,9 +200,7 @@ async def _timed_act(conversation: ChatSession, record: _Record) -> Action | Sto
         record.model_s += time.perf_counter() - begin
 
 
-async def _timed_step(
-    environment: Environment, action: Action, limits: EpisodeLimits, record: _Record
-) -> StepResult:
+async def _timed_step(environment: Environment, action: Action, limits: EpisodeLimits, record: _Record) -> StepResult:
     begin = time.perf_counter()
     result = await _world("step", lambda: environment.step(action), StepResult, limits)
     record.tools_s += time.perf_counter() - begin

@@ -205,9 +205,7 @@ class Ledger:
                     f"the first is {running[0]}."
                 )
         if trained is not None and step is not None and (known := self.summary(step).trained) != trained:
-            raise AccountingError(
-                f"step {step}: the learner trained {trained} rollouts, the ledger has {known}."
-            )
+            raise AccountingError(f"step {step}: the learner trained {trained} rollouts, the ledger has {known}.")
 
     def close(self, step: int, trained: int | None = None) -> LedgerCounts:
         """Check a step, add it to the totals and drop its keys.

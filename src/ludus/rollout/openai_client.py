@@ -100,15 +100,11 @@ class OpenAIClientSettings:
         try:
             url = httpx.URL(self.url)
         except httpx.InvalidURL as error:
-            raise UserError(
-                f"The endpoint {self.url!r} is not a URL: {error}.", "Start it with http://."
-            ) from error
+            raise UserError(f"The endpoint {self.url!r} is not a URL: {error}.", "Start it with http://.") from error
         if url.userinfo:
             raise UserError("The endpoint's URL holds a user or password.", "Give the key as the API key.")
         if url.scheme not in ("http", "https") or not url.host:
-            raise UserError(
-                f"The endpoint {self.url!r} is not an HTTP URL.", "Start it with http:// or https://."
-            )
+            raise UserError(f"The endpoint {self.url!r} is not an HTTP URL.", "Start it with http:// or https://.")
         if not re.fullmatch(r"[!-~]*", self.api_key):
             raise UserError("The API key contains whitespace or non-ASCII characters.", "Set the key alone.")
         if self.concurrency < 1 or self.retries < 0 or self.timeout_s <= 0:
@@ -322,9 +318,7 @@ class OpenAIClient:
         said = f"{status}: {_words(response)}"
         if status in (401, 403):
             key = "the API key" if self.settings.api_key else "requests without an API key"
-            return UserError(
-                f"{target} refuses {key} for the model {model!r} ({said}).", "Set a key that it accepts."
-            )
+            return UserError(f"{target} refuses {key} for the model {model!r} ({said}).", "Set a key that it accepts.")
         if status == httpx.codes.NOT_FOUND:
             return UserError(
                 f"{target} does not serve the model {model!r} ({said}).",
@@ -409,11 +403,7 @@ class OpenAIChatSession:
 
 
 def endpoint_conversations(
-    endpoint: OpenAIClient,
-    rollout: RolloutConfig,
-    play: SamplingPlan,
-    parser: str = "",
-    world: World | None = None,
+    endpoint: OpenAIClient, rollout: RolloutConfig, play: SamplingPlan, parser: str = "", world: World | None = None
 ) -> ConversationFactory:
     """What a scheduler needs to play against an endpoint, with the seeds that an engine would get.
 
@@ -493,9 +483,7 @@ def _decode_reply(body: bytes) -> _Reply:
         ) from error
 
 
-def _read_message(
-    message: _ReplyMessage, turn: int, parser: ToolCallParser | None
-) -> tuple[Action, WireMessage]:
+def _read_message(message: _ReplyMessage, turn: int, parser: ToolCallParser | None) -> tuple[Action, WireMessage]:
     """The action, and the message as history."""
     content = message.content or ""
     if parser is not None and not message.tool_calls:

@@ -322,9 +322,7 @@ class ProcessRewardExecutor:
                 check_scored_elsewhere(world.rewards, rewards, environment)
             except ConfigError as error:
                 why = error.message
-        return _with(
-            trajectory, await self._judged(world, Verifiers(rewards), ScoreRequest(task, trajectory), why)
-        )
+        return _with(trajectory, await self._judged(world, Verifiers(rewards), ScoreRequest(task, trajectory), why))
 
     async def with_added(self, world: World, task: Task, trajectory: Trajectory) -> Trajectory:
         """With what the section `rewards` has judged (`added_verifiers`): the parts, whose sum takes the
@@ -334,9 +332,7 @@ class ProcessRewardExecutor:
         parts = {**trajectory.rewards, **found.parts}
         return replace(_with(trajectory, found), rewards=parts, turn_progress=found.turns)
 
-    async def _judged(
-        self, world: World, verifiers: Verifiers, asked: ScoreRequest, why: str = ""
-    ) -> ScoredEpisode:
+    async def _judged(self, world: World, verifiers: Verifiers, asked: ScoreRequest, why: str = "") -> ScoredEpisode:
         """`why`: what keeps the verifiers in this process; empty where nothing does."""
         reply = await self._reply(world, asked) if self.processes and not why else UnreadableRequest(why)
         match reply:
@@ -349,9 +345,7 @@ class ProcessRewardExecutor:
                 log.warning("Rewards are computed in this process, which may hold it up: %s", reply.why)
         return await self._here.judged(verifiers, asked)
 
-    async def _reply(
-        self, world: World, question: ScoreRequest
-    ) -> ScoredEpisode | RewardFailed | UnreadableRequest:
+    async def _reply(self, world: World, question: ScoreRequest) -> ScoredEpisode | RewardFailed | UnreadableRequest:
         task = question.task
         try:
             asked = pickle.dumps(question)
@@ -381,18 +375,14 @@ class ProcessRewardExecutor:
                 self._lines.append(made)
             return made
 
-    async def _answer(
-        self, line: _Line, task: Task, asked: bytes
-    ) -> ScoredEpisode | RewardFailed | UnreadableRequest:
+    async def _answer(self, line: _Line, task: Task, asked: bytes) -> ScoredEpisode | RewardFailed | UnreadableRequest:
         timeout_s = self.place.rollout.reward_timeout_s
         try:
             reply = await line.ask(asked, timeout_s + _SPARE_S)
         except _Lost as lost:
             if str(lost) or isinstance(lost.__cause__, TimeoutError):
                 raise _late(task, timeout_s, str(lost)) from TimeoutError()
-            raise RewardFault(
-                f"The reward process of task {task.id} has exited.", "Is memory short?"
-            ) from lost
+            raise RewardFault(f"The reward process of task {task.id} has exited.", "Is memory short?") from lost
         assert isinstance(reply, ScoredEpisode | RewardFailed | UnreadableRequest)
         return reply
 

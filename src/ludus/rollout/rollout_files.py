@@ -34,16 +34,7 @@ from typing import Any, BinaryIO, cast
 
 from ludus.errors import StorageError, UserError
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
-from ludus.types import (
-    Failure,
-    Leaf,
-    Message,
-    Segment,
-    StopReason,
-    ToolOutcome,
-    ToolStatus,
-    Trajectory,
-)
+from ludus.types import Failure, Leaf, Message, Segment, StopReason, ToolOutcome, ToolStatus, Trajectory
 
 SCHEMA = 1
 _COMPRESSION = 6
@@ -285,9 +276,7 @@ def _check_trajectory(trajectory: Trajectory) -> None:
             raise ValueError(f"segments[{number}] {fault}")
     for name, own in (("leaf_rewards", trajectory.leaf_rewards), ("leaves", trajectory.leaves)):
         if own and len(own) != len(trajectory.rows):
-            raise ValueError(
-                f"{name} is of length {len(own)}, and the number of leaves is {len(trajectory.rows)}"
-            )
+            raise ValueError(f"{name} is of length {len(own)}, and the number of leaves is {len(trajectory.rows)}")
     if trajectory.leaves and not trajectory.leaf_rewards:
         raise ValueError("leaves has entries, and leaf_rewards has none")
 

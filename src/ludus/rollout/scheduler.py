@@ -22,12 +22,7 @@ from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
 from ludus.rollout.branching import play_tree
 from ludus.rollout.chat_session import ChatSession, EngineChatSession, RestoreError
-from ludus.rollout.episode import (
-    EpisodeLimits,
-    fresh_environment,
-    is_being_cancelled,
-    play_episode,
-)
+from ludus.rollout.episode import EpisodeLimits, fresh_environment, is_being_cancelled, play_episode
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.lockstep_engine import LockstepEngine
 from ludus.rollout.reward_executor import RewardExecutor, ThreadRewardExecutor, waited
@@ -151,10 +146,7 @@ class Scheduler:
         return [run.done[i] for i in range(len(jobs))]
 
     async def _work(
-        self,
-        run: _Run,
-        taken: tuple[int, RolloutRequest] | None,
-        on_done: Callable[[Episode], None] | None,
+        self, run: _Run, taken: tuple[int, RolloutRequest] | None, on_done: Callable[[Episode], None] | None
     ) -> None:
         while taken is not None:
             position, job = taken
@@ -250,9 +242,7 @@ class Scheduler:
         budget.add(error, self.limits.max_failure_rate)
         failure = Failure(error.part, str(error), job.key.attempt + 1)
         tags = dict(job.task.tags)
-        nothing = Trajectory(
-            job.task.id, job.key.sample, (), (), StopReason.FAILED, failure=failure, tags=tags
-        )
+        nothing = Trajectory(job.task.id, job.key.sample, (), (), StopReason.FAILED, failure=failure, tags=tags)
         return Episode(job.key, job.task, nothing, job.greedy)
 
     def _take(self, run: _Run, leaving: str | None) -> tuple[int, RolloutRequest] | None:

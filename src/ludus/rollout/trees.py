@@ -96,9 +96,7 @@ def with_chains(tree: Trajectory, chains: Sequence[Trajectory]) -> Trajectory:
     )
 
 
-async def of_each_path(
-    trajectory: Trajectory, change: Callable[[Trajectory], Awaitable[Trajectory]]
-) -> Trajectory:
+async def of_each_path(trajectory: Trajectory, change: Callable[[Trajectory], Awaitable[Trajectory]]) -> Trajectory:
     """The trajectory after `change` of each of its `attempts`."""
     if not trajectory.leaves:
         return await change(trajectory)

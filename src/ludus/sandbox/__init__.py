@@ -3,16 +3,7 @@
 See docs/use/sandbox.md.
 """
 
-from ludus.sandbox.base import (
-    FileChange,
-    Limits,
-    Outcome,
-    Process,
-    Sandbox,
-    SandboxSession,
-    SessionKind,
-    Snapshot,
-)
+from ludus.sandbox.base import FileChange, Limits, Outcome, Process, Sandbox, SandboxSession, SessionKind, Snapshot
 from ludus.sandbox.factory import BACKENDS, SERVICES, SandboxSettings, open_sandbox
 from ludus.sandbox.local.namespaces import NamespaceSettings, NamespacesSandbox
 

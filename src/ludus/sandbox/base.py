@@ -207,11 +207,7 @@ class Sandbox(Protocol):
         ...
 
     async def session(
-        self,
-        kind: SessionKind = "python",
-        *,
-        files: Mapping[str, bytes] | None = None,
-        limits: Limits | None = None,
+        self, kind: SessionKind = "python", *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
     ) -> SandboxSession:
         """Open a session; `limits` hold per call, those of disk and processes for the whole session."""
         ...
@@ -242,11 +238,7 @@ class RunsOnly:
     """Base class of backends without sessions or state between runs."""
 
     async def session(
-        self,
-        kind: SessionKind = "python",
-        *,
-        files: Mapping[str, bytes] | None = None,
-        limits: Limits | None = None,
+        self, kind: SessionKind = "python", *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
     ) -> SandboxSession:
         """Raise UserError: this backend has no sessions."""
         raise UserError("This sandbox backend has no sessions.", "Use namespaces, docker, podman or remote.")

@@ -51,9 +51,7 @@ async def python_inside(sandbox: Sandbox) -> str:
     does."""
     outcome = await sandbox.run(_VERSION)
     if not outcome.ok:
-        raise UserError(
-            f"The {sandbox.name} backend ran a test program, which failed: {outcome.error_text[-300:]}"
-        )
+        raise UserError(f"The {sandbox.name} backend ran a test program, which failed: {outcome.error_text[-300:]}")
     return outcome.text.strip()
 
 
@@ -136,9 +134,7 @@ async def _memory(sandbox: Sandbox) -> SelfTestFinding:
     outcome = await sandbox.run(program, limits=Limits(memory_bytes=_ROOM_MIB * MIB))
     held = f"{_LARGE_MIB} MiB with a limit of {_ROOM_MIB}"
     return SelfTestFinding(
-        "",
-        f"programs cannot hold {held}" if not outcome.ok else f"a program held {held}",
-        outcome.ok,
+        "", f"programs cannot hold {held}" if not outcome.ok else f"a program held {held}", outcome.ok
     )
 
 
@@ -159,9 +155,7 @@ async def _sessions(sandbox: Sandbox) -> SelfTestFinding:
     finally:
         await session.close()
     right = value.text == "5\n"
-    return SelfTestFinding(
-        "", "keep their state" if right else f"lose their state: {value.text!r}", not right
-    )
+    return SelfTestFinding("", "keep their state" if right else f"lose their state: {value.text!r}", not right)
 
 
 async def _network(sandbox: Sandbox) -> SelfTestFinding:

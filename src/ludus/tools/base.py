@@ -175,11 +175,7 @@ def tool(function: ToolFunction) -> Tool: ...
 
 @overload
 def tool(
-    *,
-    name: str | None = None,
-    timeout_s: float | None = None,
-    concurrency: int = 0,
-    traits: Traits = Traits(),
+    *, name: str | None = None, timeout_s: float | None = None, concurrency: int = 0, traits: Traits = Traits()
 ) -> Callable[[ToolFunction], Tool]: ...
 
 

@@ -171,10 +171,7 @@ def _round(value: Number, digits: Number = Fraction(0)) -> Number:
 def _float_of(function: Callable[..., float]) -> Callable[..., Number]:
     """Wrap a function of floats; integers are passed as such, since `log` accepts them beyond floats."""
     return lambda *given: function(
-        *(
-            int(value) if isinstance(value, Fraction) and value.denominator == 1 else float(value)
-            for value in given
-        )
+        *(int(value) if isinstance(value, Fraction) and value.denominator == 1 else float(value) for value in given)
     )
 
 

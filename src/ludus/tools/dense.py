@@ -151,9 +151,7 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        model = AutoModel.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, weights_only=True
-        )
+        model = AutoModel.from_pretrained(folder, local_files_only=True, trust_remote_code=False, weights_only=True)
     except UnpicklingError as error:
         raise UserError(
             f"The weights in {folder} are pickled with more than tensors.",

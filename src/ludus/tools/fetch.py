@@ -81,8 +81,7 @@ def load_corpus(path: Path) -> dict[str, str]:
             url, text = entry["url"], entry["text"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
-                f"{path}, line {number} is not a corpus page.",
-                'Each line is {"url": ..., "text": ...}.',
+                f"{path}, line {number} is not a corpus page.", 'Each line is {"url": ..., "text": ...}.'
             ) from error
         if not isinstance(url, str) or not isinstance(text, str) or url in corpus:
             raise UserError(f"{path}, line {number}: url and text must be strings, and each url unique.")

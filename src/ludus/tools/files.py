@@ -164,9 +164,7 @@ def _writing(workspace: Workspace) -> tuple[Tool, Tool]:
 
 
 def _searching(workspace: Workspace) -> Tool:
-    limits = Limits(
-        wall_s=min(5.0, workspace.limits.wall_s), disk_bytes=workspace.limits.disk_bytes, files_out=0
-    )
+    limits = Limits(wall_s=min(5.0, workspace.limits.wall_s), disk_bytes=workspace.limits.disk_bytes, files_out=0)
 
     async def search_files(pattern: str, files: str = "*") -> str:
         """Search the lines of files for a regular expression, in Python's notation.

@@ -61,9 +61,7 @@ def read_patch(patch: str) -> tuple[FilePatch, ...]:
         else:
             at += 1
     if not found:
-        raise ToolError(
-            "this is no unified diff: it begins with `--- a/FILE`, `+++ b/FILE` and `@@ -1,2 +1,3 @@`"
-        )
+        raise ToolError("this is no unified diff: it begins with `--- a/FILE`, `+++ b/FILE` and `@@ -1,2 +1,3 @@`")
     return tuple(found)
 
 
@@ -159,9 +157,7 @@ def _only_place(text: str, old: str, offset: int, what: str) -> int:
         return places[0]
     if places:
         raise ToolError(f"{what} fits at several places: correct its line number or give more context")
-    raise ToolError(
-        f"{what} does not fit: its lines are not in the file as they stand in the patch:\n{old[:500]}"
-    )
+    raise ToolError(f"{what} does not fit: its lines are not in the file as they stand in the patch:\n{old[:500]}")
 
 
 def patched_files(snapshot: Snapshot, patches: Sequence[FilePatch]) -> Snapshot:
@@ -206,8 +202,4 @@ def _said(patch: FilePatch) -> str:
         return f"made {patch.target}"
     if patch.target is None:
         return f"removed {patch.source}"
-    return (
-        f"changed {patch.target}"
-        if patch.source == patch.target
-        else f"moved {patch.source} to {patch.target}"
-    )
+    return f"changed {patch.target}" if patch.source == patch.target else f"moved {patch.source} to {patch.target}"

@@ -166,9 +166,7 @@ class Database:
                 return f".{_nearest(found[2], known)} Tables: {', '.join(known)}"
             places = [(column, table) for table in known for column in _columns(connection, table)]
         near = difflib.get_close_matches(found[3].casefold(), {c.casefold() for c, _ in places}, n=3)
-        homes = [
-            f"{table}.{column}" for name in near for column, table in places if column.casefold() == name
-        ]
+        homes = [f"{table}.{column}" for name in near for column, table in places if column.casefold() == name]
         return f". Nearest: {', '.join(homes[:4])}" if homes else ""
 
     def _open(self) -> sqlite3.Connection:

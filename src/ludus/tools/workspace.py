@@ -13,17 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from ludus.errors import LudusError, UserError, WorldError
-from ludus.sandbox.base import (
-    MIB,
-    FileChange,
-    Limits,
-    Outcome,
-    Process,
-    Sandbox,
-    SandboxSession,
-    SessionKind,
-    Snapshot,
-)
+from ludus.sandbox.base import MIB, FileChange, Limits, Outcome, Process, Sandbox, SandboxSession, SessionKind, Snapshot
 from ludus.tools.base import ToolError
 
 WAIT_S: Final = 50.0

@@ -93,9 +93,7 @@ def check_kind(folder: RunFolder, kind: Kind) -> None:
     if found == kind:
         return
     if found == "eval":
-        raise UserError(
-            f"{folder.path} holds evaluations only, and no run to resume.", "Start a run instead."
-        )
+        raise UserError(f"{folder.path} holds evaluations only, and no run to resume.", "Start a run instead.")
     raise UserError(f"{folder.path} is {_NAMES[found]}.", f"Resume it: {resume_command(folder)}")
 
 
@@ -112,9 +110,7 @@ def check_resume(folder: RunFolder, config: Config, kind: Kind) -> None:
     kept = (*_KEPT, *_KEPT_BY_KIND.get(kind, ()))
     if kind == "rl" and list_checkpoints(folder.path / "cold_start" / "checkpoints"):
         kept = (*kept, "sft.")
-    found = [
-        c for c in changes(folder.load_config(), config) if c.key.startswith(kept) and c.key not in _FREE
-    ]
+    found = [c for c in changes(folder.load_config(), config) if c.key.startswith(kept) and c.key not in _FREE]
     if found:
         has = ", ".join(f"{c.key} = {value_text(c.old)} (not {value_text(c.new)})" for c in found)
         raise UserError(

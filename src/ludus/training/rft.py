@@ -259,9 +259,7 @@ def run_rft(session: TrainingSession, folder: RunFolder, reporter: Reporter) -> 
     done, ledger = 0, Ledger()
     if found := list_checkpoints(folder.checkpoints):
         done, path = found[-1]
-        optimiser = Optimizer(
-            session.model, OptimizerSettings.of(config.rft, 1), masters=config.model.master_weights
-        )
+        optimiser = Optimizer(session.model, OptimizerSettings.of(config.rft, 1), masters=config.model.master_weights)
         ledger = Ledger.restore(load_trainer(path, optimiser).ledger)
         load_weights(path, session.model)
         log.info("resumed from %s", path)

@@ -24,13 +24,7 @@ from ludus.envs.registry import build_world
 from ludus.errors import LearnerError, UserError
 from ludus.rollout.ledger import Ledger
 from ludus.training.batches.rows import Row, microbatches, row_of_segments
-from ludus.training.datasets.sources import (
-    MOST_LEFT_OUT,
-    check_sources,
-    demonstrating,
-    dialogue_segments,
-    dialogues,
-)
+from ludus.training.datasets.sources import MOST_LEFT_OUT, check_sources, demonstrating, dialogue_segments, dialogues
 from ludus.training.datasets.token_limits import check_dialogues
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
@@ -86,9 +80,7 @@ def open_fine_tuning(session: TrainingSession, folder: RunFolder) -> SftTraining
     """Restore the newest checkpoint in `folder`, if any; writes nothing."""
     settings = session.config.sft
     optimiser = Optimizer(
-        session.model,
-        OptimizerSettings.of(settings, settings.steps),
-        masters=session.config.model.master_weights,
+        session.model, OptimizerSettings.of(settings, settings.steps), masters=session.config.model.master_weights
     )
     done, last = _restore(session, optimiser, folder)
     return SftTraining(session, folder, optimiser, done, last)
@@ -116,9 +108,7 @@ def run_sft(tuning: SftTraining, trackers: list[Tracker], on_step: OnStep) -> Pa
     return last
 
 
-def sft_step(
-    scorer: LogprobScorer, optimiser: Optimizer, rows: list[Row], max_tokens: int
-) -> dict[str, float]:
+def sft_step(scorer: LogprobScorer, optimiser: Optimizer, rows: list[Row], max_tokens: int) -> dict[str, float]:
     """Take one optimizer step on `-sum m lp / M`. Raises LearnerError if the loss is not finite."""
     parameter = next(scorer.model.parameters())
     tokens = sum(sum(row.trains[1:]) for row in rows)

@@ -45,9 +45,7 @@ class _Counted(httpx.AsyncByteStream, httpx.SyncByteStream):
         return part
 
 
-def bounded_replies(
-    most: int | None = None,
-) -> Mapping[str, list[Callable[[httpx.Response], Awaitable[None]]]]:
+def bounded_replies(most: int | None = None) -> Mapping[str, list[Callable[[httpx.Response], Awaitable[None]]]]:
     """Return `event_hooks` of an `httpx.AsyncClient` that raise DecodingError for a larger response.
 
     `most` defaults to `MOST_BYTES`.

@@ -32,9 +32,7 @@ _PROCESSES = 2
 _BACKSTOP_S = 300.0
 """Wall-clock timeout of a call that uses no CPU time."""
 _HEAD = struct.Struct(">Q")
-_COMMAND = (
-    "import json,sys;sys.path[:]=json.loads(sys.argv[1]);from ludus.untrusted.worker import serve;serve()"
-)
+_COMMAND = "import json,sys;sys.path[:]=json.loads(sys.argv[1]);from ludus.untrusted.worker import serve;serve()"
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -50,13 +50,7 @@ from ludus.algorithms.advantages.running_baselines import (
     rae,
 )
 from ludus.algorithms.advantages.token_rewards import token_rewards
-from ludus.algorithms.advantages.turns import (
-    gigpo,
-    siblings,
-    turn_grpo,
-    turn_return,
-    turn_return_hybrid,
-)
+from ludus.algorithms.advantages.turns import gigpo, siblings, turn_grpo, turn_return, turn_return_hybrid
 
 __all__ = [
     "DomainMoments",

@@ -307,10 +307,7 @@ def grpo(o: Outcomes, a: Algorithm) -> Tensor:
 def gpg(o: Outcomes, a: Algorithm) -> Tensor:
     """Call `group_relative.gpg`."""
     return group_relative.gpg(
-        rewards=o.rewards,
-        group=o.group,
-        mask=o.mask,
-        counted=a.word("advantage", "counted", COUNTS),
+        rewards=o.rewards, group=o.group, mask=o.mask, counted=a.word("advantage", "counted", COUNTS)
     )
 
 
@@ -351,9 +348,7 @@ def best_of_group(o: Outcomes, a: Algorithm) -> Tensor:
 
 def pass_at_k(o: Outcomes, a: Algorithm) -> Tensor:
     """Call `group_relative.pass_at_k`."""
-    return group_relative.pass_at_k(
-        rewards=o.rewards, group=o.group, mask=o.mask, k=int(a.number("advantage", "k"))
-    )
+    return group_relative.pass_at_k(rewards=o.rewards, group=o.group, mask=o.mask, k=int(a.number("advantage", "k")))
 
 
 def reinforce_pp(o: Outcomes, a: Algorithm) -> Tensor:

@@ -64,9 +64,7 @@ def calibrate_tiers(
     )
 
 
-def tier_advantages(
-    *, advantages: Tensor, tiers: Tensor, turn: Tensor, mask: Tensor, num_tiers: int
-) -> Tensor:
+def tier_advantages(*, advantages: Tensor, tiers: Tensor, turn: Tensor, mask: Tensor, num_tiers: int) -> Tensor:
     """The mean advantage of the turns of each tier, [C] float64; 0 for a tier without turns.
 
     `advantages`, `turn`, `mask` [N, L]; a turn counts once, with the advantage of its first action token.

@@ -46,9 +46,7 @@ def reinforce_pp(
     up to rounding, all are exactly 0.
     """
     check_group(group, mask)
-    placed = token_rewards(
-        mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef
-    )
+    placed = token_rewards(mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef)
     tokens = action_tokens(mask)
     terms = tokens.take("rewards", placed)
     dtype = float_dtype(rewards, turn_rewards)
@@ -82,9 +80,7 @@ def gae(
     MT-PPO (arXiv:2505.11821).
     """
     check_group(group, mask)
-    placed = token_rewards(
-        mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef
-    )
+    placed = token_rewards(mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef)
     tokens = action_tokens(mask)
     current, following = values_and_next(tokens, values, bootstrap_values)
     delta = tokens.take("rewards", placed) + gamma * following - current
@@ -175,12 +171,7 @@ def prime(
 
 
 def coderl(
-    *,
-    rewards: Tensor,
-    greedy_rewards: Tensor,
-    outcome_probs: Tensor,
-    mask: Tensor,
-    group: Tensor | None = None,
+    *, rewards: Tensor, greedy_rewards: Tensor, outcome_probs: Tensor, mask: Tensor, group: Tensor | None = None
 ) -> Tensor:
     """`q_t (r - r(greedy))`, arXiv:2207.01780 (CodeRL).
 
@@ -194,16 +185,12 @@ def coderl(
     bad = ((weights < 0) | (weights > 1)).nonzero()
     if bad.numel():
         row, index = bad[0].tolist()
-        raise ValueError(
-            f"outcome_probs of row {row} has {float(weights[row, index])}; they must be in [0, 1]"
-        )
+        raise ValueError(f"outcome_probs of row {row} has {float(weights[row, index])}; they must be in [0, 1]")
     gain = numbers("rewards", rewards, mask) - numbers("greedy_rewards", greedy_rewards, mask)
     return tokens.spread(weights * gain[:, None], float_dtype(rewards, outcome_probs))
 
 
-def values_and_next(
-    tokens: ActionTokens, values: Tensor, bootstrap_values: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def values_and_next(tokens: ActionTokens, values: Tensor, bootstrap_values: Tensor | None) -> tuple[Tensor, Tensor]:
     """V before each action token, and before the next one, both [N, T]."""
     current = tokens.take("values", values)
     if bootstrap_values is None:

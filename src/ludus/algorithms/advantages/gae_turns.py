@@ -79,11 +79,7 @@ def turn_gae(
 
 
 def _over_turns(
-    turns: Turns,
-    reward: Tensor,
-    values: Tensor,
-    bootstrap_values: Tensor | None,
-    gamma_and_lam: tuple[float, float],
+    turns: Turns, reward: Tensor, values: Tensor, bootstrap_values: Tensor | None, gamma_and_lam: tuple[float, float]
 ) -> Tensor:
     """GAE with a turn as the step, [N, K]; 0 for turns not reached."""
     gamma, lam = gamma_and_lam

@@ -60,13 +60,7 @@ def dr_grpo(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     return on_actions(grouped.minus(grouped.mean()), mask, float_dtype(rewards))
 
 
-def gpg(
-    *,
-    rewards: Tensor,
-    group: Tensor,
-    mask: Tensor,
-    counted: Literal["varying", "nonzero"] = "varying",
-) -> Tensor:
+def gpg(*, rewards: Tensor, group: Tensor, mask: Tensor, counted: Literal["varying", "nonzero"] = "varying") -> Tensor:
     """`N / M (r - mean_g)`, arXiv:2504.02546 (GPG), its `F_norm` 1.
 
     `M` counts the rows whose group has rewards that differ, so that the groups which teach nothing do not
@@ -183,9 +177,7 @@ def pass_at_k(*, rewards: Tensor, group: Tensor, mask: Tensor, k: int) -> Tensor
     sizes = [int(size) for size in grouped.sizes.tolist()]
     if sizes and not 1 <= k <= min(sizes):
         raise ValueError(f"k must be in [1, {min(sizes)}], the size of the smallest group, not {k}")
-    failures = [
-        int(size - won) for size, won in zip(sizes, grouped.sum(grouped.rewards).tolist(), strict=True)
-    ]
+    failures = [int(size - won) for size, won in zip(sizes, grouped.sum(grouped.rewards).tolist(), strict=True)]
     pairs = [_pass_at_k_pair(size, failed, k) for size, failed in zip(sizes, failures, strict=True)]
     table = torch.tensor(pairs, dtype=torch.float64, device=grouped.rewards.device).reshape(-1, 2)
     won = grouped.rewards == 1

@@ -38,9 +38,7 @@ def vtrace(
     action token is the bootstrap. Both bounds 1 as in the paper. Where `w = 1` it equals `gae(gamma, 1)`.
     """
     check_group(group, mask)
-    placed = token_rewards(
-        mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef
-    )
+    placed = token_rewards(mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef)
     tokens = action_tokens(mask)
     weights = _weights(tokens, old_logprobs, behavior_logprobs)
     current, following = values_and_next(tokens, values, bootstrap_values)
@@ -73,9 +71,7 @@ def vtrace_targets(
     `delta_t = rho_t (r_t + gamma V_next - V_t)`; `v_next = V_next` (the bootstrap) behind the last action
     token.
     """
-    placed = token_rewards(
-        mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef
-    )
+    placed = token_rewards(mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef)
     tokens = action_tokens(mask)
     weights = _weights(tokens, old_logprobs, behavior_logprobs)
     current, following = values_and_next(tokens, values, bootstrap_values)
@@ -106,9 +102,7 @@ def retrace(
     paper. Where `w >= 1` it equals `gae(gamma, lam)`.
     """
     check_group(group, mask)
-    placed = token_rewards(
-        mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef
-    )
+    placed = token_rewards(mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef)
     tokens = action_tokens(mask)
     weights = _weights(tokens, old_logprobs, behavior_logprobs)
     current, following = values_and_next(tokens, values, bootstrap_values)
@@ -119,7 +113,5 @@ def retrace(
 
 def _weights(tokens: ActionTokens, old_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
     """`w` at the action tokens, [N, T], 0 past the end of a row."""
-    log_ratio = tokens.take("old_logprobs", old_logprobs) - tokens.take(
-        "behavior_logprobs", behavior_logprobs
-    )
+    log_ratio = tokens.take("old_logprobs", old_logprobs) - tokens.take("behavior_logprobs", behavior_logprobs)
     return select(clamped_ratio(log_ratio), tokens.present)

@@ -49,9 +49,7 @@ def optimal_token_baseline(
     return tokens.spread(found, float_dtype(rewards, turn_rewards))
 
 
-def _energy(
-    tokens: ActionTokens, old: Tensor | None, sum_pi_squared: Tensor | None, weights: Tensor | None
-) -> Tensor:
+def _energy(tokens: ActionTokens, old: Tensor | None, sum_pi_squared: Tensor | None, weights: Tensor | None) -> Tensor:
     """`W` [N, T]."""
     added = tokens.present.double()
     if old is not None and sum_pi_squared is not None:

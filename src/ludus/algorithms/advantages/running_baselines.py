@@ -61,12 +61,7 @@ class RoleBaselines:
 
 
 def rae(
-    *,
-    rewards: Tensor,
-    roles: Sequence[RoleKey],
-    baselines: RoleBaselines,
-    mask: Tensor,
-    group: Tensor | None = None,
+    *, rewards: Tensor, roles: Sequence[RoleKey], baselines: RoleBaselines, mask: Tensor, group: Tensor | None = None
 ) -> Tensor:
     """`r - b(environment, role)`, arXiv:2506.24119 (SPIRAL, role-conditioned advantage), [N, L].
 
@@ -133,9 +128,7 @@ class DomainMoments:
         return cls({name: Moments(*saved) for name, *saved in json.loads(text)})
 
 
-def domain_normalised(
-    *, rewards: Tensor, domains: Sequence[str], moments: DomainMoments, eps: float = 1e-8
-) -> Tensor:
+def domain_normalised(*, rewards: Tensor, domains: Sequence[str], moments: DomainMoments, eps: float = 1e-8) -> Tensor:
     """`(r - mean_d) / sqrt(var_d + eps)`, [N] in the dtype of the rewards: several tasks on one scale.
 
     Goes before grouping, for advantages that keep the scale of the rewards (`dr_grpo`, `rloo`, `gae`); one

@@ -79,9 +79,7 @@ def turns_of(turn: Tensor | None, mask: Tensor, num_turns: int | None = None) ->
         raise ValueError(f"row {row} has {most} turns, turn_rewards {num_turns}")
     opens = tokens.present & (step == 1)
     closes = tokens.present & (tokens.last | shifted(opens, False))
-    reached = (
-        torch.arange(most if num_turns is None else num_turns, device=index.device) < opens.sum(1)[:, None]
-    )
+    reached = torch.arange(most if num_turns is None else num_turns, device=index.device) < opens.sum(1)[:, None]
     return Turns(tokens, index, opens, closes, reached)
 
 

@@ -58,9 +58,7 @@ class _Normaliser:
     def per_turn(self, values: Tensor, group: Tensor, turns: Turns) -> Tensor:
         """`values` [N, K] of each turn among the group's members that reached it, [N, K]."""
         number = torch.arange(values.shape[1], device=values.device).expand(values.shape)
-        return self.cells(
-            values, torch.stack([group[:, None].expand(values.shape), number], -1), turns.reached
-        )
+        return self.cells(values, torch.stack([group[:, None].expand(values.shape), number], -1), turns.reached)
 
     def cells(self, values: Tensor, ids: Tensor, where: Tensor) -> Tensor:
         """`values` [N, K] where `where` [N, K] is set, by `ids` [N, K, D]; 0 elsewhere."""

@@ -34,15 +34,7 @@ from ludus.algorithms.losses.covariance import (
     token_covariance,
 )
 from ludus.algorithms.losses.gtpo_weights import conflict_weights, gtpo
-from ludus.algorithms.losses.likelihood import (
-    distill,
-    distill_full,
-    echo,
-    positive_nll,
-    reinforce,
-    sft,
-    value_loss,
-)
+from ludus.algorithms.losses.likelihood import distill, distill_full, echo, positive_nll, reinforce, sft, value_loss
 from ludus.algorithms.losses.sequence import gmpo, gspo, gspo_token, ppo_sequence, trajectory_mean
 from ludus.algorithms.losses.trust_region import binary_kl, binary_tv, dppo, mixed_policy
 from ludus.algorithms.preference import (

@@ -50,10 +50,7 @@ def distill(b: TokenBatch, a: Algorithm) -> Tensor:
     if b.teacher_logprobs is None:
         raise ValueError("distill needs the log-probabilities of a teacher, and the batch has none")
     return likelihood.distill(
-        logprobs=b.logprobs,
-        teacher_logprobs=b.teacher_logprobs,
-        mask=b.mask,
-        old_logprobs=b.old_logprobs,
+        logprobs=b.logprobs, teacher_logprobs=b.teacher_logprobs, mask=b.mask, old_logprobs=b.old_logprobs
     )
 
 

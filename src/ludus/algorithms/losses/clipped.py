@@ -158,11 +158,7 @@ def ppo_cut(*, ratio: Tensor, advantages: Tensor, mask: Tensor, clip: ClipRange)
     check_shapes(mask, ratio=ratio, advantages=advantages)
     positive, negative = mask.bool() & (advantages > 0), mask.bool() & (advantages < 0)
     dual = torch.inf if clip.dual_clip is None else clip.dual_clip
-    return Cut(
-        negative & (ratio < 1 - clip.eps_low),
-        positive & (ratio > 1 + clip.eps_high),
-        negative & (ratio > dual),
-    )
+    return Cut(negative & (ratio < 1 - clip.eps_low), positive & (ratio > 1 + clip.eps_high), negative & (ratio > dual))
 
 
 def clip_stats(*, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cut: Cut | None) -> ClipStats:
@@ -173,9 +169,7 @@ def clip_stats(*, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cut: Cut
     low, high, dual = cut or (torch.zeros_like(actions),) * 3
     largest = ratio.amax() if ratio.numel() else ratio.sum()
     sums = [actions.sum(), low.sum(), high.sum(), dual.sum(), ratio.sum(), largest]
-    tokens, num_low, num_high, num_dual, ratio_sum, ratio_max = torch.stack(
-        [s.double() for s in sums]
-    ).tolist()
+    tokens, num_low, num_high, num_dual, ratio_sum, ratio_max = torch.stack([s.double() for s in sums]).tolist()
     return ClipStats(int(tokens), int(num_low), int(num_high), int(num_dual), ratio_sum, ratio_max)
 
 

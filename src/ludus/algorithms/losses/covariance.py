@@ -47,15 +47,11 @@ class CovarianceMeans:
 
     def __add__(self, other: CovarianceMeans) -> CovarianceMeans:
         return CovarianceMeans(
-            self.tokens + other.tokens,
-            self.logprob_sum + other.logprob_sum,
-            self.advantage_sum + other.advantage_sum,
+            self.tokens + other.tokens, self.logprob_sum + other.logprob_sum, self.advantage_sum + other.advantage_sum
         )
 
 
-def token_covariance(
-    *, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, means: CovarianceMeans
-) -> Tensor:
+def token_covariance(*, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, means: CovarianceMeans) -> Tensor:
     """`(old - mean old) (A - mean A)`, [N, L], 0 off the mask (arXiv:2505.22617).
 
     `means` are those of the whole batch. The paper and verl take the current log-probabilities of a

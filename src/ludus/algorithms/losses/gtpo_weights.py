@@ -16,9 +16,7 @@ from ludus.algorithms.losses.sequence import trajectory_mean
 from ludus.algorithms.masking import check_shapes, select
 
 
-def gtpo(
-    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor
-) -> Tensor:
+def gtpo(*, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
     """`-w ratio A`, [N, L], with `w` from `conflict_weights` (arXiv:2508.03772).
 
     The authors run one step per batch, where the ratio is 1 and only its gradient counts.
@@ -29,13 +27,7 @@ def gtpo(
 
 
 def conflict_weights(
-    *,
-    token_ids: Tensor,
-    group: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    amplify: float = 2.0,
-    contiguous: bool = True,
+    *, token_ids: Tensor, group: Tensor, advantages: Tensor, mask: Tensor, amplify: float = 2.0, contiguous: bool = True
 ) -> Tensor:
     """0 on conflict tokens of negative trajectories, `amplify` on those of positive ones, else 1, [N, L].
 

@@ -14,9 +14,7 @@ from ludus.algorithms.losses.clipped import token_ratio
 from ludus.algorithms.masking import check_shapes, select
 
 
-def reinforce(
-    *, logprobs: Tensor, advantages: Tensor, mask: Tensor, old_logprobs: Tensor | None = None
-) -> Tensor:
+def reinforce(*, logprobs: Tensor, advantages: Tensor, mask: Tensor, old_logprobs: Tensor | None = None) -> Tensor:
     """`-A logprobs`, [N, L] (Williams 1992). `old_logprobs` are not read: it has no ratio."""
     check_shapes(mask, logprobs=logprobs, advantages=advantages)
     return -select(advantages, mask).detach() * select(logprobs, mask)
@@ -29,12 +27,7 @@ def sft(*, logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 def positive_nll(
-    *,
-    logprobs: Tensor,
-    positive: Tensor,
-    mask: Tensor,
-    coef: float = 0.1,
-    num_tokens: int | None = None,
+    *, logprobs: Tensor, positive: Tensor, mask: Tensor, coef: float = 0.1, num_tokens: int | None = None
 ) -> Tensor:
     """`coef` times the mean of `-logprobs` over the action tokens of positive trajectories, [].
 
@@ -59,14 +52,7 @@ def echo(*, logprobs: Tensor, observations: Tensor, coef: float, num_tokens: int
     return coef * _mean_nll(logprobs, observations, num_tokens)
 
 
-def value_loss(
-    *,
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    eps: float | None = 0.2,
-) -> Tensor:
+def value_loss(*, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, eps: float | None = 0.2) -> Tensor:
     """`0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)`, [N, L].
 
     PPO's clipped value loss as in OpenAI baselines (`ppo2`), TRL and OpenRLHF (`eps` 0.2); verl's default is

@@ -84,15 +84,11 @@ def mixed_policy(
     if gamma <= 0:
         raise ValueError(f"gamma must be above 0, not {gamma}")
     if expert.shape not in (mask.shape, mask.shape[:1]):
-        raise ValueError(
-            f"expert must be [N] or [N, L] for the mask {list(mask.shape)}, not {list(expert.shape)}"
-        )
+        raise ValueError(f"expert must be [N] or [N, L] for the mask {list(mask.shape)}, not {list(expert.shape)}")
     foreign = expert.bool()[:, None].expand(mask.shape) if expert.ndim == 1 else expert.bool()
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, expert=foreign)
     own, foreign = mask.bool() & ~foreign, mask.bool() & foreign
-    on_policy = ppo_clip(
-        logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=own, **clip
-    )
+    on_policy = ppo_clip(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=own, **clip)
     probability = select(logprobs, foreign).exp()
     shaped = probability / (probability + gamma)
     return on_policy - select(shaped * select(advantages, foreign).detach(), foreign)

@@ -28,15 +28,11 @@ ADVANTAGES: Mapping[str, AdvantageSpec] = {
         needs=frozenset({Need.GROUP, Need.STD}),
         options={
             "std_floor": Option(0.0, "added to the standard deviation of a group", NOT_NEGATIVE),
-            "std_over": Option(
-                SPREADS[0], "standard deviation of each group, or of the batch", choices=SPREADS
-            ),
+            "std_over": Option(SPREADS[0], "standard deviation of each group, or of the batch", choices=SPREADS),
         },
     ),
     "dr_grpo": AdvantageSpec(
-        help="rewards minus the mean of the group",
-        function=f"{_MODULE}:dr_grpo",
-        needs=frozenset({Need.GROUP}),
+        help="rewards minus the mean of the group", function=f"{_MODULE}:dr_grpo", needs=frozenset({Need.GROUP})
     ),
     "gpg": AdvantageSpec(
         help="dr_grpo, scaled by the share of groups that vary",
@@ -44,24 +40,18 @@ ADVANTAGES: Mapping[str, AdvantageSpec] = {
         needs=frozenset({Need.GROUP}),
         options={
             "counted": Option(
-                COUNTS[0],
-                "scale by the groups whose rewards vary, or whose advantages are not 0",
-                choices=COUNTS,
+                COUNTS[0], "scale by the groups whose rewards vary, or whose advantages are not 0", choices=COUNTS
             )
         },
     ),
     "optimal_token_baseline": AdvantageSpec(
         help="returns minus the variance-optimal baseline of each token",
         function=f"{_MODULE}:optimal_token_baseline",
-        needs=frozenset(
-            {Need.GROUP, Need.OPTIONAL_TURN_REWARDS, Need.DISTRIBUTIONS, Need.ADVANTAGE_OF_EQUAL_REWARDS}
-        ),
+        needs=frozenset({Need.GROUP, Need.OPTIONAL_TURN_REWARDS, Need.DISTRIBUTIONS, Need.ADVANTAGE_OF_EQUAL_REWARDS}),
         options={"zero_tail": Option(1.0, "1: tokens after the last reward have advantage 0", SWITCH)},
     ),
     "rloo": AdvantageSpec(
-        help="rewards minus the mean of the other attempts",
-        function=f"{_MODULE}:rloo",
-        needs=frozenset({Need.GROUP}),
+        help="rewards minus the mean of the other attempts", function=f"{_MODULE}:rloo", needs=frozenset({Need.GROUP})
     ),
     "remax": AdvantageSpec(
         help="rewards minus that of a greedy episode",
@@ -83,13 +73,7 @@ ADVANTAGES: Mapping[str, AdvantageSpec] = {
         help="episode-level and state-level comparison",
         function=f"{_MODULE}:gigpo",
         needs=frozenset(
-            {
-                Need.GROUP,
-                Need.STD,
-                Need.OPTIONAL_TURN_REWARDS,
-                Need.STATE_KEYS,
-                Need.ADVANTAGE_OF_EQUAL_REWARDS,
-            }
+            {Need.GROUP, Need.STD, Need.OPTIONAL_TURN_REWARDS, Need.STATE_KEYS, Need.ADVANTAGE_OF_EQUAL_REWARDS}
         ),
         options={
             "gamma": Option(0.95, "discount", FRACTION),
@@ -153,13 +137,7 @@ ADVANTAGES: Mapping[str, AdvantageSpec] = {
         help="turn rewards and outcomes, each compared in the group",
         function=f"{_MODULE}:turn_grpo",
         needs=frozenset(
-            {
-                Need.GROUP,
-                Need.STD,
-                Need.TURN_REWARDS,
-                Need.OPTIONAL_TURN_REWARDS,
-                Need.ADVANTAGE_OF_EQUAL_REWARDS,
-            }
+            {Need.GROUP, Need.STD, Need.TURN_REWARDS, Need.OPTIONAL_TURN_REWARDS, Need.ADVANTAGE_OF_EQUAL_REWARDS}
         ),
         options={
             "turn_weight": Option(1.0, "weight of the turn-level term", NOT_NEGATIVE),
@@ -170,13 +148,7 @@ ADVANTAGES: Mapping[str, AdvantageSpec] = {
         help="returns of turns, compared in the group",
         function=f"{_MODULE}:turn_return",
         needs=frozenset(
-            {
-                Need.GROUP,
-                Need.STD,
-                Need.TURN_REWARDS,
-                Need.OPTIONAL_TURN_REWARDS,
-                Need.ADVANTAGE_OF_EQUAL_REWARDS,
-            }
+            {Need.GROUP, Need.STD, Need.TURN_REWARDS, Need.OPTIONAL_TURN_REWARDS, Need.ADVANTAGE_OF_EQUAL_REWARDS}
         ),
         options={"gamma": Option(1.0, "discount", FRACTION)},
     ),
@@ -184,13 +156,7 @@ ADVANTAGES: Mapping[str, AdvantageSpec] = {
         help="returns of turns and the outcome, compared in the group",
         function=f"{_MODULE}:turn_return_hybrid",
         needs=frozenset(
-            {
-                Need.GROUP,
-                Need.STD,
-                Need.TURN_REWARDS,
-                Need.OPTIONAL_TURN_REWARDS,
-                Need.ADVANTAGE_OF_EQUAL_REWARDS,
-            }
+            {Need.GROUP, Need.STD, Need.TURN_REWARDS, Need.OPTIONAL_TURN_REWARDS, Need.ADVANTAGE_OF_EQUAL_REWARDS}
         ),
         options={
             "gamma": Option(0.9, "discount", FRACTION),
@@ -241,13 +207,7 @@ ADVANTAGES: Mapping[str, AdvantageSpec] = {
         help="GAE with a length-adaptive lambda",
         function=f"{_MODULE}:vapo",
         needs=frozenset(
-            {
-                Need.OPTIONAL_TURN_REWARDS,
-                Need.CRITIC,
-                Need.PRETRAINED_CRITIC,
-                Need.BATCH_STATISTICS,
-                Need.TOKEN_KL,
-            }
+            {Need.OPTIONAL_TURN_REWARDS, Need.CRITIC, Need.PRETRAINED_CRITIC, Need.BATCH_STATISTICS, Need.TOKEN_KL}
         ),
         options={
             "gamma": Option(1.0, "discount", FRACTION),
@@ -262,13 +222,7 @@ ADVANTAGES: Mapping[str, AdvantageSpec] = {
         help="V-trace",
         function=f"{_MODULE}:vtrace",
         needs=frozenset(
-            {
-                Need.OPTIONAL_TURN_REWARDS,
-                Need.CRITIC,
-                Need.BATCH_STATISTICS,
-                Need.TOKEN_KL,
-                Need.BEHAVIOR_RATIO,
-            }
+            {Need.OPTIONAL_TURN_REWARDS, Need.CRITIC, Need.BATCH_STATISTICS, Need.TOKEN_KL, Need.BEHAVIOR_RATIO}
         ),
         options={
             "gamma": Option(1.0, "discount", FRACTION),
@@ -283,13 +237,7 @@ ADVANTAGES: Mapping[str, AdvantageSpec] = {
         help="Retrace",
         function=f"{_MODULE}:retrace",
         needs=frozenset(
-            {
-                Need.OPTIONAL_TURN_REWARDS,
-                Need.CRITIC,
-                Need.BATCH_STATISTICS,
-                Need.TOKEN_KL,
-                Need.BEHAVIOR_RATIO,
-            }
+            {Need.OPTIONAL_TURN_REWARDS, Need.CRITIC, Need.BATCH_STATISTICS, Need.TOKEN_KL, Need.BEHAVIOR_RATIO}
         ),
         options={
             "gamma": Option(1.0, "discount", FRACTION),
@@ -312,6 +260,6 @@ TARGETS: Mapping[str, AdvantageSpec] = {
         function=f"{_MODULE}:vtrace_error",
         needs=ADVANTAGES["vtrace"].needs,
         options=ADVANTAGES["vtrace"].options,
-    ),
+    )
 }
 """What critics learn, where that is no advantage that a configuration may name."""

@@ -65,8 +65,7 @@ def check_observations(algorithm: Algorithm, mask_observations: bool) -> None:
     """ConfigError where observations would train twice: by the term echo, and as if they were actions."""
     if not mask_observations and algorithm.number("terms", "echo") > 0:
         raise ConfigError(
-            "training.mask_observations = false trains observations already, and so does"
-            " algorithm.options.terms.echo.",
+            "training.mask_observations = false trains observations already, and so does algorithm.options.terms.echo.",
             "Leave one of them out.",
         )
 

@@ -16,9 +16,7 @@ CORRECTIONS: Mapping[str, CorrectionSpec] = {
         function=f"{_MODULE}:weights_of_tis",
         needs=frozenset({Need.LIMITED_RATIO, Need.BEHAVIOR_RATIO}),
         options={
-            "level": Option(
-                LEVELS[0], "ratio of a token, of the sequence, or its geometric mean", choices=LEVELS
-            ),
+            "level": Option(LEVELS[0], "ratio of a token, of the sequence, or its geometric mean", choices=LEVELS),
             "low": Option(0.0, "lower bound", NOT_NEGATIVE),
         },
     ),
@@ -29,9 +27,7 @@ CORRECTIONS: Mapping[str, CorrectionSpec] = {
         options={
             "low": Option(0.5, "lower bound", NOT_NEGATIVE),
             "high": Option(5.0, "upper bound", POSITIVE),
-            "level": Option(
-                LEVELS[0], "ratio of a token, of the sequence, or its geometric mean", choices=LEVELS
-            ),
+            "level": Option(LEVELS[0], "ratio of a token, of the sequence, or its geometric mean", choices=LEVELS),
         },
     ),
     "decoupled": CorrectionSpec(
@@ -66,9 +62,7 @@ KL_OPTIONS: Mapping[str, Option] = {
     "granularity": Option(
         GRANULARITIES[0], "subtract at each token, or the mean of the trajectory", choices=GRANULARITIES
     ),
-    "importance": Option(
-        IMPORTANCES[0], "weigh the term in the loss by the ratio, or do not", choices=IMPORTANCES
-    ),
+    "importance": Option(IMPORTANCES[0], "weigh the term in the loss by the ratio, or do not", choices=IMPORTANCES),
 }
 """The options of every KL estimator."""
 TERM_OPTIONS: Mapping[str, Option] = {

@@ -8,16 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ludus.algorithms.spec.parts import (
-    ANY,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SWITCH,
-    LossSpec,
-    Need,
-    Option,
-    OptionBounds,
-)
+from ludus.algorithms.spec.parts import ANY, NOT_NEGATIVE, POSITIVE, SWITCH, LossSpec, Need, Option, OptionBounds
 from ludus.algorithms.spec.words import DIVERGENCES
 
 _MODULE = "ludus.algorithms.losses.adapters"
@@ -101,9 +92,7 @@ LOSSES: Mapping[str, LossSpec] = {
         options={
             "amplify": Option(2.0, "weight of conflict tokens of solved attempts", NOT_NEGATIVE),
             "contiguous": Option(1.0, "1: conflict tokens are a common prefix or suffix", SWITCH),
-            "entropy_bound": Option(
-                math.log(2), "entropy (nats) above which an attempt does not train", POSITIVE
-            ),
+            "entropy_bound": Option(math.log(2), "entropy (nats) above which an attempt does not train", POSITIVE),
             "entropy_penalty": Option(0.1, "coefficient of the entropy penalty", NOT_NEGATIVE),
         },
     ),

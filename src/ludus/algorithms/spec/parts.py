@@ -65,9 +65,7 @@ class Option:
         name = key.rpartition(".")[2]
         if self.choices:
             if value not in self.choices:
-                raise ConfigError(
-                    f"{name} = {value!r} is not known.", f"There are: {', '.join(self.choices)}."
-                )
+                raise ConfigError(f"{name} = {value!r} is not known.", f"There are: {', '.join(self.choices)}.")
         elif isinstance(value, str):
             raise ConfigError(f"{name} = {value!r} is not a number.")
         elif not self.bounds.hold(value):

@@ -352,10 +352,7 @@ _PRESETS = (
         entropy_coef=0.01,
     ),
     Algorithm(
-        name="retool",
-        summary="PPO without KL, for rewards of 1 and -1",
-        source="arXiv:2504.11536",
-        advantage="gae",
+        name="retool", summary="PPO without KL, for rewards of 1 and -1", source="arXiv:2504.11536", advantage="gae"
     ),
 )
 PRESETS: dict[str, Algorithm] = {preset.name: preset for preset in _PRESETS}

@@ -96,9 +96,7 @@ def algorithm_of(config: Config) -> Algorithm:
         return algorithm
     sequence = algorithm.loss_spec.per_trajectory
     options = config.algorithm.options.model_copy(
-        update={
-            "correction": config.algorithm.options.correction | ({"level": "geometric"} if sequence else {})
-        }
+        update={"correction": config.algorithm.options.correction | ({"level": "geometric"} if sequence else {})}
     )
     return resolve(config.algorithm.model_copy(update={"correction": "tis", "options": options}))
 
@@ -116,8 +114,7 @@ def _check_options(algorithm: Algorithm, part: Part, name: str) -> None:
             guess = did_you_mean(key, known, cutoff=0.5)
             have = ", ".join(known) or "none"
             raise ConfigError(
-                f"algorithm.options.{part}.{key} is nothing that the {part} {name} has.",
-                f"{guess}It has: {have}.",
+                f"algorithm.options.{part}.{key} is nothing that the {part} {name} has.", f"{guess}It has: {have}."
             )
         known[key].check(f"algorithm.options.{part}.{key}", value)
 
@@ -199,11 +196,7 @@ def _refuse_unread_parts(config: AlgorithmConfig, algorithm: Algorithm) -> None:
         _refuse("overlong_buffer", algorithm.overlong_buffer or None, reason)
         _refuse("filter_zero_variance", algorithm.filter_zero_variance or None, reason)
         _refuse("greso", algorithm.greso or None, reason)
-        _refuse(
-            "top_variance_fraction",
-            algorithm.top_variance_fraction if algorithm.filters_groups else None,
-            reason,
-        )
+        _refuse("top_variance_fraction", algorithm.top_variance_fraction if algorithm.filters_groups else None, reason)
         _refuse("kl_placement", algorithm.kl_placement if penalised and not in_loss else None, reason)
     one_sided = algorithm.advantage_spec.has(Need.NON_NEGATIVE) and loss != "cispo"
     if one_sided and not (penalised and algorithm.kl_placement == "advantage"):
@@ -255,7 +248,7 @@ def _check_group_size(algorithm: Algorithm) -> None:
         what = next(name for name, does in compares.items() if does)
         raise ConfigError(
             "algorithm.group_size is 1, but must be at least 2: a group of one has no baseline to compare"
-            f" with, and {what} compares the attempts of a group.",
+            f" with, and {what} compares the attempts of a group."
         )
 
 

@@ -80,11 +80,7 @@ def describe(algorithm: Algorithm) -> Iterator[str]:
 
 def describe_part(name: str) -> Iterator[str]:
     """The settings that take a name which is no preset, and what may be set of each."""
-    tables: dict[Part, Mapping[str, PartSpec]] = {
-        "advantage": ADVANTAGES,
-        "loss": LOSSES,
-        "correction": CORRECTIONS,
-    }
+    tables: dict[Part, Mapping[str, PartSpec]] = {"advantage": ADVANTAGES, "loss": LOSSES, "correction": CORRECTIONS}
     for part, specs in tables.items():
         if name in specs:
             yield f"{name} is a part of presets: --algorithm.{part} {name} ({specs[name].help})"

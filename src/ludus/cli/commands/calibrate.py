@@ -97,9 +97,7 @@ def _verified(config: Config, world: World, episodes: Sequence[Episode]) -> list
 
 def tier_table(found: EventRewards, first: Alignment) -> Table:
     """Each event with its counts, its reward, and the mean advantage of its turns under these rewards."""
-    table = Table(
-        *("event", "turns", "in successes", "in failures", "correlation", "reward", "advantage", "aligned")
-    )
+    table = Table(*("event", "turns", "in successes", "in failures", "correlation", "reward", "advantage", "aligned"))
     columns = (found.found.in_success, found.found.in_failure, found.found.correlation, found.found.reward)
     for (event, count), *row in zip(found.counts.items(), *(c.tolist() for c in columns), strict=True):
         won, lost, correlation, reward = row

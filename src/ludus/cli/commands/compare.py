@@ -52,9 +52,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     for a, b in pairs:
         say(console, f"paired: {a.name} of A with {b.name} of B")
     console.print(comparison_table(pairs, differences))
-    for text in dict.fromkeys(
-        text for pair in pairs for text in odd_conditions(pair[0].result, pair[1].result)
-    ):
+    for text in dict.fromkeys(text for pair in pairs for text in odd_conditions(pair[0].result, pair[1].result)):
         say(console, f"note: {text}", "yellow")
     return 0
 
@@ -63,13 +61,9 @@ def find_pairs(a: Path, b: Path) -> list[Pair]:
     """The evaluations that belong together. Raises UserError where there are none."""
     for path in (a, b):
         if not path.exists():
-            raise UserError(
-                f"There is no evaluation and no run at {path}.", "Check the path; runs lie under runs/."
-            )
+            raise UserError(f"There is no evaluation and no run at {path}.", "Check the path; runs lie under runs/.")
     if a.resolve() == b.resolve():
-        raise UserError(
-            f"A and B are both {a}.", "Name two folders, or two files of one folder's evaluations/."
-        )
+        raise UserError(f"A and B are both {a}.", "Name two folders, or two files of one folder's evaluations/.")
     if a.is_dir() != b.is_dir():
         kinds = ("a folder", "a file") if a.is_dir() else ("a file", "a folder")
         raise UserError(f"{a} is {kinds[0]}, and {b} is {kinds[1]}.", "Give two of a kind.")
@@ -159,18 +153,7 @@ def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifferen
     from ludus.cli.ui.tables import how_sampled
 
     table = Table(title="Success by task, paired, with a 95 % interval of the difference")
-    for column in (
-        "split",
-        "sampling",
-        "tasks",
-        "A",
-        "B",
-        "B - A",
-        "detectable",
-        "only A",
-        "only B",
-        "p (McNemar)",
-    ):
+    for column in ("split", "sampling", "tasks", "A", "B", "B - A", "detectable", "only A", "only B", "p (McNemar)"):
         table.add_column(column)
     for (a, b), found in zip(pairs, differences, strict=True):
         low, high = found.interval.low, found.interval.high

@@ -25,9 +25,7 @@ SHOWN = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own arguments."""
     parser.add_argument("action", choices=("check", "convert"), help="what to do with the files")
-    parser.add_argument(
-        "files", metavar="FILE", nargs="+", type=Path, help="JSON lines, or a dataset's folder"
-    )
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSON lines, or a dataset's folder")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -71,8 +69,7 @@ def check(paths: Sequence[Path]) -> int:
             wrong.append(path)
     if wrong:
         raise UserError(
-            f"{', '.join(map(str, wrong))} cannot be trained on as it is.",
-            "docs/use/data.md has the formats.",
+            f"{', '.join(map(str, wrong))} cannot be trained on as it is.", "docs/use/data.md has the formats."
         )
     return 0
 

@@ -95,9 +95,7 @@ def check_libraries(requirements: Sequence[str], tested: dict[str, str]) -> Iter
         if installed is None:
             yield DoctorFinding(name, "fault", f"not installed; pip install '{requirement}'")
         elif _number(installed) < _number(least):
-            yield DoctorFinding(
-                name, "fault", f"{installed} is older than {least}; pip install '{requirement}'"
-            )
+            yield DoctorFinding(name, "fault", f"{installed} is older than {least}; pip install '{requirement}'")
         elif (known := tested.get(name)) and _number(installed) != _number(known):
             yield DoctorFinding(
                 name, "note", f"{installed}; the tests pass with {known} (pip install -c constraints.txt)"
@@ -155,9 +153,7 @@ def _disk(folder: Path) -> DoctorFinding:
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(place).free / 1e9
     if not os.access(place, os.W_OK):
-        return DoctorFinding(
-            "disk", "fault", f"{place} cannot be written; give another folder with --run.dir"
-        )
+        return DoctorFinding("disk", "fault", f"{place} cannot be written; give another folder with --run.dir")
     state: Literal["fine", "note"] = "fine" if free >= _ROOM_GB else "note"
     return DoctorFinding("disk", state, f"{free:.1f} GB free at {place}")
 
@@ -170,9 +166,7 @@ def _memory() -> DoctorFinding:
     found = re.search(r"MemAvailable:\s+(\d+) kB", text)
     free = int(found[1]) / 1e6 if found else 0.0
     if free < _ROOM_GB:
-        return DoctorFinding(
-            "memory", "note", f"{free:.1f} GB free; the search recipe needs up to {_ROOM_GB:g}"
-        )
+        return DoctorFinding("memory", "note", f"{free:.1f} GB free; the search recipe needs up to {_ROOM_GB:g}")
     return DoctorFinding("memory", "fine", f"{free:.1f} GB free")
 
 
@@ -183,9 +177,7 @@ def _hardware() -> DoctorFinding:
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         return DoctorFinding("device", "fine", f"{', '.join(names)}; torch {torch.__version__}")
     if shutil.which("nvidia-smi"):
-        text = (
-            f"torch {torch.__version__} sees no GPU though nvidia-smi is here; install a CUDA build of torch"
-        )
+        text = f"torch {torch.__version__} sees no GPU though nvidia-smi is here; install a CUDA build of torch"
         return DoctorFinding("device", "note", text)
     return DoctorFinding("device", "fine", f"CPU; torch {torch.__version__}")
 
@@ -244,9 +236,7 @@ async def _sample_and_score() -> DoctorFinding:
     there = torch.tensor(completion.logprobs, device=scores.device)
     gap = float((scores[len(prompt) :] - there).abs().max())
     if not gap <= _SAME_NATS:
-        return DoctorFinding(
-            "the shipped model", "fault", f"engine and learner differ by {gap:.2g} nats a token"
-        )
+        return DoctorFinding("the shipped model", "fault", f"engine and learner differ by {gap:.2g} nats a token")
     return DoctorFinding("the shipped model", "fine", f"engine and learner agree to {gap:.1g} nats a token")
 
 
@@ -255,7 +245,5 @@ def _server(url: str, dialect: str) -> DoctorFinding:
 
     facts = DIALECTS[dialect].describe(url.rstrip("/"))
     return DoctorFinding(
-        "the server",
-        "fine",
-        f"{url} speaks {dialect} and serves {facts.model}, {facts.context_tokens} tokens at most",
+        "the server", "fine", f"{url} speaks {dialect} and serves {facts.model}, {facts.context_tokens} tokens at most"
     )

@@ -149,15 +149,7 @@ def worlds_table() -> Table:
 def agents_table(report: CheckReport) -> Table:
     """What each agent got."""
     table = Table(title=f"{report.world.name}: what scripted agents earn, with 95 % intervals")
-    for column in (
-        "agent",
-        "mean reward",
-        "most shaping",
-        "success",
-        "tasks",
-        "where nothing is right",
-        "verdict",
-    ):
+    for column in ("agent", "mean reward", "most shaping", "success", "tasks", "where nothing is right", "verdict"):
         table.add_column(column)
     for row in report.rows:
         table.add_row(*_cells(row))

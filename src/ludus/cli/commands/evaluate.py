@@ -42,12 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", nargs="?", help="a recipe's name, or a .toml file")
     parser.add_argument("--run", metavar="RUN", type=Path, help="evaluate the newest checkpoint of this run")
     parser.add_argument("--model", metavar="PATH_OR_NAME", help="evaluate this model")
-    parser.add_argument(
-        "--endpoint", metavar="URL", help="an OpenAI-compatible server plays; name its --model"
-    )
-    parser.add_argument(
-        "--api-key-file", metavar="FILE", type=Path, help="a file that holds the server's key"
-    )
+    parser.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible server plays; name its --model")
+    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file that holds the server's key")
     parser.add_argument(
         "--baseline", choices=("none", "once"), help="no tool at all, or one retrieval before the answer"
     )
@@ -60,9 +56,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ludus.cli.ui.terminal import make_console, say
 
     check_arguments(args)
-    shortcuts = (
-        ["--env.settings.access", f'"{args.baseline}"'] if args.baseline else []
-    )  # quoted: a bare none unsets
+    shortcuts = ["--env.settings.access", f'"{args.baseline}"'] if args.baseline else []  # quoted: a bare none unsets
     config = job_config(args, [*shortcuts, *overrides])
     world = check_world(config, args.baseline)
     console = make_console()
@@ -201,9 +195,7 @@ async def make_player(args: argparse.Namespace, config: Config, world: World) ->
 
     if args.endpoint:
         key = read_key(args.api_key_file) if args.api_key_file else ""
-        settings = OpenAIClientSettings(
-            args.endpoint, args.model, key, concurrency=config.rollout.concurrency
-        )
+        settings = OpenAIClientSettings(args.endpoint, args.model, key, concurrency=config.rollout.concurrency)
         return endpoint_player(config, world, settings)
     from ludus.cli.ui.load_run import open_weights
 
@@ -235,9 +227,7 @@ def result_folder(args: argparse.Namespace, config: Config) -> RunFolder:
     return new_run(config.model_copy(update={"run": settings}), "eval", "eval")
 
 
-async def play(
-    player: EvalBackend, plan: EvaluationPlan, console: Console
-) -> tuple[Evaluation, list[Episode]]:
+async def play(player: EvalBackend, plan: EvaluationPlan, console: Console) -> tuple[Evaluation, list[Episode]]:
     """One evaluation under a progress bar."""
     from ludus.cli.ui.tables import how_sampled
     from ludus.cli.ui.terminal import bars, say

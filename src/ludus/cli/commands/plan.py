@@ -108,12 +108,7 @@ def what_is_asked(args: argparse.Namespace) -> tuple[Costs, RunLayout, str, list
             )
         empty = {"pass_s": 0.0, "sequence_s": 0.0, "read_s": 0.0, "slots": 128}
         records = {"engine": empty, "learner": {"step_s": 0.0, "token_s": 0.0}, "tool": asdict(ToolCost())}
-        records |= {
-            "episode": {"turns": 1.0, "action": 1.0},
-            "sync_s": 0.0,
-            "overlap": 1.0,
-            "transfer_s": 0.0,
-        }
+        records |= {"episode": {"turns": 1.0, "action": 1.0}, "sync_s": 0.0, "overlap": 1.0, "transfer_s": 0.0}
         setup, source = RunLayout(), "as given"
     for name, record, field, _ in NUMBERS:
         if name in given:

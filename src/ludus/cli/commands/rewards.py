@@ -44,12 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--step", type=int, help="only rollouts of this training step")
     which.add_argument("--evaluation", metavar="NAME", help="rollouts of this evaluation instead")
     which.add_argument("--evaluations", action="store_true", help="rollouts of all evaluations instead")
-    parser.add_argument(
-        "--threshold", type=float, default=0.1, help="calibrate: correlations up to this count as none"
-    )
-    parser.add_argument(
-        "--episodes", metavar="N", type=int, default=SHOWN, help="changes to print, largest first"
-    )
+    parser.add_argument("--threshold", type=float, default=0.1, help="calibrate: correlations up to this count as none")
+    parser.add_argument("--episodes", metavar="N", type=int, default=SHOWN, help="changes to print, largest first")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -72,8 +68,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     if args.config is None and not overrides:
         raise UserError(
-            "There is nothing to compare with.",
-            "Give --config FILE or a setting, such as --rewards.aggregation gated.",
+            "There is nothing to compare with.", "Give --config FILE or a setting, such as --rewards.aggregation gated."
         )
     folder = RunFolder(args.run)
     check_run(folder)
@@ -93,9 +88,7 @@ def other_config(saved: Config, file: Path | None, overrides: Sequence[str]) -> 
         given = load_config(file)
         found = {name for name in ("rewards", "env") if name in given.model_fields_set}
         if not found:
-            raise ConfigError(
-                f"{file} has no section rewards and no section env.", "Write [rewards] into it."
-            )
+            raise ConfigError(f"{file} has no section rewards and no section env.", "Write [rewards] into it.")
         sections = {"rewards": given.rewards} | ({"env": given.env} if "env" in found else {})
         saved = saved.model_copy(update=sections)
     return config_from_toml(to_toml(saved), "the run, the file and the command line", overrides)

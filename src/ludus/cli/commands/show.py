@@ -190,9 +190,7 @@ def files_of(folder: RunFolder, step: int | None, evaluation: str | None) -> lis
     return [rollouts_path(folder.path, step)]
 
 
-def chosen_records(
-    args: argparse.Namespace, files: Sequence[Path], config: Config
-) -> Iterator[RolloutRecord]:
+def chosen_records(args: argparse.Namespace, files: Sequence[Path], config: Config) -> Iterator[RolloutRecord]:
     """The records of the files, those of one task, failed or solved ones only where that is asked for."""
     from ludus.rollout.rollout_files import read_rollouts
 

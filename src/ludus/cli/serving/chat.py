@@ -43,9 +43,7 @@ DEFAULT_WORLD = "search"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own arguments; settings follow as --section.key value."""
-    parser.add_argument(
-        "target", metavar="RUN_OR_MODEL", help="a run folder, a model folder or a model's name"
-    )
+    parser.add_argument("target", metavar="RUN_OR_MODEL", help="a run folder, a model folder or a model's name")
     parser.add_argument(
         "--world", metavar="RECIPE", help=f"a recipe, or a world's .py file (of a model: {DEFAULT_WORLD})"
     )
@@ -81,9 +79,7 @@ async def _give_back(world: World) -> None:
         return
 
 
-def target_config(
-    target: str, world: str | None, overrides: Sequence[str]
-) -> tuple[RunFolder | None, Config]:
+def target_config(target: str, world: str | None, overrides: Sequence[str]) -> tuple[RunFolder | None, Config]:
     """The run that `target` is, if it is one, and the configuration. Raises UserError for a missing path."""
     from ludus.training.run.run_dir import RunFolder
 

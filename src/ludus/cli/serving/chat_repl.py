@@ -110,9 +110,7 @@ class ChatRepl:
             seed=session.config.run.seed + self._number,
         )
 
-    async def _play(
-        self, conversation: EngineChatSession, environment: Environment, on_part: OnPart
-    ) -> StopReason:
+    async def _play(self, conversation: EngineChatSession, environment: Environment, on_part: OnPart) -> StopReason:
         """Turns of the model and answers of the tools."""
         turns = self.opened.session.config.rollout.max_turns
         for turn in range(1, turns + 1):

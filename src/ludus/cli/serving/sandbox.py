@@ -38,10 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (this machine only)")
     parser.add_argument("--port", type=int, default=8100, help="0 takes a free one and says which (8100)")
     parser.add_argument(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help="a file with a token: for clients, or for --url",
+        "--token-file", type=Path, metavar="FILE", help="a file with a token: for clients, or for --url"
     )
     parser.add_argument("--most-wall-s", type=float, default=120.0, metavar="S", help="longest run (120)")
     parser.add_argument("--most-memory-mib", type=int, default=2048, metavar="N", help="largest run (2048)")

@@ -42,9 +42,7 @@ class _Loaded:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own arguments; settings follow as --section.key value."""
-    parser.add_argument(
-        "target", metavar="RUN_OR_MODEL", help="a run folder, a model folder or a model's name"
-    )
+    parser.add_argument("target", metavar="RUN_OR_MODEL", help="a run folder, a model folder or a model's name")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (this machine only)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (8000)")
     parser.add_argument("--name", help="what clients call the model (the folder's name)")
@@ -62,15 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a host name of the control paths, besides addresses and this machine's name",
     )
     parser.add_argument(
-        "--context-tokens",
-        type=int,
-        metavar="N",
-        help=f"prompt plus answer (the model's, {_MOST_CONTEXT} at most)",
+        "--context-tokens", type=int, metavar="N", help=f"prompt plus answer (the model's, {_MOST_CONTEXT} at most)"
     )
     parser.add_argument("--max-batch", type=int, default=128, metavar="N", help="requests at once (128)")
-    parser.add_argument(
-        "--kv-cache-tokens", type=int, default=131_072, metavar="N", help="cache size (131072)"
-    )
+    parser.add_argument("--kv-cache-tokens", type=int, default=131_072, metavar="N", help="cache size (131072)")
     parser.add_argument(
         "--max-requests", type=int, default=4096, metavar="N", help="more, waiting ones too, get 429 (4096)"
     )
@@ -143,9 +136,7 @@ def _load(target: str, config: Config) -> _Loaded:
     return _Loaded(model, load_tokenizer(target), 0)
 
 
-def _service(
-    args: argparse.Namespace, config: Config, loaded: _Loaded
-) -> tuple[CompletionService, PreTrainedModel]:
+def _service(args: argparse.Namespace, config: Config, loaded: _Loaded) -> tuple[CompletionService, PreTrainedModel]:
     from ludus.chat.render import TemplateRenderer
     from ludus.engines.embedded.engine import EngineSettings, LocalEngine
     from ludus.engines.models.loading import num_positions

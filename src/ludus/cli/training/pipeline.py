@@ -179,9 +179,7 @@ def open_folder(folder: Path, stages: Sequence[Stage], file: Path) -> None:
     names = {stage.name for stage in stages}
     for name in there:
         if name[:2].isdigit() and name not in names:
-            raise UserError(
-                f"{folder} holds {name}, which is no stage of {file}.", "Choose another --folder."
-            )
+            raise UserError(f"{folder} holds {name}, which is no stage of {file}.", "Choose another --folder.")
     with replaced_file(folder / _COPY) as copy:
         copy.write(file.read_bytes())
 

@@ -65,9 +65,6 @@ def train(session: TrainingSession, folder: RunFolder) -> None:
 
 
 STAGE = TrainingStage(
-    kind="rft",
-    ready=ready,
-    say_complete=say_complete,
-    model_help="train this model instead of the cold start",
+    kind="rft", ready=ready, say_complete=say_complete, model_help="train this model instead of the cold start"
 )
 add_arguments, run = STAGE.add_arguments, STAGE.run

@@ -125,9 +125,7 @@ def waiting_line(metrics: Mapping[str, float], timings: Mapping[str, float]) -> 
     if "idle/engine" in timings:
         line += f", engine {timings['idle/engine']:.0%}"
     if "queue/in_flight" in timings:
-        line += (
-            f"  {timings['queue/in_flight']:.0f} in flight, {timings['queue/groups_ready']:.0f} groups ready"
-        )
+        line += f"  {timings['queue/in_flight']:.0f} in flight, {timings['queue/groups_ready']:.0f} groups ready"
         line += f"  age {metrics.get('staleness/mean', 0.0):.1f}"
     for name, count in timings.items():
         if name.startswith("tools/") and name.endswith("/stragglers") and count:
@@ -197,10 +195,7 @@ def use_command(folder: RunFolder, config: Config, checkpoint: Path) -> str:
         words += ["--run.dir", "none"]
     for change in changes(base, config):
         if change.key.startswith(("env.", "rollout.")):
-            words += [
-                f"--{change.key}",
-                change.new if isinstance(change.new, str) else value_text(change.new),
-            ]
+            words += [f"--{change.key}", change.new if isinstance(change.new, str) else value_text(change.new)]
     return shlex.join(words)
 
 
@@ -271,9 +266,7 @@ def worlds_table(comparisons: Sequence[Comparison]) -> Table:
             row = (plan.split, how_sampled(plan), name, str(one.num_tasks), before)
             table.add_row(*row, f"{one.rate:.1%} [{one.interval.low:.1%}, {one.interval.high:.1%}]")
         average = f"{pair.before.macro:.1%}" if pair.before else ""
-        table.add_row(
-            plan.split, how_sampled(plan), "average of the worlds", "", average, f"{pair.after.macro:.1%}"
-        )
+        table.add_row(plan.split, how_sampled(plan), "average of the worlds", "", average, f"{pair.after.macro:.1%}")
     return table
 
 

@@ -55,9 +55,7 @@ def print_record(console: Console, record: RolloutRecord, tokenizer: Tokenizer |
         say(console, f"mean reward of {len(trajectory.leaves)} leaves: {trajectory.reward:g}")
     if trajectory.failure is not None:
         failure = trajectory.failure
-        say(
-            console, f"failed in the {failure.part} after {failure.attempts} attempts: {failure.error}", "red"
-        )
+        say(console, f"failed in the {failure.part} after {failure.attempts} attempts: {failure.error}", "red")
     say(console, f"{fate(record)}\n")
 
 
@@ -103,20 +101,13 @@ def _segment_numbers(segment: Segment) -> str:
 def message_text(message: Message) -> str:
     """A message as a person reads it: thinking, text and calls."""
     thought = message.get("reasoning_content", "")
-    said = [
-        f"(thinks) {thought}" if thought else "",
-        message["content"],
-        *map("(calls) {}".format, calls(message)),
-    ]
+    said = [f"(thinks) {thought}" if thought else "", message["content"], *map("(calls) {}".format, calls(message))]
     return "\n".join(part for part in said if part)
 
 
 def calls(message: Message) -> list[str]:
     """The tool calls of a message, each on one line."""
-    return [
-        f"{call['function']['name']} {call['function']['arguments']}"
-        for call in message.get("tool_calls", [])
-    ]
+    return [f"{call['function']['name']} {call['function']['arguments']}" for call in message.get("tool_calls", [])]
 
 
 def outcome_text(outcome: ToolOutcome) -> str:

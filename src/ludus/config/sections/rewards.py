@@ -55,13 +55,7 @@ class LengthConfig(Section):
 
     @model_validator(mode="after")
     def _fits_the_kind(self) -> Self:
-        kinds = {
-            "target": "linear or sigmoid",
-            "lam": "linear",
-            "cap": "linear",
-            "tau": "sigmoid",
-            "floor": "sigmoid",
-        }
+        kinds = {"target": "linear or sigmoid", "lam": "linear", "cap": "linear", "tau": "sigmoid", "floor": "sigmoid"}
         for name, given in self.model_dump().items():
             own = type(self).model_fields[name].default
             if name in kinds and self.kind not in kinds[name] and given != own:
@@ -165,15 +159,11 @@ class RewardsConfig(Section):
     @model_validator(mode="after")
     def _has_ensemble(self) -> Self:
         if self.model is not None and not self.models:
-            raise ValueError(
-                "rewards.model is an empty list; name at least one reward model, or leave it out"
-            )
+            raise ValueError("rewards.model is an empty list; name at least one reward model, or leave it out")
         if len(set(self.models)) < len(self.models):
             raise ValueError("rewards.model names a reward model twice; members of an ensemble must differ")
         if self.model_std_coef and len(self.models) < 2:
-            raise ValueError(
-                "rewards.model_std_coef needs an ensemble: a list of two or more in rewards.model"
-            )
+            raise ValueError("rewards.model_std_coef needs an ensemble: a list of two or more in rewards.model")
         return self
 
     @property

@@ -12,9 +12,7 @@ from ludus.config.sections.section import Section
 class SandboxConfig(Section):
     """Where tools run programs; worlds without such tools open none. See docs/use/sandbox.md."""
 
-    backend: Literal["namespaces", "docker", "podman", "remote", "sandbox_fusion", "piston", "process"] = (
-        "namespaces"
-    )
+    backend: Literal["namespaces", "docker", "podman", "remote", "sandbox_fusion", "piston", "process"] = "namespaces"
     """What keeps programs apart from the host; nothing weaker is ever taken instead."""
     concurrency: int = Field(0, ge=0)
     """Of namespaces: runs at once, sessions not counted; 0 is one for each processor, at least 2."""

@@ -34,8 +34,7 @@ class LearnerConfig(Section):
     def _for_one_process(self) -> Self:
         if self.ranks > 1 and self.replay_routing:
             raise ValueError(
-                "training.learner.replay_routing needs one process, and "
-                f"training.learner.ranks is {self.ranks}"
+                f"training.learner.replay_routing needs one process, and training.learner.ranks is {self.ranks}"
             )
         return self
 

@@ -43,11 +43,7 @@ class _Pass(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("slots", "positions", "table", "query", "key", "value")),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "out")),
         *((name, ctypes.c_int64) for name in ("table_stride", "query_heads", "heads", "width", "window")),
-        *(
-            (f"{name}_{part}", ctypes.c_int64)
-            for name in ("query", "key", "value")
-            for part in ("head", "token")
-        ),
+        *((f"{name}_{part}", ctypes.c_int64) for name in ("query", "key", "value") for part in ("head", "token")),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
     )
@@ -96,10 +92,7 @@ class Kernel:
 
         def part(i: int) -> None:
             self._library.ludus_attend(
-                ctypes.byref(arguments),
-                bounds[i],
-                bounds[i + 1],
-                ctypes.c_void_p(self._scratch[i].data_ptr()),
+                ctypes.byref(arguments), bounds[i], bounds[i + 1], ctypes.c_void_p(self._scratch[i].data_ptr())
             )
 
         others = [self._helpers.submit(part, i) for i in range(1, parts)] if self._helpers else []

@@ -85,11 +85,7 @@ class Pattern:
             blocks.append(values[start:end].view(shape.query_heads, length))
         first = np.concatenate([[0], np.repeat(lengths, shape.query_heads).cumsum()])
         matrix = torch.sparse_csr_tensor(
-            torch.from_numpy(first),
-            torch.from_numpy(columns),
-            values,
-            (len(first) - 1, rows),
-            check_invariants=False,
+            torch.from_numpy(first), torch.from_numpy(columns), values, (len(first) - 1, rows), check_invariants=False
         )
         return cls(matrix, tuple(blocks))
 
@@ -175,12 +171,7 @@ class TorchPass:
         return scores.attend(asked, key, value, mask[:, None, None]).flatten(1, 2)
 
     def _dense(
-        self,
-        span: QuerySpan,
-        query: Tensor,
-        memory: tuple[Tensor, Tensor],
-        scores: ScoreRule,
-        shape: HeadShape,
+        self, span: QuerySpan, query: Tensor, memory: tuple[Tensor, Tensor], scores: ScoreRule, shape: HeadShape
     ) -> Tensor:
         """Attend from several tokens of one sequence, with a group's heads stacked; `[n, Hq, D]`."""
         rows = self._rows(span, shape.heads, query.device)

@@ -117,11 +117,7 @@ class LocalEngine:
             block = self._forward.block_for(pass_tokens) if self._invariant else 1
         self._tree = RadixCache(num_pages)
         self._core = BatchScheduler(
-            self._forward,
-            tokenizer,
-            self._tree,
-            (settings.max_batch, settings.context_tokens),
-            pass_tokens,
+            self._forward, tokenizer, self._tree, (settings.max_batch, settings.context_tokens), pass_tokens
         )
         self._core.version = version
         self._core.block = block
@@ -243,9 +239,7 @@ class LocalEngine:
         asked = self._versions.current if adapter is None else adapter
         return await self._worker.call(partial(self._fingerprint, asked))
 
-    async def load_adapter(
-        self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
-    ) -> None:
+    async def load_adapter(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
         """Load LoRA factors, named as in PEFT, as the adapter `name`; its tokens carry `version`.
 
         `scaling` is alpha over rank. Raises `SyncError`, without changes, if they do not fit.
@@ -360,9 +354,7 @@ class LocalEngine:
         self._core.new_weights(version, recompute=self._settings.recompute_on_update)
 
     @torch.no_grad()
-    def _load_adapter(
-        self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
-    ) -> None:
+    def _load_adapter(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
         self._forward.adapters.load(name, state, scaling)
         self._core.new_weights(version, recompute=self._settings.recompute_on_update, adapter=name)
 

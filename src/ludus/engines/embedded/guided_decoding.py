@@ -103,9 +103,7 @@ class GuideCompiler:
         except ValueError as error:
             problem = str(error)
         if problem:
-            raise RequestRefused(
-                f"The {guide.kind.replace('_', ' ')} of the guide is invalid: {_first_line(problem)}."
-            )
+            raise RequestRefused(f"The {guide.kind.replace('_', ' ')} of the guide is invalid: {_first_line(problem)}.")
         return matcher
 
 

@@ -123,9 +123,7 @@ class RadixCache:
             node.refs += 1
         return list(path)
 
-    def take(
-        self, path: list[RadixNode], tokens: tuple[int, ...], *, listed: bool, adapter: str = ""
-    ) -> RadixNode:
+    def take(self, path: list[RadixNode], tokens: tuple[int, ...], *, listed: bool, adapter: str = "") -> RadixNode:
         """Append a page to a path, shared under `tokens` if `listed` and not yet present.
 
         Raises IndexError if no page is left; reserve pages first.

@@ -85,9 +85,7 @@ class SamplingRules:
         return cls(
             words=seed_words([p.seed for p in params]),
             temperature=column([p.temperature or 1.0 for p in params], torch.float64),
-            top_k=column(
-                [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params], torch.int64
-            ),
+            top_k=column([min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params], torch.int64),
             top_p=column([p.top_p for p in params], torch.float64),
             min_p=column([p.min_p for p in params], torch.float64),
             greedy=torch.tensor(greedy, device=device),

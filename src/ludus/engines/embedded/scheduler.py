@@ -166,9 +166,7 @@ class BatchScheduler:
     ) -> None:
         """`slots` is (maximum number of running sequences, maximum length in tokens)."""
         self._forward = forward
-        self._stop_strings = (
-            None if tokenizer is None else lru_cache(_KEPT_STOPS)(partial(StopStrings, tokenizer))
-        )
+        self._stop_strings = None if tokenizer is None else lru_cache(_KEPT_STOPS)(partial(StopStrings, tokenizer))
         self._tree = tree
         self._pass_tokens = pass_tokens
         self._table = np.zeros((slots[0], -(-slots[1] // PAGE)), dtype=np.int32)
@@ -398,9 +396,7 @@ class BatchScheduler:
         if rows:
             slots = np.array([sequence.slot for sequence in rows])
             steps = np.array([sequence.num_drawn for sequence in rows], dtype=np.uint64)
-            draw = sample(
-                logits[: len(rows)], self._params.rules(slots), steps, _allowed(rows, self._forward)
-            )
+            draw = sample(logits[: len(rows)], self._params.rules(slots), steps, _allowed(rows, self._forward))
         return Pass(plan, rows, logits, draw, computed - begin, time.perf_counter() - computed)
 
     def _finish_ended(self, plan: list[tuple[Sequence, Chunk]]) -> None:

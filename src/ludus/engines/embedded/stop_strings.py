@@ -39,7 +39,5 @@ class StopStrings:
         return any(text in tail for text in self._stop)
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(
-            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text

@@ -41,8 +41,7 @@ def fingerprint_gathered(module: nn.Module, tensors: Mapping[str, torch.Tensor])
 
     factors = {match.groups(): t for name, t in tensors.items() if (match := FACTOR.fullmatch(name))}
     pairs = {
-        layer: LowRank(factors[layer, "A"], factors[layer, "B"], pair.scaling)
-        for layer, pair in lora_layers(module)
+        layer: LowRank(factors[layer, "A"], factors[layer, "B"], pair.scaling) for layer, pair in lora_layers(module)
     }
     return _fingerprint_parts(tensors, pairs)
 

@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 DTypeName = Literal["float32", "bfloat16", "float64"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
-_DTYPES: dict[DTypeName, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
+_DTYPES: dict[DTypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _HUB_TIMEOUT_S = 10.0
 _ATTENTION = "sdpa"
 _MOST_LOST = 0.1
@@ -42,9 +38,7 @@ def resolve_device(device: DeviceName) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "model.device is cuda, but PyTorch finds no CUDA device.", "Set model.device to auto or cpu."
-        )
+        raise UserError("model.device is cuda, but PyTorch finds no CUDA device.", "Set model.device to auto or cpu.")
     return torch.device(device)
 
 
@@ -130,13 +124,11 @@ def _load_adapted(folder: Path, dtype: DTypeName, device: DeviceName) -> PreTrai
         merged, lost = _merged(PeftModel.from_pretrained(model, str(folder)))
     except UserError as error:
         raise UserError(
-            f"{folder} holds only adapters, and their base model cannot be loaded: {error.message}",
-            error.hint,
+            f"{folder} holds only adapters, and their base model cannot be loaded: {error.message}", error.hint
         ) from error
     except ImportError as error:
         raise UserError(
-            f"{folder} holds only adapters, which need the package peft.",
-            "Install it: pip install 'ludus[lora]'.",
+            f"{folder} holds only adapters, which need the package peft.", "Install it: pip install 'ludus[lora]'."
         ) from error
     except UnpicklingError as error:
         raise UserError(f"The adapters in {folder} are pickled with more than tensors.", _SAFE) from error
@@ -297,10 +289,7 @@ def _check_exists(path: str) -> None:
     """Check that a path is a folder, or that a name (`owner/name`) is cached or on the hub."""
     looks_like_path = path.startswith((".", "/", "~")) or path.count("/") > 1
     if not path or (looks_like_path and not _is_folder(path)) or Path(path).is_file():
-        raise UserError(
-            f"The model folder {path!r} does not exist.",
-            "Check the model path.",
-        )
+        raise UserError(f"The model folder {path!r} does not exist.", "Check the model path.")
     if not _is_folder(path):
         _check_on_hub(path)
     elif (Path(path) / "config.toml").is_file():
@@ -343,8 +332,7 @@ def _check_causal(path: str, config: PreTrainedConfig) -> None:
     named = config.architectures or []
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (named and causal.isdisjoint(named)):
         raise UserError(
-            f"The model {path} is not a causal language model "
-            f"(it is {', '.join(named) or config.model_type}).",
+            f"The model {path} is not a causal language model (it is {', '.join(named) or config.model_type}).",
             "Use a checkpoint for text generation.",
         )
 

@@ -68,9 +68,7 @@ class AdapterBank:
         for key, tensor in state.items():
             match = FACTOR.fullmatch(key)
             if match is None or match[1] not in self._layers:
-                raise SyncError(
-                    f"The adapter {name} has a tensor that matches no supported linear layer: {key}."
-                )
+                raise SyncError(f"The adapter {name} has a tensor that matches no supported linear layer: {key}.")
             factors.setdefault(match[1], {})[match[2]] = tensor
         pairs = {}
         for layer, parts in factors.items():
@@ -174,9 +172,7 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
         (adapter,) = active
         yield (
             name.removeprefix("base_model.model."),
-            LowRank(
-                module.lora_A[adapter].weight, module.lora_B[adapter].weight, float(module.scaling[adapter])
-            ),
+            LowRank(module.lora_A[adapter].weight, module.lora_B[adapter].weight, float(module.scaling[adapter])),
         )
 
 

@@ -52,8 +52,7 @@ def _gguf_file() -> Path:
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise UserError(
-            f"The model {NAME} needs the package {missing[0].replace('_', '-')}, which is not installed.",
-            _INSTALL,
+            f"The model {NAME} needs the package {missing[0].replace('_', '-')}, which is not installed.", _INSTALL
         )
     spec = find_spec(_PACKAGES[0])
     folders = spec.submodule_search_locations if spec else None

@@ -86,9 +86,7 @@ class ApiAdapter(Protocol):
         """
         ...
 
-    async def score(
-        self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str
-    ) -> list[float]:
+    async def score(self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str) -> list[float]:
         """Return the log-probability of each token at temperature 1; 0 for the first."""
         ...
 
@@ -197,9 +195,7 @@ class VllmApi:
         if model.max_model_len is None:
             raise EngineError(f"{url} does not report its context length.", "Check engine.api.")
         own = model.owned_by == "ludus"
-        return ServerFacts(
-            model.id, model.max_model_len, model.batch_invariant, logprobs="exact" if own else None
-        )
+        return ServerFacts(model.id, model.max_model_len, model.batch_invariant, logprobs="exact" if own else None)
 
     async def generate(
         self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
@@ -234,9 +230,7 @@ class VllmApi:
             _top(top, params, len(choice.token_ids), replica.url),
         )
 
-    async def score(
-        self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str
-    ) -> list[float]:
+    async def score(self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str) -> list[float]:
         """Request a completion that echoes its prompt with log-probabilities and samples nothing."""
         body = {"model": adapter or facts.model, "prompt": list(token_ids), "prompt_logprobs": 0}
         body |= {"max_tokens": 0, "echo": True, "temperature": 0.0, "return_token_ids": True}
@@ -317,9 +311,7 @@ class VllmApi:
             if error.status in (_NOT_FOUND, _FORBIDDEN):
                 error.hint = "Start `ludus serve` with --control, vLLM with VLLM_SERVER_DEV_MODE=1."
             if error.status == _NO_TOKEN:
-                error.hint = (
-                    "Save the token printed by `ludus serve --control` to a file and set engine.token_file."
-                )
+                error.hint = "Save the token printed by `ludus serve --control` to a file and set engine.token_file."
             raise
 
     async def resume(self, replica: Replica) -> None:
@@ -403,9 +395,7 @@ class SglangApi:
         reason = _finish(finish.type if finish else None, replica.url)
         return SampledTokens(tokens, tuple(logprobs), reason, None, top)
 
-    async def score(
-        self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str
-    ) -> list[float]:
+    async def score(self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str) -> list[float]:
         """Call `/generate` for no tokens, with log-probabilities from the first token on."""
         body: dict[str, object] = {"input_ids": list(token_ids), "return_logprob": True}
         body |= {"logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}}
@@ -442,9 +432,7 @@ class SglangApi:
         try:
             done = await replica.post("/load_lora_adapter", body, _SglangLora)
         except HttpRefusal as error:
-            error.hint = (
-                f"Start SGLang with --enable-lora --max-lora-rank {adapter.rank} --lora-target-modules all."
-            )
+            error.hint = f"Start SGLang with --enable-lora --max-lora-rank {adapter.rank} --lora-target-modules all."
             raise
         if not done.success:
             raise EngineError(f"{replica.url} did not load the adapter: {done.error_message}")

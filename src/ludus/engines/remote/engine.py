@@ -81,11 +81,7 @@ class ServerEngine:
         self._name = secrets.token_hex(6)
         self._calls = InflightRequests(self._dialect, self._name)
         self._weights = WeightPublisher(
-            self._dialect,
-            self._replicas,
-            settings,
-            self._name,
-            tells_versions=self._facts.logprobs == "exact",
+            self._dialect, self._replicas, settings, self._name, tells_versions=self._facts.logprobs == "exact"
         )
         self._mode: LogprobMode | None = self._facts.logprobs
         self._stats = ServerStats(lambda: [replica.url for replica in self._replicas])
@@ -179,9 +175,7 @@ class ServerEngine:
         self._weights.know(pin.version)
         self._routes.pin(episode, pin)
 
-    async def load_adapter(
-        self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
-    ) -> None:
+    async def load_adapter(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
         """Send LoRA factors, named as in PEFT, as the adapter `name`; `scaling` is alpha over rank.
 
         Running requests finish on their version. Raises as `load_weights`; the old version then stays.
@@ -256,8 +250,7 @@ class ServerEngine:
             )
         with self._weights.adapters.using(adapter) as served:
             rows = await _of_each(
-                self._replicas,
-                lambda replica: self._under(replica, served, partial(self._score, replica, token_ids)),
+                self._replicas, lambda replica: self._under(replica, served, partial(self._score, replica, token_ids))
             )
         first, expected = next(iter(rows.items()))
         for replica, row in rows.items():
@@ -284,9 +277,7 @@ class ServerEngine:
         for replica in (*self._replicas, *self._routes.left):
             await replica.close()
 
-    async def _generate(
-        self, call: InflightRequest, request: Request, adapter: RemoteAdapter | None
-    ) -> Completion:
+    async def _generate(self, call: InflightRequest, request: Request, adapter: RemoteAdapter | None) -> Completion:
         """Sample from the weights that were sent; retry once if the server had others."""
         replica, pin = call.replica, self._routes.pin_of(request.episode)
         stays = None if pin is None else pin.version
@@ -356,9 +347,7 @@ class ServerEngine:
         _check_mode(replica.url, self._mode, params)
 
 
-async def _of_each(
-    replicas: Sequence[Replica], ask: Callable[[Replica], Awaitable[Answer]]
-) -> dict[Replica, Answer]:
+async def _of_each(replicas: Sequence[Replica], ask: Callable[[Replica], Awaitable[Answer]]) -> dict[Replica, Answer]:
     """Call each replica in turn and return the results; replicas removed meanwhile are skipped.
 
     Raises EngineError if all were removed.
@@ -443,11 +432,7 @@ def _completion(sampled: SampledTokens, before: int) -> Completion:
         version = int(span.version) if span.version.isdecimal() else before
         versions[span.start : span.end] = [version] * (span.end - span.start)
     return Completion(
-        sampled.tokens,
-        sampled.logprobs,
-        tuple(versions),
-        sampled.finish_reason,
-        top_logprobs=sampled.top_logprobs,
+        sampled.tokens, sampled.logprobs, tuple(versions), sampled.finish_reason, top_logprobs=sampled.top_logprobs
     )
 
 

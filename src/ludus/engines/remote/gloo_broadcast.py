@@ -186,9 +186,7 @@ def with_head(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return dict(state) if tied is None or _HEAD in state else {**state, _HEAD: tied}
 
 
-def difference(
-    state: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def difference(state: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the bitwise changes of `state` against `before` (same names and shapes), in the format sent."""
     import torch
 

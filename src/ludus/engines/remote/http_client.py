@@ -123,9 +123,7 @@ class Replica:
         """Send a GET and return the parsed response. Raises EngineError."""
         return self._read(await self._call("GET", path, None, samples=False), reply)
 
-    async def post(
-        self, path: str, body: Mapping[str, object], reply: type[Reply], *, samples: bool = False
-    ) -> Reply:
+    async def post(self, path: str, body: Mapping[str, object], reply: type[Reply], *, samples: bool = False) -> Reply:
         """POST JSON and return the parsed response; set `samples` if it depends on the weights. Raises
         EngineError."""
         return self._read(await self._call("POST", path, json.dumps(body).encode(), samples=samples), reply)
@@ -248,8 +246,7 @@ class Replica:
         if response.is_success:
             return response
         raise HttpRefusal(
-            f"{self.url}{path} answered {response.status_code}: {server_words(response)}",
-            status=response.status_code,
+            f"{self.url}{path} answered {response.status_code}: {server_words(response)}", status=response.status_code
         )
 
     def _read(self, response: httpx.Response, reply: type[Reply]) -> Reply:

@@ -154,9 +154,7 @@ class LoraPublisher:
         except TimeoutError:
             log.warning("timed out while unloading the adapters from the servers")
 
-    def _write(
-        self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
-    ) -> RemoteAdapter:
+    def _write(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> RemoteAdapter:
         self._num_sent += 1
         served = f"ludus-{self.prefix}-{self._num_sent}-{name}-{version}"
         folder = self.shelf.folder(served.replace("/", "_"), num_bytes(state))

@@ -117,9 +117,7 @@ class PolledServer:
                 new = reading.counts
             if reading.now is not None:
                 running, waiting = reading.now
-                looked = EngineStats(
-                    steps=1, running_steps=running, queue_steps=waiting, wall_s=at_s - self._at_s
-                )
+                looked = EngineStats(steps=1, running_steps=running, queue_steps=waiting, wall_s=at_s - self._at_s)
                 new += looked
             self.total += new
         self._last, self._at_s = reading.counts, at_s
@@ -170,9 +168,7 @@ class ServerStats:
         hooks = bounded_replies(_MOST_BYTES)
         async with (
             self._turn[1],
-            httpx.AsyncClient(
-                timeout=_TIMEOUT_S, trust_env=False, headers=PLAIN, event_hooks=hooks
-            ) as client,
+            httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, headers=PLAIN, event_hooks=hooks) as client,
         ):
             await asyncio.gather(*(self._ask(client, url) for url in self.urls()))
 

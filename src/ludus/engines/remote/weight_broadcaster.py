@@ -179,9 +179,7 @@ class Broadcaster:
             ) from error
         return line
 
-    async def _send(
-        self, line: WeightTransferGroup, tensors: Mapping[str, torch.Tensor], version: int
-    ) -> None:
+    async def _send(self, line: WeightTransferGroup, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         asked = [
             receive(replica, self.dialect, version)
             if replica.url in self._by_workers

@@ -157,9 +157,7 @@ class WeightPublisher:
             await self._prove(replica, state)
             replica.holds, replica.behind = version, None
 
-    async def send_adapter(
-        self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
-    ) -> None:
+    async def send_adapter(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
         """Send an adapter to every replica. Raises as `ServerEngine.load_adapter`."""
         await self.adapters.send(name, version, state, scaling)
         if name != DEFAULT:

@@ -44,9 +44,7 @@ class TextRules:
         found = [stop for stop in self.stops if stop and stop in text]
         return min(found, key=text.find, default=None)
 
-    def stop_reason(
-        self, completion: Completion, params: SamplingParams, ends: Sequence[int]
-    ) -> int | str | None:
+    def stop_reason(self, completion: Completion, params: SamplingParams, ends: Sequence[int]) -> int | str | None:
         """Return the stop string or the request's stop token that ended an action, or None."""
         if completion.finish_reason != "stop" or not completion.tokens:
             return None

@@ -65,11 +65,7 @@ class Scored:
 
     def then(self, other: Scored) -> Scored:
         """Concatenate with other tokens."""
-        return Scored(
-            [*self.tokens, *other.tokens],
-            [*self.logprobs, *other.logprobs],
-            [*self._tops, *other._tops],
-        )
+        return Scored([*self.tokens, *other.tokens], [*self.logprobs, *other.logprobs], [*self._tops, *other._tops])
 
     @property
     def _tops(self) -> Sequence[TopLogprobs]:

@@ -11,15 +11,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    JsonValue,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from ludus.tools.base import FunctionSchema, ToolSchema
 from ludus.types import MAX_TOP_LOGPROBS, PARAM_BOUNDS, Guide, Message, MessageToolCall, SamplingParams
@@ -167,13 +159,9 @@ class Sampling(BaseModel):
                 raise BadRequest("response_format needs json_schema.schema.")
             guides.append(Guide("json_schema", json.dumps(form.json_schema["schema"])))
         if len(guides) > 1 or (asked is not None and not guides):
-            raise BadRequest(
-                "structured_outputs accepts one of json, regex, grammar, without response_format."
-            )
+            raise BadRequest("structured_outputs accepts one of json, regex, grammar, without response_format.")
         if guides and len(guides[0].text) > _LONGEST_GUIDE:
-            raise BadRequest(
-                f"The guide has {len(guides[0].text)} characters; the maximum is {_LONGEST_GUIDE}."
-            )
+            raise BadRequest(f"The guide has {len(guides[0].text)} characters; the maximum is {_LONGEST_GUIDE}.")
         return guides[0] if guides else None
 
     @property
@@ -202,10 +190,7 @@ class CompletionRequest(Sampling):
     """Body of `/v1/completions`: a text, token ids, or a list of either."""
 
     prompt: (
-        str
-        | TokenIds
-        | Annotated[list[str], Field(fail_fast=True)]
-        | Annotated[list[TokenIds], Field(fail_fast=True)]
+        str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
     )
     max_tokens: Annotated[int, _within("max_new_tokens", also=0)] | None = 16
     logprobs: NumTop | None = None
@@ -299,9 +284,7 @@ class ChatTool(BaseModel):
     def schema_(self) -> ToolSchema:
         """The tool in the format of chat templates."""
         given = self.function
-        function = FunctionSchema(
-            name=given.name, description=given.description, parameters=dict(given.parameters)
-        )
+        function = FunctionSchema(name=given.name, description=given.description, parameters=dict(given.parameters))
         return ToolSchema(type="function", function=function)
 
 

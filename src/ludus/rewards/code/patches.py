@@ -128,9 +128,7 @@ class _Matcher(difflib.SequenceMatcher[str]):
     ) -> difflib.Match:
         """The longest run that both ranges have; an empty one where nothing is left."""
         self.left -= self._pairs[-1 if ahi is None else ahi] - self._pairs[alo]
-        return (
-            super().find_longest_match(alo, ahi, blo, bhi) if self.left >= 0 else difflib.Match(alo, blo, 0)
-        )
+        return super().find_longest_match(alo, ahi, blo, bhi) if self.left >= 0 else difflib.Match(alo, blo, 0)
 
 
 def patch_value(text: str, truth: Patch) -> float:

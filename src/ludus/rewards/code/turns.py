@@ -79,9 +79,7 @@ def made_calls(task: Task, trajectory: Trajectory) -> Iterator[MadeCall]:
 
 def turn_report(turn: int, report: str) -> ToolOutcome:
     """Return the outcome, not shown to the model, that holds a report of tests (JSON object) after a turn."""
-    return ToolOutcome(
-        "", TURN_REPORT, ToolStatus.OK, json.dumps({**json.loads(report), "turn": turn}, sort_keys=True)
-    )
+    return ToolOutcome("", TURN_REPORT, ToolStatus.OK, json.dumps({**json.loads(report), "turn": turn}, sort_keys=True))
 
 
 def suite_progress(final: str) -> TurnVerifier:

@@ -41,9 +41,7 @@ ROUNDED_DECIMALS = 6
 MAX_BITS = 20_000
 """Larger rational numbers are not computed."""
 
-_START = (
-    "import json,sys;sys.path[:]=json.loads(sys.argv[1]);from ludus.rewards.math.worker import serve;serve()"
-)
+_START = "import json,sys;sys.path[:]=json.loads(sys.argv[1]);from ludus.rewards.math.worker import serve;serve()"
 _UNITS = {
     "mm": "millimetre millimeter",
     "cm": "centimetre centimeter",
@@ -88,12 +86,8 @@ _SPELLINGS = {
     for other in (unit, *others.split())
     for spelling in (other, f"{other}s")
 }
-_BEFORE_UNIT = re.compile(
-    r"(?P<body>.*[\d)}\]])\s*(?P<unit>[a-zA-Z]+(?:(?:\s*/\s*|\s+)[a-zA-Z]+)*(?:\^\{?[23]\}?)?)"
-)
-_SMALL_WORDS = frozenset(
-    ["yes", "no", "true", "false", "none", "odd", "even", "neither", "both", "undefined"]
-)
+_BEFORE_UNIT = re.compile(r"(?P<body>.*[\d)}\]])\s*(?P<unit>[a-zA-Z]+(?:(?:\s*/\s*|\s+)[a-zA-Z]+)*(?:\^\{?[23]\}?)?)")
+_SMALL_WORDS = frozenset(["yes", "no", "true", "false", "none", "odd", "even", "neither", "both", "undefined"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +147,7 @@ def _is_words(text: str, plain: str) -> bool:
     if not re.fullmatch(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*", plain):
         return False
     words = plain.split()
-    return any(
-        len(w) > 3 or w.lower() in _SMALL_WORDS or (len(w) > 1 and w in text_words(text)) for w in words
-    )
+    return any(len(w) > 3 or w.lower() in _SMALL_WORDS or (len(w) > 1 and w in text_words(text)) for w in words)
 
 
 def _is_right(text: str, gold: _Gold, truth: Expression) -> bool:
@@ -331,10 +323,7 @@ def _same_relations(gold: ExpressionNode, given: ExpressionNode) -> bool:
 
 def _same_two_sided(gold: ExpressionNode, given: ExpressionNode) -> bool:
     """Whether one equation or inequality is a multiple of the other."""
-    ways = [
-        ExpressionNode("add", (node.args[0], ExpressionNode("neg", (node.args[1],))))
-        for node in (gold, given)
-    ]
+    ways = [ExpressionNode("add", (node.args[0], ExpressionNode("neg", (node.args[1],)))) for node in (gold, given)]
     if any("infty" in {one.name for one in _all(way)} for way in ways):
         return False
     sign = _verdict("ratio", *ways)

@@ -50,16 +50,7 @@ _COMMANDS = (
 )
 _CHARACTERS = (
     {"×": "*", "·": "*", "⋅": "*", "∙": "*", "÷": "/", "∕": "/", "⁄": "/", "∨": "or", "∧": "and", "∣": "|"}
-    | {
-        "≦": "≤",
-        "≧": "≥",
-        "⩽": "≤",
-        "⩾": "≥",
-        "√": r"\sqrt ",
-        "∛": r"\sqrt[3]",
-        "π": r"\pi ",
-        "∞": r"\infty ",
-    }
+    | {"≦": "≤", "≧": "≥", "⩽": "≤", "⩾": "≥", "√": r"\sqrt ", "∛": r"\sqrt[3]", "π": r"\pi ", "∞": r"\infty "}
     | {"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}"}
     | {"º": "°", "∘": "°", "Ø": "∅", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda "}
     | {"γ": r"\gamma ", "δ": r"\delta ", "μ": r"\mu ", "φ": r"\phi ", "ω": r"\omega ", "σ": r"\sigma "}
@@ -186,9 +177,7 @@ def letters_of(text: str) -> frozenset[str]:
 
 def text_words(text: str) -> frozenset[str]:
     """The words that are set as text."""
-    return frozenset(
-        word for found in _TEXT.findall(_ascii(text)) for word in re.findall(r"[a-zA-Z]+", found)
-    )
+    return frozenset(word for found in _TEXT.findall(_ascii(text)) for word in re.findall(r"[a-zA-Z]+", found))
 
 
 def tokens_of(text: str, letters: frozenset[str] | None) -> list[Token]:

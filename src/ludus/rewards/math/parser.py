@@ -248,9 +248,7 @@ class _Parser(_Structures):
         while sign := self._accept("+", "-", "±", "∓"):
             term = self._term()
             terms.append(
-                term
-                if sign == "+"
-                else ExpressionNode("neg" if sign == "-" else "plusminus", (term,), sign.strip("-"))
+                term if sign == "+" else ExpressionNode("neg" if sign == "-" else "plusminus", (term,), sign.strip("-"))
             )
         return terms[0] if len(terms) == 1 else ExpressionNode("add", tuple(terms))
 
@@ -474,9 +472,7 @@ def _whole_value(node: ExpressionNode) -> int | None:
     if node.op == "neg":
         inner = _whole_value(node.args[0])
         return None if inner is None else -inner
-    return (
-        int(node.value) if node.op == "number" and node.name == "whole" and node.value is not None else None
-    )
+    return int(node.value) if node.op == "number" and node.name == "whole" and node.value is not None else None
 
 
 def _mixed(whole: ExpressionNode, up: Fraction | None, down: Fraction | None) -> ExpressionNode:
@@ -488,12 +484,7 @@ def _mixed(whole: ExpressionNode, up: Fraction | None, down: Fraction | None) ->
 
 def _product(left: ExpressionNode, right: ExpressionNode) -> ExpressionNode:
     """The product; `5 \\cdot 10^3` is a number."""
-    if (
-        right.op == "number"
-        and right.name == "ten"
-        and left.op == "number"
-        and left.name in ("whole", "decimal")
-    ):
+    if right.op == "number" and right.name == "ten" and left.op == "number" and left.name in ("whole", "decimal"):
         assert left.value is not None
         assert right.value is not None
         return ExpressionNode("number", (), "scientific", left.value * right.value)

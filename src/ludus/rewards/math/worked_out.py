@@ -126,12 +126,7 @@ def _of_product(node: ExpressionNode) -> Iterator[str]:
     above, below = _factors(node)
     numbers = [value for factor in above if (value := _rational(factor)) is not None]
     divisors = [value for factor in below if (value := _rational(factor)) is not None]
-    if (
-        len(numbers) > 1
-        or len(divisors) > 1
-        or sum(map(_is_surd, above)) > 1
-        or sum(map(_is_surd, below)) > 1
-    ):
+    if len(numbers) > 1 or len(divisors) > 1 or sum(map(_is_surd, above)) > 1 or sum(map(_is_surd, below)) > 1:
         yield "product of numbers"
     if divisors:
         up, down = (math.prod(values, start=_ONE) for values in (numbers, divisors))
@@ -160,11 +155,7 @@ def _of_power(base: ExpressionNode, exponent: ExpressionNode) -> Iterator[str]:
     if base.op == "add" and power is not None and power > 1:
         yield "product of a sum"
     value = _rational(base)
-    if (
-        value is not None
-        and power is not None
-        and (power.denominator == 1 or _root(value, power.denominator))
-    ):
+    if value is not None and power is not None and (power.denominator == 1 or _root(value, power.denominator)):
         yield "power of a number"
 
 

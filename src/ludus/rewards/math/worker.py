@@ -296,17 +296,9 @@ def _called(name: str, args: list[Expr]) -> Expr:
     """A function's value. The base of `log` without one is unknown: ratios of logarithms know none."""
     import sympy
 
-    names = {
-        "arcsin": sympy.asin,
-        "arccos": sympy.acos,
-        "arctan": sympy.atan,
-        "ln": sympy.log,
-        "exp": sympy.exp,
-    }
+    names = {"arcsin": sympy.asin, "arccos": sympy.acos, "arctan": sympy.atan, "ln": sympy.log, "exp": sympy.exp}
     names |= {"floor": sympy.floor, "ceil": sympy.ceiling}
-    names |= {
-        key: vars(sympy)[key] for key in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")
-    }
+    names |= {key: vars(sympy)[key] for key in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")}
     if name in names and len(args) == 1:
         return names[name](args[0])
     if name in ("log", "lg") and len(args) == 1:

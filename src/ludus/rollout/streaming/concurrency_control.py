@@ -101,9 +101,7 @@ class PassTimeModel:
     def add(self, passes: PassTimes) -> None:
         """Add a step."""
         x, y = passes.running, passes.seconds
-        self._sums = [
-            FADE * old + new for old, new in zip(self._sums, (1.0, x, y, x * x, x * y), strict=True)
-        ]
+        self._sums = [FADE * old + new for old, new in zip(self._sums, (1.0, x, y, x * x, x * y), strict=True)]
 
     def gain(self, running: float) -> float:
         """By how much the engine samples faster with `MORE` times as many sequences as `running`.
@@ -180,9 +178,7 @@ class ConcurrencyController:
     def __post_init__(self) -> None:
         self.now = max(self.least, min(self.most, self.now))
 
-    def after_step(
-        self, timings: Mapping[str, float], ready: float, flow: StreamThroughput, limited: bool
-    ) -> int:
+    def after_step(self, timings: Mapping[str, float], ready: float, flow: StreamThroughput, limited: bool) -> int:
         """The limit after a step with these timings; the same where they say nothing of the engine.
 
         An engine's idle share that is not known steers nothing: where the learner waits, what larger batches
@@ -199,9 +195,7 @@ class ConcurrencyController:
             limited=limited,
             seconds=timings.get("time/step_s", 0.0),
         )
-        passes = (
-            PassTimes(running, running / speed) if speed else None
-        )  # each gives a token for each sequence
+        passes = PassTimes(running, running / speed) if speed else None  # each gives a token for each sequence
         return self.after(load, passes, flow)
 
     def after(self, load: EngineLoad, passes: PassTimes | None, flow: StreamThroughput | None = None) -> int:

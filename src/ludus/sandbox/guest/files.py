@@ -24,9 +24,7 @@ class FileTree:
     def __init__(self) -> None:
         self.left_out = 0
 
-    def walk(
-        self, root: int, prefix: str = "", depth: int = 0
-    ) -> Iterator[tuple[str, int, str, os.stat_result]]:
+    def walk(self, root: int, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, int, str, os.stat_result]]:
         """Yield each regular file under a folder descriptor: path, folder descriptor, name, stat.
 
         Never follows links. Skips files with several links, unprintable names, folders that are too deep and
@@ -95,9 +93,7 @@ def _read(folder: int, name: str) -> bytes:
 
 def make_box(bounds: ResourceBounds) -> None:
     """Set the sizes of the run's folders. Raises OSError."""
-    mount(
-        None, BOX, None, REMOUNT | NOSUID | NODEV, f"size={bounds.disk_bytes},nr_inodes={bounds.disk_files}"
-    )
+    mount(None, BOX, None, REMOUNT | NOSUID | NODEV, f"size={bounds.disk_bytes},nr_inodes={bounds.disk_files}")
 
 
 def put(files: dict[str, bytes], executable: set[str], box: str = BOX) -> None:
@@ -105,9 +101,7 @@ def put(files: dict[str, bytes], executable: set[str], box: str = BOX) -> None:
     root = os.open(box, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for path, content in files.items():
-            _put_one(
-                root, [part for part in path.split("/") if part not in ("", ".")], content, path in executable
-            )
+            _put_one(root, [part for part in path.split("/") if part not in ("", ".")], content, path in executable)
     finally:
         os.close(root)
 

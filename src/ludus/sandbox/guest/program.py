@@ -8,14 +8,7 @@ import os
 import struct
 import sys
 
-from ludus.sandbox.guest.kernel import (
-    ResourceBounds,
-    drop_capabilities,
-    install_filter,
-    libc,
-    set_limits,
-    write_text,
-)
+from ludus.sandbox.guest.kernel import ResourceBounds, drop_capabilities, install_filter, libc, set_limits, write_text
 from ludus.sandbox.guest.light import Suppress, signal
 
 BOX = "/box"

@@ -10,17 +10,7 @@ import select
 import struct
 import sys
 
-from ludus.sandbox.guest.kernel import (
-    BIND,
-    NODEV,
-    NOEXEC,
-    NOSUID,
-    checked,
-    ignore_interrupts,
-    libc,
-    mount,
-    write_text,
-)
+from ludus.sandbox.guest.kernel import BIND, NODEV, NOEXEC, NOSUID, checked, ignore_interrupts, libc, mount, write_text
 from ludus.sandbox.guest.light import Suppress, signal
 from ludus.sandbox.guest.orders import answer
 from ludus.sandbox.guest.wire import Gone, WireLine

@@ -95,9 +95,7 @@ class Wire:
         """Read a frame with at most `most` bytes of blobs and `longest` of header. Raises WorldError."""
         text, body = sizes_of(await self._exactly(8))
         if text > longest or body > most:
-            raise WorldError(
-                f"The sandbox sent a frame of {text} + {body} bytes, more than its limits allow."
-            )
+            raise WorldError(f"The sandbox sent a frame of {text} + {body} bytes, more than its limits allow.")
         try:
             told, sent = await self._exactly(text), await self._exactly(body)
             header, blobs = take_apart(json.loads(told), sent)
@@ -119,9 +117,7 @@ class Wire:
             except OSError as error:
                 raise GuardGoneError(f"The sandbox connection was lost: {error}.") from error
             if not part:
-                raise GuardGoneError(
-                    "The sandbox connection was lost: it was killed, or the machine is out of memory."
-                )
+                raise GuardGoneError("The sandbox connection was lost: it was killed, or the machine is out of memory.")
             self._held += part
         taken = bytes(self._held[:count])
         del self._held[:count]
@@ -228,9 +224,7 @@ async def start_cell(plan: CellPlan) -> Cell:
         words = " ".join(errors.read(2000).decode("utf-8", "replace").split())
         ours.close()
         errors.close()
-        raise UserError(
-            f"The sandbox cannot be started: {words or 'no reason given'}.", CANNOT_START_HINT
-        ) from None
+        raise UserError(f"The sandbox cannot be started: {words or 'no reason given'}.", CANNOT_START_HINT) from None
     header: dict[str, object] = {"uid": INSIDE_ID, "gid": INSIDE_ID}
     header |= {"paths": list(plan.paths), "preload": list(plan.preload)}
     with contextlib.suppress(OSError):  # if it has exited, the first `guard` reports why

@@ -20,15 +20,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from ludus.errors import UserError, WorldError
-from ludus.sandbox.base import (
-    Limits,
-    Outcome,
-    SandboxSession,
-    SessionKind,
-    checked_files,
-    make_order,
-    room_in_memory,
-)
+from ludus.sandbox.base import Limits, Outcome, SandboxSession, SessionKind, checked_files, make_order, room_in_memory
 from ludus.sandbox.guest.wire import pack_order
 from ludus.sandbox.local.cell import GRACE_S, Wire, sources
 from ludus.sandbox.local.guard_session import GuardSession, run_order
@@ -205,11 +197,7 @@ class ContainerSandbox:
             await asyncio.shield(self._end(home))
 
     async def session(
-        self,
-        kind: SessionKind = "python",
-        *,
-        files: Mapping[str, bytes] | None = None,
-        limits: Limits | None = None,
+        self, kind: SessionKind = "python", *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
     ) -> SandboxSession:
         """Open a session in a new container. Raises UserError, and WorldError if the engine fails."""
         given, bounds = checked_files(files or {}), limits or Limits()
@@ -258,26 +246,9 @@ def run_words(settings: ContainerSettings, limits: Limits, label: str) -> list[s
     sized = f"rw,nosuid,nodev,exec,mode=1777,size={limits.disk_bytes},nr_inodes={limits.disk_files}"
     words = ["run", "--rm", "--interactive", "--name", label, "--label", _LABEL]
     words += ["--pull", "never", "--network", "none"]
-    words += [
-        "--read-only",
-        "--cap-drop",
-        "ALL",
-        "--security-opt",
-        "no-new-privileges",
-        "--user",
-        "65534:65534",
-    ]
+    words += ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "65534:65534"]
     words += ["--pids-limit", str(limits.processes + 2), "--memory", memory, "--memory-swap", memory]
-    words += [
-        "--tmpfs",
-        f"/box:{sized}",
-        "--tmpfs",
-        f"/tmp:{sized}",
-        "--workdir",
-        "/box",
-        "--hostname",
-        "box",
-    ]
+    words += ["--tmpfs", f"/box:{sized}", "--tmpfs", f"/tmp:{sized}", "--workdir", "/box", "--hostname", "box"]
     words += ["--ipc", "private", "--ulimit", "core=0", "--env", "HOME=/box", "--log-driver", "none"]
     if settings.runtime:
         words += ["--runtime", settings.runtime]

@@ -13,16 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ludus.errors import UserError, WorldError
-from ludus.sandbox.base import (
-    FileChange,
-    Limits,
-    Outcome,
-    Process,
-    RunOrder,
-    SessionKind,
-    Snapshot,
-    checked_files,
-)
+from ludus.sandbox.base import FileChange, Limits, Outcome, Process, RunOrder, SessionKind, Snapshot, checked_files
 from ludus.sandbox.local.cell import (
     GRACE_S,
     GuardGoneError,
@@ -164,9 +155,7 @@ class GuardSession:
             raise WorldError("The sandbox sent an invalid snapshot.")
         if not isinstance(left_out, int):
             raise WorldError("The sandbox sent an invalid snapshot.")
-        return Snapshot(
-            dict(zip(map(str, names), blobs, strict=True)), frozenset(map(str, executable)), left_out
-        )
+        return Snapshot(dict(zip(map(str, names), blobs, strict=True)), frozenset(map(str, executable)), left_out)
 
     async def processes(self) -> tuple[Process, ...]:
         """List the session's processes, including its interpreter. Raises WorldError above 128

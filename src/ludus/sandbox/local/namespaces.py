@@ -48,18 +48,7 @@ PRELOAD = (
         "operator",
         "random",
     ),
-    *(
-        "re",
-        "site",
-        "statistics",
-        "string",
-        "subprocess",
-        "tempfile",
-        "textwrap",
-        "threading",
-        "time",
-        "typing",
-    ),
+    *("re", "site", "statistics", "string", "subprocess", "tempfile", "textwrap", "threading", "time", "typing"),
 )
 """Preloaded modules; each program has its own copy of them."""
 
@@ -143,11 +132,7 @@ class NamespacesSandbox:
         return outcome
 
     async def session(
-        self,
-        kind: SessionKind = "python",
-        *,
-        files: Mapping[str, bytes] | None = None,
-        limits: Limits | None = None,
+        self, kind: SessionKind = "python", *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
     ) -> SandboxSession:
         """Open a session in a separate cell. Raises UserError and WorldError."""
         given = checked_files(files or {})
@@ -191,9 +176,7 @@ class NamespacesSandbox:
 def make_plan(settings: NamespaceSettings, python: str) -> CellPlan:
     """Build the command of a cell. Raises UserError if a requirement is missing."""
     if sys.platform != "linux":
-        raise UserError(
-            f"The namespaces backend needs Linux; this is {sys.platform}.", "Use docker or remote."
-        )
+        raise UserError(f"The namespaces backend needs Linux; this is {sys.platform}.", "Use docker or remote.")
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise UserError("The namespaces backend needs bubblewrap, but bwrap is not installed.", _INSTALL)
@@ -227,8 +210,7 @@ def _other_user() -> list[str]:
     setpriv = shutil.which("setpriv")
     if setpriv is None:
         raise UserError(
-            "The namespaces backend needs setpriv if run as root.",
-            "Install util-linux, or run as another user.",
+            "The namespaces backend needs setpriv if run as root.", "Install util-linux, or run as another user."
         )
     uid = str(_FIRST_UID + random.SystemRandom().randrange(_NUM_UIDS))
     return [setpriv, "--reuid", uid, "--regid", uid, "--clear-groups", "--"]
@@ -244,13 +226,10 @@ def _folders(settings: NamespaceSettings, python: str) -> list[tuple[str, str]]:
         folder, _, place = bind.partition(":")
         place = place or folder
         if not Path(folder).is_absolute() or not Path(folder).is_dir() or not Path(place).is_absolute():
-            raise UserError(
-                f"{bind!r} is not a folder that a sandbox can mount.", "Use absolute paths of folders."
-            )
+            raise UserError(f"{bind!r} is not a folder that a sandbox can mount.", "Use absolute paths of folders.")
         if any(Path(place).is_relative_to(own) for own in ("/box", "/tmp", "/dev", "/proc", "/store")):
             raise UserError(
-                f"{bind!r} would be hidden by a folder private to each run.",
-                f"Mount it elsewhere: {folder}:/shown",
+                f"{bind!r} would be hidden by a folder private to each run.", f"Mount it elsewhere: {folder}:/shown"
             )
         folders.append((folder, place))
     return folders

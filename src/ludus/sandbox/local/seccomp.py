@@ -64,18 +64,7 @@ _MACHINES = {
             *(240, 241, 242, 243, 244, 245),  # POSIX message queues
             *(174, 175, 176, 313, 246, 320, 169, 167, 168),  # modules, kexec, reboot, swap
             *(164, 227, 305, 159, 170, 171, 172, 173, 163, 179),  # clocks, host name, io ports, acct, quota
-            *(
-                103,
-                135,
-                303,
-                304,
-                212,
-                180,
-                134,
-                136,
-                153,
-                154,
-            ),  # syslog, personality, file handles, old ones
+            *(103, 135, 303, 304, 212, 180, 134, 136, 153, 154),  # syslog, personality, file handles, old ones
             *(300, 279, 256, 237, 238, 278),  # fanotify, page moving, vmsplice
         ),
     ),
@@ -111,12 +100,7 @@ def system_call_filter(machine: str | None = None) -> bytes:
             f"The namespaces backend supports {' and '.join(_MACHINES)}; use the remote backend.",
         )
     known = _MACHINES[name]
-    code = [
-        _step(_LOAD, _ARCH),
-        _step(_EQUAL, known.audit, 1, 0),
-        _step(_RETURN, _KILL),
-        _step(_LOAD, _NR),
-    ]
+    code = [_step(_LOAD, _ARCH), _step(_EQUAL, known.audit, 1, 0), _step(_RETURN, _KILL), _step(_LOAD, _NR)]
     if name == "x86_64":
         code += [_step(_AT_LEAST, _X32, 0, 1), _step(_RETURN, _KILL)]
     for number in (*known.denied, *_COMMON):

@@ -90,11 +90,7 @@ class RemoteSandbox:
         return (await self.ask("/v1/runs", asked, OutcomeMessage, order.limits.wall_s)).outcome()
 
     async def session(
-        self,
-        kind: SessionKind = "python",
-        *,
-        files: Mapping[str, bytes] | None = None,
-        limits: Limits | None = None,
+        self, kind: SessionKind = "python", *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
     ) -> SandboxSession:
         """Open a session on the server. Raises UserError and WorldError."""
         own = limits or Limits()
@@ -117,9 +113,7 @@ class RemoteSandbox:
                 return reply.model_validate_json(response.content)
             refusal = Refusal.model_validate_json(response.content)
         except ValidationError as error:
-            raise WorldError(
-                f"{response.url} answered {response.status_code} with an unreadable body."
-            ) from error
+            raise WorldError(f"{response.url} answered {response.status_code} with an unreadable body.") from error
         kind = WorldError if refusal.kind == "environment" else UserError
         raise kind(refusal.message, refusal.hint)
 
@@ -160,9 +154,7 @@ class RemoteSession:
         """Replace the files by those of the snapshot. Raises WorldError."""
         executable = sorted(snapshot.executable)
         files = dict(checked_files(snapshot.files))
-        await self._ask(
-            "restore", SnapshotMessage.model_construct(files=files, executable=executable), Nothing
-        )
+        await self._ask("restore", SnapshotMessage.model_construct(files=files, executable=executable), Nothing)
 
     async def reset(self) -> None:
         """Restart the session. Raises WorldError."""

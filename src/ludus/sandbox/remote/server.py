@@ -142,9 +142,7 @@ class _Service:
         limits, ceiling = message.limits(), asdict(self.settings.ceiling)
         for name, asked in asdict(limits).items():
             if asked > ceiling[name]:
-                raise UserError(
-                    f"The limit {name} is {asked}, but this sandbox server allows {ceiling[name]}."
-                )
+                raise UserError(f"The limit {name} is {asked}, but this sandbox server allows {ceiling[name]}.")
         return limits
 
 
@@ -185,9 +183,7 @@ async def _sweep_on(service: _Service) -> None:
         await service.sweep()
 
 
-async def _answer(
-    request: Request, token: str, act: Callable[[Request, bytes], Awaitable[BaseModel]]
-) -> Response:
+async def _answer(request: Request, token: str, act: Callable[[Request, bytes], Awaitable[BaseModel]]) -> Response:
     """Check the token, parse the body, act, and convert errors to responses."""
     told = request.headers.get("authorization", "")
     if not secrets.compare_digest(told.encode(), f"Bearer {token}".encode()):
@@ -224,9 +220,7 @@ def _text(name: str, source: bytes) -> str:
     try:
         return source.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"The sandbox server cannot read {name}: it is not UTF-8 ({error.reason})."
-        ) from error
+        raise UserError(f"The sandbox server cannot read {name}: it is not UTF-8 ({error.reason}).") from error
 
 
 async def _read(kind: type[Asked], body: bytes) -> Asked:

@@ -255,9 +255,7 @@ class McpServer:
             closed = error.code == CONNECTION_CLOSED and (life.ended.is_set() or error.message == _CLOSED)
             if closed or (self.settings.url and error.message.startswith(_BROKEN)):
                 life.ended.set()
-                raise WorldError(
-                    f"The MCP server {self.settings.name} broke off: {error.message}."
-                ) from error
+                raise WorldError(f"The MCP server {self.settings.name} broke off: {error.message}.") from error
             if error.code == REQUEST_TIMEOUT:
                 raise ToolError(f"{name} took longer than {limit_s:g} s") from error
             raise ToolError(error.message) from error
@@ -449,9 +447,7 @@ def _is_idempotent(listed: types.Tool) -> bool:
 def _schema(name: str, listed: types.Tool) -> ToolSchema:
     parameters = {key: value for key, value in listed.input_schema.items() if key != "$schema"}
     parameters = {"type": "object", "properties": {}} | parameters
-    function = FunctionSchema(
-        name=name, description=listed.description or listed.title or "", parameters=parameters
-    )
+    function = FunctionSchema(name=name, description=listed.description or listed.title or "", parameters=parameters)
     return ToolSchema(type="function", function=function)
 
 

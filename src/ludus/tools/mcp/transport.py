@@ -77,9 +77,7 @@ async def program_transport(program: ServerProgram, screen: Screen) -> AsyncIter
 
 
 async def _read(
-    process: asyncio.subprocess.Process,
-    screen: Screen,
-    answers: MemoryObjectSendStream[SessionMessage | Exception],
+    process: asyncio.subprocess.Process, screen: Screen, answers: MemoryObjectSendStream[SessionMessage | Exception]
 ) -> None:
     """Forward the program's messages; if the receiver is gone, keep reading so that it can end."""
     from mcp.shared.message import SessionMessage
@@ -108,9 +106,7 @@ async def _parts(process: asyncio.subprocess.Process) -> AsyncIterator[bytes]:
         yield part
 
 
-async def _write(
-    process: asyncio.subprocess.Process, requests: MemoryObjectReceiveStream[SessionMessage]
-) -> None:
+async def _write(process: asyncio.subprocess.Process, requests: MemoryObjectReceiveStream[SessionMessage]) -> None:
     assert process.stdin is not None
     with suppress(OSError):  # its output ends too, which the session notices
         async with requests:

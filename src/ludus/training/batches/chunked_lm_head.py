@@ -72,9 +72,7 @@ class LmHead:
         how = _How(self.temperature, len(hidden), entropy)
         return self._apply(_Kept, hidden, targets, how)
 
-    def _apply(
-        self, function: type[_Kept] | type[_Chunked], hidden: Tensor, targets: Tensor, how: _How
-    ) -> TokenScores:
+    def _apply(self, function: type[_Kept] | type[_Chunked], hidden: Tensor, targets: Tensor, how: _How) -> TokenScores:
         logprobs, spread = apply(function, hidden, self.weight, self.bias, targets, how)
         return TokenScores(logprobs, None if how.entropy == "none" else spread)
 
@@ -139,12 +137,7 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        how: _How,
+        ctx: _Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How
     ) -> tuple[Tensor, Tensor]:
         head = LmHead(weight, bias, how.temperature)
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -176,12 +169,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        how: _How,
+        ctx: _Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How
     ) -> tuple[Tensor, Tensor]:
         head = LmHead(weight, bias, how.temperature)
         parts = [

@@ -38,9 +38,7 @@ def _of_ratios(config: Config, algorithm: Algorithm) -> Iterator[str]:
     part = algorithm.loss_spec.ratio_part
     if not part or updates_of(config) > 1:
         return
-    to_engine = (
-        algorithm.loss_spec.has(Need.BEHAVIOR_RATIO) or config.training.learner.old_logprobs == "engine"
-    )
+    to_engine = algorithm.loss_spec.has(Need.BEHAVIOR_RATIO) or config.training.learner.old_logprobs == "engine"
     if to_engine and config.training.off_policy:
         return
     yield (

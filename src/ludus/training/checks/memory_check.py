@@ -94,9 +94,7 @@ def dry_run(learner: Learner, longest: int) -> MemoryEstimate:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         try:
-            learner.gradient(
-                rows, CachedLogprobs(chosen=[torch.zeros(longest, dtype=torch.bool)] * len(rows))
-            )
+            learner.gradient(rows, CachedLogprobs(chosen=[torch.zeros(longest, dtype=torch.bool)] * len(rows)))
             gradients = sum(_size(p.grad) for p in parameters if p.grad is not None)
             peak = _peak(device)
         finally:

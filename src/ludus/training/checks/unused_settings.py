@@ -31,14 +31,7 @@ _OF_RAY: Final = (
     "reward_gpus",
     "reward_resources",
 )
-_OF_SERVERS: Final = (
-    "api",
-    "timeout_s",
-    "connect_timeout_s",
-    "weights_folder",
-    "broadcast_host",
-    "weight_delta",
-)
+_OF_SERVERS: Final = ("api", "timeout_s", "connect_timeout_s", "weights_folder", "broadcast_host", "weight_delta")
 _OF_SCORING: Final = ("reward_timeout_s", "reward_processes")
 
 

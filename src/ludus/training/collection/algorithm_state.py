@@ -31,11 +31,7 @@ class AlgorithmState:
         """Restore the state from `to_json`, or create an empty one; `decay` is the algorithm's."""
         saved = json.loads(text) if text else {}
         averages = RoleBaselines.from_json(saved["averages"]) if "averages" in saved else RoleBaselines()
-        decay = (
-            algorithm.number("advantage", "decay")
-            if algorithm.advantage_spec.has(Need.ROLE_BASELINES)
-            else 0.95
-        )
+        decay = algorithm.number("advantage", "decay") if algorithm.advantage_spec.has(Need.ROLE_BASELINES) else 0.95
         greso = GresoState(**saved.get("greso", {}))
         entropy = saved.get("initial_entropy")
         owed = tuple(map(str, saved.get("owed", ())))

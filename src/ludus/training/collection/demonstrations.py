@@ -176,9 +176,7 @@ class Demonstrations:
         errors = [one for one in played.outcomes if one.status is not ToolStatus.OK]
         if not errors:
             return f"{ended}."
-        return (
-            f"{ended}; the call of {errors[0].tool!r} failed ({errors[0].status}): {errors[0].output[:200]}"
-        )
+        return f"{ended}; the call of {errors[0].tool!r} failed ({errors[0].status}): {errors[0].output[:200]}"
 
     @property
     def _outcomes(self) -> list[Reward]:

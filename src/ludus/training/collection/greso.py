@@ -84,8 +84,4 @@ def after_visits(
 
 def greso_metrics(memory: AlgorithmState, skipped: int) -> dict[str, float]:
     """Return the number of skipped tasks and the current skip probabilities."""
-    return {
-        "greso/skipped": float(skipped),
-        "greso/p_easy": memory.greso.p_easy,
-        "greso/p_hard": memory.greso.p_hard,
-    }
+    return {"greso/skipped": float(skipped), "greso/p_easy": memory.greso.p_easy, "greso/p_hard": memory.greso.p_hard}

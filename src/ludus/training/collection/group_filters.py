@@ -17,9 +17,7 @@ from ludus.training.credit.self_play_roles import role_of
 from ludus.types import WORLD_TAG
 
 
-def as_one_batch(
-    credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int
-) -> list[TrainingSample]:
+def as_one_batch(credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
     """Return the samples after the variance filter, with advantages recomputed over the kept groups."""
     kept = keep_most_varied(credits, algorithm)
     if not any(credit.advantages is not None for credit in kept):

@@ -138,9 +138,7 @@ class ReplayBuffer:
         left = [kept for kept in self._kept if kept.episodes is not episodes]
         self.refused, self._kept = self.refused + len(self._kept) - len(left), left
 
-    def draw(
-        self, step: int, algorithm: Algorithm, max_length: int, first_group: int
-    ) -> list[TrainingSample]:
+    def draw(self, step: int, algorithm: Algorithm, max_length: int, first_group: int) -> list[TrainingSample]:
         """Return the samples of the groups that `step` replays, numbered from `first_group`.
 
         `RolloutCollector.again` makes a batch of them.
@@ -153,10 +151,7 @@ class ReplayBuffer:
         self._kept = fit
         self._drop_used()
         oldest = step - 1 - self.config.max_age
-        groups = [
-            [_as_of(one, oldest) for one in kept.episodes] if kept.source else kept.episodes
-            for kept in chosen
-        ]
+        groups = [[_as_of(one, oldest) for one in kept.episodes] if kept.source else kept.episodes for kept in chosen]
         credits = assign_credit(groups, algorithm, max_length, first_group)
         return [replace(credit, replayed=True) for credit in credits]
 
@@ -210,17 +205,13 @@ class ReplayBuffer:
 
         Groups from before a resume with another algorithm may lack it.
         """
-        whole = not algorithm.advantage_spec.has(Need.GREEDY_ROLLOUT) or any(
-            one.greedy for one in kept.episodes
-        )
+        whole = not algorithm.advantage_spec.has(Need.GREEDY_ROLLOUT) or any(one.greedy for one in kept.episodes)
         return whole and (bool(kept.source) or step - 1 - kept.version <= self.config.max_age)
 
     def _chosen(self, step: int, algorithm: Algorithm) -> list[_Kept]:
         """Return the groups that a step would replay."""
         fit = [kept for kept in self._kept if self._fits(kept, step, algorithm)]
-        by_spread = sorted(
-            fit, key=lambda kept: -kept.spread
-        )  # stable sort: first in, first out among equals
+        by_spread = sorted(fit, key=lambda kept: -kept.spread)  # stable sort: first in, first out among equals
         return (by_spread if self.config.order == "priority" else fit)[: self.num_at(step)]
 
     def _drop_beyond(self) -> None:

@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.advantages.running_baselines import DomainMoments, domain_normalised
-from ludus.algorithms.shaping import (
-    ShapingRange,
-    check_shaping,
-    dominance_violations,
-    gated,
-    pareto,
-    weighted_sum,
-)
+from ludus.algorithms.shaping import ShapingRange, check_shaping, dominance_violations, gated, pareto, weighted_sum
 from ludus.algorithms.spec.advantages import advantages_that_need
 from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.compatibility import check_binary_rewards
@@ -95,9 +88,7 @@ def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[RewardPart, .
     found = [_planned(config, part) for part in rewards]
     if has_model:
         high = min(1.0, settings.caps.get(MODEL_PART, 1.0))
-        found.append(
-            RewardPart(MODEL_PART, False, _schedule(config, MODEL_PART, settings.model_weight), 0.0, high)
-        )
+        found.append(RewardPart(MODEL_PART, False, _schedule(config, MODEL_PART, settings.model_weight), 0.0, high))
     parts = tuple(found)
     if any(part.name in settings.caps for part in parts if part.outcome):
         raise ConfigError("rewards.caps must not cap an outcome.", "Cap the other parts.")
@@ -141,8 +132,7 @@ def check_reward_settings(config: Config, world: World) -> None:
         )
     if settings.verifies_turns and world.turn_verifier is None:
         raise ConfigError(
-            f"The world {world.name} has no turn verifier (rewards.turn_verifier_weight, "
-            "rewards.turns.progress).",
+            f"The world {world.name} has no turn verifier (rewards.turn_verifier_weight, rewards.turns.progress).",
             "search, sql and functions have one with their tools, code and terminal with "
             "env.settings.check_turns = true.",
         )
@@ -241,9 +231,7 @@ async def one_with_added(
         return episode
     begin = time.perf_counter()
     try:
-        scored = await of_each_path(
-            episode.trajectory, lambda path: scoring.with_added(world, episode.task, path)
-        )
+        scored = await of_each_path(episode.trajectory, lambda path: scoring.with_added(world, episode.task, path))
         return replace(episode, trajectory=waited(scored, time.perf_counter() - begin))
     except WorldError as error:
         on_error(error)
@@ -448,8 +436,7 @@ class RewardMixer:
     def _values(self, trajectories: Sequence[Trajectory]) -> Tensor:
         """Return the value of each part, clamped to its range, `[N, K]` float64."""
         table = torch.tensor(
-            [[t.rewards.get(part.name, 0.0) for part in self.parts] for t in trajectories],
-            dtype=torch.float64,
+            [[t.rewards.get(part.name, 0.0) for part in self.parts] for t in trajectories], dtype=torch.float64
         )
         low = torch.tensor([part.low for part in self.parts], dtype=torch.float64)
         high = torch.tensor([part.high for part in self.parts], dtype=torch.float64)
@@ -458,8 +445,7 @@ class RewardMixer:
     def _weights(self, step: int) -> list[float]:
         """Return the weights at `step`; 0 for a model whose values become turn rewards."""
         return [
-            0.0 if part.name == MODEL_PART and self._gives_turns else part.weight.at(step - 1)
-            for part in self.parts
+            0.0 if part.name == MODEL_PART and self._gives_turns else part.weight.at(step - 1) for part in self.parts
         ]
 
     def _signed(self, trajectories: Sequence[Trajectory], step: int) -> Tensor:

@@ -209,8 +209,7 @@ class RolloutCollector:
         """Return the rollout requests of a group with `spare` extra ones; a greedy one is last."""
         members = self.algorithm.group_size + spare
         return [
-            RolloutRequest(RolloutKey(step, task.id, i), task, i >= members)
-            for i in range(self.group_size + spare)
+            RolloutRequest(RolloutKey(step, task.id, i), task, i >= members) for i in range(self.group_size + spare)
         ]
 
     def scheduler(self) -> Scheduler:

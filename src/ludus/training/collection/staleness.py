@@ -95,11 +95,7 @@ def staleness_doubts(config: Config) -> list[str]:
 
 
 def staleness_metrics(
-    credits: Sequence[TrainingSample],
-    step: int,
-    config: StalenessConfig,
-    ended: Sequence[Episode],
-    success: str,
+    credits: Sequence[TrainingSample], step: int, config: StalenessConfig, ended: Sequence[Episode], success: str
 ) -> dict[str, float]:
     """Return token ages, and statistics of sampled and of trained episodes.
 

@@ -102,9 +102,7 @@ def _begun_line(begun: StartedEpisode, task_id: str) -> str:
     """Serialize a waiting episode (an unfinished attempt) to a line of JSON."""
     key = begun.key
     so_far = Trajectory(task_id, key.sample, begun.segments, (), StopReason.TRUNCATED)
-    return rollout_line(
-        RolloutRecord(key.step, task_id, RolloutOutcome.DROPPED, "waits", so_far, None, key.attempt)
-    )
+    return rollout_line(RolloutRecord(key.step, task_id, RolloutOutcome.DROPPED, "waits", so_far, None, key.attempt))
 
 
 def _read_begun(data: object) -> StartedEpisode:

@@ -98,10 +98,7 @@ def is_experts(episode: Episode) -> bool:
 
 
 def assign_credit(
-    groups: Sequence[Sequence[Episode]],
-    algorithm: Algorithm,
-    max_length: int = 0,
-    first_group: int = 0,
+    groups: Sequence[Sequence[Episode]], algorithm: Algorithm, max_length: int = 0, first_group: int = 0
 ) -> list[TrainingSample]:
     """Return one training sample per episode, in order; groups are numbered from `first_group`.
 
@@ -120,16 +117,12 @@ def assign_credit(
             check_trajectories([episode.trajectory for episode in group])
             if algorithm.advantage_spec.has(Need.BINARY_REWARDS):
                 _check_binary([episode.trajectory for episode in group], algorithm)
-            credits += [
-                TrainingSample(one, RolloutOutcome.MASKED, BASELINE, place) for one in group if one.greedy
-            ]
+            credits += [TrainingSample(one, RolloutOutcome.MASKED, BASELINE, place) for one in group if one.greedy]
             compared += _members(group, algorithm, max_length, place)
     return credits + _compare(compared, algorithm, max_length)
 
 
-def compared_again(
-    credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int
-) -> list[TrainingSample]:
+def compared_again(credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
     """Recompute the samples of a batch whose rewards have changed since `assign_credit`.
 
     Baselines, filters and advantages are recomputed; groups keep their numbers.
@@ -139,16 +132,12 @@ def compared_again(
         for c in credits
         if c.reason == BASELINE
     }
-    compared = [
-        replace(c, baseline=greedy.get(c.group, c.baseline)) for c in credits if c.advantages is not None
-    ]
+    compared = [replace(c, baseline=greedy.get(c.group, c.baseline)) for c in credits if c.advantages is not None]
     following = iter(_compare(compared, algorithm, max_length))
     return [credit if credit.advantages is None else next(following) for credit in credits]
 
 
-def _members(
-    group: Sequence[Episode], algorithm: Algorithm, max_length: int, place: int
-) -> list[TrainingSample]:
+def _members(group: Sequence[Episode], algorithm: Algorithm, max_length: int, place: int) -> list[TrainingSample]:
     """Return the samples of a group's members, before comparison."""
     greedy = next((episode.trajectory for episode in group if episode.greedy), None)
     baseline = None if greedy is None else greedy.reward + _punishment(greedy, algorithm, max_length)
@@ -173,8 +162,7 @@ def _check_binary(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> N
         for reward in leaf_rewards(one):
             if reward not in (0.0, 1.0):
                 raise LearnerError(
-                    f"The reward of {one.name} is {reward:g}, but the advantage {algorithm.advantage} needs 0"
-                    " or 1.",
+                    f"The reward of {one.name} is {reward:g}, but the advantage {algorithm.advantage} needs 0 or 1.",
                     "Use another advantage or a binary outcome.",
                 )
 
@@ -231,9 +219,7 @@ def _of_partial_group(episode: Episode, place: int) -> TrainingSample:
     return TrainingSample(episode, RolloutOutcome.DROPPED, "partial_group", place)
 
 
-def _compare(
-    credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int
-) -> list[TrainingSample]:
+def _compare(credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
     if not credits:
         return []
     kept = varied_groups(credits, algorithm)
@@ -256,9 +242,7 @@ def compared_rewards(credits: Sequence[TrainingSample], algorithm: Algorithm) ->
     Column 0 is the reward; other columns are turn rewards, if the advantage uses them. Length punishment is
     excluded, since DAPO's dynamic sampling is based on correctness.
     """
-    chains = [
-        (path.trajectory, credit.group) for credit in credits for path in paths(credit.episode.trajectory)
-    ]
+    chains = [(path.trajectory, credit.group) for credit in credits for path in paths(credit.episode.trajectory)]
     reads_turns = algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS)
     turns = [list(t.turn_rewards[: t.num_turns]) if reads_turns else [] for t, _ in chains]
     most = max(map(len, turns), default=0)
@@ -302,10 +286,7 @@ def _fate(episode: Episode, varied: bool, whole: bool, algorithm: Algorithm) -> 
 
 
 def _advantages(
-    credits: Sequence[TrainingSample],
-    algorithm: Algorithm,
-    max_length: int,
-    estimates: Estimates = UNKNOWN,
+    credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int, estimates: Estimates = UNKNOWN
 ) -> list[tuple[float, ...]]:
     """Return one value per action token of each trajectory.
 
@@ -436,8 +417,7 @@ def _behavior(credits: Sequence[TrainingSample], old: Sequence[Tensor] | None, w
     if old is None:
         return None
     recorded = [
-        row if credit.expert else _recorded(credit.episode.trajectory)
-        for credit, row in zip(credits, old, strict=True)
+        row if credit.expert else _recorded(credit.episode.trajectory) for credit, row in zip(credits, old, strict=True)
     ]
     return _table(recorded, width)
 
@@ -479,25 +459,17 @@ def _table(values: Sequence[Tensor] | None, width: int) -> Tensor | None:
 
 def turns_of_actions(trajectory: Trajectory) -> list[int]:
     """Return the turn of each action token, counted from 0 without gaps."""
-    of_actions = [
-        t for t, action in zip(trajectory.turn_index, trajectory.action_mask, strict=True) if action
-    ]
+    of_actions = [t for t, action in zip(trajectory.turn_index, trajectory.action_mask, strict=True) if action]
     numbers = {turn: number for number, turn in enumerate(dict.fromkeys(of_actions))}
     return [numbers[turn] for turn in of_actions]
 
 
-def _spared(
-    credits: Sequence[TrainingSample], outcomes: Outcomes, advantages: Tensor, algorithm: Algorithm
-) -> Tensor:
+def _spared(credits: Sequence[TrainingSample], outcomes: Outcomes, advantages: Tensor, algorithm: Algorithm) -> Tensor:
     """Return GTPO's weights of conflict tokens."""
     ids = torch.zeros(outcomes.mask.shape, dtype=torch.int64)
     for i, credit in enumerate(credits):
         trajectory = credit.episode.trajectory
-        actions = [
-            token
-            for token, action in zip(trajectory.token_ids, trajectory.action_mask, strict=True)
-            if action
-        ]
+        actions = [token for token, action in zip(trajectory.token_ids, trajectory.action_mask, strict=True) if action]
         ids[i, : len(actions)] = torch.tensor(actions, dtype=torch.int64)
     return conflict_weights(
         token_ids=ids,

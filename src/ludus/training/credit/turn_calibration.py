@@ -34,9 +34,7 @@ class Alignment:
         return [e for e, reward in self.rewards.items() if reward * self.advantages.get(e, 0.0) < 0]
 
 
-def measure(
-    groups: Sequence[Sequence[Episode]], rewards: Mapping[str, float], algorithm: Algorithm
-) -> Alignment:
+def measure(groups: Sequence[Sequence[Episode]], rewards: Mapping[str, float], algorithm: Algorithm) -> Alignment:
     """Measure the alignment of rewards on the groups; failed, greedy and branching attempts are ignored."""
     played = [
         [
@@ -68,9 +66,7 @@ def measure(
     return Alignment(rewards, dict(zip(names, found.tolist(), strict=True)))
 
 
-def align(
-    groups: Sequence[Sequence[Episode]], rewards: Mapping[str, float], algorithm: Algorithm
-) -> list[Alignment]:
+def align(groups: Sequence[Sequence[Episode]], rewards: Mapping[str, float], algorithm: Algorithm) -> list[Alignment]:
     """Remove misaligned rewards repeatedly; return all rounds, the last of which is aligned."""
     rounds = [measure(groups, rewards, algorithm)]
     while rounds[-1].misaligned:

@@ -49,9 +49,7 @@ def _padded(values: Sequence[float], length: int) -> list[float]:
     return [*values, *[0.0] * (length - len(values))]
 
 
-def with_turn_rewards(
-    trajectory: Trajectory, rewards: Mapping[str, float], weight: float = 0.0
-) -> Trajectory:
+def with_turn_rewards(trajectory: Trajectory, rewards: Mapping[str, float], weight: float = 0.0) -> Trajectory:
     """Return the trajectory with event rewards and `weight` times progress added to `turn_rewards`."""
     events, before = events_of(trajectory), trajectory.turn_rewards
     most = max(len(events), len(before))

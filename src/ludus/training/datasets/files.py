@@ -108,9 +108,7 @@ def check_file(path: Path) -> FileReport:
         else:
             problems.append(FileProblem(line, f"it is a {own}, and the file began with a {kind}"))
     if not num_records and not problems:
-        raise UserError(
-            f"{path} is empty.", "It needs one JSON object a line; docs/use/data.md has the formats."
-        )
+        raise UserError(f"{path} is empty.", "It needs one JSON object a line; docs/use/data.md has the formats.")
     return FileReport(path, kind, num_records, tuple(problems))
 
 
@@ -284,9 +282,7 @@ def _pair(data: dict[str, object]) -> FilePair:
     return FilePair(prompt, arms[0], arms[1], tools)
 
 
-def _arm(
-    data: object, name: str, prompt: tuple[Message, ...], tools: tuple[Tool, ...]
-) -> tuple[Message, ...]:
+def _arm(data: object, name: str, prompt: tuple[Message, ...], tools: tuple[Tool, ...]) -> tuple[Message, ...]:
     """One way to go on: a message or a list of them."""
     given_messages = [data] if isinstance(data, dict) else data
     messages = read_messages(given_messages, name)
@@ -309,10 +305,7 @@ def _lines(path: Path) -> Iterator[tuple[int, object]]:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip() == b"[":  # each further line would be told as a fault of its own
-                    yield (
-                        number,
-                        FileProblem(number, "a list over several lines begins, and a record has one line"),
-                    )
+                    yield (number, FileProblem(number, "a list over several lines begins, and a record has one line"))
                     return
                 if line.strip():
                     yield number, _value(line, number)

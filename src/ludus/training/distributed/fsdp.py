@@ -43,12 +43,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Copy the model before; build optimizers after. Raises UserError for a model without a list of layers.
     """
-    from torch.distributed.fsdp import (
-        FSDPModule,
-        MixedPrecisionPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     policy = MixedPrecisionPolicy()
     if any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
@@ -93,8 +88,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise UserError(
-            f"{type(model).__name__} has no list of layers to shard.",
-            "Set training.learner.shard = false.",
+            f"{type(model).__name__} has no list of layers to shard.", "Set training.learner.shard = false."
         )
     sizes = [sum(p.numel() for p in found.parameters()) for found in lists]
     return list(lists[sizes.index(max(sizes))])

@@ -183,9 +183,7 @@ class LeaderRank(SharedBatch):
     def _failure(self, ended: str, error: RuntimeError) -> LearnerError:
         """Return the error of the responsible rank: stopped ranks first, then those that exited."""
         running = self._crew.running
-        silent = {
-            rank: who for rank, who in self._meeting.silent().items() if running is None or rank in running
-        }
+        silent = {rank: who for rank, who in self._meeting.silent().items() if running is None or rank in running}
         if silent:
             names = ", ".join(f"rank {rank} ({who})" for rank, who in silent.items())
             return LearnerError(
@@ -310,9 +308,7 @@ def leading(config: Config, device: torch.device) -> Iterator[Collectives]:
         crew.close()
 
 
-def meet(
-    meeting: Rendezvous, crew: RankGroup, device: torch.device, split: torch.device | None
-) -> LeaderRank:
+def meet(meeting: Rendezvous, crew: RankGroup, device: torch.device, split: torch.device | None) -> LeaderRank:
     """Join the other ranks as rank 0. Raises LearnerError with the error of a rank that has exited."""
     try:
         meeting.form_group(device)

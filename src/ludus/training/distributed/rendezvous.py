@@ -46,9 +46,7 @@ class Rendezvous:
         """Create a rendezvous as rank 0. Its store only accepts connections from this machine."""
         listener = socket.create_server((_HERE, 0))
         port, limit = listener.getsockname()[1], timedelta(seconds=limit_s)
-        store = TCPStore(
-            _HERE, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        store = TCPStore(_HERE, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
         return cls(store, 0, count, limit_s)
 
     @classmethod
@@ -147,6 +145,5 @@ class Rendezvous:
 def not_met(reason: str) -> LearnerError:
     """Return the error for a failed rendezvous."""
     return LearnerError(
-        f"The learner's rendezvous failed: {reason}",
-        "If ranks need longer, raise training.learner.rank_timeout_s.",
+        f"The learner's rendezvous failed: {reason}", "If ranks need longer, raise training.learner.rank_timeout_s."
     )

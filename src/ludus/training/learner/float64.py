@@ -28,8 +28,7 @@ class Float64(TorchFunctionMode):
         if func is Tensor.float:
             func = Tensor.double
         return func(
-            *(_wider(value) for value in args),
-            **{name: _wider(value) for name, value in (kwargs or {}).items()},
+            *(_wider(value) for value in args), **{name: _wider(value) for name, value in (kwargs or {}).items()}
         )
 
 

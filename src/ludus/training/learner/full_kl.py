@@ -76,9 +76,7 @@ class _Divergence(torch.autograd.Function):
         function = full_reverse if how.against.which == "full_reverse" else full_forward
         parts = [
             function(logits=head.logits(own), ref_logits=other.head.logits(theirs))
-            for own, theirs in zip(
-                torch.split(hidden, how.rows), torch.split(other.hidden, how.rows), strict=True
-            )
+            for own, theirs in zip(torch.split(hidden, how.rows), torch.split(other.hidden, how.rows), strict=True)
         ]
         found = torch.cat(parts)
         ctx.save_for_backward(hidden, weight, found, *([] if bias is None else [bias]))

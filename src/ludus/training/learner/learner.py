@@ -28,13 +28,7 @@ from ludus.errors import LearnerError
 from ludus.training.batches.chunked_lm_head import Entropy
 from ludus.training.batches.finite_checks import FiniteChecks, fault_of_rows
 from ludus.training.batches.rows import Microbatch, Row, balanced, blank, microbatches
-from ludus.training.distributed.collectives import (
-    Collectives,
-    current_ranks,
-    merged,
-    raise_together,
-    sum_gradients,
-)
+from ludus.training.distributed.collectives import Collectives, current_ranks, merged, raise_together, sum_gradients
 from ludus.training.distributed.fsdp import is_sharded
 from ludus.training.distributed.launcher import ScoreRows, TrainRows
 from ludus.training.learner.logprob_cache import LogprobCache
@@ -43,14 +37,7 @@ from ludus.training.learner.microbatch_budget import TokenBudget
 from ludus.training.learner.moe_routing_replay import following, recording
 from ludus.training.learner.old_logprobs import OLD_FROM_ENGINE, OldLogprobs, recorded_logprobs
 from ludus.training.learner.optimizer import Optimizer
-from ludus.training.learner.ref_and_teacher import (
-    AuxLogprobs,
-    AuxScorers,
-    FullKl,
-    SumPiSquared,
-    TokenScorer,
-    table_of,
-)
+from ludus.training.learner.ref_and_teacher import AuxLogprobs, AuxScorers, FullKl, SumPiSquared, TokenScorer, table_of
 
 FULL_KL = "full_kl"
 SUM_PI_SQUARED = "sum_pi_squared"
@@ -169,10 +156,7 @@ class Learner:
             return [scores.logprobs for scores in self.ask(FULL_KL, rows)]
         references = self.reference(rows)
         estimate = KLS[self.algorithm.kl]
-        return [
-            estimate(logprobs=own, ref_logprobs=theirs)
-            for own, theirs in zip(proximal, references, strict=True)
-        ]
+        return [estimate(logprobs=own, ref_logprobs=theirs) for own, theirs in zip(proximal, references, strict=True)]
 
     def train(self, rows: Sequence[Row], seed: int) -> dict[str, float]:
         """Train on one batch of rows; return the metrics over the tokens of all its optimizer steps.

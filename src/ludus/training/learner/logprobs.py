@@ -88,9 +88,7 @@ class LogprobScorer:
             nothing = torch.zeros(tokens.shape, dtype=self._dtype, device=tokens.device)
             if is_sharded(self.model):
                 nothing = nothing + self._idle(tokens.device)
-            return ScoredTokens(nothing, None if entropy == "none" else nothing), dict.fromkeys(
-                against, nothing
-            )
+            return ScoredTokens(nothing, None if entropy == "none" else nothing), dict.fromkeys(against, nothing)
         at = (rows, columns + 1)
         if against:
             scores, found = self._scores_and_divergences(tokens, (rows, columns), entropy, against)
@@ -152,9 +150,7 @@ class LogprobScorer:
         own = next(self.model.parameters()).dtype
         return own if own == torch.float64 else torch.float32
 
-    def _planted_scores(
-        self, tokens: Tensor, at: tuple[Tensor, Tensor], entropy: Entropy = "none"
-    ) -> TokenScores:
+    def _planted_scores(self, tokens: Tensor, at: tuple[Tensor, Tensor], entropy: Entropy = "none") -> TokenScores:
         """Return scores `[A]` of the tokens after the positions `at` (rows, columns), using a forest."""
         rows, columns = at
         index, forest = self._plant(tokens, at)
@@ -204,9 +200,7 @@ class LogprobScorer:
         assert self._body is not None
         if self.routing is not None:
             self.routing.place(forest.places, forest.num_tokens)
-        unused = torch.zeros(
-            1, 1, 1, 1, device=forest.tokens.device
-        )  # a 4-D mask is passed through unchanged
+        unused = torch.zeros(1, 1, 1, 1, device=forest.tokens.device)  # a 4-D mask is passed through unchanged
         with recomputing(self._layers):
             states: Tensor = self._body(
                 input_ids=forest.tokens,
@@ -217,9 +211,7 @@ class LogprobScorer:
             ).last_hidden_state[0]
         return states
 
-    def _padded_scores(
-        self, tokens: Tensor, at: tuple[Tensor, Tensor], entropy: Entropy = "none"
-    ) -> TokenScores:
+    def _padded_scores(self, tokens: Tensor, at: tuple[Tensor, Tensor], entropy: Entropy = "none") -> TokenScores:
         targets = tokens[at[0], at[1] + 1]
         tokens, (rows, columns) = apart(tokens, at)
         used = int(columns.max()) + 1

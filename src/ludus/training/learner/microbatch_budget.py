@@ -67,10 +67,7 @@ class TokenBudget:
         raise_together(fault, hint, ranks)
 
     def _until_it_fits(
-        self,
-        split: Callable[[int], Sequence[Microbatch]],
-        work: Callable[[Microbatch], None],
-        undo: Callable[[], None],
+        self, split: Callable[[int], Sequence[Microbatch]], work: Callable[[Microbatch], None], undo: Callable[[], None]
     ) -> None:
         while (failed := self._first_that_fails(split(self.tokens), work)) is not None:
             undo()
@@ -85,9 +82,7 @@ class TokenBudget:
                 self.tokens,
             )
 
-    def _first_that_fails(
-        self, parts: Sequence[Microbatch], work: Callable[[Microbatch], None]
-    ) -> int | None:
+    def _first_that_fails(self, parts: Sequence[Microbatch], work: Callable[[Microbatch], None]) -> int | None:
         """Return the token count, with padding, of the part that ran out of memory, or None."""
         for part in parts:
             try:

@@ -74,12 +74,7 @@ class Optimizer:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        settings: OptimizerSettings,
-        *,
-        masters: bool = True,
-        ranks: Collectives | None = None,
+        self, model: nn.Module, settings: OptimizerSettings, *, masters: bool = True, ranks: Collectives | None = None
     ) -> None:
         self.settings = settings
         self.ranks: Collectives = SingleProcess() if ranks is None else ranks
@@ -93,10 +88,7 @@ class Optimizer:
         self._moved: dict[str, torch.Tensor] = {**self._named, **self._masters}
         matrices = [p for p in self._moved.values() if p.ndim > 1]
         vectors = [p for p in self._moved.values() if p.ndim <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
+        groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self._adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=settings.learning_rate,
@@ -183,9 +175,7 @@ class Optimizer:
 
     def blank_state(self) -> dict[str, torch.Tensor]:
         """Return zeros in the shapes, types and sharding of `state` after a step."""
-        moments = {
-            f"{kind}/{name}": torch.zeros_like(m) for name, m in self._moved.items() for kind in _MOMENTS
-        }
+        moments = {f"{kind}/{name}": torch.zeros_like(m) for name, m in self._moved.items() for kind in _MOMENTS}
         return moments | {f"master/{name}": torch.zeros_like(m) for name, m in self._masters.items()}
 
     def load_state(self, state: dict[str, torch.Tensor], num_steps: int) -> None:

@@ -169,9 +169,7 @@ def _name(file: Path) -> str:
     return file.name.removesuffix(".jsonl.gz")
 
 
-def pairs_of_file(
-    path: Path, renderer: Renderer, max_tokens: int, labelled: bool = False
-) -> list[PreferencePair]:
+def pairs_of_file(path: Path, renderer: Renderer, max_tokens: int, labelled: bool = False) -> list[PreferencePair]:
     """The pairs of a file, rendered as a rollout would be; those longer than `max_tokens` are left out.
 
     `labelled`: it may be of labelled dialogues instead.
@@ -204,9 +202,7 @@ def with_others(pairs: Sequence[PreferencePair], max_tokens: int) -> list[Prefer
 
 
 @torch.no_grad()
-def with_reference(
-    pairs: Sequence[PreferencePair], scorer: LogprobScorer, max_tokens: int
-) -> list[PreferencePair]:
+def with_reference(pairs: Sequence[PreferencePair], scorer: LogprobScorer, max_tokens: int) -> list[PreferencePair]:
     """The pairs with the log-probabilities of `scorer`, the reference. `max_tokens`: of one forward pass."""
     arms = [arm for pair in pairs for arm in pair.arms]
     device = next(scorer.model.parameters()).device
@@ -289,9 +285,7 @@ def _pair(line: bytes) -> PreferencePair:
 
 
 def _arm(data: dict[str, list[float]]) -> PairSide:
-    return PairSide(
-        tuple(map(int, data["tokens"])), tuple(map(bool, data["trains"])), tuple(data["reference"])
-    )
+    return PairSide(tuple(map(int, data["tokens"])), tuple(map(bool, data["trains"])), tuple(data["reference"]))
 
 
 def arms_of(pairs: Sequence[PreferencePair]) -> Iterator[PairSide]:

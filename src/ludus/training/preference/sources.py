@@ -61,9 +61,7 @@ def gather_pairs(session: TrainingSession, watch: EpisodeReporter | None = None)
     if not pairs:
         raise UserError(where, "See docs/use/stages.md, or lower preference.min_reward_gap.")
     check_vocabulary(max(max(arm.tokens) for pair in pairs for arm in pair.arms), session)
-    return GatheredPairs(
-        with_others(pairs, limit) if PREFERENCES[settings.loss].mismatched else pairs, sampled
-    )
+    return GatheredPairs(with_others(pairs, limit) if PREFERENCES[settings.loss].mismatched else pairs, sampled)
 
 
 def _own_pairs(

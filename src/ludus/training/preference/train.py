@@ -31,14 +31,7 @@ from ludus.training.batches.rows import microbatches
 from ludus.training.datasets.jsonl import write_records
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.preference.pairs import (
-    PAIRS_FILE,
-    PairSide,
-    PreferencePair,
-    arms_of,
-    load_pairs,
-    with_reference,
-)
+from ludus.training.preference.pairs import PAIRS_FILE, PairSide, PreferencePair, arms_of, load_pairs, with_reference
 from ludus.training.preference.sources import GatheredPairs, gather_pairs
 from ludus.training.run.checkpoint import (
     TrainerState,
@@ -90,9 +83,7 @@ class PreferenceTraining:
     running: RunningMean
 
 
-def open_training(
-    session: TrainingSession, folder: RunFolder, gathered: GatheredPairs | None
-) -> PreferenceTraining:
+def open_training(session: TrainingSession, folder: RunFolder, gathered: GatheredPairs | None) -> PreferenceTraining:
     """Bring session and optimiser to the newest checkpoint in `folder`, if there is one.
 
     The reference scores the pairs unless the folder holds them already. `gathered` None: as the settings say.
@@ -112,9 +103,7 @@ def open_training(
         log.info("%d pairs written to %s", len(pairs), file)
     steps = num_steps(settings, len(pairs))
     optimiser = Optimizer(
-        session.model,
-        OptimizerSettings.of(settings, steps),
-        masters=session.config.model.master_weights,
+        session.model, OptimizerSettings.of(settings, steps), masters=session.config.model.master_weights
     )
     done, last, running = 0, folder.checkpoints, RunningMean()
     if found := list_checkpoints(folder.checkpoints):
@@ -144,9 +133,7 @@ def run_preference(training: PreferenceTraining, trackers: Sequence[Tracker], on
             tracker.log(step, metrics)
         on_step(step, metrics | {"time/step_s": time.perf_counter() - clock})
         if step % settings.checkpoint_every == 0 or step == training.steps:
-            state = TrainerState(
-                step, optimiser.num_steps, Ledger().state(), memory=training.running.to_json()
-            )
+            state = TrainerState(step, optimiser.num_steps, Ledger().state(), memory=training.running.to_json())
             last = save_checkpoint(folder.checkpoints, session.model, session.tokenizer, optimiser, state)
             prune(folder.checkpoints, settings.keep_checkpoints)
     return last
@@ -236,10 +223,7 @@ def _simpo(pairs: PairTensors, settings: PreferenceConfig) -> Tensor:
 
 def _kto(pairs: PairTensors, settings: PreferenceConfig) -> Tensor:
     found = losses.kto(
-        **_alone(pairs),
-        baseline=pairs.baseline,
-        beta=_beta(settings),
-        undesirable_weight=settings.undesirable_weight,
+        **_alone(pairs), baseline=pairs.baseline, beta=_beta(settings), undesirable_weight=settings.undesirable_weight
     )
     return _mean_of_sides(found, pairs)
 
@@ -252,16 +236,12 @@ def _mean_of_sides(found: Tensor, pairs: PairTensors) -> Tensor:
 
 LOSSES: Mapping[str, Callable[[PairTensors, PreferenceConfig], Tensor]] = {
     "dpo": lambda p, s: losses.dpo(**_pair(p), beta=_beta(s), label_smoothing=s.label_smoothing),
-    "robust": lambda p, s: losses.dpo(
-        **_pair(p), beta=_beta(s), label_smoothing=s.label_smoothing, robust=True
-    ),
+    "robust": lambda p, s: losses.dpo(**_pair(p), beta=_beta(s), label_smoothing=s.label_smoothing, robust=True),
     "simpo": _simpo,
     "ipo": lambda p, s: losses.ipo(**_pair(p), beta=_beta(s)),
     "kto": _kto,
     "hinge": lambda p, s: losses.hinge(**_pair(p), beta=_beta(s)),
-    "exo": lambda p, s: losses.exo(
-        **_pair(p), beta=_beta(s), label_smoothing=s.label_smoothing or EXO_SMOOTHING
-    ),
+    "exo": lambda p, s: losses.exo(**_pair(p), beta=_beta(s), label_smoothing=s.label_smoothing or EXO_SMOOTHING),
     "nca": lambda p, s: losses.nca(**_pair(p), beta=_beta(s)),
     "sppo": lambda p, s: losses.sppo(**_pair(p), beta=_beta(s)),
     "discopop": lambda p, s: losses.discopop(**_pair(p), beta=_beta(s), tau=s.tau or DISCOPOP_TAU),
@@ -302,11 +282,7 @@ def _baseline(
     """What the loss compares with, over the whole batch: KTO's KL, BCO's running mean, 0 for others."""
     if PREFERENCES[settings.loss].running_mean:
         logprobs, reference, mask = _scored(scorer, list(arms_of(pairs)), settings.microbatch_tokens)
-        running.add(
-            losses.implicit_rewards(
-                logprobs=logprobs, ref_logprobs=reference, mask=mask, beta=_beta(settings)
-            )
-        )
+        running.add(losses.implicit_rewards(logprobs=logprobs, ref_logprobs=reference, mask=mask, beta=_beta(settings)))
         return torch.tensor(running.mean, dtype=torch.float64)
     # Pairs for the other losses have no other answers, and KTO's may have none.
     others = [arm for pair in pairs for arm in pair.others]
@@ -316,9 +292,7 @@ def _baseline(
     return losses.kto_baseline(logprobs=logprobs, ref_logprobs=reference, mask=mask)
 
 
-def _scored(
-    scorer: LogprobScorer, arms: Sequence[PairSide], max_tokens: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _scored(scorer: LogprobScorer, arms: Sequence[PairSide], max_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of the arms, those of the reference and the mask, `[N, L]` without gradient."""
     rows, device = [arm.row for arm in arms], next(scorer.model.parameters()).device
     logprobs = torch.zeros(len(arms), max(len(arm.tokens) for arm in arms), device=device)
@@ -356,13 +330,7 @@ def _tensors(scorer: LogprobScorer, pairs: Sequence[PreferencePair], baseline: T
     places = _places(pairs, device)
     logprobs, reference, mask = (_at(places, rows, 2 * num) for rows in (logprobs, reference, mask))
     return PairTensors(
-        logprobs[:num],
-        logprobs[num:],
-        reference[:num],
-        reference[num:],
-        mask[:num],
-        mask[num:],
-        baseline.to(logprobs),
+        logprobs[:num], logprobs[num:], reference[:num], reference[num:], mask[:num], mask[num:], baseline.to(logprobs)
     )
 
 
@@ -405,9 +373,7 @@ def _sums(pairs: PairTensors, settings: PreferenceConfig) -> dict[str, float]:
     The margin of a labelled dialogue is that over the baseline of KTO or BCO, or below it.
     """
     there = [mask.any(1) for mask in (pairs.chosen_mask, pairs.rejected_mask)]
-    chosen_tokens, rejected_tokens = (
-        mask.sum(1).clamp(min=1) for mask in (pairs.chosen_mask, pairs.rejected_mask)
-    )
+    chosen_tokens, rejected_tokens = (mask.sum(1).clamp(min=1) for mask in (pairs.chosen_mask, pairs.rejected_mask))
     chosen, rejected = pairs.chosen_logprobs.sum(1), pairs.rejected_logprobs.sum(1)
     gain = chosen - pairs.ref_chosen_logprobs.sum(1)
     loss = rejected - pairs.ref_rejected_logprobs.sum(1)

@@ -18,13 +18,7 @@ from ludus.rewards.base import Reward, success
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
 from ludus.training.datasets.files import read_rollout_file
 from ludus.training.datasets.jsonl import load_records
-from ludus.training.preference.pairs import (
-    PairSide,
-    is_usable,
-    pairs_of_file,
-    pairs_of_rollouts,
-    rollout_files,
-)
+from ludus.training.preference.pairs import PairSide, is_usable, pairs_of_file, pairs_of_rollouts, rollout_files
 from ludus.training.reward_model.mc_rollouts import play_on
 from ludus.training.run.run_dir import RunFolder
 from ludus.training.run.session import TrainingSession
@@ -40,8 +34,7 @@ def gather_examples(session: TrainingSession) -> list[RewardExample]:
     settings, limit = session.config.reward_model, session.config.rollout.max_seq_len
     if settings.run is None and settings.data is None:
         raise UserError(
-            "There is nothing to learn rewards from.",
-            "Give --run RUN (its rollouts) or --reward_model.data FILE.",
+            "There is nothing to learn rewards from.", "Give --run RUN (its rollouts) or --reward_model.data FILE."
         )
     files: list[Path] = []
     if settings.run is not None:
@@ -105,9 +98,7 @@ def hold_out(examples: Sequence[RewardExample], share: float, seed: int) -> list
     random.Random(f"held out:{seed}").shuffle(different)
     num = min(len(different) - 1, math.ceil(share * len(different)))
     aside = set(different[:num])
-    return [
-        replace(example, held_out=prompt in aside) for example, prompt in zip(examples, prompts, strict=True)
-    ]
+    return [replace(example, held_out=prompt in aside) for example, prompt in zip(examples, prompts, strict=True)]
 
 
 def load_examples(path: Path) -> list[RewardExample]:
@@ -129,9 +120,7 @@ def _rollouts(files: Sequence[Path], data: str | None, limit: int) -> list[tuple
 
 def _example(line: bytes) -> RewardExample:
     data = json.loads(line)
-    arms = (
-        ScoredSequence(tuple(arm["tokens"]), tuple(arm["at"]), tuple(arm["targets"])) for arm in data["arms"]
-    )
+    arms = (ScoredSequence(tuple(arm["tokens"]), tuple(arm["at"]), tuple(arm["targets"])) for arm in data["arms"])
     return RewardExample(data["source"], data["prompt_length"], tuple(arms), data["held_out"])
 
 

@@ -25,9 +25,7 @@ Told = tuple[Segment, ...]
 """The segments of an attempt up to and including an action."""
 
 
-def play_on(
-    session: TrainingSession, records: Sequence[tuple[str, RolloutRecord]], num: int
-) -> list[Trajectory]:
+def play_on(session: TrainingSession, records: Sequence[tuple[str, RolloutRecord]], num: int) -> list[Trajectory]:
     """`num` rollouts from after each action of the attempts but each one's last, equal histories once.
 
     The session's model plays them at `rollout.temperature`. Raises UserError where the world has no such
@@ -62,15 +60,11 @@ def _beginnings(trajectory: Trajectory) -> dict[tuple[str, tuple[int, ...]], Tol
 
 def _task(tasks: dict[str, Task], task_id: str) -> Task:
     if task_id not in tasks:
-        raise UserError(
-            f"The world has no task {task_id} to play on.", "Take the recipe and the settings of that run."
-        )
+        raise UserError(f"The world has no task {task_id} to play on.", "Take the recipe and the settings of that run.")
     return tasks[task_id]
 
 
-async def _play(
-    session: TrainingSession, jobs: Sequence[RolloutRequest], beginnings: dict[int, Told]
-) -> list[Episode]:
+async def _play(session: TrainingSession, jobs: Sequence[RolloutRequest], beginnings: dict[int, Told]) -> list[Episode]:
     config, engine = session.config, make_engine(session)
     play = SamplingPlan("play on", config.rollout.temperature, config.run.seed)
     scheduler = session_scheduler(session, engine, play, Ledger())

@@ -221,9 +221,7 @@ def _masked(
 ) -> list[TrainingSample]:
     fate = dict(zip(map(id, judged), keep.tolist(), strict=True))
     return [
-        credit
-        if fate.get(id(credit), True)
-        else replace(credit, outcome=RolloutOutcome.MASKED, reason=reason)
+        credit if fate.get(id(credit), True) else replace(credit, outcome=RolloutOutcome.MASKED, reason=reason)
         for credit in credits
     ]
 

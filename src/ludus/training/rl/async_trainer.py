@@ -21,14 +21,7 @@ from functools import partial
 import torch
 
 from ludus.diagnostics.timings import StepTimings
-from ludus.engines.base import (
-    Engine,
-    RemoteStats,
-    RollingUpdate,
-    SupportsRollingUpdate,
-    Throttleable,
-    counted,
-)
+from ludus.engines.base import Engine, RemoteStats, RollingUpdate, SupportsRollingUpdate, Throttleable, counted
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler
 from ludus.rollout.streaming.concurrency_control import ConcurrencyController, first_in_flight
@@ -260,9 +253,7 @@ class AsyncTrainer:
         """
         engine, interruptible = self.loop.engine, self.loop.session.config.staleness.in_flight_weight_updates
         return (
-            self.stream.unhurried(engine.rest)
-            if isinstance(engine, Throttleable) and interruptible
-            else nullcontext()
+            self.stream.unhurried(engine.rest) if isinstance(engine, Throttleable) and interruptible else nullcontext()
         )
 
     def texts(self) -> Texts:
@@ -303,9 +294,7 @@ class AsyncTrainer:
         ):
             await self.stream.drain()  # at the end, so that cancelled group members are counted
         else:
-            await (self._send_beside if isinstance(self.loop.engine, RemoteStats) else self._prove_beside)(
-                step
-            )
+            await (self._send_beside if isinstance(self.loop.engine, RemoteStats) else self._prove_beside)(step)
             return ()
         await self._arrived()
         proof = await sync.prove(await sync.hand_over(step, self.thread))

@@ -41,12 +41,7 @@ from ludus.training.collection.demonstrations import check_experts, make_experts
 from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.replay_buffer import check_replay
 from ludus.training.collection.reward_mixing import check_reward_settings, make_combiner, reward_doubts
-from ludus.training.collection.rollout_collector import (
-    RemoteSampler,
-    RolloutCollector,
-    check_branch,
-    check_partial,
-)
+from ludus.training.collection.rollout_collector import RemoteSampler, RolloutCollector, check_branch, check_partial
 from ludus.training.collection.staleness import staleness_doubts
 from ludus.training.collection.stream_checkpoint import STREAM_FILE, WAITING_FILE, StreamState
 from ludus.training.credit.self_play_roles import check_roles
@@ -79,14 +74,7 @@ from ludus.training.run.checkpoint import (
 from ludus.training.run.manifest import broken
 from ludus.training.run.run_dir import RunFolder, save_config
 from ludus.training.run.session import TrainingSession, busy_warning, make_engine, open_session
-from ludus.training.value_models.factory import (
-    Judge,
-    check_critic,
-    make_judge,
-    part_name,
-    planned_warmup,
-    warmup_steps,
-)
+from ludus.training.value_models.factory import Judge, check_critic, make_judge, part_name, planned_warmup, warmup_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -207,8 +195,7 @@ def check_max_requests(config: Config) -> None:
         return
     if config.engine.url:
         raise ConfigError(
-            "engine.max_requests needs the embedded engine.",
-            "Set it on the server: ludus serve --max-requests.",
+            "engine.max_requests needs the embedded engine.", "Set it on the server: ludus serve --max-requests."
         )
     if config.cluster.kind == "none" and most < needed:
         raise ConfigError(
@@ -294,16 +281,12 @@ def doubts(config: Config) -> list[str]:
     """Return warnings for settings that are valid but change what training does."""
     found = []
     if not config.training.mask_observations:
-        found.append(
-            "training.mask_observations is off: observations are in the loss. Use this for comparison only."
-        )
+        found.append("training.mask_observations is off: observations are in the loss. Use this for comparison only.")
     pretrains = resolve(config.algorithm).advantage_spec.has(Need.PRETRAINED_CRITIC)
     if pretrains and config.critic.warmup_steps == 0:
         found.append("VAPO pre-trains its critic on a fixed policy, but critic.warmup_steps is 0.")
     if (alone := planned_warmup(config)) >= config.training.steps:
-        found.append(
-            f"The policy is never trained: the first {alone} steps (critic.warmup_steps) are the critic's."
-        )
+        found.append(f"The policy is never trained: the first {alone} steps (critic.warmup_steps) are the critic's.")
     if config.training.streams and config.rollout.reproducible:
         found.append(
             "Asynchronous runs (training.mode = async) are not reproducible: rollout.reproducible "
@@ -369,9 +352,7 @@ def build_loop(
     if warmup > done:
         log.info("only the critic is trained until step %d (critic.warmup_steps)", warmup)
     bound, entropy = over_age_bound(config), memory.initial_entropy
-    sampler = RolloutCollector(
-        session, engine, algorithm, reporter, ledger, memory, combiner, experts, elsewhere
-    )
+    sampler = RolloutCollector(session, engine, algorithm, reporter, ledger, memory, combiner, experts, elsewhere)
     loop = SyncTrainer(
         session=session,
         folder=folder,

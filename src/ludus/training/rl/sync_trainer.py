@@ -21,13 +21,7 @@ from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine, Sleepable, counted
 from ludus.envs.base import World
 from ludus.errors import ConfigError, LearnerError
-from ludus.evaluation.evaluate import (
-    Evaluation,
-    EvaluationPlan,
-    name_in_run,
-    plan_during,
-    save_evaluation,
-)
+from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, name_in_run, plan_during, save_evaluation
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.reward_executor import places
 from ludus.rollout.rollout_files import rollouts_path, write_rollouts
@@ -158,9 +152,7 @@ class SyncTrainer:
         self.reporter.step(step, metrics, timings)
         return metrics
 
-    def account(
-        self, step: int, credits: list[TrainingSample], learned: Mapping[str, float]
-    ) -> dict[str, float]:
+    def account(self, step: int, credits: list[TrainingSample], learned: Mapping[str, float]) -> dict[str, float]:
         """Close the ledger of a step and return its metrics. Replayed and expert samples leave `credits`."""
         sampler, found = self.sampler, dict(learned)
         credits[:] = [credit for credit in credits if not credit.replayed]
@@ -187,11 +179,7 @@ class SyncTrainer:
         return metrics | dict(self.sampled.partial)
 
     async def end_step(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        work: ComputeDispatch = here,
-        texts: Texts = dict,
+        self, step: int, metrics: Mapping[str, float], work: ComputeDispatch = here, texts: Texts = dict
     ) -> None:
         """Write a checkpoint if due, with the trainer's own `texts`.
 
@@ -224,9 +212,7 @@ class SyncTrainer:
         if self.guard.verdict:
             streams = self.session.config.training.streams
             bound = "a lower staleness.max_staleness or " if streams else "a lower "
-            return PauseReason(
-                self.guard.verdict, f"{bound}training.learning_rate, or another staleness.min_ess"
-            )
+            return PauseReason(self.guard.verdict, f"{bound}training.learning_rate, or another staleness.min_ess")
         return None
 
     async def evaluate(self, plan: EvaluationPlan, name: str | None = None) -> Evaluation:
@@ -244,11 +230,7 @@ class SyncTrainer:
         return (await self.evaluate(plan, name_in_run(plan, config))).metrics()
 
     def write(
-        self,
-        step: int,
-        credits: Sequence[TrainingSample],
-        metrics: Mapping[str, float],
-        timings: Mapping[str, float],
+        self, step: int, credits: Sequence[TrainingSample], metrics: Mapping[str, float], timings: Mapping[str, float]
     ) -> None:
         """Write rollouts, metrics and timings of a step."""
         if self.session.config.run.save_rollouts:

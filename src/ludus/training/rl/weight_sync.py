@@ -152,9 +152,7 @@ class WeightSync:
         async with self._in_time(expected.version):
             return expected.compare(*await self._ask())
 
-    async def _transfer(
-        self, version: int, state: Mapping[str, Tensor]
-    ) -> tuple[str | None, Sequence[float]]:
+    async def _transfer(self, version: int, state: Mapping[str, Tensor]) -> tuple[str | None, Sequence[float]]:
         """Send weights; return the engine's digest and its scores of the probe."""
         async with self._in_time(version):
             await self.engine.load_weights(version, state)
@@ -179,11 +177,7 @@ class WeightSync:
             raise SyncError(f"The engine rejected weights {version}: {error}") from error
 
     async def offer(
-        self,
-        version: int,
-        engines: RollingUpdate,
-        work: ComputeDispatch,
-        on_proof: Callable[[SyncProof], None],
+        self, version: int, engines: RollingUpdate, work: ComputeDispatch, on_proof: Callable[[SyncProof], None]
     ) -> None:
         """Publish the weights as `version` for rolling updates; `on_proof` receives each engine's check.
 
@@ -197,9 +191,7 @@ class WeightSync:
 
         try:
             async with asyncio.timeout(self.deadline_s):
-                await engines.offer(
-                    WeightCheck(version, self.probe, check, self.deadline_s), self._trainable(weights)
-                )
+                await engines.offer(WeightCheck(version, self.probe, check, self.deadline_s), self._trainable(weights))
         except TimeoutError as error:
             raise SyncError(f"Storing weights {version} took longer than {self.deadline_s:g} s.") from error
 

@@ -207,9 +207,7 @@ def load_text(folder: Path, name: str) -> str | None:
     try:
         return path.read_text("utf-8") if path.is_file() else None
     except (OSError, UnicodeDecodeError) as error:
-        raise StorageError(
-            f"{path} cannot be read: {error}.", "Remove its checkpoint, and resume."
-        ) from error
+        raise StorageError(f"{path} cannot be read: {error}.", "Remove its checkpoint, and resume.") from error
 
 
 def load_weights(folder: Path, model: PreTrainedModel) -> None:

@@ -197,9 +197,7 @@ def locked(folder: RunFolder) -> Iterator[None]:
     try:
         lock = (folder.path / "lock").open("w")
     except OSError as error:
-        raise StorageError(
-            f"{folder.path} cannot be written to: {error.strerror}.", "Choose another."
-        ) from error
+        raise StorageError(f"{folder.path} cannot be written to: {error.strerror}.", "Choose another.") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

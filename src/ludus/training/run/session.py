@@ -135,11 +135,7 @@ def model_path(config: Config) -> str:
 
 
 def session_scheduler(
-    session: TrainingSession,
-    engine: Engine,
-    play: SamplingPlan,
-    ledger: Ledger,
-    rollout: RolloutConfig | None = None,
+    session: TrainingSession, engine: Engine, play: SamplingPlan, ledger: Ledger, rollout: RolloutConfig | None = None
 ) -> Scheduler:
     """Return the scheduler of the session's episodes; `rollout` overrides the session's settings."""
     how = rollout or session.config.rollout
@@ -166,9 +162,7 @@ def make_engine(session: TrainingSession) -> Engine:
     try:
         return server_engine(session.config)
     except NoServerAvailable as error:
-        raise EngineError(
-            error.message, f"Start it first: {serve_command(error.url, session.source)}"
-        ) from error
+        raise EngineError(error.message, f"Start it first: {serve_command(error.url, session.source)}") from error
 
 
 def engine_plugin(name: str) -> Callable[[TrainingSession], Engine]:
@@ -185,9 +179,7 @@ def server_engine(config: Config) -> ServerEngine:
     scaling = None if lora is None else lora.alpha / lora.rank
     urls = (engine.url or "").split(",")
     settings = replace(
-        server_settings(engine),
-        keeps_adapters=keeps_adapter_versions(config),
-        moves_episodes=config.staleness.moves,
+        server_settings(engine), keeps_adapters=keeps_adapter_versions(config), moves_episodes=config.staleness.moves
     )
     return ServerEngine(urls, engine.api, settings, lora_scaling=scaling)
 
@@ -242,8 +234,6 @@ def with_adapters(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
         from peft import get_peft_model
     except ImportError as error:
         raise UserError("LoRA needs the package peft.", "Install it: pip install 'ludus[lora]'.") from error
-    config = PeftConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM"
-    )
+    config = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
     adapted: PreTrainedModel = get_peft_model(model, config)
     return adapted

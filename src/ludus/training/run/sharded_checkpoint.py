@@ -29,10 +29,7 @@ SHARDS = "shards"
 
 
 def save_shards(
-    folder: Path,
-    model: nn.Module,
-    optimiser: Optimizer,
-    parts: Mapping[str, Mapping[str, torch.Tensor]],
+    folder: Path, model: nn.Module, optimiser: Optimizer, parts: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     """Write moments, weights and `parts`, one shard per rank; return the trained weights unsharded.
 

@@ -122,9 +122,7 @@ def state_of(model: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
 
 def blank_state_of(model: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
     """Return zeros in the shapes, types and sharding of `state_of` after a step."""
-    weights = {
-        f"model/{name}": torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad
-    }
+    weights = {f"model/{name}": torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
     return weights | {f"optimiser/{name}": tensor for name, tensor in optimiser.blank_state().items()}
 
 

@@ -75,9 +75,7 @@ class Critic:
         found = merged(found, self.states.ranks)
         return [found[i] for i in range(len(rows))]
 
-    def train(
-        self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]
-    ) -> dict[str, float]:
+    def train(self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> dict[str, float]:
         """Train on `targets` `[T]` a row; `old` are the previous values.
 
         Return the loss and the explained variance of the old values. Raises LearnerError if the loss is not

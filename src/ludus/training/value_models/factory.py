@@ -42,11 +42,7 @@ Judge = Critic | OutcomeCritic | ProcessReward
 
 
 def make_judge(
-    config: Config,
-    algorithm: Algorithm,
-    model: PreTrainedModel,
-    success: str,
-    ranks: Collectives = ONE_PROCESS,
+    config: Config, algorithm: Algorithm, model: PreTrainedModel, success: str, ranks: Collectives = ONE_PROCESS
 ) -> Judge | None:
     """Build the critic or process reward model of the algorithm, or None; `ranks` train it together.
 
@@ -59,9 +55,7 @@ def make_judge(
         return ProcessReward(
             model,
             OptimizerSettings(learning_rate=prime.learning_rate, total_steps=training.steps * prime.epochs),
-            ProcessRewardSettings(
-                size, prime.epochs, beta, config.rollout.temperature or 1.0, success, again
-            ),
+            ProcessRewardSettings(size, prime.epochs, beta, config.rollout.temperature or 1.0, success, again),
             ranks,
         )
     optimiser = OptimizerSettings(
@@ -133,9 +127,7 @@ def planned_warmup(config: Config, started: int | None = None) -> int:
     return config.training.steps // 10 if started is None else started
 
 
-def judged(
-    judge: Judge, credits: Sequence[TrainingSample], rows: Sequence[Row], learner: Learner
-) -> Estimates:
+def judged(judge: Judge, credits: Sequence[TrainingSample], rows: Sequence[Row], learner: Learner) -> Estimates:
     """Return the estimates for the samples' rows, before training on them.
 
     Raises LearnerError if a reference is needed and missing.
@@ -232,9 +224,7 @@ def teach(
 
 def at_actions(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:
     """Return the values `[T]` of each row at its action tokens."""
-    return [
-        each[torch.tensor(row.trains, device=each.device)] for each, row in zip(values, rows, strict=True)
-    ]
+    return [each[torch.tensor(row.trains, device=each.device)] for each, row in zip(values, rows, strict=True)]
 
 
 def at_openings(row: Row, trajectory: Trajectory) -> Row:

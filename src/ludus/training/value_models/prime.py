@@ -57,9 +57,7 @@ class ProcessReward:
         ranks.split(self.model)
         self.ranks = ranks
         self.optimiser = Optimizer(self.model, optimiser, ranks=ranks)
-        self._dealer = DataParallelSplitter(
-            ranks, self.model, settings.microbatch_tokens, self._scorer.shares_prefixes
-        )
+        self._dealer = DataParallelSplitter(ranks, self.model, settings.microbatch_tokens, self._scorer.shares_prefixes)
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
@@ -71,9 +69,7 @@ class ProcessReward:
         found = merged(found, self.ranks)
         return [found[i] for i in range(len(rows))]
 
-    def train(
-        self, rows: Sequence[Row], references: Sequence[Tensor], solved: Sequence[bool]
-    ) -> dict[str, float]:
+    def train(self, rows: Sequence[Row], references: Sequence[Tensor], solved: Sequence[bool]) -> dict[str, float]:
         """Take `epochs` steps; `references` are the reference's log-probabilities, `[T]` a row.
 
         Return loss and accuracy (fraction of rows whose logit has the outcome's sign) before the first step.
@@ -98,9 +94,7 @@ class ProcessReward:
         """Restore `state`. Raises LearnerError if the model differs."""
         load_state_of(self.model, self.optimiser, state, num_steps, "process reward model")
 
-    def _step(
-        self, rows: Sequence[Row], references: Sequence[Tensor], solved: Sequence[bool]
-    ) -> tuple[float, int]:
+    def _step(self, rows: Sequence[Row], references: Sequence[Tensor], solved: Sequence[bool]) -> tuple[float, int]:
         total, right, fault = 0.0, 0, ""
         for part in self._dealer.parts(rows):
             scores = self._scorer.score(part.tokens, part.trains).logprobs

@@ -13,10 +13,7 @@ from torch import Tensor
 from ludus.config.schema import Config
 from ludus.engines.models.loading import load_model
 from ludus.errors import UserError
-from ludus.training.run.checkpoint import (
-    list_checkpoints,
-    load_part,
-)
+from ludus.training.run.checkpoint import list_checkpoints, load_part
 from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.scalar_head import HeadModel
 from ludus.types import Trajectory
@@ -139,9 +136,7 @@ def check_ensemble(paths: Sequence[str]) -> None:
     kinds = {path: find_reward_model(Path(path))[1] for path in paths}
     if len(set(kinds.values())) > 1:
         told = ", ".join(f"{path} is {kind}" for path, kind in kinds.items())
-        raise UserError(
-            f"The reward models of an ensemble differ in kind: {told}.", "Use models of one kind."
-        )
+        raise UserError(f"The reward models of an ensemble differ in kind: {told}.", "Use models of one kind.")
 
 
 def load_ensemble(paths: Sequence[str], std_coef: float, config: Config) -> RewardEnsemble:

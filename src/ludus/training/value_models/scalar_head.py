@@ -33,15 +33,11 @@ class HeadModel:
         self._scorer = LogprobScorer(policy, recompute=recompute)
         if not self._scorer.shares_prefixes:
             raise UserError(
-                f"{type(policy).__name__} cannot be used for a {what}: its hidden states are unavailable.",
-                hint,
+                f"{type(policy).__name__} cannot be used for a {what}: its hidden states are unavailable.", hint
             )
         parameter = next(policy.parameters())
         self.head = nn.Linear(
-            policy.config.get_text_config().hidden_size,
-            outputs,
-            device=parameter.device,
-            dtype=parameter.dtype,
+            policy.config.get_text_config().hidden_size, outputs, device=parameter.device, dtype=parameter.dtype
         )
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)

@@ -60,9 +60,7 @@ def code_rewards(outcome: Literal["all", "share"], weights: Weights) -> tuple[Re
     passes = suite_passes(_read) if outcome == "all" else only_if(share_passed(_read), loads)
     parts = [Reward("tests", passes, outcome=True)]
     if outcome == "all":
-        parts.append(
-            Reward("hidden_share", only_if(share_passed(_read, "hidden"), loads), weight=weights.share)
-        )
+        parts.append(Reward("hidden_share", only_if(share_passed(_read, "hidden"), loads), weight=weights.share))
     parts += [
         Reward("loads", loads, weight=weights.loads),
         Reward("well_formed", only_if(well_formed, loads), weight=weights.well_formed),

@@ -139,9 +139,7 @@ class CodeGrader:
         results = await self._called(truth.stub + program, truth.entry, calls, use)
         return await asyncio.to_thread(_verdicts, cases, results, truth)
 
-    async def _called(
-        self, program: str, entry: str, calls: Sequence[list[object]], use: _Use
-    ) -> list[Record]:
+    async def _called(self, program: str, entry: str, calls: Sequence[list[object]], use: _Use) -> list[Record]:
         """A record for each call, in order; a program that ended early is started again behind that one."""
         results: list[Record] = []
         for _ in range(_MOST_RUNS):
@@ -171,16 +169,12 @@ class CodeGrader:
         rest: Record = {"says": use.broken or "not run: the program kept ending before its tests were done"}
         return [*results, *([rest] * (len(calls) - len(results)))]
 
-    async def _stdin(
-        self, program: str, truth: CodeTruth, cases: Sequence[TestCase], use: _Use
-    ) -> list[CodeVerdict]:
+    async def _stdin(self, program: str, truth: CodeTruth, cases: Sequence[TestCase], use: _Use) -> list[CodeVerdict]:
         verdicts: list[CodeVerdict] = []
         late = False
         for case in cases:
             if late or use.broken:
-                verdicts.append(
-                    CodeVerdict(case, False, use.broken or "not run: an earlier test took too long")
-                )
+                verdicts.append(CodeVerdict(case, False, use.broken or "not run: an earlier test took too long"))
                 continue
             stdin = str(case.given).encode("utf-8", "surrogatepass")
             outcome = await self.sandbox.run(truth.stub + program, stdin=stdin, limits=self.limits)
@@ -189,15 +183,11 @@ class CodeGrader:
             error = (outcome.error_text.strip().splitlines() or [""])[-1]
             if not outcome.ok and error.startswith(("SyntaxError", "IndentationError", "TabError")):
                 use.broken = error
-            verdicts.append(
-                CodeVerdict(case, passed, "" if passed else _printed(outcome, error, self.limits))
-            )
+            verdicts.append(CodeVerdict(case, passed, "" if passed else _printed(outcome, error, self.limits)))
             late = len([one for one in verdicts if one.said.startswith(_LATE)]) > 1
         return verdicts
 
-    async def _checks(
-        self, program: str, truth: CodeTruth, cases: Sequence[TestCase], use: _Use
-    ) -> list[CodeVerdict]:
+    async def _checks(self, program: str, truth: CodeTruth, cases: Sequence[TestCase], use: _Use) -> list[CodeVerdict]:
         """The asserts ask for results, the program gives them, and so on until all of them are known."""
         tests = {case.name: _passing_over(str(case.given)) for case in cases}
         known: dict[str, list[Record]] = {name: [] for name in tests}
@@ -313,9 +303,7 @@ class _Over(ast.NodeTransformer):
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         asks = ast.UnaryOp(ast.Not(), ast.Call(ast.Name("_open_", ast.Load()), [], []))
-        handler = ast.ExceptHandler(
-            ast.Name("Exception", ast.Load()), None, [ast.If(asks, [ast.Raise()], [])]
-        )
+        handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, [ast.If(asks, [ast.Raise()], [])])
         return ast.Try([node], [handler], [], [])
 
 

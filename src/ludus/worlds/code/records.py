@@ -157,9 +157,7 @@ def _mbpp(record: Record, line: int) -> _Draft:
         raise _Fault('"test_list" is empty')
     solution = _parsed(_text(record, "code"), "code")
     names = tuple(f"assert {place}" for place in range(1, len(checks) + 1))
-    cases = tuple(
-        TestCase(name, _parsed(check, "test_list")) for name, check in zip(names, checks, strict=True)
-    )
+    cases = tuple(TestCase(name, _parsed(check, "test_list")) for name, check in zip(names, checks, strict=True))
     truth = CodeTruth(
         fail_to_pass=names,
         hidden=frozenset(names[1:]),
@@ -247,9 +245,7 @@ def _kod_code(record: Record, line: int) -> _Draft:
     name = str(record.get("question_id", f"line-{line}"))
     family = str(record.get("subset", "kodcode"))
     if left_out := sum(_is_test(node) for node in module.body) - len(tests):
-        _LOG.warning(
-            "KodCode/%s: %d of its tests use fixtures, parameters or pytest, left out.", name, left_out
-        )
+        _LOG.warning("KodCode/%s: %d of its tests use fixtures, parameters or pytest, left out.", name, left_out)
     return _Draft(f"KodCode/{name}", shown, truth, str(record.get("split", _by_hash(asked))), family)
 
 

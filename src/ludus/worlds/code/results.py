@@ -38,9 +38,7 @@ class Pairs:
     values: tuple[Value, ...]
 
 
-Value = (
-    None | bool | int | float | complex | str | bytes | list["Value"] | tuple["Value", ...] | Members | Pairs
-)
+Value = None | bool | int | float | complex | str | bytes | list["Value"] | tuple["Value", ...] | Members | Pairs
 
 
 def read_value(encoded: object, depth: int = 0) -> Value:
@@ -126,9 +124,7 @@ def _pairs(pairs: list[tuple[Value, Value]]) -> Pairs:
     by_key: dict[str, tuple[Value, Value]] = {}
     for key, place in sorted((_key(key), place) for place, (key, _) in enumerate(pairs)):
         by_key[key] = pairs[place]
-    return Pairs(
-        tuple(by_key), tuple(key for key, _ in by_key.values()), tuple(one for _, one in by_key.values())
-    )
+    return Pairs(tuple(by_key), tuple(key for key, _ in by_key.values()), tuple(one for _, one in by_key.values()))
 
 
 def _key(value: Value) -> str:

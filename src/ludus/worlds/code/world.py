@@ -100,9 +100,7 @@ class CodeWorld(World):
     def rewards(self) -> tuple[Reward, ...]:
         """The tests, and a little for what leads there."""
         chosen = self.settings
-        weights = Weights(
-            chosen.share_weight, chosen.loads_weight, chosen.well_formed_weight, chosen.thrift_weight
-        )
+        weights = Weights(chosen.share_weight, chosen.loads_weight, chosen.well_formed_weight, chosen.thrift_weight)
         return code_rewards(chosen.outcome, weights)
 
     @property
@@ -127,8 +125,7 @@ class CodeWorld(World):
         if self.settings.data is not None:
             return records.load_tasks(Path(self.settings.data), self.settings.format, system)
         return {
-            split: [_task(one, split, system, self.settings.tests) for one in self.problems[split]]
-            for split in SPLITS
+            split: [_task(one, split, system, self.settings.tests) for one in self.problems[split]] for split in SPLITS
         }
 
     @cached_property
@@ -180,10 +177,7 @@ class CodeWorld(World):
         if not reference:
             return ()
         other = ast.unparse(ast.parse(reference))
-        return (
-            reference,
-            f"First an idea:\n```python\nx = 1\n```\nAnd here it is.\n```py\n# done\n{other}\n```\n",
-        )
+        return (reference, f"First an idea:\n```python\nx = 1\n```\nAnd here it is.\n```py\n# done\n{other}\n```\n")
 
     def with_sandbox(self, sandbox: Sandbox) -> CodeWorld:
         """This world with that sandbox."""
@@ -228,9 +222,7 @@ def make_code_world(settings: Mapping[str, object], limits: ToolLimits) -> CodeW
     chosen = read_settings(CodeSettings, settings)
     if strange := [family for family in chosen.families if family not in FAMILIES]:
         known = ", ".join(FAMILIES)
-        raise ConfigError(
-            f"There is no family {strange[0]!r} (env.settings.families).", f"Families: {known}."
-        )
+        raise ConfigError(f"There is no family {strange[0]!r} (env.settings.families).", f"Families: {known}.")
     if chosen.data is None and chosen.format != "own":
         raise ConfigError("env.settings.format is set without env.settings.data.", "Name the file of tasks.")
     world = CodeWorld(chosen, limits)

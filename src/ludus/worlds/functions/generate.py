@@ -30,9 +30,7 @@ from ludus.worlds.functions.plans import (
 from ludus.worlds.functions.replies import Ask, make_ask
 from ludus.worlds.functions.tool_distractors import Offer, Scene, changed_offer, plain_offer
 
-SYSTEM = (
-    "Do what is asked with the tools. Ask back where something is missing; call nothing where no tool fits."
-)
+SYSTEM = "Do what is asked with the tools. Ask back where something is missing; call nothing where no tool fits."
 SPLITS = ("train", "validation", "test", "composition")
 
 FAMILIES: Mapping[int, Mapping[str, float]] = {
@@ -55,10 +53,7 @@ _JOINTS = {"chain": (", then ",), "fan": (", and ",), "mixed": (", then ",)}
 _QUESTIONS = (
     ("My {title} is on {date} at {time}. On which day is it? Answer with the day only.", "date"),
     ("My {title} is on {date} at {time}. At what time is it? Answer with the time only.", "time"),
-    (
-        "{person} lives in {city} and I live elsewhere. Where does {person} live? Answer with the city only.",
-        "city",
-    ),
+    ("{person} lives in {city} and I live elsewhere. Where does {person} live? Answer with the city only.", "city"),
     ("I owe {person} {amount}. To whom do I owe money? Answer with the name only.", "person"),
     ("I have {booking} for {city}. Which city is it for? Answer with the city only.", "city"),
     ("The note in the {room} says {text}. Where is the note? Answer with the room only.", "room"),
@@ -168,9 +163,7 @@ class CallMaker:
 
     def _question(self) -> _Draft:
         text, wanted = self.rng.choice(_QUESTIONS)
-        values = {
-            name: kind.draw(self.rng, self.split) for name, kind in KINDS.items() if f"{{{name}}}" in text
-        }
+        values = {name: kind.draw(self.rng, self.split) for name, kind in KINDS.items() if f"{{{name}}}" in text}
         said = text.format(**{name: KINDS[name].say(value) for name, value in values.items()})
         return _Draft((), said, text, "answer", answer=ExpectedAnswers((str(values[wanted]),)))
 
@@ -225,12 +218,7 @@ class CallMaker:
 
 
 def make_tasks(
-    split: str,
-    num: int,
-    levels: Sequence[int],
-    seed: int,
-    taken: Set[str] = frozenset(),
-    changes: bool = True,
+    split: str, num: int, levels: Sequence[int], seed: int, taken: Set[str] = frozenset(), changes: bool = True
 ) -> tuple[Task, ...]:
     """`num` tasks of a split, its levels in turn; no request occurs twice or is taken.
 

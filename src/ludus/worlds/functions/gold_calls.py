@@ -57,8 +57,7 @@ class GoldCall:
             return False
         missing = self.accepted.keys() - made.arguments.keys()
         return missing <= self.optional and all(
-            any(equal(value, accepted) for accepted in self.accepted[name])
-            for name, value in made.arguments.items()
+            any(equal(value, accepted) for accepted in self.accepted[name]) for name, value in made.arguments.items()
         )
 
 

@@ -112,9 +112,7 @@ def arguments_of(plan: Sequence[PlanStep], state: DomainState) -> list[dict[str,
 def functions_for(split: str) -> tuple[Function, ...]:
     """The functions that tasks of a split may offer."""
     return tuple(
-        function
-        for function in catalogue().values()
-        if split == "composition" or function.domain != HELD_OUT_DOMAIN
+        function for function in catalogue().values() if split == "composition" or function.domain != HELD_OUT_DOMAIN
     )
 
 

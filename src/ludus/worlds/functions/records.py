@@ -49,9 +49,7 @@ MOST_CHOICES = 1000
 """Combinations of the values that one argument may have, at most."""
 
 
-def load_tasks(
-    path: Path, answers: Path | None, split: str, bad_lines: BadLines = "refuse"
-) -> tuple[Task, ...]:
+def load_tasks(path: Path, answers: Path | None, split: str, bad_lines: BadLines = "refuse") -> tuple[Task, ...]:
     """The tasks of a file. `answers` is a file with `{"id", "ground_truth"}` where they are kept apart.
 
     Raises UserError, with the lines, for records that are none, ids given twice, or ids without answer; if
@@ -219,8 +217,7 @@ def _choices(value: JSON) -> list[JSON]:
         if "" in given:
             fields[-1].append((False, ""))
     return [
-        {name: one for name, (there, one) in zip(value, chosen, strict=True) if there}
-        for chosen in _product(fields)
+        {name: one for name, (there, one) in zip(value, chosen, strict=True) if there} for chosen in _product(fields)
     ]
 
 

@@ -18,7 +18,7 @@ _IDIOMS = {r"\btime of (the )?day\b": "time", r"\btak(e|es|ing) place\b": "happe
 _REQUESTS = re.compile(
     r"\b(tell|give|send|let) (me|us)\b|\bi(('d)? still)? (would )?need\b|\bwe need\b|"
     r"\b(please|kindly) (provide|specify|state|name|say|clarify|confirm|choose|pick|share|add|enter)\b|"
-    r"^\W*(provide|specify|state|clarify|choose|pick)\b",
+    r"^\W*(provide|specify|state|clarify|choose|pick)\b"
 )
 """A sentence with one of these asks without a question mark."""
 
@@ -99,11 +99,7 @@ class Ask:
 
 
 def make_ask(
-    function: Function,
-    param: Param,
-    offered: str,
-    given: Sequence[tuple[frozenset[str], str]],
-    request: str,
+    function: Function, param: Param, offered: str, given: Sequence[tuple[frozenset[str], str]], request: str
 ) -> Ask:
     """Return what must be asked for where a request leaves out `param`, which the task calls `offered`."""
     context = words_of(request) | frozenset(function.name.split("_"))
@@ -122,9 +118,7 @@ def asks_for(answer: str, ask: Ask) -> bool:
     """
     plain = visible(answer)
     sentences = [(one, _asks(one)) for one in re.findall(r"[^.?!\n]+[.?!]?", plain)]
-    asking, other = (
-        "\n".join(one for one, is_asking in sentences if is_asking is which) for which in (True, False)
-    )
+    asking, other = ("\n".join(one for one, is_asking in sentences if is_asking is which) for which in (True, False))
     asked = words_of(asking)
     if not any(phrase <= asked for phrase in ask.phrases):
         return False
@@ -147,11 +141,7 @@ def speaks(answer: str) -> bool:
     """Return whether an answer has visible words and does not claim that the model carried something out."""
     plain = visible(answer)
     is_done = re.fullmatch(r"\W*(?:all |it is |it's )?(?:done|completed|finished)\W*", plain)
-    return (
-        any(map(str.isalnum, plain))
-        and is_done is None
-        and not claims_done(plain, frozenset({"own", "ahead"}))
-    )
+    return any(map(str.isalnum, plain)) and is_done is None and not claims_done(plain, frozenset({"own", "ahead"}))
 
 
 def visible(text: str) -> str:
@@ -181,9 +171,7 @@ def claims_done(plain: str, groups: frozenset[str] = frozenset()) -> bool:
 def _asks(sentence: str) -> bool:
     if _REQUESTS.search(sentence) is not None:
         return True
-    return sentence.endswith("?") and (
-        not _ABSENT.search(sentence) or _INTERROGATIVE.search(sentence) is not None
-    )
+    return sentence.endswith("?") and (not _ABSENT.search(sentence) or _INTERROGATIVE.search(sentence) is not None)
 
 
 def _is_hidden(char: str) -> bool:
@@ -205,9 +193,7 @@ def _asking_words() -> Mapping[str, frozenset[str]]:
     found: dict[str, set[str]] = {}
     params = [param for function in catalogue().values() for param in function.params if not param.of.letter]
     phrases = [(param.kind, ask_phrases(param, param.name)) for param in params]
-    phrases += [
-        (kind.name, frozenset(map(words_of, kind.asks))) for kind in KINDS.values() if not kind.letter
-    ]
+    phrases += [(kind.name, frozenset(map(words_of, kind.asks))) for kind in KINDS.values() if not kind.letter]
     for kind, asks in phrases:
         for word in frozenset[str]().union(*asks) - FILLERS:
             found.setdefault(word, set()).add(kind)

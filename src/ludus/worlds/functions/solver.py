@@ -131,10 +131,7 @@ def _value(schema: JSON) -> JSON:
         return choices[0]
     if given.get("type") == "object":
         inner = properties if isinstance(properties, dict) else {}
-        return {
-            str(name): _value(inner.get(str(name)))
-            for name in (required if isinstance(required, list) else ())
-        }
+        return {str(name): _value(inner.get(str(name))) for name in (required if isinstance(required, list) else ())}
     kinds: dict[str, JSON] = {"integer": 1, "number": 1.0, "boolean": True, "array": []}
     return kinds.get(str(given.get("type")), "something")
 

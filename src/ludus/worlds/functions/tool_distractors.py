@@ -76,11 +76,7 @@ class Offer:
 
     def encode(self, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
         """Arguments by the catalogue's names as a call passes them here."""
-        return {
-            one.name: one.encode(arguments[one.param.name])
-            for one in self.params
-            if one.param.name in arguments
-        }
+        return {one.name: one.encode(arguments[one.param.name]) for one in self.params if one.param.name in arguments}
 
     @property
     def schema(self) -> ToolSchema:
@@ -88,9 +84,7 @@ class Offer:
         properties = {one.name: _property(one) for one in self.params}
         required = [one.name for one in self.params if one.param.is_required]
         parameters = {"type": "object", "properties": properties, "required": required}
-        function = FunctionSchema(
-            name=self.function.name, description=self.function.description, parameters=parameters
-        )
+        function = FunctionSchema(name=self.function.name, description=self.function.description, parameters=parameters)
         return ToolSchema(type="function", function=function)
 
     def run(self, state: DomainState, given: Mapping[str, JSON]) -> str:
@@ -113,9 +107,7 @@ class CheckedTool(DescribedTool):
         parameters = self.schema["function"]["parameters"]
         properties: Mapping[str, Mapping[str, JSON]] = parameters.get("properties", {})
         faults = [
-            f"the argument {name!r} is missing"
-            for name in parameters.get("required", [])
-            if name not in arguments
+            f"the argument {name!r} is missing" for name in parameters.get("required", []) if name not in arguments
         ]
         for name, value in arguments.items():
             if name not in properties:

@@ -113,9 +113,7 @@ def _turn(given: JSON, is_added: bool) -> tuple[Message, ...]:
     return () if given == [] and is_added else read_messages(given)
 
 
-def _gold(
-    answer: JSON, functions: Mapping[str, ToolSchema], length: int
-) -> tuple[tuple[ExpectedCall, ...], ...]:
+def _gold(answer: JSON, functions: Mapping[str, ToolSchema], length: int) -> tuple[tuple[ExpectedCall, ...], ...]:
     if not isinstance(answer, list) or not all(isinstance(calls, list) for calls in answer):
         raise Fault('"ground_truth" is not a list of calls for each turn')
     if len(answer) != length:

@@ -58,9 +58,7 @@ class ProblemMaker:
         else:
             make = self._story if topic == "stories" else self._link
             question, value, pairs = make(rng, work)
-            problem = MathProblem(
-                topic, topic, self.level, question, tuple(work.steps), value, links=frozenset(pairs)
-            )
+            problem = MathProblem(topic, topic, self.level, question, tuple(work.steps), value, links=frozenset(pairs))
         return problem if split_of_problem(problem) == self.split else None
 
     def _has(self, topic: str) -> bool:
@@ -75,14 +73,10 @@ class ProblemMaker:
         fitting = [kind for kind in KINDS[topic] if self.level in kind.levels]
         return [kind for kind in fitting if (kind.name in HELD_OUT_KINDS) == held_out]
 
-    def _story(
-        self, rng: random.Random, work: WorkedSteps
-    ) -> tuple[str, Fraction, frozenset[tuple[str, str]]]:
+    def _story(self, rng: random.Random, work: WorkedSteps) -> tuple[str, Fraction, frozenset[tuple[str, str]]]:
         return word_problems.tell(rng, self.level, work)
 
-    def _link(
-        self, rng: random.Random, work: WorkedSteps
-    ) -> tuple[str, Fraction, frozenset[tuple[str, str]]]:
+    def _link(self, rng: random.Random, work: WorkedSteps) -> tuple[str, Fraction, frozenset[tuple[str, str]]]:
         return problem_chaining.link(rng, self.level, work, _PARTS)
 
 

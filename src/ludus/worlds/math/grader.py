@@ -19,8 +19,7 @@ from ludus.types import Message, Task, Trajectory
 from ludus.worlds.math.problems import MathProblem
 
 SYSTEM = (
-    "Solve the problem. End with the answer alone: a number, a fraction in lowest terms like 3/4, "
-    "or an expression."
+    "Solve the problem. End with the answer alone: a number, a fraction in lowest terms like 3/4, or an expression."
 )
 _CLOSE = 1e-9
 """How far off, relatively, an answer may be that is no whole number."""
@@ -82,9 +81,7 @@ def math_rewards(well_formed_weight: float) -> tuple[Reward, ...]:
     """
     return (
         Reward("solved", solved, outcome=True),
-        Reward(
-            "well_formed", only_if(well_formed, either(citation_support, solved)), weight=well_formed_weight
-        ),
+        Reward("well_formed", only_if(well_formed, either(citation_support, solved)), weight=well_formed_weight),
     )
 
 

@@ -45,9 +45,7 @@ class GymJudge:
 
     def accepts(self, answer: str) -> bool:
         """Whether the answer, or what it gives as one, has the full score; what raises has not."""
-        return any(
-            self._score(one) >= _FULL for one in dict.fromkeys((answer.strip(), *candidates(answer)[:1]))
-        )
+        return any(self._score(one) >= _FULL for one in dict.fromkeys((answer.strip(), *candidates(answer)[:1])))
 
     def _score(self, answer: str) -> float:
         try:
@@ -113,9 +111,7 @@ def _try(name: str, dataset: Dataset, entry: Mapping[str, object]) -> None:
     if entry["answer"] is None:
         raise ConfigError(f"The generator {name!r} stores no answers.", "Leave it out of env.settings.gym.")
     if not judge.accepts(str(entry["answer"])):
-        raise ConfigError(
-            f"The generator {name!r} refuses its own answer.", "Leave it out of env.settings.gym."
-        )
+        raise ConfigError(f"The generator {name!r} refuses its own answer.", "Leave it out of env.settings.gym.")
     paid = [text for text in _WRONG if judge.accepts(text) and text != entry["answer"]]
     if paid:
         raise ConfigError(

@@ -35,9 +35,7 @@ def _calls(problem: MathProblem, tool: ToolName) -> Sequence[Message]:
     for number, (expression, value) in enumerate(worked(problem.steps)):
         given = {"expression": expression} if tool == "calculator" else {"code": as_program(expression)}
         call = MessageToolCall(
-            id=f"call_{number}_0",
-            type="function",
-            function=FunctionCall(name=tool, arguments=json.dumps(given)),
+            id=f"call_{number}_0", type="function", function=FunctionCall(name=tool, arguments=json.dumps(given))
         )
         messages.append(Message(role="assistant", content="", tool_calls=[call]))
         messages.append(Message(role="tool", content=show(value), tool_call_id=call["id"], name=tool))

@@ -31,11 +31,7 @@ def as_program(expression: str) -> str:
     """A Python program that prints the value of an expression of the calculator, exactly."""
     tree = _Exact().visit(ast.parse(expression, mode="eval"))
     text = ast.unparse(ast.fix_missing_locations(tree))
-    used = {
-        node.func.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
+    used = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     lines = ["from fractions import Fraction"] if "Fraction" in used else []
     if names := sorted(used & {*_IMPORTED, "isqrt"}):
         lines.append(f"from math import {', '.join(names)}")

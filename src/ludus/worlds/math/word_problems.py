@@ -10,21 +10,7 @@ from fractions import Fraction
 
 from ludus.worlds.math.problems import WorkedSteps
 
-PEOPLE = (
-    "Ana",
-    "Boris",
-    "Chidi",
-    "Dora",
-    "Emil",
-    "Fatima",
-    "Goran",
-    "Hana",
-    "Ivo",
-    "Jia",
-    "Kofi",
-    "Lena",
-    "Mateo",
-)
+PEOPLE = ("Ana", "Boris", "Chidi", "Dora", "Emil", "Fatima", "Goran", "Hana", "Ivo", "Jia", "Kofi", "Lena", "Mateo")
 THINGS = ("apples", "shells", "coins", "marbles", "stickers", "pencils", "beads", "buttons", "nuts", "stamps")
 
 
@@ -73,9 +59,7 @@ def packs(s: WordProblem) -> None:
 def share(s: WordProblem) -> None:
     """All are shared, and one share stays."""
     n = _divisor(s, (2, 3, 4, 5, 6))
-    s.told.append(
-        f"{s.who} shares them equally among {n} people, of whom {s.who} is one, and keeps one share."
-    )
+    s.told.append(f"{s.who} shares them equally among {n} people, of whom {s.who} is one, and keeps one share.")
     s.mark, s.value = s.work.do(f"{s.mark} / {n}"), s.value / n
 
 
@@ -111,24 +95,18 @@ def _divisor(s: WordProblem, numbers: tuple[int, ...]) -> int:
 EVENTS: dict[str, Callable[[WordProblem], None]] = {
     event.__name__: event for event in (gain, lose, multiply, packs, share, percent, fraction)
 }
-HELD_OUT = frozenset(
-    {("share", "packs"), ("percent", "multiply"), ("fraction", "lose"), ("multiply", "percent")}
-)
+HELD_OUT = frozenset({("share", "packs"), ("percent", "multiply"), ("fraction", "lose"), ("multiply", "percent")})
 """Pairs of events that follow each other in the split `composition` only."""
 
 
-def tell(
-    rng: random.Random, level: int, work: WorkedSteps
-) -> tuple[str, Fraction, frozenset[tuple[str, str]]]:
+def tell(rng: random.Random, level: int, work: WorkedSteps) -> tuple[str, Fraction, frozenset[tuple[str, str]]]:
     """A story of `level` events: the question, its answer, and the pairs of events that follow each other."""
     start = rng.choice((12, 20, 24, 30, 36, 40, 48, 60, 72, 80, 90)) + rng.choice((0, 0, 0, 5, 7))
     story = WordProblem(rng, work, rng.choice(PEOPLE), rng.choice(THINGS), str(start), Fraction(start), [])
     names: list[str] = []
     for _ in range(level):
         few = story.value < 4
-        options = [
-            n for n in EVENTS if n != (names or [""])[-1] and not (few and n != "gain" and n != "packs")
-        ]
+        options = [n for n in EVENTS if n != (names or [""])[-1] and not (few and n != "gain" and n != "packs")]
         names.append(rng.choice(options))
         EVENTS[names[-1]](story)
     told = " ".join([f"{story.who} has {start} {story.things}.", *story.told])

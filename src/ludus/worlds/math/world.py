@@ -179,9 +179,7 @@ def make_math_world(settings: Mapping[str, object], limits: ToolLimits) -> MathW
 
 def _drawn(rng: random.Random, levels: Sequence[int], topics: Sequence[str]) -> Iterator[MathProblem]:
     """Ever new training problems, levels in turn."""
-    makers = [
-        maker for level in levels if (maker := ProblemMaker(level, "train", tuple(topics))).open_topics()
-    ]
+    makers = [maker for level in levels if (maker := ProblemMaker(level, "train", tuple(topics))).open_topics()]
     if not makers:
         raise ConfigError("The topics have no problems of these levels.", "Add topics or levels.")
     for number in itertools.count():

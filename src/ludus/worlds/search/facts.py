@@ -81,9 +81,7 @@ def load_facts() -> Facts:
     linked = sorted({entity.facts["city"].value for entity in airports.values()})
     nearest = _nearest(linked, unique)
     cities = {name: _city(unique[name], country_rows, nearest[name]) for name in linked}
-    countries = {
-        row["name"]: _country(row) for row in sorted(country_rows.values(), key=lambda r: str(r["name"]))
-    }
+    countries = {row["name"]: _country(row) for row in sorted(country_rows.values(), key=lambda r: str(r["name"]))}
     homonyms = _homonyms([row for row in rows if row["name"] not in unique], country_rows)
     everything = [*airports.values(), *cities.values(), *countries.values()]
     passages = dict.fromkeys(fact.passage for entity in everything for fact in entity.facts.values())
@@ -102,12 +100,7 @@ def _airports(rows: Mapping[str, dict[str, str]], unique: Mapping[str, dict[str,
             continue
         passage = f"{name} is an airport. It serves {row['city']} and has the code {code}."
         airports[name] = Entity(
-            name,
-            "airport",
-            {
-                "city": Fact(row["city"], _spellings(city), passage),
-                "code": Fact(code, (), passage),
-            },
+            name, "airport", {"city": Fact(row["city"], _spellings(city), passage), "code": Fact(code, (), passage)}
         )
     return airports
 
@@ -117,9 +110,7 @@ def _city(row: Mapping[str, str], countries: Mapping[str, dict[str, str]], neare
     population = str(row["population"])
     facts = {
         "country": Fact(
-            country["name"],
-            _country_names(country),
-            f"{name} is a city in the country of {country['name']}.",
+            country["name"], _country_names(country), f"{name} is a city in the country of {country['name']}."
         ),
         "population": Fact(population, (), f"{name} has a population of {population} people."),
         "timezone": Fact(timezone, (timezone.replace("_", " "),), f"{name} keeps the time zone {timezone}."),
@@ -151,9 +142,7 @@ def _unit_vector(row: Mapping[str, str]) -> tuple[float, float, float]:
 def _country(row: Mapping[str, str]) -> Entity:
     name, facts = row["name"], {}
     if row["capital"]:
-        facts["capital"] = Fact(
-            row["capital"], (plain(row["capital"]),), f"The capital of {name} is {row['capital']}."
-        )
+        facts["capital"] = Fact(row["capital"], (plain(row["capital"]),), f"The capital of {name} is {row['capital']}.")
     if row["currencyname"]:
         passage = f"The currency of {name} is the {row['currencyname']}."
         facts["currency"] = Fact(row["currencyname"], (row["currencycode"],), passage)

@@ -32,15 +32,10 @@ CHAINS: dict[tuple[str, ...], float] = {
     ("airport", "city", "country", "capital"): 0.10,
     ("airport", "city", "country", "currency"): 0.10,
 }
-WEIGHTS: dict[str, float] = {"/".join(chain): weight for chain, weight in CHAINS.items()} | {
-    "intersection": 0.10
-}
+WEIGHTS: dict[str, float] = {"/".join(chain): weight for chain, weight in CHAINS.items()} | {"intersection": 0.10}
 """Share of each family in a split, by name; they sum to 1. The held-out family has its split to itself."""
 
-NOUNS = {
-    "city": "the city that {} serves",
-    "country": "the country of {}",
-}
+NOUNS = {"city": "the city that {} serves", "country": "the country of {}"}
 ASKS = {
     "city": ("Which city does {} serve?", "{} serves which city?"),
     "code": ("What is the code of {}?", "Which code does {} have?"),

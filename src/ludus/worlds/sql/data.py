@@ -40,9 +40,7 @@ def make_pair(domain: Domain, number: int, seed: int, vary_names: bool = True) -
     """The pair of a domain and a number; equal arguments give equal bytes."""
     key = f"{domain.name}-{number}"
     naming = make_naming(domain, random.Random(f"{seed}/{key}/names") if vary_names else None)
-    images = [
-        make_image(domain, naming, random.Random(f"{seed}/{key}/{part}")) for part in ("shown", "hidden")
-    ]
+    images = [make_image(domain, naming, random.Random(f"{seed}/{key}/{part}")) for part in ("shown", "hidden")]
     return DataPair(key, domain, naming, images[0], images[1])
 
 

@@ -102,9 +102,7 @@ class Domain:
 
     def children(self, name: str) -> list[tuple[SqlTable, Column]]:
         """The tables that refer to one, each with the column that does."""
-        return [
-            (t, c) for t in self.tables for c in t.columns if c.kind is ColumnKind.REF and c.target == name
-        ]
+        return [(t, c) for t in self.tables for c in t.columns if c.kind is ColumnKind.REF and c.target == name]
 
 
 def _table(names: str, plural: str, rows: int, *columns: Column) -> SqlTable:
@@ -134,9 +132,7 @@ def _date(names: str, nulls: float = 0.0, low: int = 2019, high: int = 2024) -> 
 
 
 def _ref(target: str, nulls: float = 0.0) -> Column:
-    return Column(
-        (f"{target}_id", f"{target}_ref", f"of_{target}"), ColumnKind.REF, target=target, nulls=nulls
-    )
+    return Column((f"{target}_id", f"{target}_ref", f"of_{target}"), ColumnKind.REF, target=target, nulls=nulls)
 
 
 POOLS: Mapping[str, tuple[str, str]] = {

@@ -140,14 +140,8 @@ class Drawer:
         function: Function = self.rng.choice(("count", "distinct", "sum", "average", "smallest", "largest"))
         if function == "count":
             return Aggregate(function)
-        kinds = {"distinct": (ColumnKind.CATEGORY,), "sum": (ColumnKind.INTEGER, ColumnKind.REAL)}.get(
-            function
-        )
-        kinds = kinds or (
-            ColumnKind.INTEGER,
-            ColumnKind.REAL,
-            *((ColumnKind.DATE,) if function != "average" else ()),
-        )
+        kinds = {"distinct": (ColumnKind.CATEGORY,), "sum": (ColumnKind.INTEGER, ColumnKind.REAL)}.get(function)
+        kinds = kinds or (ColumnKind.INTEGER, ColumnKind.REAL, *((ColumnKind.DATE,) if function != "average" else ()))
         attribute = self._pick(table, *kinds)
         return Aggregate(function, attribute) if attribute else Aggregate("count")
 
@@ -186,9 +180,7 @@ class Drawer:
             test = None if self.rng.random() < 0.4 else test
             if test and test.attribute.path[:1] == (reference.id,):
                 return None
-            return Children(
-                child.id, reference.id, counting, self.rng.randint(2, 4) * (counting == "more"), test
-            )
+            return Children(child.id, reference.id, counting, self.rng.randint(2, 4) * (counting == "more"), test)
         number = self._pick(table, ColumnKind.INTEGER, ColumnKind.REAL)
         if number is None or number.path:
             return None

@@ -52,9 +52,7 @@ def make_truth(question: SqlQuestion) -> SqlTruth:
         if isinstance(cell, str) or cell is None:
             value = ExpectedAnswers((str(cell),))
         else:
-            value = Quantity(
-                cell, absolute=CENT + TOLERANCE if isinstance(cell, float) else 0.0, relative=0.0
-            )
+            value = Quantity(cell, absolute=CENT + TOLERANCE if isinstance(cell, float) else 0.0, relative=0.0)
     return SqlTruth(question.sql, rows, hidden, value, question.pair.image, question.pair.hidden)
 
 

@@ -134,10 +134,7 @@ def to_sql(plan: QueryPlan, naming: Naming) -> str:
     where = [_condition(condition, scope) for condition in plan.conditions]
     distinct = "DISTINCT " if isinstance(plan.head, Listing) and plan.head.distinct else ""
     source = scope.source + (_left_join(plan.head, scope) if isinstance(plan.head, PerRow) else "")
-    return (
-        f"SELECT {distinct}{', '.join(columns)} FROM {source}{_where(where)}{tail}"
-        f"{_order(plan.order, columns)}"
-    )
+    return f"SELECT {distinct}{', '.join(columns)} FROM {source}{_where(where)}{tail}{_order(plan.order, columns)}"
 
 
 def _where(conditions: Sequence[str]) -> str:
@@ -325,11 +322,7 @@ def _sorted_by(plan: QueryPlan, column: int) -> tuple[str, ColumnKind]:
             attribute = label if column == 0 else None
         case _:
             raise TypeError(f"the rows of {type(plan.head).__name__} have no order")
-    return (
-        (_phrase(plan, attribute), plan.column(attribute).kind)
-        if attribute
-        else ("number", ColumnKind.INTEGER)
-    )
+    return (_phrase(plan, attribute), plan.column(attribute).kind) if attribute else ("number", ColumnKind.INTEGER)
 
 
 def _those(conditions: Sequence[Condition], plan: QueryPlan) -> str:
@@ -389,7 +382,5 @@ def _number(plan: QueryPlan, aggregate: Aggregate) -> str:
         word = {"smallest": "earliest", "largest": "latest"}[aggregate.function]
         return f"the {word} {name}"
     return (
-        f"the {aggregate.function} of {name}"
-        if aggregate.function == "sum"
-        else (f"the {aggregate.function} {name}")
+        f"the {aggregate.function} of {name}" if aggregate.function == "sum" else (f"the {aggregate.function} {name}")
     )

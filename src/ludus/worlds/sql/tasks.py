@@ -176,9 +176,7 @@ class Bench:
         self._shown.deserialize(pair.image)
         self._hidden.deserialize(pair.hidden)
         self.stock = {
-            (table.id, column.id): self._values(
-                pair.naming.tables[table.id], pair.naming.column(table.id, column.id)
-            )
+            (table.id, column.id): self._values(pair.naming.tables[table.id], pair.naming.column(table.id, column.id))
             for table in pair.domain.tables
             for column in table.columns
             if column.kind not in (ColumnKind.KEY, ColumnKind.REF)

@@ -24,15 +24,7 @@ from ludus.tools.sql import Database, SqlLimits, schema_tool, sql_tool
 from ludus.types import Message, Task
 from ludus.worlds.sql.data import DataPair, make_pair
 from ludus.worlds.sql.domains import domain
-from ludus.worlds.sql.grader import (
-    SqlTruth,
-    gold_rows_found,
-    make_truth,
-    other_words,
-    result_set,
-    shown_rows,
-    was_run,
-)
+from ludus.worlds.sql.grader import SqlTruth, gold_rows_found, make_truth, other_words, result_set, shown_rows, was_run
 from ludus.worlds.sql.solver import SqlFlaws, SqlSolver
 from ludus.worlds.sql.tasks import SPLITS, SqlQuestion, SqlQuota, compose
 
@@ -194,9 +186,7 @@ def _pairs(settings: SqlSettings) -> tuple[DataPair, ...]:
     """The databases, made once in a process."""
     names, numbers = dict.fromkeys(settings.domains), range(settings.databases)
     return tuple(
-        make_pair(domain(name), number, settings.seed, settings.vary_names)
-        for name in names
-        for number in numbers
+        make_pair(domain(name), number, settings.seed, settings.vary_names) for name in names for number in numbers
     )
 
 

@@ -42,9 +42,7 @@ def _climb(frame):
 """
 _BODIES: Final[Mapping[str, str]] = {
     "gc": "import gc\n_forge_all(gc.get_objects())\n",
-    "gc of a class": (
-        "import gc, __main__\n_forge_all(gc.get_referrers(*__main__.Recorder.__subclasses__()))\n"
-    ),
+    "gc of a class": ("import gc, __main__\n_forge_all(gc.get_referrers(*__main__.Recorder.__subclasses__()))\n"),
     "frames": "import sys\n_climb(sys._getframe())\n",
     "frames of threads": "import sys\nfor _one in sys._current_frames().values(): _climb(_one)\n",
     "frames of a traceback": """
@@ -180,7 +178,5 @@ def forgeries() -> Mapping[str, str]:
 def forged(problem: SweProblem, code: str) -> dict[str, str]:
     """The files that a fix changes, unmended, with code at their end."""
     return {
-        path: problem.shown.get(path, b"").decode("utf-8") + code
-        for path in problem.mended
-        if path.endswith(".py")
+        path: problem.shown.get(path, b"").decode("utf-8") + code for path in problem.mended if path.endswith(".py")
     }

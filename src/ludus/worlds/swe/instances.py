@@ -49,9 +49,7 @@ class Instance(BaseModel):
     patch: str
     test_patch: str
     problem_statement: str
-    fail_to_pass: Annotated[tuple[str, ...], BeforeValidator(_names)] = Field(
-        alias="FAIL_TO_PASS", min_length=1
-    )
+    fail_to_pass: Annotated[tuple[str, ...], BeforeValidator(_names)] = Field(alias="FAIL_TO_PASS", min_length=1)
     pass_to_pass: Annotated[tuple[str, ...], BeforeValidator(_names)] = Field((), alias="PASS_TO_PASS")
     split: str = "test"
 
@@ -174,8 +172,7 @@ def clone_of(repo: str, folder: Path) -> Path:
         if place.is_dir():
             return place
     raise UserError(
-        f"There is no clone of {repo} in {folder}.",
-        f"Clone it to {places[1]}, with the commits of its tasks.",
+        f"There is no clone of {repo} in {folder}.", f"Clone it to {places[1]}, with the commits of its tasks."
     )
 
 
@@ -190,9 +187,7 @@ def tree_at(clone: Path, commit: str) -> dict[str, bytes]:
         raise UserError(f"git cannot read {clone}: {error}.", "Install git.") from error
     if done.returncode:
         said = done.stderr.decode("utf-8", "replace").strip()
-        raise UserError(
-            f"git cannot read the commit {commit} of {clone}: {said}.", "Fetch it into the clone."
-        )
+        raise UserError(f"git cannot read the commit {commit} of {clone}: {said}.", "Fetch it into the clone.")
     return dict(_files(done.stdout))
 
 

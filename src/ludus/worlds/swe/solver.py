@@ -62,25 +62,19 @@ def applies(problem: SweProblem) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    return [f"{line}\n" for line in text.split("\n")[:-1]] + (
-        [last] if (last := text.split("\n")[-1]) else []
-    )
+    return [f"{line}\n" for line in text.split("\n")[:-1]] + ([last] if (last := text.split("\n")[-1]) else [])
 
 
 def _place(before: str, after: str) -> tuple[int, int]:
     """The lines to read: those that change, with some around them, counted from 1."""
     old, new = _lines(before), _lines(after)
-    head = next(
-        (i for i, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), len(old) - 1
-    )
+    head = next((i for i, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), len(old) - 1)
     same = zip(reversed(old), reversed(new), strict=False)
     tail = next((i for i, (one, other) in enumerate(same) if one != other), 0)
     return max(1, head + 1 - AROUND), min(len(old), max(head, len(old) - tail) + AROUND)
 
 
-def _turn(
-    number: int, words: str, name: str, given: Mapping[str, JSON], said: str
-) -> tuple[Message, Message]:
+def _turn(number: int, words: str, name: str, given: Mapping[str, JSON], said: str) -> tuple[Message, Message]:
     message = _call(number, words, name, given)
     answer = Message(role="tool", content=said, tool_call_id=message["tool_calls"][0]["id"], name=name)
     return message, answer

@@ -41,9 +41,7 @@ class Checkout(Workspace):
         return replace(held, files=files, executable=held.executable & files.keys())
 
 
-def checkout(
-    sandbox: Sandbox, tree: Mapping[str, bytes], layout: RepositoryLayout, seconds: float
-) -> Checkout:
+def checkout(sandbox: Sandbox, tree: Mapping[str, bytes], layout: RepositoryLayout, seconds: float) -> Checkout:
     """A session with a repository of these files; each command may take so many seconds."""
     tools = {f".tools/{ARCHIVE}": pytest_archive()}
     files = {**tree, **git_files(tree, "Import", ignored=".tools/\n"), **tools}
@@ -63,12 +61,7 @@ def checkout(
 
 def repair_tools(workspace: Checkout) -> tuple[Tool, ...]:
     """All tools of an episode."""
-    return (
-        _shell_tool(workspace),
-        *files_tools(workspace),
-        apply_patch_tool(workspace),
-        submit_tool(),
-    )
+    return (_shell_tool(workspace), *files_tools(workspace), apply_patch_tool(workspace), submit_tool())
 
 
 def _shell_tool(workspace: Checkout) -> Tool:

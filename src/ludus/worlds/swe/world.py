@@ -76,9 +76,7 @@ class SweSettings(BaseModel):
 class SweEnv:
     """One episode: tools on a checkout, and the hidden tests at its end."""
 
-    def __init__(
-        self, world: SweWorld, problem: SweProblem, workspace: Checkout, tools: Sequence[Tool]
-    ) -> None:
+    def __init__(self, world: SweWorld, problem: SweProblem, workspace: Checkout, tools: Sequence[Tool]) -> None:
         self.tools = tools
         self.rewards = world.rewards
         self._sandbox = workspace.sandbox
@@ -137,9 +135,7 @@ class SweWorld(World):
         """All tasks by id, in their order. Raises ConfigError and UserError for files that cannot be read."""
         given = self.settings
         if given.instances:
-            return {
-                case.id: case for case in load_instances(given.instances, given.repositories, given.tests_s)
-            }
+            return {case.id: case for case in load_instances(given.instances, given.repositories, given.tests_s)}
         folder = self._folder
         chosen = [
             Mined(bug, self.catalogue.packages[bug.package], folder, given.tests_s)

@@ -93,8 +93,7 @@ def report(splits: Splits) -> str:
         by_topic[job.topic][job.level] += 1
     lines = ["topic     " + "".join(f"{f'level {level}':>9}" for level in LEVELS)]
     lines += [
-        f"{topic:10}" + "".join(f"{by_topic[topic][level]:9}" for level in LEVELS)
-        for topic in (*TOPICS, "pairs")
+        f"{topic:10}" + "".join(f"{by_topic[topic][level]:9}" for level in LEVELS) for topic in (*TOPICS, "pairs")
     ]
     lines += ["", "level  tasks  requests  solutions"]
     for level in LEVELS:

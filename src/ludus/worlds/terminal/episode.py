@@ -52,12 +52,7 @@ class TerminalEpisode:
     """
 
     def __init__(
-        self,
-        plain: ToolEnv,
-        workspace: Workspace | None,
-        job: Assignment,
-        sandbox: Sandbox,
-        check_turns: bool = False,
+        self, plain: ToolEnv, workspace: Workspace | None, job: Assignment, sandbox: Sandbox, check_turns: bool = False
     ) -> None:
         self._plain = plain
         self._workspace = workspace

@@ -106,9 +106,7 @@ class GitFolder:
 
     def tree(self, name: str) -> dict[str, bytes]:
         """The files of a commit. Raises BrokenRepository."""
-        return {
-            path: self._blob(sha) for path, sha in self._entries(self.commit(self.resolve(name)).tree, "", 0)
-        }
+        return {path: self._blob(sha) for path, sha in self._entries(self.commit(self.resolve(name)).tree, "", 0)}
 
     def index(self) -> dict[str, str]:
         """Hashes by path of what is staged. Raises BrokenRepository for conflicts and formats but 2 and 3."""

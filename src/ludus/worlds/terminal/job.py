@@ -87,9 +87,7 @@ class TerminalJob:
     @cached_property
     def start(self) -> Snapshot:
         """The files at the beginning."""
-        files = {
-            path: data.encode() if isinstance(data, str) else data for path, data in self.draft.files.items()
-        }
+        files = {path: data.encode() if isinstance(data, str) else data for path, data in self.draft.files.items()}
         return Snapshot(files, self.draft.executable)
 
     @cached_property
@@ -121,9 +119,7 @@ class TerminalJob:
         """The commands that are run once all services are up."""
         return self.draft.afterwards
 
-    async def judge(
-        self, state: Snapshot, sandbox: Sandbox, running: Running = NOTHING_RUNS
-    ) -> Mapping[str, bool]:
+    async def judge(self, state: Snapshot, sandbox: Sandbox, running: Running = NOTHING_RUNS) -> Mapping[str, bool]:
         """What holds of the final files and processes, by name. Programs run only where all else holds.
 
         Raises WorldError where the sandbox breaks.
@@ -147,10 +143,7 @@ def held(
 
 
 async def judge_files(
-    state: Snapshot,
-    checks: Sequence[Check],
-    watched: Sequence[WatchedService] = (),
-    running: Running = NOTHING_RUNS,
+    state: Snapshot, checks: Sequence[Check], watched: Sequence[WatchedService] = (), running: Running = NOTHING_RUNS
 ) -> dict[str, bool]:
     """As `held`, in a process with limits: reading a policy's archives and repositories may take long.
 

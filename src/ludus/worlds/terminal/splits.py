@@ -64,11 +64,7 @@ def kinds_of(topics: Sequence[str]) -> list[TaskKind]:
 
 
 def _more(
-    kinds: Sequence[TaskKind],
-    first: int,
-    seed: int,
-    found: Mapping[str, Sequence[TerminalJob]],
-    num: int,
+    kinds: Sequence[TaskKind], first: int, seed: int, found: Mapping[str, Sequence[TerminalJob]], num: int
 ) -> list[TerminalJob]:
     """At most `num` tasks of these kinds, numbered from `first`, whose texts no task found so far has."""
     seen = {job.text for jobs in found.values() for job in jobs}

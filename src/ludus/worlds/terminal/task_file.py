@@ -113,9 +113,7 @@ def revived(plain: dict[str, object]) -> object:
     match plain:
         case {"$type": str(name)}:
             del plain["$type"]
-            return _TYPES[name](
-                **{key: tuple(one) if isinstance(one, list) else one for key, one in plain.items()}
-            )
+            return _TYPES[name](**{key: tuple(one) if isinstance(one, list) else one for key, one in plain.items()})
         case {"$set": list(members)}:
             return frozenset(members)
         case {"$utf8": str(text)}:

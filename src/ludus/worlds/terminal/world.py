@@ -106,19 +106,13 @@ class TerminalWorld(World):
         return (
             Reward("solved", suite_passes(read_verdict), outcome=True),
             Reward("share", share_passed(read_verdict, "fail_to_pass"), weight=0.0),
-            Reward(
-                "well_formed",
-                only_if(well_formed, mended),
-                weight=self.settings.well_formed_weight,
-            ),
+            Reward("well_formed", only_if(well_formed, mended), weight=self.settings.well_formed_weight),
         )
 
     @property
     def turn_verifier(self) -> TurnVerifier | None:
         """A milestone is one more check that holds; there is no verifier unless `check_turns` is on."""
-        return (
-            suite_progress(VERDICT) if self.settings.check_turns and self.settings.tools != "none" else None
-        )
+        return suite_progress(VERDICT) if self.settings.check_turns and self.settings.tools != "none" else None
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of a split, levels and topics mixed, in a fixed order."""
@@ -176,8 +170,7 @@ class TerminalWorld(World):
         kinds = [
             kind
             for kind in kinds_of(settings.topics)
-            if kind.level in settings.levels
-            and (homes[kind.name] == "train" or (dealt and not kind.held_out))
+            if kind.level in settings.levels and (homes[kind.name] == "train" or (dealt and not kind.held_out))
         ]
         if not kinds:
             raise ConfigError("The topics have no tasks of these levels.", "Add topics or levels.")
@@ -223,10 +216,7 @@ class TerminalWorld(World):
 
     @cached_property
     def _task_lists(self) -> Mapping[str, Sequence[Task]]:
-        return {
-            split: tuple(self._task(job, split) for job in jobs)
-            for split, jobs in _made(self.settings).items()
-        }
+        return {split: tuple(self._task(job, split) for job in jobs) for split, jobs in _made(self.settings).items()}
 
     def _task(self, job: Assignment, split: str) -> Task:
         tags = {"split": split, "family": job.topic, "level": str(job.level), "kind": "+".join(job.parts)}
@@ -243,12 +233,7 @@ def _made(settings: TerminalSettings) -> Mapping[str, Sequence[Assignment]]:
     by_shape = settings.unseen == "shapes"
     found: dict[str, Sequence[Assignment]] = {
         **splits_of(
-            settings.levels,
-            settings.topics,
-            settings.per_shape,
-            settings.seed,
-            by_shape,
-            settings.num_held_out,
+            settings.levels, settings.topics, settings.per_shape, settings.seed, by_shape, settings.num_held_out
         )
     }
     if settings.bench is not None:

@@ -169,9 +169,7 @@ def archive(folder: Path, stems: tuple[str, ...]) -> bytes:
         for name in sorted(imported & {*_CARRIED}):
             spec = importlib.util.find_spec(name)
             if spec is None or not spec.submodule_search_locations:
-                raise UserError(
-                    f"A class of bfcl-eval needs {name}, which is not installed.", f"pip install {name}"
-                )
+                raise UserError(f"A class of bfcl-eval needs {name}, which is not installed.", f"pip install {name}")
             root = Path(spec.submodule_search_locations[0])
             for path in sorted(root.rglob("*.py")):
                 if "tests" not in path.parts:
@@ -193,9 +191,7 @@ async def run_calls(
     return tuple(Response(str(text), flag is True) for text, flag in zip(said, raised, strict=True))
 
 
-async def compare(
-    truth: ApiTruth, made: Sequence[Sequence[ExpectedCall]], sandbox: Sandbox
-) -> dict[str, bool]:
+async def compare(truth: ApiTruth, made: Sequence[Sequence[ExpectedCall]], sandbox: Sandbox) -> dict[str, bool]:
     """Return which turns agree with the gold calls, by the names of their tests; no turn if the run fails.
 
     Raises WorldError if the sandbox broke.

@@ -41,9 +41,7 @@ class Objects:
     """One object of each involved class."""
 
     def __init__(self, order: CallOrder) -> None:
-        self.made = {
-            name: vars(importlib.import_module(module))[name]() for name, module in order["classes"].items()
-        }
+        self.made = {name: vars(importlib.import_module(module))[name]() for name, module in order["classes"].items()}
         self.methods: dict[str, Callable[..., object]] = {}
         for name, one in self.made.items():
             found = dict(inspect.getmembers(one, inspect.ismethod))

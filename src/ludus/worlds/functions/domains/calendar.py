@@ -96,20 +96,8 @@ FUNCTIONS = (
         find_event,
         (Gift("event_id", "event"), Gift("date", "date"), Gift("city", "city")),
     ),
-    Function(
-        "move_event",
-        "calendar",
-        ("move", "reschedule"),
-        (_EVENT, Param("date", "date", "to {}")),
-        move_event,
-    ),
-    Function(
-        "cancel_event",
-        "calendar",
-        ("cancel", "call off"),
-        (_EVENT,),
-        cancel_event,
-    ),
+    Function("move_event", "calendar", ("move", "reschedule"), (_EVENT, Param("date", "date", "to {}")), move_event),
+    Function("cancel_event", "calendar", ("cancel", "call off"), (_EVENT,), cancel_event),
     Function(
         "invite_guest",
         "calendar",
@@ -133,13 +121,7 @@ FUNCTIONS = (
         set_reminder,
         (Gift("reminder_id", "reminder"),),
     ),
-    Function(
-        "delete_reminder",
-        "calendar",
-        ("delete", "remove"),
-        (Param("reminder_id", "reminder"),),
-        delete_reminder,
-    ),
+    Function("delete_reminder", "calendar", ("delete", "remove"), (Param("reminder_id", "reminder"),), delete_reminder),
     Function(
         "find_free_time",
         "calendar",

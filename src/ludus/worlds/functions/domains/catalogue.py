@@ -69,16 +69,7 @@ class Function:
 @cache
 def catalogue() -> Mapping[str, Function]:
     """All functions by name."""
-    from ludus.worlds.functions.domains import (
-        calendar,
-        files,
-        finance,
-        home,
-        media,
-        messaging,
-        travel,
-        weather,
-    )
+    from ludus.worlds.functions.domains import calendar, files, finance, home, media, messaging, travel, weather
 
     modules = (calendar, messaging, files, travel, weather, finance, home, media)
     return {function.name: function for module in modules for function in module.FUNCTIONS}

@@ -78,55 +78,17 @@ FUNCTIONS = (
         _MADE,
     ),
     Function(
-        "find_file",
-        "files",
-        ("find the file", "search for the file"),
-        (Param("name", "file"),),
-        find_file,
-        _MADE,
+        "find_file", "files", ("find the file", "search for the file"), (Param("name", "file"),), find_file, _MADE
     ),
-    Function(
-        "read_file",
-        "files",
-        ("read", "show the content of"),
-        (_FILE,),
-        read_file,
-        (Gift("text", "text"),),
-    ),
+    Function("read_file", "files", ("read", "show the content of"), (_FILE,), read_file, (Gift("text", "text"),)),
     Function("delete_file", "files", ("delete", "erase"), (_FILE,), delete_file),
+    Function("rename_file", "files", ("rename",), (_FILE, Param("name", "file", "to {}")), rename_file),
     Function(
-        "rename_file",
-        "files",
-        ("rename",),
-        (_FILE, Param("name", "file", "to {}")),
-        rename_file,
+        "move_file", "files", ("move", "put"), (_FILE, Param("folder", "folder", "into the folder {}")), move_file
     ),
+    Function("share_file", "files", ("share",), (_FILE, Param("email", "email", "with {}")), share_file),
+    Function("count_words", "files", ("count the words of",), (_FILE,), count_words),
     Function(
-        "move_file",
-        "files",
-        ("move", "put"),
-        (_FILE, Param("folder", "folder", "into the folder {}")),
-        move_file,
-    ),
-    Function(
-        "share_file",
-        "files",
-        ("share",),
-        (_FILE, Param("email", "email", "with {}")),
-        share_file,
-    ),
-    Function(
-        "count_words",
-        "files",
-        ("count the words of",),
-        (_FILE,),
-        count_words,
-    ),
-    Function(
-        "append_text",
-        "files",
-        ("append",),
-        (Param("text", "text"), Param("file_id", "document", "to {}")),
-        append_text,
+        "append_text", "files", ("append",), (Param("text", "text"), Param("file_id", "document", "to {}")), append_text
     ),
 )

@@ -25,9 +25,7 @@ def switch_off(state: DomainState, device_id: str) -> Row:
 
 def get_power_use(state: DomainState, device_id: str) -> Row:
     """The power a device uses."""
-    return {
-        "watts": state.number(5, 900, device_id) if state.need("device", device_id).get("on", True) else 0
-    }
+    return {"watts": state.number(5, 900, device_id) if state.need("device", device_id).get("on", True) else 0}
 
 
 def set_temperature(state: DomainState, room: str, degrees: float) -> Row:
@@ -87,13 +85,7 @@ FUNCTIONS = (
     ),
     Function("switch_on", "home", ("switch on", "turn on"), (_DEVICE,), switch_on),
     Function("switch_off", "home", ("switch off", "turn off"), (_DEVICE,), switch_off),
-    Function(
-        "get_power_use",
-        "home",
-        ("get the power use of",),
-        (_DEVICE,),
-        get_power_use,
-    ),
+    Function("get_power_use", "home", ("get the power use of",), (_DEVICE,), get_power_use),
     Function(
         "set_temperature",
         "home",
@@ -116,13 +108,7 @@ FUNCTIONS = (
         (_ROOM, Param("percent", "percent", "to {} percent")),
         dim_lights,
     ),
-    Function(
-        "lock_door",
-        "home",
-        ("lock",),
-        (Param("door", "door", "the {}"),),
-        lock_door,
-    ),
+    Function("lock_door", "home", ("lock",), (Param("door", "door", "the {}"),), lock_door),
     Function(
         "set_alarm",
         "home",
@@ -138,11 +124,5 @@ FUNCTIONS = (
         set_timer,
         (Gift("timer_id", "timer"),),
     ),
-    Function(
-        "cancel_timer",
-        "home",
-        ("cancel", "stop"),
-        (Param("timer_id", "timer"),),
-        cancel_timer,
-    ),
+    Function("cancel_timer", "home", ("cancel", "stop"), (Param("timer_id", "timer"),), cancel_timer),
 )

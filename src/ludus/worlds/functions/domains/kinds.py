@@ -298,17 +298,13 @@ def _words(name: str, pool: Sequence[str], reference: str, asks: str, literal: s
     return ValueKind(name, "string", tuple(pool), literal, reference, tuple(asks.split(",")))
 
 
-def _numbers(
-    name: str, values: Sequence[float], reference: str, asks: str, type_: str = "integer"
-) -> ValueKind:
+def _numbers(name: str, values: Sequence[float], reference: str, asks: str, type_: str = "integer") -> ValueKind:
     return ValueKind(name, type_, tuple(values), "{}", reference, tuple(asks.split(",")))
 
 
 def _id(name: str, letter: str, literal: str = "") -> ValueKind:
     said = literal or f"{name} {{}}"
-    return ValueKind(
-        name, "string", (), said, f"that {name}", (name, "which one", "id", "identifier"), letter
-    )
+    return ValueKind(name, "string", (), said, f"that {name}", (name, "which one", "id", "identifier"), letter)
 
 
 _ALL = (
@@ -334,29 +330,16 @@ _ALL = (
     _words("room", ROOMS, "that room", "room,where"),
     _words("date", DATES, "that day", "date,day,when"),
     _words("time", TIMES, "that time", "time,when,hour,o'clock"),
-    _words(
-        "folder", ("work", "home", "old", "shared", "taxes", "music"), "that folder", "folder,where,directory"
-    ),
+    _words("folder", ("work", "home", "old", "shared", "taxes", "music"), "that folder", "folder,where,directory"),
     _words("language", ("French", "Spanish", "Dutch", "Polish", "Greek", "Czech"), "", "language"),
     _words(
-        "subject",
-        ("rent", "holidays", "the offer", "the wedding", "school", "the game"),
-        "",
-        "subject,about,topic",
+        "subject", ("rent", "holidays", "the offer", "the wedding", "school", "the game"), "", "subject,about,topic"
     ),
     _words("account", ("checking", "savings", "travel", "business"), "", "account"),
-    _words(
-        "ticker",
-        ("AQX", "BLM", "CRT", "DNV", "EOS", "FJD", "GLP", "HWK"),
-        "",
-        "ticker,stock,symbol,company",
-    ),
+    _words("ticker", ("AQX", "BLM", "CRT", "DNV", "EOS", "FJD", "GLP", "HWK"), "", "ticker,stock,symbol,company"),
     _words("currency", ("dollars", "pounds", "yen", "francs", "pesos"), "", "currency"),
     _words(
-        "appliance",
-        ("lamp", "fan", "heater", "radio", "oven"),
-        "",
-        "appliance,device,what turn,what switch,which one",
+        "appliance", ("lamp", "fan", "heater", "radio", "oven"), "", "appliance,device,what turn,what switch,which one"
     ),
     _words("door", ("front door", "back door", "garage door", "cellar door"), "", "door"),
     _words("genre", ("comedy", "drama", "western", "thriller", "musical"), "", "genre,kind,sort,type"),
@@ -370,18 +353,10 @@ _ALL = (
         "percent,percentage,level,how much,how far,how high,bright,brightness,loud,volume",
     ),
     _numbers(
-        "degrees",
-        [n / 2 for n in range(31, 50, 2)],
-        "that many",
-        "degrees,temperature,warm,how hot,how high",
-        "number",
+        "degrees", [n / 2 for n in range(31, 50, 2)], "that many", "degrees,temperature,warm,how hot,how high", "number"
     ),
     _numbers(
-        "amount",
-        range(15, 100),
-        "that amount",
-        "amount,how much,sum,money,how many dollars,how many euros",
-        "number",
+        "amount", range(15, 100), "that amount", "amount,how much,sum,money,how many dollars,how many euros", "number"
     ),
     ValueKind("people", "array", (), "{}", "", ("who", "whom", "members", "people", "names", "participants")),
     ValueKind("flag", "boolean", (True,)),
@@ -402,9 +377,7 @@ _ALL = (
     _id("track", "K"),
     _id("playlist", "P"),
     _id("film", "Y"),
-    ValueKind(
-        "email", "string", (), "{}", "that address", ("email", "address", "who", "whom"), "box", "@post.org"
-    ),
+    ValueKind("email", "string", (), "{}", "that address", ("email", "address", "who", "whom"), "box", "@post.org"),
     ValueKind("phone", "string", (), "{}", "that number", ("phone", "number", "who", "whom"), "070"),
 )
 

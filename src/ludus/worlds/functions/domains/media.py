@@ -76,14 +76,7 @@ FUNCTIONS = (
         (Gift("track_id", "track"),),
     ),
     Function("play_track", "media", ("play",), (_TRACK, _ROOM), play_track),
-    Function(
-        "get_lyrics",
-        "media",
-        ("get the lyrics of",),
-        (_TRACK,),
-        get_lyrics,
-        (Gift("text", "text"),),
-    ),
+    Function("get_lyrics", "media", ("get the lyrics of",), (_TRACK,), get_lyrics, (Gift("text", "text"),)),
     Function(
         "create_playlist",
         "media",
@@ -100,11 +93,7 @@ FUNCTIONS = (
         add_to_playlist,
     ),
     Function(
-        "set_volume",
-        "media",
-        ("set the volume",),
-        (_ROOM, Param("percent", "percent", "to {} percent")),
-        set_volume,
+        "set_volume", "media", ("set the volume",), (_ROOM, Param("percent", "percent", "to {} percent")), set_volume
     ),
     Function(
         "search_film",
@@ -115,11 +104,5 @@ FUNCTIONS = (
         (Gift("film_id", "film"),),
     ),
     Function("play_film", "media", ("play", "show"), (_FILM, _ROOM), play_film),
-    Function(
-        "rate_film",
-        "media",
-        ("rate",),
-        (_FILM, Param("stars", "count", "with {} stars")),
-        rate_film,
-    ),
+    Function("rate_film", "media", ("rate",), (_FILM, Param("stars", "count", "with {} stars")), rate_film),
 )

@@ -69,36 +69,15 @@ FUNCTIONS = (
         _WARMTH,
     ),
     Function(
-        "get_forecast",
-        "weather",
-        ("get the forecast", "look up the forecast"),
-        (_CITY, _DATE),
-        get_forecast,
-        _WARMTH,
+        "get_forecast", "weather", ("get the forecast", "look up the forecast"), (_CITY, _DATE), get_forecast, _WARMTH
     ),
     Function("get_wind", "weather", ("get the wind speed",), (_CITY,), get_wind),
     Function(
-        "get_sunrise",
-        "weather",
-        ("find out when the sun rises",),
-        (_CITY, _DATE),
-        get_sunrise,
-        (Gift("time", "time"),),
+        "get_sunrise", "weather", ("find out when the sun rises",), (_CITY, _DATE), get_sunrise, (Gift("time", "time"),)
     ),
+    Function("get_air_quality", "weather", ("check the air quality",), (_CITY,), get_air_quality),
     Function(
-        "get_air_quality",
-        "weather",
-        ("check the air quality",),
-        (_CITY,),
-        get_air_quality,
-    ),
-    Function(
-        "find_warmest_day",
-        "weather",
-        ("find the warmest day",),
-        (_CITY,),
-        find_warmest_day,
-        (Gift("date", "date"),),
+        "find_warmest_day", "weather", ("find the warmest day",), (_CITY,), find_warmest_day, (Gift("date", "date"),)
     ),
     Function(
         "set_storm_alert",
@@ -108,11 +87,5 @@ FUNCTIONS = (
         set_storm_alert,
         (Gift("alert_id", "alert"),),
     ),
-    Function(
-        "cancel_alert",
-        "weather",
-        ("cancel", "stop"),
-        (Param("alert_id", "alert"),),
-        cancel_alert,
-    ),
+    Function("cancel_alert", "weather", ("cancel", "stop"), (Param("alert_id", "alert"),), cancel_alert),
 )

@@ -58,9 +58,7 @@ def quadratic(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft
     sign = "+" if want == "larger" else "-"
     work.do(f"({-b} {sign} {root}) / (2 * {a})")
     left = f"{term(a, name)}^2 {signed(b) if abs(b) > 1 else '+ ' if b > 0 else '- '}{name} {signed(c)}"
-    return ProblemDraft(
-        f"What is the {want} solution of {left} = 0?", max(ends) if want == "larger" else min(ends)
-    )
+    return ProblemDraft(f"What is the {want} solution of {left} = 0?", max(ends) if want == "larger" else min(ends))
 
 
 def discriminant(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:

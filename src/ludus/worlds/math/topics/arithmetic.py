@@ -64,9 +64,7 @@ def difference_of_products(rng: random.Random, level: int, work: WorkedSteps) ->
     (a, b), (c, d) = sorted(((a, b), (c, d)), key=lambda pair: -pair[0] * pair[1])
     first, second = work.do(f"{a} * {b}"), work.do(f"{c} * {d}")
     work.do(f"{first} - {second}")
-    return ProblemDraft(
-        f"By how much is {a} times {b} larger than {c} times {d}?", sum([a] * b) - sum([c] * d)
-    )
+    return ProblemDraft(f"By how much is {a} times {b} larger than {c} times {d}?", sum([a] * b) - sum([c] * d))
 
 
 def mean(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
@@ -88,8 +86,7 @@ def missing_value(rng: random.Random, level: int, work: WorkedSteps) -> ProblemD
     work.do(f"{total} - {have}")
     listed = ", ".join(map(str, known))
     return ProblemDraft(
-        f"The mean of {level + 1} numbers is {average}. All but one are {listed}. What is the other one?",
-        missing,
+        f"The mean of {level + 1} numbers is {average}. All but one are {listed}. What is the other one?", missing
     )
 
 

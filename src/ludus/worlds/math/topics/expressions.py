@@ -34,9 +34,7 @@ def circle(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     r = rng.randint(2, 40 * level)
     if rng.random() < 0.5:
         work.do(f"{r} ** 2")
-        return ProblemDraft(
-            f"What is the area of a circle of radius {r}, in terms of pi?", Expression(f"{r * r}\\pi")
-        )
+        return ProblemDraft(f"What is the area of a circle of radius {r}, in terms of pi?", Expression(f"{r * r}\\pi"))
     work.do(f"2 * {r}")
     return ProblemDraft(
         f"What is the circumference of a circle of radius {r}, in terms of pi?", Expression(f"{2 * r}\\pi")

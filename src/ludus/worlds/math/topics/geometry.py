@@ -8,12 +8,7 @@ from fractions import Fraction
 from ludus.worlds.math.problems import NamedQuantity, Phrase, ProblemDraft, ProblemKind, WorkedSteps
 
 _TRIPLES = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29), (9, 40, 41), (12, 35, 37))
-CM, CM2, CM3, DEGREES = (
-    {"cm": 1.0},
-    {"cm^2": 1.0, "cm²": 1.0},
-    {"cm^3": 1.0, "cm³": 1.0},
-    {"°": 1.0, "degrees": 1.0},
-)
+CM, CM2, CM3, DEGREES = ({"cm": 1.0}, {"cm^2": 1.0, "cm²": 1.0}, {"cm^3": 1.0, "cm³": 1.0}, {"°": 1.0, "degrees": 1.0})
 
 
 def rectangle_area(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
@@ -131,26 +126,20 @@ def frame(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
 def polygon(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
     """The area of a triangle (level 4) or quadrangle by its corners."""
     low, high = 1, 4 * level
-    corners = [
-        (rng.randint(-high, -low), rng.randint(-high, -low)),
-        (rng.randint(low, high), rng.randint(-high, -low)),
-    ]
+    corners = [(rng.randint(-high, -low), rng.randint(-high, -low)), (rng.randint(low, high), rng.randint(-high, -low))]
     corners.append((rng.randint(low, high), rng.randint(low, high)))
     if level > 4:
         corners.append((rng.randint(-high, -low), rng.randint(low, high)))
     following = [*corners[1:], corners[0]]
     parts = [
-        work.do(f"{x} * {_in(v)} - {_in(u)} * {_in(y)}")
-        for (x, y), (u, v) in zip(corners, following, strict=True)
+        work.do(f"{x} * {_in(v)} - {_in(u)} * {_in(y)}") for (x, y), (u, v) in zip(corners, following, strict=True)
     ]
     total = work.do(" + ".join(parts))
     work.do(f"abs({total}) / 2")
     bounds = [(x - u) * (y + v) for (x, y), (u, v) in zip(corners, following, strict=True)]
     shown = ", ".join(map(str, corners[:-1])) + f" and {corners[-1]}"
     word = "quadrangle" if level > 4 else "triangle"
-    return ProblemDraft(
-        f"What is the area of the {word} with corners {shown}?", Fraction(abs(sum(bounds)), 2)
-    )
+    return ProblemDraft(f"What is the area of the {word} with corners {shown}?", Fraction(abs(sum(bounds)), 2))
 
 
 def _in(value: int) -> str:

@@ -85,10 +85,7 @@ def num_multiples(rng: random.Random, level: int, work: WorkedSteps) -> ProblemD
 
 def num_divisors(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
     """How many divisors a number has, or (level 5) their sum, from its prime factors."""
-    powers = {
-        p: rng.randint(1, 2 + (p < 5))
-        for p in sorted(rng.sample(_PRIMES[: level + 1], 3 if level > 3 else 2))
-    }
+    powers = {p: rng.randint(1, 2 + (p < 5)) for p in sorted(rng.sample(_PRIMES[: level + 1], 3 if level > 3 else 2))}
     value = math.prod(p**e for p, e in powers.items())
     small = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
     divisors = {*small, *(value // d for d in small)}
@@ -134,9 +131,7 @@ def two_remainders(rng: random.Random, level: int, work: WorkedSteps) -> Problem
     times = work.do(f"({s} - {r}) * {inverse} % {p}")
     work.do(f"{r} + {a} * {times}")
     found = next(n for n in range(a * p) if n % a == r and n % p == s)
-    question = (
-        f"What is the smallest whole number that leaves {r} when divided by {a} and {s} when divided by"
-    )
+    question = f"What is the smallest whole number that leaves {r} when divided by {a} and {s} when divided by"
     return ProblemDraft(f"{question} {p}?", found)
 
 

@@ -93,9 +93,7 @@ def share_in_ratio(rng: random.Random, level: int, work: WorkedSteps) -> Problem
     work.do(f"{one} * {parts[index]}")
     place = ("first", "second", "third", "fourth")[index]
     question = f"{total} coins are shared in the ratio {' : '.join(map(str, parts))}. "
-    return ProblemDraft(
-        question + f"How many coins are in the {place} share?", total * parts[index] // sum(parts)
-    )
+    return ProblemDraft(question + f"How many coins are in the {place} share?", total * parts[index] // sum(parts))
 
 
 KINDS: tuple[ProblemKind | NamedQuantity, ...] = (

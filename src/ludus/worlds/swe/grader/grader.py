@@ -167,14 +167,7 @@ def masked_exam(exam: Exam, tree: Mapping[str, bytes], allowed: frozenset[str] |
     texts = {file: module.text.encode() for file, module in modules.items()}
     others = {file: b"" for file in exam.files if file not in modules}
     return MaskedExam(
-        TestTrial(
-            {**tree, **texts, **others},
-            exam.layout,
-            tuple(modules),
-            exam.broken,
-            probe=probe,
-            allowed=allowed,
-        ),
+        TestTrial({**tree, **texts, **others}, exam.layout, tuple(modules), exam.broken, probe=probe, allowed=allowed),
         {file: module.closed for file, module in modules.items()},
         {file: module.negated for file, module in modules.items()},
     )
@@ -192,11 +185,7 @@ def other_values(expected: Values, found: Values) -> frozenset[str]:
 def _agreed(first: Values, again: Values) -> Values:
     """The values that are plain and the same in two runs."""
     same = {
-        test: {
-            number: many
-            for number, many in probes.items()
-            if all(many) and again.get(test, {}).get(number) == many
-        }
+        test: {number: many for number, many in probes.items() if all(many) and again.get(test, {}).get(number) == many}
         for test, probes in first.items()
     }
     return {test: probes for test, probes in same.items() if probes}

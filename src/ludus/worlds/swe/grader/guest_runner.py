@@ -53,12 +53,8 @@ _WATCHED = frozenset(
     ]
 )
 """Audit events (PEP 578) that a repair has no need of."""
-_MODULES = frozenset(
-    {"_ctypes", "ctypes", "_xxsubinterpreters", "_interpreters", "_testcapi", "_testinternalcapi"}
-)
-_ATTRIBUTES = frozenset(
-    {"__code__", "f_code", "tb_frame", "gi_frame", "cr_frame", "ag_frame", "gi_code", "cr_code"}
-)
+_MODULES = frozenset({"_ctypes", "ctypes", "_xxsubinterpreters", "_interpreters", "_testcapi", "_testinternalcapi"})
+_ATTRIBUTES = frozenset({"__code__", "f_code", "tb_frame", "gi_frame", "cr_frame", "ag_frame", "gi_code", "cr_code"})
 _HARMLESS = (
     *("collections/__init__.py:namedtuple", "typing.py:_caller", "inspect.py:_signature_from_function"),
     *("inspect.py:_has_code_flag", "logging/__init__.py:<lambda>", "logging/__init__.py:currentframe"),
@@ -210,9 +206,7 @@ def canonical_many(value: object, depth: int) -> str:
     raise Opaque
 
 
-def make_details(
-    tests: frozenset[str], trusted: tuple[str, ...]
-) -> Callable[[str, tuple[object, ...]], str | None]:
+def make_details(tests: frozenset[str], trusted: tuple[str, ...]) -> Callable[[str, tuple[object, ...]], str | None]:
     """A function that names what an audit event reaches for; None where that is nothing to report."""
     names = frozenset(os.path.basename(path) for path in tests)
     modules, attributes = _MODULES, _ATTRIBUTES
@@ -224,13 +218,7 @@ def make_details(
         if event == "import":
             return first if first in modules else None
         if event == "open":
-            return (
-                "a file of tests"
-                if first.rpartition("/")[2] in names
-                else first
-                if "/proc" in first
-                else None
-            )
+            return "a file of tests" if first.rpartition("/")[2] in names else first if "/proc" in first else None
         if event == "compile":
             taken = any(one.startswith(trusted) or one in tests for one in texts)
             return "a name of another file" if taken else None

@@ -57,9 +57,7 @@ def _aside(path: str) -> bool:
     return is_test(path) or bool(_ASIDE.intersection(PurePosixPath(path).parts[:-1]))
 
 
-def merged(
-    pristine: Mapping[str, bytes], theirs: Mapping[str, bytes], layout: RepositoryLayout
-) -> dict[str, bytes]:
+def merged(pristine: Mapping[str, bytes], theirs: Mapping[str, bytes], layout: RepositoryLayout) -> dict[str, bytes]:
     """The repository with a policy's code: of its tree nothing but code is taken.
 
     A file of code is one that the repository has already, or a new Python module in its packages. What

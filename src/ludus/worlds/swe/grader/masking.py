@@ -35,9 +35,7 @@ _COMPARISONS: Final[Mapping[str, type[ast.cmpop]]] = {
     "assertLessEqual": ast.LtE,
 }
 _RAISING: Final = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
-_MAKERS: Final = frozenset(
-    {"list", "dict", "set", "frozenset", "tuple", "str", "bytes", "int", "float", "range"}
-)
+_MAKERS: Final = frozenset({"list", "dict", "set", "frozenset", "tuple", "str", "bytes", "int", "float", "range"})
 """Built-in types: a call of one with given arguments is given."""
 _LITERALS: Final = (
     *(ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.Starred),
@@ -177,9 +175,7 @@ def asserted(node: ast.stmt) -> ast.expr | None:
             return ast.UnaryOp(ast.Not(), test)
         case ast.Expr(ast.Call(func=ast.Attribute(attr="assertIsNone"), args=[left, *_])):
             return ast.Compare(left, [ast.Is()], [ast.Constant(None)])
-        case ast.Expr(ast.Call(func=ast.Attribute(attr=name), args=[left, right, *_])) if (
-            name in _COMPARISONS
-        ):
+        case ast.Expr(ast.Call(func=ast.Attribute(attr=name), args=[left, right, *_])) if name in _COMPARISONS:
             return ast.Compare(left, [_COMPARISONS[name]()], [right])
     return None
 
@@ -246,9 +242,7 @@ def _parametrised(node: ast.FunctionDef) -> Iterator[tuple[list[str], ast.Call]]
         match call:
             case ast.Call(func=ast.Attribute(attr="parametrize"), args=[ast.Constant(str(names)), _, *_]):
                 yield [name.strip() for name in names.split(",") if name.strip()], call
-            case ast.Call(
-                func=ast.Attribute(attr="parametrize"), args=[ast.Tuple() | ast.List() as many, _, *_]
-            ):
+            case ast.Call(func=ast.Attribute(attr="parametrize"), args=[ast.Tuple() | ast.List() as many, _, *_]):
                 yield [str(one.value) for one in many.elts if isinstance(one, ast.Constant)], call
 
 
@@ -270,13 +264,7 @@ def _column(values: ast.expr, place: int, width: int) -> list[tuple[ast.expr, tu
         return [(one, (values.elts, i)) for i, one in enumerate(values.elts)]
     found = []
     for row in values.elts:
-        cells = (
-            row.elts
-            if isinstance(row, ast.List | ast.Tuple)
-            else row.args
-            if isinstance(row, ast.Call)
-            else []
-        )
+        cells = row.elts if isinstance(row, ast.List | ast.Tuple) else row.args if isinstance(row, ast.Call) else []
         if len(cells) != width:
             return []
         found.append((cells[place], (cells, place)))
@@ -295,9 +283,7 @@ def _blank(body: Iterable[ast.stmt], read: Mapping[str, int]) -> Iterator[str]:
     """Put None where a given value is bound to a name that nothing reads; these names."""
     for statement in body:
         match statement:
-            case ast.Assign(targets=[ast.Name(id=name)]) if not read.get(name) and is_given(
-                statement.value, read
-            ):
+            case ast.Assign(targets=[ast.Name(id=name)]) if not read.get(name) and is_given(statement.value, read):
                 statement.value = ast.Constant(None)
                 yield name
             case ast.For(target=ast.Tuple(elts=targets)):
@@ -318,9 +304,7 @@ def _empty(column: Sequence[tuple[ast.expr, tuple[list[ast.expr], int]]]) -> boo
 
 def _read(tree: ast.AST) -> Counter[str]:
     """How often each name is read; names that look-ups by text may reach count as well."""
-    names = Counter(
-        one.id for one in ast.walk(tree) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)
-    )
+    names = Counter(one.id for one in ast.walk(tree) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load))
     return names + Counter(one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute))
 
 

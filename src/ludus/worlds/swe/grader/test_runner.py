@@ -80,9 +80,7 @@ class TestRun:
     reaches: frozenset[str] = frozenset()
 
 
-async def run_trials(
-    sandbox: Sandbox, trials: Sequence[TestTrial], seconds: float = SECONDS
-) -> tuple[TestRun, ...]:
+async def run_trials(sandbox: Sandbox, trials: Sequence[TestTrial], seconds: float = SECONDS) -> tuple[TestRun, ...]:
     """Run trials in one sandbox, one after the other in their order, each in a process and folder of its own.
 
     Raises WorldError where the sandbox broke, not for anything that the tree does.

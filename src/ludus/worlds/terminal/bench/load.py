@@ -82,13 +82,9 @@ class BenchTask:
         """Nothing."""
         return ""
 
-    async def judge(
-        self, state: Snapshot, sandbox: Sandbox, running: Running = NOTHING_RUNS
-    ) -> Mapping[str, bool]:
+    async def judge(self, state: Snapshot, sandbox: Sandbox, running: Running = NOTHING_RUNS) -> Mapping[str, bool]:
         """Which tests pass over the final files, in a fresh run. Raises UserError and WorldError."""
-        return await judge_tests(
-            self.suite.fail_to_pass, self.tests, self.script, state, sandbox, self.timeout_s
-        )
+        return await judge_tests(self.suite.fail_to_pass, self.tests, self.script, state, sandbox, self.timeout_s)
 
     def solve(self) -> list[Message]:
         """Its solution in one call, whose output is not known here; none where it brings none."""
@@ -156,17 +152,13 @@ def named_tests(path: str, data: bytes) -> Iterator[str]:
             yield f"{path}::{node.name}"
         elif isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
             for inner in node.body:
-                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and inner.name.startswith(
-                    "test"
-                ):
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and inner.name.startswith("test"):
                     yield f"{path}::{node.name}::{inner.name}"
 
 
 def _load(place: Path, layout: BenchLayout, workdir: str) -> BenchTask:
     if not layout.text.strip():
-        raise ConfigError(
-            f"{place} has no instruction.", "Add instruction.md, or `instruction` in task.yaml."
-        )
+        raise ConfigError(f"{place} has no instruction.", "Add instruction.md, or `instruction` in task.yaml.")
     tests = {
         path.relative_to(place / "tests").as_posix(): _boxed(path.read_bytes(), workdir)
         for path in sorted((place / "tests").rglob("*"))
@@ -253,9 +245,7 @@ def _copies(context: Path, workdir: str) -> Iterator[tuple[Path, str]]:
             yield from _sources(context, words[1:-1], target.relative_to(workdir), is_folder)
 
 
-def _sources(
-    place: Path, names: list[str], inside: PurePosixPath, is_folder: bool
-) -> Iterator[tuple[Path, str]]:
+def _sources(place: Path, names: list[str], inside: PurePosixPath, is_folder: bool) -> Iterator[tuple[Path, str]]:
     for name in names:
         found = sorted(place.glob(name.removeprefix("./"))) if name not in (".", "./") else [place]
         for source in found:
@@ -276,9 +266,7 @@ def _copied(layout: BenchLayout, workdir: str) -> Iterator[tuple[str, bytes]]:
         data = _boxed(source.read_bytes(), workdir)
         total += len(data)
         if total > _MOST_BYTES:
-            raise ConfigError(
-                f"{layout.context} has more than {_MOST_BYTES} bytes of files.", "Leave the task out."
-            )
+            raise ConfigError(f"{layout.context} has more than {_MOST_BYTES} bytes of files.", "Leave the task out.")
         yield path, data
 
 

@@ -25,9 +25,7 @@ from ludus.errors import UserError
 from ludus.rewards.extract import NotJson, read_json
 from ludus.sandbox.base import MIB, Limits, Sandbox, Snapshot
 
-LIMITS: Final = Limits(
-    wall_s=120.0, cpu_s=100.0, disk_bytes=128 * MIB, disk_files=16384, processes=64, files_out=0
-)
+LIMITS: Final = Limits(wall_s=120.0, cpu_s=100.0, disk_bytes=128 * MIB, disk_files=16384, processes=64, files_out=0)
 """More files than a session may make, so that what it left always finds room."""
 _PACKAGES: Final = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py")
 _LEXERS: Final = ("__init__.py", "_mapping.py", "python.py", "special.py", "diff.py")
@@ -109,12 +107,7 @@ def moved(data: bytes, old: str, new: str) -> bytes:
 
 
 async def judge_tests(
-    names: Sequence[str],
-    tests: Mapping[str, bytes],
-    script: str,
-    state: Snapshot,
-    sandbox: Sandbox,
-    timeout_s: float,
+    names: Sequence[str], tests: Mapping[str, bytes], script: str, state: Snapshot, sandbox: Sandbox, timeout_s: float
 ) -> dict[str, bool]:
     """Which of the tests pass over these files; a script stands for all where it is given.
 
