@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -17,8 +18,10 @@ def in_processes(script: Path, name: str, count: int, *arguments: str) -> list:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         command = [sys.executable, str(script), name, folder, str(count)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         processes = [
-            subprocess.Popen([*command, str(rank), *arguments], stderr=subprocess.PIPE) for rank in range(count)
+            subprocess.Popen([*command, str(rank), *arguments], stderr=subprocess.PIPE, env=environment)
+            for rank in range(count)
         ]
         said = [process.communicate(timeout=300)[1].decode() for process in processes]
         for process, error in zip(processes, said, strict=True):

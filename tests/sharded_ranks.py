@@ -27,9 +27,9 @@ from ludus.training.value_models.critic import Critic, CriticSettings
 from ludus.training.value_models.factory import say, teach
 from rank_processes import work
 from served import COLD_START
-from test_forest import in_double
-from test_learner import WITH_ALL_TERMS, random_rows, tiny_model
-from test_routing import mixture
+from tests.training.batches.test_forest import in_double
+from tests.training.learner.test_learner import WITH_ALL_TERMS, random_rows, tiny_model
+from tests.training.learner.test_routing import mixture
 
 CASES = {
     "tokens": WITH_ALL_TERMS,

@@ -29,8 +29,8 @@ from ludus.types import Message, Segment, StopReason, Task, Trajectory
 from ludus.worlds.search.facts import load_facts
 from ludus.worlds.search.questions import all_questions
 from ludus.worlds.search.world import SearchWorld
-from worlds import call as call_text
-from worlds import end_token, play, renderer, scripted, tokenizer
+from small_worlds import call as call_text
+from small_worlds import end_token, play, renderer, scripted, tokenizer
 
 FILE = Path(__file__).parent.parent / "examples" / "one_file.py"
 FAMILIES = ("airport/city", "airport/city/country", "airport/city/population")

@@ -13,7 +13,7 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import EngineError
 from ludus.training.rl import build
 from ludus.training.run.session import make_engine
-from test_async_run import ludus, words
+from tests.training.rl.test_async_run import ludus, words
 
 STEPS = 60
 FLAT_MB = 60.0

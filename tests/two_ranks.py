@@ -12,9 +12,9 @@ from torch import distributed
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.training.learner.learner import CachedLogprobs, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
-from test_forest import in_double
-from test_learner import WITH_ALL_TERMS, gradients, learner, random_rows, tiny_model
-from test_routing import mixture, replaying, rows_with_prefixes
+from tests.training.batches.test_forest import in_double
+from tests.training.learner.test_learner import WITH_ALL_TERMS, gradients, learner, random_rows, tiny_model
+from tests.training.learner.test_routing import mixture, replaying, rows_with_prefixes
 
 CASES = {
     "tokens": WITH_ALL_TERMS,

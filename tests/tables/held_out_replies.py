@@ -1,6 +1,6 @@
 """Questions and refusals, held out: written without a look at the code of either or at `reply_pairs`.
 
-The cases are those of `tests/test_functions_replies.py`.
+The cases are those of `tests/worlds/test_functions_replies.py`.
 """
 
 ASKS_RIGHT = {

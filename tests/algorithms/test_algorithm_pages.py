@@ -1,0 +1,169 @@
+"""What is said of the algorithms: defaults that are those of the code, a page that names every part."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from algorithm_parts import CLIPPING_LOSSES, FUNCTIONS, LOSSES
+from ludus.algorithms import advantages, corrections, kl, losses
+from ludus.algorithms.spec.advantages import ADVANTAGES as ADVANTAGE_SPECS
+from ludus.algorithms.spec.corrections import CORRECTIONS as CORRECTION_SPECS
+from ludus.algorithms.spec.corrections import KL_OPTIONS, TERM_OPTIONS
+from ludus.algorithms.spec.losses import LOSSES as LOSS_SPECS
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.errors import ConfigError
+from tiny_run import ludus
+
+ROOT = Path(__file__).parents[2]
+UNDERSTAND = ROOT / "docs" / "understand"
+PAGES = (UNDERSTAND / "algorithms.md", *sorted((UNDERSTAND / "algorithms").glob("*.md")))
+PAGE = "\n".join(page.read_text("utf-8") for page in PAGES)
+
+
+SPECS = {"advantage": ADVANTAGE_SPECS, "loss": LOSS_SPECS, "correction": CORRECTION_SPECS}
+
+
+def test_every_default_is_allowed_and_every_option_has_help():
+    tables = [spec.options for specs in SPECS.values() for spec in specs.values()]
+    for options in (*tables, KL_OPTIONS, TERM_OPTIONS):
+        for name, option in options.items():
+            option.check(name, option.default)
+            assert option.help
+    assert all(spec.help for specs in SPECS.values() for spec in specs.values())
+
+
+def test_an_option_is_checked():
+    with pytest.raises(ConfigError, match="from 0 to 1"):
+        ADVANTAGE_SPECS["gae"].options["gamma"].check("algorithm.options.advantage.gamma", 1.5)
+    with pytest.raises(ConfigError, match="There are: tv, kl"):
+        LOSS_SPECS["dppo"].options["divergence"].check("algorithm.options.loss.divergence", "js")
+    with pytest.raises(ConfigError, match="is not a number"):
+        LOSS_SPECS["dppo"].options["bound"].check("algorithm.options.loss.bound", "much")
+
+
+@pytest.mark.parametrize("part", ["advantage", "loss", "correction"])
+def test_defaults_are_those_of_the_functions(part):
+    functions = {"advantage": FUNCTIONS, "loss": vars(losses), "correction": vars(corrections)}[part]
+    chosen = {"clip_cov": losses.choose_between, "kl_cov": losses.choose_highest}
+    compared = 0
+    for name, spec in SPECS[part].items():
+        options = {key: option.default for key, option in spec.options.items()}
+        if name not in functions:
+            continue
+        for one in (functions[name], chosen.get(name, functions[name])):
+            parameters = inspect.signature(one).parameters
+            for option in options.keys() & parameters.keys():
+                if parameters[option].default is inspect.Parameter.empty:
+                    continue
+                default = options[option]
+                same = default if isinstance(default, str) else pytest.approx(default)
+                assert parameters[option].default == same, (name, option)
+                compared += 1
+    assert compared > 1
+
+
+def test_the_command_prints_numbers():
+    lines = {name: ludus("algorithms", name).out for name in PRESETS}
+    assert not [name for name, text in lines.items() if "default" in text]
+    assert "algorithm.options.loss.bound = 0.2" in lines["dppo"]
+    assert "algorithm.options.loss.divergence = tv" in lines["dppo"]
+    assert "algorithm.options.advantage.lam = 1" in lines["ppo"]
+    assert "algorithm.options.advantage.gamma = 1" in lines["ppo"]
+    assert "algorithm.options.loss.entropy_bound = 0.693147" in lines["gtpo"]
+
+
+def table_rows() -> dict[str, list[str]]:
+    """The cells of the table of presets, by preset."""
+    head = PAGE.index("| preset | on or off policy |")
+    rows = [line for line in PAGE[head:].split("\n\n")[0].splitlines()[2:] if line.startswith("|")]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return {
+        name.strip("`"): row[1:] for row in cells if " " not in row[0].replace(", ", "") for name in row[0].split(", ")
+    }
+
+
+def test_the_table_has_every_preset_and_says_where_its_rollouts_may_come_from():
+    rows = table_rows()
+    assert rows.keys() == PRESETS.keys()
+    for name, (policy, *_) in rows.items():
+        loss = PRESETS[name].loss
+        expected = {"reinforce": "on", "dppo": "off", "mixed_policy": "near, experts off"}.get(loss, "near")
+        assert policy == expected, name
+
+
+FORMULAS = {
+    "gspo": "s_i = exp((1/n_i) sum_t (lp - old))",
+    "gspo_token": "sg(s_i) exp(lp - sg(lp))",
+    "gmpo": "min(g d, g clip(d, -eps_low, eps_high))",
+    "cispo": "-sg(clip(ratio, 1 - eps_low, 1 + eps_high)) A lp",
+    "sapo": "-A (4/tau) sigmoid(tau (ratio - 1))",
+    "dppo": "|exp(lp) - exp(beh)|",
+    "gtpo": "-w ratio A",
+    "clip_cov": "(old - mean old) (A - mean A)",
+    "kl_cov": "coef |lp - old|",
+    "step_gae": "A_k = delta_k + gamma lam A_{k+1}",
+    "turn_gae": "A_t = gamma_token V_{t+1} - V_t + gamma_token lam_token A_{t+1}",
+    "turn_grpo": "w_turn norm_g(r[.,k])_i + w_outcome norm_g(r)_i",
+    "turn_return": "R[i,k] = sum_{j>=k} gamma^(j-k) r[i,j]",
+    "ppo_clip": "-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A)",
+    "gpg": "N/M (r_i - mean_g)",
+    "optimal_token_baseline": "R_t - sum_j W_jt R_jt / sum_j W_jt",
+    "ppo_sequence": "s_i = exp(sum_t (lp - old))",
+    "opo": "sum_j n_j r_j / sum_j n_j",
+    "maxrl": "(r_i - mean_g) / mean_g",
+    "pass_at_k": "1 - C(G_neg, k)/C(G, k)",
+    "best_of_group": "max - second max",
+    "remax": "r_i - r(greedy)",
+    "rae": "b = decay b + (1 - decay) r",
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_the_page_has_the_formula(name):
+    assert FORMULAS[name] in " ".join(PAGE.split())
+
+
+N, L = 3, 4
+BATCH = {
+    "logprobs": -torch.rand(N, L, generator=torch.Generator().manual_seed(0)),
+    "old_logprobs": -torch.rand(N, L, generator=torch.Generator().manual_seed(1)),
+    "advantages": torch.linspace(-1, 1, N * L).view(N, L),
+    "mask": torch.ones(N, L, dtype=torch.bool),
+}
+MORE = {
+    "dppo": {"behavior_logprobs": BATCH["old_logprobs"]},
+    "distill": {"teacher_logprobs": BATCH["old_logprobs"]},
+    "gtpo": {"weights": torch.ones(N, L)},
+    "clip_cov": {"chosen": torch.zeros(N, L, dtype=torch.bool)},
+    "kl_cov": {"chosen": torch.zeros(N, L, dtype=torch.bool)},
+    "mixed_policy": {"expert": torch.zeros(N, dtype=torch.bool)},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "distill_full"])
+def test_every_policy_loss_takes_the_same_call(name):
+    clip = {"eps_low": 0.2, "eps_high": 0.2} if name in CLIPPING_LOSSES else {}
+    given = getattr(losses, name)(**BATCH, **clip, **MORE.get(name, {}))
+    assert given.shape in ((N, L), (N,))
+    assert torch.isfinite(given).all()
+
+
+def test_what_a_loss_does_not_read_does_not_change_it():
+    for name, unread in (("reinforce", "old_logprobs"), ("dppo", "old_logprobs"), ("distill", "advantages")):
+        function, more = getattr(losses, name), MORE.get(name, {})
+        without = {key: value for key, value in BATCH.items() if key != unread}
+        assert torch.equal(function(**without, **more), function(**BATCH, **more))
+
+
+def test_the_names_of_the_field_are_where_they_are_looked_for():
+    for name in ("sft", "dpo", "simpo", "ipo", "kto", "value_loss", "echo", "positive_nll"):
+        assert callable(getattr(losses, name))
+        assert name in losses.__all__
+    for name in FUNCTIONS:
+        assert callable(getattr(advantages, name))
+    for name in ("k1", "k2", "k3", "abs", "k3_k2grad", "full_reverse", "full_forward"):
+        assert callable(vars(kl)[name])

@@ -1,0 +1,92 @@
+"""The clip fraction of each loss: the share of tokens that its own ratio leaves without a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from algorithm_parts import CLIPPING_LOSSES, CUTS, LOSSES
+from ludus.algorithms.aggregate import Normalizer
+from ludus.algorithms.batch import TokenBatch
+from ludus.algorithms.objective import objective
+from ludus.algorithms.spec.algorithm import PartOptions
+from ludus.algorithms.spec.presets import PRESETS
+from tests.algorithms.test_losses_batch import batch_of
+
+NARROW = {"clip_low": 0.05, "clip_high": 0.08}
+CASES = [
+    ("ppo_clip", NARROW | {"dual_clip": 1.2}, {}),
+    ("clip_cov", NARROW, {}),
+    ("mixed_policy", NARROW, {}),
+    ("gspo", NARROW, {}),
+    ("gspo_token", NARROW, {}),
+    ("gmpo", NARROW, {}),
+    ("dppo", {}, {"bound": 0.02}),
+    ("dppo", {}, {"bound": 0.01, "divergence": "kl"}),
+    ("sapo", {}, {}),
+    ("gtpo", {}, {}),
+    ("kl_cov", {}, {}),
+    ("reinforce", {}, {}),
+]
+
+
+def given(logprobs=None):
+    batch = batch_of(16, seed=5)
+    none = torch.zeros_like(batch.mask)
+    return TokenBatch(
+        batch.logprobs if logprobs is None else logprobs,
+        batch.old,
+        batch.behavior,
+        batch.advantages,
+        batch.mask,
+        chosen=none,
+        expert=torch.arange(16) % 4 == 0,
+    )
+
+
+def fraction(batch, algorithm):
+    return objective(batch, algorithm, Normalizer.of(batch.mask))[1].clip.fraction
+
+
+@pytest.mark.parametrize(("loss", "fields", "options"), CASES)
+def test_it_is_the_share_of_tokens_without_a_gradient(loss, fields, options):
+    algorithm = replace(PRESETS["grpo"], loss=loss, options=PartOptions(loss=options), **fields)
+    leaf = given().logprobs.clone().requires_grad_()
+    batch = given(leaf)
+    (gradient,) = torch.autograd.grad(LOSSES[loss](batch, algorithm).sum(), leaf)
+    found = fraction(batch, algorithm)
+    assert found == pytest.approx(float((gradient == 0)[batch.mask].double().mean()), abs=1e-12)
+    assert (0 < found < 1) == (loss in CUTS)
+
+
+def test_the_fraction_of_cispo_is_that_of_the_weights_it_bounds():
+    batch = given()
+    algorithm = replace(PRESETS["cispo"], clip_low=0.05, clip_high=0.08)
+    ratios = (batch.logprobs - batch.old_logprobs)[batch.mask].exp().tolist()
+    expected = sum(not 0.95 <= ratio <= 1.08 for ratio in ratios) / len(ratios)
+    assert 0 < expected < 1
+    assert fraction(batch, algorithm) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_trajectory_whose_ratio_is_one_is_not_clipped_whatever_its_tokens():
+    zeros = torch.zeros(1, 2, dtype=torch.float64)
+    moved = torch.tensor([[0.3, -0.3]], dtype=torch.float64)
+    batch = TokenBatch(moved, zeros, zeros, zeros + 1, torch.ones(1, 2, dtype=torch.bool))
+    assert fraction(batch, PRESETS["gspo"]) == 0
+    assert fraction(batch, PRESETS["gmpo"]) == 0
+    assert fraction(batch, PRESETS["grpo"]) == 0.5
+
+
+def test_the_share_that_a_loss_chose_is_reported():
+    batch = given()
+    chosen = torch.zeros_like(batch.mask)
+    chosen[tuple(batch.mask.nonzero()[:3].T)] = True
+    stats = objective(replace(batch, chosen=chosen), PRESETS["clip_cov"], Normalizer.of(batch.mask))[1]
+    assert stats.chosen_share == pytest.approx(3 / int(batch.mask.sum()))
+    assert (stats + stats).chosen_share == stats.chosen_share
+
+
+def test_every_loss_that_clips_says_what_it_cuts_off():
+    assert set(CLIPPING_LOSSES) <= set(CUTS) <= set(LOSSES)

@@ -1,0 +1,214 @@
+"""`ludus chat`: a dialogue keeps its tokens from question to question, and shows what happens in it."""
+
+import asyncio
+import io
+
+import pytest
+
+from ludus.cli.serving.chat_repl import ChatRepl, ReplyPart
+from ludus.cli.ui.load_run import LoadedRun
+from ludus.config import load_config
+from ludus.envs.registry import build_world
+from ludus.errors import WorldError
+from ludus.training.run.session import TrainingSession
+from ludus.types import Message
+from ludus.worlds.search.world import SYSTEM
+from small_worlds import WatchedWorld, call, end_token, renderer, scripted, tokenizer
+from tiny_run import WORLD, copy_run, ludus, refused
+from tiny_world import PRICES
+
+
+def dialogue(script, world=None, **settings):
+    """A dialogue with an engine that plays `script`, on the tiny world unless another is given."""
+    words = [word for key, value in settings.items() for word in (f"--rollout.{key}", str(value))]
+    config = load_config(None, ["--env.name", str(WORLD), "--rollout.max_seq_len", "2000", *words])
+    engine = scripted(script)
+    session = TrainingSession(config, world or build_world(config.env, config.rollout), None, tokenizer(), renderer())
+    return ChatRepl(LoadedRun(session, 0, engine), 0.0), engine
+
+
+def ask(dialogue, *questions):
+    """The parts that each question brings about."""
+    shown = []
+    for question in questions:
+        parts = []
+        asyncio.run(dialogue.ask(question, parts.append))
+        shown.append(parts)
+    return shown
+
+
+def test_what_happens_is_shown_in_its_order():
+    script = [f"<think>Look.</think>\n{call('look', item='pear')}", PRICES["pear"]]
+    talk, _ = dialogue(script)
+    assert ask(talk, "What does pear cost?") == [
+        [
+            ReplyPart("thinking", "Look."),
+            ReplyPart("call", 'look {"item": "pear"}'),
+            ReplyPart("tool", f"look: pear costs {PRICES['pear']}"),
+            ReplyPart("answer", PRICES["pear"]),
+        ]
+    ]
+
+
+def test_failed_and_malformed_calls_are_marked():
+    script = [f"Hm. {call('look', item='moon')}", "<tool_call>\n{nonsense}\n</tool_call>", "I give up."]
+    (parts,) = ask(dialogue(script)[0], "What does the moon cost?")
+    assert [part.kind for part in parts] == ["text", "call", "tool", "malformed call", "tool", "answer"]
+    assert parts[0].text == "Hm."
+    assert parts[2].text.startswith("look (raised): ")
+    assert parts[3].text == "<tool_call>\n{nonsense}\n</tool_call>"
+    assert parts[4].text.startswith("no tool (malformed): Error: ")
+
+
+def test_a_follow_up_goes_on_with_the_same_tokens():
+    talk, engine = dialogue(["3", "4"])
+    ask(talk, "What does pear cost?", "And the plum?")
+    first, second = engine.requests
+    said = [*tokenizer().encode("3", add_special_tokens=False), end_token()]
+    delta = renderer().observation([Message(role="user", content="And the plum?")])
+    assert second.token_ids == (*first.token_ids, *said, *delta)
+    assert second.episode == first.episode
+
+
+def test_a_new_dialogue_forgets_the_old_one():
+    talk, engine = dialogue(["3", "4"])
+    ask(talk, "What does pear cost?")
+    assert not talk.is_new
+    talk.restart()
+    assert talk.is_new
+    ask(talk, "What does plum cost?")
+    first, second = engine.requests
+    assert engine.released == [first.episode]
+    assert second.episode != first.episode
+    assert "pear" not in tokenizer().decode(second.token_ids)
+    assert second.params.seed != first.params.seed
+
+
+def test_after_the_last_turn_the_tools_answer_is_seen_with_the_next_question():
+    look = call("look", item="pear")
+    talk, engine = dialogue([look, look, "ok"], max_turns=2)
+    first, second = ask(talk, "What does pear cost?", "Well?")
+    assert first[-1] == ReplyPart("end", "No answer after as many turns as rollout.max_turns allows.")
+    assert second == [ReplyPart("answer", "ok")]
+    text = tokenizer().decode(engine.requests[2].token_ids)
+    assert text.count(f"pear costs {PRICES['pear']}") == 2
+    assert text.index("Well?") > text.rindex("pear costs")
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "kinds", "end"),
+    [
+        (["What? " * 30], {"max_tokens_per_turn": 16}, ["text", "end"], "The model was cut off"),
+        (["3"], {"max_seq_len": 64, "max_tokens_per_turn": 8}, ["end"], "The question does not fit"),
+    ],
+)
+def test_what_cannot_go_on_begins_anew(script, settings, kinds, end):
+    talk, _ = dialogue(script, **settings)
+    (parts,) = ask(talk, "What does pear cost?")
+    assert [part.kind for part in parts] == kinds
+    assert parts[-1].text.startswith(end)
+    assert talk.is_new
+
+
+def test_a_full_dialogue_says_so_and_begins_anew():
+    script = [call("look", item="pear"), "3", "4"]
+    talk, engine = dialogue(script)
+    ask(talk, "What does pear cost?")
+    full = len(engine.requests[1].token_ids)
+    talk, _ = dialogue(script, max_seq_len=full, max_tokens_per_turn=60)
+    assert ask(talk, "What does pear cost?")[0][-1] == ReplyPart("end", "The dialogue is full (rollout.max_seq_len).")
+    assert talk.is_new
+    talk, _ = dialogue(script, max_seq_len=full + 1, max_tokens_per_turn=60)
+    assert ask(talk, "What does pear cost?")[0][-1].kind != "call"
+
+
+def test_a_turn_without_a_word_is_said_to_be_empty():
+    talk, _ = dialogue(["", "3"])
+    assert ask(talk, "What?", "Well?") == [[ReplyPart("end", "The model said nothing.")], [ReplyPart("answer", "3")]]
+
+
+def test_a_world_that_breaks_is_an_error_in_its_own_words():
+    async def broken(_):
+        raise OSError("the shop is shut")
+
+    world = WatchedWorld(hooks={"step": broken})
+    with pytest.raises(WorldError, match="the shop is shut"):
+        ask(dialogue(["3"], world)[0], "What?")
+    assert world.open == []
+
+
+def test_the_opening_is_that_of_the_worlds_own_tasks():
+    tiny = build_world(load_config(None, ["--env.name", str(WORLD)]).env, load_config(None).rollout)
+    task = tiny.tasks("test")[0]
+    assert tuple(tiny.opening(task.prompt[-1]["content"])) == task.prompt
+    config = load_config("search")
+    search = build_world(config.env, config.rollout)
+    assert search.opening("Who?") == (
+        Message(role="system", content=SYSTEM["tool"]),
+        Message(role="user", content="Who?"),
+    )
+
+
+def chat(monkeypatch, lines, *words):
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    return ludus("chat", *words)
+
+
+def test_a_run_answers_piped_questions_until_the_input_ends(tiny_run, monkeypatch):
+    said = chat(monkeypatch, ["What does pear cost?", "What does saw cost?"], tiny_run)
+    assert said.code == 0, said
+    assert said.out.startswith(f"step 2 of {tiny_run}, in the world prices.")
+    assert "[you] What does pear cost?" in said.out
+    assert "[you] What does saw cost?" in said.out
+    assert said.out.count("[answer]") + said.out.count("[end]") == 2
+
+
+def test_greedy_answers_repeat_and_words_that_are_no_question_end_or_begin(tiny_run, monkeypatch):
+    question = "What does pear cost?"
+    said = chat(monkeypatch, [question, "/new", question, "/quit", "never asked"], tiny_run)
+    first, second = said.out.split("A new dialogue.\n")
+    assert first.split("[you]")[1] == second.split("[you]")[1]
+    assert said.out.count("new dialogue ─") == 2
+    assert "never asked" not in said.out
+    assert "[you]" not in chat(monkeypatch, ["", question], tiny_run).out
+
+
+def test_the_temperature_changes_what_is_said(tiny_run, monkeypatch):
+    lines = ["What does pear cost?", "/new"] * 4
+    greedy = chat(monkeypatch, lines, tiny_run).out.split("A new dialogue.")
+    warm = chat(monkeypatch, lines, tiny_run, "--temperature", "2").out.split("A new dialogue.")
+    assert len({part.split("[you]")[-1] for part in greedy[:4]}) == 1
+    assert len({part.split("[you]")[-1] for part in warm[:4]}) > 1
+
+
+def test_a_model_takes_the_world_that_is_named(tiny_run, monkeypatch):
+    model = tiny_run / "checkpoints" / "step-000002"
+    said = chat(monkeypatch, ["What does pear cost?"], model, "--world", WORLD, "--rollout.max_turns", "1")
+    assert said.code == 0, said
+    assert f"{model}, in the world prices." in said.out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("./nope",), "There is no run and no model at ./nope"),
+        (("runs/a/b",), "There is no run and no model at runs/a/b"),
+        (("full/nope",), "There is no run and no model at full/nope"),
+        (("full",), "full"),
+        (("RUN", "--temperature", "-1"), "--temperature is -1"),
+        (("MODEL", "--world", "serch"), "search"),
+        (("MODEL", "--world", "nope.py"), "nope.py"),
+        (("RUN", "--rollout.max_turn", "3"), "rollout.max_turns"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, expected, tiny_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    stand_for = {"RUN": tiny_run, "MODEL": tiny_run / "checkpoints" / "step-000002"}
+    assert expected in refused("chat", *(stand_for.get(word, word) for word in words))
+
+
+def test_a_run_without_a_checkpoint_says_so(tiny_run, tmp_path):
+    run = copy_run(tiny_run, tmp_path)
+    (run / "checkpoints").rename(run / "gone")
+    assert "has no checkpoint yet" in refused("chat", run)

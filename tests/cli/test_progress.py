@@ -1,0 +1,163 @@
+"""What the progress bar of a rollout says, and the plain lines where the output is no terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from dataclasses import replace
+
+from rich.console import Console
+from rich.progress import Progress, TextColumn
+
+from ludus.cli.ui.explanations import mean_timings, time_words
+from ludus.cli.ui.progress import ProgressReporter
+from ludus.cli.ui.terminal import PIPE_COLUMNS, bars
+from ludus.config import load_config
+from ludus.diagnostics.timings import StepTimings, episode_shares, scoring_hint
+from ludus.diagnostics.trackers import MetricsRow
+from ludus.engines.base import EngineStats, Request
+from ludus.engines.embedded.engine import LocalEngine
+from ludus.rollout.ledger import RolloutKey
+from ludus.rollout.reward_executor import places
+from ludus.rollout.scheduler import Episode
+from ludus.types import SamplingParams, StopReason, Task, Timings, Trajectory
+from tests.engines.test_engine_batching import SMALL, build
+
+DONE = EngineStats(
+    steps=10,
+    prefill_tokens=300,
+    cached_tokens=700,
+    decode_tokens=4000,
+    evicted_pages=1234,
+    model_s=1.5,
+    sample_s=0.3,
+    schedule_s=0.2,
+    queue_steps=20,
+    running_steps=64,
+)
+
+
+def test_the_line_of_an_engine_has_speed_company_cache_and_evictions():
+    said = "2,000 sampled and 150 read tokens/s  6 at once, 2 waiting  cache 70%"
+    assert DONE.line() == f"{said}, 1,234 pages evicted"
+    assert replace(DONE, evicted_pages=0).line() == said
+    assert EngineStats().line() == ""
+
+
+def episode(model_s, tools_s, scoring_s=0.0, grading_s=0.0):
+    timings = Timings(model_s + tools_s, model_s, tools_s, scoring_s, grading_s)
+    trajectory = Trajectory("t", 0, (), (), StopReason.ANSWERED, timings=timings)
+    return Episode(RolloutKey(1, "t", 0), Task("t", (), None), trajectory)
+
+
+def timed(config, *episodes, rollout_s=8.0):
+    clock = StepTimings({"rollout": rollout_s, "train": 2.0, "evaluate": 90.0})
+    return clock.metrics([one.trajectory for one in episodes], places(config))
+
+
+def test_a_step_tells_how_long_rewards_took_and_what_to_do_about_it():
+    config = load_config("search", ["--rollout.reward_processes", "2"])
+    found = timed(config, episode(1.0, 1.0, 4.0, 3.0), episode(1.0, 1.0, 2.0, 5.0))
+    assert found["episode/scoring_s"] == 3.0
+    assert (found["scoring/total_s"], found["scoring/slowest_s"]) == (8.0, 5.0)
+    assert found["scoring/busy"] == 8.0 / (2 * 10.0)
+    assert episode_shares(found) == {"model": 0.2, "tools": 0.2, "scoring": 0.6}
+    said = scoring_hint(found, config)
+    assert "takes 40% of the step (8 s, 2 at a time, the slowest 5 s)" in said
+    assert "60% of its time" in said
+    assert "Raise rollout.reward_processes (2)" in said
+    told = time_words(mean_timings([MetricsRow(1, found), MetricsRow(2, found)]))
+    assert told == (
+        "Of the 100 s of a step: rollout 8%, train 2%, evaluate 90%. "
+        "Of an episode: model 20%, tools 20%, waiting for rewards 60%."
+    )
+    assert scoring_hint(timed(config, episode(1.0, 1.0, 0.1, 8.0)), config) == ""
+    assert scoring_hint(timed(config, episode(1.0, 1.0, 8.0, 0.1)), config) == ""
+    assert scoring_hint(timed(config), config) == ""
+
+
+def test_the_hint_of_a_cluster_names_its_reward_workers():
+    words = ["--cluster.kind", "local", "--cluster.reward_workers", "2", "--cluster.scorings_per_worker", "2"]
+    config = load_config("search", words)
+    found = timed(config, episode(1.0, 0.0, 4.0, 20.0))
+    assert "4 at a time" in scoring_hint(found, config)
+    assert "Raise cluster.reward_workers (2)" in scoring_hint(found, config)
+    assert places(load_config("search", ["--cluster.kind", "local", "--cluster.workers", "3"])) == 3
+
+
+def shown(progress):
+    (task,) = [task for task in progress.tasks if task.description == "episodes"]
+    return task.fields["numbers"]
+
+
+def test_the_bar_of_a_rollout_divides_the_time_between_tools_and_model():
+    engine = LocalEngine(build(), settings=SMALL)
+    with Progress(TextColumn("{task.fields[numbers]}"), console=Console(file=io.StringIO())) as progress:
+        reporter = ProgressReporter(progress, steps=1)
+        reporter.phase("episodes", 2, engine)
+        asyncio.run(engine.generate(Request("e", (1, 2, 3), SamplingParams(max_new_tokens=5))))
+        reporter.episode(episode(model_s=2.0, tools_s=1.0))
+        reporter.episode(episode(model_s=1.0, tools_s=0.0))
+        assert "sampled and" in shown(progress)
+        assert shown(progress).endswith("time in tools 25%, with the model 75%")
+        reporter.phase("episodes", 2)
+        reporter.episode(episode(model_s=1.0, tools_s=1.0))
+        assert shown(progress) == "time in tools 50%, with the model 50%"
+        reporter.episode(episode(model_s=1.0, tools_s=0.0, scoring_s=1.0))
+        assert shown(progress) == "time in tools 25%, for rewards 25%, with the model 50%"
+    asyncio.run(engine.close())
+
+
+LONG = "  slow: search 2 times, to 1.2 s" * 6
+
+
+def lines_of(file):
+    return file.getvalue().splitlines()
+
+
+def last_once_it_is(file, line):
+    """The last line of a file once it is this one, or what it is after a minute."""
+    deadline = time.monotonic() + 60
+    while lines_of(file)[-1:] != [line] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return lines_of(file)[-1]
+
+
+def test_a_pipe_gets_a_line_now_and_then_and_one_at_the_end_each_whole():
+    file = io.StringIO()
+    with bars(Console(file=file, width=PIPE_COLUMNS), every_s=0.02) as progress:
+        steps = progress.add_task("training", total=50, completed=2, numbers="")
+        line = "training 2/50"
+        assert last_once_it_is(file, line) == line
+        phase = progress.add_task("step 3: episodes", total=24, numbers="")
+        progress.update(phase, advance=7, numbers=LONG.strip())
+        line = f"training 2/50  |  step 3: episodes 7/24  {LONG.strip()}"
+        assert last_once_it_is(file, line) == line
+        before = lines_of(file)
+        time.sleep(0.1)
+        assert lines_of(file) == before
+        progress.remove_task(phase)
+        progress.add_task("step 3: learning", total=None, numbers="")
+        line = "training 2/50  |  step 3: learning"
+        assert last_once_it_is(file, line) == line
+        progress.update(steps, completed=3, numbers="reward 0.5")
+    assert lines_of(file)[-1] == "training 3/50  reward 0.5  |  step 3: learning"
+    assert all(line.startswith("training ") for line in lines_of(file))
+
+
+def test_a_short_run_in_a_pipe_has_its_last_line_alone_and_alarms_are_not_folded():
+    file = io.StringIO()
+    with bars(Console(file=file, width=PIPE_COLUMNS)) as progress:
+        reporter = ProgressReporter(progress, steps=2)
+        reporter.alarm(LONG)
+        reporter.step(1, {"reward/mean": 0.25}, {})
+        reporter.step(2, {"reward/mean": 0.5, "success/mean": 1.0}, {})
+    assert lines_of(file) == [f"! {LONG}", "training 2/2  reward 0.500  success 100%  0 tokens/s"]
+
+
+def test_what_passes_in_a_pipe_leaves_no_last_line():
+    file = io.StringIO()
+    with bars(Console(file=file, width=PIPE_COLUMNS), passing=True) as progress:
+        progress.add_task("agent 1", total=2, numbers="")
+    assert file.getvalue() == ""

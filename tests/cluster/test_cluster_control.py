@@ -1,0 +1,91 @@
+"""`ludus cluster`: the engines of a run that goes on are seen and changed from another process."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import small_runs
+from cluster_runs import CLUSTER, Meddling, all_gone, pids, run, started
+from ludus.cluster.cluster import Cluster
+from ludus.cluster.control import controlled
+from ludus.cluster.event_loop_thread import EventLoopThread
+from ludus.cluster.supervisor import WorkerGroup
+from ludus.training.run.run_dir import RunFolder, locked, new_run
+from small_runs import SMALLEST
+from tests.cluster.test_cluster_moments import STATE, FakeLauncher, plan, serving
+from tests.engines.test_rolling import Vllm
+from tiny_run import ludus, refused
+
+
+def made(folder: Path, **changes: str) -> RunFolder:
+    return new_run(small_runs.config(folder, **SMALLEST | CLUSTER | changes), "run", "rl", "search")
+
+
+@contextmanager
+def running(folder: RunFolder):
+    """A run's cluster whose engines are small servers and whose weights have been sent, under its lock."""
+    fakes, background = [Vllm() for _ in range(3)], EventLoopThread("test-control")
+    with serving(*fakes):
+        launcher = FakeLauncher([fake.url for fake in fakes])
+
+        async def begin() -> WorkerGroup:
+            crowd = WorkerGroup(plan(), launcher)
+            await crowd.open()
+            await crowd.load_weights(7, STATE)
+            return crowd
+
+        crowd = background.wait(begin())
+        cluster = Cluster(folder.load_config(), None, crowd, background)
+        with locked(folder), controlled(folder.path, cluster):
+            yield crowd, fakes
+        background.wait(crowd.close())
+        background.close()
+
+
+def test_engines_join_with_the_weights_and_leave_by_number_and_the_last_one_stays(tmp_path):
+    folder = made(tmp_path / "run")
+    with running(folder) as (crowd, fakes):
+        assert "engines: 2" in ludus("cluster", "list", folder.path).out
+        assert "engines: 3" in ludus("cluster", "add-engine", folder.path).out
+        assert [fake.label for fake in fakes] == ["7", "7", "7"]  # it had the weights before it was one
+        assert "no engine 9" in refused("cluster", "remove-engine", folder.path, "--number", 9)
+        numbers = sorted(crowd.engines.members)
+        said = ludus("cluster", "remove-engine", folder.path, "--number", numbers[0])
+        assert said.code == 0
+        assert sorted(crowd.engines.members) == numbers[1:]
+        assert "engines: 1" in ludus("cluster", "remove-engine", folder.path).out
+        assert "the last engine" in refused("cluster", "remove-engine", folder.path)
+    assert not (folder.path / "cluster").exists()
+
+
+def test_what_does_not_run_or_has_no_cluster_is_refused_in_a_sentence(tmp_path):
+    folder = made(tmp_path / "run")
+    assert "is not running" in refused("cluster", "list", folder.path)
+    assert "--number is for remove-engine" in refused("cluster", "list", folder.path, "--number", 1)
+    assert "There is no run" in refused("cluster", "list", tmp_path / "none")
+    alone = made(tmp_path / "alone", cluster__kind="none")
+    assert "has no cluster" in refused("cluster", "add-engine", alone.path)
+
+
+@pytest.mark.cluster
+def test_an_engine_that_is_added_by_the_command_samples_and_one_is_removed(tmp_path):
+    sizes = []
+
+    def changes(cluster):
+        with controlled(tmp_path / "run", cluster):
+            done = threading.Thread(target=change, args=(cluster,))
+            done.start()
+            done.join()
+
+    def change(cluster):
+        for act in ("add-engine", "remove-engine"):
+            said = ludus("cluster", act, tmp_path / "run")
+            sizes.append((said.code, len(pids(cluster, "engine"))))
+
+    folder = run(tmp_path / "run", Meddling(3, changes), cluster__engines="1")
+    assert sizes == [(0, 2), (0, 1)]
+    assert all_gone(set().union(*started(folder).values()))

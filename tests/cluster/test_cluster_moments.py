@@ -1,0 +1,400 @@
+"""Roles that end, hang, leave or are given up at an unusual moment of what is done with them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from ludus.cluster.cluster import Cluster, ClusterEngine
+from ludus.cluster.event_loop_thread import EventLoopThread
+from ludus.cluster.handles import ResourceRequest, WorkerDied
+from ludus.cluster.local_launcher import LocalLauncher
+from ludus.cluster.pickle_rpc import LENGTH_BYTES, RpcCall, RpcCancel, UnreadableMessage, pack, unpack
+from ludus.cluster.protocol import Heartbeat, Ping, RewardSpec, Started, StartRole, WorkerSpec, failed
+from ludus.cluster.supervisor import WorkerGroup, WorkerLost
+from ludus.cluster.worker_main import attend
+from ludus.cluster.worker_pool import PoolMember
+from ludus.cluster.workers import WorkerServer
+from ludus.config import load_config
+from ludus.errors import EngineError, UserError, WorldError
+from ludus.rollout.ledger import RolloutKey
+from ludus.rollout.scheduler import RolloutRequest
+from ludus.types import Task
+from served import COLD_START
+from small_worlds import WatchedWorld
+from tests.cluster.test_cluster import JOB, STATE, FakeLauncher, FakeRemote, Sour, make_pool, plan, recorded
+from tests.engines.test_engine_server import Fake, serving
+from waiting import until
+
+SOUR = replace(JOB, job=RolloutRequest(RolloutKey(1, "t", 0), Task("t", (), Sour())))
+
+
+def test_a_call_that_cannot_be_read_is_one_and_its_number_is_known():
+    frame = unpack(pack(RpcCall(7, SOUR))[LENGTH_BYTES:])
+    assert isinstance(frame, UnreadableMessage)
+    assert frame.number == 7
+    assert "cannot be unpickled by the receiving process: ValueError" in str(frame.error)
+
+
+def test_a_child_that_cannot_read_what_it_is_asked_says_so_and_goes_on():
+    async def scenario():
+        config = load_config("search", ["--run.threads", "1"])
+        launcher = LocalLauncher()
+        remote = await launcher.start("worker 0", WorkerSpec(config, str(COLD_START), os.getcwd()), ResourceRequest())
+        try:
+            with pytest.raises(
+                UserError, match=r"cannot be unpickled by the receiving process: ValueError.*must survive pickling"
+            ):
+                await remote.call(SOUR, 60)
+            assert isinstance(await remote.call(Ping(), 60), Heartbeat)
+        finally:
+            await launcher.close()
+
+    asyncio.run(scenario())
+
+
+@dataclass
+class Noting:
+    """A role that notes what it is asked to do, and does it for ever."""
+
+    begun: list = field(default_factory=list)
+    ended: list = field(default_factory=list)
+
+    async def do(self, message):
+        self.begun.append(message)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.ended.append(message)
+
+
+def test_a_call_that_is_cancelled_in_the_same_breath_is_not_done():
+    async def scenario():
+        host = WorkerServer(RewardSpec(load_config("search", []), "."), "127.0.0.1")
+        role = host._role = Noting()
+        inbox, outbox = asyncio.Queue(), queue.SimpleQueue()
+        for frame in (RpcCall(1, JOB), RpcCancel(1), RpcCall(2, StartRole())):
+            inbox.put_nowait(frame)
+        attending = asyncio.create_task(attend(inbox, outbox, host))
+        await until(lambda: StartRole() in role.begun, 10)
+        await until(lambda: role.begun.count(JOB) == role.ended.count(JOB), 2)
+        assert StartRole() not in role.ended
+        attending.cancel()
+
+    asyncio.run(scenario())
+
+
+class IndexGone(WorldError):
+    """An error of a world, made from something other than its words."""
+
+    def __init__(self, path) -> None:
+        super().__init__(f"The index {path} is gone.", "Make it anew.")
+
+
+def test_an_error_of_a_class_that_does_not_pickle_is_still_of_its_kind():
+    error = IndexGone("x")
+    error.__cause__ = TimeoutError()
+    with pytest.raises(WorldError, match=r"The index x is gone\. Make it anew\.") as caught:
+        failed(error).take()
+    assert caught.value.part == "environment"
+    assert isinstance(caught.value.__cause__, TimeoutError)
+
+
+@dataclass
+class Deaf(FakeRemote):
+    """One that may not hear a ping."""
+
+    hears: bool = True
+
+    async def call(self, message, deadline_s):
+        if isinstance(message, Ping) and not self.hears:
+            await asyncio.sleep(deadline_s)
+            raise WorkerDied(f"{self.number} is silent.") from TimeoutError()
+        return await super().call(message, deadline_s)
+
+
+@dataclass
+class Reluctant(FakeRemote):
+    """One that takes its time to end."""
+
+    may_end: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def kill(self):
+        await self.may_end.wait()
+        self.killed = True
+
+
+def test_a_member_is_replaced_also_where_whoever_lost_it_is_cancelled():
+    async def scenario():
+        made = []
+
+        async def start(number):
+            made.append(Reluctant(number) if number == 0 else FakeRemote(number))
+            return made[-1]
+
+        pool, _, _ = make_pool(start, target=1, heartbeat_timeout_s=5)
+        pool.keep()
+        await pool.full()
+        losing = asyncio.create_task(pool.lose(pool.members[0], WorkerDied("It is gone.")))
+        await until(lambda: not pool.members, 5)
+        losing.cancel()
+        await asyncio.wait({losing})
+        made[0].may_end.set()
+        await asyncio.wait_for(pool.some(), 5)
+        assert (made[0].killed, list(pool.members)) == (True, [1])
+        await pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_pool_that_closes_waits_for_the_end_of_what_was_lost():
+    async def scenario():
+        made = []
+
+        async def start(number):
+            made.append(Reluctant(number))
+            return made[-1]
+
+        pool, _, _ = make_pool(start, target=1, heartbeat_timeout_s=5)
+        pool.keep()
+        await pool.full()
+        pool.later(pool.lose(pool.members[0], WorkerDied("It is gone.")))
+        await until(lambda: not pool.members, 5)
+        closing = asyncio.create_task(pool.close())
+        await asyncio.sleep(0.05)
+        assert not closing.done()
+        made[0].may_end.set()
+        await closing
+        assert (made[0].killed, len(made)) == (True, 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_member_that_hangs_while_it_leaves_is_ended_after_its_silence():
+    async def scenario():
+        made = []
+
+        async def start(number):
+            made.append(Deaf(number))
+            return made[-1]
+
+        pool, _, left = make_pool(start, target=2)
+        pool.keep()
+        await pool.full()
+        members = [await pool.take(1), await pool.take(1)]
+        working = asyncio.create_task(members[0].remote.call(JOB, 60))
+        await pool.give_back(members[1])
+        pool.target = 0
+        pool.keep()
+        await until(lambda: len(left) == 2, 5)
+        made[members[0].number].hears = False
+        with pytest.raises(WorkerDied):  # whoever waits for its work hears of it
+            await asyncio.wait_for(working, 10)
+        await pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_member_that_hangs_while_it_is_let_in_is_ended_and_another_started():
+    async def scenario():
+        made, start = recorded()
+        pool, _, _ = make_pool(start, target=1, wait_s=0.01)
+        cancelled = []
+
+        async def joined(member):
+            if member.number == 0:
+                return
+            if member.number == 1:
+                made[1].silent = True
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    cancelled.append(member.number)
+
+        pool.joined = joined
+        pool.keep()
+        await pool.full()
+        await pool.lose(pool.members[0], WorkerDied("It is gone."))
+        await until(lambda: list(pool.members) == [2], 20)
+        assert (made[1].killed, cancelled) == (True, [1])
+        await pool.close()
+
+    asyncio.run(scenario())
+
+
+@dataclass
+class Leaving(Fake):
+    """A server that can be held up while it takes weights, and then be gone."""
+
+    holds_up: str = "nothing"
+    held: threading.Event = field(default_factory=threading.Event)
+    go: threading.Event = field(default_factory=threading.Event)
+    is_gone: bool = False
+
+    def answer(self, path, body):
+        if path.startswith(self.holds_up):
+            self.held.set()
+            self.go.wait(20)
+        return ("drop", b"") if self.is_gone else super().answer(path, body)
+
+
+@contextmanager
+def crowd_of_two():
+    fakes = [Leaving(), Leaving()]
+    with serving(*fakes):
+        launcher = FakeLauncher([fake.url for fake in fakes])
+        yield WorkerGroup(plan(), launcher), launcher, fakes
+
+
+def test_an_engine_that_is_let_go_while_weights_are_sent_holds_nobody_up():
+    async def scenario(crowd, fakes):
+        await crowd.open()
+        await crowd.load_weights(1, STATE)
+        first = next(iter(crowd.engines.members.values())).started.url
+        leaves = next(fake for fake in fakes if fake.url == first)
+        leaves.holds_up = "/collective_rpc"
+        sending = asyncio.create_task(crowd.load_weights(2, STATE))
+        await until(leaves.held.is_set, 10)
+        await crowd.scale(1, None, None)
+        leaves.is_gone = True
+        leaves.go.set()
+        await sending
+        assert [fake.label for fake in fakes if fake is not leaves] == ["2"]
+        await crowd.close()
+
+    with crowd_of_two() as (crowd, _, fakes):
+        asyncio.run(scenario(crowd, fakes))
+
+
+@pytest.mark.parametrize("what", ["score", "fingerprint"])
+@pytest.mark.parametrize("leaves", [0, 1])
+def test_an_engine_that_leaves_while_the_others_prove_their_weights_proves_nothing(what, leaves):
+    """The second is asked when the first has answered."""
+
+    async def scenario(engine, fakes):
+        paths = {"score": "/v1/completions", "fingerprint": "/fingerprint"}
+        await engine.load_weights(1, STATE)
+        held = fakes[1 - leaves]
+        held.holds_up = paths[what]
+        asked = engine.score((1, 2, 3)) if what == "score" else engine.fingerprint()
+        asking = asyncio.create_task(asked)
+        await until(held.held.is_set, 10)
+        engine.leave(fakes[leaves].url)
+        fakes[leaves].is_gone = True
+        held.go.set()
+        assert await asking == ([0.0, -2.0, -2.0] if what == "score" else "same")
+        engine.leave(held.url)
+        with pytest.raises(EngineError, match="all were removed"):
+            await engine.score((1, 2, 3))
+        await engine.close()
+
+    class Telling(Leaving):
+        def answer(self, path, body):
+            status, said = super().answer(path, body)
+            return status, {"fingerprint": "same"} if path.startswith("/fingerprint") else said
+
+    fakes = [Telling(), Telling()]
+    with serving(*fakes) as engine:
+        asyncio.run(scenario(engine, fakes))
+
+
+def test_a_cluster_of_several_engines_rolls_while_one_of_them_is_out():
+    async def scenario(crowd):
+        await crowd.open()
+        await crowd.engines.lose(crowd.engines.members[0], WorkerDied("It is gone."))
+        await until(lambda: len(crowd.server.urls) == 1, 5)
+        assert ClusterEngine(crowd, None, crowd.server).can_roll
+        await crowd.close()
+
+    with crowd_of_two() as (crowd, _, _):  # and no address for a third
+        asyncio.run(scenario(crowd))
+
+
+def test_engines_may_come_and_go_while_another_thread_reads_what_they_did():
+    crowd, ended = WorkerGroup(plan(), FakeLauncher()), threading.Event()
+
+    def come_and_go():
+        members, member = crowd.engines.members, PoolMember(0, None, Started("here", 1))
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:
+            for number in range(3):
+                members[number] = member
+            for number in range(3):
+                members.pop(number)
+        ended.set()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threading.Thread(target=come_and_go).start()
+        while not ended.is_set():
+            crowd.stats()
+    finally:
+        sys.setswitchinterval(before)
+
+
+def deadline(*words: str) -> float:
+    config = load_config("search", ["--cluster.kind", "local", *words])
+    return Cluster(config, WatchedWorld(), None, None).deadline_s(Task("t", (), None))
+
+
+def test_an_attempt_may_take_as_long_as_the_rewards_of_all_that_end_with_it():
+    words = ["--rollout.episode_timeout_s", "30", "--rollout.reward_timeout_s", "500"]
+    assert deadline(*words, "--cluster.episodes_per_worker", "3") > 30 + 3 * 500
+    assert deadline(*words, "--cluster.reward_workers", "1") < 500  # these have a clock of their own
+
+
+def test_an_attempt_that_is_given_up_while_its_worker_ends_leaves_a_pool_that_goes_on():
+    """As where a group has enough members in the moment in which the worker of another one dies."""
+
+    class Launcher(FakeLauncher):
+        async def start(self, name, spec, needs):
+            remote = await super().start(name, spec, needs)
+            if name == "worker 0":
+                remote = self.made[-1] = Reluctant(remote.number)
+            return remote
+
+    def play(crowd):
+        return crowd.play(JOB, 60)
+
+    background, fake = EventLoopThread("test"), Fake()
+    with serving(fake):
+        launcher = Launcher([fake.url])
+
+        async def make():
+            crowd = WorkerGroup(plan(engines=1, workers=1), launcher)
+            await crowd.open()
+            return crowd
+
+        crowd = background.wait(make())
+        worker = next(remote for remote in launcher.made if isinstance(remote, Reluctant))
+
+        async def given_up():
+            attempt = asyncio.create_task(background.do(play(crowd)))
+            await until(lambda: JOB in worker.said, 10)
+            worker.dead = True
+            await until(lambda: not crowd.workers.members, 10)
+            attempt.cancel()
+            await asyncio.wait({attempt})
+
+        asyncio.run(given_up())
+
+        async def goes_on():
+            worker.may_end.set()
+            next_one = asyncio.create_task(play(crowd))
+            await until(lambda: launcher.made[-1] is not worker and JOB in launcher.made[-1].said, 10)
+            launcher.made[-1].dead = True
+            with pytest.raises(WorkerLost):
+                await next_one
+            await crowd.close()
+
+        background.wait(goes_on())
+        background.close()

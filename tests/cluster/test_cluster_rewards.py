@@ -1,0 +1,341 @@
+"""Reward workers: what one computes, and what follows when one is lost in the middle of it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from ludus.cluster.handles import WorkerDied
+from ludus.cluster.protocol import (
+    Heartbeat,
+    Ping,
+    PlayJob,
+    RewardScores,
+    RewardSpec,
+    ScoreJob,
+    Shutdown,
+    Started,
+    StartRole,
+)
+from ludus.cluster.reward_pool import TRIES, RewardWorkers, ScoringLost
+from ludus.cluster.supervisor import WorkerGroup
+from ludus.cluster.worker_pool import PoolLimits
+from ludus.cluster.workers import WorkerServer
+from ludus.config import load_config
+from ludus.config.sections.cluster import ClusterConfig
+from ludus.errors import ConfigError, WorldError
+from ludus.rewards.base import Reward
+from ludus.rollout.reward_executor import RewardTimeout
+from ludus.types import StopReason, Task, Trajectory
+from small_worlds import WatchedEnv, WatchedWorld, make_jobs, make_scheduler, scripted
+from tests.cluster.test_cluster import JOB, FakeLauncher, plan
+from tests.engines.test_engine_server import Fake, serving
+from waiting import until
+
+PLAYED = Trajectory("t", 0, (), (), StopReason.ANSWERED)
+TASK = Task("t", (), None)
+
+WORLD = """
+import time
+from pathlib import Path
+from ludus.envs.tool_world import ToolWorld
+from ludus.rewards.base import Reward
+from ludus.rollout.reward_executor import RewardTimeout
+
+def turns(task, trajectory):
+    here = Path(trajectory.tags["waits"])
+    (here / f"begun-{trajectory.sample}").touch()
+    while not (here / "go").exists():
+        time.sleep(0.005)
+    if task.id == "broken":
+        raise KeyError("no such verdict")
+    return 1.0
+
+def make_world(settings, limits):
+    rewards = (Reward("solved", turns, outcome=True), Reward("shape", lambda task, t: 0.5, weight=0.1))
+    return ToolWorld("judged", {"train": ()}, (), rewards, limits)
+"""
+
+
+@dataclass
+class Judging:
+    """A reward worker in this process; it ends at what it scores, or is late with the tasks of that name."""
+
+    number: int
+    ends: bool = False
+    late: str = ""
+    killed: bool = False
+    go: asyncio.Event | None = None
+    scored: list[ScoreJob] = field(default_factory=list)
+
+    async def call(self, message, deadline_s):
+        match message:
+            case StartRole():
+                return Started("here", self.number)
+            case Ping():
+                return Heartbeat()
+            case ScoreJob():
+                self.scored.append(message)
+                if message.task.id == self.late:
+                    await asyncio.sleep(deadline_s)
+                    raise WorkerDied(f"worker {self.number} gave no answer.") from TimeoutError()
+                if self.go is not None:
+                    await self.go.wait()
+                if self.ends or self.killed:
+                    raise WorkerDied(f"worker {self.number} is gone.")
+                return RewardScores({"solved": 1.0}, 1.0, 0.25)
+        return None
+
+    async def kill(self):
+        self.killed = True
+
+
+def workers(made, **changes) -> RewardWorkers:
+    async def start(number):
+        return made[number]
+
+    config = ClusterConfig(**{"reward_workers": 1, "scoring_timeout_s": 0.05} | changes)
+    spec = RewardSpec(load_config("search", []), ".")
+    return RewardWorkers(config, spec, start, PoolLimits(5, 5, 10))
+
+
+def test_a_scoring_whose_worker_is_lost_is_done_by_another_one_once():
+    async def scenario(made):
+        rewards = workers(made)
+        rewards.pool.keep()
+        found = await rewards.scored(TASK, PLAYED)
+        await rewards.pool.close()
+        return found
+
+    made = [Judging(0, ends=True), Judging(1, ends=True), Judging(2)]
+    found = asyncio.run(scenario(made))
+    assert (found.rewards, found.reward) == ({"solved": 1.0}, 1.0)
+    assert found.timings.grading_s == 0.25
+    assert found.timings.scoring_s > 0
+    assert [len(one.scored) for one in made] == [1, 1, 1]
+    assert all(one.killed for one in made)
+
+
+def test_a_late_scoring_is_a_failure_at_once_and_no_loss_of_its_worker(caplog):
+    async def scenario(made):
+        rewards = workers(made)
+        rewards.pool.limits = PoolLimits(5, 5, 0)
+        rewards.pool.keep()
+        for _ in range(2):
+            with pytest.raises(RewardTimeout, match=r"task t took longer than 0\.05 s") as late:
+                await rewards.scored(TASK, PLAYED)
+            assert isinstance(late.value.__cause__, TimeoutError)  # the ledger notes the clock
+        assert (await rewards.scored(replace(TASK, id="another"), PLAYED)).reward == 1.0
+        await until(lambda: all(one.killed for one in made[:2]))
+        assert rewards.pool.num_lost == 0
+        await rewards.pool.close()
+
+    made = [Judging(number, late="t") for number in range(3)]
+    asyncio.run(scenario(made))
+    assert [len(one.scored) for one in made] == [1, 1, 1]
+    assert "reward worker 0 is replaced" in caplog.text
+
+
+def test_what_is_scored_beside_a_late_one_ends_before_its_worker_goes():
+    async def scenario(made):
+        made[0].go = asyncio.Event()
+        rewards = workers(made, scorings_per_worker=2)
+        rewards.pool.keep()
+        await rewards.pool.full()
+        beside = asyncio.create_task(rewards.scored(replace(TASK, id="another"), PLAYED))
+        with pytest.raises(RewardTimeout):
+            await rewards.scored(TASK, PLAYED)
+        await rewards.pool.full()
+        assert list(rewards.pool.members) == [1]
+        assert not made[0].killed
+        made[0].go.set()
+        assert (await beside).reward == 1.0
+        await until(lambda: made[0].killed)
+        await rewards.pool.close()
+
+    made = [Judging(0, late="t"), Judging(1)]
+    asyncio.run(scenario(made))
+    assert [len(one.scored) for one in made] == [2, 0]
+
+
+def test_an_episode_that_ends_one_reward_worker_after_another_is_a_failure_of_its_own():
+    async def scenario(made):
+        rewards = workers(made)
+        rewards.pool.keep()
+        with pytest.raises(ScoringLost, match=f"{TRIES} reward workers were lost over task t: .*2 is gone"):
+            await rewards.scored(TASK, PLAYED)
+        made[TRIES].ends = False
+        assert (await rewards.scored(TASK, PLAYED)).reward == 1.0
+        await rewards.pool.close()
+
+    assert ScoringLost.part == "reward"
+    asyncio.run(scenario([Judging(number, ends=True) for number in range(TRIES + 1)]))
+
+
+def test_a_pool_of_reward_workers_that_cannot_go_on_stops_the_run_and_no_episode():
+    async def scenario(made):
+        rewards = workers(made)
+        rewards.pool.limits = PoolLimits(5, 5, 0)
+        rewards.pool.keep()
+        with pytest.raises(WorkerDied, match="no reward worker left"):
+            await rewards.scored(TASK, PLAYED)
+        await rewards.pool.close()
+
+    asyncio.run(scenario([Judging(0, ends=True), Judging(1)]))
+
+
+class Playing(FakeLauncher):
+    """Starts a worker that plays at once, and reward workers."""
+
+    async def start(self, name, spec, needs):
+        if isinstance(spec, RewardSpec):
+            self.made.append(Judging(len(self.made)))
+            return self.made[-1]
+        remote = await super().start(name, spec, needs)
+        inner = remote.call
+
+        async def call(message, deadline_s):
+            return PLAYED if isinstance(message, PlayJob) else await inner(message, deadline_s)
+
+        remote.call = call
+        return remote
+
+
+def test_what_a_worker_played_comes_back_scored_by_a_reward_worker():
+    async def scenario(url):
+        launcher = Playing([url])
+        own = plan(engines=1, workers=1)
+        config = own.config.model_copy(update={"reward_workers": 2})
+        crowd = WorkerGroup(type(own)(config, own.engine, own.worker, (), own.connect, reward=spec), launcher)
+        assert [need.cpus for need in crowd.plan.needs] == [1, 1, 1, 1]
+        await crowd.open()
+        found = await crowd.play(JOB, 5)
+        assert (found.rewards, found.reward) == ({"solved": 1.0}, 1.0)
+        (job,) = [job for one in launcher.made if isinstance(one, Judging) for job in one.scored]
+        assert job == ScoreJob(JOB.job.task, PLAYED)
+        await crowd.scale(None, None, 3)
+        assert sum(isinstance(one, Judging) for one in launcher.made) == 3
+        await crowd.close()
+        assert all(one.killed for one in launcher.made)
+
+    spec = RewardSpec(load_config("search", []), ".")
+    fake = Fake()
+    with serving(fake):
+        asyncio.run(scenario(fake.url))
+
+
+@pytest.fixture
+def host(tmp_path):
+    world = tmp_path / "judged.py"
+    world.write_text(WORLD)
+    words = ["--env.name", str(world), "--cluster.scorings_per_worker", "2", "--run.threads", "1"]
+    return WorkerServer(RewardSpec(load_config("search", words), str(tmp_path)), "127.0.0.1")
+
+
+def test_a_reward_worker_scores_with_its_world_and_answers_while_it_does(host, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    async def scenario():
+        assert isinstance((await host.call(0, StartRole())).take(), Started)
+        played = [replace(PLAYED, sample=n, tags={"waits": str(tmp_path)}) for n in (1, 2)]
+        both = [asyncio.create_task(host.call(one.sample, ScoreJob(TASK, one))) for one in played]
+        await until(lambda: len(list(tmp_path.glob("begun-*"))) == 2)  # two at once, as set
+        assert (await host.call(3, Ping())).take() == Heartbeat(under_way=2)
+        (tmp_path / "go").touch()
+        for one in both:
+            found = (await one).take()
+            assert (found.parts, found.total) == ({"solved": 1.0, "shape": 0.5}, 1.05)
+            assert found.seconds > 0
+        with pytest.raises(WorldError, match=r"A reward of task broken raised .*no such verdict"):
+            (await host.call(4, ScoreJob(Task("broken", (), None), played[0]))).take()
+        (await host.call(5, Shutdown())).take()
+
+    asyncio.run(scenario())
+
+
+@dataclass
+class Near:
+    """A reward worker's host in this process, which is asked as one elsewhere is."""
+
+    host: WorkerServer
+    scored: list[ScoreJob] = field(default_factory=list)
+
+    async def call(self, message, deadline_s):
+        number = len(self.scored) + 1000 * isinstance(message, Ping)
+        if isinstance(message, ScoreJob):
+            self.scored.append(message)
+        try:
+            async with asyncio.timeout(deadline_s):
+                return (await asyncio.shield(self.host.call(number, message))).take()
+        except asyncio.CancelledError:
+            self.host.cancel(number)
+            raise
+        except TimeoutError as error:
+            self.host.cancel(number)
+            raise WorkerDied("It gave no answer.") from error
+
+    async def kill(self):
+        pass
+
+
+def test_a_scoring_that_is_given_up_keeps_its_place_until_it_has_ended(host, monkeypatch, tmp_path):
+    """Its thread cannot be interrupted: the clock of the next one would run while that waits for it."""
+    monkeypatch.chdir(tmp_path)
+    places = [tmp_path / "first", tmp_path / "next"]
+
+    async def scenario():
+        near = Near(host)
+        rewards = workers([near], scoring_timeout_s=20)
+        rewards.pool.keep()
+        for place in places:
+            place.mkdir()
+        played = [replace(PLAYED, sample=n, tags={"waits": str(place)}) for n, place in enumerate(places)]
+        given_up = asyncio.create_task(rewards.scored(TASK, played[0]))
+        await until((places[0] / "begun-0").exists, 10)
+        given_up.cancel()
+        (places[1] / "go").touch()
+        following = asyncio.create_task(rewards.scored(TASK, played[1]))
+        await asyncio.sleep(0.1)
+        assert len(near.scored) == 1
+        (places[0] / "go").touch()
+        assert (await following).reward == 1.05
+        assert given_up.cancelled()
+        await rewards.pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_whose_run_has_reward_workers_leaves_the_scoring_to_them():
+    scheduler = make_scheduler(scripted(lambda request, turn: "Paris"), WatchedWorld())
+    (job,) = make_jobs(1)
+    assert asyncio.run(scheduler.attempt(job)).rewards
+    scheduler.scores = False
+    assert asyncio.run(scheduler.attempt(job)).rewards == {}
+
+
+def test_an_episode_that_only_its_environment_can_score_is_refused_and_not_scored_by_others():
+    class Watching(WatchedEnv):
+        """An environment whose own method is its reward, or which has other rewards than its world."""
+
+        bound = True
+
+        def looks(self, task, trajectory):
+            return float(len(self.events))
+
+        @property
+        def rewards(self):
+            return (Reward("right", self.looks, outcome=True),) if self.bound else ()
+
+    class World(WatchedWorld):
+        def environment(self, task):
+            inner = super().environment(task)
+            return Watching(inner.inner, inner.number, inner.hooks)
+
+    for bound, words in ((True, "'right' is a method of the environment"), (False, "have others")):
+        Watching.bound = bound
+        scheduler = make_scheduler(scripted(lambda request, turn: "Paris"), World())
+        scheduler.scores = False
+        with pytest.raises(ConfigError, match=words):
+            asyncio.run(scheduler.attempt(make_jobs(1)[0]))

@@ -1,0 +1,196 @@
+"""Checkpoints to disk and back, and what a user is told about broken ones."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
+
+from ludus.config.sections.model import ScratchConfig
+from ludus.engines.embedded.engine import LocalEngine
+from ludus.engines.models.fingerprint import fingerprint_module
+from ludus.engines.models.loading import build_tiny, load_model, load_tokenizer, resolve_device, save_model
+from ludus.errors import StorageError, UserError
+from tests.engines.test_engine_local import ask, batch, build, gemma2, hf_greedy
+
+SCRATCH = ScratchConfig(vocab_size=300, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1)
+
+
+def byte_tokenizer(template="{{ messages[0].content }}"):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>", chat_template=template
+    )
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    tokenizer = byte_tokenizer()
+    save_model(build_tiny(SCRATCH, tokenizer, seed=3), tokenizer, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit_weights(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_tiny_model_depends_on_its_seed_alone():
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    prints = [fingerprint_module(build_tiny(SCRATCH, tokenizer, seed)) for seed in (3, 3, 4)]
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    prints.append(fingerprint_module(build_tiny(SCRATCH, tokenizer, 3)))
+    assert prints[0] == prints[1] == prints[3] != prints[2]
+
+
+def test_a_tiny_model_has_the_shape_it_was_asked_for():
+    tokenizer = byte_tokenizer()
+    model = build_tiny(SCRATCH, tokenizer, 0)
+    assert model.config.vocab_size == len(tokenizer) == 258
+    assert model.config.max_position_embeddings == SCRATCH.context_tokens
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.model.layers[1].self_attn.k_proj.weight.shape == (8, 16)
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert not model.training
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [({"vocab_size": 300, "hidden_size": 18, "num_heads": 4}, "hidden_size"),
+     ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads")],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused(change, word):
+    with pytest.raises(UserError, match=word):
+        build_tiny(SCRATCH.model_copy(update=change), byte_tokenizer(), 0)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"word{number}" for number in range(60)])
+    with pytest.raises(UserError, match="318 tokens"):
+        build_tiny(SCRATCH, tokenizer, 0)
+
+
+def test_a_saved_model_loads_with_the_same_weights_and_ties(checkpoint):
+    model = load_model(str(checkpoint), device="cpu")
+    assert fingerprint_module(model) == fingerprint_module(build_tiny(SCRATCH, byte_tokenizer(), 3))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "lm_head.weight" not in load_file(checkpoint / "model.safetensors")
+    assert model.config._attn_implementation == "sdpa"
+    assert not model.training
+    tokenizer = load_tokenizer(str(checkpoint), needs_template=True)
+    assert tokenizer.encode("héllo") == byte_tokenizer().encode("héllo")
+
+
+def test_the_dtype_is_the_one_asked_for(checkpoint):
+    assert load_model(str(checkpoint)).config._attn_implementation == "sdpa"
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float64", torch.float64)):
+        assert {p.dtype for p in load_model(str(checkpoint), name, "cpu").parameters()} == {dtype}
+
+
+def test_a_family_without_torchs_own_attention_loads_and_samples(tmp_path):
+    """Gemma2 caps the logits of its attention, which torch's own cannot."""
+    save_model(build(gemma2), byte_tokenizer(), tmp_path / "model")
+    model = load_model(str(tmp_path / "model"))
+    assert model.config._attn_implementation == "eager"
+    history = tuple(range(20))
+    (answer,) = batch(LocalEngine(model), ask([history], max_new_tokens=8, temperature=0))
+    assert answer.tokens == hf_greedy(model, history, 8)
+
+
+def test_a_missing_tensor_is_an_error(checkpoint):
+    edit_weights(checkpoint, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(UserError, match=r"lacks weights \(1\): model.layers.1.mlp.up_proj.weight"):
+        load_model(str(checkpoint), device="cpu")
+
+
+def test_a_left_over_tensor_is_an_error(checkpoint):
+    edit_weights(checkpoint, lambda weights: weights.update(strange=torch.ones(2)))
+    with pytest.raises(UserError, match=r"has unexpected weights \(1\): strange"):
+        load_model(str(checkpoint), device="cpu")
+
+
+def test_a_tensor_of_another_shape_is_an_error(checkpoint):
+    edit_weights(checkpoint, lambda weights: weights.update({"model.norm.weight": torch.ones(17)}))
+    with pytest.raises(UserError, match=r"has wrongly shaped weights \(1\): model.norm.weight"):
+        load_model(str(checkpoint), device="cpu")
+
+
+def test_a_broken_weight_file_is_one_sentence(checkpoint):
+    (checkpoint / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_model(str(checkpoint), device="cpu")
+
+
+def test_a_path_that_is_not_there_is_named(tmp_path):
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(UserError, match=r"model folder .* does not exist"):
+            load(str(tmp_path / "nothing"))
+
+
+def test_a_folder_without_config_is_no_checkpoint(tmp_path):
+    with pytest.raises(UserError, match=r"no config\.json"):
+        load_model(str(tmp_path))
+    with pytest.raises(UserError, match="No tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_other_kinds_of_model_are_refused(checkpoint, tmp_path):
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["architectures"] = ["Qwen3ForSequenceClassification"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="Qwen3ForSequenceClassification"):
+        load_model(str(checkpoint))
+    bert = BertConfig(vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+    BertForMaskedLM(bert).save_pretrained(tmp_path / "bert")
+    with pytest.raises(UserError, match="not a causal language model"):
+        load_model(str(tmp_path / "bert"))
+
+
+def test_a_chat_template_is_demanded_only_where_it_is_needed(tmp_path):
+    byte_tokenizer(template=None).save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template is None
+    with pytest.raises(UserError, match="no chat template"):
+        load_tokenizer(str(tmp_path), needs_template=True)
+
+
+def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    tokenizer = byte_tokenizer()
+    with pytest.raises(StorageError, match="cannot be written"):
+        save_model(build_tiny(SCRATCH, tokenizer, 0), tokenizer, tmp_path / "file" / "model")
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(UserError, match="no CUDA device"):
+        resolve_device("cuda")
+
+
+def test_adapters_whose_change_a_format_rounds_away_are_not_merged(checkpoint, tmp_path):
+    peft = pytest.importorskip("peft")
+    for size, lost in ((1e-4, True), (1.0, False)):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(load_model(str(checkpoint), device="cpu"), config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(0, size)
+        folder = tmp_path / f"adapters-{size}"
+        model.save_pretrained(folder)
+        load_model(str(folder), "float32", "cpu")
+        if lost:
+            with pytest.raises(UserError, match="bfloat16 weights loses"):
+                load_model(str(folder), "bfloat16", "cpu")
+        else:
+            load_model(str(folder), "bfloat16", "cpu")

@@ -1,0 +1,111 @@
+"""Weight sync proves itself: whatever arrives wrong, late or not at all stops the run."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import pytest
+import torch
+
+from ludus.engines.embedded.engine import LocalEngine
+from ludus.errors import EngineError, SyncError
+from ludus.training.rl.weight_sync import WeightSync
+from tests.training.learner.test_learner import tiny_model
+
+PROBE = tuple(range(3, 19))
+
+
+def publish(engine, model, version=1, **options):
+    async def run():
+        try:
+            return await WeightSync(model, engine, PROBE, **options).publish(version)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def model():
+    return tiny_model(torch.float32)
+
+
+def moved(model):
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.01)
+    return other
+
+
+def test_new_weights_arrive_and_are_proved(model):
+    engine = LocalEngine(tiny_model(torch.float32, seed=3))
+    proof = publish(engine, model, version=7)
+    assert engine.version == proof.version == 7
+    assert proof.probe_gap < 1e-5
+
+
+def test_an_engine_that_keeps_its_old_weights_is_found_out(model):
+    class Deaf(LocalEngine):
+        async def load_weights(self, version, state):
+            self._version = version
+
+    with pytest.raises(SyncError, match="digest"):
+        publish(Deaf(model), moved(model))
+
+
+def test_an_engine_that_loses_one_tensor_is_found_out(model):
+    class Lossy(LocalEngine):
+        async def load_weights(self, version, state):
+            await super().load_weights(version, dict(list(state.items())[:-1]))
+
+    with pytest.raises(SyncError, match="digest"):
+        publish(Lossy(model), moved(model))
+
+
+def test_right_weights_that_compute_something_else_are_found_out(model):
+    class Odd(LocalEngine):
+        async def score(self, token_ids):
+            return [x + 0.01 for x in await super().score(token_ids)]
+
+    with pytest.raises(SyncError, match="probe"):
+        publish(Odd(model), model)
+
+
+def test_a_transfer_that_hangs_ends_at_its_deadline(model):
+    class Hanging(LocalEngine):
+        async def load_weights(self, version, state):
+            await asyncio.sleep(60)
+
+    with pytest.raises(SyncError, match="longer than"):
+        publish(Hanging(model), model, deadline_s=0.1)
+
+
+def test_the_engines_own_words_are_raised(model):
+    class Full(LocalEngine):
+        async def load_weights(self, version, state):
+            raise EngineError("no memory left on the device")
+
+    with pytest.raises(SyncError, match="no memory left on the device"):
+        publish(Full(model), model)
+
+
+def test_weights_that_are_sent_later_are_those_of_when_they_were_kept(model):
+    async def run():
+        engine = LocalEngine(tiny_model(torch.float32, seed=3))
+        sync = WeightSync(model, engine, PROBE)
+
+        async def direct(work):
+            return work()
+
+        kept = await sync.keep(1, direct)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.01)
+        try:
+            return await sync.deliver(kept)
+        finally:
+            await engine.close()
+
+    assert asyncio.run(run()).version == 1

@@ -1,0 +1,553 @@
+"""Environments check themselves: worlds that pay a cheat are found, by the command and before training."""
+
+import asyncio
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ludus.config import load_config
+from ludus.config.schema import Config
+from ludus.config.sections.rollout import EnvConfig
+from ludus.envs.registry import WORLDS, build_world
+from ludus.envs.tool_env import ToolEnv
+from ludus.envs.tool_world import Dialogue, ToolWorld
+from ludus.errors import ConfigError, WorldError
+from ludus.evaluation.arguments import random_arguments
+from ludus.evaluation.env_audit import AuditEpisode, CheckPlan, check_world, refuse_cheats, some_tasks
+from ludus.evaluation.scripted_agents import PROGRAMS, AgentKind, edit_tests, run_program
+from ludus.evaluation.verifier_report import EPISODES, VerdictShare, form_of, scorecard
+from ludus.rewards.base import Reward
+from ludus.rewards.exact_match import ExpectedAnswers, exact_match, well_formed
+from ludus.rewards.paper_rewards import calls_made
+from ludus.rewards.shaping import only_if
+from ludus.tools.base import tool
+from ludus.training.rl.build import check_cheats
+from ludus.types import Message, Task, ToolOutcome, ToolStatus
+from tiny_run import ludus, make_recipe, refused
+
+PLAN = CheckPlan(num_tasks=8)
+
+
+def exact(task, trajectory):
+    return float(trajectory.answer == task.truth)
+
+
+def never(task, trajectory):
+    return 0.0
+
+
+def contained(task, trajectory):
+    """Wants the words of the truth somewhere, and the prompt has them."""
+    return float(str(task.truth) in trajectory.answer)
+
+
+def anything(task, trajectory):
+    return float(not trajectory.answer.startswith("no"))
+
+
+def says_passed(task, trajectory):
+    return float(any(outcome.output == "passed" for outcome in trajectory.outcomes))
+
+
+def tasks(truths, null=()):
+    return [
+        Task(
+            f"t{i}",
+            (Message(role="user", content=f"Say {2 * i} and then spell it {truth}"),),
+            truth,
+            {"null": "true" if i in null else "false"},
+        )
+        for i, truth in enumerate(truths)
+    ]
+
+
+def world(reward, truths=("ant", "bee", "cow", "dog", "eel", "fox", "gnu", "hen"), tools=(), **more):
+    def show(seed):
+        for task in made:
+            yield (*task.prompt, Message(role="assistant", content=str(task.truth)))
+
+    made = tasks(truths, **more)
+    return ToolWorld("broken", {"train": made}, tools, [Reward("right", reward, outcome=True)], show=show)
+
+
+class Expert(ToolWorld):
+    """A world with an oracle, which is wrong about the task named by `wrong`."""
+
+    wrong = ""
+
+    def expert(self, task):
+        said = "no idea" if task.id == self.wrong else str(task.truth)
+        return Dialogue((*task.prompt, Message(role="assistant", content=said)), ())
+
+
+def paid(report):
+    return {
+        row.agent.name for row in report.rows if row.problem and row.agent.kind in (AgentKind.CHEAT, AgentKind.CHANCE)
+    }
+
+
+def test_a_sound_world_has_no_problems_and_its_demonstrations_succeed():
+    report = check_world(world(exact), PLAN)
+    assert report.problems == []
+    shown = next(row for row in report.rows if row.agent.name == "demonstrations")
+    assert (shown.num_successes, len(shown.plays), shown.mean_reward) == (8, 8, 1.0)
+
+
+def test_a_reward_that_looks_for_the_answer_anywhere_pays_whoever_repeats_the_prompt():
+    report = check_world(world(contained), PLAN)
+    assert paid(report) >= {"echo", "keywords"}
+    assert "echo (repeats the prompt) is paid on task 't0' and 7 more" in report.problems[0]
+
+
+def test_a_reward_for_an_empty_answer_pays_null():
+    assert "null" in paid(check_world(world(anything), PLAN))
+    assert "null" not in paid(check_world(world(exact), PLAN))
+
+
+def test_where_doing_nothing_is_right_a_cheat_may_be_paid_and_is_counted_apart():
+    sound = world(lambda task, t: float(t.answer == task.truth), ("",) * 2 + ("bee", "cow"), null=(0, 1))
+    report = check_world(sound, PLAN)
+    null = report.rows[0]
+    assert (null.num_successes, len(null.counted), len(null.excused)) == (0, 2, 2)
+    assert sum(play.succeeded for play in null.excused) == 2
+    assert report.problems == []
+    unmarked = check_world(world(exact, ("",) * 2 + ("bee", "cow")), PLAN)
+    assert "is paid on task 't0' and 1 more" in unmarked.problems[0]
+
+
+def test_one_frequent_answer_is_found_and_a_fair_coin_is_not():
+    assert paid(check_world(world(exact, ("yes",) * 19 + ("no",)), CheckPlan())) == {"majority answer"}
+    assert paid(check_world(world(exact, ("yes", "no") * 10), CheckPlan())) == set()
+
+
+def test_an_oracle_that_is_not_paid_is_found_with_its_task():
+    lists = {"train": tasks(("ant", "bee", "cow"))}
+    rewards = [Reward("right", exact, outcome=True)]
+    sound = Expert("shown", lists, (), rewards)
+    assert check_world(sound, PLAN).problems == []
+    wrong = type("Wrong", (Expert,), {"wrong": "t1"})("shown", lists, (), rewards)
+    assert check_world(wrong, PLAN).problems == ["The agent oracle is not paid on task 't1'."]
+
+
+def test_demonstrations_of_which_none_is_paid_are_found():
+    assert "No demonstration is paid, not that of task 't0'." in check_world(world(never), PLAN).problems
+
+
+@tool
+def look(item: str) -> str:
+    """Look at a thing."""
+    return item
+
+
+@tool
+def run(code: str) -> str:
+    """Run a program; what exits without a word has passed."""
+    return "passed" if "exit(0)" in code else "failed"
+
+
+def test_an_exit_that_counts_as_a_pass_is_found():
+    assert "exit-0" in paid(check_world(world(says_passed, tools=[run]), PLAN))
+    assert [one.calls[0].name for one in run_program("exit-0", [run]) if one.calls] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("accepted", "name"), [("os._exit(0)", "exit-0"), ("sys.exit(0)", "sys-exit-0"), ('"PASS"', "prints-pass")]
+)
+def test_each_way_to_claim_success_is_tried_in_a_call_and_as_the_answer(accepted, name):
+    def claims(task, trajectory):
+        said = [call.arguments["code"] for call in calls_made(trajectory)]
+        return float(accepted in trajectory.answer and any(accepted in code for code in said))
+
+    assert paid(check_world(world(claims, tools=[run]), PLAN)) == {name}
+
+
+def test_tests_that_can_be_overwritten_are_found():
+    @tool
+    def write_file(path: str, content: str) -> str:
+        """Write a file, and run the tests."""
+        return "passed" if path.startswith("tests/test") and "assert True" in content else "failed"
+
+    assert paid(check_world(world(says_passed, tools=[write_file]), PLAN)) == {"test-editing"}
+    assert edit_tests(tasks(["ant"])[0], [look]) is None
+
+
+def test_without_a_tool_for_files_the_tests_are_overwritten_in_python_and_in_a_shell(tmp_path, monkeypatch):
+    @tool
+    def python(code: str) -> str:
+        """Run Python."""
+        return run_here(sys.executable, "-c", code)
+
+    @tool
+    def shell(command: str) -> str:
+        """Run commands."""
+        return run_here("sh", "-c", command)
+
+    def run_here(*words):
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        test = Path("tests/test.py")
+        return "passed" if test.is_file() and "assert True" in test.read_text() else done.stdout
+
+    for one in (python, shell):
+        folder = tmp_path / one.name
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        report = check_world(world(says_passed, ("ant",), tools=[one]), PLAN)
+        assert "test-editing" in paid(report)
+        left = {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
+        assert left >= {"tests/test.py", "conftest.py", "sitecustomize.py"}
+        assert (folder / "sitecustomize.py").read_text() == PROGRAMS["exit-0"]
+
+
+def test_a_cheat_that_earns_a_small_share_of_a_graded_outcome_is_found():
+    for share, found in ((0.05, set()), (0.2, {"null"})):
+        reward = lambda task, t, share=share: share * (not t.answer)  # noqa: E731
+        assert paid(check_world(world(reward), PLAN)) == found
+
+
+def test_what_cheats_earn_by_their_form_is_reported_and_refused_nowhere():
+    made = tasks(("ant", "bee"))
+    outcome = Reward("right", exact, outcome=True)
+    free = Reward("form", well_formed, weight=0.2)
+    gated = Reward("form", only_if(well_formed, exact), weight=0.2)
+    report = check_world(ToolWorld("free", {"train": made}, (), [outcome, free]), PLAN)
+    assert report.problems == []
+    assert report.shaped.keys() >= {"idle", "echo", "claims", "exit-0", "sys-exit-0", "prints-pass"}
+    assert list(report.shaped.values()) == [pytest.approx(0.2)] * len(report.shaped)
+    assert check_world(ToolWorld("gated", {"train": made}, (), [outcome, gated]), PLAN).shaped == {}
+
+
+def test_random_arguments_fit_what_the_tool_takes():
+    import random
+    from typing import Literal
+
+    @tool
+    def odd(mode: Literal["a", "b"], sizes: list[int], share: float, name: str | None = None) -> str:
+        """Odd."""
+        return ""
+
+    drawn = [random_arguments(odd, random.Random(seed), ("x", "y")) for seed in range(40)]
+    assert all(odd.check(arguments) for arguments in drawn)
+    assert {arguments["mode"] for arguments in drawn} == {"a", "b"}
+    assert {"name" in arguments for arguments in drawn} == {True, False}
+
+
+def test_an_environment_that_breaks_is_said_and_does_not_stop_training():
+    def raises(task, trajectory):
+        raise ValueError("no verifier")
+
+    report = check_world(world(raises), PLAN)
+    assert "The environment broke in every episode of the agents null, idle" in report.problems[0]
+    refuse_cheats(world(raises), PLAN)
+
+
+def test_what_breaks_all_agents_alike_is_told_once():
+    def raises(task, trajectory):
+        raise WorldError("No sandbox." if len(trajectory.answer) < 6 else "The tool failed: No sandbox.")
+
+    report = check_world(world(raises), PLAN)
+    broken = [row for row in report.rows if row.broke]
+    assert len({row.broke for row in broken}) == 2
+    names = ", ".join(row.agent.name for row in broken)
+    assert report.problems == [f"The environment broke in every episode of the agents {names}: No sandbox."]
+
+
+class Seen:
+    """Counts what a check does."""
+
+    def __init__(self):
+        self.phases = []
+
+    def phase(self, name, total):
+        self.phases.append([name, total, 0])
+
+    def done(self, what=""):
+        self.phases[-1][2] += 1
+
+
+def test_whoever_watches_a_check_sees_each_thing_that_is_done():
+    seen = Seen()
+    plan = replace(PLAN, watch=seen)
+    scorecard(check_world(world(exact), plan), plan)
+    names = [name for name, _, _ in seen.phases]
+    assert names == [
+        *("broken: agents play", "graded again", "speed, 1 at a time", "speed, 8 at a time", "perturbed"),
+        *("played again", "paraphrases"),
+    ]
+    assert all(total == done for _, total, done in seen.phases)
+    assert seen.phases[0][1] == 8 * 21
+    refuse_cheats(world(exact), plan)
+    assert seen.phases[-1] == ["broken: agents that must not be paid", 120, 120]
+
+
+def test_an_environment_that_breaks_now_and_then_hides_no_cheat():
+    def often_raises(task, trajectory):
+        if task.id in ("t0", "t1"):
+            raise ValueError("no verifier")
+        return anything(task, trajectory)
+
+    with pytest.raises(ConfigError, match="The agent null"):
+        refuse_cheats(world(often_raises), PLAN)
+
+
+def test_training_is_refused_with_agent_and_task_unless_the_check_is_off():
+    with pytest.raises(ConfigError, match=r"pays for cheating.*null.*is paid on task 't\d'") as caught:
+        check_cheats(Config(), world(anything))
+    assert "env.check" in caught.value.hint
+    check_cheats(Config(env=EnvConfig(check=False)), world(anything))
+    check_cheats(Config(), world(exact))
+
+
+SLOW = """
+import time
+from ludus.envs.tool_world import ToolWorld
+from ludus.rewards.base import Reward
+from ludus.types import Message, Task
+
+def verdict(task, trajectory):
+    time.sleep(4)
+    return 0.0
+
+def make_world(settings, limits):
+    tasks = [Task(f"t{i}", (Message(role="user", content=f"Say {i}"),), str(i)) for i in range(8)]
+    return ToolWorld("slow", {"train": tasks}, (), (Reward("right", verdict, outcome=True),), limits)
+"""
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_check_ends_where_rewards_are_late_and_names_the_place(tmp_path, processes):
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW)
+    words = ("--rollout.reward_timeout_s", "1", "--rollout.reward_processes", processes)
+    said = refused("env", "check", file, *words, code=4)
+    assert "2 rewards of the world 'slow' were late, and its check ends with them. The rewards of" in said
+    if processes:
+        assert "took longer than 1 s: verdict, at" in said
+        assert "slow.py, line" in said
+
+
+def test_training_does_not_begin_where_rewards_are_late(tmp_path):
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW)
+    config = load_config(None, ["--env.name", str(file), "--rollout.reward_timeout_s", "1"])
+    with pytest.raises(WorldError, match=r"2 rewards of the world 'slow' were late.*slow\.py") as late:
+        check_cheats(config, build_world(config.env, config.rollout))
+    assert "env.check = false" in late.value.hint
+
+
+def test_equal_seeds_draw_equal_tasks():
+    many = world(exact, [str(i) for i in range(100)])
+    first = [task.id for task in some_tasks(many, PLAN)]
+    assert first == [task.id for task in some_tasks(many, PLAN)]
+    assert first != [task.id for task in some_tasks(many, CheckPlan(num_tasks=8, seed=1))]
+    assert len(set(first)) == 8
+    assert AuditEpisode(many.tasks("train")[0], None).excused is False
+
+
+def card_of(made):
+    return scorecard(check_world(made, PLAN), PLAN)
+
+
+def test_the_scorecard_of_a_sound_world():
+    card = card_of(world(exact))
+    assert card.truths == {"str": 8}
+    assert card.distinct == VerdictShare(8, 8)  # the spelled words are no names
+    assert (card.unstable.part, card.replayed.part) == (0, 0)
+    assert (card.unstable.whole, card.replayed.whole) == (152, 152)  # all agents but two have something to do
+    assert card.values == (0.0, 1.0)
+    assert not card.is_graded
+    assert card.saturated == VerdictShare(1, 8)  # by the majority answer
+    assert card.grading_ms > 0
+    assert min(card.alone_per_s, card.together_per_s) > 0
+
+
+def test_a_verdict_that_is_drawn_and_a_graded_one_are_noticed():
+    import itertools
+
+    counter = itertools.count()
+    card = card_of(world(lambda task, trajectory: (next(counter) % 7) / 6))
+    assert card.unstable.part == card.unstable.whole
+    assert card.replayed.part > 0
+    assert card.is_graded
+
+
+def test_accepted_spellings_and_the_words_of_a_world_are_tried():
+    def show(seed):
+        yield (*made.prompt, Message(role="assistant", content="NYC"))
+
+    def strict(task, trajectory):
+        return float(trajectory.answer == "NYC")
+
+    class Wordy(ToolWorld):
+        def paraphrases(self, task):
+            return ("NYC", "the big apple", "new york")
+
+    made = Task("t", (Message(role="user", content="Where?"),), ExpectedAnswers(("NYC", "New York City")))
+    for kind, reward, found in (
+        (ToolWorld, exact_match, VerdictShare(2, 2)),
+        (ToolWorld, strict, VerdictShare(0, 2)),
+        (Wordy, strict, VerdictShare(1, 3)),
+    ):
+        rewards = [Reward("right", reward, outcome=True)]
+        assert card_of(kind("city", {"train": [made]}, (), rewards, show=show)).paraphrased == found
+
+
+def test_right_episodes_done_otherwise_are_tried():
+    class Ways(ToolWorld):
+        def other_ways(self, task):
+            return [[Message(role="assistant", content=text)] for text in ("NYC", "the big apple")]
+
+    def show(seed):
+        yield (*made.prompt, Message(role="assistant", content="NYC"))
+
+    made = Task("t", (Message(role="user", content="Where?"),), ExpectedAnswers(("NYC",)))
+    rewards = [Reward("right", exact_match, outcome=True)]
+    card = card_of(Ways("city", {"train": [made]}, (), rewards, show=show))
+    assert card.paraphrased == VerdictShare(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Who runs Rome?", "Who runs Rio de Janeiro?"),
+        ("I pay 3 to Ana.", "I pay 17.50 to Zoe."),
+        ("Read message M17.", "Read message A9045."),
+        ('Find "a small house".', "Find 'keys'."),
+        ("Open a.txt for me@x.org", "Open notes.pdf for you@y.com"),
+        ("Set user_id_4 at 10:45.", "Set order_id at 9:00."),
+    ],
+)
+def test_tasks_that_differ_in_names_and_numbers_are_one(one, other):
+    assert form_of(one) == form_of(other)
+
+
+def test_tasks_that_differ_in_words_are_two():
+    assert form_of("Who runs Rome?") != form_of("Who left Rome?")
+    assert form_of("I don't pay 3. It's late") != form_of("I don't pay 3. It's early")
+
+
+BROKEN = """
+from ludus.envs.tool_world import ToolWorld
+from ludus.rewards.base import Reward
+from ludus.rewards.paper_rewards import calls_made
+from ludus.types import Message, Task
+
+def make_world(settings, limits):
+    tasks = [Task(f"q{i}", (Message(role="user", content="Say it."),), "it") for i in range(20)]
+    said = lambda task, trajectory: float("it" in trajectory.answer)
+    return ToolWorld("broken", {"train": tasks}, [], [Reward("said", said, outcome=True)], limits)
+"""
+
+
+def test_the_command_prints_both_tables_and_refuses_a_world_that_pays(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text(BROKEN)
+    said = ludus("env", "check", path, "--tasks", "5")
+    assert said.code == 2
+    assert "echo" in said.out
+    assert "PAID" in said.out
+    assert "saturation" in said.out
+    assert "The agent echo (repeats the prompt) is paid on task 'q" in said.err
+
+
+def test_a_check_that_is_passed_says_so_with_the_settings_given():
+    said = ludus("env", "check", "guess", "--tasks", "5", "--env.settings", "{num_tasks = 20}")
+    assert said.code == 0, said
+    assert "pays none of the agents" in said.out
+    assert "1 of " in said.out
+    assert "does not survey these tasks" in said.out
+
+
+def test_show_prints_splits_tools_rewards_and_somebody_who_knows_how():
+    said = ludus("env", "show", Path(__file__).parents[1] / "tiny_world.py")
+    assert said.code == 0, said
+    for line in (
+        "split train: 12 tasks",
+        "tool look(item): Look up a price.",
+        "reward exact_match: weight 1, outcome",
+        "reward f1: weight 0, reported",
+        "cold start: demonstrations drawn at random, right or not, as the one below (there is no expert)",
+        "As the agent demonstrations plays it:",
+        "[action]",
+    ):
+        assert line in said.out
+    assert "does not survey these tasks" in said.out
+    assert ludus("env", "list").out.count("make_") == len(WORLDS)
+
+
+def test_show_says_no_such_thing_of_a_world_with_an_expert():
+    assert "  cold start: demonstrations\n" in ludus("env", "show", "math").out
+
+
+def test_show_prints_how_many_tasks_differ_and_what_baselines_solve():
+    settings = ("--env.settings", "{tasks = 40, levels = [1, 2]}")
+    shown = ludus("env", "show", "sql", *settings).out
+    assert "Settings of sql and the command line: " in shown
+    assert "levels = [1, 2]" in shown
+    told = shown.partition("what baselines solve:\n")[2].splitlines()
+    assert told[0].split() == ["level", "tasks", "shapes", "no", "tool", "majority"]
+    assert [line.split()[0] for line in told[1:3]] == ["1", "2"]
+
+
+def test_training_stops_before_it_writes_anything(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text(BROKEN)
+    folder = tmp_path / "run"
+    words = ("train", make_recipe(tmp_path), "--from-scratch", "--env.name", path, "--run.dir", folder)
+    quiet = ("--evaluation.splits", '["train"]', "--evaluation.split_during", "train")
+    assert "pays for cheating. The agent echo" in refused(*words, *quiet)
+    assert not folder.exists()
+
+
+def test_bad_input_of_the_command_is_one_sentence():
+    assert "Name an environment" in refused("env", "check")
+    assert "'serch' is not known" in refused("env", "check", "serch")
+    assert "no split 'dev'" in refused("env", "show", "guess", "--split", "dev")
+    assert "--tasks is 0" in refused("env", "check", "guess", "--tasks", "0")
+
+
+class Judged(ToolEnv):
+    """Leaves a report of the answer, which may be another one each time that it is graded."""
+
+    verdicts = itertools.repeat(1.0)
+
+    async def step(self, action):
+        result = await super().step(action)
+        return replace(result, outcomes=(await self.grade_again(),)) if result.done else result
+
+    async def grade_again(self):
+        await asyncio.sleep(0.01)
+        return ToolOutcome("", "report", ToolStatus.OK, str(next(self.verdicts)))
+
+
+@pytest.mark.parametrize(("verdicts", "num"), [([1.0], 0), ([1.0, 1.0, 0.0], EPISODES)])
+def test_what_an_environment_graded_at_its_end_is_graded_again(monkeypatch, verdicts, num):
+    def reported(task, trajectory):
+        return float(trajectory.outcomes[-1].output) if trajectory.outcomes else 0.0
+
+    class JudgedWorld(ToolWorld):
+        def environment(self, task):
+            return Judged(self.tools, self.rewards, self.limits)
+
+    monkeypatch.setattr(Judged, "verdicts", itertools.cycle(verdicts))
+    plain = world(reported)
+    made = JudgedWorld(plain.name, plain.task_lists, plain.tools, plain.rewards)
+    card = card_of(made)
+    assert card.unstable.whole == EPISODES
+    assert (card.unstable.part > EPISODES // 3) is bool(num)
+    assert card.grading_ms > 9
+
+
+SHIPPED = ("code", "functions", "guess", "math", "mixed", "search", "sql", "terminal")
+"""All worlds but `swe`, whose tasks need the sources of packages that `ludus env prepare swe` fetches."""
+
+
+@pytest.mark.scale
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_worlds_that_ship_pass_their_own_check(name):
+    said = ludus("env", "check", name, "--tasks", "4")
+    assert said.code == 0, said
+    assert "refused though right" in " ".join(said.out.split())

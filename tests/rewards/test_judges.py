@@ -1,0 +1,250 @@
+"""Models that judge: PRIME's process rewards and CodeRL's outcomes learn, count, and resume bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+from ludus.algorithms import advantages
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.cli.main import main
+from ludus.config.sections.model import LoraConfig
+from ludus.errors import LearnerError
+from ludus.rollout.ledger import RolloutOutcome
+from ludus.training.batches.rows import row_of_trajectory
+from ludus.training.credit.advantages import assign_credit
+from ludus.training.learner.optimizer import OptimizerSettings
+from ludus.training.rl.advantage_inputs import refine
+from ludus.training.rl.build import train
+from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.session import open_session, with_adapters
+from ludus.training.value_models.base import StateSettings
+from ludus.training.value_models.factory import say, teach, train_judge
+from ludus.training.value_models.outcome_critic import OutcomeCritic, OutcomeCriticSettings
+from ludus.training.value_models.prime import ProcessReward, ProcessRewardSettings
+from small_runs import SMALLEST, Cut, Cutting, config, lasting_files
+from tests.training.credit.test_credit import REWARDS, real_group, same, table
+from tests.training.learner.test_learner import learner, random_rows, tiny_model
+from tests.training.rl.test_baselines import run
+
+RATE = OptimizerSettings(learning_rate=6e-3, total_steps=100)
+
+
+def process_reward(model=None, **settings):
+    return ProcessReward(model or tiny_model(), RATE, ProcessRewardSettings(success="right", **settings))
+
+
+def outcome_critic(model=None, **settings):
+    return OutcomeCritic(model or tiny_model(), RATE, OutcomeCriticSettings(success="right", **settings))
+
+
+def labels(rows):
+    """Something that the tokens tell: the parity of the first sampled one."""
+    return [row.tokens[row.trains.index(True)] % 2 == 0 for row in rows]
+
+
+def learn(one, rows):
+    """One step of either; gives its metrics."""
+    if isinstance(one, OutcomeCritic):
+        return one.train(rows, labels(rows))
+    reference = [torch.zeros(len(row.tokens)) for row in rows]
+    first = process_reward().logprobs(rows)
+    return one.train(rows, [f + r for f, r in zip(first, reference, strict=True)], labels(rows))
+
+
+def test_the_implicit_reward_learns_by_cross_entropy_of_its_sum_over_action_tokens():
+    rows, model = random_rows(6), tiny_model()
+    one, other = process_reward(model, beta=2.0), tiny_model(seed=1)
+    references = learner(other, PRESETS["grpo"]).score(rows)
+    own = one.logprobs(rows)
+    sums = []
+    for row, a, b in zip(rows, own, references, strict=True):
+        trains = torch.tensor(row.trains)
+        trains[0] = False
+        sums.append(2.0 * (a - b)[trains].sum())
+    wanted = torch.tensor([float(x) for x in labels(rows)], dtype=torch.float64)
+    loss = binary_cross_entropy_with_logits(torch.stack(sums).double(), wanted)
+    metrics = one.train(rows, references, labels(rows))
+    assert metrics["prime/loss"] == pytest.approx(float(loss), rel=1e-5)
+    right = [(s > 0) == (w > 0.5) for s, w in zip(sums, wanted, strict=True)]
+    assert metrics["prime/accuracy"] == pytest.approx(sum(map(bool, right)) / 6)
+
+
+def test_the_outcome_is_predicted_at_each_action_token_from_the_state_after_it():
+    rows, one = random_rows(6), outcome_critic()
+    learn(one, rows)
+    solved, failed = one.probabilities(rows, [True] * 6), one.probabilities(rows, [False] * 6)
+    for row, yes, no in zip(rows, solved, failed, strict=True):
+        trains = torch.tensor(row.trains)
+        torch.testing.assert_close((yes + no)[trains], torch.ones(int(trains.sum()), dtype=yes.dtype))
+        assert not yes[~trains].any()
+    losses = []
+    for row, yes, no, right in zip(rows, solved, failed, labels(rows), strict=True):
+        logs = torch.stack([no, yes], 1).log()[torch.tensor(row.trains)]
+        losses.append(cross_entropy(logs, torch.full((len(logs),), int(right)), reduction="sum"))
+    tokens = sum(sum(row.trains) for row in rows)
+    assert learn(one, rows)["critic/loss"] == pytest.approx(float(sum(losses)) / tokens, rel=1e-5)
+    first = rows[0]
+    last = max(i for i, trains in enumerate(first.trains) if trains)
+    changed = replace(first, tokens=(*first.tokens[:last], (first.tokens[last] + 1) % 50, *first.tokens[last + 1 :]))
+    assert one.probabilities([first], [True])[0][last] != one.probabilities([changed], [True])[0][last]
+
+
+@pytest.mark.parametrize("make", [process_reward, outcome_critic])
+def test_it_learns_and_leaves_the_policy_alone(make):
+    model, rows = tiny_model(), random_rows(12)
+    before = copy.deepcopy(model.state_dict())
+    settings = {"beta": 1.0} if make is process_reward else {}
+    one = make(model, **settings)
+    reports = [learn(one, rows) for _ in range(25)]
+    name = "prime" if make is process_reward else "critic"
+    assert reports[-1][f"{name}/loss"] < 0.5 * reports[0][f"{name}/loss"]
+    assert reports[-1][f"{name}/accuracy"] > 0.8
+    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("make", [process_reward, outcome_critic])
+def test_microbatches_do_not_change_what_it_learns(make):
+    rows = random_rows(10)
+    small = {"microbatch_tokens": 20} if make is process_reward else {"states": StateSettings(20)}
+    whole, parts = make(), make(**small)
+    for one in (whole, parts):
+        learn(one, rows)
+    for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("make", [process_reward, outcome_critic])
+def test_its_state_comes_back_bit_for_bit(make):
+    rows = random_rows(5)
+    one, other = make(), make(tiny_model(seed=1))
+    for _ in range(2):
+        learn(one, rows)
+    other.load_state(one.state(), one.optimiser.num_steps)
+    for each in (one, other):
+        learn(each, rows)
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(LearnerError, match="does not match"):
+        other.load_state({}, 1)
+
+
+def test_with_adapters_it_is_they_that_learn_rewards():
+    model = with_adapters(tiny_model(), LoraConfig(rank=2, target_modules=["q_proj", "v_proj"]))
+    rows, one = random_rows(6), process_reward(model, beta=1.0)
+    frozen = [p.clone() for p in one.model.parameters() if not p.requires_grad]
+    reports = [learn(one, rows) for _ in range(15)]
+    assert reports[-1]["prime/loss"] < reports[0]["prime/loss"]
+    assert all("lora" in name for name in one.state())
+    still = [p for p in one.model.parameters() if not p.requires_grad]
+    assert all(torch.equal(a, b) for a, b in zip(frozen, still, strict=True))
+    other = process_reward(model, beta=1.0)
+    other.load_state(one.state(), one.optimiser.num_steps)
+    for a, b in zip(one.logprobs(rows), other.logprobs(rows), strict=True):
+        assert torch.equal(a, b)
+
+
+def labelled(episodes):
+    """A reward of 1 is right."""
+    return [replace(e, trajectory=replace(e.trajectory, rewards={"right": e.trajectory.reward})) for e in episodes]
+
+
+def test_prime_adds_the_implicit_rewards_to_the_outcome():
+    episodes, one = real_group()
+    algorithm, reference = PRESETS["prime"], tiny_model(seed=1)
+    one.algorithm, one.scorers = algorithm, {"reference": learner(reference, algorithm).scorer}
+    judge = process_reward(one.scorer.model)
+    groups = [labelled(episodes)]
+    credits = refine(assign_credit(groups, algorithm), one, 0, judge)
+    rows = [row_of_trajectory(e.trajectory, 0.0) for e in episodes]
+    _, mask = table(credits)
+    prm, ref = (torch.zeros(mask.shape, dtype=torch.float64) for _ in range(2))
+    said = say(judge, rows, [])
+    for i, (row, p, r) in enumerate(zip(rows, said, one.reference(rows), strict=True)):
+        trains = torch.tensor(row.trains)
+        prm[i, : int(trains.sum())], ref[i, : int(trains.sum())] = p[trains].double(), r[trains].double()
+    rewards = torch.tensor(REWARDS, dtype=torch.float64)
+    ids = torch.zeros(4, dtype=torch.int64)
+    expected = advantages.prime(rewards=rewards, group=ids, prm_logprobs=prm, ref_logprobs=ref, mask=mask)
+    found, _ = table(credits)
+    same(found, expected)
+    assert not torch.allclose(found, advantages.rloo(rewards=rewards, group=ids, mask=mask))
+    before = judge.logprobs(rows)
+    metrics = train_judge(judge, credits)
+    assert metrics["prime/loss"] > 0
+    grown = [float((a - b).sum()) for a, b in zip(judge.logprobs(rows), before, strict=True)]
+    assert grown[0] > max(grown[1:])
+
+
+def test_coderl_weighs_reward_minus_greedy_by_the_chance_of_the_true_outcome():
+    episodes, one = real_group()
+    algorithm = one.algorithm = PRESETS["coderl"]
+    greedy = replace(
+        episodes[1], key=replace(episodes[1].key, sample=4), greedy=True, trajectory=episodes[1].trajectory
+    )
+    groups = [[*labelled(episodes), greedy]]
+    judge = outcome_critic(one.scorer.model)
+    first = [c for c in refine(assign_credit(groups, algorithm), one, 0, judge) if not c.episode.greedy]
+    assert first[0].advantages == (0.5,) * len(first[0].advantages)
+    for _ in range(3):
+        train_judge(judge, first)
+    credits = [c for c in refine(assign_credit(groups, algorithm), one, 0, judge) if not c.episode.greedy]
+    rows = [row_of_trajectory(e.trajectory, 0.0) for e in episodes]
+    chances = say(judge, rows, [r >= 1 for r in REWARDS])
+    for credit, reward, chance, row in zip(credits, REWARDS, chances, rows, strict=True):
+        expected = (reward - REWARDS[1]) * chance[torch.tensor(row.trains)].double()
+        assert credit.advantages == pytest.approx(expected.tolist(), abs=1e-12)
+    assert len(set(credits[0].advantages)) > 1
+
+
+def test_only_what_trains_is_learned_from():
+    episodes, one = real_group()
+    judge = outcome_critic(one.scorer.model)
+    credits = assign_credit([[*labelled(episodes), replace(episodes[0], greedy=True)]], PRESETS["coderl"])
+    assert [c.outcome for c in credits].count(RolloutOutcome.MASKED) == 1
+    dropped = [replace(c, outcome=RolloutOutcome.DROPPED) for c in credits]
+    assert train_judge(judge, dropped) == {}
+    train_judge(judge, credits)
+    own = outcome_critic(one.scorer.model)
+    rows = [row_of_trajectory(e.trajectory, 0.0) for e in episodes]
+    teach(own, rows, [], [r >= 1 for r in REWARDS])
+    for a, b in zip(judge.model.parameters(), own.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+CHANGES = {
+    "prime": {
+        "algorithm__filter_zero_variance": "false",
+        "critic__prime__epochs": "4",
+        "algorithm__options__advantage__beta": "1",
+    },
+    "coderl": {"critic__epochs": "4"},
+}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", ["prime", "coderl"])
+def test_a_run_that_is_cut_and_resumed_equals_the_uninterrupted_one_and_its_judge_learns(name, tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    changes = CHANGES[name] | {
+        "algorithm__preset": name,
+        "rollout__temperature": "2",
+        "training__learning_rate": "1e-6",
+    }
+    reporter = run(whole, **changes)
+    metric = "prime/loss" if name == "prime" else "critic/loss"
+    first, second = (metrics[metric] for _, metrics in reporter.steps)
+    assert second < first
+
+    settings = config(cut, **(SMALLEST | changes))
+    with locked(new_run(settings, "search", "rl")), pytest.raises(Cut):
+        train(open_session(settings), RunFolder(cut), Cutting(2))
+    assert main(["train", "--resume", str(cut)]) == 0
+    one, two = lasting_files(whole), lasting_files(cut)
+    part = "process_reward" if name == "prime" else "critic"
+    assert any(file.endswith(f"trainer/{part}.safetensors") for file in one)
+    assert [file for file in one if one[file] != two.get(file)] == []

@@ -1,0 +1,703 @@
+"""Many episodes at once, and turns in lock-step: the lines of both headers, one after the other."""
+
+import asyncio
+import random
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import pytest
+
+from ludus.config import load_config
+from ludus.config.sections.rollout import RolloutConfig
+from ludus.diagnostics.metrics import rollout_metrics
+from ludus.engines.base import Request
+from ludus.engines.scripted import Faults, ScriptedEngine
+from ludus.envs.registry import build_world
+from ludus.errors import EngineError, UserError, WorldError
+from ludus.rollout.build import SamplingPlan, engine_scheduler, episodes_at_once
+from ludus.rollout.episode import EpisodeLimits
+from ludus.rollout.ledger import Ledger, RolloutOutcome
+from ludus.rollout.lockstep_engine import LockstepEngine
+from ludus.rollout.scheduler import FailureBudget, SchedulerLimits, episode_name
+from ludus.sandbox import NamespacesSandbox
+from ludus.types import Group, SamplingParams, StopReason, Task
+from small_worlds import (
+    WatchedWorld,
+    call,
+    end_token,
+    make_jobs,
+    make_scheduler,
+    make_task,
+    renderer,
+    scripted,
+    tokenizer,
+    tool_of,
+    until,
+)
+
+SEARCH = call("echo", text="The capital is Paris.")
+NO_FAULTS = Faults()
+BROKE = RuntimeError("it broke")
+
+
+def run(scheduler, jobs, on_done=None):
+    return asyncio.run(scheduler.run(jobs, on_done))
+
+
+def answers(request, turn):
+    return "Paris"
+
+
+def unstable(fails, error=BROKE, what="start"):
+    """Hooks by which environments break where `fails` says so of their number."""
+
+    async def hook(number):
+        if fails(number):
+            raise error
+
+    return {what: hook}
+
+
+def naps(seed=0, most_s=0.004):
+    """Hooks by which every method takes a random time."""
+    source = random.Random(seed)
+
+    async def nap(_):
+        await asyncio.sleep(source.uniform(0, most_s))
+
+    return dict.fromkeys(("start", "step", "close"), nap)
+
+
+def account_of(scheduler, episodes, step=0):
+    """Close the step as a trainer does: all finished episodes are trained."""
+    for episode in episodes:
+        if episode.trajectory.failure is None:
+            scheduler.ledger.finish(episode.key, RolloutOutcome.TRAINED, "used")
+    return scheduler.ledger.close(step)
+
+
+# Takes jobs in order, gives episodes in their order, with a bounded number in flight
+
+
+def test_episodes_come_in_the_order_of_the_jobs_however_long_they_take():
+    jobs = make_jobs(12, samples=2)
+    scheduler = make_scheduler(scripted(answers), WatchedWorld(hooks=naps()), SchedulerLimits(concurrency=5))
+    ended = []
+    episodes = run(scheduler, jobs, on_done=ended.append)
+    assert [e.key for e in episodes] == [job.key for job in jobs]
+    assert [(e.trajectory.task_id, e.trajectory.sample) for e in episodes] == [
+        (job.key.task_id, job.key.sample) for job in jobs
+    ]
+    assert sorted(e.key for e in ended) == [job.key for job in jobs]
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 20])
+def test_never_more_in_flight_than_allowed_and_as_many_as_allowed(concurrency):
+    world = WatchedWorld(hooks=naps())
+    most = 0
+
+    async def watch(_):
+        nonlocal most
+        most = max(most, len(world.open))
+
+    world.hooks["step"] = watch
+    run(make_scheduler(scripted(answers), world, SchedulerLimits(concurrency)), make_jobs(10))
+    assert most == min(concurrency, 10)
+    assert world.open == []
+
+
+def test_the_next_job_starts_when_one_ends_and_not_when_all_do():
+    done = []
+    everyone_else = asyncio.Event()
+
+    async def wait(number):
+        if number == 0:
+            await asyncio.wait_for(everyone_else.wait(), 10)
+
+    def note(episode):
+        done.append(episode.key.task_id)
+        if len(done) == 5:
+            everyone_else.set()
+
+    world = WatchedWorld(hooks={"step": wait})
+    run(make_scheduler(scripted(answers), world, SchedulerLimits(concurrency=2)), make_jobs(6), note)
+    assert done == ["t001", "t002", "t003", "t004", "t005", "t000"]
+
+
+def test_no_jobs_no_episodes():
+    assert run(make_scheduler(scripted(answers), WatchedWorld()), []) == []
+
+
+# Retries infrastructure failures, and only those
+
+
+def test_an_engine_that_fails_once_is_asked_again_in_a_fresh_environment_with_the_same_seed():
+    engine = scripted([SEARCH, "Paris"], faults=Faults(fail_at={1}))
+    world = WatchedWorld()
+    scheduler = make_scheduler(engine, world)
+    (episode,) = run(scheduler, make_jobs(1))
+    assert episode.trajectory.answer == "Paris"
+    assert episode.key.attempt == 1
+    assert [env.events[-1] for env in world.made] == ["close", "close"]
+    first, failed, again, second = engine.requests
+    assert (again.token_ids, again.params) == (first.token_ids, first.params)
+    assert (second.token_ids, second.params) == (failed.token_ids, failed.params)
+    assert first.episode != again.episode
+    account = account_of(scheduler, [episode])
+    assert (account.started, account.trained, account.failed) == (2, 1, 1)
+    assert account.by_reason == {"failed/engine": 1, "trained/used": 1}
+
+
+@pytest.mark.parametrize("what", ["start", "step", "close"])
+def test_an_environment_that_breaks_is_replaced(what):
+    world = WatchedWorld(hooks=unstable(lambda number: number < 2, what=what))
+    scheduler = make_scheduler(scripted(answers), world, SchedulerLimits(retries=2))
+    (episode,) = run(scheduler, make_jobs(1))
+    assert (episode.trajectory.answer, episode.key.attempt) == ("Paris", 2)
+    assert world.open == []
+    assert scheduler.ledger.summary(0).by_reason == {"failed/environment": 2}
+
+
+def test_an_environment_that_cannot_be_made_is_a_failure_too():
+    @dataclass
+    class Fragile(WatchedWorld):
+        def environment(self, task):
+            if not self.made:
+                self.made.append(None)
+                raise OSError("no sandbox left")
+            return super().environment(task)
+
+    scheduler = make_scheduler(scripted(answers), Fragile())
+    (episode,) = run(scheduler, make_jobs(1))
+    assert (episode.trajectory.answer, episode.key.attempt) == ("Paris", 1)
+    assert scheduler.ledger.summary(0).by_reason == {"failed/environment": 1}
+
+
+def test_a_job_that_begins_with_a_later_attempt_has_all_its_retries():
+    """As one that is played anew after a resume."""
+    (job,) = make_jobs(1)
+    later = replace(job, key=replace(job.key, attempt=3))
+    scheduler = make_scheduler(scripted(answers, faults=Faults(fail_at={0, 1})), WatchedWorld())
+    episode = asyncio.run(scheduler.play(later, FailureBudget(1)))
+    assert (episode.trajectory.answer, episode.key.attempt) == ("Paris", 5)
+
+
+def test_what_the_model_does_wrong_is_not_tried_again():
+    lines = ["<tool_call>{</tool_call>"] * 9
+    for script, stop in ((lines, StopReason.TOOL_ERRORS), ([""], StopReason.EMPTY_ANSWER)):
+        world = WatchedWorld()
+        scheduler = make_scheduler(scripted(script), world)
+        (episode,) = run(scheduler, make_jobs(1))
+        assert (episode.trajectory.stop_reason, episode.key.attempt) == (stop, 0)
+        assert len(world.made) == 1
+
+
+def test_a_job_that_fails_for_good_comes_back_as_failed():
+    broken = unstable(lambda number: number < 3)
+    scheduler = make_scheduler(
+        scripted(answers), WatchedWorld(hooks=broken), SchedulerLimits(concurrency=1, retries=2, max_failure_rate=0.5)
+    )
+    jobs = make_jobs(2)
+    failed, fine = run(scheduler, jobs)
+    t = failed.trajectory
+    assert (t.stop_reason, t.segments, t.messages, t.reward) == (StopReason.FAILED, (), (), 0.0)
+    assert (t.failure.part, t.failure.attempts) == ("environment", 3)
+    assert t.failure.error == "The environment's start raised RuntimeError: it broke"
+    assert fine.trajectory.answer == "Paris"
+    account = account_of(scheduler, [failed, fine])
+    assert (account.started, account.trained, account.failed) == (4, 1, 3)
+    metrics = rollout_metrics([Group(make_task(), (failed.trajectory, fine.trajectory))])
+    assert metrics["episode/stop/failed"] == 0.5
+    assert metrics["reward/mean"] == 1.0
+
+
+# Raises with the first failure's own words, once too many have failed
+
+
+@pytest.mark.parametrize(
+    ("rate", "num_broken", "aborts"),
+    [(0.0, 1, True), (0.2, 2, False), (0.2, 3, True), (0.29, 29, False), (1.0, 10, False)],
+)
+def test_too_many_failures_end_the_run(rate, num_broken, aborts):
+    num_jobs = 100 if rate == 0.29 else 10
+    world = WatchedWorld(hooks=unstable(lambda number: number < num_broken))
+    scheduler = make_scheduler(scripted(answers), world, SchedulerLimits(1, 0, rate))
+    if not aborts:
+        episodes = run(scheduler, make_jobs(num_jobs))
+        assert sum(e.trajectory.failure is not None for e in episodes) == num_broken
+        return
+    with pytest.raises(WorldError) as failure:
+        run(scheduler, make_jobs(num_jobs))
+    assert f"{num_broken} of {num_jobs} episodes failed for good" in str(failure.value)
+    assert "The environment's start raised RuntimeError: it broke" in str(failure.value)
+    assert "max_failure_rate" in str(failure.value)
+
+
+def test_the_error_is_that_of_the_first_failure_with_its_kind_and_hint():
+    async def start(number):
+        raise EngineError("The judge is down.", "Start it.") if number == 0 else RuntimeError("later")
+
+    world = WatchedWorld(hooks={"start": start})
+    with pytest.raises(EngineError) as failure:
+        run(make_scheduler(scripted(answers), world, SchedulerLimits(1, 0, 0.1)), make_jobs(10))
+    assert failure.value.message.endswith("The first failure: The judge is down.")
+    assert failure.value.hint == "Start it."
+    assert failure.value.exit_code == EngineError.exit_code
+
+
+def test_errors_of_the_user_end_the_run_at_once_and_as_one_plain_error():
+    world = WatchedWorld(hooks=unstable(lambda number: number >= 2, UserError("Bad task.", "Mend it.")))
+    with pytest.raises(UserError, match=r"^Bad task\. Mend it\.$") as failure:
+        run(make_scheduler(scripted(answers), world, SchedulerLimits(concurrency=3)), make_jobs(9))
+    assert not isinstance(failure.value, BaseExceptionGroup)
+    assert len(world.made) <= 5
+    assert world.open == []
+
+
+def test_a_bug_of_our_own_is_not_taken_for_infrastructure():
+    def broken(request, turn):
+        return {}["key"]
+
+    world = WatchedWorld()
+    with pytest.raises(KeyError):
+        run(make_scheduler(scripted(broken), world), make_jobs(3))
+    assert world.open == []
+
+
+def test_giving_up_closes_the_episodes_in_flight_first():
+    async def start(number):
+        if number < 4:
+            await asyncio.sleep(0)
+            return
+        raise RuntimeError("it broke")
+
+    async def hang(_):
+        await asyncio.Event().wait()
+
+    world = WatchedWorld(hooks={"start": start, "step": hang})
+    scheduler = make_scheduler(scripted(answers), world, SchedulerLimits(5, 0, 0.0))
+    with pytest.raises(WorldError, match="it broke"):
+        run(scheduler, make_jobs(20))
+    assert len(world.made) == 5
+    assert [env.events[-1] for env in world.made] == ["close"] * 5
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.parametrize("close_breaks", [False, True])
+def test_cancelling_closes_everything_and_tries_nothing_again(lockstep, close_breaks):
+    async def hang(_):
+        await asyncio.Event().wait()
+
+    hooks = {"step": hang} | (unstable(lambda _: True, what="close") if close_breaks else {})
+    world = WatchedWorld(hooks=hooks)
+    engine = scripted(answers)
+
+    async def cancel():
+        scheduler = make_scheduler(engine, world, SchedulerLimits(4, 9), lockstep=lockstep)
+        running = asyncio.create_task(scheduler.run(make_jobs(9)))
+        await until(lambda: sum("step" in env.events for env in world.made) == 4)
+        running.cancel()
+        await running
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancel())
+    assert len(world.made) == 4
+    assert [env.events[-1] for env in world.made] == ["close"] * 4
+    assert len(engine.released) == 4
+
+
+def test_an_environment_that_turns_its_cancellation_into_an_error_is_not_played_again():
+    async def step(_):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise RuntimeError("the connection is gone") from None
+
+    world = WatchedWorld(hooks={"step": step})
+
+    async def cancel():
+        running = asyncio.create_task(make_scheduler(scripted(answers), world).run(make_jobs(2)))
+        await until(lambda: sum("step" in env.events for env in world.made) == 2)
+        running.cancel()
+        await asyncio.wait_for(running, 10)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancel())
+    assert [env.events for env in world.made] == [["start", "step", "close"]] * 2
+
+
+def test_an_episode_whose_environment_ignores_that_it_is_cancelled_is_none():
+    async def step(_):
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    world = WatchedWorld(hooks={"step": step})
+    scheduler = make_scheduler(scripted(answers), world)
+
+    async def cancel():
+        playing = asyncio.create_task(scheduler.play(*make_jobs(1), FailureBudget(1)))
+        await until(lambda: any("step" in env.events for env in world.made))
+        playing.cancel()
+        await asyncio.wait({playing}, timeout=10)
+        return playing.cancelled()
+
+    assert asyncio.run(cancel())
+    assert scheduler.ledger.close(0).by_reason == {"dropped/cancelled": 1}
+
+
+# Never drops a job silently: the account adds up
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_account_adds_up_whatever_breaks(seed, lockstep):
+    source = random.Random(seed)
+    where = {number: source.choice(["start", "step", "close"]) for number in range(400)}
+    broken = {number for number in where if source.random() < 0.3}
+
+    def hook(what):
+        async def breaks(number):
+            if number in broken and where[number] == what:
+                raise RuntimeError(what)
+
+        return breaks
+
+    world = WatchedWorld(hooks={what: hook(what) for what in ("start", "step", "close")})
+    engine = scripted([SEARCH, "Paris"], faults=Faults(fail_at=set(source.sample(range(100), 10))))
+    scheduler = make_scheduler(engine, world, SchedulerLimits(7, 2, 1.0), lockstep=lockstep)
+    jobs = make_jobs(20, samples=2, step=3)
+    episodes = run(scheduler, jobs)
+    assert [(e.key.task_id, e.key.sample) for e in episodes] == [(j.key.task_id, j.key.sample) for j in jobs]
+    account = account_of(scheduler, episodes, step=3)
+    finished = [e for e in episodes if e.trajectory.failure is None]
+    assert account.running == 0
+    assert account.trained == len(finished)
+    assert account.started == sum(e.key.attempt + 1 for e in episodes) == len(world.made)
+    assert account.failed == account.started - len(finished) > 0
+    assert set(account.by_reason) == {"failed/engine", "failed/environment", "trained/used"}
+    assert all(e.trajectory.failure.attempts == 3 for e in episodes if e.trajectory.failure)
+    assert world.open == []
+    assert len(engine.released) == account.started
+
+
+def test_a_wall_clock_limit_that_fires_is_in_the_account():
+    async def hang() -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    hangs = tool_of(hang, "hangs", timeout_s=0.01)
+
+    async def hang_once(number):
+        if number == 0:
+            await asyncio.Event().wait()
+
+    cases = [
+        (WatchedWorld(), [SEARCH, "Paris"], EpisodeLimits(), False),
+        (WatchedWorld(tools=[hangs]), [call("hangs"), "Paris"], EpisodeLimits(), True),
+        (WatchedWorld(hooks={"step": hang_once}), ["Paris"], EpisodeLimits(timeout_s=0.02), True),
+        (WatchedWorld(hooks={"start": hang_once}), ["Paris"], EpisodeLimits(environment_timeout_s=0.4), True),
+    ]
+    for world, script, limits, fired in cases:
+        scheduler = make_scheduler(scripted(script), world, episodes=limits)
+        run(scheduler, make_jobs(1))
+        assert scheduler.ledger.summary(0).clock_limited is fired
+
+
+# Lock-step
+
+
+class RecordingEngine(ScriptedEngine):
+    """Notes the batches that it is given, and how many episodes were with their environment then."""
+
+    def __init__(self, script, **options):
+        super().__init__(script, tokenizer(), end_token(), **options)
+        self.batches, self.num_busy, self.busy = [], [], 0
+
+    async def generate_batch(self, requests):
+        self.batches.append([(r.episode, r.token_ids, r.params.seed) for r in requests])
+        self.num_busy.append(self.busy)
+        return await super().generate_batch(requests)
+
+
+def uneven(request, turn):
+    """Episodes of one to four turns, by the number in their task's name."""
+    length = int(request.episode.split("/")[1][1:]) % 4
+    return "Paris" if turn >= length else SEARCH
+
+
+def lockstep_run(naps_seed, *, concurrency=4, num_jobs=14, faults=NO_FAULTS):
+    """The batches of a run whose tools take random times, and its episodes."""
+    source = random.Random(naps_seed)
+    engine = RecordingEngine(uneven, faults=faults)
+
+    async def nap(_):
+        engine.busy += 1
+        await asyncio.sleep(source.uniform(0, 0.003))
+        engine.busy -= 1
+
+    hooks = dict.fromkeys(("start", "step", "close"), nap)
+    limits = SchedulerLimits(concurrency, 3, 1.0)
+    scheduler = make_scheduler(engine, WatchedWorld(hooks=hooks), limits, lockstep=True)
+    episodes = run(scheduler, make_jobs(num_jobs))
+    assert not scheduler.lockstep._joined
+    return engine, [(e.key, e.trajectory) for e in episodes]
+
+
+def test_what_is_sampled_together_does_not_depend_on_the_time_that_tools_take():
+    engine, episodes = lockstep_run(0)
+    assert len(engine.batches) > 6
+    assert max(map(len, engine.batches)) == 4
+    for seed in range(1, 6):
+        again, same = lockstep_run(seed)
+        assert again.batches == engine.batches
+        assert same == episodes
+
+
+def test_nor_does_it_where_engine_calls_fail():
+    engine, episodes = lockstep_run(0, faults=Faults(fail_at={3, 9, 10}))
+    assert any(key.attempt for key, _ in episodes)
+    for seed in range(1, 4):
+        again, same = lockstep_run(seed, faults=Faults(fail_at={3, 9, 10}))
+        assert again.batches == engine.batches
+        assert same == episodes
+
+
+def test_no_round_starts_while_an_episode_is_with_its_environment():
+    engine, _ = lockstep_run(2, concurrency=5)
+    assert set(engine.num_busy) == {0}
+
+
+def test_a_round_is_ordered_by_episode():
+    engine, _ = lockstep_run(3, concurrency=9)
+    for batch in engine.batches:
+        assert [name for name, *_ in batch] == sorted(name for name, *_ in batch)
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 14, 50])
+def test_every_job_is_played_whatever_the_concurrency(concurrency):
+    engine, episodes = lockstep_run(4, concurrency=concurrency)
+    assert [t.answer for _, t in episodes] == ["Paris"] * 14
+    assert max(map(len, engine.batches)) == min(concurrency, 14)
+    if concurrency >= 14:
+        assert list(map(len, engine.batches)) == [14, 10, 6, 3]
+
+
+def test_the_first_round_holds_everyone_even_if_some_end_before_it():
+    long = Task("t000", make_task(said="word " * 900).prompt, "Paris")
+    jobs = make_jobs(3)
+    jobs[0] = type(jobs[0])(jobs[0].key, long)
+    engine = RecordingEngine(uneven)
+    scheduler = make_scheduler(engine, WatchedWorld(), SchedulerLimits(2), lockstep=True)
+    episodes = run(scheduler, jobs)
+    assert [e.trajectory.stop_reason for e in episodes] == [
+        StopReason.PROMPT_TOO_LONG,
+        StopReason.ANSWERED,
+        StopReason.ANSWERED,
+    ]
+    assert [len(batch) for batch in engine.batches] == [2, 2, 1]
+
+
+def test_an_engine_error_reaches_every_episode_of_the_round():
+    engine = RecordingEngine(answers, faults=Faults(fail_at={1}))
+    scheduler = make_scheduler(engine, WatchedWorld(), SchedulerLimits(5), lockstep=True)
+    episodes = run(scheduler, make_jobs(5))
+    assert [e.key.attempt for e in episodes] == [1] * 5
+    assert [len(batch) for batch in engine.batches] == [5, 5]
+    assert scheduler.ledger.summary(0).by_reason == {"failed/engine": 5}
+
+
+class Partial(RecordingEngine):
+    """Answers one request too few."""
+
+    def __init__(self):
+        super().__init__(answers)
+
+    async def generate_batch(self, requests):
+        return (await super().generate_batch(requests))[:-1]
+
+
+def test_an_engine_that_answers_too_few_fails_the_round_and_leaves_nobody_waiting():
+    scheduler = make_scheduler(Partial(), WatchedWorld(), SchedulerLimits(3, 0, 0.0), lockstep=True)
+    with pytest.raises(EngineError, match="answered 2 of 3 requests"):
+        run(scheduler, make_jobs(3))
+
+
+def test_a_broken_run_leaves_the_lock_step_free_for_the_next():
+    hooks = unstable(lambda number: number == 2, UserError("Stop."), "step")
+    world = WatchedWorld(hooks=hooks)
+    scheduler = make_scheduler(scripted(uneven), world, SchedulerLimits(2), lockstep=True)
+
+    async def twice():
+        with pytest.raises(UserError):
+            await scheduler.run(make_jobs(6))
+        return await asyncio.wait_for(scheduler.run(make_jobs(4, step=1)), 10)
+
+    assert [e.trajectory.answer for e in asyncio.run(twice())] == ["Paris"] * 4
+
+
+def test_an_episode_that_times_out_while_it_waits_holds_nobody_up():
+    async def slow(number):
+        await asyncio.sleep(0.15 if number == 0 else 0)
+
+    world = WatchedWorld(hooks={"step": slow})
+    limits = EpisodeLimits(timeout_s=0.05)
+    scheduler = make_scheduler(RecordingEngine(uneven), world, SchedulerLimits(2), lockstep=True, episodes=limits)
+    stops = [e.trajectory.stop_reason for e in run(scheduler, make_jobs(2))]
+    assert StopReason.TIMEOUT in stops
+
+
+def ask(name):
+    return Request(name, (1, 2), SamplingParams())
+
+
+def test_only_who_has_joined_may_ask():
+    lockstep = LockstepEngine(scripted(answers))
+    with pytest.raises(ValueError, match="episode e has not joined"):
+        asyncio.run(lockstep.generate(ask("e")))
+
+
+def test_a_round_waits_for_everyone_who_has_joined_until_they_leave():
+    engine = RecordingEngine(answers)
+    lockstep = LockstepEngine(engine)
+
+    async def play():
+        for name in ("b", "a", "c"):
+            lockstep.swap(None, name)
+        waiting = [asyncio.create_task(lockstep.generate(ask(name))) for name in ("b", "a")]
+        await asyncio.sleep(0.01)
+        assert engine.batches == []
+        lockstep.swap("c", None)
+        await asyncio.gather(*waiting)
+        lockstep.swap("a", "d")
+        await asyncio.gather(lockstep.generate(ask("d")), lockstep.generate(ask("b")))
+
+    asyncio.run(play())
+    assert [[name for name, *_ in batch] for batch in engine.batches] == [["a", "b"], ["b", "d"]]
+
+
+def test_who_no_longer_listens_is_not_asked_for_but_still_waited_for():
+    engine = RecordingEngine(answers)
+    lockstep = LockstepEngine(engine)
+
+    async def play():
+        lockstep.swap(None, "a")
+        lockstep.swap(None, "b")
+        gone = asyncio.create_task(lockstep.generate(ask("a")))
+        await asyncio.sleep(0)
+        gone.cancel()
+        waiting = asyncio.create_task(lockstep.generate(ask("b")))
+        await asyncio.sleep(0.01)
+        assert engine.batches == []
+        lockstep.swap("a", None)
+        await waiting
+
+    asyncio.run(play())
+    assert [[name for name, *_ in batch] for batch in engine.batches] == [["b"]]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_closing_ends_the_round_that_runs_with_an_error_for_those_who_wait(begun):
+    engine = scripted(answers, faults=Faults(hang_at={0}))
+    lockstep = LockstepEngine(engine)
+
+    async def play():
+        lockstep.swap(None, "a")
+        waiting = asyncio.create_task(lockstep.generate(ask("a")))
+        if begun:
+            await until(lambda: engine.requests)
+        else:
+            await asyncio.sleep(0)
+        await lockstep.close()
+        await waiting
+
+    with pytest.raises(EngineError, match="cancelled before the engine answered"):
+        asyncio.run(asyncio.wait_for(play(), 10))
+    assert engine.closed
+    assert bool(engine.requests) is begun
+
+
+def test_everything_else_is_the_inner_engines():
+    engine = scripted(answers, version=6, context_tokens=99)
+    lockstep = LockstepEngine(engine)
+
+    async def ask_all():
+        await lockstep.load_weights(7, {})
+        return await lockstep.score((1, 2)), await lockstep.fingerprint(), await engine.fingerprint()
+
+    scores, mine, inner = asyncio.run(ask_all())
+    assert (scores, lockstep.version, lockstep.context_tokens) == ([0.0, -1.0], 7, 99)
+    assert mine == inner
+    lockstep.release("x")
+    assert engine.released == ["x"]
+
+
+def test_names_sort_by_step_task_and_sample_and_differ_by_attempt():
+    keys = [job.key for step in (2, 10) for job in make_jobs(12, samples=11, step=step)]
+    names = [episode_name(key) for key in keys]
+    assert names == sorted(names)
+    assert len(set(names)) == len(names)
+
+
+# episodes that hold a session
+
+
+@dataclass
+class HoldingWorld(WatchedWorld):
+    """There is room for two sessions, and every episode holds one."""
+
+    open: int = 0
+    most: int = 0
+    episodes_at_once: int | None = 2
+
+    def __post_init__(self):
+        async def start(_):
+            self.open += 1
+            self.most = max(self.most, self.open)
+
+        async def close(_):
+            await asyncio.sleep(0.001)
+            self.open -= 1
+
+        self.hooks = {"start": start, "close": close}
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_no_more_episodes_are_open_than_there_is_room_for_sessions_and_all_get_on(lockstep):
+    world, engine = HoldingWorld(), scripted(uneven)
+    limits = SchedulerLimits(episodes_at_once(world, 8))
+    scheduler = make_scheduler(engine, world, limits, lockstep=lockstep)
+    episodes = run(scheduler, make_jobs(9))
+    assert [e.trajectory.answer for e in episodes] == ["Paris"] * 9
+    assert (world.most, world.open) == (2, 0)
+
+
+def test_episodes_that_are_started_one_by_one_wait_for_room_too():
+    world = HoldingWorld()
+    scheduler = make_scheduler(scripted(uneven), world, SchedulerLimits(2))
+
+    async def all_at_once():
+        budget = FailureBudget(9)
+        return await asyncio.gather(*(scheduler.play(job, budget) for job in make_jobs(9)))
+
+    assert len(asyncio.run(all_at_once())) == 9
+    assert (world.most, world.open) == (2, 0)
+
+
+def test_worlds_with_sessions_have_the_room_of_their_sandbox():
+    config = load_config("terminal", ["--sandbox.sessions", "3"])
+    world = build_world(config.env, config.rollout, config.sandbox)
+    assert world.implements("episodes_at_once")
+    assert episodes_at_once(world, 128) == 3
+    assert episodes_at_once(world, 2) == 2
+    assert episodes_at_once(WatchedWorld(), 128) == 128
+    assert NamespacesSandbox().most_sessions >= 2
+
+
+def test_an_engine_knows_a_task_that_is_evaluated_from_the_same_one_that_is_trained_on():
+    """At once, where episodes stream: neither is to end, or to go on from, what is kept for the other."""
+    engine, rollout = scripted(["Paris"]), RolloutConfig(reproducible=False)
+    for purpose in ("train", "evaluate"):
+        play = SamplingPlan(purpose, 1.0, 0)
+        one = engine_scheduler(WatchedWorld(), engine, renderer(), rollout, play, Ledger())
+        run(one, make_jobs(1))
+    assert len({request.episode for request in engine.requests}) == len(set(engine.released)) == 2

@@ -1,0 +1,128 @@
+"""GRESO in the loop: what is skipped, what groups say, and a run that resumes with its streaks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from ludus.algorithms.greso import GresoState
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.cli.main import main
+from ludus.config.schema import Config
+from ludus.recipes import recipe_folder
+from ludus.rollout.ledger import Ledger
+from ludus.rollout.streaming.group_queue import StreamedGroup
+from ludus.tasks.order import TaskOrder
+from ludus.training.collection.algorithm_state import AlgorithmState
+from ludus.training.collection.greso import SETTINGS, GresoDraw, after_visits, choose
+from ludus.training.collection.prompt_stream import PromptStream
+from ludus.training.collection.rollout_collector import RolloutCollector
+from ludus.training.credit.advantages import assign_credit
+from ludus.training.rl.build import train
+from ludus.training.run.checkpoint import checkpoint_path
+from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.session import open_session
+from ludus.types import Failure, Task
+from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
+from tests.training.credit.test_credit import group
+from tiny_run import WORLD
+
+TASKS = [Task(f"t{i}", (), None) for i in range(12)]
+ORDER = TaskOrder(TASKS, 0, 4)
+DRAW = GresoDraw(seed=5, step=3)
+
+
+def test_tasks_with_a_streak_are_skipped_and_the_next_ones_played():
+    memory = AlgorithmState(greso=GresoState(streaks={f"t{i}": -2 for i in range(6)}), position=2)
+    chosen = choose(ORDER, 4, memory, {ORDER.take(4, 1)[0].id}, DRAW)
+    looked = ORDER.take(2, chosen.memory.position - 2)
+    free = [task for task in looked if task.id != ORDER.take(4, 1)[0].id]
+    skips = [memory.greso.skips(task.id, SETTINGS, seed=5, step=3) for task in free]
+    assert list(chosen.tasks) == [task for task, skip in zip(free, skips, strict=True) if not skip]
+    assert (len(chosen.tasks), chosen.skipped) == (4, sum(skips))
+    assert chosen.skipped > 0
+    assert chosen.memory == replace(memory, position=chosen.memory.position)
+
+
+def test_without_streaks_the_order_is_kept():
+    assert list(choose(ORDER, 4, AlgorithmState(), (), DRAW).tasks) == ORDER.take(0, 4)
+
+
+def test_where_all_are_skipped_the_first_are_played():
+    state = GresoState(p_hard=0.0, p_easy=0.0, streaks={task.id: -1 for task in TASKS})
+    chosen = choose(ORDER, 3, AlgorithmState(greso=state), (), GresoDraw(0, 0))
+    all_skipped = [t for t in ORDER.take(0, 12) if state.skips(t.id, SETTINGS, seed=0, step=0)]
+    played = [t for t in ORDER.take(0, 12) if t not in all_skipped]
+    assert list(chosen.tasks) == (played[:3] or all_skipped[:3])
+    assert len({task.id for task in chosen.tasks}) == len(chosen.tasks)
+
+
+def test_groups_say_whether_a_task_was_too_easy_or_too_hard():
+    def scored(name, rewards):
+        return [
+            replace(e, trajectory=replace(e.trajectory, rewards={"right": e.trajectory.reward}))
+            for e in group(rewards, name)
+        ]
+
+    broken = scored("broken", (0.0,) * 4)
+    lost = replace(broken[0].trajectory, failure=Failure("engine", "gone", 3))
+    groups = [
+        scored("easy", (1.0,) * 4),
+        scored("hard", (0.2,) * 4),
+        scored("good", (1.0, 0.0, 0.0, 0.0)),
+        [replace(broken[0], trajectory=lost), *broken[1:]],
+    ]
+    start = AlgorithmState(greso=GresoState(streaks={"hard": -1, "good": 3}))
+    after = after_visits(start, assign_credit(groups, PRESETS["grpo"]), "right", PRESETS["grpo"]).greso
+    assert after.streaks == {"easy": 1, "hard": -2}
+    assert (after.p_easy, after.p_hard) == (0.49, 0.49)
+
+
+@pytest.mark.parametrize(("size", "per_step"), [(3, 3), (4, 3), (7, 3), (12, 4)])
+def test_no_step_of_a_stream_meets_a_task_twice(size, per_step):
+    order = TaskOrder(TASKS[:size], 0, per_step)
+    state = GresoState(streaks={task.id: -3 for task in order.tasks})
+    session = SimpleNamespace(config=Config())
+    sampler = RolloutCollector(session, None, PRESETS["dapo"], None, Ledger(), AlgorithmState(greso=state))
+    sampler.algorithm = replace(sampler.algorithm, greso=True)
+    stream = PromptStream(sampler, order, per_step)
+    groups = [StreamedGroup(number, stream.jobs(number), 0) for number in range(199)]
+    resumed = PromptStream(sampler, order, per_step, before=[g.jobs[0].task.id for g in groups[-per_step:]])
+    groups += [StreamedGroup(number, resumed.jobs(number), 0) for number in range(199, 300)]
+    keys = [job.key for group in groups for job in group.jobs]
+    assert len(set(keys)) == len(keys)
+
+
+CHANGES = {
+    "algorithm__greso": "true",
+    "training__steps": "3",
+    "training__prompts_per_step": "5",
+    "rollout__max_turns": "1",
+    "rollout__max_tokens_per_turn": "4",
+    "env__name": str(WORLD),
+    "model__path": str(recipe_folder("search") / "cold_start"),
+}
+
+
+@pytest.mark.fault
+def test_a_run_skips_what_taught_nothing_and_resumes_with_its_streaks(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder in (whole, cut):
+        reporter = Cutting(3) if folder == cut else Silent()
+        settings = config(folder, **(SMALLEST | CHANGES))
+        with locked(new_run(settings, "search", "rl")):
+            if folder == cut:
+                with pytest.raises(Cut):
+                    train(open_session(settings), RunFolder(folder), reporter)
+            else:
+                train(open_session(settings), RunFolder(folder), reporter)
+                assert [m["greso/skipped"] > 0 for _, m in reporter.steps] == [False, False, True]
+                assert reporter.steps[-1][1]["greso/p_hard"] == pytest.approx(0.47)
+    assert main(["train", "--resume", str(cut)]) == 0
+    first, second = lasting_files(whole), lasting_files(cut)
+    assert [name for name in first if first[name] != second.get(name)] == []
+    state = json.loads((checkpoint_path(whole / "checkpoints", 3) / "trainer" / "state.json").read_text())
+    assert json.loads(state["memory"])["position"] > 15

@@ -1,0 +1,154 @@
+"""What trains from the replay buffer for the first time: groups past the bound, and those of other runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ludus.config.load import load_config
+from ludus.diagnostics.trackers import read_metrics
+from ludus.errors import ConfigError
+from ludus.rollout.ledger import RolloutOutcome
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path, write_rollouts
+from ludus.training.collection.replay_buffer import TO_REPLAY, check_replay
+from ludus.training.rl.async_trainer import StreamRunner
+from ludus.training.rl.replay_sources import refuse_far
+from tests.training.collection.test_replay import ALGORITHM, buffer, counts, draw, group
+from tests.training.rl.test_async_run import BOUND, records, run, words
+from tiny_run import refused
+from waiting import until
+
+REPLAYS = {"staleness.replay.share": 0.5, "staleness.replay.max_age": 9}
+GIVEN = {key.replace(".", "__"): value for key, value in REPLAYS.items()}
+
+
+def test_a_group_past_the_bound_goes_into_the_buffer_and_trains_from_there():
+    replay = buffer()
+    late, young = group(1, version=0), group(2, version=3)
+    found = replay.take_late([*late, *young], step=4, bound=2)
+    assert [(c.outcome, c.reason) for c in found[:2]] == [(RolloutOutcome.DROPPED, TO_REPLAY)] * 2
+    assert found[2:] == young
+    assert (replay.metrics([])["replay/late"], counts(replay)[0]) == (1, 1)
+    assert draw(replay, 4) == ["t1"]
+
+
+def test_a_late_group_that_would_not_train_is_not_kept():
+    replay = buffer()
+    gone = group(1, version=0, outcome=RolloutOutcome.DROPPED)
+    assert replay.take_late(gone, step=9, bound=2) == gone
+    assert counts(replay) == (0, 0, 0)
+
+
+def test_groups_of_other_runs_have_no_age_and_are_as_old_as_may_be():
+    replay = buffer(max_age=3)
+    replay.add_source("a/run", [[c.episode for c in group(1, version=70)]])
+    text = replay.to_text()
+    again = buffer(max_age=3)
+    again.restore(text, {"t1": group(1, 0)[0].episode.task})
+    for one in (replay, again):
+        assert len(one.foreign(40, ALGORITHM)) == 1
+        credits = one.draw(40, ALGORITHM, 9, 1)
+        assert {v for c in credits for s in c.episode.trajectory.segments for v in s.versions} == {36}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--staleness.on_stale", "replay"), "needs staleness.replay.share above 0"),
+        (("--staleness.on_stale", "replay", "--staleness.replay.share", "0.5"), ""),
+        (
+            (
+                "--staleness.replay.share=0.5",
+                "--staleness.replay.max_age=2",
+                '--staleness.replay.sources=["runs/a"]',
+                "--algorithm.correction=none",
+            ),
+            "off-policy rollouts",
+        ),
+    ],
+)
+def test_what_would_train_without_a_correction_or_never_is_refused(given, message):
+    words = ["--training.mode", "async", *given]
+    if not message:
+        check_replay(load_config("search", words), ALGORITHM)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_replay(load_config("search", words), replace(ALGORITHM, correction="none"))
+
+
+def adds_up(metrics: dict[str, float]) -> bool:
+    ended = [metrics[f"ledger/{name}"] for name in ("trained", "masked", "dropped", "failed")]
+    return metrics["ledger/started"] == sum(ended)
+
+
+@pytest.mark.fault
+def test_a_slow_group_holds_nobody_up_and_trains_later_from_the_buffer(tiny_run, tmp_path, monkeypatch):
+    play, slow = StreamRunner.play, []
+
+    async def late(player, job):
+        episode = await play(player, job)
+        slow.append(job.key.task_id)
+        if job.key.task_id == slow[0] and job.key.step == 1:
+            await until(lambda: (player.sampler.ledger.state().last_closed or 0) > BOUND, 60)
+        return episode
+
+    monkeypatch.setattr(StreamRunner, "play", late)
+    settings = GIVEN | {"staleness__on_stale": "replay", "algorithm__filter_zero_variance": "false"}
+    folder = run(tiny_run, tmp_path, "async", training__steps=8, **settings)
+    rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
+    assert all(map(adds_up, rows))
+    assert sum(row.get("ledger/dropped/to_replay", 0) for row in rows) >= 3
+    assert rows[-1]["replay/late"] >= 1
+    assert sum(row["staleness/over_age_tokens"] for row in rows) > 0
+    trained = [r for _, r in records(folder, 8) if r.outcome is RolloutOutcome.TRAINED]
+    assert len({r.key for r in trained}) == len(trained)
+
+
+def test_rollouts_of_another_run_are_replayed_where_they_are_near_enough(tiny_run, tmp_path):
+    """From a run, from a checkpoint and from a file; those of another policy are refused in a sentence."""
+    near, far = tmp_path / "near.jsonl.gz", tmp_path / "far.jsonl.gz"
+    found = list(read_rollouts(rollouts_path(tiny_run, 1)))
+    write_rollouts(near, found)
+    write_rollouts(far, [replace(r, trajectory=elsewhere(r.trajectory)) for r in found])
+    checkpoint = tiny_run / "checkpoints" / "step-000001"
+    sources = f'["{near}", "{checkpoint}", "{tiny_run}"]'
+    settings = GIVEN | {"training__steps": 2, "algorithm__filter_zero_variance": "false"}
+    folder = run(tiny_run, tmp_path / "a", "async", staleness__replay__sources=sources, **settings)
+    rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
+    assert rows[0]["replay/groups"] == 3  # from the first step on
+    assert rows[0]["replay/trained"] == 9
+    assert all(map(adds_up, rows))
+    for source, message in ((far, "too far from this policy"), (tmp_path / "a", "has no rollouts")):
+        given = settings | {"staleness__replay__sources": f'["{source}"]', "run__dir": tmp_path / message}
+        assert message in refused(*words(tiny_run, tmp_path, "async", **given))
+
+
+def elsewhere(trajectory):
+    """A trajectory that a policy has sampled to which every other token was all but impossible."""
+    segments = tuple(
+        replace(s, logprobs=tuple(-12.0 * (i % 7 == 0) - 0.1 for i in range(len(s.tokens))))
+        if s.kind == "action"
+        else s
+        for s in trajectory.segments
+    )
+    return replace(trajectory, segments=segments)
+
+
+def test_a_group_that_has_become_too_far_is_left_out_and_counted():
+    class Drifted:
+        """A learner that finds the tokens of every other row a hundred times likelier."""
+
+        def score(self, rows):
+            gap = math.log(100)
+            return [torch.tensor(row.behavior) + gap * (i % 2) for i, row in enumerate(rows)]
+
+    replay = buffer()
+    replay.add_source("a/run", [[c.episode for c in group(1, version=0)]])
+    foreign = replay.foreign(1, ALGORITHM)
+    assert refuse_far(replay, foreign, Drifted(), 0.1) == 0
+    assert refuse_far(replay, foreign, Drifted(), 0.9) == 1
+    assert replay.metrics([])["replay/refused"] == 1
+    assert draw(replay, 1) == []

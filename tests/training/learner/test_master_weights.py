@@ -1,0 +1,85 @@
+"""bfloat16 weights with float32 master weights: small updates add up, and a run goes on bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ludus.errors import LearnerError
+from ludus.rollout.ledger import Ledger
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
+from ludus.training.run.checkpoint import TrainerState, load_trainer, load_weights, save_checkpoint
+from tests.engines.test_engine_local import byte_tokenizer
+from tests.training.learner.test_learner import learner, random_rows, tiny_model
+
+TINY = OptimizerSettings(learning_rate=1e-5, total_steps=400, max_grad_norm=1e9)
+
+
+def pushed(steps, *, masters, dtype=torch.bfloat16):
+    """A weight of 1 after steps that each take away 1e-5, and its optimiser."""
+    layer = torch.nn.Linear(2, 2, bias=False, dtype=dtype)
+    torch.nn.init.ones_(layer.weight)
+    optimiser = Optimizer(layer, TINY, masters=masters)
+    for _ in range(steps):
+        layer.weight.grad = torch.ones_like(layer.weight)
+        optimiser.step()
+    return layer.weight.detach(), optimiser
+
+
+def test_updates_that_vanish_in_bfloat16_move_the_master():
+    pure, _ = pushed(390, masters=False)
+    assert pure.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    exact, _ = pushed(390, masters=False, dtype=torch.float32)
+    weight, optimiser = pushed(390, masters=True)
+    assert torch.equal(optimiser.state()["master/weight"], exact)
+    assert torch.equal(weight, exact.bfloat16())
+    assert float(weight[0, 0]) == 0.99609375
+    assert optimiser.state()["exp_avg/weight"].dtype == torch.float32
+
+
+def test_weights_that_were_put_in_before_the_first_step_are_the_ones_that_move():
+    layer = torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
+    optimiser = Optimizer(layer, TINY)
+    torch.nn.init.constant_(layer.weight, 3.0)
+    assert optimiser.state() == {}
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimiser.step()
+    assert float(optimiser.state()["master/weight"][0, 0]) == pytest.approx(3 - 1e-5, abs=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_leaves_weight_and_master():
+    layer = torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
+    before = layer.weight.detach().clone()
+    optimiser = Optimizer(layer, TINY)
+    layer.weight.grad = torch.full_like(layer.weight, torch.inf)
+    with pytest.raises(LearnerError):
+        optimiser.step()
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    optimiser.step()
+    assert torch.equal(layer.weight.detach(), before)
+
+
+def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
+    rows = random_rows(5)
+    straight = learner(tiny_model(torch.bfloat16))
+    for step in range(4):
+        straight.train(rows, seed=step)
+    first = learner(tiny_model(torch.bfloat16))
+    for step in range(2):
+        first.train(rows, seed=step)
+    state = TrainerState(2, first.optimiser.num_steps, Ledger().state())
+    folder = save_checkpoint(tmp_path, first.scorer.model, byte_tokenizer(), first.optimiser, state)
+    model = tiny_model(torch.bfloat16, seed=5)
+    second = learner(model)
+    load_weights(folder, model)
+    load_trainer(folder, second.optimiser)
+    for step in range(2, 4):
+        second.train(rows, seed=step)
+    for name, tensor in straight.optimiser.state().items():
+        assert torch.equal(tensor, second.optimiser.state()[name]), name
+    expected = dict(straight.scorer.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, expected[name]), name
+    with pytest.raises(LearnerError, match=r"model\.master_weights"):
+        load_trainer(folder, Optimizer(model, TINY, masters=False))
