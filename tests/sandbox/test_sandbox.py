@@ -238,7 +238,11 @@ def guards_of(box: NamespacesSandbox) -> list[int]:
 
 
 def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    """The parent, or 0 if the process has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except FileNotFoundError:
+        return 0
 
 
 @pytest.mark.parametrize("in_session", [False, True])

@@ -134,7 +134,8 @@ SPANS = StepKind(
 EDGES = StepKind(
     "edges",
     "list[list[int]]",
-    "a list of pairs [a, b] of different numbers, each pair an edge between two nodes of a graph, possibly empty",
+    "a list of pairs [a, b] of different numbers, each pair an edge between two nodes of a graph, "
+    "possibly empty",
     _edges,
     "rows",
 )
@@ -145,7 +146,13 @@ ROADS = StepKind(
     _roads,
     "rows",
 )
-GRID = StepKind("grid", "list[list[int]]", "a rectangular grid of whole numbers, at least one cell", _grid, "rows")
+GRID = StepKind(
+    "grid", "list[list[int]]", "a rectangular grid of whole numbers, at least one cell", _grid, "rows"
+)
 MAZE = StepKind(
-    "maze", "list[str]", "a rectangular maze, '#' is a wall and '.' is free; the first cell is free", _maze, "words"
+    "maze",
+    "list[str]",
+    "a rectangular maze, '#' is a wall and '.' is free; the first cell is free",
+    _maze,
+    "words",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -141,7 +142,8 @@ print(dry_run(one, 512).activations)
 
 def test_activations_are_measured():
     command = [sys.executable, "-c", _MEASURE]  # a process of its own has no freed memory to take again
-    said = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert 20 * 2**20 < int(said.stdout) < 600 * 2**20
 
 
