@@ -24,9 +24,8 @@ from chat_families import (
     metaspace,
 )
 from ludus.chat.conformance import ProbeDialogue, check_conformance, probe_dialogues
-from ludus.chat.control import control_ids, make_guard
 from ludus.chat.parse_tags import RETOOL
-from ludus.chat.render import _MARK, TemplateRenderer, render_dialogue
+from ludus.chat.render import _MARK, TemplateRenderer, control_ids, make_guard, render_dialogue
 from ludus.chat.tags import TagsRenderer
 from ludus.chat.tokenizer import chat_template, train_tokenizer
 from ludus.config.sections.rollout import EnvConfig

@@ -14,14 +14,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from ludus.engines.base import Request
-from ludus.engines.embedded import attention_c
-from ludus.engines.embedded.attention import RaggedPass
-from ludus.engines.embedded.attention_torch import QuerySpan, ScoreRule, TorchPass
+from ludus.engines.embedded import attention
+from ludus.engines.embedded.attention import QuerySpan, RaggedPass, ScoreRule, TorchPass
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
-from ludus.engines.embedded.kv_pool import LayerShape, PagePool
+from ludus.engines.embedded.kv_cache import PAGE, LayerShape, PagePool, RadixCache
 from ludus.engines.embedded.model_runner import RaggedForward
-from ludus.engines.embedded.radix_cache import PAGE, RadixCache
-from ludus.engines.embedded.scheduler import BatchScheduler, Sequence
+from ludus.engines.embedded.scheduler import BatchScheduler, SequenceState
 from ludus.errors import EngineError
 from ludus.types import Completion, SamplingParams
 from waiting import until
@@ -181,7 +179,7 @@ def test_log_probabilities_keep_to_the_tolerances_of_the_docs(dtype, changes, co
     """Beside others against a score alone, and against a plain forward pass."""
     changes = dict(changes)
     if changes.pop("no_kernel", False):
-        monkeypatch.setattr(attention_c, "_library", lambda: None)
+        monkeypatch.setattr(attention, "_library", lambda: None)
     model, settings = build().to(dtype), replace(SMALL, **changes)
     requests = [replace(r, params=replace(r.params, temperature=1.0)) for r in varied_requests(20)]
 
@@ -474,8 +472,8 @@ def test_a_long_prompt_does_not_stall_what_decodes():
     forward = RaggedForward(model, 128, 1100, 1)
     core = BatchScheduler(forward, None, RadixCache(128), (8, 1100), 64)
     done = []
-    short = Sequence(Request("s", (7, 7, 7), SamplingParams(temperature=0)), 40, done.append)
-    long = Sequence(Request("l", tuple(range(1, 251)) * 4, SamplingParams()), 1, done.append)
+    short = SequenceState(Request("s", (7, 7, 7), SamplingParams(temperature=0)), 40, done.append)
+    long = SequenceState(Request("l", tuple(range(1, 251)) * 4, SamplingParams()), 1, done.append)
     core.add(short)
     core.step()
     core.add(long)
@@ -504,7 +502,7 @@ def test_nobody_starves_under_load_and_all_are_admitted_in_order():
             history = tokens(source, 190, 200) if large else tokens(source, 3, 30)
             limit = 20 if large else source.randint(1, 12)
             request = Request(str(len(added)), history, SamplingParams(temperature=0))
-            added.append(Sequence(request, limit, lambda s: ended.update({s: len(s.logprobs)})))
+            added.append(SequenceState(request, limit, lambda s: ended.update({s: len(s.logprobs)})))
             core.add(added[-1])
         before = {s: len(s.logprobs) for s in core.running}
         steps = core.stats.steps
@@ -520,7 +518,7 @@ def test_who_waits_for_a_prefix_lets_others_pass_and_is_next_when_it_is_there():
     core, forward = small_core(num_pages=64, num_slots=8, pass_tokens=32)
     shared, params = tokens(random.Random(1), 100, 100), SamplingParams(temperature=0)
     first, twin, other = (
-        Sequence(Request(str(i), history, params), 8, lambda _: None)
+        SequenceState(Request(str(i), history, params), 8, lambda _: None)
         for i, history in enumerate((shared, (*shared, 5), (9, 9, 9)))
     )
     for sequence in (first, twin, other):
@@ -538,7 +536,7 @@ def test_who_waits_for_a_prefix_lets_others_pass_and_is_next_when_it_is_there():
 
 
 def test_subnormal_numbers_survive_the_kernel():
-    if attention_c._library() is None:
+    if attention._library() is None:
         pytest.skip("no compiler here")
     assert np.float32(1e-40) * np.float32(0.5) > 0
     assert torch.tensor(1e-40).mul(0.5).item() > 0
@@ -565,7 +563,7 @@ def test_kernel_sparse_and_padded_attention_agree_with_a_loop(window, softcap, m
     """Ragged lengths, grouped heads, pages out of order, padding; one turn is without MKL."""
     source = np.random.default_rng(0)
     shape, num_pages, query_heads = LayerShape(2, 16, 16), 40, 6
-    compiled = attention_c.make_kernel([shape], 16, 256, threads=2)
+    compiled = attention.make_kernel([shape], 16, 256, threads=2)
     cpu = torch.device("cpu")
     pool, pools = (
         PagePool([shape], num_pages, torch.float32, cpu, transposed=True),
@@ -623,7 +621,7 @@ def test_without_a_compiler_the_engine_does_the_same(monkeypatch):
     model = build()
     requests = [replace(r, params=replace(r.params, temperature=0.0)) for r in varied_requests(12)]
     expected = alone(model, requests)
-    monkeypatch.setattr(attention_c, "_library", lambda: None)
+    monkeypatch.setattr(attention, "_library", lambda: None)
 
     async def run():
         engine = LocalEngine(model, settings=SMALL)
@@ -639,7 +637,7 @@ def test_without_a_compiler_the_engine_does_the_same(monkeypatch):
 
 def test_without_a_compiler_turns_agree_with_scores_under_new_weights(monkeypatch):
     """Turns of several episodes with new weights between them; each agrees with a score from nothing."""
-    monkeypatch.setattr(attention_c, "_library", lambda: None)
+    monkeypatch.setattr(attention, "_library", lambda: None)
     source = random.Random(0)
 
     async def run():
@@ -668,14 +666,14 @@ def test_without_a_compiler_turns_agree_with_scores_under_new_weights(monkeypatc
 
 
 def test_the_kernel_is_compiled_once_and_a_compiler_that_fails_is_no_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(attention_c.Path, "home", lambda: tmp_path)
-    monkeypatch.setattr(attention_c.shutil, "which", lambda name: "/bin/false")
-    attention_c._library.cache_clear()
+    monkeypatch.setattr(attention.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(attention.shutil, "which", lambda name: "/bin/false")
+    attention._library.cache_clear()
     try:
-        assert attention_c.make_kernel([LayerShape(1, 8, 8)], 8, 64, 1) is None
+        assert attention.make_kernel([LayerShape(1, 8, 8)], 8, 64, 1) is None
         assert not list(tmp_path.rglob("*.so"))
     finally:
-        attention_c._library.cache_clear()
+        attention._library.cache_clear()
 
 
 def test_widths_that_the_kernel_does_not_have_go_to_torch():
@@ -717,7 +715,7 @@ def test_the_tree_finds_the_longest_prefix_and_frees_what_nobody_holds():
 @pytest.mark.parametrize("compiled", [True, False])
 def test_an_engine_gives_its_cache_up_and_takes_it_back(compiled, monkeypatch):
     if not compiled:
-        monkeypatch.setattr(attention_c, "_library", lambda: None)
+        monkeypatch.setattr(attention, "_library", lambda: None)
     requests = varied_requests(6, seed=3)
 
     async def run():

@@ -36,8 +36,8 @@ from transformers import (
 
 from ludus.engines.base import Request, check_params
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
-from ludus.engines.embedded.kv_pool import LayerShape, PagePool
-from ludus.engines.embedded.stop_strings import StopStrings
+from ludus.engines.embedded.kv_cache import LayerShape, PagePool
+from ludus.engines.embedded.sampler import StopStrings
 from ludus.engines.models import fingerprint
 from ludus.engines.models.fingerprint import fingerprint_module
 from ludus.errors import EngineError, RequestRefused, SyncError, UserError

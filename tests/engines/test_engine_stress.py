@@ -12,9 +12,9 @@ import torch
 
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
+from ludus.engines.embedded.kv_cache import PAGE, RadixCache
 from ludus.engines.embedded.model_runner import RaggedForward
-from ludus.engines.embedded.radix_cache import PAGE, RadixCache
-from ludus.engines.embedded.scheduler import BatchScheduler, Sequence
+from ludus.engines.embedded.scheduler import BatchScheduler, SequenceState
 from ludus.types import Completion, SamplingParams
 from tests.engines.test_engine_batching import build, tokens, what_is_left
 
@@ -133,7 +133,7 @@ class Alone:
         core.version = version
         if not forward.invariant:
             core.block = self.block
-        sequence = Sequence(request, until, lambda _: None)
+        sequence = SequenceState(request, until, lambda _: None)
         sequence.tokens += answer
         sequence.logprobs = list(logprobs)
         core.add(sequence)

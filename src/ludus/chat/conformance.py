@@ -13,8 +13,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ludus.chat.control import control_ids
-from ludus.chat.render import TemplateRenderer, decode_exactly, render_dialogue
+from ludus.chat.render import TemplateRenderer, control_ids, decode_exactly, render_dialogue
 from ludus.errors import UserError
 from ludus.tools.base import Tool, tool
 from ludus.types import FunctionCall, Message, MessageToolCall, Segment

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ludus.chat.parse_draft import Malformed, ParsedDraft, parse_whole, unfence
-from ludus.chat.parse_json import call_of, decode_prefix, skip_blanks
+from ludus.chat.parser_base import Malformed, ParsedDraft, call_of, decode_prefix, parse_whole, skip_blanks, unfence
 from ludus.types import Action
 
 PYTHON_TAG = "<|python_tag|>"

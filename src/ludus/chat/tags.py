@@ -13,7 +13,7 @@ ReTool and ToRL (`code`), for a world with a tool `python` whose only required a
     <interpreter> output </interpreter>             the environment
     ... <answer> ... </answer>                      the model, at the end
 
-Special tokens in user and tool messages, and result tags in tool output, are broken (`ludus.chat.control`).
+Special tokens in user and tool messages, and result tags in tool output, are broken (`ludus.chat.render`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ludus.chat.control import ControlGuard, make_guard
-from ludus.chat.guides import GUIDES_EXIST
+from ludus.chat.parse_hermes import GUIDES_EXIST
 from ludus.chat.parse_tags import ANSWER, RETOOL, SEARCH_R1, TagProtocol, TagsParser
-from ludus.chat.render import Tokenizer, decode_exactly
+from ludus.chat.render import ControlGuard, Tokenizer, decode_exactly, make_guard
 from ludus.errors import ConfigError, UserError
 from ludus.tools.base import Tool
 from ludus.types import JSON, Action, FinishReason, Guide, Message

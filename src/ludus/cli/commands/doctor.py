@@ -194,7 +194,7 @@ def _threads() -> DoctorFinding:
 
 
 def _kernel() -> DoctorFinding:
-    from ludus.engines.embedded.attention_c import available
+    from ludus.engines.embedded.attention import available
 
     if available():
         return DoctorFinding("attention kernel", "fine", "compiled")

@@ -14,7 +14,7 @@ import asyncio
 import copy as copying
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,10 +25,9 @@ from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, check_num_to
 from ludus.engines.embedded import scheduler
 from ludus.engines.embedded.compute_thread import ComputeThread, compute_threads
 from ludus.engines.embedded.guided_decoding import GuideCompiler, GuideState
+from ludus.engines.embedded.kv_cache import AT, PAGE, RadixCache
 from ludus.engines.embedded.model_runner import RaggedForward
-from ludus.engines.embedded.radix_cache import PAGE, RadixCache
-from ludus.engines.embedded.scheduler import BatchScheduler
-from ludus.engines.embedded.session_cache import SessionCache
+from ludus.engines.embedded.scheduler import BatchScheduler, SequenceState
 from ludus.engines.models.fingerprint import fingerprint_adapted
 from ludus.engines.models.lora import is_peft
 from ludus.errors import EngineBusy, EngineError, RequestRefused, SyncError
@@ -37,7 +36,7 @@ from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_Place = tuple[scheduler.Sequence, Future[Completion]]
+_Place = tuple[scheduler.SequenceState, Future[Completion]]
 
 _PIECE_S = 0.02
 """Seconds between two pieces of a streamed action."""
@@ -319,11 +318,11 @@ class LocalEngine:
         limit = min(request.params.max_new_tokens, self.context_tokens - len(request.token_ids))
         adapter = self._versions.of(request.episode) if request.adapter is None else request.adapter
         ended = partial(self._ended, future)
-        sequence = scheduler.Sequence(request, limit, ended, adapter, guide=guide)
+        sequence = scheduler.SequenceState(request, limit, ended, adapter, guide=guide)
         self._open.add(future)
         return sequence, future
 
-    def _ended(self, future: Future[Completion], sequence: scheduler.Sequence) -> None:
+    def _ended(self, future: Future[Completion], sequence: scheduler.SequenceState) -> None:
         self._open.discard(future)
         self._caches.ended(sequence)
         if not future.set_running_or_notify_cancel():
@@ -371,7 +370,7 @@ class LocalEngine:
 
 
 def _each(
-    act: Callable[[scheduler.Sequence], None], places: Sequence[tuple[scheduler.Sequence, Future[Completion]]]
+    act: Callable[[scheduler.SequenceState], None], places: Sequence[tuple[scheduler.SequenceState, Future[Completion]]]
 ) -> None:
     for sequence, _ in places:
         act(sequence)
@@ -415,7 +414,7 @@ def _check_shapes(version: int, state: Mapping[str, torch.Tensor], own: Mapping[
             )
 
 
-def _piece(sequence: scheduler.Sequence, start: int, end: int, finish: FinishReason | None) -> Piece:
+def _piece(sequence: scheduler.SequenceState, start: int, end: int, finish: FinishReason | None) -> Piece:
     at = sequence.num_prompt
     return Piece(
         tokens=tuple(sequence.tokens[at + start : at + end]),
@@ -424,3 +423,45 @@ def _piece(sequence: scheduler.Sequence, start: int, end: int, finish: FinishRea
         finish_reason=finish,
         top_logprobs=tuple(sequence.top_logprobs[start:end]),
     )
+
+
+@dataclass
+class SessionCache:
+    """Cache entries of episodes by name, until release or eviction.
+
+    With `outlive` they stay valid across weight updates. Only the engine's worker calls this, between two
+    passes, so that no weight update falls between an episode's cache lookup and its first pass.
+    """
+
+    core: BatchScheduler
+    outlive: bool
+    _histories: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
+    _shelves: dict[str, str] = field(default_factory=dict, init=False)
+
+    def __len__(self) -> int:
+        """Number of known episodes."""
+        return len(self._histories.keys() | self._shelves.keys())
+
+    def add(self, sequence: SequenceState) -> None:
+        """Queue a sequence on its episode's cache branch."""
+        episode, sequence.shelf = sequence.request.episode, sequence.adapter
+        if self.outlive and episode:  # separate from episodes that started under other weights
+            own = f"{sequence.adapter}{AT}{self.core.version_of(sequence.adapter)}"
+            sequence.shelf = self._shelves.setdefault(episode, own)
+        self.core.add(sequence)
+
+    def ended(self, sequence: SequenceState) -> None:
+        """Record the computed history of the sequence; its last token was never computed."""
+        if sequence.error is None and sequence.scores is None:
+            self._histories[sequence.request.episode] = (sequence.shelf, tuple(sequence.tokens[:-1]))
+
+    def forget_name(self, episode: str) -> tuple[str, tuple[int, ...]] | None:
+        """Forget the episode; return its cache branch and tokens."""
+        self._shelves.pop(episode, None)
+        return self._histories.pop(episode, None)
+
+    def release(self, episode: str) -> None:
+        """Forget the episode and free the cache entries that it shares with no other."""
+        history = self.forget_name(episode)
+        if history is not None:
+            self.core.forget(history[1], history[0])

@@ -19,12 +19,9 @@ from transformers import Cache
 
 from ludus.engines.base import DEFAULT
 from ludus.engines.embedded import attention
-from ludus.engines.embedded.attention import RaggedPass
-from ludus.engines.embedded.attention_c import Kernel, make_kernel
-from ludus.engines.embedded.attention_torch import QuerySpan, TorchPass
-from ludus.engines.embedded.kv_pool import LayerShape, PagePool
+from ludus.engines.embedded.attention import Kernel, QuerySpan, RaggedPass, TorchPass, make_kernel
+from ludus.engines.embedded.kv_cache import PAGE, LayerShape, PagePool
 from ludus.engines.embedded.onednn_linear import LEAST, as_before, by_onednn, use_onednn
-from ludus.engines.embedded.radix_cache import PAGE
 from ludus.engines.models.lora import AdapterBank, is_peft
 from ludus.errors import EngineError, UserError
 

@@ -1,6 +1,6 @@
 """Continuous batching: sequences join and leave between any two forward passes.
 
-Schedules `Sequence`s (an action to sample, or tokens to score). Each `step` is one forward pass: one token
+Schedules `SequenceState`s (an action to sample, or tokens to score). Each `step` is one forward pass: one token
 for every decoding sequence, then chunks of prompts and observations in order of arrival, up to the token
 limit. It never waits or retries and uses no event loop; one thread calls it.
 
@@ -25,10 +25,9 @@ from torch import Tensor
 
 from ludus.engines.base import EngineStats, Request
 from ludus.engines.embedded.guided_decoding import GuideState
+from ludus.engines.embedded.kv_cache import PAGE, CacheMatch, RadixCache, RadixNode
 from ludus.engines.embedded.model_runner import ROW_BLOCK, Chunk, RaggedForward
-from ludus.engines.embedded.radix_cache import PAGE, CacheMatch, RadixCache, RadixNode
-from ludus.engines.embedded.sampler import SamplingRules, TokenDraw, likeliest, sample
-from ludus.engines.embedded.stop_strings import StopStrings
+from ludus.engines.embedded.sampler import SamplingRules, StopStrings, TokenDraw, likeliest, sample
 from ludus.errors import EngineError
 from ludus.types import Completion, FinishReason, TopLogprobs
 
@@ -47,7 +46,7 @@ _KEPT_STOPS = 64
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class SequenceState:
     """One request being processed: `tokens` is its history plus the tokens sampled so far.
 
     `shelf` is the cache branch on which its history is looked up and stored.
@@ -55,7 +54,7 @@ class Sequence:
 
     request: Request
     limit: int
-    done: Callable[[Sequence], None]
+    done: Callable[[SequenceState], None]
     adapter: str = ""
     shelf: str = ""
     stops: StopStrings | None = None
@@ -145,8 +144,8 @@ class Sequence:
 class Pass:
     """One forward pass: `rows` of `plan` sample from the first logits; the others are scored or prefilled."""
 
-    plan: list[tuple[Sequence, Chunk]]
-    rows: list[Sequence]
+    plan: list[tuple[SequenceState, Chunk]]
+    rows: list[SequenceState]
     logits: Tensor
     draw: TokenDraw | None
     model_s: float
@@ -173,8 +172,8 @@ class BatchScheduler:
         self._free_slots = deque(range(slots[0]))
         self._params = SlotParams(slots[0], forward)
         self._reserved = 0
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []
         self.version = 0
         self.adapter_versions: dict[str, int] = {}
         self.stats = EngineStats()
@@ -195,7 +194,7 @@ class BatchScheduler:
         earliest = min((s.deadline for s in (*self.running, *self.waiting)), default=math.inf)
         return None if earliest == math.inf else max(0.0, earliest - time.monotonic())
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         """Queue a sequence. It must fit an empty cache."""
         sequence.stops = self._stops(sequence.request.params.stop)
         self.waiting.append(sequence)
@@ -232,7 +231,7 @@ class BatchScheduler:
         rest_s = time.perf_counter() - begin - model_s - draw_s - used_s
         self.stats = replace(self.stats, schedule_s=self.stats.schedule_s + rest_s)
 
-    def abort(self, sequence: Sequence) -> None:
+    def abort(self, sequence: SequenceState) -> None:
         """End a sequence with the tokens so far."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
@@ -300,7 +299,7 @@ class BatchScheduler:
 
     def _admit(self) -> None:
         """Move sequences from the queue to free slots, oldest first; skip those that wait for a prefix."""
-        stay: deque[Sequence] = deque()
+        stay: deque[SequenceState] = deque()
         while self.waiting and self._free_slots:
             sequence = self.waiting.popleft()
             match = self._match(sequence)
@@ -316,20 +315,20 @@ class BatchScheduler:
         stay.extend(self.waiting)
         self.waiting = stay
 
-    def _match(self, sequence: Sequence) -> CacheMatch:
+    def _match(self, sequence: SequenceState) -> CacheMatch:
         """Look up the cached prefix; scoring matches nothing, since it needs every row of logits."""
         if sequence.scores is not None:
             return CacheMatch([])
         return self._tree.match(tuple(sequence.tokens), sequence.shelf)
 
-    def _reserve(self, sequence: Sequence, pages: int) -> bool:
+    def _reserve(self, sequence: SequenceState, pages: int) -> bool:
         if self._tree.num_available - self._reserved < pages:
             return False
         sequence.reserved = pages
         self._reserved += pages
         return True
 
-    def _enter(self, sequence: Sequence, path: list[RadixNode], match: CacheMatch) -> None:
+    def _enter(self, sequence: SequenceState, path: list[RadixNode], match: CacheMatch) -> None:
         """Assign a slot and the pages of its history to a sequence."""
         sequence.slot = self._free_slots.popleft()
         self._params.put(sequence.slot, sequence.request)
@@ -345,7 +344,7 @@ class BatchScheduler:
         self.running.append(sequence)
         self.stats = replace(self.stats, cached_tokens=self.stats.cached_tokens + match.num_tokens)
 
-    def _take(self, sequence: Sequence, *, listed: bool) -> None:
+    def _take(self, sequence: SequenceState, *, listed: bool) -> None:
         """Take one of the sequence's reserved pages; prompt pages are `listed` for others to share."""
         at = len(sequence.path)
         tokens = tuple(sequence.tokens[at * PAGE : (at + 1) * PAGE]) if listed else ()
@@ -354,11 +353,11 @@ class BatchScheduler:
         self._reserved -= 1
         self._table[sequence.slot, at] = node.page
 
-    def _plan(self) -> list[tuple[Sequence, Chunk]]:
+    def _plan(self) -> list[tuple[SequenceState, Chunk]]:
         """Choose the tokens of the next pass: every decoding sequence, then prompts by age."""
-        plan: list[tuple[Sequence, Chunk]] = []
+        plan: list[tuple[SequenceState, Chunk]] = []
         room = self._pass_tokens
-        prefills: list[Sequence] = []
+        prefills: list[SequenceState] = []
         for sequence in self.running:
             if len(sequence.tokens) - sequence.num_computed > 1:
                 prefills.append(sequence)
@@ -375,7 +374,7 @@ class BatchScheduler:
                 room -= len(ids)
         return plan
 
-    def _compute(self, plan: list[tuple[Sequence, Chunk]]) -> list[Pass]:
+    def _compute(self, plan: list[tuple[SequenceState, Chunk]]) -> list[Pass]:
         """Compute the plan in one pass; if that raises, one pass per sequence, so that only the faulty one
         fails."""
         try:
@@ -386,7 +385,7 @@ class BatchScheduler:
                 return []
         return [done for item in plan for done in self._compute([item])]
 
-    def _pass(self, plan: list[tuple[Sequence, Chunk]]) -> Pass:
+    def _pass(self, plan: list[tuple[SequenceState, Chunk]]) -> Pass:
         """Compute logits and sample a token for each sampling sequence; safe to repeat."""
         begin = time.perf_counter()
         keep, rows = _kept_rows(plan)
@@ -399,7 +398,7 @@ class BatchScheduler:
             draw = sample(logits[: len(rows)], self._params.rules(slots), steps, _allowed(rows, self._forward))
         return Pass(plan, rows, logits, draw, computed - begin, time.perf_counter() - computed)
 
-    def _finish_ended(self, plan: list[tuple[Sequence, Chunk]]) -> None:
+    def _finish_ended(self, plan: list[tuple[SequenceState, Chunk]]) -> None:
         for sequence, _ in plan:
             if sequence.error is not None:  # its results are not cached
                 self._end(sequence)
@@ -416,11 +415,11 @@ class BatchScheduler:
         if not self.running and any(sequence.error is not None for sequence, _ in plan):
             self._tree.clear()  # all computed results may be faulty
 
-    def _end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: SequenceState) -> None:
         self._leave(sequence)
         sequence.done(sequence)
 
-    def _settle(self, sequence: Sequence) -> None:
+    def _settle(self, sequence: SequenceState) -> None:
         """Make computed pages available to others: whole pages, the end of the prompt, and all at the end."""
         ended = sequence.finish is not None or sequence.num_computed == sequence.num_prompt
         while sequence.num_settled < sequence.num_computed:
@@ -435,7 +434,7 @@ class BatchScheduler:
                 return
             sequence.num_settled = until
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
         self._tree.release(sequence.path)
@@ -468,14 +467,14 @@ class SlotParams:
         return self._known[1]
 
 
-def _kept_rows(plan: list[tuple[Sequence, Chunk]]) -> tuple[np.ndarray, list[Sequence]]:
+def _kept_rows(plan: list[tuple[SequenceState, Chunk]]) -> tuple[np.ndarray, list[SequenceState]]:
     """Return the token indices whose logits are needed, and the sequences that sample from the first ones.
 
     A sequence samples if the chunk contains its last token; a scored sequence needs every row.
     """
     last: list[int] = []
     scored: list[int] = []
-    rows: list[Sequence] = []
+    rows: list[SequenceState] = []
     at = 0
     for sequence, chunk in plan:
         if sequence.scores is not None:
@@ -511,7 +510,7 @@ def _use(done: Pass, version_of: Callable[[str], int]) -> None:
             at += _score(sequence, chunk, done.logits[at : at + len(chunk.ids)])
 
 
-def _allowed(rows: list[Sequence], forward: RaggedForward) -> Tensor | None:
+def _allowed(rows: list[SequenceState], forward: RaggedForward) -> Tensor | None:
     """Return the guides' mask for these rows; a row whose guide fails ends with the error."""
     states = [sequence.guide for sequence in rows]
     if all(state is None for state in states):
@@ -527,7 +526,7 @@ def _allowed(rows: list[Sequence], forward: RaggedForward) -> Tensor | None:
     return torch.from_numpy(allowed).to(forward.device)
 
 
-def _score(sequence: Sequence, chunk: Chunk, logits: Tensor) -> int:
+def _score(sequence: SequenceState, chunk: Chunk, logits: Tensor) -> int:
     """Append log-probabilities of the tokens that follow each of the chunk's; return the rows used."""
     after = sequence.tokens[chunk.start + 1 : chunk.start + 1 + len(chunk.ids)]
     logits = logits if logits.dtype == torch.float64 else logits.float()

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ludus.engines.embedded.radix_cache import common_prefix
+from ludus.engines.embedded.kv_cache import common_prefix
 from ludus.training.batches.prefix_packing import LEAST_SHARED
 from ludus.training.batches.trajectory_tree import BREAK, laid, num_distinct
 from ludus.types import Segment, Trajectory

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ludus.engines.embedded.radix_cache import common_prefix
+from ludus.engines.embedded.kv_cache import common_prefix
 from ludus.rollout.trees import Path
 from ludus.types import Segment, Trajectory
 

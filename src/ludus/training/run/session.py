@@ -20,7 +20,7 @@ from ludus.config.sections.rollout import EngineConfig, EnvConfig, RolloutConfig
 from ludus.engines.base import Engine
 from ludus.engines.control_tokens import read_token
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
-from ludus.engines.embedded.radix_cache import PAGE
+from ludus.engines.embedded.kv_cache import PAGE
 from ludus.engines.models.loading import load_model, load_tokenizer, num_positions
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import NoServerAvailable, RemoteEngineSettings, serve_command
