@@ -274,7 +274,7 @@ def test_conformance_reports_tool_output_that_becomes_special_tokens():
     renderer = TemplateRenderer(byte_level())
     object.__setattr__(renderer, "guard", replace(renderer.guard, _all=re.compile("(?!)")))
     failures = check_conformance(renderer).failures
-    (found,) = [f for f in failures if f.what == "what a user or a tool says becomes special tokens"]
+    (found,) = [f for f in failures if f.what == "text of a user or a tool becomes special tokens"]
     assert (found.dialogue, found.turn) == ("hostile output", 0)
     assert found.got.count("<|im_end|>") > found.expected.count("<|im_end|>") == 1
 

@@ -190,7 +190,7 @@ def test_names_that_there_are_not_are_refused_with_the_settings():
     assert "extra_calls needs limit" in refused("config", "search", *part("extra_calls", free=1))
     for key in ("weights.exact_mach", "weights_end.exact_mach", "caps.exact_mach"):
         odd = refused("config", "search", f"--rewards.{key}", "0.5")
-        assert "names 'exact_mach', which is no part of the reward. Did you mean 'exact_match'? Parts:" in odd
+        assert "names 'exact_mach', which is not a part of the reward. Did you mean 'exact_match'? Parts:" in odd
     assert "a part of that name" in refused("config", "search", *part("well_formed"))
     added = part("citation_support")
     assert ludus("config", "search", "--rewards.weights.citation_support", "0.1", *added).code == 0

@@ -135,7 +135,7 @@ def test_arguments_are_checked_against_the_servers_schema(server, arguments, sai
 def test_an_argument_that_there_is_not_is_refused(server):
     status, output = say(server, "count", what=1)
     assert status is ToolStatus.BAD_ARGUMENTS
-    assert "no such argument" in output
+    assert "unknown argument" in output
     assert "'what'" in output
 
 

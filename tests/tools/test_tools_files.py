@@ -171,7 +171,7 @@ def test_a_hunk_with_a_wrong_line_goes_to_the_only_place_that_fits_and_takes_the
 @pytest.mark.parametrize(
     ("patch", "words"),
     [
-        ("no diff", "this is no unified diff"),
+        ("no diff", "this is not a unified diff"),
         (patch_of("@@ -3,1 +3,1 @@", "-    return 1", "+    return 2"), "fits at several places"),
         (patch_of("@@ -1,1 +1,1 @@", "-def x():", "+def y():"), "does not fit"),
         (patch_of("@@ -1,1 +1,1 @@", "-def f()", "+def y():"), "does not fit"),

@@ -211,7 +211,7 @@ def _check_control(
             yield ConformanceFailure(
                 probe.name,
                 segment.turn,
-                "what a user or a tool says becomes special tokens",
+                "text of a user or a tool becomes special tokens",
                 renderer.tokenizer.decode(expected)[:_EXCERPT],
                 renderer.tokenizer.decode(got)[:_EXCERPT],
             )

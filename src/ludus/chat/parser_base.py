@@ -218,7 +218,7 @@ def _decode_string(text: str) -> object:
 
 
 def _refuse_constant(word: str) -> NoReturn:
-    raise Malformed(f"{word} is no JSON. Write a finite number, a string or null.")
+    raise Malformed(f"{word} is not JSON. Write a finite number, a string or null.")
 
 
 def _finite(digits: str) -> float:

@@ -217,7 +217,7 @@ def check_tasks(split: str, tasks: Sequence[Task]) -> None:
             )
         if task.id in seen:
             raise UserError(
-                f"Two tasks of the split {split!r} share the id {task.id!r}.", "Give each task an id of its own."
+                f"Two tasks of the split {split!r} share the id {task.id!r}.", "Give each task a unique id."
             )
         seen.add(task.id)
 

@@ -1,9 +1,8 @@
-"""Where in a text the answer stands, for verifiers of numbers, mathematics and choices.
+r"""Locate the answer in a text, for verifiers of numbers, mathematics and choices.
 
-The answer is what stands in `\\boxed{...}`; without a box what follows the last "the answer is", "Answer:" or
-"####"; without either the whole text. Nothing is searched for inside it: an answer that says more than the
-answer is for the verifier to refuse. A frame that is denied or doubted ("I doubt that the answer is 7") holds
-no answer.
+The answer is the content of `\boxed{...}`; without a box, the text after the last "the answer is", "Answer:"
+or "####"; without either, the whole text. It is not searched any further: the verifier rejects an answer
+with extra text. An answer that is denied or doubted ("I doubt that the answer is 7") does not count.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from itertools import islice
 from typing import NamedTuple
 
 MAX_CHARACTERS = 100_000
-"""A longer text has no answer: nothing in it is looked at."""
+"""Longer texts are treated as having no answer."""
 
 _BOX = re.compile(r"\\(?:f?boxed|fbox)\s*\{")
 _MARKER = re.compile(
@@ -33,7 +32,7 @@ _DOUBT = re.compile(
 )
 _CERTAIN = re.compile(r"(?i)\b(?:no|without(?: an?y?)?|beyond(?: an?y?)?) doubt\b")
 _IS_DENIED = re.compile(r"(?i)^\W*(?:(?:is|was|are|seems|looks)\b|(?:isn|wasn|can)['’]t\b|cannot\b)")
-"""What says something of the frame that it follows."""
+"""Words after an answer that deny or doubt it."""
 _CLAUSE = re.compile(r"[.!?;:,\n]")
 _DENIED = 3
 """Words before a box in which a denial counts."""
@@ -60,10 +59,10 @@ class _Frame(NamedTuple):
 
 
 def candidates(text: str) -> tuple[str, ...]:
-    """What the text gives as its answer; all boxes of one with several, as all of them have to be right.
+    """Return the answers of a text: all boxes if there are several, since all must be right.
 
-    Without a box those of all `<answer>` tags. Empty where there is no answer: an empty text or box, a brace
-    that is not closed, too long a text.
+    Without a box, those of all `<answer>` tags. Empty for an empty text or box, an unclosed brace, or a text
+    that is too long.
     """
     if len(text) > MAX_CHARACTERS:
         return ()
@@ -81,10 +80,10 @@ def candidates(text: str) -> tuple[str, ...]:
 
 
 def short_answers(text: str) -> tuple[str, ...]:
-    """What a text gives as its short answer, such as a name: as `candidates`, and out of `<answer>` tags.
+    """Return the short answers (such as names) of a text, as `candidates` does, also from `<answer>` tags.
 
-    Where several frames hold answers, all of them: a second answer is a hedge. Of what follows a marker other
-    than the last one the first sentence counts, and what stands before a box or tag in it.
+    If several markers introduce answers, all are returned: a second answer is a hedge. After a marker other than
+    the last one only the first sentence counts, and in it the text before a box or tag.
     """
     held = _boxes(text) if len(text) <= MAX_CHARACTERS else None
     tags = _tags(text) if held is not None else []
@@ -103,7 +102,7 @@ def short_answers(text: str) -> tuple[str, ...]:
 
 
 def _before_frame(text: str) -> str:
-    """The text, or what stands before the box or tag in it."""
+    """Return the text before the first box or tag, or the whole text."""
     opening = _BOX.search(text)
     start = opening.start() if opening else next((tag.start for tag in _tags(text)), None)
     return text or " " if start is None else text[:start].strip(" *_`$\n")
@@ -116,7 +115,7 @@ def _is_doubted(text: str, at: int) -> bool:
 
 
 def _is_denied(text: str, frames: Sequence[_Frame]) -> bool:
-    """Whether a denial stands right before or behind a box or tag, or there are too many of these to tell."""
+    """Return whether a denial directly precedes or follows a box or tag, or whether there are too many to check."""
     if len(frames) > MAX_FRAMES:
         return True
     for frame in frames:
@@ -129,7 +128,7 @@ def _is_denied(text: str, frames: Sequence[_Frame]) -> bool:
 
 
 def boxes(text: str) -> tuple[str, ...] | None:
-    r"""The contents of all `\boxed{...}` that do not lie in another; None where a brace is not closed."""
+    r"""Return the contents of all outermost `\boxed{...}`; None if a brace is not closed."""
     found = _boxes(text)
     return None if found is None else _outer(text, found)
 
@@ -139,7 +138,7 @@ def _outer(text: str, frames: Sequence[_Frame]) -> tuple[str, ...]:
 
 
 def _boxes(text: str) -> list[_Frame] | None:
-    """All boxes, nested ones too; None where the brace of one is not closed."""
+    """Return the contents of all boxes, nested ones included; None if a brace is not closed."""
     found: list[_Frame] = []
     at = 0
     while opening := _BOX.search(text, at):
@@ -159,7 +158,7 @@ def _boxes(text: str) -> list[_Frame] | None:
 
 
 def _tags(text: str) -> list[_Frame]:
-    """What stands between `<answer>` and the next `</answer>`."""
+    """Return the texts between each `<answer>` and the next `</answer>`."""
     found: list[_Frame] = []
     at = 0
     while (opening := _TAG.search(text, at)) and (closing := _END_TAG.search(text, opening.end())):
@@ -169,7 +168,7 @@ def _tags(text: str) -> list[_Frame]:
 
 
 def _bare(text: str) -> str:
-    """Without blanks, emphasis and a full stop around it."""
+    """Strip blanks, emphasis and a final full stop."""
     plain = text.strip().strip("*_`").strip()
     if plain.endswith("..."):
         return plain
@@ -177,16 +176,16 @@ def _bare(text: str) -> str:
 
 
 def plain_signs(text: str) -> str:
-    """With ASCII digits, minus signs and blanks, without invisible characters.
+    """Return the text with ASCII digits, minus signs and blanks, without invisible characters.
 
-    Digits of other scripts are digits; raised and lowered ones are not, as 7² is not 72.
+    Digits of other scripts are converted; superscripts and subscripts are not, since 7² is not 72.
     """
     decimals = (str(unicodedata.decimal(c)) if c.isdecimal() else c for c in without_invisible(text))
     return "".join(decimals).translate(_SIGNS)
 
 
 def without_invisible(text: str) -> str:
-    """Without characters that are not shown: format characters, and marks that choose how one is drawn."""
+    """Remove characters that are not displayed: format characters and variation selectors."""
     return text if text.isascii() else "".join(c for c in text if not _is_invisible(c))
 
 

@@ -20,13 +20,11 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """One named part.
+    """One named reward part.
 
-    `outcome` marks what the task is about (it decides success: a value of 1) and is from `low` to 1; all
-    other parts only shape.
-    A part of weight 0 is reported and does not train. Shaping values are clipped to [-1, 1], so that they
-    can move the sum by twice their weights. In a mixture `world` names the one whose tasks it judges; the
-    part is not on record for other tasks.
+    `outcome` marks the objective of the task: it decides success (a value of 1) and lies between `low` and 1.
+    All other parts only shape. A part of weight 0 is reported but not trained on. Shaping values are clipped to
+    [-1, 1]. In a mixture, `world` names the world whose tasks the part scores; it is not recorded for others.
     """
 
     name: str
@@ -45,7 +43,7 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
     """
     names = [part.name for part in rewards]
     if len(set(names)) < len(names):
-        raise ConfigError(f"Two rewards share a name: {names}.", "Give each part a name of its own.")
+        raise ConfigError(f"Two rewards share a name: {names}.", "Give each part a unique name.")
     if odd := [part.name for part in rewards if not math.isfinite(part.weight)]:
         raise ConfigError(f"The weight of {odd[0]!r} is not a finite number.", "Give it a plain number.")
     outcomes = [part.weight for part in rewards if part.outcome]
@@ -62,7 +60,7 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
 
 
 def score(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Trajectory:
-    """The trajectory with its parts and weighted sum.
+    """Return the trajectory with its reward parts and their weighted sum.
 
     Raises ValueError for a value that is not finite, and for an outcome out of its bounds.
     """
@@ -84,9 +82,9 @@ def score(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Traj
 
 
 def check_scored_elsewhere(world: Sequence[Reward], own: Sequence[Reward], environment: object) -> None:
-    """Raise ConfigError unless an environment's `own` rewards are its world's, and none is a method of it.
+    """Raise ConfigError unless an environment's `own` rewards are its world's and none is a method of it.
 
-    Whoever scores elsewhere has the world, the task and the trajectory, and not the environment.
+    A reward process has the world, the task and the trajectory, but not the environment.
     """
     ours, theirs = ([(p.name, p.weight, p.outcome, p.world) for p in parts] for parts in (world, own))
     bound = [p.name for p in own if inspect.ismethod(p.function) and p.function.__self__ is environment]
@@ -105,7 +103,7 @@ def success(rewards: Sequence[Reward], trajectory: Trajectory) -> bool:
 
 
 def truth_of(task: Task, kind: type[Truth]) -> Truth:
-    """The truth of a task. Raises TypeError where it is of another kind: a wrong world is no wrong answer."""
+    """Return the truth of a task. Raises TypeError if its type differs: that is a wrong world, not a wrong answer."""
     if not isinstance(task.truth, kind):
         raise TypeError(f"task {task.id}: the truth is {type(task.truth).__name__}, expected {kind.__name__}")
     return task.truth

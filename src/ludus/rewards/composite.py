@@ -1,6 +1,6 @@
-"""The parts of composite rewards: the format of a transcript, the use of tools, the number of turns.
+"""Parts of composite rewards: format of the transcript, use of tools, number of turns.
 
-They pay for form and never say that an answer is right. Give them weights well below the outcome's.
+They reward form, never correctness. Give them weights well below the outcome's.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ludus.types import Message, StopReason, Task, ToolStatus, Trajectory
 
 THINK_MARKS = ("<think>", "</think>")
 MATH_TRUTHS = (Expression, Quantity)
-"""Truths of tasks whose answer stands in a box."""
+"""Truths of tasks whose answer is expected in a box."""
 
 
 def think_format(task: Task, trajectory: Trajectory) -> float:
-    """1 if the episode ended with an answer after well-formed thinking, else 0 (arXiv:2501.12948).
+    """Return 1 if the episode ended with an answer after well-formed thinking, else 0 (arXiv:2501.12948).
 
-    Well formed: a message begins with a closed, non-empty `<think>` block and goes on after it, and no
-    message has a mark of thinking anywhere else.
+    Well formed: a message begins with a closed, non-empty `<think>` block followed by other text, and no message
+    has a thinking mark anywhere else.
     """
     del task
     said = _said(trajectory)
@@ -34,8 +34,10 @@ def think_format(task: Task, trajectory: Trajectory) -> float:
 
 
 def format_score(task: Task, trajectory: Trajectory) -> float:
-    """The format in [0, 1], clamped: 0.3 for a complete `<think>` block, 0.1 for a call that is valid JSON,
-    -0.2 for one that is not, and 0.2 for a final answer in a box if the task is mathematics.
+    """Return the format score, clamped to [0, 1].
+
+    0.3 for a complete `<think>` block, 0.1 for each call that is valid JSON, -0.2 for each that is not, and 0.2
+    for a final answer in a box if the task is mathematics.
     """
     statuses = [outcome.status for outcome in trajectory.call_outcomes]
     broken = statuses.count(ToolStatus.MALFORMED)
@@ -46,10 +48,10 @@ def format_score(task: Task, trajectory: Trajectory) -> float:
 
 
 def tool_use(task: Task, trajectory: Trajectory) -> float:
-    """The use of tools in [-1, 1]: 0.1 if the task needs a tool and one was called, -0.05 for each call that
-    repeats the one before it, -0.3 for each call of a tool that does not exist.
+    """Return the tool-use score in [-1, 1].
 
-    A task needs a tool unless its truth is `ExpectedCalls` without a call.
+    0.1 if the task needs a tool and one was called, -0.05 for each call that repeats the previous one, -0.3 for
+    each call of an unknown tool. A task needs a tool unless its truth is `ExpectedCalls` without a call.
     """
     statuses = [outcome.status for outcome in trajectory.call_outcomes]
     unknown = statuses.count(ToolStatus.UNKNOWN_TOOL)
@@ -60,7 +62,7 @@ def tool_use(task: Task, trajectory: Trajectory) -> float:
 
 
 def extra_turns(free: int, limit: int) -> RewardFunction:
-    """0 up to `free` turns of the model, then linear to -1 at `limit`, -1 beyond."""
+    """Create a penalty: 0 up to `free` turns of the model, then linear to -1 at `limit`, -1 beyond."""
     if not 0 <= free < limit:
         raise ValueError(f"free must be from 0 to below limit = {limit}, not {free}")
 

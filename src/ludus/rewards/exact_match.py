@@ -1,6 +1,6 @@
-"""Verifiers of short answers: exact match and token F1 in the manner of SQuAD, with aliases.
+"""Verifiers of short answers: exact match and token F1 as in SQuAD, with aliases.
 
-Source: Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1. `normalise` says where it goes beyond theirs.
+Source: Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1. `normalise` lists the differences.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEPT = re.compile(
     r"|(?<=[^\W\d])[+#]+(?!\w)"  # C++
 )
 _RAISED = re.compile(r"(?<=\d)[⁺⁻]?[⁰¹²³⁴-⁹]+")
-"""A power, which is no further digit."""
+"""Exponents, which must not be read as further digits."""
 _VULGAR = re.compile(r"(?<=\d)[¼-¾⅐-⅞↉]")
 """The fraction of a mixed number."""
 _DASH = re.compile(r"[\u2010-\u2015\u2212]")
@@ -37,18 +37,18 @@ class ExpectedAnswers:
 
 
 def normalise(text: str) -> str:
-    """Lower case without punctuation, English articles and surplus blanks, as SQuAD does it.
+    """Return the text in lower case without punctuation, English articles and extra blanks, as SQuAD does.
 
-    Beyond that, accents and invisible characters go, punctuation is that of Unicode, and signs stay where
-    they make another answer: within numbers and dates (3.5, 3/4, 10:45, 1990-91, 10⁵ as 10^5; but 1,234 is
-    1234), and behind a letter (C++). Articles alone stay, too: "A" is an answer.
+    In addition, accents and invisible characters are removed, punctuation includes Unicode's, and signs that
+    change the answer are preserved: in numbers and dates (3.5, 3/4, 10:45, 1990-91, 10⁵ as 10^5; but 1,234 is
+    1234) and after a letter (C++). A text of articles only is preserved: "A" is an answer.
     """
     plain = plain_words(text)
     return " ".join(re.sub(r"\b(a|an|the)\b(?![+#])", " ", plain).split()) or plain
 
 
 def plain_words(text: str) -> str:
-    """As `normalise`, with the articles left in."""
+    """Normalise as `normalise` does, but keep articles."""
     spelt = _VULGAR.sub(r" \g<0>", _RAISED.sub(r"^\g<0>", without_invisible(text)))
     folded = _DASH.sub("-", unicodedata.normalize("NFKD", spelt).casefold().replace("\N{FRACTION SLASH}", "/"))
     plain = "".join(c for c in folded if not unicodedata.combining(c))
@@ -67,9 +67,9 @@ def matches(answer: str, truth: ExpectedAnswers) -> bool:
 
 
 def is_answer(answer: str, truth: ExpectedAnswers) -> bool:
-    """Whether an answer matches as a whole, or out of its frame (`final.short_answers`).
+    """Return whether the answer matches as a whole, or after extraction by `short_answers`.
 
-    A box, "Answer:", "The answer is" and `<answer>` tags are frames. All that stand in one have to match.
+    A box, "Answer:", "The answer is" and `<answer>` tags introduce answers. All that are introduced must match.
     """
     if matches(answer, truth):
         return True
@@ -78,7 +78,7 @@ def is_answer(answer: str, truth: ExpectedAnswers) -> bool:
 
 
 def f1(answer: str, truth: ExpectedAnswers) -> float:
-    """Best token F1 over the accepted answers, in [0, 1]."""
+    """Return the best token F1 over the accepted answers, in [0, 1]."""
     return max((_f1(normalise(answer).split(), normalise(a).split()) for a in truth.accepted), default=0.0)
 
 
@@ -88,21 +88,21 @@ def _f1(given: list[str], gold: list[str]) -> float:
 
 
 def exact_match(task: Task, trajectory: Trajectory) -> float:
-    """1 if the final answer, in a frame or without, equals an accepted one after normalisation, else 0."""
+    """Return 1 if the final answer, extracted or whole, equals an accepted one after normalisation, else 0."""
     return float(is_answer(trajectory.answer, truth_of(task, ExpectedAnswers)))
 
 
 def strict_match(task: Task, trajectory: Trajectory) -> float:
-    """1 if the whole final answer equals an accepted one after normalisation, else 0: a frame is wrong."""
+    """Return 1 if the whole final answer equals an accepted one after normalisation, else 0."""
     return float(matches(trajectory.answer, truth_of(task, ExpectedAnswers)))
 
 
 def token_f1(task: Task, trajectory: Trajectory) -> float:
-    """Token F1 of the final answer against the best accepted one, in [0, 1]."""
+    """Return the token F1 of the final answer against the best accepted one, in [0, 1]."""
     return f1(trajectory.answer, truth_of(task, ExpectedAnswers))
 
 
 def well_formed(task: Task, trajectory: Trajectory) -> float:
-    """1 if the episode ended with an answer and no tool call failed, else 0."""
+    """Return 1 if the episode ended with an answer and no tool call failed, else 0."""
     fine = all(outcome.status is ToolStatus.OK for outcome in trajectory.outcomes)
     return float(fine and trajectory.stop_reason is StopReason.ANSWERED)

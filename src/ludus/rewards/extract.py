@@ -1,9 +1,9 @@
-"""What a verifier looks at in an episode: the answer, or what a tool or the environment left behind.
+"""Extract the text that a verifier judges: the answer, or the output of a tool or of the environment.
 
-An environment leaves something that is not shown to the model, such as its last state, by giving an outcome
-with its last `StepResult`: `ToolOutcome("", "state", ToolStatus.OK, json.dumps(state))`. It is stored with
-the rollout, so that rewards can be replayed, and counts as no call (`Trajectory.call_outcomes`). A model that
-calls a tool of that name where there is none leaves an outcome that is not OK, and is not believed.
+An environment reports data that is hidden from the model, such as its final state, as an outcome of its last
+`StepResult`: `ToolOutcome("", "state", ToolStatus.OK, json.dumps(state))`. It is stored with the rollout, so
+that rewards can be replayed, and does not count as a call (`Trajectory.call_outcomes`). If the model calls a
+nonexistent tool of that name, the outcome is not OK and is ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from ludus.types import JSON, ToolStatus, Trajectory
 
 Evidence = Callable[[Trajectory], str]
-"""Gives the text to judge; empty where there is none."""
+"""Function that returns the text to judge, empty if there is none."""
 
 MAX_CHARACTERS = 4_000_000
 MAX_DEPTH = 64
@@ -24,12 +24,12 @@ _FENCE = re.compile(r"(```|~~~)[a-zA-Z]*[ \t]*\r?\n(.*?)\1", re.S)
 
 
 def final_answer(trajectory: Trajectory) -> str:
-    """The model's answer."""
+    """Return the model's answer."""
     return trajectory.answer
 
 
 def last_output(tool: str) -> Evidence:
-    """The output of the last call of `tool` if it went well and is whole, otherwise empty."""
+    """Return a function that reads the output of the last call of `tool`; empty if it failed or was truncated."""
 
     def read(trajectory: Trajectory) -> str:
         found = [outcome for outcome in trajectory.outcomes if outcome.tool == tool]
@@ -40,7 +40,7 @@ def last_output(tool: str) -> Evidence:
 
 
 def fenced(text: str) -> str:
-    """The content of the only fenced block, the whole text without one, empty with several."""
+    """Return the content of the only fenced block; the whole text if there is none; empty if there are several."""
     blocks = [match[2].strip() for match in _FENCE.finditer(text)]
     if not blocks:
         return text.strip()
@@ -48,11 +48,11 @@ def fenced(text: str) -> str:
 
 
 class NotJson(ValueError):
-    """A text is no JSON value: broken, too deep or long, with a key twice, or with NaN."""
+    """The text is not a JSON value: malformed, too deep or long, with a duplicate key, or with NaN."""
 
 
 def read_json(text: str) -> JSON:
-    """The value that the whole text is, strictly. Raises NotJson."""
+    """Parse the whole text as strict JSON. Raises NotJson."""
     if len(text) > MAX_CHARACTERS:
         raise NotJson("too long")
     try:

@@ -1,6 +1,6 @@
-"""JSON: an answer against a schema or a value, and the state after an episode against the one that is due.
+"""JSON verifiers: an answer against a schema or a value, and the final state against the expected one.
 
-1 and true are different values here, and so are 0, "" and null; 1 and 1.0 are one number.
+1 and true are different values, as are 0, "" and null; 1 and 1.0 are the same number.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ MAX_CHARACTERS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The truth of a task that asks for JSON of a certain form: a JSON schema (draft 2020-12)."""
+    """Truth of a task that asks for JSON of a certain form: a JSON schema (draft 2020-12)."""
 
     schema: Mapping[str, JSON]
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The truth of a task that asks for a certain JSON value. Numbers may differ by `tolerance`."""
+    """Truth of a task that asks for a certain JSON value. Numbers may differ by `tolerance`."""
 
     value: JSON
     tolerance: float = 0.0
@@ -37,7 +37,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class MatchState:
-    """The state that an episode has to leave behind. Keys named in `ignored` do not count, at any depth."""
+    """The expected final state. Keys named in `ignored` do not count, at any depth."""
 
     value: JSON
     ignored: frozenset[str] = field(default_factory=frozenset)
@@ -102,7 +102,7 @@ def fits_schema(text: str, truth: Schema) -> bool:
 
 
 def json_schema(task: Task, trajectory: Trajectory) -> float:
-    """1 if the final answer is JSON that fits the schema of the truth, else 0."""
+    """Return 1 if the final answer is JSON that conforms to the schema of the truth, else 0."""
     return float(fits_schema(trajectory.answer, truth_of(task, Schema)))
 
 
@@ -112,7 +112,7 @@ def is_value(text: str, truth: Value) -> bool:
 
 
 def json_value(task: Task, trajectory: Trajectory) -> float:
-    """1 if the final answer is the JSON value of the truth, else 0."""
+    """Return 1 if the final answer is the JSON value of the truth, else 0."""
     return float(is_value(trajectory.answer, truth_of(task, Value)))
 
 
@@ -122,9 +122,9 @@ def is_state(text: str, truth: MatchState) -> bool:
 
 
 def same_state(read: Evidence = final_answer) -> RewardFunction:
-    """A verifier: 1 if `read` gives the JSON of the state that is due, else 0.
+    """Create a verifier: 1 if `read` returns the JSON of the expected state, else 0.
 
-    In the manner of tau-bench (arXiv:2406.12045, section 3): what counts is the state, not the way to it.
+    As in tau-bench (arXiv:2406.12045, section 3): only the state counts, not how it was reached.
     """
 
     def state_equality(task: Task, trajectory: Trajectory) -> float:

@@ -25,7 +25,7 @@ _HEAD = re.compile(
     rf"(?:[)\].:,;!*_'\"’”]+|\s[-–—]\s|$|(?=\s+(?:because|since|as|{_IS_RIGHT})\b))"
 )
 _TAIL = re.compile(r"(.*\S)\s*[(\[]([A-Za-z])[)\]][\s.!*_]*", re.S)
-"""The text of an option, and its letter in brackets behind it."""
+"""The text of an option followed by its letter in brackets."""
 _DENIAL = re.compile(
     r"(?i)\b(?:not|no|never|neither|nor|none|wrong|incorrect|false|except|or|but|maybe|perhaps|unless|both|all|"
     r"eliminat\w*|exclud\w*|reject\w*|discard\w*|distract\w*|rul(?:e|ed|es|ing)\s+(?:it\s+)?out)\b|n't\b"
@@ -45,10 +45,10 @@ class Choice:
 
 
 def chosen(text: str, options: Mapping[str, str]) -> str | None:
-    """The letter of the one option that the text chooses; None where it names none or several.
+    """Return the letter of the only option that the text chooses; None if it names none or several.
 
-    The text is an option's letter or text or both. Behind them may stand why ("because", "since", "as it",
-    "is correct"), where that names no other option and denies nothing.
+    The text is an option's letter or text or both. A reason may follow ("because", "since", "as it",
+    "is correct") if it names no other option and contains no denial.
     """
     given = plain_words(text)
     if not given or len(text) > 10_000:
@@ -93,5 +93,5 @@ def is_right(answer: str, truth: Choice) -> bool:
 
 
 def multiple_choice(task: Task, trajectory: Trajectory) -> float:
-    """1 if the final answer chooses the right option and no other, else 0."""
+    """Return 1 if the final answer chooses the right option and no other, else 0."""
     return float(is_right(trajectory.answer, truth_of(task, Choice)))

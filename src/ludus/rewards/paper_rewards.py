@@ -26,15 +26,15 @@ class ExpectedCall:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCalls:
-    """The truth of a task that asks for certain calls, in any order.
+    """Truth of a task that asks for certain calls, in any order.
 
-    Without any, no call is right. A truth that knows what is to be said then says so in `is_said`.
+    If it is empty, no call is right; a subclass that knows the expected text checks it in `is_said`.
     """
 
     calls: tuple[ExpectedCall, ...]
 
     def is_said(self, answer: str) -> bool:
-        """Whether a text without calls is right where no call is; here any text that says something is."""
+        """Return whether a text without calls is right if no call is expected; by default any non-empty text is."""
         return bool(answer.strip())
 
 
@@ -59,11 +59,11 @@ class CallMatch:
 
 
 def match_calls(expected: Sequence[ExpectedCall], made: Sequence[ExpectedCall]) -> CallMatch:
-    """ToolRL's comparison of calls (arXiv:2504.13958, section 3.3).
+    """Compare calls as ToolRL does (arXiv:2504.13958, section 3.3).
 
-    `names`: the names of both as multisets, intersection over union. For each expected call the best of the
-    calls made with its name (each is used once; expected calls choose in their order, as in the authors'
-    code): intersection over union of the argument names, and the number of arguments with the right value.
+    `names`: intersection over union of the names of both as multisets. For each expected call, the best of the
+    calls made with its name (each is used once; expected calls choose in their order, as in the authors' code):
+    intersection over union of the argument names, and the number of arguments with the right value.
     """
     names = _overlap([call.name for call in expected], [call.name for call in made])
     left = list(made)
@@ -82,7 +82,7 @@ def match_calls(expected: Sequence[ExpectedCall], made: Sequence[ExpectedCall]) 
 
 
 def calls_made(trajectory: Trajectory) -> list[ExpectedCall]:
-    """The calls of the model's messages, in order; one whose arguments are no JSON object is none."""
+    """Return the calls of the model's messages in order, without those whose arguments are not a JSON object."""
     found = []
     for message in trajectory.messages:
         if message["role"] != "assistant":
@@ -98,10 +98,10 @@ def calls_made(trajectory: Trajectory) -> list[ExpectedCall]:
 
 
 def format_kept(task: Task, trajectory: Trajectory) -> float:
-    """1 if the episode ended by itself and nothing that was meant as a call could not be read, else 0.
+    """Return 1 if the episode ended by itself and every intended call could be parsed, else 0.
 
-    ToolRL's format reward (arXiv:2504.13958, section 3.3: 1 if all fields are there in the right order, else
-    0), for whatever rendering the run has.
+    ToolRL's format reward (arXiv:2504.13958, section 3.3: 1 if all fields are present in the right order, else
+    0), for the rendering of the run.
     """
     del task
     malformed = any(outcome.status is ToolStatus.MALFORMED for outcome in trajectory.call_outcomes)
@@ -109,11 +109,11 @@ def format_kept(task: Task, trajectory: Trajectory) -> float:
 
 
 def tool_correctness(task: Task, trajectory: Trajectory) -> float:
-    """`2 R / S - 1` in [-1, 1]: with weight 3 ToolRL's `6 R / S - 3` (arXiv:2504.13958, section 3.3).
+    """Return `2 R / S - 1` in [-1, 1]: with weight 3 ToolRL's `6 R / S - 3` (arXiv:2504.13958, section 3.3).
 
-    `R` and `S` are the sum of `match_calls` and its largest value. Where no call is expected, the comparison
-    is full for whoever calls nothing: there it is 1 only for an answer without anything that was meant as a
-    call, which says what the task can tell to be right, and else -1.
+    `R` and `S` are the sum of `match_calls` and its maximum. If no call is expected, the value is 1 only for an
+    answer without any intended call that the task accepts as right, and otherwise -1: the comparison alone would
+    be maximal for any text without calls.
     """
     truth = truth_of(task, ExpectedCalls)
     if not truth.calls:
@@ -124,7 +124,7 @@ def tool_correctness(task: Task, trajectory: Trajectory) -> float:
 
 
 def valid_calls(task: Task, trajectory: Trajectory) -> float:
-    """The share of the calls that named a tool there is, with arguments that fit it; 0 without a call."""
+    """Return the share of the calls that name an existing tool with valid arguments; 0 without a call."""
     del task
     bad = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
     statuses = [outcome.status for outcome in trajectory.call_outcomes]
@@ -137,43 +137,43 @@ def right_names(task: Task, trajectory: Trajectory) -> float:
 
 
 def right_argument_names(task: Task, trajectory: Trajectory) -> float:
-    """`argument_names` of `match_calls` for each expected call, in [0, 1]; 0 where none is expected."""
+    """Return `argument_names` of `match_calls` per expected call, in [0, 1]; 0 if none is expected."""
     found = _match(task, trajectory)
     return found.argument_names / found.num_calls if found.num_calls else 0.0
 
 
 def right_argument_values(task: Task, trajectory: Trajectory) -> float:
-    """`argument_values` of `match_calls` for each expected argument, in [0, 1]; 0 where none is expected."""
+    """Return `argument_values` of `match_calls` per expected argument, in [0, 1]; 0 if none is expected."""
     found = _match(task, trajectory)
     return found.argument_values / found.num_arguments if found.num_arguments else 0.0
 
 
 def wrong_and_ill_formed(task: Task, trajectory: Trajectory) -> float:
-    """1 for an answer that is wrong, in an episode that is not well formed: Search-R1's `final_format_score`.
+    """Return 1 for a wrong answer in an episode that is not well formed: Search-R1's `final_format_score`.
 
-    An episode that ended without an answer earns nothing here.
+    0 for an episode that ended without an answer.
     """
     is_wrong = strict_match(task, trajectory) < 1 and bool(trajectory.answer)
     return float(is_wrong and well_formed(task, trajectory) < 1)
 
 
 def accuracy(task: Task, trajectory: Trajectory) -> float:
-    """1 for a right answer and -1 for any other: ReTool's only reward (arXiv:2504.11536)."""
+    """Return 1 for a right answer and -1 for any other: ReTool's only reward (arXiv:2504.11536)."""
     return 2 * exact_match(task, trajectory) - 1
 
 
 def calls_of_the_wrong(task: Task, trajectory: Trajectory) -> float:
-    """Calls / 4, at most 1, where the answer is wrong, else 0: what verl's recipe of ReTool adds.
+    """Return the number of calls / 4, at most 1, if the answer is wrong, else 0: the bonus in verl's ReTool recipe.
 
-    There a wrong answer earns `min(-0.6, -1 + 0.1 calls)`: this part with the weight 0.4.
+    There a wrong answer earns `min(-0.6, -1 + 0.1 calls)`: this part with weight 0.4.
     """
     return min(1.0, len(trajectory.call_outcomes) / 4) if exact_match(task, trajectory) < 1 else 0.0
 
 
 def toolrl() -> tuple[Reward, ...]:
-    """ToolRL: format in {0, 1} and correctness in [-3, 3], together in [-3, 4] (arXiv:2504.13958).
+    """Return ToolRL's parts: format in {0, 1} and correctness in [-3, 3], sum in [-3, 4] (arXiv:2504.13958).
 
-    The single aspects of the calls are reported and do not train: they are in the correctness already.
+    The separate aspects of the calls are reported with weight 0: correctness contains them.
     """
     return (
         Reward("tool_correctness", tool_correctness, weight=3.0, outcome=True, low=-1.0),
@@ -199,7 +199,9 @@ def search_r1() -> tuple[Reward, ...]:
 
 
 def retool() -> tuple[Reward, ...]:
-    """ReTool: accuracy in {-1, 1} (arXiv:2504.11536); with verl's 0.1 a call for the wrong, at most 0.4."""
+    """Return ReTool's parts: accuracy in {-1, 1} (arXiv:2504.11536), and verl's 0.1 per call of a wrong answer, at
+    most 0.4.
+    """
     return (
         Reward("accuracy", accuracy, weight=1.0, outcome=True, low=-1.0),
         Reward("calls_of_the_wrong", calls_of_the_wrong, weight=0.4),
@@ -211,14 +213,14 @@ def _match(task: Task, trajectory: Trajectory) -> CallMatch:
 
 
 def _overlap(first: Sequence[str], second: Sequence[str]) -> float:
-    """Intersection over union of two multisets; 1 where both are empty."""
+    """Return the intersection over union of two multisets; 1 if both are empty."""
     one, other = Counter(first), Counter(second)
     union = (one | other).total()
     return (one & other).total() / union if union else 1.0
 
 
 def _arguments(expected: ExpectedCall, made: ExpectedCall) -> tuple[float, float]:
-    """Overlap of the argument names, and how many arguments have the right value."""
+    """Return the overlap of the argument names, and the number of arguments with the right value."""
     names = _overlap([*expected.arguments], [*made.arguments])
     right = sum(
         name in made.arguments and same_json(made.arguments[name], value) for name, value in expected.arguments.items()

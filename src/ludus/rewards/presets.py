@@ -29,12 +29,14 @@ class Published:
 
 
 def r1() -> tuple[Reward, ...]:
-    """DeepSeek-R1's format part (arXiv:2501.12948), for an accuracy of 0 or 1; the weight is ours."""
+    """Return DeepSeek-R1's format part (arXiv:2501.12948), for an accuracy of 0 or 1; the weight is ours."""
     return (Reward("think_format", think_format, weight=0.2),)
 
 
 def composite() -> tuple[Reward, ...]:
-    """`outcome + 0.2 format + 0.1 tools - 0.05 turns above the target`, of which three turns count."""
+    """Return the parts of `outcome + 0.2 format + 0.1 tools - 0.05 turns above the target` (at most three turns
+    count).
+    """
     turns = extra_turns(TARGET_TURNS, MAX_TURNS)
     return (
         Reward("format_score", format_score, weight=0.2),
@@ -53,7 +55,7 @@ PUBLISHED: Mapping[str, Published] = {
 
 
 def training_parts(preset: str | None, own: Sequence[Reward]) -> Sequence[Reward]:
-    """The parts that train: those of the preset, or else a world's `own`."""
+    """Return the parts to train on: those of the preset, or else the world's `own`."""
     if preset is None:
         return own
     published = PUBLISHED[preset]
@@ -61,7 +63,7 @@ def training_parts(preset: str | None, own: Sequence[Reward]) -> Sequence[Reward
 
 
 def _outcomes(own: Sequence[Reward]) -> Sequence[Reward]:
-    """A world's outcomes, their weights scaled so that the smallest above 0 is 1."""
+    """Return a world's outcomes, their weights scaled so that the smallest positive one is 1."""
     found = [part for part in own if part.outcome]
     least = min((part.weight for part in found if part.weight > 0), default=1.0)
     return [replace(part, weight=part.weight / least) for part in found]

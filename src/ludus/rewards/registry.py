@@ -30,15 +30,17 @@ from ludus.rewards.shaping import (
 from ludus.types import Task
 
 MODEL_PART = "reward_model"
-"""The name of the part that a reward model gives."""
+"""Name of the part scored by a reward model."""
 
 Option = int | str
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredReward:
-    """A part: `make` gives its function for its options. It reads the calls of tools (`calls`), or a task's
-    truth of a type (`truth`); a world without them cannot feed it."""
+    """A reward part that settings can name: `make` builds its function from its options.
+
+    `calls`: it reads tool calls, so the world must have tools. `truth`: it reads a truth of this type.
+    """
 
     make: Callable[..., RewardFunction]
     calls: bool = False
@@ -106,32 +108,32 @@ def named_part(name: str, config: PartConfig) -> Reward:
 
 
 def switched_on(settings: Mapping[str, PartConfig]) -> tuple[Reward, ...]:
-    """The parts of `rewards.extra`. Raises ConfigError, as `named_part` does."""
+    """Return the parts of `rewards.extra`. Raises ConfigError, as `named_part` does."""
     return tuple(named_part(name, part) for name, part in settings.items())
 
 
 def added_parts(settings: RewardsConfig) -> tuple[Reward, ...]:
-    """What the section `rewards` has scored beside the parts of a world: a preset, and parts by name."""
+    """Return the parts that the section `rewards` adds to those of a world: a preset, and parts by name."""
     published = PUBLISHED[settings.preset].parts() if settings.preset is not None else ()
     return (*_not_replaced(settings, published), *switched_on(settings.extra))
 
 
 def _not_replaced(settings: RewardsConfig, parts: Sequence[Reward]) -> Sequence[Reward]:
-    """The parts of a preset that keeps the outcome, without those that `rewards.extra` sets."""
+    """Return the parts of a preset; if it keeps the outcome, without those that `rewards.extra` sets."""
     if settings.preset is None or not PUBLISHED[settings.preset].keeps_outcome:
         return parts
     return [part for part in parts if part.outcome or part.name not in settings.extra]
 
 
 def judges_more(settings: RewardsConfig) -> bool:
-    """Whether the section `rewards` has anything judged beside the rewards of the world."""
+    """Return whether the section `rewards` scores anything beyond the rewards of the world."""
     return bool(added_parts(settings)) or settings.verifies_turns
 
 
 def parts_that_train(settings: RewardsConfig, own: Sequence[Reward]) -> Sequence[Reward]:
-    """The parts that train: those of the preset, or else a world's `own`, and those that are switched on.
+    """Return the parts to train on: those of the preset, or else a world's `own`, and those of `rewards.extra`.
 
-    Raises ConfigError for a part that is no part or there already.
+    Raises ConfigError for an unknown or duplicate part.
     """
     first = _not_replaced(settings, training_parts(settings.preset, own))
     added = switched_on(settings.extra)
@@ -144,7 +146,7 @@ def parts_that_train(settings: RewardsConfig, own: Sequence[Reward]) -> Sequence
 
 
 def check_names(settings: RewardsConfig, parts: Sequence[Reward]) -> None:
-    """Raise ConfigError for weights, caps or a gate of what is no part, with the nearest name."""
+    """Raise ConfigError if weights, caps or the gate name an unknown part; the error names the nearest one."""
     names = [part.name for part in parts] + ([MODEL_PART] if settings.model is not None else [])
     given = {
         "weights": [*settings.weights],
@@ -156,12 +158,12 @@ def check_names(settings: RewardsConfig, parts: Sequence[Reward]) -> None:
         for name in used:
             if name not in names:
                 guess = did_you_mean(name, names)
-                said = f"rewards.{key} names {name!r}, which is no part of the reward."
+                said = f"rewards.{key} names {name!r}, which is not a part of the reward."
                 raise ConfigError(said, f"{guess}Parts: {', '.join(names)}.")
 
 
 def check_fed(settings: Mapping[str, PartConfig], task: Task, num_tools: int) -> None:
-    """Raise ConfigError for a part that such a task, played with as many tools, says nothing to."""
+    """Raise ConfigError for a part that cannot score such a task with `num_tools` tools."""
     for name, config in settings.items():
         part = find_reward(name, config.source)
         truth = part.truth

@@ -1,9 +1,9 @@
-"""JSON schemas (draft 2020-12), with the arithmetic and the patterns of the standard: jsonschema has others.
+"""JSON schemas (draft 2020-12), with the arithmetic and regular expressions of the standard.
 
-A multiple is one exactly, as the numerals say (0.3 of 0.1, which it is not among floats), for numbers of any
-size. Patterns are those of ECMA-262: `$` is the end of the text and not the place before a last line break,
-and digits are ASCII. References lead nowhere but into the schema itself. As in the draft, `format` notes
-something about a value and refuses none.
+`jsonschema` differs from the standard in both. Multiples are exact in the written numerals (0.3 is a
+multiple of 0.1, which fails in floats), for numbers of any size. Patterns follow ECMA-262: `$` is the end of
+the text, not the position before a final line break, and digits are ASCII. References must stay in the
+schema. As in the draft, `format` is an annotation and rejects nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PIECE = re.compile(r"\\.|\[(?:\\.|[^\]])*\]|\$", re.S)
 
 
 class OddSchema(ValueError):
-    """It is no schema, leads out of itself, or refers to itself without end."""
+    """The schema is invalid, references something outside itself, or is infinitely recursive."""
 
 
 def check_schema(schema: Mapping[str, JSON]) -> None:
@@ -47,7 +47,7 @@ def check_schema(schema: Mapping[str, JSON]) -> None:
 
 
 def fits(value: JSON, schema: Mapping[str, JSON]) -> bool:
-    """Whether a value fits a schema that `check_schema` lets pass."""
+    """Return whether a value conforms to a schema that `check_schema` accepts."""
     import referencing
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
@@ -57,7 +57,7 @@ def fits(value: JSON, schema: Mapping[str, JSON]) -> bool:
 
 
 def _multiple_of(judge: object, step: float, value: JSON, schema: object) -> Iterator[Exception]:
-    """The keyword, as jsonschema calls it."""
+    """Validate the keyword `multipleOf`, with jsonschema's signature."""
     from jsonschema import ValidationError
 
     del judge, schema
@@ -68,7 +68,7 @@ def _multiple_of(judge: object, step: float, value: JSON, schema: object) -> Ite
 
 
 def _with_patterns(schema: Mapping[str, JSON]) -> Mapping[str, JSON]:
-    """The schema with its patterns as Python writes them."""
+    """Return the schema with its patterns converted to Python's syntax."""
     from referencing.jsonschema import DRAFT202012
 
     own = copy.deepcopy(dict(schema))

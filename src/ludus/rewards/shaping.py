@@ -1,4 +1,4 @@
-"""Shaping: small parts about how an answer was come by. None of them says that it is right.
+"""Shaping parts about how an answer was reached. They say nothing about whether it is right.
 
 All are in [-1, 1], penalties in [-1, 0]. Give them weights well below the outcome's (`check_rewards`).
 """
@@ -18,7 +18,7 @@ _INVALID = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUME
 
 
 def only_if(part: RewardFunction, *gates: RewardFunction) -> RewardFunction:
-    """The part's value where every gate is full (1), else 0: form that counts once nothing else failed."""
+    """Create a part with the value of `part` if every gate is 1, else 0: form counts only if nothing else failed."""
 
     def gated_part(task: Task, trajectory: Trajectory) -> float:
         return part(task, trajectory) if all(gate(task, trajectory) >= 1 for gate in gates) else 0.0
@@ -27,7 +27,7 @@ def only_if(part: RewardFunction, *gates: RewardFunction) -> RewardFunction:
 
 
 def either(*parts: RewardFunction) -> RewardFunction:
-    """The largest value of the parts: as a gate, one that any of them opens."""
+    """Create a part with the largest value of the parts: a gate that any of them opens."""
     if not parts:
         raise ValueError("either needs a part")
 
@@ -38,7 +38,7 @@ def either(*parts: RewardFunction) -> RewardFunction:
 
 
 def extra_calls(free: int, limit: int) -> RewardFunction:
-    """Tool efficiency: 0 up to `free` calls, then linear to -1 at `limit`, -1 beyond."""
+    """Create a tool-efficiency penalty: 0 up to `free` calls, then linear to -1 at `limit`, -1 beyond."""
     if not 0 <= free < limit:
         raise ValueError(f"free must be from 0 to below limit = {limit}, not {free}")
 
@@ -82,9 +82,9 @@ def invalid_calls(cap: int = 4) -> RewardFunction:
 
 
 def long_answer(free: int, limit: int) -> RewardFunction:
-    """0 up to `free` words of the answer, then linear to -1 at `limit`, -1 beyond.
+    """Create a length penalty: 0 up to `free` words of the answer, then linear to -1 at `limit`, -1 beyond.
 
-    About what a reader sees; the length of everything that was sampled is the algorithm's to shape.
+    It concerns the visible answer; the length of all sampled text is shaped by the algorithm.
     """
     if not 0 <= free < limit:
         raise ValueError(f"free must be from 0 to below limit = {limit}, not {free}")
@@ -97,9 +97,9 @@ def long_answer(free: int, limit: int) -> RewardFunction:
 
 
 def share_in_script(text: str, script: str) -> float:
-    """The share of the letters that belong to a script, by their Unicode names (LATIN, CYRILLIC, CJK, ...).
+    """Return the share of the letters that belong to a script, by Unicode name (LATIN, CYRILLIC, CJK, ...).
 
-    1 where there are no letters. Digits, punctuation and marks do not count.
+    1 if there are no letters. Digits, punctuation and marks do not count.
     """
     letters = [_script(character) for character in text if character.isalpha()]
     return sum(name == script for name in letters) / len(letters) if letters else 1.0
@@ -107,15 +107,15 @@ def share_in_script(text: str, script: str) -> float:
 
 @lru_cache(maxsize=20_000)
 def _script(character: str) -> str:
-    """The first word of the character's name, without what says how it is drawn."""
+    """Return the first word of the character's name, ignoring words about its glyph."""
     plain = unicodedata.normalize("NFKC", character)[:1]
     return unicodedata.name(plain, "NONE").split(" ")[0].split("-")[0]
 
 
 def language_consistency(script: str = "LATIN") -> RewardFunction:
-    """The share of the letters that the model wrote, thoughts included, in the script, in [0, 1].
+    """Create a part: the share in [0, 1] of the letters that the model wrote, thoughts included, in the script.
 
-    After DeepSeek-R1's share of words in the language (arXiv:2501.12948, section 2.3.2): a script is not a
+    After DeepSeek-R1's share of words in the language (arXiv:2501.12948, section 2.3.2). A script is not a
     language, and Latin letters in formulas and names count as Latin.
     """
 
@@ -132,15 +132,15 @@ def language_consistency(script: str = "LATIN") -> RewardFunction:
 
 
 def is_supported(answer: str, sources: str) -> bool:
-    """Whether the words of the answer stand in the sources, in their order and side by side."""
+    """Return whether the words of the answer occur in the sources, contiguous and in order."""
     words = normalise(answer)
     return bool(words) and f" {words} " in f" {normalise(sources)} "
 
 
 def citation_support(task: Task, trajectory: Trajectory) -> float:
-    """1 if the final answer stands in the output of one call that went well, else 0.
+    """Return 1 if the final answer occurs in the output of one successful call, else 0.
 
-    No sign that it is right: a page may name the answer for another reason, or name all that could be asked.
+    It does not show that the answer is right: a page may name it for another reason.
     """
     del task
     fine = (outcome.output for outcome in trajectory.call_outcomes if outcome.status is ToolStatus.OK)
@@ -148,7 +148,7 @@ def citation_support(task: Task, trajectory: Trajectory) -> float:
 
 
 def _plain(value: JSON) -> JSON:
-    """The value with whole floats as integers."""
+    """Return the value with integral floats as integers."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, list):

@@ -1,10 +1,10 @@
-"""Truths that somebody wrote down: a record of JSON has an answer, and a type that names its verifier.
+"""Truths from JSON records: an answer, and a type that names its verifier.
 
 | type | answer | also | verifier |
 |---|---|---|---|
 | number | a number, or a text that is or ends with one | | `number_close` |
-| expression | LaTeX or plain signs | | `mathematics` |
-| text | a short text | | `exact_match`, in what stands for the answer |
+| expression | LaTeX or plain text | | `mathematics` |
+| text | a short text | | `exact_match`, of the extracted answer |
 | choice | a letter, or the text of an option | `options`: texts, or texts by letter | `multiple_choice` |
 | json | any value | `tolerance` | `json_value` |
 | schema | a JSON schema | | `json_schema` |
@@ -36,10 +36,10 @@ _CLOSE: Final = 1e-9
 
 
 def read_truth(record: Mapping[str, JSON]) -> Truth:
-    """The truth of a record.
+    """Return the truth of a record.
 
-    Without a type an answer that reads as a number is one, and anything else an expression. Raises ValueError
-    with what is wrong, and UserError where the verifier needs an extra that is not installed.
+    Without a type, an answer that parses as a number is a number, and any other an expression. Raises ValueError
+    if the record is invalid, and UserError if the verifier needs an extra that is not installed.
     """
     type_, answer = record.get("type"), record.get("answer")
     if type_ not in (*TYPES, None):
@@ -53,13 +53,13 @@ def read_truth(record: Mapping[str, JSON]) -> Truth:
             json_match.require_schema(answer)
             return Schema(answer)
         case "schema":
-            raise ValueError('"answer" is no JSON schema')
+            raise ValueError('"answer" is not a JSON schema')
         case "state":
             return MatchState(answer, _ignored(record), _tolerance(record))
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError('"answer" is neither a text nor a number')
     if isinstance(answer, float) and not math.isfinite(answer):
-        raise ValueError('"answer" is no finite number')
+        raise ValueError('"answer" is not a finite number')
     return _short(str(answer), type_)
 
 
@@ -83,9 +83,9 @@ def is_right(answer: str, truth: Truth) -> bool:
 
 
 def by_record(task: Task, trajectory: Trajectory) -> float:
-    """A verifier: 1 if the final answer is right by the type of the task's truth, else 0.
+    """Return 1 if the final answer is right according to the type of the task's truth, else 0.
 
-    Raises TypeError for a truth that no record has.
+    Raises TypeError for a truth of any other type.
     """
     if not isinstance(task.truth, Truth):
         raise TypeError(f"task {task.id}: the truth is {type(task.truth).__name__}, which no record has")
@@ -93,14 +93,14 @@ def by_record(task: Task, trajectory: Trajectory) -> float:
 
 
 def asked(question: str, truth: Truth) -> str:
-    """The question, with the options of a choice below it, a line each."""
+    """Return the question, with the options of a choice below it, one per line."""
     if not isinstance(truth, Choice):
         return question
     return "\n".join([question, *(f"{letter}) {text}" for letter, text in truth.options.items())])
 
 
 def _short(text: str, type_: JSON) -> Quantity | Expression | ExpectedAnswers:
-    """The truth of an answer that is a number, an expression or a short text."""
+    """Return the truth of an answer that is a number, an expression or a short text."""
     found = candidates(text)
     if len(found) != 1:
         raise ValueError('"answer" holds no single answer')

@@ -138,12 +138,12 @@ def _bounded(value: Number | int) -> Number:
 def _refusal(node: ast.expr) -> str:
     match node:
         case ast.BinOp(op=ast.BitXor()):
-            return "^ is no operator here: write ** for a power"
+            return "^ is not an operator here: write ** for a power"
         case ast.Name(id=name):
             return f"there is no name {name!r}; names: {', '.join(_NAMES)}"
         case ast.Call():
             return f"there is no function {ast.unparse(node.func)!r}; functions: {', '.join(FUNCTIONS)}"
-    return f"{ast.unparse(node)!r} is no arithmetic; use numbers, + - * / // % **, brackets and functions"
+    return f"{ast.unparse(node)!r} is not arithmetic; use numbers, + - * / // % **, brackets and functions"
 
 
 def _root(value: Number) -> Number:

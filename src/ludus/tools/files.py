@@ -44,7 +44,7 @@ def path_of(path: str) -> str:
         checked_files({inside: b""})
     except UserError:
         raise ToolError(
-            f"{path!r} is no path in the working folder: give a relative one, no .., at most 32 folders deep"
+            f"{path!r} is not a path in the working folder: use a relative path without .., at most 32 folders deep"
         ) from None
     return str(PurePosixPath(inside))
 

@@ -61,7 +61,7 @@ def read_patch(patch: str) -> tuple[FilePatch, ...]:
         else:
             at += 1
     if not found:
-        raise ToolError("this is no unified diff: it begins with `--- a/FILE`, `+++ b/FILE` and `@@ -1,2 +1,3 @@`")
+        raise ToolError("this is not a unified diff: it begins with `--- a/FILE`, `+++ b/FILE` and `@@ -1,2 +1,3 @@`")
     return tuple(found)
 
 
@@ -84,7 +84,7 @@ def _hunks(lines: Sequence[str], at: int) -> tuple[tuple[Hunk, ...], int]:
 def _hunk(lines: Sequence[str], at: int) -> tuple[Hunk, int]:
     head = _HUNK.match(lines[at])
     if head is None:
-        raise ToolError(f"line {at + 1}: {lines[at]!r} is no head of a hunk such as @@ -1,2 +1,3 @@")
+        raise ToolError(f"line {at + 1}: {lines[at]!r} is not a hunk header such as @@ -1,2 +1,3 @@")
     begin, counts = at, [1 if head[n] is None else int(head[n]) for n in (2, 3)]
     sides: tuple[list[str], list[str]] = ([], [])
     at += 1
@@ -167,7 +167,7 @@ def patched_files(snapshot: Snapshot, patches: Sequence[FilePatch]) -> Snapshot:
         before = "" if patch.source is None else text_of(files, patch.source)
         name = patch.source or patch.target or ""
         if patch.target is not None and patch.target != patch.source and patch.target in files:
-            raise ToolError(f"{patch.target} is there already, and the patch makes it anew")
+            raise ToolError(f"{patch.target} already exists, and the patch creates it")
         after = patched(before, patch.hunks, name)
         if patch.source is not None and patch.source != patch.target:
             del files[patch.source]

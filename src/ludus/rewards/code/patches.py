@@ -1,7 +1,7 @@
-"""Patches by their likeness to the one that was applied: SWE-RL (arXiv:2502.18449, section 2).
+"""Similarity of a patch to the reference patch: SWE-RL (arXiv:2502.18449, section 2).
 
--1 for what is no unified diff; else the mean over all files of either patch of difflib's ratio of their
-changes, 0 for a file that only one of them changes.
+-1 if the answer is not a unified diff; otherwise the mean over all files of either patch of difflib's ratio
+of their changes, 0 for a file that only one of them changes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from ludus.types import Task, Trajectory
 MAX_CHARACTERS = 400_000
 """A longer patch is of the wrong format."""
 MAX_PAIRS = 10_000_000
-"""Pairs of equal characters that are looked at, over all files. Files for which that is too few are compared
-line by line, with as many pairs of equal lines: together a second or two."""
+"""Maximum number of compared pairs of equal characters over all files. Files beyond it are compared line by
+line, with the same maximum: together one or two seconds.
+"""
 
 _HUNK = re.compile(r"@@ -\d{1,9}(?:,(\d{1,9}))? \+\d{1,9}(?:,(\d{1,9}))? @@.*")
 _SECTION = re.compile(r"(@@ [^@]* @@).*")
@@ -28,15 +29,15 @@ _SECTION = re.compile(r"(@@ [^@]* @@).*")
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """The truth of a task of mending code: the patch that was applied, a unified diff."""
+    """Truth of a repair task: the reference patch, a unified diff."""
 
     diff: str
 
 
 def read_patch(text: str) -> dict[str, str] | None:
-    """The changes by file, each hunk with its header; None for what is no unified diff or changes nothing.
+    """Return the changes by file, each hunk with its header; None if the text is not a unified diff or is empty.
 
-    The counts in the headers have to be those of the lines.
+    The counts in the headers must match the lines.
     """
     if len(text) > MAX_CHARACTERS:
         return None
@@ -62,13 +63,13 @@ def read_patch(text: str) -> dict[str, str] | None:
 
 
 def _path(old: str, new: str) -> str:
-    """The file's name after the change; that before it for one that goes."""
+    """Return the file's name after the change, or before it if the file is removed."""
     names = [re.sub(r"^[ab]/", "", line[4:].split("\t")[0].strip()) for line in (new, old)]
     return names[1] if names[0] == "/dev/null" else names[0]
 
 
 def _hunk(lines: Sequence[str], start: int, old: int, new: int) -> list[str] | None:
-    """The lines from `start` on that a header announces; None where others stand there or nothing changes."""
+    """Return the lines of a hunk from `start` on; None if they do not match its header or change nothing."""
     taken: list[str] = []
     for place in range(start, len(lines)):
         line = lines[place]
@@ -85,7 +86,7 @@ def _hunk(lines: Sequence[str], start: int, old: int, new: int) -> list[str] | N
 
 
 def similarity(given: Mapping[str, str], oracle: Mapping[str, str]) -> float:
-    """Mean over the files of both of the ratio of their changes, in [0, 1]."""
+    """Return the mean over the files of both patches of the ratio of their changes, in [0, 1]."""
     files = given.keys() | oracle.keys()
     work = _Work()
     ratios = [work.ratio(given[file], oracle[file]) for file in sorted(given.keys() & oracle.keys())]
@@ -94,13 +95,13 @@ def similarity(given: Mapping[str, str], oracle: Mapping[str, str]) -> float:
 
 @dataclass(slots=True)
 class _Work:
-    """How many pairs may still be looked at."""
+    """Remaining budget of comparisons."""
 
     of_characters: int = MAX_PAIRS
     of_lines: int = MAX_PAIRS
 
     def ratio(self, one: str, other: str) -> float:
-        """difflib's ratio: of the characters as long as there are pairs left, then of the lines."""
+        """Return difflib's ratio of the characters while the budget lasts, then of the lines."""
         if one == other:
             return 1.0
         matcher = _Matcher(one, other, autojunk=False, left=self.of_characters)
@@ -112,9 +113,9 @@ class _Work:
 
 
 class _Matcher(difflib.SequenceMatcher[str]):
-    """difflib's, but that it finds nothing more once it looked at `left` pairs: `left` is negative then.
+    """`SequenceMatcher` that stops matching after `left` comparisons; `left` is negative afterwards.
 
-    Its time is with the cube of the length for texts that agree in many short pieces.
+    Without the bound its time is cubic for texts with many short matches.
     """
 
     def __init__(self, one: Sequence[str], other: Sequence[str], *, autojunk: bool, left: int) -> None:
@@ -126,7 +127,7 @@ class _Matcher(difflib.SequenceMatcher[str]):
     def find_longest_match(
         self, alo: int = 0, ahi: int | None = None, blo: int = 0, bhi: int | None = None
     ) -> difflib.Match:
-        """The longest run that both ranges have; an empty one where nothing is left."""
+        """Return the longest common run of both ranges, or an empty one if the budget is used up."""
         self.left -= self._pairs[-1 if ahi is None else ahi] - self._pairs[alo]
         return super().find_longest_match(alo, ahi, blo, bhi) if self.left >= 0 else difflib.Match(alo, blo, 0)
 
@@ -135,13 +136,13 @@ def patch_value(text: str, truth: Patch) -> float:
     """-1 where neither the text nor its only fenced block is a patch, else the `similarity`, in [0, 1]."""
     oracle = read_patch(truth.diff)
     if oracle is None:
-        raise ValueError(f"the oracle patch is no unified diff: {truth.diff[:80]!r}")
+        raise ValueError(f"the reference patch is not a unified diff: {truth.diff[:80]!r}")
     given = read_patch(text) or read_patch(fenced(text))
     return -1.0 if given is None else similarity(given, oracle)
 
 
 def patch_similarity(read: Evidence = final_answer) -> RewardFunction:
-    """A verifier: `patch_value` of the patch that `read` gives."""
+    """Create a verifier: `patch_value` of the patch that `read` extracts."""
 
     def patch_likeness(task: Task, trajectory: Trajectory) -> float:
         return patch_value(read(trajectory), truth_of(task, Patch))

@@ -1,7 +1,7 @@
-"""SQL by its result: two lists of rows compared.
+"""Compare the result rows of SQL queries.
 
-What counts is the rows and how often each occurs; their order only where the question asks for one. NULL, 0,
-'' and false are four different values. Running the SQL is the environment's business.
+The rows and their multiplicities must match; their order only if the question asks for one. NULL, 0, '' and
+false are four different values. The environment runs the SQL.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MAX_ORDERS = 500
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The result that is due.
+    """The expected result.
 
-    `ordered`: the question asks for this order of rows. `columns_free`: columns may stand in another order,
-    the same in all rows. Numbers of which one has a point may differ by `tolerance` (absolute, or relative
-    where they are above 1); whole ones, such as identifiers and cents, are equal or not.
+    `ordered`: the order of rows matters. `columns_free`: columns may be permuted, in all rows alike. Numbers may
+    differ by `tolerance` (absolute, or relative above 1) if one of them has a decimal point; integers, such as
+    identifiers and cents, must be equal.
     """
 
     rows: tuple[Row, ...]
@@ -57,7 +57,7 @@ def same_rows(given: Sequence[Row], due: Rows) -> bool:
 
 
 def read_rows(text: str) -> tuple[Row, ...] | None:
-    """Rows from a JSON list of lists of plain values; None where the text is anything else."""
+    """Return rows from a JSON list of lists of scalars; None for any other text."""
     try:
         value = read_json(text)
     except NotJson:
@@ -69,7 +69,7 @@ def read_rows(text: str) -> tuple[Row, ...] | None:
 
 
 def rows_match(read: Evidence) -> RewardFunction:
-    """A verifier: 1 if `read` gives the JSON of the rows that are due, else 0."""
+    """Create a verifier: 1 if `read` returns the JSON of the expected rows, else 0."""
 
     def result_set(task: Task, trajectory: Trajectory) -> float:
         given = read_rows(read(trajectory))
@@ -100,7 +100,7 @@ def _match(rows: Sequence[Row], due: Rows) -> bool:
 
 
 def _pairs_up(left: Sequence[Row], lacking: Sequence[Row], tolerance: float) -> bool:
-    """Whether each row has a partner of its own: a matching by augmenting paths."""
+    """Return whether the rows can be matched one to one, by augmenting paths."""
     fits = [[j for j, other in enumerate(lacking) if _same(row, other, tolerance)] for row in left]
     partner: dict[int, int] = {}
 
@@ -117,7 +117,7 @@ def _pairs_up(left: Sequence[Row], lacking: Sequence[Row], tolerance: float) -> 
 
 
 def _orders(rows: Sequence[Row], due: Rows, width: int) -> Iterator[tuple[int, ...]]:
-    """Orders of columns in which every column could be the one that is due there."""
+    """Yield the column permutations in which each column could match the expected one."""
     given = [[(row[i],) for row in rows] for i in range(width)]
     wanted = [replace(due, rows=tuple((row[j],) for row in due.rows)) for j in range(width)]
     fits = [[i for i in range(width) if _match(given[i], column)] for column in wanted]
@@ -134,7 +134,7 @@ def _orders(rows: Sequence[Row], due: Rows, width: int) -> Iterator[tuple[int, .
 
 
 def _key(row: Row) -> str:
-    """Equal for equal rows: 1 and 1.0 are equal, 1 and true are not."""
+    """Return a key equal for equal rows: 1 and 1.0 are equal, 1 and true are not."""
     return tuple_key([_cell_key(cell) for cell in row])
 
 

@@ -1,8 +1,8 @@
-"""Turn verifiers: which turns of an episode brought it closer to the solution.
+"""Turn verifiers: which turns of an episode made progress towards the solution.
 
-A verifier names the milestones of a task that each turn reached. `turn_shares` pays a milestone in the first
-turn that reached it and never again, so that repeating a successful call earns nothing. All turns of an
-episode together earn at most 1.
+A verifier names the milestones of a task that each turn reached. `turn_shares` rewards a milestone in the
+first turn that reached it only, so that repeating a successful call earns nothing. All turns of an episode
+together earn at most 1.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def suite_progress(final: str) -> TurnVerifier:
 
 
 def _reports(trajectory: Trajectory, final: str) -> Iterator[tuple[int, str]]:
-    """The turn and text of each report that the environment left: such outcomes have no call_id."""
+    """Yield the turn and text of each report of the environment: outcomes without a call_id."""
     for outcome in trajectory.outcomes:
         if outcome.call_id or outcome.status is not ToolStatus.OK:
             continue

@@ -21,11 +21,11 @@ Which = Literal["fail_to_pass", "pass_to_pass", "visible", "hidden", "all"]
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """The truth of a task of programming.
+    """Truth of a programming task.
 
-    `fail_to_pass` fail before and have to pass after; `pass_to_pass` pass before and have to go on passing.
-    `hidden` names those of both that the model cannot run. A test without an entry in `weights` weighs 1.
-    `seconds` and `memory_bytes` are the most that a solution may use, for `thrift`.
+    `fail_to_pass` fail before the change and must pass after it; `pass_to_pass` must pass before and after.
+    `hidden` names those that the model cannot run. Tests without an entry in `weights` have weight 1. `seconds`
+    and `memory_bytes` are the limits used by `thrift`.
     """
 
     fail_to_pass: tuple[str, ...]
@@ -36,7 +36,7 @@ class Suite:
     memory_bytes: float | None = None
 
     def tests(self, which: Which) -> tuple[str, ...]:
-        """The tests of one sort."""
+        """Return the tests of one kind."""
         both = (*self.fail_to_pass, *self.pass_to_pass)
         if which in ("visible", "hidden"):
             return tuple(test for test in both if (test in self.hidden) == (which == "hidden"))
@@ -53,7 +53,7 @@ class Report:
 
 
 def read_report(text: str) -> Report:
-    """The report that a text is; an empty one, in which nothing passed, where it is none."""
+    """Parse a test report; an invalid text is an empty report, in which no test passed."""
     try:
         value = read_json(text)
     except NotJson:
@@ -71,7 +71,7 @@ def _passed(tests: Mapping[str, JSON]) -> frozenset[str]:
 
 
 def _measure(value: JSON) -> float:
-    """What was used; infinitely much where the report says nothing of the kind, or beyond all floats."""
+    """Return a measured quantity; infinity if the report does not contain it or it overflows a float."""
     if not isinstance(value, int | float) or not is_number(value) or value < 0:
         return math.inf
     try:
@@ -89,7 +89,7 @@ def all_passed(suite: Suite, passed: Collection[str]) -> bool:
 
 
 def share_of(suite: Suite, passed: Collection[str], which: Which) -> float:
-    """The weight of the tests of one sort that passed, as a share of all of that sort; 1 where none is."""
+    """Return the weight of the passed tests of one kind as a share of all tests of that kind; 1 if there are none."""
     tests = suite.tests(which)
     total = math.fsum(suite.weights.get(test, 1.0) for test in tests)
     right = math.fsum(suite.weights.get(test, 1.0) for test in tests if test in passed)
@@ -97,7 +97,9 @@ def share_of(suite: Suite, passed: Collection[str], which: Which) -> float:
 
 
 def suite_passes(read: Evidence) -> RewardFunction:
-    """A verifier: 1 if `read` reports that all tests passed, else 0 (SWE-bench, arXiv:2310.06770)."""
+    """Create a verifier: 1 if the report that `read` returns says that all tests passed, else 0 (SWE-bench,
+    arXiv:2310.06770).
+    """
 
     def resolved(task: Task, trajectory: Trajectory) -> float:
         return float(all_passed(truth_of(task, Suite), read_report(read(trajectory)).passed))
@@ -106,7 +108,7 @@ def suite_passes(read: Evidence) -> RewardFunction:
 
 
 def share_passed(read: Evidence, which: Which = "all") -> RewardFunction:
-    """The share of the tests of one sort that `read` reports as passed, in [0, 1]; as a rule shaping."""
+    """Create a reward, usually for shaping: the share of the tests of one kind that passed, in [0, 1]."""
 
     def tests_share(task: Task, trajectory: Trajectory) -> float:
         return share_of(truth_of(task, Suite), read_report(read(trajectory)).passed, which)
@@ -115,9 +117,9 @@ def share_passed(read: Evidence, which: Which = "all") -> RewardFunction:
 
 
 def thrift(read: Evidence) -> RewardFunction:
-    """A tie-breaker in [0, 1]: what a solution that passes all tests leaves of its seconds and bytes.
+    """Create a tie-breaker in [0, 1]: the unused share of the time and memory of a solution that passes all tests.
 
-    The mean of `1 - used / limit` over the limits of the suite; 0 where a test fails or nothing is measured.
+    The mean of `1 - used / limit` over the limits of the suite; 0 if a test fails or nothing was measured.
     """
 
     def left_over(task: Task, trajectory: Trajectory) -> float:

@@ -1,9 +1,9 @@
-"""Mathematics: an answer in LaTeX or plain signs against an expression, compared exactly.
+"""Mathematics verifier: exact comparison of an answer in LaTeX or plain text with an expression.
 
-The answer as a whole has to be the expression: words, a second candidate, a unit that is not meant, or an
-equation that does not hold fail. `ludus.rewards.math.parser` reads both into trees; rational numbers, lists,
-intervals and relations are compared here, and whether two other expressions are equal is decided by sympy in
-a process with limits on time and memory (`ludus.rewards.math.worker`).
+The whole answer must be the expression: extra words, a second candidate, an unexpected unit, or an equation
+that does not hold fail. `ludus.rewards.math.parser` parses both into trees. Rational numbers, lists,
+intervals and relations are compared here; sympy compares other expressions in a process with limits on time
+and memory (`ludus.rewards.math.worker`).
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ _SMALL_WORDS = frozenset(["yes", "no", "true", "false", "none", "odd", "even", "
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """The truth of a question of mathematics: LaTeX or plain signs; `units` may stand behind an answer.
+    """Truth of a mathematics question: LaTeX or plain text; `units` may follow an answer.
 
-    With `evaluated` an answer that is equal but left to be worked out is wrong: it may be no larger than the
-    gold expression, and leaves only those operations undone that this leaves undone too
-    (`ludus.rewards.math.worked_out`). So the question's own formula is no answer to it.
+    With `evaluated`, an answer that is equal but unevaluated is wrong: it may not be larger than the gold
+    expression nor leave operations undone that the gold expression does not (`ludus.rewards.math.worked_out`).
+    So the question's own formula is not an answer.
     """
 
     gold: str
@@ -106,7 +106,7 @@ class Expression:
 
 @dataclass(frozen=True, slots=True)
 class _Gold:
-    """A gold answer: its plain text, its unit, and its tree; None for words and what the grammar lacks."""
+    """A gold answer: its plain text, its unit, and its tree (None for words and text outside the grammar)."""
 
     plain: str
     unit: str
@@ -114,9 +114,9 @@ class _Gold:
 
 
 def is_equal(answer: str, truth: Expression) -> bool:
-    """Whether the answer (all boxes of one with several) is the expression.
+    """Return whether the answer (if it has several boxes, each of them) equals the expression.
 
-    Raises ValueError for a gold answer that cannot be read, WorldError where the comparing process breaks.
+    Raises ValueError for an unreadable gold answer, WorldError if the comparing process fails.
     """
     gold = _gold(truth.gold, truth.units)
     found = candidates(answer)
@@ -124,7 +124,7 @@ def is_equal(answer: str, truth: Expression) -> bool:
 
 
 def mathematics(task: Task, trajectory: Trajectory) -> float:
-    """1 if the final answer equals the expression of the truth, else 0."""
+    """Return 1 if the final answer equals the expression of the truth, else 0."""
     return float(is_equal(trajectory.answer, truth_of(task, Expression)))
 
 
@@ -172,15 +172,15 @@ def _is_right(text: str, gold: _Gold, truth: Expression) -> bool:
 
 
 def _spelt(text: str) -> str:
-    """A gold answer outside of the grammar is compared as words, or sign by sign."""
+    """Compare a gold answer outside the grammar as words, or character by character."""
     return normalise(text) if re.fullmatch(r"[\w\s'.-]+", text) else "".join(text.split())
 
 
 def _with_unit(text: str, units: tuple[str, ...], expected: str = "") -> tuple[str, str]:
-    """The plain text without its unit, and the unit's usual spelling.
+    """Return the plain text without its unit, and the unit's usual spelling.
 
-    One of `units` goes. A word behind a number is a unit if it is known or set as text; a single letter only
-    where a unit is `expected`. Raises Unreadable, as `plain_text` does.
+    Any of `units` is removed. A word after a number is a unit if it is known or set as text; a single letter
+    only if a unit is `expected`. Raises Unreadable, as `plain_text` does.
     """
     plain = plain_text(text)
     for unit in sorted(units, key=len, reverse=True):
@@ -198,7 +198,7 @@ def _with_unit(text: str, units: tuple[str, ...], expected: str = "") -> tuple[s
 
 
 def _without_degrees(node: ExpressionNode) -> ExpressionNode:
-    """Without the degree signs of whole answers: 90° is 90."""
+    """Remove the degree signs of whole answers: 90° is 90."""
     if node.op == "degree":
         return node.args[0]
     if node.op in ("list", "set", "relation", "neg"):
@@ -207,7 +207,7 @@ def _without_degrees(node: ExpressionNode) -> ExpressionNode:
 
 
 def same(gold: ExpressionNode, given: ExpressionNode) -> bool:
-    """Whether two trees say the same. Raises Unreadable for numbers beyond the bounds."""
+    """Return whether two trees are equivalent. Raises Unreadable for numbers beyond the bounds."""
     if gold == given:
         return True
     ops = {gold.op, given.op}
@@ -249,12 +249,12 @@ def _same_items(gold: ExpressionNode, given: ExpressionNode) -> bool:
 
 
 def _signs(node: ExpressionNode) -> str:
-    """The signs of the relations of a list."""
+    """Return the signs of the relations of a list."""
     return "".join(item.name for item in node.args if item.op == "relation")
 
 
 def _items(node: ExpressionNode) -> tuple[set[str], list[ExpressionNode]]:
-    """The names of the items and the items, both signs of ± written out; a name that all share goes."""
+    """Return the names of the items and the items, with both signs of ± expanded; a name shared by all is dropped."""
     if node.op == "relation" and node.name == "∈" and node.args[0].op == "name":
         node = node.args[1]  # x ∈ {1, 2} says 1, 2
     items = node.args if node.op in ("list", "set") else (node,)
@@ -279,7 +279,7 @@ def _both_signs(node: ExpressionNode) -> list[ExpressionNode]:
 
 
 def _signed(node: ExpressionNode, plus: str) -> ExpressionNode:
-    """With a plus for one of ± and ∓, and a minus for the other."""
+    """Replace ± and ∓ by plus and minus, or the reverse."""
     args = tuple(_signed(arg, plus) for arg in node.args)
     if node.op == "plusminus":
         return args[0] if node.name == plus else ExpressionNode("neg", args)
@@ -287,7 +287,7 @@ def _signed(node: ExpressionNode, plus: str) -> ExpressionNode:
 
 
 def _is_label(node: ExpressionNode) -> bool:
-    """Whether it is what a value is given to: `x`, `f(x)` or `(x, y)`."""
+    """Return whether a value can be assigned to it: `x`, `f(x)` or `(x, y)`."""
     if node.op == "pair":
         return all(arg.op == "name" for arg in node.args)
     return node.op == "name" or (node.op == "mul" and node.name == "applied")
@@ -307,7 +307,7 @@ def _holds(gold: ExpressionNode, given: ExpressionNode) -> bool:
 
 
 def _same_relations(gold: ExpressionNode, given: ExpressionNode) -> bool:
-    """Whether a relation, or the value that it gives a label, is the gold relation."""
+    """Return whether a relation, or the value that it assigns to a label, is the gold relation."""
     label, value = gold.args[0], gold.args[-1]
     gives_value = gold.name == "=" and _is_label(label)
     if given.op != "relation":
@@ -367,7 +367,7 @@ def _is_rounded(due: Fraction, found: Fraction, given: ExpressionNode) -> bool:
 
 
 def _decimals(value: Fraction, given: ExpressionNode) -> int:
-    """Digits behind the point of a plain decimal; 0 for any other writing."""
+    """Return the number of decimal places of a plain decimal; 0 for any other notation."""
     plain = given.args[0] if given.op == "neg" else given
     if plain.op != "number" or plain.name != "decimal":
         return 0
@@ -375,7 +375,7 @@ def _decimals(value: Fraction, given: ExpressionNode) -> int:
 
 
 def exact(node: ExpressionNode) -> Fraction | None:
-    """The value of an expression of rational numbers; None for any other.
+    """Return the value of an expression of rational numbers; None for any other.
 
     Raises Unreadable for a division by zero or a number beyond the bounds.
     """
@@ -423,7 +423,7 @@ def _verdict(kind: str, gold: ExpressionNode, given: ExpressionNode) -> int:
 
 
 def _plain(node: ExpressionNode) -> JSON:
-    """A tree as JSON."""
+    """Return a tree as JSON."""
     value = None if node.value is None else str(node.value)
     return [node.op, node.name, value, [_plain(arg) for arg in node.args]]
 
@@ -435,7 +435,7 @@ def _asked(question: str) -> int:
 
 @cache
 def _process(pid: int) -> _Process:
-    """The comparing process of this process; one that was forked off has its own."""
+    """Return the comparing process of this process; a forked process starts another."""
     del pid
     return _Process()
 
@@ -451,7 +451,7 @@ class _Process:
     running: subprocess.Popen[str] | None = None
 
     def ask(self, question: str) -> int:
-        """The verdict on a question; 0 where finding out takes more time or memory than it may."""
+        """Return the verdict on a comparison; 0 if it exceeds the limits of time or memory."""
         with self.lock:
             process = self.running or self._start()
             self._write(process, json.dumps([json.loads(question), CPU_S]))
@@ -481,7 +481,7 @@ class _Process:
             return  # the reply will be missing
 
     def _read(self, process: subprocess.Popen[str]) -> str:
-        """One line of the process; empty where it has ended."""
+        """Read a line from the process; empty if it has ended."""
         assert process.stdout is not None
         if not select.select([process.stdout], [], [], WAIT_S)[0]:
             self._end(process)

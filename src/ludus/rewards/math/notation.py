@@ -67,7 +67,7 @@ _PHRASES = (
     (r"except(?: for)?\b", r"\setminus"),
     (r"degrees?\b(?! *(?:[CFK]\b|celsius|fahrenheit))", "°"),
 )
-"""Words that stand for signs."""
+"""Phrases equivalent to signs."""
 _WORDED = tuple((re.compile(rf"(?i)(?<![\\\w])(?:{words})"), sign) for words, sign in _PHRASES)
 _ARRAY = re.compile(r"\\(begin|end)\{(?:array\}(?:\s*\{[clr| ]*\})?|smallmatrix\})")
 _TEXT_LEFT = re.compile(r"\\(?:text[a-z]*|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname\*?)(?![a-z])")
@@ -95,11 +95,11 @@ class NotationError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ExpressionNode:
-    """A node of the tree.
+    """A node of an expression tree.
 
     `op`: number (value), name, constant, add, neg, mul, div, pow, root (of, degree), call, abs, factorial,
     percent, degree, plusminus; list, set, pair (name: its brackets), relation (name: its signs), union,
-    intersection, difference, domain, matrix, row, based. A number's `name` says how it is written.
+    intersection, difference, domain, matrix, row, based. The `name` of a number is its notation.
     """
 
     op: str
@@ -108,14 +108,14 @@ class ExpressionNode:
     value: Fraction | None = None
 
     def names(self) -> frozenset[str]:
-        """The names of all variables."""
+        """Return the names of all variables."""
         own = frozenset({self.name}) if self.op == "name" else frozenset()
         return own.union(*(arg.names() for arg in self.args))
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token: number, letter, command or sign; `spaced` if a blank stands before it."""
+    """A token: number, letter, command or sign; `spaced` if a blank precedes it."""
 
     kind: str
     text: str
@@ -124,9 +124,9 @@ class Token:
 
 
 def plain_text(text: str) -> str:
-    """LaTeX without spacing, text commands, dollar signs and characters beyond ASCII that have a spelling.
+    """Return LaTeX without spacing, text commands and dollar signs, and with ASCII spellings of other characters.
 
-    Raises Unreadable for a text that is too long, nested too deep, or has text commands left.
+    Raises Unreadable for a text that is too long, nested too deep, or still has text commands.
     """
     if len(text) > MAX_CHARACTERS:
         raise NotationError("too long")
@@ -171,17 +171,17 @@ def _folded(character: str) -> str:
 
 
 def letters_of(text: str) -> frozenset[str]:
-    """The letters of a text outside of its commands."""
+    """Return the letters of a text outside its commands."""
     return frozenset(re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", " ", text)))
 
 
 def text_words(text: str) -> frozenset[str]:
-    """The words that are set as text."""
+    """Return the words set as text."""
     return frozenset(word for found in _TEXT.findall(_ascii(text)) for word in re.findall(r"[a-zA-Z]+", found))
 
 
 def tokens_of(text: str, letters: frozenset[str] | None) -> list[Token]:
-    """The tokens of a plain text. Raises Unreadable.
+    """Tokenize a plain text. Raises Unreadable.
 
     A run of letters that is not a known word is a product if all its letters are among `letters`.
     """
@@ -212,8 +212,9 @@ _BEHIND_ITEM = frozenset(("", "∪", "∩", "∖", ",", ";", "or", "and", "U", "
 
 
 def _interval_sign(tokens: list[Token], place: int) -> Token:
-    """The token at a place; a bracket that is turned outwards as in `]0, 1[` is round, and the letter U
-    between two brackets a union."""
+    """Return the token at an offset; an outward bracket as in `]0, 1[` becomes round, and the letter U between two
+    brackets a union.
+    """
     token = tokens[place]
     if token.text not in ("]", "[", "U"):
         return token
@@ -243,7 +244,7 @@ def _sign(command: str | None, sign: str | None, spaced: bool) -> Token:
 
 
 def _number(text: str, match: re.Match[str], depth: int, spaced: bool) -> tuple[Token, int]:
-    """The token of a number, and where the text goes on."""
+    """Return the token of a number and the offset after it."""
     end, grouped = match.end(), match["grouped"]
     if grouped is None:
         body = match["plain"]
@@ -261,7 +262,7 @@ def _number(text: str, match: re.Match[str], depth: int, spaced: bool) -> tuple[
 
 
 def _repeating(text: str, end: int, body: str, value: Fraction) -> tuple[str, Fraction, int] | None:
-    """A decimal with a block of digits that repeats, and where it ends."""
+    """Return a decimal with a repeating block of digits, and the offset after it."""
     if "." not in body:
         return None
     if repeated := _REPEATED.match(text, end):
@@ -274,7 +275,7 @@ def _repeating(text: str, end: int, body: str, value: Fraction) -> tuple[str, Fr
 
 
 def _scientific(text: str, end: int, body: str, value: Fraction) -> tuple[str, Fraction, int] | None:
-    """A number with a power of ten behind `e`, and where it ends."""
+    """Return a number with a power of ten after `e`, and the offset after it."""
     del body
     power = _POWER_OF_TEN.match(text, end)
     if power is None:
@@ -285,7 +286,7 @@ def _scientific(text: str, end: int, body: str, value: Fraction) -> tuple[str, F
 
 
 def _continued(body: str) -> Fraction:
-    """The value of `0.1666...`: the shortest block that ends three digits and more is repeated."""
+    """Return the value of `0.1666...`: the shortest block that ends three or more digits is repeated."""
     whole, _, digits = body.partition(".")
     for size in range(1, len(digits) // 2 + 1):
         block, times = digits[-size:], 1
@@ -299,7 +300,7 @@ def _continued(body: str) -> Fraction:
 
 
 def _letters(word: str, letters: frozenset[str] | None, spaced: bool) -> list[Token]:
-    """The tokens of a run of letters: a known word, a function with its variable, or a product."""
+    """Return the tokens of a run of letters: a known word, a function with its variable, or a product."""
     if len(word) == 1:
         return [Token("letter", word, spaced=spaced)]
     lower = word.lower()

@@ -23,21 +23,21 @@ MAX_DIGITS = 400
 _SHORT = 32
 """Longest text, in characters, whose reading is cached: most numerals are short and repeat."""
 _RELATIVE = 1e-6
-"""The room of a truth that is no whole number and says nothing else."""
+"""Default relative tolerance of a truth that is not an integer."""
 _LOST = Fraction(1, 2**50)
 _LOST_OF_WHOLE = Fraction(1, 10**9)
-"""What a truth that was computed may be off, relatively, and absolutely where it is whole."""
+"""Tolerated rounding of a computed truth: relative, and absolute if it is an integer."""
 _LEAD = re.compile(r"(?i)^(?:it\s+is|about|approximately|approx\.?|roughly|[a-z]\s*(?:=|≈)|≈|~|=)\s*")
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """The truth of a question for a number.
+    """Truth of a question with a numeric answer.
 
     An answer is right within `absolute` or within `relative` times `value`, whichever is wider; without
-    `relative` a whole number has no such room, and any other a millionth. `units` are those that an answer
-    may carry, each with its size in the unit of `value` (metres: m 1, cm 0.01); with `needs_unit` it must
-    carry one. "%" is a hundredth unless `units` says otherwise. With `decimal_comma` 1,5 is one and a half.
+    `relative` the tolerance is 0 for an integer and one millionth for any other number. `units` are the accepted
+    units with their size in the unit of `value` (metres: m 1, cm 0.01); with `needs_unit` one is required. "%" is
+    a hundredth unless `units` defines it. With `decimal_comma`, 1,5 is one and a half.
     """
 
     value: float
@@ -49,9 +49,9 @@ class Quantity:
 
 
 def read_quantity(text: str, truth: Quantity, *, reduced: bool = False) -> Fraction | None:
-    """The number that the whole text is, exactly, in the unit of `truth`; None where it is anything else.
+    """Return the exact number that the whole text is, in the unit of `truth`; None for any other text.
 
-    With `reduced` also where it is not in lowest terms: 435/15 is a problem, no answer to one.
+    With `reduced`, also None if it is not in lowest terms: 435/15 is a problem, not an answer to one.
     """
     numeral, size = _read(text, truth)
     if reduced and numeral is not None and unfinished(numeral):
@@ -64,7 +64,7 @@ def read_quantity(text: str, truth: Quantity, *, reduced: bool = False) -> Fract
 
 
 def _read(text: str, truth: Quantity) -> tuple[ExpressionNode | None, float]:
-    """The numeral of a text without its unit, and the unit's size."""
+    """Return the numeral of a text without its unit, and the unit's size."""
     plain = _LEAD.sub("", _without_latex(plain_signs(text)).strip())
     sizes = {"%": 0.01, "percent": truth.units.get("%", 0.01)} | dict(truth.units)
     unit, size, rest = _unit(plain, sizes)
@@ -75,10 +75,10 @@ def _read(text: str, truth: Quantity) -> tuple[ExpressionNode | None, float]:
 
 
 def close(value: Fraction, truth: Quantity) -> bool:
-    """Whether the value is within the tolerance; to a truth that is NaN or infinite none is.
+    """Return whether the value is within the tolerance; never for a truth that is NaN or infinite.
 
-    What the arithmetic of floats may have lost is let pass: four units in the last place, and of a whole
-    number, whose neighbours are other answers, a billionth at most.
+    Float rounding is tolerated: four units in the last place, and for an integer at most one billionth, since its
+    neighbours are other answers.
     """
     if isinstance(truth.value, float) and not math.isfinite(truth.value):
         return False
@@ -91,16 +91,16 @@ def close(value: Fraction, truth: Quantity) -> bool:
 
 
 def is_close(answer: str, truth: Quantity, *, reduced: bool = False) -> bool:
-    """Whether the answer (all boxes of one with several) is the number, within the tolerance.
+    """Return whether the answer (if it has several boxes, each of them) is the number, within the tolerance.
 
-    With `reduced` it has to be in lowest terms.
+    With `reduced` it must be in lowest terms.
     """
     values = [read_quantity(one, truth, reduced=reduced) for one in candidates(answer)]
     return bool(values) and all(value is not None and close(value, truth) for value in values)
 
 
 def number_close(task: Task, trajectory: Trajectory) -> float:
-    """1 if the final answer is the number of the truth within its tolerance, else 0."""
+    """Return 1 if the final answer is the number of the truth within its tolerance, else 0."""
     return float(is_close(trajectory.answer, truth_of(task, Quantity)))
 
 
@@ -114,12 +114,12 @@ def _without_latex(text: str) -> str:
 
 
 def _as_written(number: float) -> Fraction:
-    """The number that stands there: 0.01 is a hundredth, not the float next to it."""
+    """Return the number as written: 0.01 is a hundredth, not the nearest float."""
     return Fraction(str(number)) if isinstance(number, float) else Fraction(number)
 
 
 def _unit(text: str, sizes: Mapping[str, float]) -> tuple[str, float, str]:
-    """The unit before or after the number, its size, and what is left of the text."""
+    """Return the unit before or after the number, its size, and the remaining text."""
     for unit in sorted(sizes, key=len, reverse=True):
         if text.endswith(unit) and not (unit[0].isalpha() and text[: -len(unit)][-1:].isalpha()):
             return unit, sizes[unit], text.removesuffix(unit).strip()
@@ -129,7 +129,7 @@ def _unit(text: str, sizes: Mapping[str, float]) -> tuple[str, float, str]:
 
 
 def _number(text: str, decimal_comma: bool) -> ExpressionNode | None:
-    """The numeral that a text is: a number, or a fraction of whole numbers, with or without a sign."""
+    """Return the numeral of a text: a number, or a fraction of integers, with an optional sign."""
     if sum(c.isdigit() for c in text) > MAX_DIGITS:
         return None
     if decimal_comma:

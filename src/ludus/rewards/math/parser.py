@@ -1,17 +1,17 @@
-r"""Mathematical notation: LaTeX and plain signs, read into a tree. One grammar for numbers and expressions.
+r"""Parse mathematical notation (LaTeX and plain text) into a tree, with one grammar for numbers and expressions.
 
-The whole text has to be an expression, a list, a set, an interval, a relation or a matrix. Text that the
-grammar does not cover raises `NotationError`: words, unknown commands, a number behind a product (`x 2`).
-Length, depth and the size of numbers are bounded, so that reading takes milliseconds for any text.
+The whole text must be an expression, a list, a set, an interval, a relation or a matrix. Text outside the
+grammar raises `NotationError`: words, unknown commands, a number after a product (`x 2`). Length, depth and
+the size of numbers are bounded, so that parsing takes milliseconds for any text.
 
-| text | reading |
+| text | meaning |
 |---|---|
-| `1,234`, `1{,}234`, `1 234` | one number, outside of brackets |
+| `1,234`, `1{,}234`, `1 234` | one number, outside brackets |
 | `1 1/2`, `1\frac12`, `1½` | a mixed number |
 | `5e3`, `5 \cdot 10^3`, `10^3` | a number in scientific notation |
 | `0.\overline{3}`, `0.(3)`, `0.333...` | a repeating decimal |
 | `x^10`, `\frac12`, `\sqrt3` | `x^{10}`, `\frac{1}{2}`, `\sqrt{3}` |
-| `ab`, `2x` | products of letters, if `letters` has all letters of a run of two and more |
+| `ab`, `2x` | products of letters, if `letters` has all letters of a run of two or more |
 | `minus 7`, `negative 7` | a sign |
 | `a or b`, `a and b`, `a, b`, `a; b` | a list |
 """
@@ -44,7 +44,7 @@ _BETWEEN = {"over": ("div", "frac"), "choose": ("call", "binom")}
 
 
 def read(text: str, letters: frozenset[str] | None = None) -> ExpressionNode:
-    """The tree of a whole text. Raises Unreadable.
+    """Parse a whole text into a tree. Raises Unreadable.
 
     A run of letters that is not a known word is a product if all its letters are among `letters`.
     """
@@ -134,7 +134,7 @@ class _Structures(_Reader, ABC):
         return items[0]
 
     def _set(self) -> ExpressionNode:
-        """The elements between braces, or those of a condition: `{x | x > 1}`."""
+        """Parse the elements between braces, or those of a condition: `{x | x > 1}`."""
         if self._accept("\\}"):
             return ExpressionNode("set")
         if condition := self._condition("\\}"):
@@ -147,7 +147,7 @@ class _Structures(_Reader, ABC):
         return ExpressionNode("set", tuple(items))
 
     def _condition(self, closing: str) -> ExpressionNode | None:
-        """What `x | x > 1` and `x ∈ R : x > 1` say between braces; None for anything else."""
+        """Parse the condition of `x | x > 1` and `x ∈ R : x > 1` between braces; None for anything else."""
         start = self.at
         if self._peek().kind != "letter" or self._peek(1).text not in ("|", ":", "∈"):
             return None
@@ -163,7 +163,7 @@ class _Structures(_Reader, ABC):
         return ExpressionNode("list", (member, self._relation()), "and")
 
     def _over(self, closing: str | None) -> ExpressionNode:
-        r"""Items, or a fraction or binomial coefficient of two: `a \over b`, `n \choose k`."""
+        r"""Parse items, or a fraction or binomial coefficient of two: `a \over b`, `n \choose k`."""
         found = self._items(closing)
         command = self._peek()
         if command.kind != "command" or command.text not in _BETWEEN:
@@ -204,7 +204,7 @@ class _Parser(_Structures):
     """Recursive descent."""
 
     def whole(self) -> ExpressionNode:
-        """All tokens as one tree."""
+        """Parse all tokens as one tree."""
         if not self.tokens:
             raise NotationError("empty")
         found = self._over(None)
@@ -213,7 +213,7 @@ class _Parser(_Structures):
         return found
 
     def _items(self, closing: str | None) -> ExpressionNode:
-        """Relations between separators; one alone is itself. The list's name is its separator."""
+        """Parse relations between separators; a single one is returned as such. The list is named by its separator."""
         items, separator = [self._relation()], ""
         while sign := self._accept(*_SEPARATORS):
             if sign in (",", ";") and (word := self._accept("or", "and")):
@@ -272,7 +272,7 @@ class _Parser(_Structures):
                 return found
 
     def _signed(self) -> ExpressionNode:
-        """A factor behind an explicit sign, which may have a minus."""
+        """Parse a factor after an explicit sign; it may have a minus."""
         if self._accept("-"):
             self._deeper(1)
             inner = self._signed()
@@ -375,7 +375,7 @@ class _Parser(_Structures):
         return ExpressionNode("constant" if name in ("e", "i") else "name", (), name)
 
     def _argument(self) -> ExpressionNode:
-        """An argument of a command: a group in braces, one digit, or one atom."""
+        """Parse an argument of a command: a group in braces, one digit, or one atom."""
         token = self._peek()
         if token.kind == "number" and token.text == "whole" and token.value is not None:
             digits = str(token.value)
@@ -424,7 +424,7 @@ class _Parser(_Structures):
         return ExpressionNode("root", (self._argument(), degree))
 
     def _call(self, name: str) -> ExpressionNode:
-        """A function: its base or exponent, then an argument in brackets or a product without signs."""
+        """Parse a function: its base or exponent, then an argument in brackets or a product without signs."""
         base: tuple[ExpressionNode, ...] = ()
         raised: ExpressionNode | None = None
         if self._accept("_"):
@@ -444,7 +444,7 @@ class _Parser(_Structures):
         return node if raised is None else ExpressionNode("pow", (node, raised), "raised")
 
     def _bare_argument(self) -> ExpressionNode:
-        """The argument of `\\sin 2x`: factors that stand together, up to a sign or another function."""
+        r"""Parse the argument of `\sin 2x`: adjacent factors, up to a sign or another function."""
         if self._accept("-"):
             return ExpressionNode("neg", (self._bare_argument(),))
         found = self._power()
@@ -468,7 +468,7 @@ def _is_plain_fraction(node: ExpressionNode) -> bool:
 
 
 def _whole_value(node: ExpressionNode) -> int | None:
-    """The value of a whole number with or without a sign."""
+    """Return the value of an integer with an optional sign."""
     if node.op == "neg":
         inner = _whole_value(node.args[0])
         return None if inner is None else -inner
@@ -483,7 +483,7 @@ def _mixed(whole: ExpressionNode, up: Fraction | None, down: Fraction | None) ->
 
 
 def _product(left: ExpressionNode, right: ExpressionNode) -> ExpressionNode:
-    """The product; `5 \\cdot 10^3` is a number."""
+    r"""Return the product; `5 \cdot 10^3` is a number."""
     if right.op == "number" and right.name == "ten" and left.op == "number" and left.name in ("whole", "decimal"):
         assert left.value is not None
         assert right.value is not None
@@ -494,7 +494,7 @@ def _product(left: ExpressionNode, right: ExpressionNode) -> ExpressionNode:
 
 
 def _spelt(node: ExpressionNode) -> str:
-    """An index as a text."""
+    """Return an index as text."""
     if node.op in ("name", "constant"):
         return node.name
     if node.op == "number":

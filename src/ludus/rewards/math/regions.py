@@ -1,7 +1,7 @@
-"""Intervals, inequalities and their unions as sets of real numbers in one form, so that they can be compared.
+"""Canonical sets of real numbers: intervals, inequalities and their unions, for comparison.
 
-`[0, oo)`, `x >= 0` and `0 <= x` are one region. Ends keep their expressions; where their order matters it is
-that of their floats, and ends that are nearer than floats can tell are taken for one.
+`[0, oo)`, `x >= 0` and `0 <= x` are one region. Endpoints stay expressions; they are ordered by their float
+values, and endpoints that floats cannot distinguish are treated as equal.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COMBINED: dict[str, Callable[[list[complex]], complex]] = {
 
 @dataclass(frozen=True, slots=True)
 class TextSpan:
-    """The numbers between two ends, either of which may belong to it; an infinite one never does."""
+    """The numbers between two endpoints, each open or closed; an infinite endpoint is always open."""
 
     low: ExpressionNode
     high: ExpressionNode
@@ -62,7 +62,7 @@ _LINE = TextSpan(_MINUS_INFINITE, _INFINITE, False, False)
 
 
 def region_of(node: ExpressionNode) -> Region | None:
-    """The region that a tree says; None for anything else, or where the order of its ends is unknown."""
+    """Return the region of a tree; None if it is not one, or if its endpoints cannot be ordered."""
     try:
         return _region(node)
     except (NotationError, ArithmeticError, ValueError):
@@ -70,7 +70,7 @@ def region_of(node: ExpressionNode) -> Region | None:
 
 
 def approximate(node: ExpressionNode) -> float:
-    """The value of a constant as a float. Raises Unreadable for one that is unknown or not real."""
+    """Return the value of a constant as a float. Raises Unreadable if it is unknown or not real."""
     value = _value(node)
     if abs(value.imag) > _NEAR * max(1.0, abs(value.real)) or math.isnan(value.real):
         raise NotationError("not real")
@@ -132,7 +132,7 @@ def _related(node: ExpressionNode) -> Region:
 
 
 def _distant(inner: ExpressionNode, sign: str, distance: ExpressionNode) -> Region:
-    """The numbers that `|x - a| < b` and the like say."""
+    """Return the region of `|x - a| < b` and similar relations."""
     terms = inner.args if inner.op == "add" else (inner,)
     if len(terms) > 2 or terms[0].op != "name" or distance.names() or approximate(distance) <= 0:
         raise NotationError("no distance")

@@ -18,9 +18,9 @@ _ONE = Fraction(1)
 
 
 def is_worked_out(answer: ExpressionNode, gold: ExpressionNode) -> bool:
-    """Whether an answer is no larger than the gold one, and leaves nothing to do that the gold one does not.
+    """Return whether an answer is at most as large as the gold one and leaves no further operation undone.
 
-    Of an equation that gives a label a value, or that follows a chain, the last side counts.
+    Of an equation with a label on one side, or a chain of equations, the last side counts.
     """
     given, due = answer, gold
     if gold.op != "relation" or gold.args[0].op == "name" or gold.args[0].name == "applied":
@@ -32,12 +32,12 @@ def is_worked_out(answer: ExpressionNode, gold: ExpressionNode) -> bool:
 
 
 def unfinished(node: ExpressionNode) -> Counter[str]:
-    """The operations that are left to be done, by kind."""
+    """Count the operations left undone, by kind."""
     return Counter(_unfinished(node))
 
 
 def size(node: ExpressionNode) -> int:
-    """Names and numbers of an expression: a coefficient is one, the variable of a bound does not count."""
+    """Count the names and numbers of an expression: a coefficient is one, the variable of a bound does not count."""
     match node.op:
         case "number" | "name" | "based":
             return 1
@@ -181,7 +181,7 @@ def _is_power(number: int, order: int) -> bool:
 
 
 def _factors(node: ExpressionNode) -> tuple[list[ExpressionNode], list[ExpressionNode]]:
-    """The factors above and below the line."""
+    """Return the factors of the numerator and of the denominator."""
     if node.op == "mul":
         found = [_factors(arg) for arg in node.args]
         return [f for above, _ in found for f in above], [f for _, below in found for f in below]
@@ -194,7 +194,7 @@ def _factors(node: ExpressionNode) -> tuple[list[ExpressionNode], list[Expressio
 
 
 def _rational(node: ExpressionNode) -> Fraction | None:
-    """The value of a number with or without a sign."""
+    """Return the value of a number with an optional sign."""
     if node.op == "number":
         return node.value
     if node.op == "neg" and node.args[0].op == "number" and node.args[0].value is not None:
@@ -213,7 +213,7 @@ def _is_surd(node: ExpressionNode) -> bool:
 
 
 def _constant(node: ExpressionNode) -> Fraction | None:
-    """The value of a number or of a fraction of numbers, with or without a sign."""
+    """Return the value of a number or of a fraction of numbers, with an optional sign."""
     if node.op == "neg":
         value = _constant(node.args[0])
         return None if value is None else -value
@@ -252,14 +252,14 @@ def _base(node: ExpressionNode) -> ExpressionNode:
 
 
 def _term_key(term: ExpressionNode) -> str:
-    """What terms have in common that can be added up: all but their coefficients."""
+    """Return a key shared by terms that can be added: everything but their coefficients."""
     above, below = _factors(_without_sign(term))
     kept = (sorted(_key(factor) for factor in side if _rational(factor) is None) for side in (above, below))
     return "/".join("*".join(side) for side in kept)
 
 
 def _key(node: ExpressionNode) -> str:
-    """Equal for factors that are written alike, up to the order of sums and products and a sign before."""
+    """Return a key shared by identical factors, up to the order of sums and products and a leading sign."""
     node = _without_sign(node)
     inner = [_key(arg) for arg in node.args]
     if node.op in ("add", "mul"):

@@ -1,7 +1,7 @@
-"""The process in which expressions are compared: sympy behind limits that no answer gets around.
+"""Process that compares expressions: sympy with resource limits that no answer can evade.
 
 Reads one JSON line `[[kind, gold, answer], cpu_s]` of two trees (`ludus.rewards.math.notation.ExpressionNode`
-as lists) at a time and writes one line; first of all `ready`.
+as lists) at a time and writes one line; at start it writes `ready`.
 
 | kind | 1 | -1 |
 |---|---|---|
@@ -9,12 +9,12 @@ as lists) at a time and writes one line; first of all `ready`.
 | `rounded` | the answer is a decimal and the gold number, rounded to its digits | |
 | `ratio` | the gold expression is a positive multiple of the answer | a negative one |
 
-0 is everything else. Equality is proved, by exact transformations of the difference; numbers only refute it.
-A comparison has `cpu_s` seconds of processor time, after which the kernel ends the process: signals handled
-in Python would wait for a computation inside one big integer, and wall-clock time would make a verdict depend
-on what else the machine does. Memory is limited as well. What compares is a child of a process that has
-imported everything and does nothing else, so that the next child is there at once. `killed` says that
-somebody else ended it.
+Everything else is 0. Equality is proved by exact transformations of the difference; numeric evaluation only
+refutes it. A comparison has `cpu_s` seconds of CPU time, after which the kernel kills the process: a Python
+signal handler would wait for a computation inside one large integer, and wall-clock time would make verdicts
+depend on the load of the machine. Memory is limited too. The comparing process is forked from one that has
+imported everything, so that the next one is available at once. `killed` reports that another process killed
+it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _answer(replies: TextIO) -> None:
 
 
 def judge(kind: str, gold: Tree, answer: Tree) -> int:
-    """The verdict on two trees: 1, -1 or 0."""
+    """Compare two trees; return 1, -1 or 0."""
     try:
         first, second = _expression(gold), _expression(answer)
         if kind == "ratio":
@@ -145,7 +145,7 @@ def _agree_at_points(first: Expr, second: Expr) -> bool:
 
 
 def _signs(num: int, n: int) -> Iterator[tuple[int, ...]]:
-    """All positive, all negative, and for few names each mixture."""
+    """Return assignments of signs: all positive, all negative, and every mixture if there are few names."""
     if num <= 3:
         yield from itertools.product((1, -1), repeat=num)
     else:
@@ -196,7 +196,7 @@ def _is_rounded(number: Expr, decimal: Expr) -> bool:
 
 
 def _ratio(first: Expr, second: Expr) -> int:
-    """The sign of a constant ratio of two expressions with variables; 0 where it is not constant, or 0."""
+    """Return the sign of the ratio of two expressions with variables; 0 if it is not constant, or 0."""
     import sympy
 
     if not first.free_symbols or first.free_symbols != second.free_symbols:
@@ -216,7 +216,7 @@ def _ratio(first: Expr, second: Expr) -> int:
 
 
 def _expression(tree: Tree) -> Expr:
-    """The tree in sympy. Raises Refused for infinities, and for powers and factorials beyond the bounds."""
+    """Convert a tree to sympy. Raises Refused for infinities, and for powers and factorials beyond the bounds."""
     import sympy
 
     op, name, value = str(tree[0]), str(tree[1]), tree[2]
@@ -293,7 +293,7 @@ def _factorial(number: Expr) -> Expr:
 
 
 def _called(name: str, args: list[Expr]) -> Expr:
-    """A function's value. The base of `log` without one is unknown: ratios of logarithms know none."""
+    """Return a function's value. `log` without a base has an unknown base: ratios of logarithms do not need it."""
     import sympy
 
     names = {"arcsin": sympy.asin, "arccos": sympy.acos, "arctan": sympy.atan, "ln": sympy.log, "exp": sympy.exp}

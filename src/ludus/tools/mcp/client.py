@@ -458,7 +458,7 @@ def _in_words(error: ValidationError) -> str:
         missing = [name for name in error.validator_value if name not in error.instance]
         return "; ".join(f"the argument {name!r} is missing" for name in missing)
     if error.validator == "additionalProperties":
-        return f"there is no such argument: {error.message}"
+        return f"unknown argument: {error.message}"
     return f"the argument {where!r} is wrong: {error.message[:300]}"
 
 
