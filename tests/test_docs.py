@@ -32,6 +32,7 @@ from ludus.config.settings import find, is_section
 from ludus.training.run.session import model_path
 from ludus.worlds.search import world as search_world
 from ludus.worlds.search.world import SearchWorld
+from tests.test_house import ORDER
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -213,6 +214,16 @@ def test_the_api_reference_is_that_of_the_docstrings():
     assert (stale, [*written]) == ([], []), "run make docs"
 
 
+def test_the_architecture_page_lists_the_folders_in_their_order():
+    rows = re.findall(r"^\| (`.*?`) \|", read("docs/understand/architecture.md"), re.M)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted(set(ORDER) - {"__main__"})
+    folders = [name for name in ORDER if name in listed]
+    assert [name for name in listed if name in ("sandbox", "chat", "engines", "envs", "worlds", "training", "cli")] == [
+        name for name in folders if name in ("sandbox", "chat", "engines", "envs", "worlds", "training", "cli")
+    ]
+
+
 def test_there_are_pages():
     assert {"docs/README.md", "docs/start/quick_start.md", "docs/understand/way_of_a_task.md"} <= set(PAGES)
     assert sum(len(blocks(page, "python")) for page in PAGES) > 30
@@ -222,7 +233,7 @@ def test_there_are_pages():
 def test_every_fence_is_of_a_kind_that_is_checked(page):
     fences = [info.split(" ")[0] for _, info, _ in FENCE.findall(read(page))]
     assert read(page).count("```") == 2 * len(fences)
-    assert set(fences) <= {"python", "bash", "console", "toml", "json", "text"}
+    assert set(fences) <= {"python", "bash", "console", "toml", "json", "text", "mermaid"}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -160,7 +160,7 @@ def test_patches_that_agree_in_many_short_pieces_are_compared_in_time():
 
 
 def test_an_oracle_that_is_no_patch_is_the_worlds_fault():
-    with pytest.raises(ValueError, match="oracle"):
+    with pytest.raises(ValueError, match="reference patch"):
         patch_similarity()(task(Patch("x")), episode(""))
 
 

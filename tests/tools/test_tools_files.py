@@ -54,9 +54,9 @@ def test_what_goes_wrong_with_files_is_said():
         tools = {tool.name: tool for tool in files_tools(workspace)}
         await workspace.run("import os; os.symlink('/tmp', 'out')")
         steps = (
-            ("read_file", {"path": "../etc/passwd"}, "no path in the working folder"),
+            ("read_file", {"path": "../etc/passwd"}, "is not a path in the working folder"),
             ("write_file", {"path": "d/" * 33 + "x", "text": ""}, "at most 32 folders deep"),
-            ("read_file", {"path": "/etc/passwd"}, "no path in the working folder"),
+            ("read_file", {"path": "/etc/passwd"}, "is not a path in the working folder"),
             ("read_file", {"path": "b.py"}, "Did you mean d/b.py?"),
             ("read_file", {"path": "d"}, "Did you mean d/b.py?"),
             ("read_file", {"path": "raw"}, "no UTF-8 text"),
@@ -176,11 +176,11 @@ def test_a_hunk_with_a_wrong_line_goes_to_the_only_place_that_fits_and_takes_the
         (patch_of("@@ -1,1 +1,1 @@", "-def x():", "+def y():"), "does not fit"),
         (patch_of("@@ -1,1 +1,1 @@", "-def f()", "+def y():"), "does not fit"),
         (patch_of("@@ -1,2 +1,1 @@", "-def f():", "+def y():"), "says 2 old and 1 new lines, and has 1 and 1"),
-        (patch_of("@@ 1 @@", "-def f():"), "no head of a hunk"),
+        (patch_of("@@ 1 @@", "-def f():"), "is not a hunk header"),
         (patch_of("@@ -99,0 +99,1 @@", "+more"), "does not have"),
-        (patch_of("@@ -1 +1 @@", "-a", "+b", name="../x"), "no path in the working folder"),
+        (patch_of("@@ -1 +1 @@", "-a", "+b", name="../x"), "is not a path in the working folder"),
         (patch_of("@@ -1 +1 @@", "-a", "+b", name="none"), "there is no file 'none'"),
-        ("--- /dev/null\n+++ b/f\n@@ -0,0 +1,1 @@\n+x\n", "is there already"),
+        ("--- /dev/null\n+++ b/f\n@@ -0,0 +1,1 @@\n+x\n", "already exists"),
         ("--- a/f\n+++ /dev/null\n@@ -1,1 +0,0 @@\n-def f():\n", "does not hold all of its lines"),
         ("--- a/f\n+++ b/f\n", "without a hunk"),
         ("@@ -1 +1 @@\n-a\n+b\n", "before it"),
