@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from ludus.sandbox.base import MIB, Limits, Sandbox
-from ludus.worlds.swe.grader.layout import RepositoryLayout
-from ludus.worlds.swe.grader.leak_tests import definers, functions_of
-from ludus.worlds.swe.grader.masking import asserted, is_given, raising
+from ludus.worlds.swe.masking import asserted, definers, functions_of, is_given, raising
+from ludus.worlds.swe.repository import RepositoryLayout
 
 _MOST_LINES: Final = 16
 _MOST_SNIPPETS: Final = 48
