@@ -1,15 +1,14 @@
 """Tasks of a catalogue, and tasks in the format of SWE-bench (arXiv:2310.06770).
 
-A catalogue is a folder with `packages.jsonl` and `tasks.jsonl`: packages with their pinned source distributions and
-tests, and bugs with the tests that they break. It holds no source of a package except the text that a bug replaces:
+A catalogue is a folder with `packages.jsonl`, packages with their pinned source distributions and tests, and
+`tasks.jsonl`, bugs with the tests that they break. It holds no source of a package except the text that a bug replaces:
 `ludus env prepare swe` downloads the source distributions with pip and checks their SHA-256.
 
-SWE-bench's instances are JSON lines, of which `instance_id`, `repo`, `base_commit`, `patch`, `test_patch`,
-`problem_statement`, `FAIL_TO_PASS` and `PASS_TO_PASS` (lists, or their JSON as text) and `split` (default `test`) are
-read. Tests are named as in pytest or unittest, `test_a (app.tests.TestB)` and `test_a (app.tests.TestB.test_a)`;
-modules of Django's tests are in `tests/`. A test named by its docstring cannot be found: it is dropped from
-`PASS_TO_PASS` and refused in `FAIL_TO_PASS`. The packages that the tests import must be in the sandbox
-(`sandbox.python`, `sandbox.binds`, `sandbox.paths`).
+SWE-bench's instances are JSON lines (class `Instance`; other keys are ignored). `FAIL_TO_PASS` and `PASS_TO_PASS` are
+lists or their JSON as text. Tests are named as in pytest or unittest, `test_a (app.tests.TestB)` and
+`test_a (app.tests.TestB.test_a)`; modules of Django's tests are in `tests/`. A test named by its docstring cannot be
+found: it is dropped from `PASS_TO_PASS` and refused in `FAIL_TO_PASS`. The packages that the tests import must be in
+the sandbox (`sandbox.python`, `sandbox.binds`, `sandbox.paths`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -24,21 +24,10 @@ from ludus.sandbox import open_sandbox
 from ludus.sandbox.base import Sandbox
 from ludus.tools.base import ToolError
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome
+from ludus.worlds.swe import tasks as swe_tasks
 from ludus.worlds.swe.grader import REPORT, Grade, SweProblem, grade
 from ludus.worlds.swe.repository import Checkout, checkout, repair_tools
 from ludus.worlds.swe.solver import WORST, forged, forgeries, solution, written
-from ludus.worlds.swe.tasks import (
-    KINDS,
-    Bug,
-    Package,
-    SweCase,
-    case_of,
-    fetch,
-    load_catalogue,
-    load_instances,
-    require,
-    shipped_folder,
-)
 
 SPLITS = ("train", "validation", "test")
 
@@ -109,14 +98,13 @@ class SweWorld(World):
     splits: Sequence[str] = SPLITS
 
     @cached_property
-    def cases(self) -> Mapping[str, SweCase]:
+    def cases(self) -> Mapping[str, swe_tasks.SweCase]:
         """All tasks by id, in their order. Raises ConfigError and UserError if a file cannot be read."""
         given = self.settings
         if given.instances:
-            cases = load_instances(given.instances, given.repositories, given.tests_s)
+            cases = swe_tasks.load_instances(given.instances, given.repositories, given.tests_s)
         else:
-            packages = load_catalogue(self._catalogue).packages
-            cases = [case_of(bug, packages[bug.package], self._sources, given.tests_s) for bug in self._bugs]
+            cases = [swe_tasks.case_of(bug, package, self._sources, given.tests_s) for bug, package in self._bugs]
             random.Random(f"swe:{given.seed}").shuffle(cases)
         return {case.task.id: case for case in cases}
 
@@ -150,12 +138,12 @@ class SweWorld(World):
 
     def prepare(self, tell: Callable[[str], None]) -> None:
         """Fetch the sources of all packages that tasks need. Raises UserError."""
-        fetch(self._packages, self._sources, tell)
+        swe_tasks.fetch(self._packages, self._sources, tell)
 
     def tasks(self, split: str) -> Sequence[Task]:
         """Return the tasks of a split, packages mixed. Raises UserError if sources are missing."""
         check_split(split, self.splits, self.name)
-        require(self._packages, self._sources)
+        swe_tasks.require(self._packages, self._sources)
         return [case.task for case in self.cases.values() if case.task.tags["split"] == split]
 
     def environment(self, task: Task) -> SweEnv:
@@ -187,37 +175,37 @@ class SweWorld(World):
 
     @property
     def _catalogue(self) -> Path:
-        return Path(self.settings.catalogue) if self.settings.catalogue else shipped_folder()
+        return Path(self.settings.catalogue) if self.settings.catalogue else swe_tasks.shipped_folder()
 
     @property
     def _sources(self) -> Path:
         return Path(self.settings.sources) if self.settings.sources else Path.home() / ".cache" / "ludus" / "swe"
 
-    @property
-    def _bugs(self) -> list[Bug]:
-        """The chosen bugs of the catalogue; none if instances replace it."""
+    @cached_property
+    def _bugs(self) -> Sequence[tuple[swe_tasks.Bug, swe_tasks.Package]]:
+        """The chosen bugs of the catalogue with their packages; none if instances replace it."""
         given = self.settings
+        held = swe_tasks.load_catalogue(self._catalogue) if not given.instances else swe_tasks.Catalogue({}, ())
         return [
-            bug
-            for bug in (() if given.instances else load_catalogue(self._catalogue).bugs)
+            (bug, held.packages[bug.package])
+            for bug in held.bugs
             if (not given.packages or bug.package in given.packages)
             and (not given.kinds or bug.edit.kind in given.kinds)
             and bug.level in given.levels
         ]
 
     @property
-    def _packages(self) -> list[Package]:
+    def _packages(self) -> Iterable[swe_tasks.Package]:
         """The packages that tasks need."""
-        names = dict.fromkeys(bug.package for bug in self._bugs)
-        return [load_catalogue(self._catalogue).packages[name] for name in names]
+        return {package.name: package for _, package in self._bugs}.values()
 
 
 def make_swe_world(settings: Mapping[str, object], limits: ToolLimits) -> SweWorld:
     """Create the world from its settings. Raises ConfigError for invalid settings."""
     given = read_settings(SweSettings, settings)
-    unknown = [kind for kind in given.kinds if kind not in KINDS]
+    unknown = [kind for kind in given.kinds if kind not in swe_tasks.KINDS]
     if unknown:
-        raise ConfigError(f"There is no kind of bug {unknown[0]!r}.", f"Kinds: {', '.join(KINDS)}.")
+        raise ConfigError(f"There is no kind of bug {unknown[0]!r}.", f"Kinds: {', '.join(swe_tasks.KINDS)}.")
     if bool(given.instances) != bool(given.repositories):
         raise ConfigError(
             "env.settings.instances and env.settings.repositories go together.",
