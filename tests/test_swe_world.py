@@ -1,4 +1,4 @@
-"""The world of software repair, on a small package of our own: miner, grader, cheats, world, loader."""
+"""The world of software repair, on a small package: miner, grader, cheats, world, loader."""
 
 import ast
 import asyncio
@@ -329,7 +329,7 @@ def test_digests_are_those_of_plain_values(one, other, same):
     assert (digest_of(one) == digest_of(other)) is same
 
 
-def test_other_values_have_no_digest():
+def test_values_of_other_types_have_no_digest():
     endless = []
     endless.append(endless)
     assert [digest_of(one) for one in (object(), Path("a"), endless, [object()])] == ["", "", "", ""]
@@ -358,7 +358,7 @@ def applies(problem):
     return all(tree[path] == content for path, content in problem.fixed.items())
 
 
-def test_mined_bugs_break_what_they_say_and_their_repair_mends_it(catalogue):
+def test_mined_bugs_break_their_tests_and_the_repair_fixes_them(catalogue):
     world = make(catalogue)
     problems = [world.problem(name) for name in world.cases][:2]
 
@@ -650,7 +650,7 @@ def test_repairs_in_another_text_are_right_and_are_another_text(catalogue):
     assert play(world, task, actions_of(way)).rewards["resolved"] == 1
 
 
-def test_what_was_mended_is_put_otherwise():
+def test_changed_statements_are_rewritten():
     before = "def f(a):\n    if a > 1:\n        return 1\n    b = a\n    return b\n"
     after = before.replace("a > 1", "a >= 1").replace("return b", "return b + 1")
     other = restate(before, after)
@@ -787,7 +787,7 @@ def test_instances_of_django_are_read(tmp_path):
         load_instances(str(file), str(tmp_path), 1.0)
 
 
-def test_a_fix_that_is_no_python_has_no_other_ways_and_ends_nothing(catalogue):
+def test_a_fix_that_is_not_python_has_no_alternative_repairs(catalogue):
     world = make(catalogue)
     problem = chosen(world)
     broken = dict.fromkeys(problem.fixed, b"def f(:\n")
