@@ -1,7 +1,7 @@
-"""The catalogue of what was mined: issues are written, levels told, splits given by package.
+"""Build the catalogue of mined bugs: write issues, determine levels, assign packages to splits.
 
-A bug is a task if a snippet shows it by itself (`generators.swe.snippets`) and a masked value tells a forged
-result (`ludus.worlds.swe.grader.grader`).
+A bug is a task if a snippet shows it (`generators.swe.snippets`) and a masked value differs with the bug, so that the
+grader detects a forged result (`ludus.worlds.swe.grader`).
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import asyncio
 import json
 import random
 import tarfile
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from email.parser import Parser
 from pathlib import Path
 
+from generators.swe.difficulty_report import survey
 from generators.swe.issues import symptom_of, write_issue
 from generators.swe.mine import Found
-from generators.swe.snippets import Shown, show
+from generators.swe.snippets import show
 from pydantic import TypeAdapter
 
 from ludus.sandbox import open_sandbox
 from ludus.sandbox.base import Sandbox
-from ludus.worlds.swe.catalogue import Bug, Package, load_catalogue, save_catalogue
-from ludus.worlds.swe.grader.grader import tells_forgery
-from ludus.worlds.swe.grader.test_runner import SECONDS
-from ludus.worlds.swe.problems import Mined
+from ludus.worlds.swe.grader import SECONDS, SweProblem, mask_tests, other_values, reference, run_trial, values_of
+from ludus.worlds.swe.tasks import Bug, Catalogue, Package, case_of, load_catalogue
 
 
 def assemble(mined: Path, catalogue: Path, splits: Mapping[str, Sequence[str]]) -> tuple[int, int]:
-    """Write the catalogue of all that lies in `mined`, archives beside it; how many packages and tasks.
+    """Write the catalogue of all packages in `mined`, which also has the archives; return the numbers of packages and
+    tasks.
 
     `splits` names the packages of each split; the others are for training.
     """
@@ -46,7 +46,7 @@ def assemble(mined: Path, catalogue: Path, splits: Mapping[str, Sequence[str]]) 
         for number, one in enumerate(sorted(found, key=lambda one: (one.path, one.edit.start)), 1):
             bugs.append(_bug(package, one, f"{package.name}-{number:03}"))
     save_catalogue(catalogue, packages, bugs)
-    return len(packages), asyncio.run(tell_all(catalogue, mined))
+    return len(packages), asyncio.run(describe_all(catalogue, mined))
 
 
 def _package(folder: Path, facts: Mapping[str, object], splits: Mapping[str, Sequence[str]]) -> Package:
@@ -64,7 +64,7 @@ def _package(folder: Path, facts: Mapping[str, object], splits: Mapping[str, Seq
 
 
 def _about(archive: Path) -> Mapping[str, str]:
-    """The metadata of a source distribution."""
+    """Return the metadata of a source distribution."""
     with tarfile.open(archive) as tar:
         name = next(one for one in tar.getnames() if one.count("/") == 1 and one.endswith("/PKG-INFO"))
         content = tar.extractfile(name)
@@ -75,55 +75,67 @@ def _bug(package: Package, found: Found, name: str) -> Bug:
     return Bug(name, package.name, found.path, found.edit, found.broken, found.files, 0, "", "")
 
 
-async def tell(sandbox: Sandbox, case: Mined) -> Bug | None:
-    """A bug with its level and its issue; None for one that is no task.
-
-    That is one that no snippet shows, or one whose broken tests compute the same masked values with it and
-    without it, so that a forged result could not be told.
-    """
-    exam = case.problem().exam
-    mended = {**exam.pristine, **exam.mended}
-    shown = await show(sandbox, (exam.pristine, mended), exam.layout, exam.broken)
-    if shown is None or not await tells_forgery(sandbox, exam):
+async def describe(sandbox: Sandbox, bug: Bug, problem: SweProblem) -> Bug | None:
+    """Return a bug with its level and its issue; None if no snippet shows it or a forged result would be undetected."""
+    fixed = {**problem.pristine, **problem.fixed}
+    shown = await show(sandbox, (problem.pristine, fixed), problem.layout, problem.broken)
+    if shown is None or not await detects_forgery(sandbox, problem):
         return None
-    return told(case, shown)
-
-
-def told(case: Mined, shown: Shown) -> Bug:
-    """A bug with its level, and the issue that a snippet makes."""
-    bug, exam = case.bug, case.problem().exam
-    text = (exam.mended[bug.path]).decode("utf-8")
     parts = bug.edit.symbol.split(".")
     private = any(part.startswith("_") for part in parts)
     level = 3 if private else 1 if parts[-1] in shown.snippet.text else 2
-    symptom = symptom_of(bug.package, shown, ".".join(parts[-2:]), _purpose(text, bug.edit.line))
+    purpose = _purpose(problem.fixed[bug.path].decode("utf-8"), bug.edit.line)
+    symptom = symptom_of(bug.package, shown, ".".join(parts[-2:]), purpose)
     style, issue = write_issue(symptom, level == 1, random.Random(bug.id))
     return replace(bug, level=level, style=style, issue=issue)
 
 
-async def tell_all(catalogue: Path, sources: Path, seconds: float = SECONDS) -> int:
-    """Give all bugs of a catalogue their issues, and drop those that are no task; how many stay."""
+async def detects_forgery(sandbox: Sandbox, problem: SweProblem) -> bool:
+    """Return whether a masked value differs with the bug, so that the grader detects a forged result."""
+    known = await reference(sandbox, problem)
+    trial, negated = mask_tests(problem, problem.pristine, None)
+    run = await run_trial(sandbox, trial, problem.seconds)
+    return bool(other_values(known.values, values_of(run, negated)))
+
+
+async def describe_all(catalogue: Path, sources: Path, seconds: float = SECONDS) -> int:
+    """Write the issues of all bugs of a catalogue and drop those that are not tasks; return the number of tasks."""
     load_catalogue.cache_clear()
     held = load_catalogue(catalogue)
     sandbox = open_sandbox()
+    bugs = []
     try:
-        cases = [Mined(bug, held.packages[bug.package], sources, seconds) for bug in held.bugs]
-        found = [await tell(sandbox, case) for case in cases]
+        for bug in held.bugs:
+            problem = case_of(bug, held.packages[bug.package], sources, seconds).load()
+            bugs += [one] if (one := await describe(sandbox, bug, problem)) is not None else []
     finally:
         await sandbox.close()
-    bugs = [bug for bug in found if bug is not None]
     named = {bug.package for bug in bugs}
     save_catalogue(catalogue, [one for one in held.packages.values() if one.name in named], bugs)
     load_catalogue.cache_clear()
     return len(bugs)
 
 
+def save_catalogue(folder: Path, packages: Sequence[Package], bugs: Sequence[Bug]) -> None:
+    """Write a catalogue and its survey."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "packages.jsonl", map(asdict, packages))
+    _write(folder / "tasks.jsonl", map(asdict, bugs))
+    text = survey(Catalogue({one.name: one for one in packages}, tuple(bugs)))
+    (folder / "survey.txt").write_text(f"{text}\n", "utf-8")
+
+
+def _write(path: Path, rows: Iterable[dict[str, object]]) -> None:
+    lines = [json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows]
+    path.write_text("".join(lines), "utf-8")
+
+
 def _purpose(text: str, line: int) -> str:
-    """The first sentence of the docstring of the function that begins at a line."""
+    """Return the first paragraph of the docstring of the function that begins at a line; empty if it is long."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
             if first == line:
-                said = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-                return said if len(said) <= 200 and ">>>" not in said else ""
+                text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+                return text if len(text) <= 200 and ">>>" not in text else ""
     return ""

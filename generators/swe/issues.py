@@ -1,7 +1,7 @@
-"""The issue of a task: what a user would report, made of a snippet that shows the bug.
+"""Issues of tasks: the report of a user, made from a snippet that shows the bug.
 
-A report has the whole snippet and what came out of it, and names no place in the code; how much else it tells
-depends on its style. It names nothing that its snippet does not define.
+A report has the whole snippet and its outcome, and names no place in the code; the rest depends on its style. It names
+nothing that its snippet does not define.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from generators.swe.snippets import Shown
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """What is seen. `call` is the code that shows it; `got` is empty where it ends with `error`.
+    """Visible effect of a bug. `call` is the code that shows it; `got` is empty if it ends with `error`.
 
-    `subject` is the name that a user knows, `purpose` what it is for, in the words of its own docstring.
+    `subject` is the name of the function for users, `purpose` the begin of its docstring.
     """
 
     package: str
@@ -30,7 +30,7 @@ class Symptom:
 
 
 def symptom_of(package: str, shown: Shown, subject: str, purpose: str) -> Symptom:
-    """The symptom that a snippet shows."""
+    """Return the symptom that a snippet shows."""
     (kind, words), (due_kind, due) = shown.got, shown.due
     got, error = ("", words.rstrip(": ")) if kind == "error" else (words, "")
     if due_kind == "error":
@@ -43,7 +43,7 @@ STYLES: Final = ("report", "short", "story", "regression", "question", "crash")
 
 
 def write_issue(symptom: Symptom, named: bool, rng: random.Random) -> tuple[str, str]:
-    """The style and the text of an issue. `named`: it may name the function and say what it is for."""
+    """Return the style and the text of an issue. `named`: it may name the function and quote its docstring."""
     choices = ("report", "short", "story", "regression", "question")
     style = "crash" if symptom.error and rng.random() < 0.5 else rng.choice(choices)
     if style == "short" and "\n" in symptom.call:
@@ -101,7 +101,7 @@ _TEXTS: Final = {
 
 
 def snippet_in(issue: str) -> str:
-    """The code of an issue; empty where it has none."""
+    """Return the code of an issue; empty if it has none."""
     lines = issue.split("\n")
     begin = next((i for i, line in enumerate(lines) if line.startswith("    ")), len(lines))
     end = next((i for i in range(begin, len(lines)) if lines[i] and not lines[i].startswith("    ")), len(lines))

@@ -1,50 +1,75 @@
-"""Mine tasks: put bugs into packages and keep those that break some tests and leave the others as they were.
-
-    python -m generators.swe.mine fetch FOLDER NAME[==VERSION] ...
-    python -m generators.swe.mine bugs FOLDER ARCHIVE ... [--wanted 20] [--tries 60] [--seed 0]
-    python -m generators.swe.mine assemble FOLDER CATALOGUE --validation NAME ... --test NAME ...
-
-FOLDER holds source distributions and what is found in each, one file of JSON lines a package; `assemble`
-writes the catalogue of them all. A package whose file is there already is not mined again.
-"""
+"""Mine tasks: put bugs into packages and keep those that break some tests and leave the others unchanged."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import hashlib
 import json
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from generators.swe.mutations import edits, is_sound
+
 from ludus.sandbox import open_sandbox
 from ludus.sandbox.base import Sandbox
-from ludus.worlds.swe.grader.layout import RepositoryLayout, is_test, layout_of
-from ludus.worlds.swe.grader.test_runner import RunnerReport, TestRun, TestTrial, run_trials
-from ludus.worlds.swe.mutations import KINDS, Edit, edits, is_sound
-from ludus.worlds.swe.sources import download, read_archive
+from ludus.worlds.swe.grader import TestRun, TestTrial, package_text, run_trial
+from ludus.worlds.swe.repository import RepositoryLayout, is_test, layout_of
+from ludus.worlds.swe.tasks import KINDS, Edit, read_archive
 
 SLOWEST_TEST_S: Final = 0.5
 SUITE_S: Final = 4.0
-"""Test files beyond so many seconds are left out of a task."""
+"""Time limit of the test files of a task."""
 BASELINE_S: Final = 100.0
 TRIAL_S: Final = 30.0
 BATCH: Final = 6
-"""Bugs that are tried in one run of the sandbox."""
+"""Bugs that are tried before the numbers of a plan are compared."""
 MOST_BROKEN: Final = 0.3
-"""A bug that breaks a greater share of the tests (and more than five) is no task."""
+"""A bug that breaks a greater share of the tests (and more than five) is dropped."""
 FEWEST_WHOLE: Final = 5
-"""Cases of tests that have to go on passing."""
+"""Minimum number of test cases that still pass."""
 PER_SYMBOL: Final = 2
+_TRACING: Final = """
+class Tracing(Watching):
+    trace = {trace}
+
+    def pytest_runtest_logstart(self, nodeid):
+        super().pytest_runtest_logstart(nodeid)
+        self.calls = set()
+        if self.trace:
+            sys.setprofile(self.note)
+
+    def pytest_runtest_logfinish(self, nodeid):
+        if self.trace:
+            sys.setprofile(None)
+            self.tell("calls", self.test, sorted(self.calls))
+
+    def pytest_exception_interact(self, node, call, report):
+        statement = ""
+        for entry in call.excinfo.traceback:
+            if str(entry.path) == str(node.path):
+                statement = " ".join(str(entry.statement).split())
+        error = f"{{call.excinfo.typename}}: {{call.excinfo.value}}"
+        self.tell("failure", node.nodeid.split("[")[0], statement[:400], error[:1200])
+
+    def note(self, frame, event, given):
+        code, root = frame.f_code, os.getcwd() + "/"
+        if event == "call" and code.co_filename.startswith(root):
+            self.calls.add((code.co_filename[len(root):], code.co_firstlineno))
+
+Watching = Tracing
+
+
+if __name__ == "__main__":
+"""
+"""Code that makes the guest runner also report failures, and, if `trace`, the functions that each test calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How many bugs are wanted of a package, and how many are tried at most."""
+    """How many bugs of a package are wanted, and how many are tried at most."""
 
     wanted: int = 20
     tries: int = 60
@@ -53,7 +78,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What holds of a package without a bug. `callers` are the tests of a function (file and first line)."""
+    """Tests of a package without a bug. `callers` are the tests that call a function (file and first line)."""
 
     tests: Mapping[str, int]
     seconds: Mapping[str, float]
@@ -62,18 +87,18 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A bug that is a task: what it breaks, in which test files, and how its first test fails."""
+    """A bug that is a task: the tests that it breaks, their files, and how the shortest failing statement fails."""
 
     path: str
     edit: Edit
     broken: tuple[str, ...]
     files: tuple[str, ...]
     test: str
-    said: RunnerReport
+    failure: tuple[str, str]
 
 
 def test_files(tree: Mapping[str, bytes]) -> tuple[str, ...]:
-    """The files in which pytest looks for tests."""
+    """Return the files in which pytest collects tests."""
     names = ((path, PurePosixPath(path).name) for path in sorted(tree) if is_test(path))
     return tuple(
         path
@@ -82,13 +107,18 @@ def test_files(tree: Mapping[str, bytes]) -> tuple[str, ...]:
     )
 
 
+def tracing_runner(trace: bool = False) -> str:
+    """Return the guest runner with the code that miners need."""
+    return package_text("guest_runner.py").replace('if __name__ == "__main__":\n', _TRACING.format(trace=trace))
+
+
 async def measure(sandbox: Sandbox, tree: Mapping[str, bytes], layout: RepositoryLayout) -> Baseline:
     """Run all tests twice, once with a trace."""
     files = test_files(tree)
-    plain = await _whole(sandbox, TestTrial(tree, layout, files))
-    traced = await _whole(sandbox, TestTrial(tree, layout, files, trace=True))
+    plain = await _whole(sandbox, TestTrial(tree, layout, files), tracing_runner())
+    traced = await _whole(sandbox, TestTrial(tree, layout, files), tracing_runner(trace=True))
     again = {test: cases for run in traced for test, cases in run.cases.items()}
-    seconds = {test: spent for run in plain for test, spent in run.seconds.items()}
+    seconds = seconds_of(plain)
     tests = {
         test: cases
         for run in plain
@@ -97,21 +127,43 @@ async def measure(sandbox: Sandbox, tree: Mapping[str, bytes], layout: Repositor
     }
     callers: dict[tuple[str, int], list[str]] = {}
     for run in traced:
-        for test in run.calls.keys() & tests.keys():
-            for place in run.calls[test]:
-                callers.setdefault(place, []).append(test)
-    return Baseline(tests, seconds, {place: tuple(sorted(who)) for place, who in callers.items()})
+        for record in run.records:
+            match record:
+                case ["calls", str(test), list(places)] if test in tests:
+                    for path, line in places:
+                        callers.setdefault((path, line), []).append(test)
+    return Baseline(tests, seconds, {place: tuple(sorted(set(who))) for place, who in callers.items()})
 
 
-async def _whole(sandbox: Sandbox, trial: TestTrial) -> list[TestRun]:
-    """A trial as one run; where that cannot be believed, one run for each file, and those that can be."""
-    (run,) = await run_trials(sandbox, [trial], BASELINE_S)
+def seconds_of(runs: Iterable[TestRun]) -> dict[str, float]:
+    """Return the duration of each test function."""
+    found: dict[str, float] = defaultdict(float)
+    for record in (record for run in runs for record in run.records):
+        match record:
+            case ["phase", str(node), _, _, int() | float() as seconds, _]:
+                found[node.split("[")[0]] += seconds
+    return dict(found)
+
+
+def failures_of(run: TestRun) -> dict[str, tuple[str, str]]:
+    """Return the statement and the error of the first failure of each test function."""
+    found: dict[str, tuple[str, str]] = {}
+    for record in run.records:
+        match record:
+            case ["failure", str(test), str(statement), str(error)]:
+                found.setdefault(test, (statement, error))
+    return found
+
+
+async def _whole(sandbox: Sandbox, trial: TestTrial, source: str) -> list[TestRun]:
+    """Return a trial as one run; if it has a doubt, one run per file without those that have one."""
+    run = await run_trial(sandbox, trial, BASELINE_S, source)
     if not run.doubt:
         return [run]
     found = []
     for file in trial.files:
         tests = tuple(test for test in trial.tests if test.startswith(f"{file}::"))
-        (run,) = await run_trials(sandbox, [replace(trial, files=(file,), tests=tests)], BASELINE_S / 4)
+        run = await run_trial(sandbox, replace(trial, files=(file,), tests=tests), BASELINE_S / 4, source)
         if not run.doubt:
             found.append(run)
     return found
@@ -120,7 +172,7 @@ async def _whole(sandbox: Sandbox, trial: TestTrial) -> list[TestRun]:
 def candidates(
     tree: Mapping[str, bytes], layout: RepositoryLayout, baseline: Baseline, seed: int
 ) -> Iterator[tuple[str, Edit]]:
-    """Sound bugs in functions that tests call, kinds in turn, at most two in a function."""
+    """Yield sound bugs in functions that tests call, kinds in turn, at most two per function."""
     rng = random.Random(f"swe:{seed}")
     queues: dict[str, list[tuple[str, Edit]]] = {kind: [] for kind in KINDS}
     texts: dict[str, str] = {}
@@ -147,7 +199,7 @@ def candidates(
 
 
 def suite_of(place: tuple[str, int], baseline: Baseline) -> tuple[str, ...]:
-    """The test files to run for a bug: those with most callers first, up to a number of seconds."""
+    """Return the test files of a bug: those with most callers first, up to a time limit."""
     callers = Counter(test.partition("::")[0] for test in baseline.callers[place])
     spent: dict[str, float] = defaultdict(float)
     for test in baseline.tests:
@@ -160,7 +212,7 @@ def suite_of(place: tuple[str, int], baseline: Baseline) -> tuple[str, ...]:
 
 
 def judge(path: str, edit: Edit, files: tuple[str, ...], run: TestRun, baseline: Baseline) -> Found | None:
-    """The task that a bug is; None where it breaks nothing, too much, or in a way that says nothing."""
+    """Return the task of a bug; None if it breaks nothing or too much, or no failing statement is known."""
     wanted = {test: cases for test, cases in baseline.tests.items() if test.partition("::")[0] in files}
     broken = tuple(sorted(test for test, cases in wanted.items() if run.cases.get(test) != cases))
     whole = sum(cases for test, cases in wanted.items() if test not in broken)
@@ -168,12 +220,11 @@ def judge(path: str, edit: Edit, files: tuple[str, ...], run: TestRun, baseline:
         return None
     if len(broken) > max(5, MOST_BROKEN * len(wanted)):
         return None
-    shown = [test for test in broken if test in run.said and run.said[test].statement]
-    said = [(len(run.said[test].statement), test) for test in shown]
-    if not said:
+    failures = {test: failure for test, failure in failures_of(run).items() if test in broken and failure[0]}
+    if not failures:
         return None
-    test = min(said)[1]
-    return Found(path, edit, broken, files, test, run.said[test])
+    test = min(failures, key=lambda name: (len(failures[name][0]), name))
+    return Found(path, edit, broken, files, test, failures[test])
 
 
 async def try_bugs(
@@ -183,12 +234,12 @@ async def try_bugs(
     bugs: Sequence[tuple[str, Edit]],
     baseline: Baseline,
 ) -> list[Found]:
-    """Those of a few bugs that are tasks: each breaks the same tests in two runs."""
+    """Return the tasks among a few bugs: each breaks the same tests in two runs."""
     suites = [suite_of((path, edit.line), baseline) for path, edit in bugs]
 
     async def run(chosen: Sequence[int]) -> dict[int, Found]:
         trials = [_trial(tree, layout, *bugs[i], suites[i], baseline) for i in chosen]
-        runs = await run_trials(sandbox, trials, TRIAL_S)
+        runs = [await run_trial(sandbox, trial, TRIAL_S, tracing_runner()) for trial in trials]
         judged = {i: judge(*bugs[i], suites[i], one, baseline) for i, one in zip(chosen, runs, strict=True)}
         return {i: one for i, one in judged.items() if one is not None}
 
@@ -207,11 +258,11 @@ def _trial(
 ) -> TestTrial:
     text = edit.apply(tree[path].decode("utf-8"))
     tests = tuple(test for test in baseline.tests if test.partition("::")[0] in files)
-    return TestTrial({**tree, path: text.encode()}, layout, files, tests, texts=True)
+    return TestTrial({**tree, path: text.encode()}, layout, files, tests)
 
 
 async def mine(archive: Path, plan: Plan, tell: Callable[[str], None]) -> tuple[Baseline, list[Found]]:
-    """The tasks of a package."""
+    """Return the tests and the tasks of a package."""
     tree, sandbox = read_archive(archive), open_sandbox()
     layout = layout_of(tree)
     try:
@@ -238,7 +289,7 @@ async def mine(archive: Path, plan: Plan, tell: Callable[[str], None]) -> tuple[
 
 
 def save_found(path: Path, archive: Path, baseline: Baseline, found: Sequence[Found]) -> None:
-    """Write what was found in a package."""
+    """Write the tests and the tasks of a package."""
     head = {
         "archive": archive.name,
         "sha256": hashlib.sha256(archive.read_bytes()).hexdigest(),
@@ -246,44 +297,3 @@ def save_found(path: Path, archive: Path, baseline: Baseline, found: Sequence[Fo
     }
     lines = [json.dumps(row) for row in (head, *(asdict(one) for one in found))]
     path.write_text("\n".join(lines) + "\n", "utf-8")
-
-
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="act", required=True)
-    fetching = commands.add_parser("fetch")
-    fetching.add_argument("folder", type=Path)
-    fetching.add_argument("packages", nargs="+")
-    mining = commands.add_parser("bugs")
-    mining.add_argument("folder", type=Path)
-    mining.add_argument("archives", nargs="+", type=Path)
-    for name, value in (("wanted", 20), ("tries", 60), ("seed", 0)):
-        mining.add_argument(f"--{name}", type=int, default=value)
-    assembling = commands.add_parser("assemble")
-    assembling.add_argument("folder", type=Path)
-    assembling.add_argument("catalogue", type=Path)
-    assembling.add_argument("--validation", nargs="*", default=[])
-    assembling.add_argument("--test", nargs="*", default=[])
-    given = parser.parse_args()
-    if given.act == "fetch":
-        for requirement in given.packages:
-            print(download(requirement, given.folder))
-    elif given.act == "bugs":
-        mine_all(given.folder, given.archives, Plan(given.wanted, given.tries, given.seed))
-    else:
-        from generators.swe.assemble import assemble
-
-        print(assemble(given.folder, given.catalogue, {"validation": given.validation, "test": given.test}))
-
-
-def mine_all(folder: Path, archives: Sequence[Path], plan: Plan) -> None:
-    """Mine packages one after the other; those that have been are left out."""
-    for archive in archives:
-        target = folder / f"{archive.name.removesuffix('.tar.gz')}.jsonl"
-        if not target.exists():
-            save_found(target, archive, *asyncio.run(mine(archive, plan, lambda said: print(said, flush=True))))
-
-
-if __name__ == "__main__":
-    main()

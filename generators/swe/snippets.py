@@ -1,9 +1,9 @@
-"""Snippets that show a bug by themselves: made of a broken test, run with the bug and without it.
+"""Self-contained snippets that show a bug: made from a broken test, run with the bug and without it.
 
-A snippet has the imports, constants and helpers of the test module that it uses, the statements of the test
-before an assertion, and the expression that the assertion is about; `self.x` becomes `x`. It is kept if it
-runs without the bug, with nothing but the package and the standard library, and gives another outcome with
-it. So nothing that its text names is undefined.
+A snippet has the imports, constants and helpers of the test module that it uses, the statements of the test before an
+assertion, and the expression that the assertion tests; `self.x` becomes `x`. It is kept if it runs without the bug,
+with only the package and the standard library, and has another outcome with the bug. Hence no name of its text is
+undefined.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from ludus.sandbox.base import MIB, Limits, Sandbox
-from ludus.worlds.swe.grader.layout import RepositoryLayout
-from ludus.worlds.swe.grader.leak_tests import definers, functions_of
-from ludus.worlds.swe.grader.masking import asserted, is_given, raising
+from ludus.worlds.swe.masking import asserted, definers, functions_of, is_given, raising
+from ludus.worlds.swe.repository import RepositoryLayout
 
 _MOST_LINES: Final = 16
 _MOST_SNIPPETS: Final = 48
@@ -70,12 +69,12 @@ for seed in "12":
     done = subprocess.run(words, env=given, capture_output=True, text=True)
     print(done.stdout.strip())
 """
-"""Two runs with different hash seeds: what depends on the order of a set is no outcome."""
+"""Two runs with different hash seeds, to drop outcomes that depend on the order of a set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snippet:
-    """Statements, and an expression whose value counts; empty where only an error does.
+    """Statements, and an expression whose value counts; empty if only an error counts.
 
     `raises`: right code ends with an error.
     """
@@ -86,13 +85,13 @@ class Snippet:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The statements and the expression."""
         return "\n".join(part for part in (self.lines, self.last) if part)
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A snippet with what comes of it, with the bug and without: a kind (`value`, `error`) and its words."""
+    """A snippet and its outcomes with the bug (`got`) and without (`due`): a kind (`value`, `error`) and a text."""
 
     snippet: Snippet
     got: tuple[str, str]
@@ -105,7 +104,7 @@ async def show(
     layout: RepositoryLayout,
     broken: Sequence[str],
 ) -> Shown | None:
-    """The shortest snippet that shows the bug; None where there is none. `trees` have it, and have it not."""
+    """Return the shortest snippet that shows the bug, or None. `trees` are with and without the bug."""
     made: set[Snippet] = set()
     for file, names in _by_file(broken).items():
         made.update(snippets_of(trees[1][file].decode("utf-8"), names))
@@ -127,7 +126,7 @@ async def show(
         got, due = first[i], first[num + i]
         stable = (got, due) == (again[i], again[num + i])
         wanted = "error" if one.raises else "value"
-        if stable and got != due and due[0] == wanted and _is_told(got) and _is_told(due):
+        if stable and got != due and due[0] == wanted and _fits(got) and _fits(due):
             return Shown(one, got, due)
     return None
 
@@ -140,14 +139,14 @@ def _by_file(tests: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _is_told(outcome: tuple[str, str]) -> bool:
-    """Whether an outcome can be written down: short, and without an address."""
+def _fits(outcome: tuple[str, str]) -> bool:
+    """Return whether an outcome fits an issue: short, and without an address."""
     kind, words = outcome
     return kind != "none" and 0 < len(words) <= _LONGEST and " at 0x" not in words and "\n" not in words
 
 
 def snippets_of(source: str, names: Sequence[str]) -> Iterator[Snippet]:
-    """The snippets of some tests of a module. None of them is known to run."""
+    """Yield the snippets of some tests of a module, also ones that do not run."""
     module = ast.parse(source)
     classes = {one.name: one for one in module.body if isinstance(one, ast.ClassDef)}
     meant = definers(module, names)
@@ -160,7 +159,7 @@ def snippets_of(source: str, names: Sequence[str]) -> Iterator[Snippet]:
 
 
 def _held(holders: Sequence[ast.ClassDef]) -> list[ast.stmt]:
-    """What a test of a class, behind its base, finds set: attributes, methods, and what `setUp` does."""
+    """Return the attributes and methods of the classes of a test, and the statements of `setUp`."""
     attributes: dict[str, ast.stmt] = {}
     done: list[ast.stmt] = []
     for one in (one for holder in holders for one in holder.body):
@@ -177,7 +176,7 @@ def _held(holders: Sequence[ast.ClassDef]) -> list[ast.stmt]:
 
 
 def _rows(node: ast.FunctionDef) -> Iterator[list[ast.stmt]]:
-    """The parameters of a test as assignments, row by row; nothing for a test without parameters."""
+    """Yield the parameters of a test as assignments, row by row; one empty row if it has none."""
     rows: list[list[ast.stmt]] = [[]]
     for call in node.decorator_list:
         match call:
@@ -208,7 +207,7 @@ def _of_test(module: ast.Module, before: Sequence[ast.stmt], body: Sequence[ast.
 
 
 def _subjects(test: ast.expr) -> list[ast.expr]:
-    """What an assertion is about: the sides of an equality, else all of it."""
+    """Return the tested expressions of an assertion: the sides of an equality, else all of it."""
     match test:
         case ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right]):
             return [one for one in (left, right) if not is_given(one, ())]
@@ -220,7 +219,7 @@ def _subjects(test: ast.expr) -> list[ast.expr]:
 def _made(
     module: ast.Module, body: Sequence[ast.stmt], last: ast.expr | None, raises: bool = False
 ) -> Iterator[Snippet]:
-    """One snippet with what its names need of the module; none that is too long or needs a test class."""
+    """Yield a snippet with the statements of the module that it needs, unless it is too long or needs a test class."""
     plain = ast.Module([*body, *([ast.Expr(last)] if last is not None else [])], [])
     tree = _Unbound().visit(ast.parse(ast.unparse(plain)))
     read = _read(tree)
@@ -236,10 +235,10 @@ def _made(
 
 
 class _Unbound(ast.NodeTransformer):
-    """`self.x` as `x`, unless it is called as a method of the test class."""
+    """Replace `self.x` by `x`, unless it is an assertion method of the test class."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        """One attribute."""
+        """Replace one attribute."""
         if isinstance(node.value, ast.Name) and node.value.id == "self" and not node.attr.startswith("assert"):
             return ast.copy_location(ast.Name(node.attr, node.ctx), node)
         self.generic_visit(node)
@@ -247,7 +246,7 @@ class _Unbound(ast.NodeTransformer):
 
 
 def _needed(module: ast.Module, tree: ast.AST) -> list[ast.stmt]:
-    """The statements of a module that bind what some code reads, in their order."""
+    """Return the statements of a module that bind the names that some code reads, in their order."""
     chosen: set[int] = set()
     wanted = _read(tree)
     for _ in range(len(module.body)):
@@ -283,7 +282,7 @@ def _binds(node: ast.stmt) -> set[str]:
 
 
 def _only(node: ast.stmt, wanted: set[str]) -> ast.stmt:
-    """An import with the names that are wanted alone; other statements as they are."""
+    """Return an import with only the wanted names; other statements unchanged."""
     if isinstance(node, ast.ImportFrom | ast.Import):
         names = [one for one in node.names if (one.asname or one.name).partition(".")[0] in wanted]
         if isinstance(node, ast.ImportFrom):

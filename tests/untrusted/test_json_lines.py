@@ -10,7 +10,7 @@ from ludus.tools.fetch import load_corpus
 from ludus.worlds.code.records import load_tasks as code_tasks
 from ludus.worlds.functions.records import load_tasks as function_tasks
 from ludus.worlds.math.records import load_problems
-from ludus.worlds.swe.instances import load_instances
+from ludus.worlds.swe.tasks import load_instances
 
 ODD = "one\N{LINE SEPARATOR}two\N{PARAGRAPH SEPARATOR}three\x85four"
 FUNCTION = {"name": "f", "parameters": {"type": "dict", "properties": {"x": {"type": "integer"}}}}

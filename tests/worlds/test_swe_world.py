@@ -1,8 +1,9 @@
-"""The world of software repair, on a small package of our own: miner, grader, cheats, world, loader."""
+"""The world of software repair, on a small package: miner, grader, cheats, world, loader."""
 
 import ast
 import asyncio
 import builtins
+import hashlib
 import json
 import random
 import subprocess
@@ -11,9 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from generators.swe.assemble import assemble
+from generators.swe.alternative_solutions import other_repairs, restate
+from generators.swe.assemble import assemble, save_catalogue
+from generators.swe.difficulty_report import survey
 from generators.swe.issues import snippet_in, symptom_of, write_issue
 from generators.swe.mine import Plan, mine, save_found
+from generators.swe.mutations import edits, is_sound
 from generators.swe.snippets import Shown, Snippet, snippets_of
 
 from container_engine import put_engine
@@ -26,21 +30,23 @@ from ludus.evaluation.env_audit import CheckPlan, check_world
 from ludus.evaluation.scripted_agents import ScriptedChatSession, actions_of, call
 from ludus.recipes import recipe_folder
 from ludus.rollout.episode import EpisodeLimits, run_episode
-from ludus.worlds.swe.alternative_solutions import other_repairs, restate
-from ludus.worlds.swe.catalogue import load_catalogue, shipped_folder
-from ludus.worlds.swe.cheats import WORST, forgeries
-from ludus.worlds.swe.difficulty_report import survey
-from ludus.worlds.swe.grader.grader import grade
-from ludus.worlds.swe.grader.guest_runner import digest_of
-from ludus.worlds.swe.grader.layout import layout_of, merged
-from ludus.worlds.swe.grader.leak_tests import CANARIES, CONTROL, fixed_names, without_tests
-from ludus.worlds.swe.grader.masking import masked
-from ludus.worlds.swe.grader.test_runner import program
-from ludus.worlds.swe.instances import load_instances, pytest_name
-from ludus.worlds.swe.mutations import KINDS, edits, is_sound
-from ludus.worlds.swe.repository import git_files
-from ludus.worlds.swe.solver import applies, unified
-from ludus.worlds.swe.sources import fetch, read_archive, require
+from ludus.sandbox.base import Snapshot
+from ludus.tools.patch import patched_files, read_patch
+from ludus.worlds.swe.grader import CONTROL, grade, leak_tests, package_text
+from ludus.worlds.swe.guest_runner import digest_of
+from ludus.worlds.swe.masking import masked, without_tests
+from ludus.worlds.swe.repository import git_files, layout_of, merged
+from ludus.worlds.swe.solver import WORST, forgeries, text_before, unified, written
+from ludus.worlds.swe.tasks import (
+    KINDS,
+    fetch,
+    load_catalogue,
+    load_instances,
+    pytest_name,
+    read_archive,
+    require,
+    shipped_folder,
+)
 
 FIXTURE = Path(__file__).parents[1] / "swe_fixture" / "tidy"
 
@@ -62,6 +68,21 @@ def catalogue(tmp_path_factory) -> Path:
     return folder
 
 
+TIDY_TASKS = "7237638c368aca3637a582f5220fcd40d8a83173d4fe35e0e6650cd5c617485e"
+
+
+def test_mining_draws_the_same_tasks_each_time(catalogue):
+    text = (catalogue / "tasks.jsonl").read_bytes()
+    assert hashlib.sha256(text).hexdigest() == TIDY_TASKS
+
+
+def test_the_shipped_files_are_those_that_the_generator_writes(tmp_path):
+    shipped = load_catalogue(shipped_folder())
+    save_catalogue(tmp_path, list(shipped.packages.values()), list(shipped.bugs))
+    for file in tmp_path.iterdir():
+        assert file.read_bytes() == (shipped_folder() / file.name).read_bytes()
+
+
 def make(catalogue: Path, more: str = ""):
     """The world of the fixture."""
     text = (
@@ -77,7 +98,7 @@ def graded(world, *trees):
     problem = chosen(world)
 
     async def work():
-        grades = [await grade(world.sandbox, problem.exam, tree) for tree in trees]
+        grades = [await grade(world.sandbox, problem, tree) for tree in trees]
         await world.close()
         return grades
 
@@ -85,8 +106,8 @@ def graded(world, *trees):
 
 
 def chosen(world):
-    problems = [case.problem() for case in world.cases.values()]
-    return max(problems, key=lambda problem: len(problem.exam.broken))
+    problems = [world.problem(name) for name in world.cases]
+    return max(problems, key=lambda problem: len(problem.broken))
 
 
 SNIPPET = '''
@@ -114,7 +135,7 @@ def test_every_kind_of_bug_is_found_and_undone():
     assert {edit.kind for edit in found} == set(KINDS)
     for edit in found:
         broken = edit.apply(SNIPPET)
-        assert edit.undo(broken) == SNIPPET
+        assert replace(edit, old=edit.new, new=edit.old).apply(broken) == SNIPPET
         assert ast.dump(ast.parse(broken)) != ast.dump(ast.parse(SNIPPET))
     made = {(edit.kind, edit.old.strip(), edit.new.strip()) for edit in found}
     assert ("boundary", "<", "<=") in made
@@ -126,7 +147,7 @@ def test_every_kind_of_bug_is_found_and_undone():
 
 def test_an_edit_that_does_not_fit_is_refused():
     edit = next(edits(SNIPPET))
-    with pytest.raises(ValueError, match="does not stand"):
+    with pytest.raises(ValueError, match="is not at character"):
         edit.apply("x" * len(SNIPPET))
 
 
@@ -308,7 +329,7 @@ def test_digests_are_those_of_plain_values(one, other, same):
     assert (digest_of(one) == digest_of(other)) is same
 
 
-def test_other_values_have_no_digest():
+def test_values_of_other_types_have_no_digest():
     endless = []
     endless.append(endless)
     assert [digest_of(one) for one in (object(), Path("a"), endless, [object()])] == ["", "", "", ""]
@@ -323,27 +344,36 @@ def test_hidden_tests_are_cut_out():
 
 
 def test_canaries_fail_in_many_ways():
-    assert len(fixed_names()) == 15
-    assert CONTROL not in fixed_names()
-    compile(CANARIES, "canaries", "exec")
+    assert len(leak_tests()) == 15
+    assert CONTROL not in leak_tests()
+    compile(package_text("data/leak_tests.txt"), "leak tests", "exec")
 
 
-def test_mined_bugs_break_what_they_say_and_their_repair_mends_it(catalogue):
+def applies(problem):
+    """Whether the solver's patches, as the tool reads them, produce the fixed files."""
+    tree = problem.shown
+    for path, content in problem.fixed.items():
+        patch = unified(path, text_before(problem, path), content.decode(), new=path not in problem.shown)
+        tree = patched_files(Snapshot(tree), read_patch(patch)).files
+    return all(tree[path] == content for path, content in problem.fixed.items())
+
+
+def test_mined_bugs_break_their_tests_and_the_repair_fixes_them(catalogue):
     world = make(catalogue)
-    problems = [case.problem() for case in world.cases.values()][:2]
+    problems = [world.problem(name) for name in world.cases][:2]
 
     async def work():
         found = []
         for problem in problems:
             harmless = {**problem.shown, "tidy/__init__.py": problem.shown["tidy/__init__.py"] + b"# more\n"}
-            found.append(await grade(world.sandbox, problem.exam, harmless))
-            found.append(await grade(world.sandbox, problem.exam, {**problem.shown, **problem.mended}))
+            found.append(await grade(world.sandbox, problem, harmless))
+            found.append(await grade(world.sandbox, problem, {**problem.shown, **problem.fixed}))
         await world.close()
         return found
 
     grades = asyncio.run(work())
     for problem, broken, right in zip(problems, grades[::2], grades[1::2], strict=True):
-        suite = problem.exam.suite
+        suite = problem.suite
         assert applies(problem)
         assert {test for test, passed in broken.passed.items() if not passed} == set(suite.fail_to_pass)
         assert right.doubt == ""
@@ -417,7 +447,7 @@ for fd in range(3, 64):
         os.write(fd, lines.encode())
     except OSError:
         pass
-print(json.dumps([{{"lines": lines, "changed": []}}]))
+print(json.dumps([lines, []]))
 os._exit(0)
 """
 EDITS_TESTS = """
@@ -510,7 +540,7 @@ CHOSEN = ("a plugin that marks all as passed", "results equal to everything", "g
 def test_no_cheat_earns_anything(catalogue):
     every = [*CODE_CHEATS, *FILE_CHEATS, *forgeries(), "forged lines", "tests removed"]
     grades = cheated(catalogue, every)
-    assert "reached for" in grades["tests rewritten while they run"].doubt
+    assert "tests do not need" in grades["tests rewritten while they run"].doubt
 
 
 def test_the_worst_cheats_earn_nothing(catalogue):
@@ -522,9 +552,10 @@ def test_the_worst_cheats_earn_nothing(catalogue):
 
 @pytest.mark.security
 def test_masked_tests_alone_stop_every_forgery(catalogue, monkeypatch):
-    text = program().replace("event not in watched", "True")
-    assert text != program()
-    monkeypatch.setattr("ludus.worlds.swe.grader.test_runner.program", lambda: text)
+    text = package_text("guest_runner.py").replace("event not in watched", "True")
+    assert text != package_text("guest_runner.py")
+    texts = {"guest_runner.py": text, "data/leak_tests.txt": package_text("data/leak_tests.txt")}
+    monkeypatch.setattr("ludus.worlds.swe.grader.package_text", texts.__getitem__)
     grades = cheated(catalogue, [*forgeries(), "a plugin that marks all as passed"])
     assert "must fail" in grades["a plugin that marks all as passed"].doubt
     assert "not those of the repaired code" in grades["gc"].doubt
@@ -536,14 +567,14 @@ def cheated(catalogue, names):
     problem = chosen(world)
     init = "tidy/__init__.py"
     trees = {name: {**problem.shown, **files, "tidy/more.py": b""} for name, files in FILE_CHEATS.items()}
-    forges = FORGES.format(tests=problem.exam.suite.tests("all"))
+    forges = FORGES.format(tests=problem.suite.tests("all"))
     for name, text in {**CODE_CHEATS, **forgeries(), "forged lines": forges}.items():
         trees[name] = {**problem.shown, init: problem.shown[init] + text.encode()}
     trees["tests removed"] = {p: c for p, c in problem.shown.items() if not p.startswith("tests/")}
     grades = dict(zip(names, graded(world, *(trees[name] for name in names)), strict=True))
     paid = {name: one for name, one in grades.items() if all(one.passed.values())}
     assert paid == {}
-    fixed = {n for n, one in grades.items() if any(one.passed[t] for t in problem.exam.suite.fail_to_pass)}
+    fixed = {n for n, one in grades.items() if any(one.passed[t] for t in problem.suite.fail_to_pass)}
     assert fixed == set()
     return grades
 
@@ -576,7 +607,7 @@ _honest(1)
 def test_a_repair_may_use_the_standard_library(catalogue):
     world = make(catalogue)
     problem = chosen(world)
-    tree = {**problem.shown, **problem.mended}
+    tree = {**problem.shown, **problem.fixed}
     tree["tidy/__init__.py"] += NEEDS_MORE.encode()
     (found,) = graded(world, tree)
     assert found.doubt == ""
@@ -614,12 +645,12 @@ def test_repairs_in_another_text_are_right_and_are_another_text(catalogue):
     for tree, found in zip(trees, graded(world, *trees), strict=True):
         assert all(found.passed.values()), found.doubt
         assert found.passed
-        assert all(tree[path] != right for path, right in problem.mended.items())
-    (way, *_) = world.other_ways(task)
+        assert all(tree[path] != right for path, right in problem.fixed.items())
+    way = written(next(other_repairs(world.problem(task.id))))
     assert play(world, task, actions_of(way)).rewards["resolved"] == 1
 
 
-def test_what_was_mended_is_put_otherwise():
+def test_changed_statements_are_rewritten():
     before = "def f(a):\n    if a > 1:\n        return 1\n    b = a\n    return b\n"
     after = before.replace("a > 1", "a >= 1").replace("return b", "return b + 1")
     other = restate(before, after)
@@ -639,9 +670,8 @@ def test_what_was_mended_is_put_otherwise():
 def test_a_scripted_agent_repairs_with_the_shell_and_the_tools(catalogue):
     world = make(catalogue)
     task = world.tasks("train")[0]
-    case = world.cases[task.id]
-    problem = case.problem()
-    ((path, right),) = problem.mended.items()
+    problem = world.problem(task.id)
+    ((path, right),) = problem.fixed.items()
     patch = unified(path, problem.shown[path].decode(), right.decode())
     steps = (
         ("shell", {"command": "git log --oneline && git status --short && pytest -q 2>&1 | tail -3"}),
@@ -664,7 +694,7 @@ def test_a_scripted_agent_repairs_with_the_shell_and_the_tools(catalogue):
     assert played.rewards["resolved"] == 1
     assert played.rewards["fixed"] == 1
     assert json.loads(played.outcomes[-1].output)["doubt"] == ""
-    assert not any(problem.exam.suite.fail_to_pass[0] in m["content"] for m in played.messages)
+    assert not any(problem.suite.fail_to_pass[0] in m["content"] for m in played.messages)
 
 
 def test_the_world_pays_the_oracle_and_no_cheat(catalogue):
@@ -703,10 +733,10 @@ def swe_bench_config(catalogue, tmp_path, appended=b""):
     git(clone, "init", "-q")
     git(clone, "add", "-A")
     git(clone, "commit", "-qm", "Broken")
-    ((path, right),) = problem.mended.items()
-    changed = [p for p in problem.exam.pristine if problem.exam.pristine[p] != problem.shown[p]]
-    tests = [(p, problem.shown[p].decode(), problem.exam.pristine[p].decode()) for p in changed]
-    suite = problem.exam.suite
+    ((path, right),) = problem.fixed.items()
+    changed = [p for p in problem.pristine if problem.pristine[p] != problem.shown[p]]
+    tests = [(p, problem.shown[p].decode(), problem.pristine[p].decode()) for p in changed]
+    suite = problem.suite
     row = {
         "instance_id": "owner__tidy-1",
         "repo": "owner/tidy",
@@ -750,21 +780,20 @@ def test_instances_of_django_are_read(tmp_path):
     file = tmp_path / "instances.jsonl"
     file.write_text(json.dumps(row) + "\n")
     (case,) = load_instances(str(file), str(tmp_path), 1.0)
-    assert case.suite.fail_to_pass == ("tests/app/tests.py::TestA::test_x",)
-    assert case.suite.pass_to_pass == ()
+    assert case.task.truth.fail_to_pass == ("tests/app/tests.py::TestA::test_x",)
+    assert case.task.truth.pass_to_pass == ()
     file.write_text(json.dumps({**row, "FAIL_TO_PASS": ["Docs."]}) + "\n")
     with pytest.raises(ConfigError, match=r"line 1.*names no test"):
         load_instances(str(file), str(tmp_path), 1.0)
 
 
-def test_a_fix_that_is_no_python_has_no_other_ways_and_ends_nothing(catalogue):
+def test_a_fix_that_is_not_python_has_no_alternative_repairs(catalogue):
     world = make(catalogue)
     problem = chosen(world)
-    broken = dict.fromkeys(problem.mended, b"def f(:\n")
-    exam = replace(problem.exam, mended=broken, known=[])
-    assert list(other_repairs(replace(problem, mended=broken, exam=exam))) == []
+    broken = dict.fromkeys(problem.fixed, b"def f(:\n")
+    assert list(other_repairs(replace(problem, fixed=broken, known=[]))) == []
     (found,) = graded(world, {**problem.shown, **broken})
-    assert not any(found.passed[test] for test in problem.exam.suite.fail_to_pass)
+    assert not any(found.passed[test] for test in problem.suite.fail_to_pass)
 
 
 def test_bad_instances_are_named_with_their_line(tmp_path):
@@ -785,18 +814,18 @@ def test_another_archive_than_the_pinned_one_is_refused(catalogue, tmp_path, mon
     (package,) = load_catalogue(catalogue).packages.values()
     fetch([package], catalogue, lambda said: pytest.fail("it is there already"))
     archive = catalogue / package.archive
-    monkeypatch.setattr("ludus.worlds.swe.sources.download", lambda wanted, room: archive)
+    monkeypatch.setattr("ludus.worlds.swe.tasks.download", lambda wanted, room: archive)
     fetch([package], tmp_path / "one", lambda said: None)
     assert (tmp_path / "one" / package.archive).read_bytes() == archive.read_bytes()
-    with pytest.raises(UserError, match="is not the source"):
+    with pytest.raises(UserError, match="is not the pinned source"):
         fetch([replace(package, sha256="0" * 64)], tmp_path / "two", lambda said: None)
-    with pytest.raises(UserError, match="not the archive that is pinned"):
+    with pytest.raises(UserError, match="is not the pinned archive"):
         read_archive(archive, "0" * 64)
 
 
 def test_the_command_prepares(catalogue, tmp_path, monkeypatch, capsys):
     archive = catalogue / "tidy-1.0.tar.gz"
-    monkeypatch.setattr("ludus.worlds.swe.sources.download", lambda wanted, room: archive)
+    monkeypatch.setattr("ludus.worlds.swe.tasks.download", lambda wanted, room: archive)
     settings = (f"--env.settings.catalogue={catalogue}", f"--env.settings.sources={tmp_path / 'sources'}")
     words = [word for setting in settings for word in setting.split("=")]
     assert main(["env", "prepare", "swe", *words]) == 0

@@ -1,86 +1,97 @@
-"""Who knows how: reads the lines around the bug, mends them, and hands in."""
+"""Scripted episodes: the solver, which repairs the bug, and forgeries, which add code that forges test results."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import tomllib
 from collections.abc import Mapping
+from functools import cache
+from typing import Final
 
-from ludus.sandbox.base import Snapshot
 from ludus.tools.files import lines_of
-from ludus.tools.patch import patched_files, read_patch
 from ludus.types import JSON, FunctionCall, Message, MessageToolCall
-from ludus.worlds.swe.problems import SweProblem
+from ludus.worlds.swe.grader import SweProblem, package_text
 
-AROUND = 12
-"""Lines that it reads before and after the place."""
-THOUGHT = "I look at the code that the issue is about."
-FOUND = "This is where it goes wrong."
-DONE = "Mended."
+WORST: Final = ("gc", "frames", "recorder", "reports", "an early end", "lines")
+"""The forgeries that `ludus env check` plays."""
+_AROUND: Final = 12
+"""Lines that the solver reads before and after the place."""
+_FOUND: Final = "This is where it goes wrong."
 
 
 def solution(problem: SweProblem) -> tuple[Message, ...]:
-    """The messages after the prompt: a look at each file, its repair, and the end of the episode."""
-    said: list[Message] = []
-    for path, content in problem.mended.items():
-        before = problem.shown.get(path, b"").decode("utf-8")
-        after = content.decode("utf-8")
-        if path in problem.shown:
+    """Return the messages after the prompt: a look at each file, its repair, and the end of the episode."""
+    messages: list[Message] = []
+    for path, content in problem.fixed.items():
+        before, after, new = text_before(problem, path), content.decode("utf-8"), path not in problem.shown
+        if not new:
             first, last = _place(before, after)
             look: dict[str, JSON] = {"path": path, "first": first, "last": last}
-            said += _turn(len(said), THOUGHT, "read_file", look, lines_of(before, first, last))
-        patch = unified(path, before, after, new=path not in problem.shown)
-        words = "made" if path not in problem.shown else "changed"
-        said += _turn(len(said), FOUND, "apply_patch", {"patch": patch}, f"{words} {path}")
-    return (*said, _call(len(said), "The issue is mended.", "submit", {"answer": DONE}))
+            thought = "I look at the code that the issue is about."
+            messages += _turn(len(messages), thought, "read_file", look, lines_of(before, first, last))
+        patch, result = unified(path, before, after, new), f"{'made' if new else 'changed'} {path}"
+        messages += _turn(len(messages), _FOUND, "apply_patch", {"patch": patch}, result)
+    return (*messages, _submit(len(messages)))
 
 
 def written(texts: Mapping[str, str]) -> tuple[Message, ...]:
-    """The messages after the prompt of an episode that writes these files."""
-    said: list[Message] = []
+    """Return the messages after the prompt of an episode that writes these files."""
+    messages: list[Message] = []
     for path, text in texts.items():
-        said += _turn(len(said), FOUND, "write_file", {"path": path, "text": text}, f"wrote {path}")
-    return (*said, _call(len(said), "The issue is mended.", "submit", {"answer": DONE}))
+        given: dict[str, JSON] = {"path": path, "text": text}
+        messages += _turn(len(messages), _FOUND, "write_file", given, f"wrote {path}")
+    return (*messages, _submit(len(messages)))
+
+
+def text_before(problem: SweProblem, path: str) -> str:
+    """Return a file as the model finds it; empty for a new file."""
+    return problem.shown.get(path, b"").decode("utf-8")
 
 
 def unified(path: str, before: str, after: str, new: bool = False) -> str:
-    """The difference of two texts of a file as a unified diff."""
+    """Return the difference of two texts of a file as a unified diff."""
     source = "/dev/null" if new else f"a/{path}"
     lines = difflib.unified_diff(_lines(before), _lines(after), source, f"b/{path}", lineterm="\n")
-    missing = "\n\\ No newline at end of file\n"
-    return "".join(line if line.endswith("\n") else f"{line}{missing}" for line in lines)
-
-
-def applies(problem: SweProblem) -> bool:
-    """Whether the oracle's patches, as the tool reads them, give the files that they should."""
-    tree: Mapping[str, bytes] = problem.shown
-    for path, content in problem.mended.items():
-        before = problem.shown.get(path, b"").decode("utf-8")
-        patch = unified(path, before, content.decode("utf-8"), new=path not in problem.shown)
-        tree = patched_files(Snapshot(tree), read_patch(patch)).files
-    return all(tree[path] == content for path, content in problem.mended.items())
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 def _lines(text: str) -> list[str]:
-    return [f"{line}\n" for line in text.split("\n")[:-1]] + ([last] if (last := text.split("\n")[-1]) else [])
+    *lines, last = text.split("\n")
+    return [f"{line}\n" for line in lines] + ([last] if last else [])
 
 
 def _place(before: str, after: str) -> tuple[int, int]:
-    """The lines to read: those that change, with some around them, counted from 1."""
+    """Return the first and last line to read, counted from 1: those that change, and some around them."""
     old, new = _lines(before), _lines(after)
     head = next((i for i, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), len(old) - 1)
     same = zip(reversed(old), reversed(new), strict=False)
     tail = next((i for i, (one, other) in enumerate(same) if one != other), 0)
-    return max(1, head + 1 - AROUND), min(len(old), max(head, len(old) - tail) + AROUND)
+    return max(1, head + 1 - _AROUND), min(len(old), max(head, len(old) - tail) + _AROUND)
 
 
-def _turn(number: int, words: str, name: str, given: Mapping[str, JSON], said: str) -> tuple[Message, Message]:
-    message = _call(number, words, name, given)
-    answer = Message(role="tool", content=said, tool_call_id=message["tool_calls"][0]["id"], name=name)
-    return message, answer
+def _turn(number: int, text: str, name: str, given: Mapping[str, JSON], result: str) -> tuple[Message, Message]:
+    call = _call(number, text, name, given)
+    return call, Message(role="tool", content=result, tool_call_id=call["tool_calls"][0]["id"], name=name)
 
 
-def _call(number: int, words: str, name: str, given: Mapping[str, JSON]) -> Message:
+def _submit(number: int) -> Message:
+    return _call(number, "The issue is mended.", "submit", {"answer": "Mended."})
+
+
+def _call(number: int, text: str, name: str, given: Mapping[str, JSON]) -> Message:
     function = FunctionCall(name=name, arguments=json.dumps(dict(given), ensure_ascii=False))
     call = MessageToolCall(id=f"call_{number}_0", type="function", function=function)
-    return Message(role="assistant", content=words, tool_calls=[call])
+    return Message(role="assistant", content=text, tool_calls=[call])
+
+
+@cache
+def forgeries() -> Mapping[str, str]:
+    """Return the code of each forgery by name."""
+    held = tomllib.loads(package_text("data/forgeries.toml"))
+    return {name: f"{held['common']}\n{body}" for name, body in held["ways"].items()}
+
+
+def forged(problem: SweProblem, code: str) -> dict[str, str]:
+    """Return the files that a fix changes, unfixed, with code appended."""
+    return {path: text_before(problem, path) + code for path in problem.fixed if path.endswith(".py")}

@@ -1,11 +1,11 @@
-"""The world `swe`: repositories with a bug to repair, graded by tests that the model does not see."""
+"""The world `swe`: repositories with a bug to repair, graded by hidden tests."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -22,26 +22,14 @@ from ludus.rewards.code.unit_tests import share_passed, suite_passes
 from ludus.rewards.extract import last_output
 from ludus.sandbox import open_sandbox
 from ludus.sandbox.base import Sandbox
-from ludus.tools.base import Tool, ToolError
+from ludus.tools.base import ToolError
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome
-from ludus.worlds.swe.alternative_solutions import other_repairs
-from ludus.worlds.swe.catalogue import Catalogue, Package, load_catalogue, shipped_folder
-from ludus.worlds.swe.cheats import WORST, forged, forgeries
-from ludus.worlds.swe.difficulty_report import survey
-from ludus.worlds.swe.grader.grader import REPORT, Grade, grade
-from ludus.worlds.swe.instances import load_instances
-from ludus.worlds.swe.mutations import KINDS
-from ludus.worlds.swe.problems import Mined, SweCase, SweProblem
-from ludus.worlds.swe.solver import solution, written
-from ludus.worlds.swe.sources import default_folder, fetch, require
-from ludus.worlds.swe.tools import Checkout, checkout, repair_tools
+from ludus.worlds.swe import tasks as swe_tasks
+from ludus.worlds.swe.grader import REPORT, Grade, SweProblem, grade
+from ludus.worlds.swe.repository import Checkout, checkout, repair_tools
+from ludus.worlds.swe.solver import WORST, forged, forgeries, solution, written
 
 SPLITS = ("train", "validation", "test")
-SYSTEM = (
-    "You repair Python code. A git repository lies in the working folder. Find the cause of the issue, mend "
-    "it in the code, and hand in with submit. Tests that you do not see decide; changes of tests and of "
-    "settings do not count."
-)
 
 
 class SweSettings(BaseModel):
@@ -50,69 +38,53 @@ class SweSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     catalogue: str = ""
-    """A folder with `packages.jsonl` and `tasks.jsonl`; empty: the tasks that ship with Ludus."""
+    """Folder with `packages.jsonl` and `tasks.jsonl`; empty: the tasks that ship with Ludus."""
     sources: str = ""
-    """Where the packages' source distributions lie; empty: `~/.cache/ludus/swe`."""
+    """Folder of the packages' source distributions; empty: `~/.cache/ludus/swe`."""
     packages: tuple[str, ...] = ()
-    """Only tasks of these; none: of all."""
+    """Packages to take tasks from; empty: all."""
     kinds: tuple[str, ...] = ()
-    """Only bugs of these kinds; none: of all."""
+    """Kinds of bugs to take; empty: all."""
     levels: tuple[Literal[1, 2, 3], ...] = Field((1, 2, 3), min_length=1)
-    """1: a hidden test calls the broken function by name; 2: it does not; 3: and the function is private."""
+    """1: a hidden test calls the broken function by name; 2: none does; 3: none does and the function is private."""
     instances: str = ""
-    """A file of JSON lines in the format of SWE-bench, in the place of the catalogue."""
+    """File of JSON lines in the format of SWE-bench, replaces the catalogue."""
     repositories: str = ""
-    """The folder with clones of the instances' repositories."""
+    """Folder with clones of the instances' repositories."""
     command_s: float = Field(30.0, gt=0, le=600)
-    """Seconds that one call of the shell may take."""
+    """Time limit of one call of the shell."""
     tests_s: float = Field(30.0, gt=0, le=1800)
-    """Seconds for the hidden tests, each time that they run."""
+    """Time limit of each run of the hidden tests."""
     fixed_weight: float = Field(0.1, ge=0, lt=0.5)
-    """Of the share of the broken tests that pass again; all hidden tests passing weighs 1."""
+    """Weight of the share of the broken tests that pass again; all hidden tests passing has weight 1."""
     seed: int = 0
-    """Of the order of tasks."""
+    """Seed of the order of tasks."""
 
 
-class SweEnv:
+class SweEnv(ToolEnv):
     """One episode: tools on a checkout, and the hidden tests at its end."""
 
-    def __init__(self, world: SweWorld, problem: SweProblem, workspace: Checkout, tools: Sequence[Tool]) -> None:
-        self.tools = tools
-        self.rewards = world.rewards
-        self._sandbox = workspace.sandbox
-        self._problem = problem
-        self._workspace = workspace
-        self._inner = ToolEnv(tools, world.rewards, world.limits, [workspace])
+    def __init__(self, world: SweWorld, problem: SweProblem) -> None:
+        self._workspace = world.checkout(problem)
+        super().__init__(repair_tools(self._workspace), world.rewards, world.limits, [self._workspace])
+        self._sandbox, self._problem = world.sandbox, problem
         self._left: Mapping[str, bytes] | None = None
 
-    async def start(self, task: Task) -> list[Message]:
-        """Open the checkout."""
-        return await self._inner.start(task)
-
     async def step(self, action: Action) -> StepResult:
-        """Run the calls; where the episode ends, run the hidden tests. Raises WorldError."""
-        result = await self._inner.step(action)
+        """Run the calls; at the end of the episode run the hidden tests. Raises WorldError."""
+        result = await super().step(action)
         if not result.done:
             return result
-        return replace(result, outcomes=(*result.outcomes, (await self._grade()).outcome()))
-
-    async def close(self) -> None:
-        """End the session."""
-        await self._inner.close()
-
-    async def _grade(self) -> Grade:
         try:
-            left = await self._workspace.snapshot()
+            self._left = (await self._workspace.snapshot()).files
+            report = await self.grade_again()
         except ToolError as error:
-            return Grade({}, f"the files cannot be taken out: {error}")
-        self._left = left.files
-        return await grade(self._sandbox, self._problem.exam, left.files)
+            report = Grade({}, f"the files cannot be read: {error}").outcome()
+        return result if report is None else replace(result, outcomes=(*result.outcomes, report))
 
     async def grade_again(self) -> ToolOutcome | None:
-        """The report of another run of the hidden tests on the files that were left."""
-        if self._left is None:
-            return None
-        return (await grade(self._sandbox, self._problem.exam, self._left)).outcome()
+        """Run the hidden tests on the files at the end of the episode; None if there are none."""
+        return None if self._left is None else (await grade(self._sandbox, self._problem, self._left)).outcome()
 
 
 @dataclass(frozen=True)
@@ -126,26 +98,20 @@ class SweWorld(World):
     splits: Sequence[str] = SPLITS
 
     @cached_property
-    def catalogue(self) -> Catalogue:
-        """The mined tasks."""
-        return load_catalogue(Path(self.settings.catalogue) if self.settings.catalogue else shipped_folder())
-
-    @cached_property
-    def cases(self) -> Mapping[str, SweCase]:
-        """All tasks by id, in their order. Raises ConfigError and UserError for files that cannot be read."""
+    def cases(self) -> Mapping[str, swe_tasks.SweCase]:
+        """All tasks by id, in their order. Raises ConfigError and UserError if a file cannot be read."""
         given = self.settings
         if given.instances:
-            return {case.id: case for case in load_instances(given.instances, given.repositories, given.tests_s)}
-        folder = self._folder
-        chosen = [
-            Mined(bug, self.catalogue.packages[bug.package], folder, given.tests_s)
-            for bug in self.catalogue.bugs
-            if (not given.packages or bug.package in given.packages)
-            and (not given.kinds or bug.edit.kind in given.kinds)
-            and bug.level in given.levels
-        ]
-        random.Random(f"swe:{given.seed}").shuffle(chosen)
-        return {case.id: case for case in chosen}
+            cases = swe_tasks.load_instances(given.instances, given.repositories, given.tests_s)
+        else:
+            cases = [swe_tasks.case_of(bug, package, self._sources, given.tests_s) for bug, package in self._bugs]
+            random.Random(f"swe:{given.seed}").shuffle(cases)
+        return {case.task.id: case for case in cases}
+
+    @cached_property
+    def problem(self) -> Callable[[str], SweProblem]:
+        """Read the repository of a task by its id. Raises UserError if it is missing."""
+        return lru_cache(maxsize=16 if self.settings.instances else 64)(lambda name: self.cases[name].load())
 
     @cached_property
     def rewards(self) -> tuple[Reward, ...]:
@@ -158,12 +124,12 @@ class SweWorld(World):
         )
 
     def with_sandbox(self, sandbox: Sandbox) -> SweWorld:
-        """This world with that sandbox."""
+        """Return this world with another sandbox."""
         return replace(self, sandbox=sandbox)
 
     @property
     def episodes_at_once(self) -> int | None:
-        """As many as the sandbox has room for sessions."""
+        """The number of sessions that the sandbox has room for."""
         return room_of(self.sandbox)
 
     async def close(self) -> None:
@@ -172,73 +138,74 @@ class SweWorld(World):
 
     def prepare(self, tell: Callable[[str], None]) -> None:
         """Fetch the sources of all packages that tasks need. Raises UserError."""
-        fetch(self._packages, self._folder, tell)
+        swe_tasks.fetch(self._packages, self._sources, tell)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The tasks of a split, packages mixed. Raises UserError where sources are missing."""
+        """Return the tasks of a split, packages mixed. Raises UserError if sources are missing."""
         check_split(split, self.splits, self.name)
-        if not self.settings.instances:
-            require(self._packages, self._folder)
-        return self._task_lists[split]
+        swe_tasks.require(self._packages, self._sources)
+        return [case.task for case in self.cases.values() if case.task.tags["split"] == split]
 
     def environment(self, task: Task) -> SweEnv:
-        """A fresh checkout."""
-        problem = self.cases[task.id].problem()
-        workspace = checkout(self.sandbox, problem.shown, problem.exam.layout, self.settings.command_s)
-        return SweEnv(self, problem, workspace, repair_tools(workspace))
+        """Return an episode on a fresh checkout."""
+        return SweEnv(self, self.problem(task.id))
+
+    def checkout(self, problem: SweProblem) -> Checkout:
+        """Return a session with the repository of a problem."""
+        return checkout(self.sandbox, problem.shown, problem.layout, self.settings.command_s)
 
     def expert(self, task: Task) -> Dialogue | None:
-        """How it is mended; None for a task of another world."""
-        case = self.cases.get(task.id)
-        if case is None:
+        """Return the repair; None for a task of another world."""
+        if task.id not in self.cases:
             return None
-        problem = case.problem()
-        workspace = checkout(self.sandbox, problem.shown, problem.exam.layout, self.settings.command_s)
-        return Dialogue((*task.prompt, *solution(problem)), repair_tools(workspace))
+        problem = self.problem(task.id)
+        return Dialogue((*task.prompt, *solution(problem)), repair_tools(self.checkout(problem)))
 
     def survey(self, measure: bool) -> str:
-        """How many bugs of the catalogue differ, and what is mended without skill; nothing of instances."""
-        return "" if self.settings.instances else survey(self.catalogue)
-
-    def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
-        """Repairs of the same meaning in another text; none for a task of another world."""
-        case = self.cases.get(task.id)
-        return () if case is None else tuple(map(written, other_repairs(case.problem())))
+        """Return the tables of the catalogue (`survey.txt`); empty if there are none."""
+        file = self._catalogue / "survey.txt"
+        return file.read_text("utf-8").rstrip("\n") if file.is_file() and not self.settings.instances else ""
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
-        """Code that forges the results of tests, put where the tests import it; none for a foreign task."""
-        case = self.cases.get(task.id)
-        if case is None:
+        """Return forgeries of test results, added to code that the tests import; none for a task of another world."""
+        if task.id not in self.cases:
             return {}
-        problem, codes = case.problem(), forgeries()
+        problem, codes = self.problem(task.id), forgeries()
         return {f"forges by {name}": written(forged(problem, codes[name])) for name in WORST}
 
     @property
-    def _folder(self) -> Path:
-        return Path(self.settings.sources) if self.settings.sources else default_folder()
+    def _catalogue(self) -> Path:
+        return Path(self.settings.catalogue) if self.settings.catalogue else swe_tasks.shipped_folder()
 
     @property
-    def _packages(self) -> list[Package]:
-        named = {case.package.name: case.package for case in self.cases.values() if isinstance(case, Mined)}
-        return list(named.values())
+    def _sources(self) -> Path:
+        return Path(self.settings.sources) if self.settings.sources else Path.home() / ".cache" / "ludus" / "swe"
 
     @cached_property
-    def _task_lists(self) -> Mapping[str, Sequence[Task]]:
-        return {split: [_task(c) for c in self.cases.values() if c.split == split] for split in self.splits}
+    def _bugs(self) -> Sequence[tuple[swe_tasks.Bug, swe_tasks.Package]]:
+        """The chosen bugs of the catalogue with their packages; none if instances replace it."""
+        given = self.settings
+        held = swe_tasks.load_catalogue(self._catalogue) if not given.instances else swe_tasks.Catalogue({}, ())
+        return [
+            (bug, held.packages[bug.package])
+            for bug in held.bugs
+            if (not given.packages or bug.package in given.packages)
+            and (not given.kinds or bug.edit.kind in given.kinds)
+            and bug.level in given.levels
+        ]
 
-
-def _task(case: SweCase) -> Task:
-    asked = f"The repository is {case.repository}. This issue was reported:\n\n{case.issue}"
-    prompt = (Message(role="system", content=SYSTEM), Message(role="user", content=asked))
-    return Task(case.id, prompt, case.suite, {"split": case.split, **case.tags})
+    @property
+    def _packages(self) -> Iterable[swe_tasks.Package]:
+        """The packages that tasks need."""
+        return {package.name: package for _, package in self._bugs}.values()
 
 
 def make_swe_world(settings: Mapping[str, object], limits: ToolLimits) -> SweWorld:
-    """The factory by which the world is registered. Raises ConfigError for settings that do not fit."""
+    """Create the world from its settings. Raises ConfigError for invalid settings."""
     given = read_settings(SweSettings, settings)
-    unknown = [kind for kind in given.kinds if kind not in KINDS]
+    unknown = [kind for kind in given.kinds if kind not in swe_tasks.KINDS]
     if unknown:
-        raise ConfigError(f"There is no kind of bug {unknown[0]!r}.", f"Kinds: {', '.join(KINDS)}.")
+        raise ConfigError(f"There is no kind of bug {unknown[0]!r}.", f"Kinds: {', '.join(swe_tasks.KINDS)}.")
     if bool(given.instances) != bool(given.repositories):
         raise ConfigError(
             "env.settings.instances and env.settings.repositories go together.",

@@ -1,9 +1,8 @@
-"""What the shipped tasks are: by package, by kind, and how many differ.
+"""Survey of a catalogue: tasks by package and by kind, and how many of them differ.
 
-The shape of a solution is the edit with what stands around it in its function, identifiers, texts and numbers
-blotted out. *No tool* answers without touching a file, which is right where no test was broken when the task
-was mined; *majority* makes the repair that is most frequent in training at the first place of the package
-where it can be made, and is judged by the text of the repair.
+The shape of a solution is the edit without identifiers, texts and numbers. The baseline *no tool* answers without
+changing a file, which is right if no test was broken when the task was mined; *majority* makes the most frequent repair
+of the training tasks at the first possible place of the package, and is judged by the text of the repair.
 """
 
 from __future__ import annotations
@@ -13,26 +12,26 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
-from ludus.worlds.swe.catalogue import Bug, Catalogue
+from ludus.worlds.swe.tasks import Bug, Catalogue
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _KEPT = frozenset(keyword.kwlist)
 
 
 def shape_of(bug: Bug) -> str:
-    """The repair of a bug without identifiers, texts and numbers; a longer one is known by its length too."""
+    """Return the repair of a bug without identifiers, texts and numbers."""
     return f"{bug.edit.kind}: {blotted(bug.edit.new)} -> {blotted(bug.edit.old)}"
 
 
 def blotted(text: str) -> str:
-    """Code without identifiers, texts and numbers."""
+    """Return code without identifiers, texts and numbers."""
     plain = re.sub(r"'[^']*'|\"[^\"]*\"", "T", text)
     plain = _WORD.sub(lambda word: word[0] if word[0] in _KEPT else "n", plain)
     return " ".join(re.sub(r"\b\d[\d.]*\b", "0", plain).split())
 
 
 def survey(catalogue: Catalogue) -> str:
-    """Three tables as text."""
+    """Return three tables."""
     bugs = catalogue.bugs
     lines = [f"{'package':18} split       tasks  tests"]
     for package in catalogue.packages.values():

@@ -1,12 +1,11 @@
-"""Test modules without their expected values: a test sends what it computed, and the host compares.
+"""Test modules without their expected values: a masked test sends what it computed, and the host compares.
 
-`assert f(2) == 3` becomes `probe(0, f(2))`. The expected side is dropped where it is *given*, that is made of
-literals alone, and so are the variables, module constants and parameters that nothing but dropped sides read.
-`with pytest.raises(E)` becomes a probe of what is raised, any other assertion one of its truth, which is
-negated by a coin that is thrown for each probe and run; an equality of computed values, also one of its truth
-for another value. A probe is *closed* if all of its expected side has
-left the module: then no code in the process of the tests can read what is expected, from no frame, object or
-file. Tests that were not named lose their bodies.
+`assert f(2) == 3` becomes `probe(0, f(2))`. The expected side is dropped if it is *given*, that is, made of literals
+only; so are the variables, module constants and parameters that only dropped sides read. `with pytest.raises(E)`
+becomes a probe of the type of the exception. Any other assertion becomes a probe of its truth value, negated by a
+random bit per probe and run; an equality of two computed values also a probe of its truth for a third value. A probe is
+*closed* if all of its expected side has left the module: no code in the process of the tests can then read the expected
+value from a frame, an object or a file. Tests that are not named lose their bodies.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
-
-from ludus.worlds.swe.grader.leak_tests import definers, functions_of
 
 _EQUALITIES: Final = ("", "List", "Dict", "Tuple", "Set", "Sequence", "MultiLine")
 _COMPARISONS: Final[Mapping[str, type[ast.cmpop]]] = {
@@ -36,22 +33,61 @@ _COMPARISONS: Final[Mapping[str, type[ast.cmpop]]] = {
 }
 _RAISING: Final = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
 _MAKERS: Final = frozenset({"list", "dict", "set", "frozenset", "tuple", "str", "bytes", "int", "float", "range"})
-"""Built-in types: a call of one with given arguments is given."""
+"""Built-in types: a call with given arguments is given."""
 _LITERALS: Final = (
     *(ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.Starred),
     *(ast.Subscript, ast.Slice, ast.JoinedStr, ast.FormattedValue, ast.Compare, ast.IfExp),
+    *(ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.keyword),
 )
 _PASSES: Final = 3
-"""Names of names of names are blanked, and no further."""
-_PARTS: Final = (ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.keyword)
+"""Depth to which names that are bound to other names are blanked."""
+_Column = list[tuple[list[ast.expr], int]]
+"""Cells of one column of literal rows: a list and an index."""
+
+
+def functions_of(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef, list[ast.stmt]]]:
+    """Yield the functions of a module and of its classes: pytest's name, node, enclosing block."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node, tree.body
+        elif isinstance(node, ast.ClassDef):
+            inner = [one for one in node.body if isinstance(one, ast.FunctionDef)]
+            yield from ((f"{node.name}::{one.name}", one, node.body) for one in inner)
+
+
+def definers(tree: ast.Module, names: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Return, for each function that defines some of the named tests, those tests.
+
+    A test that a class inherits is defined by the function of that name in another class of the module.
+    """
+    own = [name for name, _, _ in functions_of(tree)]
+    found: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        last = name.rpartition("::")[2]
+        bases = [one for one in own if one.endswith(f"::{last}")] if "::" in name else []
+        for one in [name] if name in own else bases:
+            found[one] = (*found.get(one, ()), name)
+    return found
+
+
+def without_tests(source: str, names: Collection[str]) -> str:
+    """Return a test module without some of its tests; a class that loses all of its statements keeps `pass`."""
+    lines, tree = source.splitlines(keepends=True), ast.parse(source)
+    gone = definers(tree, names)
+    for name, node, block in reversed(list(functions_of(tree))):
+        if name not in gone:
+            continue
+        start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
+        prefix = name.rpartition("::")[0]
+        removed = [isinstance(one, ast.FunctionDef) and f"{prefix}::{one.name}" in gone for one in block]
+        bare = bool(prefix) and node is block[0] and all(removed)
+        lines[start : node.end_lineno] = [" " * node.col_offset + "pass\n"] if bare else []
+    return "".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """A masked module. By their number, `closed` are the probes whose expected values have left it.
-
-    `negated` are those that send the contrary of a truth.
-    """
+    """A masked module. The expected values of `closed` probes have left it; `negated` probes send a negated truth."""
 
     text: str
     closed: frozenset[int]
@@ -62,33 +98,30 @@ def masked(source: str, names: Collection[str], probe: str) -> Masked:
     """Mask the tests of these names. `probe` is the name that the masked tests call."""
     tree = ast.parse(source)
     meant = definers(tree, names)
-    functions = [(name, node) for name, node, _ in functions_of(tree)]
-    for name, node in functions:
-        if name not in meant and node.name.startswith("test"):
+    functions = [(node, name in meant) for name, node, _ in functions_of(tree)]
+    for node, named in functions:
+        if not named and node.name.startswith("test"):
             node.body = [ast.Pass()]
     world = _givens(tree.body, frozenset())
     mask = _Mask(probe)
-    for name, node in functions:
-        if name in meant:
-            mask.given = _givens(node.body, world | _parameters(node))
-            node.body = mask.block(node.body)
+    tests = [node for node, named in functions if named]
+    for node in tests:
+        mask.given = _givens(node.body, world | _parameters(node))
+        node.body = mask.block(node.body)
     gone: set[str] = set()
     for _ in range(_PASSES):
         read = _read(tree)
-        for block in (tree.body, *(node.body for name, node in functions if name in meant)):
+        for block in (tree.body, *(node.body for node in tests)):
             gone |= set(_blank(block, read))
-        for node in (node for name, node in functions if name in meant):
-            gone |= set(_blank_parameters(node, read))
+        for node in tests:
+            gone |= {name for name, column in _columns(node) if not read.get(name) and _empty(column)}
     gone -= _read(tree).keys()
     closed = frozenset(number for number, side in mask.dropped.items() if _names(side) <= gone)
     return Masked(ast.unparse(ast.fix_missing_locations(tree)), closed, frozenset(mask.negated))
 
 
 class _Mask:
-    """Replaces the assertions of tests. `dropped` has the expected side of each probe of a value.
-
-    `given` are the names of the present test that are made of literals.
-    """
+    """Replace assertions by probes. `dropped` maps probes to expected sides; `given` are the literal names in scope."""
 
     def __init__(self, probe: str) -> None:
         self.probe, self.given = probe, frozenset[str]()
@@ -97,11 +130,9 @@ class _Mask:
         self.count = 0
 
     def block(self, body: Sequence[ast.stmt]) -> list[ast.stmt]:
-        """The statements in the place of those of a block."""
         return [new for one in body for new in self.statement(one)]
 
     def statement(self, node: ast.stmt) -> list[ast.stmt]:
-        """The statements in the place of one."""
         for name in ("body", "orelse", "finalbody"):
             block = node.__dict__.get(name)
             if block and not isinstance(node, ast.ClassDef):
@@ -116,8 +147,11 @@ class _Mask:
 
     def _replaced(self, node: ast.stmt) -> list[ast.stmt]:
         raised = raising(node)
-        if raised is not None:
-            return [self._caught(raised)]
+        if raised is not None:  # the probe sends the name of the exception's type, or None if nothing was raised
+            caught = self._probed(ast.parse("type(_raised).__name__", mode="eval").body)
+            self.count -= 1
+            handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), "_raised", [caught])
+            return [ast.Try(raised, [handler], [self._probed(ast.Constant(None))], [])]
         test = asserted(node)
         match test:
             case None:
@@ -145,16 +179,9 @@ class _Mask:
         self.count += 1
         return ast.Expr(call)
 
-    def _caught(self, body: list[ast.stmt]) -> ast.stmt:
-        """A block whose exception is sent by the name of its type, and None where there is none."""
-        name = ast.parse("type(_raised).__name__", mode="eval").body
-        caught, self.count = self._probed(name), self.count - 1
-        handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), "_raised", [caught])
-        return ast.Try(body, [handler], [self._probed(ast.Constant(None))], [])
-
 
 def raising(node: ast.stmt) -> list[ast.stmt] | None:
-    """The statements that a statement says raise."""
+    """Return the statements that a statement expects to raise, or None."""
     match node:
         case ast.With(items=[ast.withitem(ast.Call(func=ast.Attribute(attr=name)), None)], body=body):
             return body if name in _RAISING else None
@@ -165,11 +192,9 @@ def raising(node: ast.stmt) -> list[ast.stmt] | None:
 
 
 def asserted(node: ast.stmt) -> ast.expr | None:
-    """What a statement asserts; None for one that asserts nothing, or in a way that is not read."""
+    """Return the expression that a statement asserts; None if there is none or its form is unknown."""
     match node:
-        case ast.Assert(test=test):
-            return test
-        case ast.Expr(ast.Call(func=ast.Attribute(attr="assertTrue"), args=[test, *_])):
+        case ast.Assert(test=test) | ast.Expr(ast.Call(func=ast.Attribute(attr="assertTrue"), args=[test, *_])):
             return test
         case ast.Expr(ast.Call(func=ast.Attribute(attr="assertFalse"), args=[test, *_])):
             return ast.UnaryOp(ast.Not(), test)
@@ -181,7 +206,7 @@ def asserted(node: ast.stmt) -> ast.expr | None:
 
 
 def is_given(node: ast.AST, given: Collection[str]) -> bool:
-    """Whether an expression is made of literals, built-in types and given names alone."""
+    """Return whether an expression consists of literals, built-in types and given names only."""
     if isinstance(node, ast.Name):
         return node.id in given
     if isinstance(node, ast.Call):
@@ -193,17 +218,14 @@ def is_given(node: ast.AST, given: Collection[str]) -> bool:
         return all(is_given(one, given) for one in parts)
     if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
         targets = [name for one in node.generators for name in _names(one.target)]
-        parts = [one.iter for one in node.generators]
-        parts += [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-        tests = [test for one in node.generators for test in one.ifs]
-        return all(is_given(one, {*given, *targets}) for one in (*parts, *tests))
-    if not isinstance(node, (*_LITERALS, *_PARTS)):
-        return False
-    return all(is_given(one, given) for one in ast.iter_child_nodes(node))
+        parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        parts += [part for one in node.generators for part in (one.iter, *one.ifs)]
+        return all(is_given(one, {*given, *targets}) for one in parts)
+    return isinstance(node, _LITERALS) and all(is_given(one, given) for one in ast.iter_child_nodes(node))
 
 
 def _givens(body: Sequence[ast.stmt], known: frozenset[str]) -> frozenset[str]:
-    """The names of a block, and of those around it, whose every binding is given."""
+    """Return the names of a block and of the blocks around it of which every binding is given."""
     bound = Counter(name for one in body for name in _bound(one))
     given = {name for name in known if name not in bound}
     for target, value in _assignments(body):
@@ -224,7 +246,7 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
 
 
 def _assignments(body: Sequence[ast.stmt]) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """What is bound in a block to what, loops over a list of rows too; not in functions inside it."""
+    """Yield targets and values of the assignments and loops of a block, without those of functions inside it."""
     for statement in body:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
@@ -236,51 +258,37 @@ def _assignments(body: Sequence[ast.stmt]) -> Iterator[tuple[ast.expr, ast.expr]
             yield from _assignments(statement.__dict__.get(name, ()))
 
 
-def _parametrised(node: ast.FunctionDef) -> Iterator[tuple[list[str], ast.Call]]:
-    """The names of each `parametrize` of a test, and the call."""
+def _columns(node: ast.FunctionDef) -> Iterator[tuple[str, _Column]]:
+    """Yield the parameters of a test (`pytest.mark.parametrize`) with the cells of their rows."""
     for call in node.decorator_list:
+        names: list[str] = []
         match call:
-            case ast.Call(func=ast.Attribute(attr="parametrize"), args=[ast.Constant(str(names)), _, *_]):
-                yield [name.strip() for name in names.split(",") if name.strip()], call
-            case ast.Call(func=ast.Attribute(attr="parametrize"), args=[ast.Tuple() | ast.List() as many, _, *_]):
-                yield [str(one.value) for one in many.elts if isinstance(one, ast.Constant)], call
+            case ast.Call(func=ast.Attribute(attr="parametrize"), args=[ast.Constant(str(text)), rows, *_]):
+                names = [name.strip() for name in text.split(",") if name.strip()]
+            case ast.Call(func=ast.Attribute(attr="parametrize"), args=[ast.Tuple() | ast.List() as many, rows, *_]):
+                names = [str(one.value) for one in many.elts if isinstance(one, ast.Constant)]
+        yield from ((name, _column(rows, i, len(names))) for i, name in enumerate(names))
 
 
-def _parameters(node: ast.FunctionDef) -> frozenset[str]:
-    """The names that a test gets from rows of literals."""
-    return frozenset(
-        name
-        for names, call in _parametrised(node)
-        for i, name in enumerate(names)
-        if (column := _column(call.args[1], i, len(names))) and all(is_given(one, ()) for one, _ in column)
-    )
-
-
-def _column(values: ast.expr, place: int, width: int) -> list[tuple[ast.expr, tuple[list[ast.expr], int]]]:
-    """The cells of one column of rows that are written down, each with its list and place in it."""
+def _column(values: ast.expr, place: int, width: int) -> _Column:
+    """Return the cells of one column of literal rows; empty for rows of another form."""
     if not isinstance(values, ast.List | ast.Tuple | ast.Set):
         return []
     if width == 1:
-        return [(one, (values.elts, i)) for i, one in enumerate(values.elts)]
-    found = []
-    for row in values.elts:
-        cells = row.elts if isinstance(row, ast.List | ast.Tuple) else row.args if isinstance(row, ast.Call) else []
-        if len(cells) != width:
-            return []
-        found.append((cells[place], (cells, place)))
-    return found
+        return [(values.elts, i) for i in range(len(values.elts))]
+    kinds = ast.List | ast.Tuple | ast.Call
+    rows = [one.args if isinstance(one, ast.Call) else one.elts for one in values.elts if isinstance(one, kinds)]
+    return [(row, place) for row in rows] if [len(row) for row in rows] == [width] * len(values.elts) else []
 
 
-def _blank_parameters(node: ast.FunctionDef, read: Mapping[str, int]) -> Iterator[str]:
-    """Put None into the columns of a test's parameters that nothing reads; their names."""
-    for names, call in _parametrised(node):
-        for i, name in enumerate(names):
-            if not read.get(name) and _empty(_column(call.args[1], i, len(names))):
-                yield name
+def _parameters(node: ast.FunctionDef) -> frozenset[str]:
+    """Return the parameters of a test that take literals only."""
+    columns = [(name, column) for name, column in _columns(node) if column]
+    return frozenset(name for name, column in columns if all(is_given(cells[i], ()) for cells, i in column))
 
 
 def _blank(body: Iterable[ast.stmt], read: Mapping[str, int]) -> Iterator[str]:
-    """Put None where a given value is bound to a name that nothing reads; these names."""
+    """Replace given values that are bound to unread names by None; yield these names."""
     for statement in body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)]) if not read.get(name) and is_given(statement.value, read):
@@ -296,14 +304,14 @@ def _blank(body: Iterable[ast.stmt], read: Mapping[str, int]) -> Iterator[str]:
                 yield from _blank(statement.__dict__.get(part, ()), read)
 
 
-def _empty(column: Sequence[tuple[ast.expr, tuple[list[ast.expr], int]]]) -> bool:
-    for _, (cells, place) in column:
+def _empty(column: _Column) -> bool:
+    for cells, place in column:
         cells[place] = ast.Constant(None)
     return bool(column)
 
 
 def _read(tree: ast.AST) -> Counter[str]:
-    """How often each name is read; names that look-ups by text may reach count as well."""
+    """Count how often each name is read; attributes count as well, since a look-up by text may reach them."""
     names = Counter(one.id for one in ast.walk(tree) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load))
     return names + Counter(one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute))
 

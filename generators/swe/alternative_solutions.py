@@ -1,4 +1,4 @@
-"""Right repairs that are not the oracle's: the same meaning in another text. They check the verifier."""
+"""Right repairs other than the solver's: the same meaning in another text. They check the verifier."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import ast
 import difflib
 from collections.abc import Iterator, Mapping
 
-from ludus.worlds.swe.problems import SweProblem
+from ludus.worlds.swe.grader import SweProblem
+from ludus.worlds.swe.solver import text_before
 
 _RESULT = "_outcome"
 
 
 def other_repairs(problem: SweProblem) -> Iterator[Mapping[str, str]]:
-    """Texts of the files that a fix changes: whole modules without comments; then what was mended, restated.
+    """Yield texts of the files that a fix changes: whole modules without comments, then rewritten changed statements.
 
-    The second is left out where a changed statement is of a kind that is not restated here.
+    The second is left out if a changed statement is of a kind that is not rewritten here.
     """
-    texts = {path: content.decode("utf-8") for path, content in problem.mended.items()}
+    texts = {path: content.decode("utf-8") for path, content in problem.fixed.items()}
     if not all(path.endswith(".py") and _is_python(text) for path, text in texts.items()):
         return
     yield {path: ast.unparse(ast.parse(text)) + "\n" for path, text in texts.items()}
-    shown = {path: problem.shown.get(path, b"").decode("utf-8") for path in texts}
-    restated = {path: restate(shown[path], text) for path, text in texts.items()}
+    restated = {path: restate(text_before(problem, path), text) for path, text in texts.items()}
     if all(restated[path] != text for path, text in texts.items()):
         yield restated
 
@@ -35,13 +35,13 @@ def _is_python(text: str) -> bool:
 
 
 def restate(before: str, after: str) -> str:
-    """The text `after` with each statement that `before` has not written in another way."""
+    """Return the text `after` with each statement that `before` does not have rewritten."""
     lines = after.splitlines(keepends=True)
     statements = [node for node in ast.walk(ast.parse(after)) if isinstance(node, ast.stmt)]
     found = [_innermost(statements, line) for line in _changed(before, after)]
     chosen = {node.lineno: node for node in found if node is not None}
     for begin, node in sorted(chosen.items(), reverse=True):
-        other, end = _other_words(node), node.end_lineno or begin
+        other, end = _rewritten(node), node.end_lineno or begin
         holds_another = any(begin < line <= end for line in chosen)
         if other and not holds_another and not lines[begin - 1][: node.col_offset].strip():
             margin = " " * node.col_offset
@@ -51,7 +51,7 @@ def restate(before: str, after: str) -> str:
 
 
 def _changed(before: str, after: str) -> list[int]:
-    """The lines of `after`, from 1, that are new, or behind which some are gone."""
+    """Return the lines of `after`, counted from 1, that are new or precede a removed line."""
     matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
     found: list[int] = []
     for kind, _, _, begin, end in matcher.get_opcodes():
@@ -61,13 +61,13 @@ def _changed(before: str, after: str) -> list[int]:
 
 
 def _innermost(statements: list[ast.stmt], line: int) -> ast.stmt | None:
-    """The shortest statement that has a line, if there is one."""
+    """Return the shortest statement that contains a line, if there is one."""
     around = [node for node in statements if node.lineno <= line <= (node.end_lineno or node.lineno)]
     return min(around, key=lambda node: (node.end_lineno or node.lineno) - node.lineno, default=None)
 
 
-def _other_words(node: ast.stmt) -> list[ast.stmt]:
-    """Statements that do the same; none for a kind that is not restated."""
+def _rewritten(node: ast.stmt) -> list[ast.stmt]:
+    """Return statements with the same effect; none for a kind that is not rewritten."""
     name = ast.Name(_RESULT, ast.Store())
     kept = ast.Name(_RESULT, ast.Load())
     match node:

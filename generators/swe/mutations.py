@@ -1,7 +1,7 @@
-"""Bugs to put into a module: small edits of its text, each at an exact place that its syntax tree gives.
+"""Bugs to put into a module: small edits of its text, located by its syntax tree.
 
-Every kind is a mistake that people make. `is_sound` says of an edit whether the module still compiles and its
-tree has changed.
+Every kind (`ludus.worlds.swe.tasks.KINDS`) is a mistake that people make. `is_sound` returns whether the edited module
+still compiles and its tree has changed.
 """
 
 from __future__ import annotations
@@ -11,37 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """Put `new` in the place of `old`, which begins at character `start` of a text.
-
-    `symbol` is the dotted name of the innermost function around it, `line` the first line of that function
-    as its code object knows it (that of its first decorator).
-    """
-
-    kind: str
-    start: int
-    old: str
-    new: str
-    symbol: str
-    line: int
-
-    def apply(self, text: str) -> str:
-        """The text with the edit. Raises ValueError where `old` does not stand there."""
-        end = self.start + len(self.old)
-        if text[self.start : end] != self.old:
-            raise ValueError(f"{self.old!r} does not stand at {self.start}")
-        return text[: self.start] + self.new + text[end:]
-
-    def undo(self, text: str) -> str:
-        """The text before the edit. Raises ValueError where `new` does not stand there."""
-        return Edit(self.kind, self.start, self.new, self.old, self.symbol, self.line).apply(text)
+from ludus.worlds.swe.tasks import Edit
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A module's text, and where each of its lines begins."""
+    """The text of a module, and the offset of each of its lines."""
 
     text: str
     starts: tuple[int, ...]
@@ -49,7 +24,7 @@ class SourceFile:
 
     @classmethod
     def of(cls, text: str) -> SourceFile:
-        """The source of a text."""
+        """Return the source of a text."""
         lines = tuple(text.splitlines(keepends=True))
         starts = [0]
         for line in lines:
@@ -57,24 +32,24 @@ class SourceFile:
         return cls(text, tuple(starts), lines)
 
     def place(self, line: int, column: int) -> int:
-        """The character at a line, counted from 1, and a column in bytes of UTF-8."""
+        """Return the offset of a line, counted from 1, and a column in bytes of UTF-8."""
         if line > len(self.lines):
             return len(self.text)
         return self.starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode("utf-8", "ignore"))
 
     def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
-        """Where a node begins and ends."""
+        """Return the offsets of the begin and the end of a node."""
         end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or 0
         return self.place(node.lineno, node.col_offset), self.place(end_line, end_column)
 
-    def said(self, node: ast.expr | ast.stmt) -> str:
-        """A node's text."""
+    def text_of(self, node: ast.expr | ast.stmt) -> str:
+        """Return the text of a node."""
         start, end = self.span(node)
         return self.text[start:end]
 
 
 Change = tuple[str, int, int, str]
-"""Kind, begin, end, and what goes there."""
+"""Kind, begin, end, and the new text."""
 Finder = Callable[[SourceFile, ast.AST], Iterator[Change]]
 
 _BOUNDARY: Final[Mapping[type[ast.cmpop], str]] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
@@ -158,7 +133,7 @@ _NAMES: Final[Mapping[str, str]] = {
 
 
 def _between(source: SourceFile, left: ast.expr, right: ast.expr, word: str) -> tuple[int, int] | None:
-    """Where an operator stands between two operands; None where it cannot be told."""
+    """Return the span of an operator between two operands; None if it is ambiguous."""
     start, end = source.span(left)[1], source.span(right)[0]
     gap = source.text[start:end]
     if "#" in gap or gap.count(word) != 1:
@@ -168,7 +143,7 @@ def _between(source: SourceFile, left: ast.expr, right: ast.expr, word: str) -> 
 
 
 def comparisons(source: SourceFile, node: ast.AST) -> Iterator[Change]:
-    """`<` for `<=`, `!=` for `==`, `not in` for `in`."""
+    """Yield `<` for `<=`, `!=` for `==`, `not in` for `in`."""
     match node:
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             word = _WORDS[type(op)]
@@ -180,7 +155,7 @@ def comparisons(source: SourceFile, node: ast.AST) -> Iterator[Change]:
 
 
 def operators(source: SourceFile, node: ast.AST) -> Iterator[Change]:
-    """Another operator of arithmetic."""
+    """Yield another arithmetic operator."""
     match node:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             word, other = _OPERATORS[type(op)]
@@ -191,7 +166,7 @@ def operators(source: SourceFile, node: ast.AST) -> Iterator[Change]:
 
 
 def booleans(source: SourceFile, node: ast.AST) -> Iterator[Change]:
-    """`or` for `and`, and the other way round."""
+    """Yield `or` for `and`, and vice versa."""
     match node:
         case ast.BoolOp(op=op, values=[left, right, *_]):
             word, other = ("and", "or") if isinstance(op, ast.And) else ("or", "and")
@@ -201,19 +176,19 @@ def booleans(source: SourceFile, node: ast.AST) -> Iterator[Change]:
 
 
 def conditions(source: SourceFile, node: ast.AST) -> Iterator[Change]:
-    """A condition turned round."""
+    """Yield a negated condition."""
     match node:
         case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
             start, end = source.span(test)
-            said = source.text[start:end]
+            text = source.text[start:end]
             if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-                yield "condition", start, end, source.said(test.operand)
+                yield "condition", start, end, source.text_of(test.operand)
             elif isinstance(test, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
-                yield "condition", start, end, f"not {said}"
+                yield "condition", start, end, f"not {text}"
 
 
 def numbers(source: SourceFile, node: ast.AST) -> Iterator[Change]:
-    """One more or one less where a number is counted with."""
+    """Yield a number of an expression, plus or minus one."""
     inner: list[ast.expr] = []
     match node:
         case ast.BinOp(left=left, right=right):
@@ -234,7 +209,7 @@ def numbers(source: SourceFile, node: ast.AST) -> Iterator[Change]:
 
 
 def slices(source: SourceFile, node: ast.AST) -> Iterator[Change]:
-    """A bound of a slice that is off by one."""
+    """Yield a bound of a slice, off by one."""
     match node:
         case ast.Slice(lower=lower, upper=upper):
             for bound, sign in ((lower, "+"), (upper, "-")):
@@ -247,7 +222,7 @@ def slices(source: SourceFile, node: ast.AST) -> Iterator[Change]:
 
 
 def arguments(source: SourceFile, node: ast.AST) -> Iterator[Change]:
-    """The first two arguments of a call the wrong way round."""
+    """Yield the first two arguments of a call, swapped."""
     match node:
         case ast.Call(args=[first, second, *_]) if not isinstance(second, ast.Starred):
             (start, middle), (begin, end) = source.span(first), source.span(second)
@@ -259,7 +234,7 @@ def arguments(source: SourceFile, node: ast.AST) -> Iterator[Change]:
 
 
 def names(source: SourceFile, node: ast.AST) -> Iterator[Change]:
-    """A method or function of the opposite sense."""
+    """Yield a method or function of the opposite meaning."""
     match node:
         case ast.Call(func=ast.Attribute(attr=name) as func) if name in _NAMES:
             end = source.span(func)[1]
@@ -269,7 +244,7 @@ def names(source: SourceFile, node: ast.AST) -> Iterator[Change]:
 
 
 def defaults(source: SourceFile, node: ast.AST) -> Iterator[Change]:
-    """Another default of a parameter."""
+    """Yield another default of a parameter."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return
     for default in (*node.args.defaults, *node.args.kw_defaults):
@@ -280,7 +255,7 @@ def defaults(source: SourceFile, node: ast.AST) -> Iterator[Change]:
 
 
 def constants(source: SourceFile, node: ast.AST) -> Iterator[Change]:
-    """True for False, or another number, where it is given, assigned or returned."""
+    """Yield True for False, or another number, of an argument, assignment or return."""
     inner: list[ast.expr | None] = []
     match node:
         case ast.Return(value=value) | ast.Assign(value=value) | ast.keyword(value=value):
@@ -293,7 +268,7 @@ def constants(source: SourceFile, node: ast.AST) -> Iterator[Change]:
 
 
 def _other(value: object) -> str:
-    """Another constant in place of one; empty for those without."""
+    """Return a constant to replace another one; empty if there is none."""
     match value:
         case bool():
             return str(not value)
@@ -307,7 +282,7 @@ def _other(value: object) -> str:
 
 
 def statements(source: SourceFile, node: ast.AST) -> Iterator[Change]:
-    """A guard, the last branch or a statement left out, or a loop that goes on where it ended."""
+    """Yield a removed guard, last branch or statement, or a loop that continues instead of ending."""
     for block in (node.__dict__.get(name) for name in ("body", "orelse", "finalbody")):
         if not isinstance(block, list) or not block or not isinstance(block[0], ast.stmt):
             continue
@@ -341,14 +316,10 @@ FINDERS: Final[tuple[Finder, ...]] = (
     *(comparisons, operators, booleans, conditions, numbers, slices),
     *(arguments, names, defaults, constants, statements),
 )
-KINDS: Final = (
-    *("boundary", "comparison", "operator", "boolean", "condition", "off_by_one", "slice", "arguments"),
-    *("name", "default", "constant", "guard", "branch", "statement", "loop"),
-)
 
 
 def edits(text: str) -> Iterator[Edit]:
-    """All bugs that the functions of a module can have, in the order of the tree, sound ones and others."""
+    """Yield all bugs of the functions of a module in the order of the tree, also unsound ones."""
     tree = ast.parse(text)
     source = SourceFile.of(text)
     for symbol, function in _functions(tree, ""):
@@ -371,7 +342,7 @@ def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDe
 
 
 def _own(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.AST]:
-    """A function's nodes, those of inner functions, of assertions and of errors that it raises left out."""
+    """Yield the nodes of a function except those of inner functions, assertions and raised errors."""
     waiting: list[ast.AST] = [function]
     while waiting:
         node = waiting.pop(0)
@@ -383,7 +354,7 @@ def _own(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.AST]:
 
 
 def is_sound(edit: Edit, text: str) -> bool:
-    """Whether the edited module compiles and is another one."""
+    """Return whether the edited module compiles and differs."""
     try:
         after = ast.parse(edit.apply(text))
     except (SyntaxError, ValueError):

@@ -1,0 +1,318 @@
+"""Grade a policy's tree: hidden tests on a fresh copy of the repository, whole and masked.
+
+Only code is taken from the policy's tree (`ludus.worlds.swe.repository.merged`); tests, `conftest.py` and settings are
+those of the repository. The broken tests run masked in one sandbox: they hold no expected value, and digests of the
+values that they compute are compared here with those of the repaired repository. These reference values come from
+sandboxes that never see code of the policy. Then all tests run unmasked in another sandbox. If a test passes and its
+masked values differ, the result is forged and no test counts as passed; the same holds if a leak test passes, test
+files change, code does what tests do not need (an audit hook detects it), or a run does not finish.
+
+Test functions are named without parameters, `tests/test_a.py::TestB::test_c`: one passes if each of its cases passes in
+each phase. The sandbox sees no package of the host.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files as package_files
+from pathlib import PurePosixPath
+from typing import Final
+
+from ludus.errors import WorldError
+from ludus.rewards.code.unit_tests import Suite
+from ludus.sandbox.base import MIB, Limits, Sandbox
+from ludus.types import ToolOutcome, ToolStatus
+from ludus.worlds.swe.guest_runner import ARCHIVE, READY, TOP, Run, digest_of
+from ludus.worlds.swe.masking import Masked, functions_of, masked
+from ludus.worlds.swe.repository import RepositoryLayout, is_test, merged, pytest_archive
+
+REPORT: Final = "report"
+"""The name of the verdict in the outcomes of an episode."""
+SECONDS: Final = 30.0
+"""Time limit of one trial."""
+CONTROL: Final = "test_control"
+"""The only leak test that must pass."""
+_GRACE_S: Final = 10.0
+_CONTRARY: Final = {digest_of(True): digest_of(False), digest_of(False): digest_of(True)}
+Values = Mapping[str, Mapping[int, tuple[str, ...]]]
+"""Digests of the values that masked tests computed, by test and probe."""
+
+
+@dataclass(frozen=True, slots=True)
+class TestTrial:
+    """Tests to run on a tree: `tests` in these test `files`; an empty `tests` selects all of them.
+
+    `probe` is the name that masked tests call. A reach (`ludus.worlds.swe.guest_runner`) that is not in `allowed` ends
+    the run; None allows all.
+    """
+
+    tree: Mapping[str, bytes]
+    layout: RepositoryLayout
+    files: tuple[str, ...]
+    tests: tuple[str, ...] = ()
+    probe: str = ""
+    allowed: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TestRun:
+    """Result of a trial. `doubt` is the reason not to believe it, empty if there is none.
+
+    `cases` counts the passed cases of each test function that passed; functions in `broken` failed, others were skipped
+    or expected to fail. `nodes` are the passed cases with their parameters. `values` are digests of the values that
+    masked tests computed. `records` are all lines with the key of the run.
+    """
+
+    doubt: str = ""
+    cases: Mapping[str, int] = field(default_factory=dict)
+    broken: frozenset[str] = frozenset()
+    nodes: frozenset[str] = frozenset()
+    values: Values = field(default_factory=dict)
+    reaches: frozenset[str] = frozenset()
+    records: Sequence[Sequence[object]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Results of the repaired repository: the reproducible masked `values`, and the `reaches` of its own code."""
+
+    values: Values
+    reaches: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SweProblem:
+    """A repository to repair. `shown` is what the model sees; `pristine` also has the hidden tests.
+
+    `fixed` are the files that a fix changes, after the fix. `files` are the test files of the suite; `cases` counts the
+    cases of its test functions (a function without an entry needs one case, a test with parameters in its name is one
+    case). `known` caches the reference.
+    """
+
+    shown: Mapping[str, bytes]
+    pristine: Mapping[str, bytes]
+    layout: RepositoryLayout
+    suite: Suite
+    files: tuple[str, ...]
+    fixed: Mapping[str, bytes]
+    cases: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = SECONDS
+    known: list[Reference] = field(default_factory=list, compare=False)
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """The functions of the broken tests."""
+        return _functions(self.suite.fail_to_pass)
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """Which tests of the suite passed. `doubt` is the reason why none counts as passed, empty if the runs are valid."""
+
+    passed: Mapping[str, bool]
+    doubt: str = ""
+
+    def outcome(self) -> ToolOutcome:
+        """Return the grade for rewards; the model does not see it."""
+        text = json.dumps({"passed": dict(self.passed), "doubt": self.doubt})
+        return ToolOutcome("", REPORT, ToolStatus.OK, text)
+
+
+async def grade(sandbox: Sandbox, problem: SweProblem, theirs: Mapping[str, bytes]) -> Grade:
+    """Grade a tree; one with unchanged code is not run. Raises WorldError if the sandbox failed."""
+    tests, broken = problem.suite.tests("all"), problem.suite.fail_to_pass
+    tree = merged(problem.pristine, theirs, problem.layout)
+    if tree == problem.pristine:
+        return Grade({test: test not in broken for test in tests}, "the code is unchanged")
+    known = await reference(sandbox, problem)
+    doubts: list[str] = []
+    found: Values = {}
+    if known.values:
+        trial, negated = mask_tests(problem, tree, known.reaches)
+        run = await run_trial(sandbox, trial, problem.seconds)
+        doubts, found = [run.doubt], values_of(run, negated)
+    run = await run_trial(sandbox, _whole(problem, tree, known.reaches), problem.seconds)
+    doubt = next(filter(None, [*doubts, run.doubt]), "")
+    passed = {test: not doubt and _passed(test, run, problem) for test in tests}
+    forged = sorted({test.partition("[")[0] for test in broken if passed[test]} & other_values(known.values, found))
+    if forged:
+        return Grade(
+            dict.fromkeys(tests, False), f"tests passed whose values are not those of the repaired code: {forged[0]}"
+        )
+    return Grade(passed, doubt)
+
+
+def _passed(test: str, run: TestRun, problem: SweProblem) -> bool:
+    num = run.cases.get(test, 0)
+    return test in run.nodes if "[" in test else 0 < num == problem.cases.get(test, num)
+
+
+def _functions(tests: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(test.partition("[")[0] for test in tests))
+
+
+def _whole(problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[str] | None) -> TestTrial:
+    """Return the run of all tests of the suite, unmasked."""
+    tests = _functions(problem.suite.tests("all"))
+    return TestTrial(tree, problem.layout, problem.files, tests, allowed=allowed)
+
+
+async def reference(sandbox: Sandbox, problem: SweProblem) -> Reference:
+    """Return the results of the repaired repository, computed once per problem. Raises WorldError."""
+    if not problem.known:
+        tree = {**problem.pristine, **problem.fixed}
+        masks = [mask_tests(problem, tree, None) for _ in range(2)]
+        trials = [*(trial for trial, _ in masks), _whole(problem, tree, None)]
+        runs = await asyncio.gather(*(run_trial(sandbox, trial, problem.seconds) for trial in trials))
+        first, again = (values_of(run, negated) for run, (_, negated) in zip(runs, masks, strict=False))
+        values: dict[str, dict[int, tuple[str, ...]]] = {}
+        for test, probes in () if runs[0].doubt or runs[1].doubt else first.items():
+            for number, many in probes.items():  # values of built-in types that are equal in two runs
+                if all(many) and again.get(test, {}).get(number) == many:
+                    values.setdefault(test, {})[number] = many
+        problem.known[:] = [Reference(values, frozenset[str]().union(*(run.reaches for run in runs)))]
+    return problem.known[0]
+
+
+def mask_tests(
+    problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[str] | None
+) -> tuple[TestTrial, Mapping[str, frozenset[int]]]:
+    """Return a run of the masked broken tests on a tree, and its negated probes by test file."""
+    probe = f"_{secrets.token_hex(6)}"
+    modules: dict[str, Masked] = {}
+    for file in problem.files:
+        names = [test.partition("::")[2] for test in problem.broken if test.startswith(f"{file}::")]
+        if names and file in tree:
+            with suppress(SyntaxError, ValueError):  # an unreadable module has no values to compare
+                modules[file] = masked(tree[file].decode("utf-8"), names, probe)
+    texts = {file: modules[file].text.encode() if file in modules else b"" for file in problem.files}
+    trial = TestTrial({**tree, **texts}, problem.layout, tuple(modules), problem.broken, probe, allowed)
+    return trial, {file: module.negated for file, module in modules.items()}
+
+
+def values_of(run: TestRun, negated: Mapping[str, frozenset[int]]) -> Values:
+    """Return the values of masked tests, with the negation of truth values undone."""
+    found: dict[str, dict[int, tuple[str, ...]]] = {}
+    for test, probes in run.values.items():
+        turned = negated.get(test.partition("::")[0], ())
+        found[test] = {
+            number: tuple(_CONTRARY.get(one, one) for one in many) if number in turned else many
+            for number, many in probes.items()
+        }
+    return found
+
+
+def other_values(expected: Values, found: Values) -> frozenset[str]:
+    """Return the tests with a probe whose values differ from the expected ones."""
+    return frozenset(
+        test
+        for test, probes in expected.items()
+        if any(found.get(test, {}).get(number) != values for number, values in probes.items())
+    )
+
+
+@cache
+def package_text(path: str) -> str:
+    """Return a text file of this package."""
+    return (package_files("ludus.worlds.swe") / path).read_text("utf-8")
+
+
+@cache
+def leak_tests() -> tuple[str, ...]:
+    """Return the names of the tests that must fail, in each way of pytest and unittest."""
+    names = [name for name, _, _ in functions_of(ast.parse(package_text("data/leak_tests.txt"))) if "test_" in name]
+    return tuple(name for name in names if name != CONTROL)
+
+
+async def run_trial(sandbox: Sandbox, trial: TestTrial, seconds: float = SECONDS, source: str = "") -> TestRun:
+    """Run a trial. `source` replaces the program that runs the tests.
+
+    Raises WorldError if the sandbox failed, never because of the contents of the tree.
+    """
+    name, canary, nonce = secrets.token_hex(6), f"test_{secrets.token_hex(6)}.py", secrets.token_hex(16)
+    own = [f"{canary}::{test}" for test in (CONTROL, *leak_tests())]
+    run = Run(
+        key=secrets.token_hex(16),
+        folder=f"{TOP}/{name}",
+        paths=[f"{TOP}/{name}/{root}".rstrip("/") for root in trial.layout.roots],
+        files=[*trial.files, canary],
+        tests=[*trial.tests, *own] if trial.tests else [],
+        frozen=[*(path for path in trial.tree if is_test(path)), canary],
+        seconds=seconds,
+        probe=trial.probe,
+        allowed=None if trial.allowed is None else sorted(trial.allowed),
+    )
+    held = {f"{name}/{path}": content for path, content in trial.tree.items()}
+    held |= {f"{name}/{canary}": package_text("data/leak_tests.txt").encode(), ARCHIVE: pytest_archive()}
+    held |= {"pytest.ini": b"[pytest]\n", "order.json": json.dumps(run).encode()}
+    folders = {folder for path in held for folder in PurePosixPath(path).parents}
+    limits = Limits(
+        wall_s=seconds + _GRACE_S,
+        cpu_s=seconds + _GRACE_S,
+        memory_bytes=1024 * MIB,
+        processes=64,
+        disk_bytes=32 * MIB + 2 * sum(map(len, held.values())),
+        disk_files=1024 + 4 * (len(held) + len(folders)),
+        output_bytes=32 * MIB,
+        files_out=0,
+    )
+    program = source or package_text("guest_runner.py")
+    outcome = await sandbox.run(program, files=held, stdin=f"{nonce}\n".encode(), limits=limits)
+    if not outcome.text.startswith(READY):
+        raise WorldError(f"The tests could not be run: {outcome.error_text.strip()[-300:]}")
+    try:  # a text without the nonce still begins with READY, which is not JSON
+        lines, changed = json.loads(outcome.text.removeprefix(READY + nonce))
+    except ValueError:  # the parent did not finish, or the child wrote too much
+        return TestRun("the run of the tests was ended")
+    return _result(run, lines, changed)
+
+
+def _result(run: Run, lines: str, changed: list[str]) -> TestRun:
+    records: list[list[object]] = []
+    for line in lines.split("\n"):
+        with suppress(ValueError, RecursionError):  # a line that cannot be read does not count
+            record = json.loads(line)
+            records += [record[1:]] if isinstance(record, list) and record[:1] == [run["key"]] else []
+    phases, cases = Counter[tuple[str, str]](), Counter[str]()
+    bad, broken, reaches = set[str](), set[str](), set[str]()
+    values: dict[str, dict[int, tuple[str, ...]]] = {}
+    for record in records:
+        match record:
+            case ["phase", str(node), str(when), str(outcome), int() | float(), _]:
+                test = node.split("[")[0]
+                phases[node, when] += 1
+                if outcome != "passed" or phases[node, when] > 1:
+                    bad |= {test, node}
+                    broken |= {test} if outcome == "failed" else set()
+                elif when == "call":
+                    cases[test] += 1
+            case ["value", str(test), int(number), str(digest)]:
+                found = values.setdefault(test, {})
+                found[number] = (*found.get(number, ()), digest)
+            case ["reach", str(reach)]:
+                reaches.add(reach)
+    canary = run["files"][-1]
+    caught = {f"{canary}::{name}" for name in leak_tests()} <= broken and cases[f"{canary}::{CONTROL}"] == 1
+    doubts = {
+        f"tests were changed while they ran: {', '.join(changed)}": bool(changed),
+        f"the code did what tests do not need: {min(reaches, default='')}": reaches and run["allowed"] is not None,
+        "the tests did not run to their end": ["end"] not in records,
+        "tests that must fail passed, or did not run": not caught,
+    }
+    return TestRun(
+        next((doubt for doubt, holds in doubts.items() if holds), ""),
+        {test: num for test, num in cases.items() if test not in bad and not test.startswith(f"{canary}::")},
+        frozenset(test for test in broken if not test.startswith(f"{canary}::")),
+        frozenset(node for node, when in phases if when == "call" and node not in bad),
+        values,
+        frozenset(reaches),
+        records,
+    )

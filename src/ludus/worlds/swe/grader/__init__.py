@@ -1,1 +1,0 @@
-"""The verdict on a patch: masked tests, leak tests, the runner inside the sandbox."""

@@ -1,0 +1,359 @@
+"""Tasks of a catalogue, and tasks in the format of SWE-bench (arXiv:2310.06770).
+
+A catalogue is a folder with `packages.jsonl`, packages with their pinned source distributions and tests, and
+`tasks.jsonl`, bugs with the tests that they break. It holds no source of a package except the text that a bug replaces:
+`ludus env prepare swe` downloads the source distributions with pip and checks their SHA-256.
+
+SWE-bench's instances are JSON lines (class `Instance`; other keys are ignored). `FAIL_TO_PASS` and `PASS_TO_PASS` are
+lists or their JSON as text. Tests are named as in pytest or unittest, `test_a (app.tests.TestB)` and
+`test_a (app.tests.TestB.test_a)`; modules of Django's tests are in `tests/`. A test named by its docstring cannot be
+found: it is dropped from `PASS_TO_PASS` and refused in `FAIL_TO_PASS`. The packages that the tests import must be in
+the sandbox (`sandbox.python`, `sandbox.binds`, `sandbox.paths`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files as package_files
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Final, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
+
+from ludus.errors import ConfigError, UserError
+from ludus.rewards.code.unit_tests import Suite
+from ludus.sandbox.base import Snapshot
+from ludus.tools.base import ToolError
+from ludus.tools.lines import json_lines
+from ludus.tools.patch import patched_files, read_patch
+from ludus.types import Message, Task
+from ludus.worlds.swe.grader import SweProblem
+from ludus.worlds.swe.masking import without_tests
+from ludus.worlds.swe.repository import layout_of
+
+SYSTEM: Final = (
+    "You repair Python code. A git repository lies in the working folder. Find the cause of the issue, mend "
+    "it in the code, and hand in with submit. Tests that you do not see decide; changes of tests and of "
+    "settings do not count."
+)
+KINDS: Final = (
+    *("boundary", "comparison", "operator", "boolean", "condition", "off_by_one", "slice", "arguments"),
+    *("name", "default", "constant", "guard", "branch", "statement", "loop"),
+)
+_SUFFIXES: Final = (".py", ".pyi", ".toml", ".cfg", ".ini", ".md", ".rst", ".txt", ".json", ".typed", ".html")
+_ASIDE: Final = frozenset({"docs", "doc", "benchmarks", "benchmark", ".github", "requirements", "examples"})
+_MAX_BYTES: Final = 600_000
+"""Size limit of one file: larger ones are tables, not code."""
+_PIP_S: Final = 300.0
+_GIT_S: Final = 60.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Replacement of `old`, which begins at character `start` of a file, by `new`.
+
+    `symbol` is the dotted name of the innermost function around it, `line` the first line of that function, decorators
+    included.
+    """
+
+    kind: str
+    start: int
+    old: str
+    new: str
+    symbol: str
+    line: int
+
+    def apply(self, text: str) -> str:
+        """Return the edited text. Raises ValueError if `old` is not at `start`."""
+        end = self.start + len(self.old)
+        if text[self.start : end] != self.old:
+            raise ValueError(f"{self.old!r} is not at character {self.start}")
+        return text[: self.start] + self.new + text[end:]
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package of the index. `archive` and `sha256` are those of its source distribution.
+
+    `tests` counts, by test file and test function, the cases that pass without a bug; tests that fail, are slow or
+    change from run to run are left out.
+    """
+
+    name: str
+    version: str
+    archive: str
+    sha256: str
+    split: str
+    summary: str
+    tests: Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """An edit of a file of a package, the tests that it breaks, and the text of the issue.
+
+    `files` are the test files whose other tests still pass. `level` is 1 if a broken test calls the function with the
+    bug by name, 3 if that function is private, else 2.
+    """
+
+    id: str
+    package: str
+    path: str
+    edit: Edit
+    broken: tuple[str, ...]
+    files: tuple[str, ...]
+    level: int
+    style: str
+    issue: str
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """All packages by name, and all bugs."""
+
+    packages: Mapping[str, Package]
+    bugs: tuple[Bug, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SweCase:
+    """A task, and a function that reads its repository; raises UserError if sources or clone are missing."""
+
+    task: Task
+    load: Callable[[], SweProblem]
+
+
+def _task(name: str, repository: str, issue: str, suite: Suite, tags: Mapping[str, str]) -> Task:
+    text = f"The repository is {repository}. This issue was reported:\n\n{issue}"
+    return Task(name, (Message(role="system", content=SYSTEM), Message(role="user", content=text)), suite, tags)
+
+
+def shipped_folder() -> Path:
+    """Return the folder of the tasks that ship with Ludus."""
+    return Path(str(package_files("ludus.worlds.swe") / "data"))
+
+
+@cache
+def load_catalogue(folder: Path) -> Catalogue:
+    """Return the catalogue of a folder. Raises ConfigError if a file is missing or invalid."""
+    packages = _rows(folder / "packages.jsonl", Package)
+    return Catalogue({one.name: one for one in packages}, tuple(_rows(folder / "tasks.jsonl", Bug)))
+
+
+def _rows(path: Path, kind: type[T]) -> list[T]:
+    reader = TypeAdapter(kind)
+    try:
+        return [reader.validate_json(line) for line in json_lines(path.read_text("utf-8")) if line.strip()]
+    except (OSError, ValidationError) as error:
+        raise ConfigError(
+            f"The catalogue of the world swe cannot be read: {error}.",
+            "env.settings.catalogue names a folder with packages.jsonl and tasks.jsonl.",
+        ) from error
+
+
+def case_of(bug: Bug, package: Package, sources: Path, seconds: float) -> SweCase:
+    """Return the task of a bug; `sources` is the folder of the archives."""
+    names = [f"{file}::{test}" for file in bug.files for test in package.tests[file]]
+    broken = frozenset(bug.broken)
+    suite = Suite(bug.broken, tuple(name for name in names if name not in broken), hidden=frozenset(names))
+
+    def load() -> SweProblem:
+        tree = read_archive(sources / package.archive, package.sha256)
+        right = tree[bug.path]
+        pristine = {**tree, bug.path: bug.edit.apply(right.decode("utf-8")).encode()}
+        cases = {f"{file}::{test}": num for file in bug.files for test, num in package.tests[file].items()}
+        shown = dict(pristine)
+        for file in {test.partition("::")[0] for test in bug.broken} & tree.keys():
+            hidden = [test.partition("::")[2].partition("[")[0] for test in broken if test.startswith(f"{file}::")]
+            shown[file] = without_tests(tree[file].decode("utf-8"), hidden).encode()
+        return SweProblem(shown, pristine, layout_of(tree), suite, bug.files, {bug.path: right}, cases, seconds)
+
+    tags = {"split": package.split, "family": bug.edit.kind, "level": str(bug.level)}
+    tags |= {"package": package.name, "style": bug.style}
+    return SweCase(_task(bug.id, f"{package.name} {package.version}", bug.issue, suite, tags), load)
+
+
+def require(packages: Iterable[Package], folder: Path) -> None:
+    """Raise UserError, with the command that fetches them, if sources are missing."""
+    names = sorted(one.name for one in packages if not (folder / one.archive).is_file())
+    if names:
+        named = ", ".join(names if len(names) < 5 else [*names[:4], "..."])
+        raise UserError(
+            f"The sources of {len(names)} packages ({named}) are not in {folder}.",
+            "Fetch them with `ludus env prepare swe` (by pip, from the package index that it is configured for).",
+        )
+
+
+def fetch(packages: Iterable[Package], folder: Path, tell: Callable[[str], None]) -> None:
+    """Download missing sources. Raises UserError if pip fails or an archive is not the pinned one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for package in (one for one in packages if not (folder / one.archive).is_file()):
+        tell(f"{package.name} {package.version}")
+        with tempfile.TemporaryDirectory() as room:
+            archive = download(f"{package.name}=={package.version}", Path(room))
+            content = archive.read_bytes()
+            if archive.name != package.archive or hashlib.sha256(content).hexdigest() != package.sha256:
+                raise UserError(
+                    f"{archive.name} is not the pinned source of {package.name} {package.version}.",
+                    f"Expected: {package.archive}, SHA-256 {package.sha256}.",
+                )
+            (folder / archive.name).write_bytes(content)
+
+
+def download(requirement: str, folder: Path) -> Path:
+    """Download a source distribution with pip. Raises UserError."""
+    words = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    words += ["--no-binary", requirement.partition("==")[0], "--dest", str(folder), requirement]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_PIP_S, check=False)
+        problem = done.stderr.strip().splitlines()[-1:] if done.returncode else []
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = [str(error)]
+    found = sorted(folder.glob("*.tar.gz"))
+    if problem or not found:
+        raise UserError(
+            f"pip cannot fetch the source of {requirement}: {' '.join(problem) or 'there is none'}.",
+            "Check the network connection, and that this interpreter has pip.",
+        )
+    return found[0]
+
+
+@cache
+def read_archive(path: Path, sha256: str = "") -> Mapping[str, bytes]:
+    """Return the files of a source distribution that its repository has, without the outer folder.
+
+    Raises UserError if the archive does not match the digest.
+    """
+    if sha256 and hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+        raise UserError(f"{path} is not the pinned archive.", "Remove it and fetch it again.")
+    found = {}
+    with tarfile.open(path) as archive:
+        for member in archive:
+            name = member.name.partition("/")[2]
+            if member.isfile() and member.size <= _MAX_BYTES and _in_repository(name):
+                content = archive.extractfile(member)
+                found[name] = content.read() if content is not None else b""
+    return found
+
+
+def _in_repository(name: str) -> bool:
+    path = PurePosixPath(name)
+    aside = bool(_ASIDE.intersection(path.parts[:-1])) or any(".egg-info" in part for part in path.parts)
+    return bool(name) and not aside and (path.suffix in _SUFFIXES or "/tests/" in f"/{name}")
+
+
+def _parsed(value: object) -> object:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+_Names = Annotated[tuple[str, ...], BeforeValidator(_parsed)]
+
+
+class Instance(BaseModel):
+    """One line of a file of instances."""
+
+    instance_id: str
+    repo: str
+    base_commit: str
+    patch: str
+    test_patch: str
+    problem_statement: str
+    fail_to_pass: _Names = Field(alias="FAIL_TO_PASS", min_length=1)
+    pass_to_pass: _Names = Field((), alias="PASS_TO_PASS")
+    split: str = "test"
+
+    @model_validator(mode="after")
+    def _named(self) -> Instance:
+        """Name the tests as in pytest. Raises ValueError for a broken test that cannot be found."""
+        folder = "tests/" if self.repo == "django/django" else ""
+        broken = tuple(pytest_name(test, folder) for test in self.fail_to_pass)
+        kept = tuple(name for test in self.pass_to_pass if (name := pytest_name(test, folder)))
+        if "" in broken:
+            raise ValueError(f"{self.fail_to_pass[broken.index('')]!r} names no test")
+        return self.model_copy(update={"fail_to_pass": broken, "pass_to_pass": kept})
+
+
+def pytest_name(test: str, folder: str) -> str:
+    """Return a test's name in pytest, empty if it is not a name. `folder` is the folder of unittest's modules."""
+    if "::" in test:
+        return test
+    found = re.fullmatch(r"(\w+) \(([\w.]+)\)", test.strip())
+    if found is None:
+        return ""
+    name, place = found[1], found[2].removesuffix(f".{found[1]}")
+    module, _, holder = place.rpartition(".")
+    return f"{folder}{module.replace('.', '/')}.py::{holder}::{name}" if module else ""
+
+
+def load_instances(file: str, folder: str, seconds: float) -> list[SweCase]:
+    """Return the tasks of a file; `folder` has the clones. Raises ConfigError, naming the line, if it is invalid."""
+    try:
+        lines = json_lines(Path(file).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"env.settings.instances cannot be read: {error}.", "Name a file.") from error
+    found = []
+    for number, line in ((number, line) for number, line in enumerate(lines, 1) if line.strip()):
+        try:
+            found.append(_instance_case(Instance.model_validate_json(line), Path(folder), seconds))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the line"
+            raise ConfigError(
+                f"{file}, line {number}: {where}: {first['msg'].lower()}.",
+                "Each line is one instance in the format of SWE-bench.",
+            ) from error
+    return found
+
+
+def _instance_case(given: Instance, folder: Path, seconds: float) -> SweCase:
+    tests = (*given.fail_to_pass, *given.pass_to_pass)
+    suite = Suite(given.fail_to_pass, given.pass_to_pass, hidden=frozenset(tests))
+
+    def load() -> SweProblem:
+        tree = _files_at(given.repo, given.base_commit, folder)
+        try:
+            pristine = patched_files(Snapshot(tree), read_patch(given.test_patch)).files
+            fixed = patched_files(Snapshot(tree), read_patch(given.patch)).files
+        except ToolError as error:
+            raise UserError(
+                f"A patch of the instance {given.instance_id} does not fit its commit: {error}.",
+                "Patches that rename, copy or hold binary files are not supported.",
+            ) from error
+        files = tuple(sorted({test.partition("::")[0] for test in tests}))
+        changed = {path: content for path, content in fixed.items() if tree.get(path) != content}
+        return SweProblem(tree, pristine, layout_of(tree), suite, files, changed, seconds=seconds)
+
+    tags = {"split": given.split, "family": given.repo, "package": given.repo}
+    return SweCase(_task(given.instance_id, given.repo, given.problem_statement, suite, tags), load)
+
+
+def _files_at(repo: str, commit: str, folder: Path) -> dict[str, bytes]:
+    """Return the files of a commit; the clone is in `owner/name`, `owner__name` or `name`. Raises UserError."""
+    places = (folder / repo, folder / repo.replace("/", "__"), folder / repo.rpartition("/")[2])
+    clone = next((place for place in places if place.is_dir()), None)
+    if clone is None:
+        hint = f"Clone it to {places[1]}, with the commits of its tasks."
+        raise UserError(f"There is no clone of {repo} in {folder}.", hint)
+    if commit.startswith("-"):
+        raise UserError(f"{commit!r} is not a commit.")
+    words = ["git", "-C", str(clone), "archive", "--format=tar", commit]
+    try:
+        done = subprocess.run(words, capture_output=True, timeout=_GIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"git cannot read {clone}: {error}.", "Install git.") from error
+    if done.returncode:
+        problem = done.stderr.decode("utf-8", "replace").strip()
+        raise UserError(f"git cannot read the commit {commit} of {clone}: {problem}.", "Fetch it into the clone.")
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
+        return {one.name: content.read() for one in tar if one.isfile() and (content := tar.extractfile(one))}
