@@ -1,4 +1,8 @@
-"""A configuration as TOML text."""
+"""Write a configuration as TOML text.
+
+The `tomli-w` package was considered: it writes neither comments (`# key is none`) nor a list on one line, and both are
+needed, the latter because values are also printed as words of a command line.
+"""
 
 from __future__ import annotations
 
