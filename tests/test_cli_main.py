@@ -39,7 +39,7 @@ def test_what_only_reads_does_not_import_torch(tiny_run):
         "config search",
         "config --keys",
         f"show {tiny_run}",
-        f"show {tiny_run} --rescore",
+        f"rewards replay {tiny_run}",
         f"compare {evaluations[0]} {evaluations[1]}",
     )
     assert done.returncode == 0, done.stderr
@@ -125,7 +125,7 @@ def test_bad_input_is_one_sentence(words, expected, tmp_path, monkeypatch):
         ("sft search --from_scrach", "Did you mean '--from-scratch'?"),
         ("train search --mode async", "mean '--model'? As a setting it is written --training.mode."),
         ("eval --rn runs/x", "`ludus eval` has no option --rn. Did you mean '--run'?"),
-        ("show runs/x --rescor", "`ludus show` has no option --rescor. Did you mean '--rescore'?"),
+        ("show runs/x --token", "`ludus show` has no option --token. Did you mean '--tokens'?"),
         ("train search --algorithm dapo", 'section of settings such as algorithm.preset = "dapo".'),
         ("train search --algorithm.preset dappo", "Did you mean 'dapo' or 'dppo'? There are: grpo"),
     ],

@@ -22,7 +22,7 @@ from ludus.cli.signals import WatchedInterrupts
 
 signals._SAME_PRESS_S = SAME_PRESS_S
 signal.signal(signal.SIGINT, lambda number, frame: None)
-with WatchedInterrupts("The run goes on with: ludus train --resume R"):
+with WatchedInterrupts("Resume the run with: ludus train --resume R"):
     print("begun", flush=True)
     while True:
         time.sleep(60)
@@ -57,7 +57,7 @@ def test_the_second_interrupt_ends_what_is_stuck_at_once_with_a_line_and_130(stu
     press(stuck, pause_s=0.4)
     assert stuck.wait(timeout=60) == INTERRUPTED
     said = stuck.stderr.read()
-    assert said.endswith("\nEnded at once. The run goes on with: ludus train --resume R\n")
+    assert said.endswith("\nEnded at once. Resume the run with: ludus train --resume R\n")
 
 
 @pytest.mark.parametrize("stuck", [60.0], indirect=True)
@@ -88,7 +88,7 @@ def test_an_interrupted_run_says_so_in_its_log(heard, tiny_run, tmp_path, monkey
     assert said.code == INTERRUPTED
     step, _ = list_checkpoints(run / "checkpoints")[-1]
     where = f"The newest checkpoint is that of step {step}."
-    assert said.err.endswith(f"Interrupted. {where} The run goes on with: ludus train --resume {run}\n")
+    assert said.err.endswith(f"Interrupted. {where} Resume the run with: ludus train --resume {run}\n")
     assert "Interrupted: the run stops. Another Ctrl-C ends it at once." in capfd.readouterr().err
     noted = (run / "log.txt").read_text().splitlines()[-2:]
     assert noted[0].endswith("interrupted: the run stops")

@@ -406,7 +406,7 @@ def test_a_run_goes_on_bit_for_bit(run, tmp_path):
 
 
 def test_commands_read_a_mixture(run, recipe):
-    shown = ludus("show", run, "--rescore")
+    shown = ludus("rewards", "replay", run)
     assert shown.code == 0, shown
     assert "bit for bit" in shown.out
     measured = ludus("eval", "--run", run, "--evaluation.temperatures", "[0.0]")

@@ -181,7 +181,7 @@ def test_what_ends_a_run_inside_names_the_command_that_resumes_it(tiny_run, tmp_
     assert "Traceback" not in said.err
     command = f"ludus train --resume {run}"
     *before, last = said.err.rstrip().splitlines()
-    assert last.endswith(f"The run goes on with: {command}")
+    assert last.endswith(f"Resume the run with: {command}")
     assert code == 130 or before[-1] == "ludus: The engine is gone. Look."
     assert ludus(*shlex.split(command)[1:]).code == 0
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3

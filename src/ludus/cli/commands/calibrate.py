@@ -12,8 +12,8 @@ from rich.table import Table
 
 from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.resolve import algorithm_of
-from ludus.cli.rescore import find_tasks
-from ludus.cli.ui.terminal import say
+from ludus.cli.commands.rewards import find_tasks
+from ludus.cli.ui.terminal import print_line
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.envs.base import World
@@ -45,13 +45,13 @@ def print_calibration(console: Console, config: Config, files: Sequence[Path], t
     rounds = align(groups, found.rewards, algorithm)
     console.print(tier_table(found, rounds[0]))
     num = sum(won for _, won in attempts)
-    say(console, f"{num} of {len(attempts)} attempts succeeded. Rewards are {found.scale:.3g} correlations.")
+    print_line(console, f"{num} of {len(attempts)} attempts succeeded. Rewards are {found.scale:.3g} correlations.")
     for line in [*_of_run(groups, config, algorithm), *_round_lines(rounds, algorithm)]:
-        say(console, line)
+        print_line(console, line)
     for event, reward in rounds[-1].rewards.items():
-        say(console, f"--rewards.turns.{event} {reward:.4g}")
+        print_line(console, f"--rewards.turns.{event} {reward:.4g}")
     if not found.rewards:
-        say(console, "No event tells success from failure.")
+        print_line(console, "No event tells success from failure.")
 
 
 def recorded_groups(config: Config, world: World, files: Sequence[Path]) -> list[list[Episode]]:

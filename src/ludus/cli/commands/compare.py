@@ -42,18 +42,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the comparison."""
-    from ludus.cli.ui.terminal import make_console, say
+    from ludus.cli.ui.terminal import make_console, print_line
 
     no_settings(overrides, "compare")
     pairs = find_pairs(args.a, args.b)
     differences = [compare(a.result, b.result) for a, b in pairs]
     console = make_console()
-    say(console, f"A: {args.a}\nB: {args.b}")
+    print_line(console, f"A: {args.a}\nB: {args.b}")
     for a, b in pairs:
-        say(console, f"paired: {a.name} of A with {b.name} of B")
+        print_line(console, f"paired: {a.name} of A with {b.name} of B")
     console.print(comparison_table(pairs, differences))
     for text in dict.fromkeys(text for pair in pairs for text in odd_conditions(pair[0].result, pair[1].result)):
-        say(console, f"note: {text}", "yellow")
+        print_line(console, f"note: {text}", "yellow")
     return 0
 
 
@@ -150,7 +150,7 @@ def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifferen
     """One row a pair of evaluations."""
     from rich.table import Table
 
-    from ludus.cli.ui.tables import how_sampled
+    from ludus.cli.ui.tables import sampling_words
 
     table = Table(title="Success by task, paired, with a 95 % interval of the difference")
     for column in ("split", "sampling", "tasks", "A", "B", "B - A", "detectable", "only A", "only B", "p (McNemar)"):
@@ -159,7 +159,7 @@ def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifferen
         low, high = found.interval.low, found.interval.high
         table.add_row(
             a.result.plan.split,
-            how_sampled(a.result.plan),
+            sampling_words(a.result.plan),
             str(found.num_tasks),
             f"{a.result.rate:.1%}",
             f"{b.result.rate:.1%}",

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def convert(paths: Sequence[Path]) -> int:
     """Write the records of the first path as a dataset at the second."""
-    from ludus.cli.ui.terminal import make_console, say
+    from ludus.cli.ui.terminal import make_console, print_line
     from ludus.training.datasets.files import read_records, row_of
     from ludus.training.datasets.hf_datasets import write_rows
 
@@ -45,13 +45,13 @@ def convert(paths: Sequence[Path]) -> int:
     file, folder = paths
     records = read_records(file)
     write_rows(folder, [row_of(record) for record in records])
-    say(make_console(), f"{folder}: {counted(len(records), 'record')} of {file}")
+    print_line(make_console(), f"{folder}: {counted(len(records), 'record')} of {file}")
     return 0
 
 
 def check(paths: Sequence[Path]) -> int:
     """Print a report of each file."""
-    from ludus.cli.ui.terminal import make_console, say
+    from ludus.cli.ui.terminal import make_console, print_line
     from ludus.training.datasets.files import check_file
 
     console = make_console()
@@ -60,11 +60,11 @@ def check(paths: Sequence[Path]) -> int:
         try:
             report = check_file(path)
         except UserError as error:
-            say(console, str(error))
+            print_line(console, str(error))
             wrong.append(path)
             continue
         for line in report_lines(report):
-            say(console, line)
+            print_line(console, line)
         if report.problems:
             wrong.append(path)
     if wrong:

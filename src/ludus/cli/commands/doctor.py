@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from ludus.cli.arguments import no_settings
-from ludus.cli.ui.terminal import make_console, say, silence_libraries
+from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
 from ludus.errors import LudusError
 from ludus.recipes import recipe_folder
 
@@ -54,8 +54,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     faults = 0
     for finding in examine(args.folder, args.url, args.dialect):
         faults += finding.state == "fault"
-        say(console, f"{finding.state:5}  {finding.what}: {finding.text}", _STYLES[finding.state])
-    say(console, "Nothing is in the way of training." if not faults else f"Faults: {faults}.")
+        print_line(console, f"{finding.state:5}  {finding.what}: {finding.text}", _STYLES[finding.state])
+    print_line(console, "Nothing is in the way of training." if not faults else f"Faults: {faults}.")
     return 1 if faults else 0
 
 

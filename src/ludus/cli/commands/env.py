@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ludus.cli.arguments import no_settings
-from ludus.cli.ui.terminal import CheckBar, bars, make_console, say
+from ludus.cli.ui.terminal import AuditBar, bars, make_console, print_line
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.envs.base import World
@@ -91,8 +91,8 @@ def look_at(args: argparse.Namespace, console: Console, world: World, config: Co
         show(console, check_world(world, plan), config, scoring)
         tell_survey(console, world, args.survey)
         return
-    with bars(console, passing=True) as progress:
-        plan = replace(plan, watch=CheckBar(progress))
+    with bars(console, transient=True) as progress:
+        plan = replace(plan, watch=AuditBar(progress))
         report = check_world(world, plan)
         console.print(agents_table(report))
         rows = verdicts(scorecard(report, plan))
@@ -100,19 +100,19 @@ def look_at(args: argparse.Namespace, console: Console, world: World, config: Co
     tell_survey(console, world, args.survey)
     if report.shaped:
         most = ", ".join(f"{name} {value:g}" for name, value in report.shaped.items())
-        say(console, f"Shaping alone pays agents that do nothing of the task, at most: {most}.")
+        print_line(console, f"Shaping alone pays agents that do nothing of the task, at most: {most}.")
     if problems := [*report.problems, *problems_in(rows)]:
         raise UserError(
             f"The world {world.name!r} has failed its check. {' '.join(problems)}",
             "docs/extend/environment.md says what each agent tries.",
         )
-    say(console, f"The world {world.name!r} pays none of the agents that do not do its tasks.")
+    print_line(console, f"The world {world.name!r} pays none of the agents that do not do its tasks.")
 
 
 def prepare(console: Console, world: World) -> None:
     """Fetch what the world needs. Raises UserError where it cannot be had."""
-    world.prepare(lambda said: say(console, said))
-    say(console, f"The world {world.name!r} has all that it needs.")
+    world.prepare(lambda said: print_line(console, said))
+    print_line(console, f"The world {world.name!r} has all that it needs.")
 
 
 def config_of(name: str, overrides: Sequence[str]) -> Config:
@@ -127,7 +127,7 @@ def tell_settings(console: Console, name: str, config: Config) -> None:
     if config.env.settings:
         file = name.endswith(".toml") or is_recipe(name)
         told = ", ".join(f"{key} = {value!r}" for key, value in config.env.settings.items())
-        say(console, f"Settings{f' of {name} and the command line' if file else ''}: {told}")
+        print_line(console, f"Settings{f' of {name} and the command line' if file else ''}: {told}")
 
 
 def is_recipe(name: str) -> bool:
@@ -192,26 +192,26 @@ def show(console: Console, report: CheckReport, config: Config, scoring: Process
 
     world, task, added = report.world, report.tasks[0], added_parts(config.rewards)
     check_fed(config.rewards.extra, task, len(world.environment(task).tools))
-    say(console, f"World: {world.name}")
+    print_line(console, f"World: {world.name}")
     for split in world.splits:
-        say(console, f"  split {split}: {len(world.tasks(split)):,} tasks")
+        print_line(console, f"  split {split}: {len(world.tasks(split)):,} tasks")
     for tool in world.environment(task).tools:
         parameters = tool.schema["function"]["parameters"]
-        say(console, f"  tool {tool.name}({', '.join(parameters['properties'])}): {tool.description}")
+        print_line(console, f"  tool {tool.name}({', '.join(parameters['properties'])}): {tool.description}")
     for reward in (*world.rewards, *added):
         what = "outcome" if reward.outcome else "shaping" if reward.weight else "reported"
         where = ", in evaluations alone" if config.rewards.preset and reward in world.rewards else ""
-        say(console, f"  reward {reward.name}: weight {reward.weight:g}, {what}{where}")
-    say(console, f"  cold start: {_cold_start(world)}")
-    say(console, f"\nTask {task.id}   {'  '.join(f'{name} {tag}' for name, tag in task.tags.items())}")
+        print_line(console, f"  reward {reward.name}: weight {reward.weight:g}, {what}{where}")
+    print_line(console, f"  cold start: {_cold_start(world)}")
+    print_line(console, f"\nTask {task.id}   {'  '.join(f'{name} {tag}' for name, tag in task.tags.items())}")
     knowing = (AgentKind.ORACLE, AgentKind.SHOWN)
     knows = next((row for row in report.rows if row.agent.kind in knowing and row.plays), None)
     if knows is None or knows.plays[0].trajectory is None:
         for message in task.prompt:
-            say(console, f"[{message['role']}] {message_text(message)}")
-        say(console, "The world shows nobody who solves this task.")
+            print_line(console, f"[{message['role']}] {message_text(message)}")
+        print_line(console, "The world shows nobody who solves this task.")
         return
-    say(console, f"As the agent {knows.agent.name} plays it:\n")
+    print_line(console, f"As the agent {knows.agent.name} plays it:\n")
     print_transcript(console, as_trained(world, task, knows.plays[0].trajectory, config, scoring))
 
 
@@ -230,10 +230,10 @@ def tell_survey(console: Console, world: World, measure: bool) -> None:
     """How many tasks of the world differ, and what its baselines solve."""
     found = world.survey(measure)
     if not found:
-        say(console, "\nThe world does not survey these tasks: how many differ, what takes no skill.")
+        print_line(console, "\nThe world does not survey these tasks: how many differ, what takes no skill.")
         return
-    say(console, "\nHow many tasks differ (solutions without names and numbers), and what baselines solve:")
-    say(console, found)
+    print_line(console, "\nHow many tasks differ (solutions without names and numbers), and what baselines solve:")
+    print_line(console, found)
 
 
 def _cold_start(world: World) -> str:

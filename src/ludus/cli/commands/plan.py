@@ -72,17 +72,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the costs and the table."""
-    from ludus.cli.ui.terminal import make_console, say
+    from ludus.cli.ui.terminal import make_console, print_line
     from ludus.simulator.simulate import simulate
 
     no_settings(overrides, "plan")
     costs, layout, source, warnings = read_costs(args)
     console = make_console()
-    say(console, f"Costs {source}:")
+    print_line(console, f"Costs {source}:")
     for line in cost_lines(costs):
-        say(console, f"  {line}")
+        print_line(console, f"  {line}")
     for warning in warnings:
-        say(console, f"Warning: {warning}")
+        print_line(console, f"Warning: {warning}")
     runs = [simulate(costs, one) for one in layouts(args, layout)]
     console.print(plan_table(costs, runs))
     return 0

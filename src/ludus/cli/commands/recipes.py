@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from ludus.cli.arguments import no_settings
-from ludus.cli.ui.terminal import make_console, say
+from ludus.cli.ui.terminal import make_console, print_line
 from ludus.recipes import list_recipes
 
 
@@ -27,5 +27,5 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     for recipe in list_recipes():
         table.add_row(recipe.name, recipe.title)
     console.print(table)
-    say(console, "Train one: ludus train NAME     Its settings: ludus config NAME")
+    print_line(console, "Train one: ludus train NAME     Its settings: ludus config NAME")
     return 0

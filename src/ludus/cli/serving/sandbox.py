@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ludus.cli.ui.terminal import make_console, say
+from ludus.cli.ui.terminal import make_console, print_line
 from ludus.engines.control_tokens import token_of
 from ludus.errors import UserError
 from ludus.gateway.listening import listening
@@ -95,7 +95,7 @@ def _check(args: argparse.Namespace) -> int:
         sandbox = open_sandbox(_settings(args))
         try:
             version = await python_inside(sandbox)
-            say(console, f"The {sandbox.name} backend runs programs {place}, with Python {version}.")
+            print_line(console, f"The {sandbox.name} backend runs programs {place}, with Python {version}.")
             return await findings(sandbox)
         finally:
             await sandbox.close()
@@ -107,7 +107,7 @@ def _check(args: argparse.Namespace) -> int:
     for one in found:
         table.add_row(one.what, one.found, style="yellow" if one.wrong else "")
     console.print(table)
-    say(console, f"Not judged: {not_judged(args.backend)}.")
+    print_line(console, f"Not judged: {not_judged(args.backend)}.")
     if wrong := [one.what for one in found if one.wrong]:
         raise UserError(
             f"The {args.backend} backend does not do what graders rely on: {', '.join(wrong)}.",
@@ -143,9 +143,9 @@ def _serve(args: argparse.Namespace, sandbox: Sandbox) -> int:
     with listening(args.host, args.port) as listener:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        say(console, f"Serving the {sandbox.name} sandbox at http://{shown}:{port}")
+        print_line(console, f"Serving the {sandbox.name} sandbox at http://{shown}:{port}")
         if args.token_file is None:
-            say(console, f"Token: {token}")
+            print_line(console, f"Token: {token}")
         limits = HttpLimits(body_bytes=LARGEST_BODY, buffered_bytes=512 * MIB, requests=1024, body_s=120.0)
         http_server(app, limits, refusal, lifespan=True).run([listener])
     return 0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ludus.cli.arguments import policy_config
-from ludus.cli.ui.terminal import make_console, say, silence_libraries
+from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.engines.control_tokens import published, token_of
@@ -94,16 +94,16 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     what = f"{service.model.name} (weights {loaded.step}, context {context} tokens)"
     if args.check:
         asyncio.run(service.engine.close())
-        say(console, f"{what} can be served.")
+        print_line(console, f"{what} can be served.")
         return 0
     with listening(args.host, args.port) as listener:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         server = http_server(make_app(service, model), model_limits(context), error_response)
         with published(port, service.control_token):
-            say(console, f"Serving {what} at http://{shown}:{port}")
+            print_line(console, f"Serving {what} at http://{shown}:{port}")
             if service.control_token:
-                say(console, f"Control token: {service.control_token}")
+                print_line(console, f"Control token: {service.control_token}")
             asyncio.run(_serve(server, listener, service))
     return 0
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ludus.cli.arguments import recipe_stem
 from ludus.cli.training import preference, reward_model, rft, sft, train
-from ludus.cli.training.training_command import HowToResume, TrainingStage
+from ludus.cli.training.training_command import ResumeHint, TrainingStage
 from ludus.config.load import load_config
 from ludus.config.pipeline import Stage, StageKind, load_pipeline
 from ludus.config.schema import Config
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run the stages that are not complete."""
-    from ludus.cli.ui.terminal import make_console, say
+    from ludus.cli.ui.terminal import make_console, print_line
     from ludus.training.run.run_dir import RunFolder
 
     stages = load_pipeline(args.file)
@@ -64,11 +64,11 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             check_same(stage, own, stage_config(stage, stages, folder, overrides))
     console = make_console()
     words = ["ludus", "pipeline", str(args.file), *(["--folder", str(folder)] if args.folder else [])]
-    with HowToResume(shlex.join([*words, *overrides])):
+    with ResumeHint(shlex.join([*words, *overrides])):
         for stage in stages:
-            say(console, f"Stage {stage.number} of {len(stages)}: {stage.kind} {stage.recipe}")
+            print_line(console, f"Stage {stage.number} of {len(stages)}: {stage.kind} {stage.recipe}")
             run_stage(stage, stages, folder, overrides)
-    say(console, f"The pipeline is complete: {checkpoint_of(stages[-1], folder)}")
+    print_line(console, f"The pipeline is complete: {checkpoint_of(stages[-1], folder)}")
     return 0
 
 
