@@ -285,7 +285,7 @@ def test_a_fine_tuning_run_is_read_as_well(tiny_run, tmp_path):
         (("RUN", "--evaluation", "x"), "no evaluation 'x'. It has step-000000-test-greedy"),
         (("RUN", "--step", "1", "--evaluation", "x"), "mutually exclusive"),
         (("RUN", "--episodes", "-1"), "--episodes is -1"),
-        (("RUN", "--training.steps", "3"), "--training.steps is no argument of `ludus show`"),
+        (("RUN", "--training.steps", "3"), "`ludus show` has no argument --training.steps"),
     ],
 )
 def test_bad_input_is_one_sentence(words, expected, tiny_run, tmp_path, monkeypatch):

@@ -69,8 +69,7 @@ def test_a_step_tells_how_long_rewards_took_and_what_to_do_about_it():
     assert "Raise rollout.reward_processes (2)" in said
     told = time_words(mean_timings([MetricsRow(1, found), MetricsRow(2, found)]))
     assert told == (
-        "Mean step time 100 s: rollout 8%, train 2%, evaluate 90%. "
-        "Episode time: model 20%, tools 20%, rewards 60%."
+        "Mean step time 100 s: rollout 8%, train 2%, evaluate 90%. Episode time: model 20%, tools 20%, rewards 60%."
     )
     assert scoring_hint(timed(config, episode(1.0, 1.0, 0.1, 8.0)), config) == ""
     assert scoring_hint(timed(config, episode(1.0, 1.0, 8.0, 0.1)), config) == ""
@@ -105,7 +104,7 @@ def test_the_bar_of_a_rollout_divides_the_time_between_tools_and_model():
         reporter.episode(episode(model_s=1.0, tools_s=1.0))
         assert shown(progress) == "time: tools 50%, model 50%"
         reporter.episode(episode(model_s=1.0, tools_s=0.0, scoring_s=1.0))
-        assert shown(progress) == "time in tools 25%, for rewards 25%, with the model 50%"
+        assert shown(progress) == "time: tools 25%, rewards 25%, model 50%"
     asyncio.run(engine.close())
 
 

@@ -1,4 +1,4 @@
-"""List the recipes: what `ludus train`, `sft`, `eval` and `config` take by name."""
+"""List the recipes that `ludus train`, `sft`, `eval` and `config` accept by name."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ from ludus.recipes import list_recipes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None."""
+    """Add no arguments."""
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the table."""
-    del args
     no_settings(overrides, "recipes")
     console = make_console()
-    table = Table()
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("what it shows")
+    table = Table("recipe", "description")
     for recipe in list_recipes():
         table.add_row(recipe.name, recipe.title)
     console.print(table)

@@ -74,9 +74,7 @@ def success_table(played: Sequence[EvaluatedEpisodes], outcomes: Sequence[str] =
 
 def world_table(results: Sequence[Evaluation]) -> Table:
     """Return a table of success in each world of a mixture, and its unweighted average."""
-    table = Table(
-        "split", "sampling", "world", "tasks", "success", title="Held-out success by world, 95 % intervals"
-    )
+    table = Table("split", "sampling", "world", "tasks", "success", title="Held-out success by world, 95 % intervals")
     for result in results:
         split, how = result.plan.split, sampling_words(result.plan)
         for name, one in result.by_world().items():
@@ -88,9 +86,7 @@ def world_table(results: Sequence[Evaluation]) -> Table:
 
 def attempts_table(played: Sequence[EvaluatedEpisodes]) -> Table:
     """Return a table of pass@k (one of k attempts succeeds) and pass^k (all do), for powers of two and all attempts."""
-    table = Table(
-        "split", "sampling", "k", "pass@k", "pass^k", title="pass@k: one of k succeeds; pass^k: all k do"
-    )
+    table = Table("split", "sampling", "k", "pass@k", "pass^k", title="pass@k: one of k succeeds; pass^k: all k do")
     for one in played:
         plan = one.result.plan
         for k in powers_of_two(plan.samples):
