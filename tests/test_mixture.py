@@ -416,5 +416,5 @@ def test_commands_read_a_mixture(run, recipe):
     checked = ludus("env", "check", recipe, "--tasks", "3")
     assert "computed in this process" not in checked.err
     assert checked.code == 0, checked
-    assert "'prices' pays none" in checked.out
-    assert "'guess' pays none" in checked.out
+    assert "'prices' rewards no agent" in checked.out
+    assert "'guess' rewards no agent" in checked.out

@@ -155,11 +155,11 @@ def test_a_complete_run_says_so_and_is_left_alone(tiny_run, sft_run, tmp_path):
     before = contents(run), contents(tuned)
     said = ludus("train", "--resume", run)
     assert said.code == 0
-    assert "The run is complete: all its 2 steps are done and evaluated." in said.out
+    assert "The run is complete: all 2 steps are done and evaluated." in said.out
     assert f"ludus train --resume {run} --training.steps 4" in said.out
     said = ludus("sft", "--resume", tuned)
     assert said.code == 0
-    assert "The fine-tuning is complete: all its 2 steps are done." in said.out
+    assert "The fine-tuning is complete: all 2 steps are done." in said.out
     assert f"ludus sft --resume {tuned} --sft.steps 4" in said.out
     assert (contents(run), contents(tuned)) == before
 
