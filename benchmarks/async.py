@@ -37,10 +37,10 @@ import torch
 import async_work
 from ludus.cluster.cluster import open_cluster
 from ludus.config.schema import Config
-from ludus.planning.costs import RunLayout
 from ludus.rollout.build import SamplingPlan
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.scheduler import Episode, RolloutRequest
+from ludus.simulator.costs import RunLayout
 from ludus.training.batches.rows import Row
 from ludus.training.learner.learner import Learner
 from ludus.training.rl.build import train
@@ -144,7 +144,7 @@ def settings(args: argparse.Namespace, mode: str, folder: Path, work: Work, **mo
         in_flight=args.in_flight,
     )
     if mode == "cluster":
-        more |= {"cluster__kind": "local", "cluster__episodes_per_worker": setup.most}
+        more |= {"cluster__kind": "local", "cluster__episodes_per_worker": setup.max_in_flight}
     return async_work.settings(setup, work.sizes, work.latency, args.model, folder, **more)
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
 import rollout_models
 from ludus.config.load import load_config
 from ludus.config.schema import Config
-from ludus.planning.costs import RunLayout
+from ludus.simulator.costs import RunLayout
 from slow_tools import Latency, Sizes
 
 END = "<end>"
@@ -113,7 +113,7 @@ def settings(setup: RunLayout, sizes: Sizes, latency: Latency, model: str, folde
         "staleness.max_staleness": setup.max_staleness,
         "staleness.max_concurrent_rollouts": setup.in_flight,
         "staleness.min_ess": 0,
-        "rollout.concurrency": setup.most,
+        "rollout.concurrency": setup.max_in_flight,
         "rollout.max_turns": sizes.turns,
         "rollout.max_tokens_per_turn": sizes.most,
         "rollout.max_seq_len": sizes.longest,

@@ -3,7 +3,7 @@
     python benchmarks/plan.py --page docs/use/scaling.md
     python benchmarks/plan.py --model tiny --steps 4 --fit-steps 3 --latency 0.02    to see that it works
 
-Two small synchronous runs are measured and fitted (`ludus.planning.fit`). A third, asynchronous one says how
+Two small synchronous runs are measured and fitted (`ludus.simulator.fit`). A third, asynchronous one says how
 fast learner and engine each go while both work: the `overlap` with which the simulation takes its time,
 unless `--overlap` gives it (1: each as if alone; 0.5: one core for both). Its tools take a tenth of the
 time, so that it is learner and engine that it waits for. From these costs alone, other runs are predicted:
@@ -24,10 +24,10 @@ import torch
 import async_work
 from ludus.cli.commands.plan import cost_lines
 from ludus.diagnostics.trackers import read_metrics
-from ludus.planning.costs import Costs, RunLayout
-from ludus.planning.estimate import estimate
-from ludus.planning.fit import fit
-from ludus.planning.simulate import simulate
+from ludus.simulator.costs import Costs, RunLayout
+from ludus.simulator.estimate import estimate
+from ludus.simulator.fit import fit
+from ludus.simulator.simulate import simulate
 from ludus.training.rl.build import train
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import open_session

@@ -49,7 +49,7 @@ ORDER = (
         "diagnostics",
         "evaluation",
         "training",
-        "planning",
+        "simulator",
         "gateway",
         "cluster",
         "cli",

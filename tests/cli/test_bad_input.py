@@ -125,7 +125,7 @@ def test_a_start_that_a_server_refuses_names_its_command_and_leaves_no_folder(tm
     assert main(["train", "search", *words(folder, engine__url="http://127.0.0.1:9")]) == 3
     first, last = capsys.readouterr().err.splitlines()[-2:]
     assert first.endswith(f"Start it first: ludus serve {model} --port 9 --control")
-    assert last == f"Nothing had begun: the run folder {folder} is removed."
+    assert last == f"The run had not begun: its folder {folder} was removed."
     assert list(tmp_path.iterdir()) == []
 
 
@@ -149,7 +149,7 @@ def test_a_world_whose_infrastructure_fails_stops_with_its_own_words_and_its_own
     settings = words(tmp_path / "r", env__name=str(world), evaluation__splits='["test"]', model__path=cold)
     assert main(["train", "search", *settings]) == 4
     said = capsys.readouterr().err
-    way_on = f"OSError: the shop is closed\nThe run goes on with: ludus train --resume {tmp_path / 'r'}\n"
+    way_on = f"OSError: the shop is closed\nResume the run with: ludus train --resume {tmp_path / 'r'}\n"
     assert said.endswith(way_on)
     assert (tmp_path / "r" / "log.txt").read_text().endswith(way_on)
 

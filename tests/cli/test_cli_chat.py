@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from ludus.cli.serving.chat_repl import ChatRepl, ReplyPart
+from ludus.cli.serving.chat import ChatRepl, ReplyPart
 from ludus.cli.ui.load_run import LoadedRun
 from ludus.config import load_config
 from ludus.envs.registry import build_world
@@ -88,7 +88,7 @@ def test_after_the_last_turn_the_tools_answer_is_seen_with_the_next_question():
     look = call("look", item="pear")
     talk, engine = dialogue([look, look, "ok"], max_turns=2)
     first, second = ask(talk, "What does pear cost?", "Well?")
-    assert first[-1] == ReplyPart("end", "No answer after as many turns as rollout.max_turns allows.")
+    assert first[-1] == ReplyPart("end", "No answer within rollout.max_turns turns.")
     assert second == [ReplyPart("answer", "ok")]
     text = tokenizer().decode(engine.requests[2].token_ids)
     assert text.count(f"pear costs {PRICES['pear']}") == 2
@@ -124,7 +124,10 @@ def test_a_full_dialogue_says_so_and_begins_anew():
 
 def test_a_turn_without_a_word_is_said_to_be_empty():
     talk, _ = dialogue(["", "3"])
-    assert ask(talk, "What?", "Well?") == [[ReplyPart("end", "The model said nothing.")], [ReplyPart("answer", "3")]]
+    assert ask(talk, "What?", "Well?") == [
+        [ReplyPart("end", "The model returned an empty answer.")],
+        [ReplyPart("answer", "3")],
+    ]
 
 
 def test_a_world_that_breaks_is_an_error_in_its_own_words():

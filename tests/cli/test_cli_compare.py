@@ -84,7 +84,7 @@ def test_the_evaluations_of_a_run_can_be_compared(tiny_run):
     ("a", "b", "expected"),
     [
         ("a.json", "other.json", "the two runs differ in 4 tasks, for example 't0'"),
-        ("one.json", "one_too.json", "One task says nothing"),
+        ("one.json", "one_too.json", "A single task cannot be compared"),
         ("a.json", "a.json", "A and B are both"),
         ("a.json", "empty", "a.json is a file, and "),
         ("a.json", "none.json", "none.json. Check the path"),

@@ -102,7 +102,7 @@ def test_keys_lists_every_setting_with_its_default_and_meaning():
     assert "model.path = none   # text or none" in lines
     assert "training.steps = 40   # a whole number, at least 1" in lines
     after = lines[lines.index("rollout.max_turns = 6   # a whole number, at least 1") + 1]
-    assert after == "    Assistant turns of one episode."
+    assert after == "    Assistant turns per episode."
 
 
 def test_keys_of_one_section():

@@ -29,7 +29,7 @@ def test_a_run_is_reproduced_bit_for_bit_and_nothing_is_written(tiny_run, tmp_pa
     before = contents(run / "evaluations")
     said = ludus("eval", "--run", run)
     assert said.code == 0, said
-    assert "step-000002-test-greedy: reproduces the evaluation that was there, bit for bit." in said.out
+    assert "step-000002-test-greedy: reproduces the existing evaluation, bit for bit." in said.out
     assert "step-000002-test-t1: reproduces" in said.out
     assert contents(run / "evaluations") == before
 
@@ -75,7 +75,7 @@ def test_a_split_with_fewer_tasks_is_evaluated_as_a_whole(tiny_run, tmp_path):
     assert said.code == 0, said
     told = " ".join(said.out.split())
     assert "has 8 tasks, fewer than evaluation.tasks = 9: all are evaluated." in told
-    assert "can show is 70.0 points" in told
+    assert "detectable difference is 70.0 points" in told
     found = [load_evaluation(path) for path in run.glob("evaluations/step-000002-test-greedy*.json")]
     assert 8 in {len(one.successes) for one in found}
 
@@ -169,14 +169,14 @@ def test_baselines_of_the_search_world_have_no_tool(tiny_run, tmp_path, baseline
         (("--run", "RUN", "--model", "m"), "--run takes world and weights from the run"),
         (("search", "--run", "RUN"), "--run takes world and weights from the run"),
         (("TINY", "--endpoint", "http://h"), "--endpoint needs --model"),
-        (("TINY", "--api-key-file", "k"), "--api-key-file goes with --endpoint"),
+        (("TINY", "--api-key-file", "k"), "--api-key-file needs --endpoint"),
         (("TINY", "--endpoint", "http://h", "--model", "m", "--api-key-file", "k"), "cannot be read from k"),
         (("TINY", "--endpoint", "ftp://h", "--model", "m"), "is not an HTTP URL"),
         (("TINY", "--endpoint", "http://h", "--model", "m", "--env.rendering", "tags"), "env.rendering"),
         (("TINY", "--model", "./nope"), "./nope"),
         (("TINY", "--model", "RUN"), "is a run folder, not a model. Use its newest checkpoint: "),
         (("TINY", "--model", "RUN"), "/checkpoints/step-000002\n"),
-        (("--run", "RUN", "--baseline", "none"), "keeps its tools"),
+        (("--run", "RUN", "--baseline", "none"), "has tools despite"),
         (("--run", "RUN", "--evaluation.splits", '["tset"]'), "no split 'tset'"),
         (("--run", "RUN", "--evaluation.splits", "[]"), "nothing to evaluate"),
         (("--run", "RUN", "--out", "full"), "exists and is not empty"),
@@ -205,7 +205,7 @@ def test_an_endpoint_that_fails_ends_with_the_code_of_engines(tmp_path):
         said = refused("eval", make_recipe(tmp_path), *words, "--out", tmp_path / "out", code=3)
     assert "out of order" in said
     assert server.url in said
-    assert said.endswith(f"\nNothing was played to its end: the folder {tmp_path / 'out'} is removed.\n")
+    assert said.endswith(f"\nThere is no result: the folder {tmp_path / 'out'} was removed.\n")
     assert not (tmp_path / "out").exists()
 
 
@@ -227,7 +227,7 @@ def test_a_run_with_adapters_is_reproduced_from_base_and_adapters(tiny_run, tmp_
     assert not (tmp_path / "run" / "checkpoints" / "step-000001" / "model.safetensors").exists()
     said = ludus("eval", "--run", tmp_path / "run")
     assert said.code == 0, said
-    assert "step-000001-test-t1: reproduces the evaluation that was there, bit for bit." in said.out
+    assert "step-000001-test-t1: reproduces the existing evaluation, bit for bit." in said.out
 
 
 def test_who_evaluates_an_endpoint_needs_no_torch(tmp_path):
@@ -244,7 +244,7 @@ def test_the_first_line_says_what_is_measured(tiny_run, tmp_path):
     run = copy_run(tiny_run, tmp_path)
     words = ("--evaluation.tasks", "5", "--evaluation.splits", '["test"]')
     assert ludus("eval", "--run", run, *words).out.splitlines()[0] == (
-        f"Evaluating step 2 of {run} in the world prices: split test; 5 tasks a split, 1 attempts a task; "
+        f"Evaluating step 2 of {run} in the world prices: split test; 5 tasks per split, 1 attempts per task; "
         "greedy and temperature 1."
     )
 

@@ -39,7 +39,7 @@ def test_what_only_reads_does_not_import_torch(tiny_run):
         "config search",
         "config --keys",
         f"show {tiny_run}",
-        f"show {tiny_run} --rescore",
+        f"rewards replay {tiny_run}",
         f"compare {evaluations[0]} {evaluations[1]}",
     )
     assert done.returncode == 0, done.stderr
@@ -100,12 +100,12 @@ def test_a_run_goes_on_with_a_setting_after_its_folder(tiny_run, tmp_path):
         (("train",), "Name a recipe"),
         (("train", "serch"), "There is no recipe \"serch\". Did you mean 'search'? Known: code"),
         (("train", "search", "--training.step", "3"), "the nearest is training.steps"),
-        (("train", "search", "--group_size", "3"), "As a setting it is written --algorithm.group_size."),
+        (("train", "search", "--group_size", "3"), "As a setting, write --algorithm.group_size."),
         (("train", "--resume", "/no/run"), "/no/run"),
         (("sft", "--resume", "/no/run"), "/no/run"),
         (("train", "search", "--model", "/no/model"), "/no/model"),
-        (("recipes", "--training.steps", "3"), "--training.steps is no argument of `ludus recipes`"),
-        (("compare", "a", "b", "--x.y"), "--x.y is no argument of `ludus compare`"),
+        (("recipes", "--training.steps", "3"), "`ludus recipes` has no argument --training.steps"),
+        (("compare", "a", "b", "--x.y"), "`ludus compare` has no argument --x.y"),
     ],
 )
 def test_bad_input_is_one_sentence(words, expected, tmp_path, monkeypatch):
@@ -123,9 +123,9 @@ def test_bad_input_is_one_sentence(words, expected, tmp_path, monkeypatch):
         ("doctor --fixx", "`ludus doctor` has no option --fixx. See `ludus doctor --help`."),
         ("train search --modle m", "`ludus train` has no option --modle. Did you mean '--model'?"),
         ("sft search --from_scrach", "Did you mean '--from-scratch'?"),
-        ("train search --mode async", "mean '--model'? As a setting it is written --training.mode."),
+        ("train search --mode async", "mean '--model'? As a setting, write --training.mode."),
         ("eval --rn runs/x", "`ludus eval` has no option --rn. Did you mean '--run'?"),
-        ("show runs/x --rescor", "`ludus show` has no option --rescor. Did you mean '--rescore'?"),
+        ("show runs/x --token", "`ludus show` has no option --token. Did you mean '--tokens'?"),
         ("train search --algorithm dapo", 'section of settings such as algorithm.preset = "dapo".'),
         ("train search --algorithm.preset dappo", "Did you mean 'dapo' or 'dppo'? There are: grpo"),
     ],

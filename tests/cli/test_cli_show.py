@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ludus.cli.ui.curves import find_curves, sparkline
-from ludus.cli.ui.explanations import alarm_words, ledger_words, loss_words
+from ludus.cli.ui.run_summary import alarm_words, find_curves, ledger_words, loss_words, sparkline
 from ludus.cli.ui.transcripts import marked_messages
 from ludus.diagnostics.trackers import MetricsRow, read_metrics
 from ludus.evaluation.evaluate import load_evaluation
@@ -69,7 +68,7 @@ def test_the_ledger_is_summed_with_its_reasons():
     }
     assert ledger_words(rows(step, step | {"ledger/clock_limited": 1.0})) == (
         "16 rollouts started: 8 trained, 0 masked, 6 dropped (6 zero_variance), 2 failed (2 engine). "
-        "A wall-clock limit fired in 1 of 2 steps: a repetition need not give the same numbers."
+        "A wall-clock limit fired in 1 of 2 steps: the run is not reproducible."
     )
     assert ledger_words(rows({"loss/total": 1.0})) == ""
 
@@ -88,7 +87,7 @@ def test_an_alarm_is_told_once_with_its_steps():
     [
         ({"loss/policy": 0.0, "groups/zero_variance": 1.0}, "all rewards within each group were equal"),
         ({"loss/policy": 1e-9, "groups/zero_variance": 0.5, "optim/grad_norm": 0.25}, "its norm is 0.25"),
-        ({"loss/policy": 0.0, "optim/grad_norm": 0.0}, "both 0: the step changed nothing"),
+        ({"loss/policy": 0.0, "optim/grad_norm": 0.0}, "both 0: the step did not change the weights"),
         ({"ledger/started": 8.0, "reward/mean": 0.0}, "has no loss: none of its rollouts trained"),
         ({"loss/policy": 0.01, "groups/zero_variance": 1.0}, ""),
         ({"loss/policy": -0.5, "loss/total": 0.0}, ""),
@@ -113,7 +112,7 @@ def test_the_overview_holds_the_numbers_of_the_run(tiny_run):
     rewards = [row.metrics["reward/mean"] for row in history]
     numbers = (rewards[0], rewards[-1], min(rewards), max(rewards))
     assert cells["reward"] == [f"{number:.4g}" for number in numbers]
-    assert {"entropy, nats/token", "KL to the start, nats/token", "sampled tokens/s"} <= cells.keys()
+    assert {"entropy, nats/token", "KL to the initial policy, nats/token", "sampled tokens/s"} <= cells.keys()
     assert "held-out success, validation greedy" in cells
     result = load_evaluation(tiny_run / "evaluations" / "step-000002-test-greedy.json")
     assert f"{result.rate:.1%} [" in next(line for line in said.out.splitlines() if "step-000002-test-greedy" in line)
@@ -184,7 +183,7 @@ def test_one_task_can_be_chosen(judged):
     task = next(read_rollouts(rollouts_path(judged, 1))).group
     said = ludus("show", judged, "--step", "1", "--task", task, "--episodes", "9").out
     assert said.count(f"─ task {task}, ") == said.count("─ task ") == 3
-    assert "No episode fits." in ludus("show", judged, "--step", "1", "--task", "nope").out
+    assert "No rollout matches." in ludus("show", judged, "--step", "1", "--task", "nope").out
 
 
 def test_an_evaluations_episodes_can_be_read(tiny_run):
@@ -211,23 +210,23 @@ def test_without_a_checkpoint_messages_stand_in_for_tokens(tiny_run, tmp_path):
     run = copy_run(tiny_run, tmp_path)
     (run / "checkpoints").rename(run / "gone")
     said = ludus("show", run, "--step", "2", "--tokens", "--episodes", "1").out
-    assert "no tokenizer: messages instead of tokens" in said
+    assert "no tokenizer: printing messages" in said
     assert "[prompt] Look first." in said
 
 
 def test_rewards_are_the_same_when_they_are_replayed(tiny_run):
-    said = ludus("show", tiny_run, "--rescore")
+    said = ludus("rewards", "replay", tiny_run)
     assert said.code == 0, said
-    assert "18 rollouts scored again: all rewards are as they were, bit for bit." in said.out
-    part = ludus("show", tiny_run, "--rescore", "--step", "1").out
+    assert "18 rollouts scored again: all rewards are unchanged, bit for bit." in said.out
+    part = ludus("rewards", "replay", tiny_run, "--step", "1").out
     assert "9 rollouts scored again: all rewards" in part
-    held_out = ludus("show", tiny_run, "--rescore", "--evaluation", "step-000002-test-t1").out
+    held_out = ludus("rewards", "replay", tiny_run, "--evaluation", "step-000002-test-t1").out
     assert "8 rollouts scored again: all rewards" in held_out
 
 
 def test_another_reward_shows_what_it_changes(tiny_run, tmp_path):
     other = other_world(tmp_path, 'Reward("f1", token_f1,', 'Reward("f1", lambda task, t: 1.0,')
-    said = ludus("show", tiny_run, "--rescore", "--env.name", other).out
+    said = ludus("rewards", "replay", tiny_run, "--env.name", other).out
     records = [r for step in (1, 2) for r in read_rollouts(rollouts_path(tiny_run, step))]
     changed = sum(record.trajectory.rewards["f1"] != 1.0 for record in records)
     assert changed > 0
@@ -239,7 +238,7 @@ def test_another_reward_shows_what_it_changes(tiny_run, tmp_path):
 
 
 def test_the_wrong_rewards_in_a_file_are_found(judged):
-    said = ludus("show", judged, "--rescore", "--step", "2").out
+    said = ludus("rewards", "replay", judged, "--step", "2").out
     assert "2 rollouts scored again: " in said
     assert "1 more failed in the infrastructure and have no rewards." in said
     assert "2 have another reward now" in said
@@ -247,14 +246,14 @@ def test_the_wrong_rewards_in_a_file_are_found(judged):
 
 def test_tasks_that_the_world_lost_are_named(tiny_run, tmp_path):
     other = other_world(tmp_path, "NAMES[:12]", "NAMES[12:]")
-    said = ludus("show", tiny_run, "--rescore", "--step", "1", "--env.name", other).out
+    said = ludus("rewards", "replay", tiny_run, "--step", "1", "--env.name", other).out
     assert "0 rollouts scored again" in said
-    assert "3 tasks are not in the world any more, for example train:" in said
+    assert "3 tasks are no longer in the world, for example train:" in said
 
 
 def test_a_reward_that_raises_is_told_in_its_own_words(tiny_run, tmp_path):
     other = other_world(tmp_path, 'Reward("f1", token_f1,', 'Reward("f1", lambda task, t: 1 / 0,')
-    said = refused("show", tiny_run, "--rescore", "--env.name", other, code=4)
+    said = refused("rewards", "replay", tiny_run, "--env.name", other, code=4)
     assert "ZeroDivisionError" in said
 
 
@@ -262,7 +261,7 @@ def test_a_run_that_has_just_begun_says_so(tiny_run, tmp_path):
     (tmp_path / "config.toml").write_bytes((tiny_run / "config.toml").read_bytes())
     said = ludus("show", tmp_path)
     assert said.code == 0
-    assert "No step is done yet." in said.out
+    assert "No step has finished yet." in said.out
 
 
 def test_a_fine_tuning_run_is_read_as_well(tiny_run, tmp_path):
@@ -282,12 +281,11 @@ def test_a_fine_tuning_run_is_read_as_well(tiny_run, tmp_path):
     [
         (("nope",), "There is no run at nope"),
         (("empty",), "empty is not a run folder"),
-        (("RUN", "--step", "7"), "has no rollouts of step 7. There are some from 1 to 2."),
-        (("RUN", "--evaluation", "x"), "no evaluation 'x'. There are: step-000000-test-greedy"),
-        (("RUN", "--step", "1", "--evaluation", "x"), "exclude each other"),
+        (("RUN", "--step", "7"), "has no rollouts of step 7. It has rollouts from step 1 to 2."),
+        (("RUN", "--evaluation", "x"), "no evaluation 'x'. It has step-000000-test-greedy"),
+        (("RUN", "--step", "1", "--evaluation", "x"), "mutually exclusive"),
         (("RUN", "--episodes", "-1"), "--episodes is -1"),
-        (("RUN", "--training.steps", "3"), "--training.steps is no argument of `ludus show`"),
-        (("RUN", "--rescore", "--env.name", "nope.py"), "nope.py"),
+        (("RUN", "--training.steps", "3"), "`ludus show` has no argument --training.steps"),
     ],
 )
 def test_bad_input_is_one_sentence(words, expected, tiny_run, tmp_path, monkeypatch):

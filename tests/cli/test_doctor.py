@@ -11,7 +11,7 @@ from tiny_run import ludus
 def test_a_healthy_machine_has_no_fault_and_a_model_that_works():
     said = ludus("doctor")
     assert said.code == 0, said.out
-    assert "Nothing is in the way of training." in said.out
+    assert "No faults: ready to train." in said.out
     assert "the shipped model: engine and learner agree to" in said.out
 
 
@@ -45,4 +45,4 @@ def test_a_server_that_does_not_answer_is_a_fault(tmp_path):
 def test_a_server_says_what_it_serves(served, tmp_path):
     *_, last = examine(tmp_path / "not" / "there", served.url)
     assert last.state == "fine", last
-    assert "tokens at most" in last.text
+    assert "context 768 tokens" in last.text

@@ -22,7 +22,7 @@ from ludus.cli.signals import WatchedInterrupts
 
 signals._SAME_PRESS_S = SAME_PRESS_S
 signal.signal(signal.SIGINT, lambda number, frame: None)
-with WatchedInterrupts("The run goes on with: ludus train --resume R"):
+with WatchedInterrupts("Resume the run with: ludus train --resume R"):
     print("begun", flush=True)
     while True:
         time.sleep(60)
@@ -52,12 +52,12 @@ def press(process, pause_s=0.0):
 def test_the_second_interrupt_ends_what_is_stuck_at_once_with_a_line_and_130(stuck):
     press(stuck)
     assert stuck.stderr.readline() == "\n"
-    assert stuck.stderr.readline() == "Interrupted: the run stops. Another Ctrl-C ends it at once.\n"
+    assert stuck.stderr.readline() == "Interrupted: stopping the run. Press Ctrl-C again to end it immediately.\n"
     assert stuck.poll() is None
     press(stuck, pause_s=0.4)
     assert stuck.wait(timeout=60) == INTERRUPTED
     said = stuck.stderr.read()
-    assert said.endswith("\nEnded at once. The run goes on with: ludus train --resume R\n")
+    assert said.endswith("\nEnded immediately. Resume the run with: ludus train --resume R\n")
 
 
 @pytest.mark.parametrize("stuck", [60.0], indirect=True)
@@ -88,10 +88,10 @@ def test_an_interrupted_run_says_so_in_its_log(heard, tiny_run, tmp_path, monkey
     assert said.code == INTERRUPTED
     step, _ = list_checkpoints(run / "checkpoints")[-1]
     where = f"The newest checkpoint is that of step {step}."
-    assert said.err.endswith(f"Interrupted. {where} The run goes on with: ludus train --resume {run}\n")
-    assert "Interrupted: the run stops. Another Ctrl-C ends it at once." in capfd.readouterr().err
+    assert said.err.endswith(f"Interrupted. {where} Resume the run with: ludus train --resume {run}\n")
+    assert "Interrupted: stopping the run. Press Ctrl-C again to end it immediately." in capfd.readouterr().err
     noted = (run / "log.txt").read_text().splitlines()[-2:]
-    assert noted[0].endswith("interrupted: the run stops")
+    assert noted[0].endswith("interrupted: stopping the run")
     assert noted[1].endswith("stopped by an interrupt")
 
 

@@ -88,7 +88,7 @@ def test_a_pipeline_that_breaks_goes_on_where_it_stopped_and_then_is_complete(tm
     changed = refused(*command, "--sft.learning_rate", "1e-3")
     assert "Stage 1 was started with other settings" in changed
     assert "sft.learning_rate = 0.01 (not 0.001)" in changed
-    assert "The pipeline goes on with" not in changed
+    assert "Resume the pipeline with" not in changed
     fewer = pipeline(tmp_path, STAGES.partition('[[stage]]\nkind = "rl"')[0])
     assert "holds 04-rl, which is no stage of" in refused("pipeline", fewer, "--folder", folder)
     assert lasting_files(folder) == before
@@ -177,16 +177,16 @@ def stage(kind: str, *more: str) -> str:
 
 SFT = stage("sft", "settings.model.from_scratch = true")
 BAD = {
-    "names no stages": "",
+    "has no stages": "",
     "is not TOML": "[[stage",
-    "folder is no key of a pipeline": 'folder = "x"\n' + stage("rl"),
-    "Stage 1 has the kind 'ppo', but must be one of sft, rft, preference, reward-model, rl": stage("ppo"),
-    "Stage 2 names no recipe": stage("rl") + '[[stage]]\nkind = "rl"\n',
+    "folder is not a key of a pipeline": 'folder = "x"\n' + stage("rl"),
+    "Stage 1 has the kind 'ppo', but it must be one of sft, rft, preference, reward-model, rl": stage("ppo"),
+    "Stage 2 has no recipe": stage("rl") + '[[stage]]\nkind = "rl"\n',
     "unknown key recipie; did you mean recipe?": '[[stage]]\nkind = "rl"\nrecipie = "search"\n',
-    "settings that are no table": stage("rl", "settings = 3"),
+    "settings that are not a table": stage("rl", "settings = 3"),
     "Stage 2 sets model.path": stage("rl") + stage("rl", 'settings.model.path = "x"'),
     "Stage 2 (rl): training.step": stage("rl") + stage("rl", "settings.training.step = 3"),
-    "Stage 1 (reward-model) has nothing to learn rewards from": stage("reward-model"),
+    "Stage 1 (reward-model) has no training data": stage("reward-model"),
     "Stage 2 (rl): tis and dppo correct the same gap": SFT
     + stage("rl", 'settings.algorithm = {{preset = "dppo", correction = "tis"}}'),
     "Stage 2 (rl): The loss distill needs a teacher": SFT + stage("rl", 'settings.algorithm.preset = "distill"'),
@@ -221,7 +221,7 @@ def test_an_unknown_setting_is_said_with_the_file_that_has_it(tmp_path):
 def test_a_folder_of_something_else_and_a_missing_file_are_refused(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "notes.txt").write_text("mine")
-    assert "is not of a pipeline" in refused("pipeline", pipeline(tmp_path), "--folder", tmp_path / "there")
+    assert "is not the folder of a pipeline" in refused("pipeline", pipeline(tmp_path), "--folder", tmp_path / "there")
     assert "cannot be read" in refused("pipeline", tmp_path / "none.toml")
 
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from ludus.cli.ui.explanations import mean_timings, time_words
 from ludus.cli.ui.progress import ProgressReporter
+from ludus.cli.ui.run_summary import mean_timings, time_words
 from ludus.cli.ui.terminal import PIPE_COLUMNS, bars
 from ludus.config import load_config
 from ludus.diagnostics.timings import StepTimings, episode_shares, scoring_hint
@@ -69,8 +69,7 @@ def test_a_step_tells_how_long_rewards_took_and_what_to_do_about_it():
     assert "Raise rollout.reward_processes (2)" in said
     told = time_words(mean_timings([MetricsRow(1, found), MetricsRow(2, found)]))
     assert told == (
-        "Of the 100 s of a step: rollout 8%, train 2%, evaluate 90%. "
-        "Of an episode: model 20%, tools 20%, waiting for rewards 60%."
+        "Mean step time 100 s: rollout 8%, train 2%, evaluate 90%. Episode time: model 20%, tools 20%, rewards 60%."
     )
     assert scoring_hint(timed(config, episode(1.0, 1.0, 0.1, 8.0)), config) == ""
     assert scoring_hint(timed(config, episode(1.0, 1.0, 8.0, 0.1)), config) == ""
@@ -100,12 +99,12 @@ def test_the_bar_of_a_rollout_divides_the_time_between_tools_and_model():
         reporter.episode(episode(model_s=2.0, tools_s=1.0))
         reporter.episode(episode(model_s=1.0, tools_s=0.0))
         assert "sampled and" in shown(progress)
-        assert shown(progress).endswith("time in tools 25%, with the model 75%")
+        assert shown(progress).endswith("time: tools 25%, model 75%")
         reporter.phase("episodes", 2)
         reporter.episode(episode(model_s=1.0, tools_s=1.0))
-        assert shown(progress) == "time in tools 50%, with the model 50%"
+        assert shown(progress) == "time: tools 50%, model 50%"
         reporter.episode(episode(model_s=1.0, tools_s=0.0, scoring_s=1.0))
-        assert shown(progress) == "time in tools 25%, for rewards 25%, with the model 50%"
+        assert shown(progress) == "time: tools 25%, rewards 25%, model 50%"
     asyncio.run(engine.close())
 
 
@@ -158,6 +157,6 @@ def test_a_short_run_in_a_pipe_has_its_last_line_alone_and_alarms_are_not_folded
 
 def test_what_passes_in_a_pipe_leaves_no_last_line():
     file = io.StringIO()
-    with bars(Console(file=file, width=PIPE_COLUMNS), passing=True) as progress:
+    with bars(Console(file=file, width=PIPE_COLUMNS), transient=True) as progress:
         progress.add_task("agent 1", total=2, numbers="")
     assert file.getvalue() == ""

@@ -99,12 +99,12 @@ def test_the_command_line_reaches_every_world_and_the_text_reads_back(recipe):
         ("--env.mixture.games.weight 0", "env.mixture.games.weight is 0, but must be above 0"),
         ("--env.mixture.games.wieght 1", "the nearest is env.mixture.games.weight"),
         ("--env.mixture.games 3", "env.mixture.games is 3, but must be a section"),
-        ("--env.settings.k 3", "env.settings are those of one world"),
-        ("--env.name search", 'env.mixture has worlds (prices, games), and env.name is "search"'),
+        ("--env.settings.k 3", "env.settings applies to a single world"),
+        ("--env.name search", 'env.mixture has worlds (prices, games), but env.name is "search"'),
         ("--env.mixture.games.max_turns 9", "env.mixture.games.max_turns (9) is above rollout.max_turns (3)"),
         ("--env.mixture.prices.max_tokens_per_turn 20 --env.mixture.prices.max_seq_len 16", "must be below"),
         ("--env.mixture.games.weight_end 0 --env.mixture.prices.weight_end 0", "every weight_end in env.mixture is 0"),
-        ("--env.mixture.'a/b'.weight 1", "a name has letters"),
+        ("--env.mixture.'a/b'.weight 1", "names may contain"),
         ("--env.mixture.games none --env.mixture.prices none", "env.mixture has no world"),
     ],
 )
@@ -353,7 +353,7 @@ def test_rewards_are_normalised_by_world(world, recipe):
         again = combined(2, [groups[0], groups[1][:1]])
         expected = 0.0 if over == "batch" else (1 - 2 / 3) / (1 / 3) ** 0.5
         assert again[1][0].trajectory.reward == pytest.approx(expected)
-    with pytest.raises(ConfigError, match="normalise_over belongs to"):
+    with pytest.raises(ConfigError, match="normalise_over needs"):
         load_config(recipe, [words[2], "batch"])
 
 
@@ -406,7 +406,7 @@ def test_a_run_goes_on_bit_for_bit(run, tmp_path):
 
 
 def test_commands_read_a_mixture(run, recipe):
-    shown = ludus("show", run, "--rescore")
+    shown = ludus("rewards", "replay", run)
     assert shown.code == 0, shown
     assert "bit for bit" in shown.out
     measured = ludus("eval", "--run", run, "--evaluation.temperatures", "[0.0]")
@@ -416,5 +416,5 @@ def test_commands_read_a_mixture(run, recipe):
     checked = ludus("env", "check", recipe, "--tasks", "3")
     assert "computed in this process" not in checked.err
     assert checked.code == 0, checked
-    assert "'prices' pays none" in checked.out
-    assert "'guess' pays none" in checked.out
+    assert "'prices' rewards no agent" in checked.out
+    assert "'guess' rewards no agent" in checked.out

@@ -100,7 +100,7 @@ def test_a_sound_world_has_no_problems_and_its_demonstrations_succeed():
 def test_a_reward_that_looks_for_the_answer_anywhere_pays_whoever_repeats_the_prompt():
     report = check_world(world(contained), PLAN)
     assert paid(report) >= {"echo", "keywords"}
-    assert "echo (repeats the prompt) is paid on task 't0' and 7 more" in report.problems[0]
+    assert "echo (repeats the prompt) is rewarded on task 't0' and 7 more" in report.problems[0]
 
 
 def test_a_reward_for_an_empty_answer_pays_null():
@@ -116,7 +116,7 @@ def test_where_doing_nothing_is_right_a_cheat_may_be_paid_and_is_counted_apart()
     assert sum(play.succeeded for play in null.excused) == 2
     assert report.problems == []
     unmarked = check_world(world(exact, ("",) * 2 + ("bee", "cow")), PLAN)
-    assert "is paid on task 't0' and 1 more" in unmarked.problems[0]
+    assert "is rewarded on task 't0' and 1 more" in unmarked.problems[0]
 
 
 def test_one_frequent_answer_is_found_and_a_fair_coin_is_not():
@@ -130,11 +130,11 @@ def test_an_oracle_that_is_not_paid_is_found_with_its_task():
     sound = Expert("shown", lists, (), rewards)
     assert check_world(sound, PLAN).problems == []
     wrong = type("Wrong", (Expert,), {"wrong": "t1"})("shown", lists, (), rewards)
-    assert check_world(wrong, PLAN).problems == ["The agent oracle is not paid on task 't1'."]
+    assert check_world(wrong, PLAN).problems == ["The agent oracle is not rewarded on task 't1'."]
 
 
 def test_demonstrations_of_which_none_is_paid_are_found():
-    assert "No demonstration is paid, not that of task 't0'." in check_world(world(never), PLAN).problems
+    assert "No demonstration is rewarded, for example task 't0'." in check_world(world(never), PLAN).problems
 
 
 @tool
@@ -240,7 +240,7 @@ def test_an_environment_that_breaks_is_said_and_does_not_stop_training():
         raise ValueError("no verifier")
 
     report = check_world(world(raises), PLAN)
-    assert "The environment broke in every episode of the agents null, idle" in report.problems[0]
+    assert "The environment failed in every episode of the agents null, idle" in report.problems[0]
     refuse_cheats(world(raises), PLAN)
 
 
@@ -252,7 +252,7 @@ def test_what_breaks_all_agents_alike_is_told_once():
     broken = [row for row in report.rows if row.broke]
     assert len({row.broke for row in broken}) == 2
     names = ", ".join(row.agent.name for row in broken)
-    assert report.problems == [f"The environment broke in every episode of the agents {names}: No sandbox."]
+    assert report.problems == [f"The environment failed in every episode of the agents {names}: No sandbox."]
 
 
 class Seen:
@@ -280,7 +280,7 @@ def test_whoever_watches_a_check_sees_each_thing_that_is_done():
     assert all(total == done for _, total, done in seen.phases)
     assert seen.phases[0][1] == 8 * 21
     refuse_cheats(world(exact), plan)
-    assert seen.phases[-1] == ["broken: agents that must not be paid", 120, 120]
+    assert seen.phases[-1] == ["broken: agents that must not be rewarded", 120, 120]
 
 
 def test_an_environment_that_breaks_now_and_then_hides_no_cheat():
@@ -294,7 +294,7 @@ def test_an_environment_that_breaks_now_and_then_hides_no_cheat():
 
 
 def test_training_is_refused_with_agent_and_task_unless_the_check_is_off():
-    with pytest.raises(ConfigError, match=r"pays for cheating.*null.*is paid on task 't\d'") as caught:
+    with pytest.raises(ConfigError, match=r"rewards cheating.*null.*is rewarded on task 't\d'") as caught:
         check_cheats(Config(), world(anything))
     assert "env.check" in caught.value.hint
     check_cheats(Config(env=EnvConfig(check=False)), world(anything))
@@ -323,7 +323,7 @@ def test_a_check_ends_where_rewards_are_late_and_names_the_place(tmp_path, proce
     file.write_text(SLOW)
     words = ("--rollout.reward_timeout_s", "1", "--rollout.reward_processes", processes)
     said = refused("env", "check", file, *words, code=4)
-    assert "2 rewards of the world 'slow' were late, and its check ends with them. The rewards of" in said
+    assert "2 rewards of the world 'slow' timed out, and its check was aborted. The rewards of" in said
     if processes:
         assert "took longer than 1 s: verdict, at" in said
         assert "slow.py, line" in said
@@ -333,9 +333,9 @@ def test_training_does_not_begin_where_rewards_are_late(tmp_path):
     file = tmp_path / "slow.py"
     file.write_text(SLOW)
     config = load_config(None, ["--env.name", str(file), "--rollout.reward_timeout_s", "1"])
-    with pytest.raises(WorldError, match=r"2 rewards of the world 'slow' were late.*slow\.py") as late:
+    with pytest.raises(WorldError, match=r"2 rewards of the world 'slow' timed out.*slow\.py") as late:
         check_cheats(config, build_world(config.env, config.rollout))
-    assert "env.check = false" in late.value.hint
+    assert "set env.check to false" in late.value.hint
 
 
 def test_equal_seeds_draw_equal_tasks():
@@ -448,17 +448,17 @@ def test_the_command_prints_both_tables_and_refuses_a_world_that_pays(tmp_path):
     said = ludus("env", "check", path, "--tasks", "5")
     assert said.code == 2
     assert "echo" in said.out
-    assert "PAID" in said.out
+    assert "REWARDED" in said.out
     assert "saturation" in said.out
-    assert "The agent echo (repeats the prompt) is paid on task 'q" in said.err
+    assert "The agent echo (repeats the prompt) is rewarded on task 'q" in said.err
 
 
 def test_a_check_that_is_passed_says_so_with_the_settings_given():
     said = ludus("env", "check", "guess", "--tasks", "5", "--env.settings", "{num_tasks = 20}")
     assert said.code == 0, said
-    assert "pays none of the agents" in said.out
+    assert "rewards no agent" in said.out
     assert "1 of " in said.out
-    assert "does not survey these tasks" in said.out
+    assert "has no difficulty report" in said.out
 
 
 def test_show_prints_splits_tools_rewards_and_somebody_who_knows_how():
@@ -469,12 +469,12 @@ def test_show_prints_splits_tools_rewards_and_somebody_who_knows_how():
         "tool look(item): Look up a price.",
         "reward exact_match: weight 1, outcome",
         "reward f1: weight 0, reported",
-        "cold start: demonstrations drawn at random, right or not, as the one below (there is no expert)",
-        "As the agent demonstrations plays it:",
+        "cold start: random demonstrations, right or wrong (there is no expert)",
+        "An episode of the agent demonstrations:",
         "[action]",
     ):
         assert line in said.out
-    assert "does not survey these tasks" in said.out
+    assert "has no difficulty report" in said.out
     assert ludus("env", "list").out.count("make_") == len(WORLDS)
 
 
@@ -487,7 +487,7 @@ def test_show_prints_how_many_tasks_differ_and_what_baselines_solve():
     shown = ludus("env", "show", "sql", *settings).out
     assert "Settings of sql and the command line: " in shown
     assert "levels = [1, 2]" in shown
-    told = shown.partition("what baselines solve:\n")[2].splitlines()
+    told = shown.partition("and baselines:\n")[2].splitlines()
     assert told[0].split() == ["level", "tasks", "shapes", "no", "tool", "majority"]
     assert [line.split()[0] for line in told[1:3]] == ["1", "2"]
 
@@ -498,7 +498,7 @@ def test_training_stops_before_it_writes_anything(tmp_path):
     folder = tmp_path / "run"
     words = ("train", make_recipe(tmp_path), "--from-scratch", "--env.name", path, "--run.dir", folder)
     quiet = ("--evaluation.splits", '["train"]', "--evaluation.split_during", "train")
-    assert "pays for cheating. The agent echo" in refused(*words, *quiet)
+    assert "rewards cheating. The agent echo" in refused(*words, *quiet)
     assert not folder.exists()
 
 

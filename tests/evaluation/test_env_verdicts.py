@@ -6,12 +6,18 @@ import re
 import pytest
 
 from ludus.envs.tool_world import Dialogue, ToolWorld
-from ludus.evaluation.cheats import TEXTS
+from ludus.evaluation.agent_texts import TEXTS, near_misses, rewritten
 from ludus.evaluation.env_audit import CheckPlan, CheckReport, check_world, play_all, some_tasks, vocabulary
-from ludus.evaluation.perturb import other, same
 from ludus.evaluation.scripted_agents import cheats
-from ludus.evaluation.verdicts import problems_in, refuses_wrong, verdicts
-from ludus.evaluation.verifier_report import Scorecard, VerdictShare, perturbed, scorecard
+from ludus.evaluation.verifier_report import (
+    Scorecard,
+    VerdictShare,
+    perturbed,
+    problems_in,
+    scorecard,
+    verdicts,
+    wrong_answers_row,
+)
 from ludus.rewards.base import Reward
 from ludus.rewards.exact_match import ExpectedAnswers, exact_match, normalise
 from ludus.types import Message, Task
@@ -50,7 +56,7 @@ def failing(world):
     report = check_world(world, PLAN)
     rows = verdicts(scorecard(report, PLAN))
     agents = {row.agent.name for row in report.rows if row.mark == "fail"}
-    return agents | {row.what for row in rows if row.mark == "fail"}, problems_in(rows)
+    return agents | {row.name for row in rows if row.mark == "fail"}, problems_in(rows)
 
 
 def prompt_words(task):
@@ -104,14 +110,14 @@ def test_a_planted_verifier_is_caught_by_the_row_that_is_there_for_it(name):
         assert f"The agent {row} (" in report.problems[0]
     else:
         _, spoilt = asyncio.run(perturbed(report, PLAN))
-        assert refuses_wrong(spoilt).mark == "fail"
+        assert wrong_answers_row(spoilt).mark == "fail"
     assert all(right(task, task.truth) for task in tasks)
 
 
 def test_a_verifier_that_refuses_the_answer_in_every_other_writing_is_caught():
     found, said = failing(planted(lambda task, text: text == task.truth))
-    assert found == {"other writings"}
-    assert re.search(r"refuses \d+ of \d+ right answers in other case", said[0])
+    assert found == {"rewritten answers"}
+    assert re.search(r"rejects \d+ of \d+ correct answers with other case", said[0])
 
 
 def test_the_report_counts_what_is_refused_though_right_and_paid_though_wrong():
@@ -120,8 +126,8 @@ def test_the_report_counts_what_is_refused_though_right_and_paid_though_wrong():
         {"str": 4}, 0.1, 9.0, 9.0, 8, *same, VerdictShare(3, 4), VerdictShare(15, 16), VerdictShare(1, 40),
         (0.0, 1.0), *same
     )  # fmt: skip
-    (row,) = (row for row in verdicts(card) if row.what == "errors")
-    assert row.found == "refused though right 2 of 20 [2.8%, 30.1%]; paid though wrong 1 of 40 [0.4%, 12.9%]"
+    (row,) = (row for row in verdicts(card) if row.name == "errors")
+    assert row.found == "false negatives 2 of 20 [2.8%, 30.1%]; false positives 1 of 40 [0.4%, 12.9%]"
 
 
 class Wordy(Planted):
@@ -133,7 +139,7 @@ def test_a_verifier_that_refuses_all_paraphrases_fails_and_one_that_takes_them_p
     found, said = failing(planted(right, Wordy))
     assert (found, said) == (
         {"paraphrases"},
-        ["The verifier refuses 24 of 24 right answers in other words or done otherwise."],
+        ["The verifier rejects 24 of 24 correct paraphrased answers or alternative solutions."],
     )
     lenient = planted(lambda task, text: right(task, re.sub(r"^(It is|the answer:) ", "", text)), Wordy)
     assert failing(lenient) == (set(), [])
@@ -151,15 +157,15 @@ def test_a_verdict_that_changes_fails():
 
     counter = itertools.count()
     found, _ = failing(planted(lambda task, text: right(task, text) and next(counter) % 2 == 0))
-    assert {"noise, graded again", "oracle"} & found
+    assert {"stability, graded again", "oracle"} & found
 
 
 def test_right_answers_are_rewritten_and_wrong_ones_made_of_them():
     task = made_tasks()[2]
     assert task.truth == "5 kg"
-    assert {"5 KG", "5\u00a0kg", "  5 kg "} <= set(same("5 kg"))
-    assert {"not 5 kg", "6 kg", "5 g"} <= set(other(task, "5 kg"))
+    assert {"5 KG", "5\u00a0kg", "  5 kg "} <= set(rewritten("5 kg"))
+    assert {"not 5 kg", "6 kg", "5 g"} <= set(near_misses(task, "5 kg"))
     accepted = Task("t", task.prompt, ExpectedAnswers(("5 kg", "6 kg")))
-    assert "6 kg" not in other(accepted, "5 kg")
+    assert "6 kg" not in near_misses(accepted, "5 kg")
     assert all(len(texts) == len(set(texts)) for _, texts in TEXTS.values())
     assert VerdictShare(0, 0).value == 0

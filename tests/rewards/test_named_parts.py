@@ -183,10 +183,10 @@ def test_names_that_there_are_not_are_refused_with_the_settings():
     words = ("--rewards.extra.citation_suport.weight", "0.1")
     for command in (("config", "search"), ("train", "search"), ("env", "show", "search")):
         said = refused(*command, *words)
-        assert "rewards.extra.citation_suport is no part of rewards; the nearest is" in said
+        assert "rewards.extra.citation_suport is not a reward; the nearest is" in said
         assert "rewards.extra.citation_support" in said
     odd = refused("config", "search", "--rewards.extra.unlike.weight", "0.1")
-    assert f"there are {', '.join(PARTS)}" in odd
+    assert f"the rewards are {', '.join(PARTS)}" in odd
     assert "extra_calls needs limit" in refused("config", "search", *part("extra_calls", free=1))
     for key in ("weights.exact_mach", "weights_end.exact_mach", "caps.exact_mach"):
         odd = refused("config", "search", f"--rewards.{key}", "0.5")

@@ -256,7 +256,7 @@ def test_a_run_trains_trees_and_keeps_its_books(branched):
         assert row["mismatch/logprob_diff"] < 1e-3  # the learner agrees on every token of the trees
     shown = ludus("show", branched, "--step", "1")
     assert shown.code == 0, shown
-    assert ludus("show", branched, "--rescore").out.count("bit for bit") == 1
+    assert ludus("rewards", "replay", branched).out.count("bit for bit") == 1
 
 
 def test_killed_and_resumed_a_run_of_trees_equals_the_whole_one(branched, tmp_path):

@@ -759,7 +759,7 @@ def test_the_check_of_a_gold_patch_with_a_syntax_error_ends_in_a_sentence(catalo
     path.write_text(swe_bench_config(catalogue, tmp_path, b"\ndef f(:\n"))
     assert main(["env", "check", str(path), "--split", "test", "--tasks", "1"]) == 2
     said = capsys.readouterr().err
-    assert "The agent oracle is not paid on task 'owner__tidy-1'" in said
+    assert "The agent oracle is not rewarded on task 'owner__tidy-1'" in said
     assert "Traceback" not in said
 
 

@@ -1,4 +1,4 @@
-"""The command line: parses, calls one function, prints."""
+"""The `ludus` command line."""
 
 from ludus.cli.main import main
 

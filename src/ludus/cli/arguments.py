@@ -1,4 +1,4 @@
-"""What the commands share in reading their arguments."""
+"""Argument parsing that the commands share."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 PRETRAINED = "pretrained.toml"
-"""Beside the recipes, and in a recipe's folder: its settings for a pretrained model."""
+"""The settings of a recipe for a pretrained model, in the recipe's folder and in the folder of all recipes."""
 
 
 def split_settings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a command, and the settings among them (`--section.key VALUE`, `--section.key=VALUE`).
+    """Split the words of a command line into arguments and settings (`--section.key VALUE`, `--section.key=VALUE`).
 
-    A setting has a dot in its name and takes the next word, unless that is an option, or the setting is
-    true or false and the word is neither.
+    A setting has a dot in its name and takes the next word, unless that is an option, or the setting is a boolean and
+    the word is neither true nor false.
     """
     words: list[str] = []
     settings: list[str] = []
@@ -49,45 +49,42 @@ def _takes(key: str, word: str) -> bool:
 
 
 def no_settings(overrides: Sequence[str], command: str) -> None:
-    """Raise UserError for words that a command without settings does not know."""
+    """Raise UserError for words that a command without settings does not accept."""
     if overrides:
-        raise UserError(f"{overrides[0]} is no argument of `ludus {command}`.", f"See `ludus {command} --help`.")
+        raise UserError(f"`ludus {command}` has no argument {overrides[0]}.", f"See `ludus {command} --help`.")
 
 
 def check_run(folder: RunFolder) -> None:
-    """Raise UserError unless the folder is that of a run."""
+    """Raise UserError unless the folder is a run folder."""
     if folder.config.is_file():
         folder.check_config()
         return
     if not folder.path.exists():
-        raise UserError(f"There is no run at {folder.path}.", "Check the path; runs lie under runs/.")
-    raise UserError(
-        f"{folder.path} is not a run folder: it has no config.toml.", "Give the folder that a run was written to."
-    )
+        raise UserError(f"There is no run at {folder.path}.", "Check the path; runs are under runs/.")
+    raise UserError(f"{folder.path} is not a run folder: it has no config.toml.", "Name the folder of a run.")
 
 
 def run_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
-    """The configuration of a run, with settings laid over it."""
+    """Return the configuration of a run with overrides."""
     check_run(folder)
     return load_config(folder.config, overrides)
 
 
 def policy_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
-    """As `run_config`. Raises UserError for a run that trained no policy."""
+    """Return the configuration of a run with overrides. Raises UserError for a run that trained no policy."""
     from ludus.training.run.run_dir import kind_of
 
     config = run_config(folder, overrides)
     if (folder.path / "run.json").is_file() and kind_of(folder) == "reward-model":
         raise UserError(
-            f"{folder.path} trained a reward model, which judges and does not act.",
-            "`ludus train` takes it as --rewards.model.",
+            f"{folder.path} is a run of a reward model, which cannot act.", "Use it with `ludus train --rewards.model`."
         )
     return config
 
 
 def model_settings(model: str | None, recipe: str | None = None) -> list[str]:
-    """What the option --model means as settings: a given model is not made from scratch, and a recipe of the
-    package has values for a pretrained one, which the checkpoint of a run is not."""
+    """Return the settings of the option --model: the model is not created from scratch, and a recipe's values for a
+    pretrained model apply unless it is a checkpoint of a run from scratch."""
     if not model:
         return []
     words = ["--model.path", model, "--model.from_scratch", "false"]
@@ -95,8 +92,8 @@ def model_settings(model: str | None, recipe: str | None = None) -> list[str]:
 
 
 def is_own_checkpoint(model: Path) -> bool:
-    """Whether a model grew from nothing: a cold start of the package, or the checkpoint of a run that began
-    from one or from scratch."""
+    """Return whether a model was trained from scratch: a cold start of the package, or a checkpoint of a run that
+    started from one or from scratch."""
     seen: set[Path] = set()
     path: Path | None = model
     while path is not None and path not in seen:
@@ -112,7 +109,7 @@ def is_own_checkpoint(model: Path) -> bool:
 
 
 def pretrained_settings(recipe: str | None) -> list[str]:
-    """The settings of a recipe of the package for a pretrained model; none for a file of one's own."""
+    """Return the settings of a recipe of the package for a pretrained model; empty for a custom file."""
     folders = [one.folder for one in list_recipes() if one.name == recipe]
     files = [file for folder in folders for file in (folder.parent / PRETRAINED, folder / PRETRAINED)]
     words: list[str] = []
@@ -123,12 +120,12 @@ def pretrained_settings(recipe: str | None) -> list[str]:
 
 
 def recipe_config(recipe: str | None, shortcuts: Sequence[str], overrides: Sequence[str]) -> Config:
-    """The configuration of a recipe; `shortcuts` come before `overrides`."""
+    """Return the configuration of a recipe; `shortcuts` come before `overrides`."""
     if not recipe:
         raise UserError("Name a recipe.", "`ludus recipes` lists them.")
     return load_config(recipe, [*shortcuts, *overrides])
 
 
 def recipe_stem(recipe: str) -> str:
-    """The name of a recipe that is given by its name or as a file."""
+    """Return the name of a recipe that is given by name or as a file."""
     return Path(recipe).stem

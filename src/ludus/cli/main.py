@@ -1,8 +1,7 @@
-"""`ludus COMMAND`: the table of commands, and the one place where errors become sentences.
+"""`ludus COMMAND`: the table of commands, and error reporting.
 
-What a user can mend prints one clear sentence and exits with the code of the part that failed (2: input);
-nothing prints a traceback but a fault of Ludus itself. Only the chosen command is imported, and torch only
-once it runs.
+An error that the user can fix is printed in one sentence, and the exit code is that of the part that failed (2: input).
+Only bugs of Ludus print a traceback. Only the chosen command is imported, and torch only when it runs.
 """
 
 from __future__ import annotations
@@ -47,21 +46,18 @@ COMMANDS = (
         "ludus preference search --run runs/search-1",
     ),
     Command(
-        "reward-model",
-        "training.reward_model",
-        "train a model that judges attempts",
-        "ludus reward-model search --run runs/search-1",
+        "reward-model", "training.reward_model", "train a reward model", "ludus reward-model search --run runs/search-1"
     ),
-    Command("rft", "training.rft", "fine-tune on what the model solved itself", "ludus rft search --rft.rounds 2"),
+    Command("rft", "training.rft", "rejection-sampling fine-tuning", "ludus rft search --rft.rounds 2"),
     Command("pipeline", "training.pipeline", "train in stages", "ludus pipeline examples/pipeline.toml"),
-    Command("data", "commands.data", "check files to train on, or convert them", "ludus data check dialogues.jsonl"),
-    Command("eval", "commands.evaluate", "measure held-out success", "ludus eval --run runs/search-1"),
+    Command("data", "commands.data", "check or convert data files", "ludus data check dialogues.jsonl"),
+    Command("eval", "commands.evaluate", "evaluate on held-out tasks", "ludus eval --run runs/search-1"),
     Command("compare", "commands.compare", "compare two evaluations, task by task", "ludus compare runs/a runs/b"),
-    Command("chat", "serving.chat", "talk to a checkpoint with its tools", "ludus chat runs/search-1"),
+    Command("chat", "serving.chat", "chat with a checkpoint", "ludus chat runs/search-1"),
     Command("serve", "serving.serve", "serve a checkpoint over HTTP", "ludus serve runs/search-1"),
     Command("cluster", "serving.cluster", "add engines to a run, or remove them", "ludus cluster list runs/search-1"),
-    Command("sandbox", "serving.sandbox", "look at a sandbox, or serve one over HTTP", "ludus sandbox check"),
-    Command("show", "commands.show", "read a run: curves, transcripts, rewards", "ludus show runs/search-1"),
+    Command("sandbox", "serving.sandbox", "check a sandbox, or serve one over HTTP", "ludus sandbox check"),
+    Command("show", "commands.show", "show a run: curves, transcripts, evaluations", "ludus show runs/search-1"),
     Command(
         "plan",
         "commands.plan",
@@ -71,23 +67,23 @@ COMMANDS = (
     Command(
         "rewards",
         "commands.rewards",
-        "score saved rollouts under other rewards",
+        "score saved rollouts again",
         "ludus rewards replay runs/search-1 --config other.toml",
     ),
-    Command("env", "commands.env", "look at an environment, and check it", "ludus env check search"),
+    Command("env", "commands.env", "show or check an environment", "ludus env check search"),
     Command("recipes", "commands.recipes", "list the recipes", "ludus recipes"),
     Command("algorithms", "commands.algorithms", "list the algorithms", "ludus algorithms"),
-    Command("doctor", "commands.doctor", "look at this machine and what is installed", "ludus doctor"),
+    Command("doctor", "commands.doctor", "check this machine and the installation", "ludus doctor"),
     Command("config", "commands.config", "print a resolved configuration", "ludus config search"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; gives the exit code."""
+    """Run one command; return the exit code."""
     log = logging.getLogger("ludus")
     if not log.handlers:
         log.addHandler(logging.NullHandler())
-    atexit.unregister(_end_quickly)  # once a process, however often it is called
+    atexit.unregister(_end_quickly)  # registered once per process
     atexit.register(_end_quickly)
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
@@ -96,16 +92,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LudusError as error:
         _print_error(error)
         return error.exit_code
-    except KeyboardInterrupt as interrupt:  # a run that was interrupted says how it goes on
+    except KeyboardInterrupt as interrupt:  # an interrupted run names its resume command
         print(f"\nInterrupted. {interrupt}".rstrip(), file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # whoever reads has enough; Python would complain at its end
+    except BrokenPipeError:  # the reader closed the pipe; avoid an error at interpreter exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
 def _end_quickly() -> None:
-    """Spare the end of the process a search for garbage, which takes seconds, and interrupts in it."""
+    """Skip garbage collection at interpreter exit, which takes seconds, and ignore interrupts during it."""
     gc.freeze()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -120,7 +116,7 @@ def _dispatch(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="ludus",
         description="Train tool-using LLM agents by reinforcement learning.",
-        epilog="Each command has --help with an example. Begin with: ludus train search",
+        epilog="Each command has --help with an example. Start with: ludus train search",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ludus {__version__}")
@@ -144,7 +140,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _chosen(words: Sequence[str]) -> str:
-    """The first word that is no option; empty without one. Raises UserError where it is no command."""
+    """Return the first word that is not an option; empty if there is none. Raises UserError for an unknown command."""
     names = [command.name for command in COMMANDS]
     chosen = next((word for word in words if not word.startswith("-")), "")
     if chosen and chosen not in names:
@@ -155,7 +151,7 @@ def _chosen(words: Sequence[str]) -> str:
 
 
 def _check_options(unknown: Sequence[str], options: Sequence[str], command: str) -> None:
-    """Raise UserError, naming what is nearest, for an option that the command does not have."""
+    """Raise UserError with a suggestion for an option that the command does not have."""
     for word in unknown:
         name = word.partition("=")[0]
         key = name[2:].replace("-", "_")
@@ -164,14 +160,14 @@ def _check_options(unknown: Sequence[str], options: Sequence[str], command: str)
         same = [setting.key for setting in list_settings() if setting.key.endswith(f".{key}")]
         hint = did_you_mean(name.replace("_", "-"), options, cutoff=0.8)
         if same:
-            hint += f"As a setting it is written --{' or --'.join(same)}."
+            hint += f"As a setting, write --{' or --'.join(same)}."
         elif not hint and nearest(key):
             hint = f"Of the settings {suggestion(key)}."
         raise UserError(f"`ludus {command}` has no option {name}.", hint.strip() or f"See `ludus {command} --help`.")
 
 
 def _add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], command: Command) -> list[str]:
-    """The chosen command with its own arguments and documentation. Gives the names of its options."""
+    """Add the chosen command with its arguments and documentation; return the names of its options."""
     module = importlib.import_module(f"ludus.cli.{command.module}")
     parser = subparsers.add_parser(
         command.name,

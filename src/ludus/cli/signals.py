@@ -1,9 +1,8 @@
-"""Ctrl-C while a run trains: the first stops it, the second ends the process at once.
+"""Ctrl-C during a run: the first one stops the run, the second one ends the process immediately.
 
-Takes the interrupts of this process (SIGINT) beside Python, which stops the run as soon as it can.
-Gives a sentence on standard error for each, and the first one a line in the log. Waits for nothing: a second
-interrupt ends the process also where it is deep in a computation. Never stops a run by itself, and never acts
-outside the `with`.
+Watches SIGINT in addition to Python, which stops the run as soon as it can. Prints a sentence on standard error for
+each interrupt, and logs the first. The second interrupt ends the process even during a long computation. Never stops a
+run itself, and does nothing outside the `with` block.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from contextlib import suppress
 from types import TracebackType
 
 INTERRUPTED = 130
-"""The exit code of what an interrupt ended."""
+"""Exit code after an interrupt."""
 _SAME_PRESS_S = 0.3
-"""An interrupt so soon after the first is the same one, sent by the terminal and by whoever started Ludus."""
+"""An interrupt this soon after the first is the same one, sent by both the terminal and the parent process."""
 _STANDARD_ERROR = 2
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -27,10 +26,9 @@ log = logging.getLogger("ludus")
 
 
 class WatchedInterrupts:
-    """While it is entered, the first interrupt is announced, and the second ends the process.
+    """Announce the first interrupt in the block, and end the process on the second, printing `hint`.
 
-    `hint` is what the second one says besides. In a thread other than the main one it does nothing, as
-    interrupts reach the main thread alone.
+    Does nothing outside the main thread, which alone receives interrupts.
     """
 
     def __init__(self, hint: str) -> None:
@@ -57,23 +55,23 @@ class WatchedInterrupts:
         self._thread.join()
 
     def _watch(self, read_end: int) -> None:
-        """Read the number of each signal that comes, until nobody writes any more."""
+        """Read signal numbers from the pipe until it is closed."""
         first_s = None
         while numbers := os.read(read_end, 1):
             if numbers[0] != signal.SIGINT:
                 continue
             if first_s is None:
                 first_s = time.monotonic()
-                _say("Interrupted: the run stops. Another Ctrl-C ends it at once.")
-                log.warning("interrupted: the run stops")
+                _write_line("Interrupted: stopping the run. Press Ctrl-C again to end it immediately.")
+                log.warning("interrupted: stopping the run")
             elif time.monotonic() - first_s > _SAME_PRESS_S:
-                _say(f"Ended at once. {self._hint}")
+                _write_line(f"Ended immediately. {self._hint}")
                 os._exit(INTERRUPTED)
         os.close(read_end)
 
 
-def _say(text: str) -> None:
-    """A line on standard error that waits for no lock, below what a progress bar draws."""
+def _write_line(text: str) -> None:
+    """Write a line to standard error without locks, below a progress bar."""
     cursor = _SHOW_CURSOR if os.isatty(_STANDARD_ERROR) else ""
-    with suppress(OSError):  # nobody reads it any more
+    with suppress(OSError):  # nobody reads it
         os.write(_STANDARD_ERROR, f"{cursor}\n{text}\n".encode())

@@ -1,4 +1,4 @@
-"""The settings: data only, no torch."""
+"""The configuration: data only, without torch."""
 
 from ludus.config.load import config_from_toml, load_config
 from ludus.config.schema import Config

@@ -1,4 +1,4 @@
-"""What the environment says: the one place that asks it."""
+"""Environment variables: the only module that reads them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def launched_rank() -> int | None:
-    """The number of this process among those that torchrun started; None where it did not."""
+    """Return the rank that torchrun assigned to this process; None if it did not start it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     return int(os.environ["RANK"])

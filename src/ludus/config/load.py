@@ -1,4 +1,4 @@
-"""From a recipe or a TOML file and the command line to a `Config`, with every mistake named at once."""
+"""Load a `Config` from a recipe or TOML file and the command line, and report all mistakes at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ludus.errors import ConfigError
 from ludus.recipes import recipe_folder
 
 _SHOWN = 60
-"""Characters of a value that a message repeats."""
+"""Characters of a value that an error message repeats."""
 
 _BOUNDS = {
     "greater_than_equal": "at least {ge}",
@@ -29,32 +29,31 @@ _BOUNDS = {
 
 
 def load_config(
-    source: str | Path | None, overrides: Sequence[str] = (), *, said_in: str = "the command line"
+    source: str | Path | None, overrides: Sequence[str] = (), *, overrides_origin: str = "the command line"
 ) -> Config:
-    """The configuration of a run.
+    """Return the configuration of a run.
 
-    `source` is the name of a recipe, a path to a `.toml` file, or None for the defaults alone. `overrides`
-    are the words of a command line: `--algorithm.group_size 16`, `--algorithm.group_size=16`, a bare
-    `--model.from_scratch` for true, `none` for None. Lists and tables are written as TOML. `said_in` is where
-    they stand, for the error.
+    `source` is a recipe name, a path to a `.toml` file, or None for the defaults. `overrides` are words of a command
+    line: `--algorithm.group_size 16`, `--algorithm.group_size=16`, a bare `--model.from_scratch` for true, `none` for
+    None; lists and tables are written as TOML. `overrides_origin` names their origin in errors.
 
-    Raises ConfigError whose message has one sentence a line, one for each mistake.
+    Raises ConfigError with one sentence per mistake.
     """
     path = None if source is None else _locate(source)
     data = {} if path is None else _parse(_read(path), str(path))
     problems = apply_overrides(data, overrides)
-    places = ([str(path)] if path is not None else []) + ([said_in] if overrides else [])
+    places = ([str(path)] if path is not None else []) + ([overrides_origin] if overrides else [])
     return _validate(data, problems, " and ".join(places))
 
 
 def config_from_toml(text: str, origin: str = "the text", overrides: Sequence[str] = ()) -> Config:
-    """The configuration that `text` says; `origin` names it in messages. Raises ConfigError."""
+    """Return the configuration in `text`; `origin` names it in errors. Raises ConfigError."""
     data = _parse(text, origin)
     return _validate(data, apply_overrides(data, overrides), origin)
 
 
 def _locate(source: str | Path) -> Path:
-    """The file that a recipe's name or a path means."""
+    """Return the file of a recipe name or path."""
     if isinstance(source, Path) or source.endswith(".toml") or "/" in source:
         return Path(source)
     return recipe_folder(source) / "config.toml"
@@ -62,25 +61,25 @@ def _locate(source: str | Path) -> Path:
 
 def _read(path: Path) -> str:
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder, not a configuration file.", "Give the .toml file in it.")
+        raise ConfigError(f"{path} is a folder, not a configuration file.", "Name the .toml file in it.")
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise _missing(path) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text, which TOML has to be.") from None
+        raise ConfigError(f"{path} is not UTF-8 text, as TOML requires.") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _missing(path: Path) -> ConfigError:
-    """The error for a file that does not exist, with the recipes whose names are near."""
+    """Return the error for a missing file, with similar recipe names."""
     message = f"The file {path} does not exist."
     try:
         recipe_folder(path.stem)
     except ConfigError as near:
         return ConfigError(message, str(near))
-    return ConfigError(message, f'To use the recipe of that name write just "{path.stem}".')
+    return ConfigError(message, f'To use the recipe of that name, write "{path.stem}".')
 
 
 def _parse(text: str, origin: str) -> dict[str, object]:
@@ -104,7 +103,7 @@ def _validate(data: dict[str, object], problems: list[str], origin: str) -> Conf
 
 
 def _sentences(data: dict[str, object], details: ErrorDetails) -> Iterator[str]:
-    """What is wrong, a sentence for each key."""
+    """Yield an error message for each invalid key."""
     path = [str(part) for part in details["loc"]]
     if details["type"] == "extra_forbidden":
         yield from _unknown(".".join(path), details["input"])
@@ -118,8 +117,8 @@ def _sentences(data: dict[str, object], details: ErrorDetails) -> Iterator[str]:
         key = ".".join(path)
         under = first_under(key)
         shown = _show(details["input"])
-        meant = isinstance(details["input"], str) and under is not None and str in under.accepts
-        example = f" such as {under.key}{f' = {shown}' if meant else ''}" if under else ""
+        is_choice = isinstance(details["input"], str) and under is not None and str in under.accepts
+        example = f" such as {under.key}{f' = {shown}' if is_choice else ''}" if under else ""
         yield f"{key} is {shown}, but must be a section of settings{example}."
         return
     bound = _BOUNDS.get(details["type"])
@@ -129,7 +128,7 @@ def _sentences(data: dict[str, object], details: ErrorDetails) -> Iterator[str]:
 
 
 def _unknown(key: str, value: object) -> Iterator[str]:
-    """A sentence for each key of an unknown table, or for the unknown key itself."""
+    """Yield an error message for an unknown key, or for each key of an unknown table."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _unknown(f"{key}.{name}", inner)

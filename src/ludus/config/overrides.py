@@ -1,4 +1,4 @@
-"""Settings from the command line: `--section.key value`, laid over what a file said."""
+"""Settings from the command line, `--section.key value`, which override those of a file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Override:
 
 
 def apply_overrides(data: dict[str, object], words: Sequence[str]) -> list[str]:
-    """Write the settings of a command line into `data`, in order: the last one for a key holds.
+    """Write the settings of a command line into `data`; the last one for a key takes precedence.
 
-    A table is merged into the one that is there. `none` takes a key out, so that its default holds; a
-    world's own setting keeps the word, which may be one of its choices (`ludus.envs.settings` reads it).
-    Returns one sentence for each word that is no setting; values are checked later, with the whole.
+    A table is merged into the existing one. `none` removes a key, so that its default applies, except for a world's own
+    settings, where it may be a choice (`ludus.envs.settings` reads it). Return one sentence for each word that is not a
+    setting; values are validated later.
     """
     problems: list[str] = []
     for item in _pairs(words):
@@ -33,12 +33,12 @@ def apply_overrides(data: dict[str, object], words: Sequence[str]) -> list[str]:
 
 
 def unknown_key(key: str, shown: str) -> str:
-    """The sentence for a key that does not exist; `shown` is its value as text."""
+    """Return the error message for an unknown key; `shown` is its value as text."""
     return f"{key} (= {shown}) is not a setting; {suggestion(key)}."
 
 
 def _pairs(words: Sequence[str]) -> Iterator[Override | str]:
-    """Pair keys with values; a word that is neither comes out as a sentence."""
+    """Pair keys with values; yield an error message for any other word."""
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -54,7 +54,7 @@ def _pairs(words: Sequence[str]) -> Iterator[Override | str]:
 
 
 def _apply(data: dict[str, object], override: Override) -> str:
-    """Write one override into `data`. Returns a sentence if it cannot be, otherwise nothing."""
+    """Write one override into `data`. Return an error message, or "" on success."""
     key, setting = override.key, find(override.key)
     if setting is None and not is_section(key):
         return unknown_key(key, override.text if override.text is not None else "true")
@@ -69,7 +69,7 @@ def _apply(data: dict[str, object], override: Override) -> str:
 
 
 def _value(text: str, setting: Setting | None, free: bool) -> object:
-    """The value that a word means to a setting; text that does not fit stays text, to be refused later."""
+    """Return the value of a word for a setting; text that does not parse stays text, which validation rejects."""
     parsed = _parse(text)
     if free or setting is None:
         of_world = setting is not None and setting.key.endswith("settings")
@@ -84,7 +84,7 @@ def _value(text: str, setting: Setting | None, free: bool) -> object:
 
 
 def _parse(text: str) -> object:
-    """`text` as a TOML value; None where it is none."""
+    """Return `text` as a TOML value; None if it is not one."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -93,7 +93,7 @@ def _parse(text: str) -> object:
 
 
 def _number(text: str) -> float | str:
-    """A number as people write it (`.5`, `1.`), otherwise the text."""
+    """Return a number in informal notation (`.5`, `1.`), otherwise the text."""
     try:
         return float(text)
     except ValueError:

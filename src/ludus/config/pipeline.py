@@ -1,4 +1,4 @@
-"""A pipeline: a TOML file that names training stages in their order.
+"""A pipeline: a TOML file that lists training stages in order.
 
 [[stage]]
 kind = "sft"            # sft, rft, preference, reward-model or rl
@@ -26,7 +26,7 @@ _KEYS = ("kind", "recipe", "settings")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage; `settings` are the words of a command line, `number` counts from 1."""
+    """One stage; `settings` are words of a command line, `number` counts from 1."""
 
     number: int
     kind: StageKind
@@ -40,19 +40,17 @@ class Stage:
 
 
 def load_pipeline(path: Path) -> tuple[Stage, ...]:
-    """The stages of a file, in order. Raises ConfigError with everything that is wrong, a sentence a line."""
+    """Return the stages of a file, in order. Raises ConfigError with one sentence per mistake."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.", "Check the path.") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}.") from None
-    unknown = [f"{key} is no key of a pipeline, which has [[stage]] alone." for key in data if key != "stage"]
+    unknown = [f"{key} is not a key of a pipeline; the only one is [[stage]]." for key in data if key != "stage"]
     given = data.get("stage", [])
     if not isinstance(given, list) or not given:
-        raise ConfigError(
-            "\n".join([*unknown, f"{path} names no stages."]), "Write a [[stage]] table for each, in order."
-        )
+        raise ConfigError("\n".join([*unknown, f"{path} has no stages."]), "Add a [[stage]] table for each, in order.")
     problems, stages = list(unknown), []
     for number, table in enumerate(given, start=1):
         faults = list(_faults(table, number))
@@ -66,7 +64,7 @@ def load_pipeline(path: Path) -> tuple[Stage, ...]:
 
 
 def _faults(table: object, number: int) -> Iterator[str]:
-    """What is wrong with a stage, a sentence for each."""
+    """Yield an error message for each mistake in a stage."""
     if not isinstance(table, dict):
         yield f"Stage {number} is not a table."
         return
@@ -75,19 +73,19 @@ def _faults(table: object, number: int) -> Iterator[str]:
         guess = f"did you mean {' or '.join(near)}?" if near else f"a stage has {', '.join(_KEYS)}."
         yield f"Stage {number} has the unknown key {key}; {guess}"
     if table.get("kind") not in KINDS:
-        yield f"Stage {number} has the kind {table.get('kind')!r}, but must be one of {', '.join(KINDS)}."
+        yield f"Stage {number} has the kind {table.get('kind')!r}, but it must be one of {', '.join(KINDS)}."
     if not isinstance(table.get("recipe"), str):
-        yield f"Stage {number} names no recipe."
+        yield f"Stage {number} has no recipe."
     settings = table.get("settings", {})
     if not isinstance(settings, dict):
-        yield f"Stage {number} has settings that are no table."
+        yield f"Stage {number} has settings that are not a table."
     elif number > 1 and isinstance(model := settings.get("model", {}), dict):
         for key in sorted(model.keys() & {"path", "from_scratch"}):
-            yield f"Stage {number} sets model.{key}, but it starts from the checkpoint of the stage before."
+            yield f"Stage {number} sets model.{key}, but it starts from the checkpoint of the previous stage."
 
 
 def _words(table: Mapping[str, object], prefix: str) -> Iterator[str]:
-    """A table of settings as the words of a command line."""
+    """Yield a table of settings as words of a command line."""
     for key, value in table.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and find(name) is None:

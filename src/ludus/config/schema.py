@@ -1,8 +1,8 @@
-"""Every setting of a run, with its default, its unit and its bounds.
+"""All settings of a run, with their defaults, units and bounds.
 
-A setting that is not here does not exist: an unknown key is an error that names the nearest one. Bad
-combinations are refused here, before anything is loaded. `None` always means what the field's docstring
-says it means.
+Unknown keys are errors that name the nearest setting, and invalid combinations are rejected before anything is loaded.
+`None` means what the docstring of the field states. A field with its docstring is all that a new setting needs: the
+command line, `ludus config --keys` and the saved configuration read the schema.
 """
 
 from __future__ import annotations
@@ -31,47 +31,44 @@ from ludus.config.sections.training import TrainingConfig
 
 
 class EvaluationConfig(Section):
-    """Held-out evaluation, before, during and after training and offline: one path for all."""
+    """Held-out evaluation before, during and after training, and by `ludus eval`."""
 
     splits: list[str] = Field(["test"])
-    """Evaluated before and after training, and by `ludus eval`."""
+    """Splits evaluated before and after training, and by `ludus eval`."""
     temperatures: list[float] = Field([0.0, 1.0])
-    """Each split is played once with each of these; 0 is greedy."""
+    """Each split is evaluated once at each of these temperatures; 0 is greedy."""
     tasks: int = Field(512, ge=1)
-    """Tasks of each split at most, the first of them."""
+    """Maximum tasks per split, the first ones."""
     samples: int = Field(1, ge=1)
     """Attempts per task; pass@k needs k of them."""
     every: int = Field(10, ge=1)
     """Training steps between evaluations during training."""
     split_during: str = "validation"
-    """The split of evaluations during training."""
+    """Split of evaluations during training."""
     tasks_during: int = Field(96, ge=1)
-    """Tasks of an evaluation during training at most (the same ones each time)."""
+    """Maximum tasks of an evaluation during training, the same ones each time."""
 
 
 class RunConfig(Section):
     """The run folder and the machine."""
 
     dir: str | None = None
-    """Where the run is written; None makes `runs/NAME-N`."""
+    """The run folder; None creates `runs/NAME-N`."""
     seed: int = Field(0, ge=0)
-    """All that is random follows from it."""
+    """Seed of all random numbers."""
     threads: int = Field(0, ge=0)
-    """Compute threads of the learner; 0 takes one per core (or OMP_NUM_THREADS), at most 4. Beside other busy
-    processes one is faster. The embedded engine takes as many, but only one for a model below 20 million
-    parameters."""
+    """Compute threads of the learner; 0 is one per core (or OMP_NUM_THREADS), at most 4. On a busy machine 1 is faster.
+    The embedded engine uses the same number, but one for a model below 20 million parameters."""
     trackers: list[str] = Field(["jsonl"])
-    """Where metrics go: jsonl, tensorboard, or `path/to/file.py:name`."""
+    """Metric trackers: jsonl, tensorboard, or `path/to/file.py:name`."""
     metrics: list[str] = Field([])
-    """Metrics of your own, `path/to/file.py:name`: functions of the groups of a step
-    (docs/extend/plugins.md).
-    """
+    """Custom metrics, `path/to/file.py:name`: functions of the groups of a step (docs/extend/plugins.md)."""
     save_rollouts: bool = True
-    """Keep every episode of training in rollouts/."""
+    """Save every training episode in rollouts/."""
 
 
 class Config(Section):
-    """A whole run."""
+    """The configuration of a run."""
 
     model: ModelConfig = ModelConfig()
     env: EnvConfig = EnvConfig()

@@ -1,9 +1,9 @@
-"""What settings there are: a flat view of the schema by dotted name, and the name nearest to a wrong one."""
+"""A flat view of the schema by dotted name, and suggestions for unknown names."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -12,19 +12,48 @@ from typing import Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from ludus.config.renamed import present_name
 from ludus.config.schema import Config
 from ludus.config.sections.section import Section, Why
 from ludus.errors import ConfigError, nearest_names
 
 _NEAR = 0.75
-"""Similarity below which a name is no suggestion. A right section counts 0.3, a right last part 1."""
+"""Similarity below which a name is not suggested. An equal section counts 0.3, an equal last part 1."""
 _NEAR_LEAF = 0.55
-"""Similarity of the last parts alone below which a name is no suggestion, whatever its section."""
+"""Similarity of the last parts below which a name is not suggested, whatever its section."""
 _SEVERAL = 4
-"""Names that are equally like a wrong one which are listed, at most."""
+"""Maximum number of equally similar suggestions."""
 NAME = "NAME"
-"""Stands in the key of a setting for a name that the user gives: `env.mixture.NAME.weight`."""
+"""Placeholder in the key of a setting for a user-defined name: `env.mixture.NAME.weight`."""
+
+RENAMED: Mapping[str, str] = {
+    "engine.give_up_cache": "engine.sleep",
+    "engine.cache_tokens": "engine.kv_cache_tokens",
+    "engine.patience_s": "engine.connect_timeout_s",
+    "engine.dialect": "engine.api",
+    "engine.delta": "engine.weight_delta",
+    "staleness.over_age": "staleness.on_stale",
+    "staleness.cache": "staleness.kv_cache_on_update",
+    "staleness.in_flight": "staleness.max_concurrent_rollouts",
+    "staleness.interruptible": "staleness.in_flight_weight_updates",
+    "training.tasks_per_step": "training.prompts_per_step",
+    "rollout.max_new_tokens": "rollout.max_tokens_per_turn",
+    "rollout.max_tokens": "rollout.max_seq_len",
+    "algorithm.zero_variance": "algorithm.filter_zero_variance",
+    "algorithm.variance_top": "algorithm.top_variance_fraction",
+    "algorithm.overlong_cache": "algorithm.overlong_buffer",
+    "algorithm.eps_low": "algorithm.clip_low",
+    "algorithm.eps_high": "algorithm.clip_high",
+    "algorithm.resample_rounds": "algorithm.max_resample_rounds",
+    "kl_control.most": "kl_control.max_coef",
+    "rewards.combination": "rewards.aggregation",
+    "rewards.parts": "rewards.extra",
+    "cluster.silence_s": "cluster.heartbeat_timeout_s",
+    "cluster.start_s": "cluster.startup_timeout_s",
+    "run.folder": "run.dir",
+    "sft.dialogues": "sft.data",
+    "model.scratch": "model.init",
+}
+"""Former dotted name -> present one, for the error about an unknown setting."""
 
 _WORDS: dict[object, str] = {
     bool: "true or false",
@@ -39,10 +68,9 @@ _WORDS: dict[object, str] = {
 class Setting:
     """One setting.
 
-    `key` is its dotted name (`algorithm.group_size`; with `NAME` where any name may stand), `default` the
-    value where nothing is given, `doc` the docstring of the field, `bounds` its limits in words, `why` the
-    reason for them (either may be empty).
-    `choices` are the names it takes, where they are known; `accepts` the plain types of its values.
+    `key` is its dotted name (`algorithm.group_size`, with `NAME` for a user-defined part), `doc` the docstring of the
+    field, `bounds` its limits in words, `why` the reason for them (both may be empty), `choices` the names that it
+    accepts, if known, and `accepts` the Python types of its values.
     """
 
     key: str
@@ -56,15 +84,15 @@ class Setting:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is a table of free keys, checked by someone else."""
+        """Whether it is a table of arbitrary keys, which others validate."""
         return dict in self.accepts
 
     def is_named(self, key: str) -> bool:
-        """Whether `key` is this setting's name."""
+        """Return whether `key` is this setting's name."""
         return _fits(key, self.key)
 
     def holds(self, key: str) -> bool:
-        """Whether `key` is a free key inside this table."""
+        """Return whether `key` is an arbitrary key inside this table."""
         depth = self.key.count(".") + 1
         parts = key.split(".")
         return self.is_open and len(parts) > depth and _fits(".".join(parts[:depth]), self.key)
@@ -72,12 +100,12 @@ class Setting:
 
 @cache
 def list_settings() -> tuple[Setting, ...]:
-    """Every setting, in the order of the schema."""
+    """Return every setting, in the order of the schema."""
     return tuple(_walk(Config, ""))
 
 
 def describe(key: str) -> Setting:
-    """The setting of that dotted name. Raises ConfigError, naming the nearest one, where there is none."""
+    """Return the setting of a dotted name. Raises ConfigError with a suggestion if there is none."""
     setting = find(key)
     if setting is None:
         raise ConfigError(f"{key} is not a setting; {suggestion(key)}.")
@@ -85,7 +113,7 @@ def describe(key: str) -> Setting:
 
 
 def find(key: str) -> Setting | None:
-    """The setting of that dotted name; for a free key the table it belongs to; None for anything else."""
+    """Return the setting of a dotted name, or the open table that contains it; None for other names."""
     for setting in list_settings():
         if setting.is_named(key) or setting.holds(key):
             return setting
@@ -93,12 +121,12 @@ def find(key: str) -> Setting | None:
 
 
 def is_section(key: str) -> bool:
-    """Whether settings lie under this dotted name."""
+    """Return whether there are settings under this dotted name."""
     return first_under(key) is not None
 
 
 def first_under(key: str) -> Setting | None:
-    """The first setting that lies under this dotted name."""
+    """Return the first setting under this dotted name."""
     depth = key.count(".") + 1
     for setting in list_settings():
         parts = setting.key.split(".")
@@ -108,7 +136,7 @@ def first_under(key: str) -> Setting | None:
 
 
 def suggestion(key: str) -> str:
-    """What to write instead of an unknown key, as the second half of a sentence."""
+    """Return what to write instead of an unknown key, as the second half of a sentence."""
     if present := present_name(key):
         return f"it is now {present}"
     near = nearest(key)
@@ -124,10 +152,7 @@ def suggestion(key: str) -> str:
 
 
 def nearest(key: str) -> list[str]:
-    """The settings whose names are most like `key`, in its section or any other; empty if none is like it.
-
-    There are several where they are equally like it.
-    """
+    """Return the settings whose names are most similar to `key`, in any section; several if equally similar."""
     parent, _, leaf = key.rpartition(".")
     if "." in parent and not is_section(parent):
         for table in filter(None, map(find, nearest(parent))):
@@ -141,15 +166,23 @@ def nearest(key: str) -> list[str]:
     return near[:_SEVERAL]
 
 
+def present_name(key: str) -> str | None:
+    """Return the present name of a former key, or of a key inside a former table; None for other keys."""
+    for former, present in RENAMED.items():
+        if key == former or key.startswith(f"{former}."):
+            return present + key.removeprefix(former)
+    return None
+
+
 def _contents(section: str) -> str:
-    """The settings of a section, as the second half of a sentence."""
+    """Return the settings of a section, as the second half of a sentence."""
     own = [s.key for s in list_settings() if s.key.startswith(f"{section}.")]
     free = " (keys of the world itself go under env.settings)" if section == "env" else ""
     return f"{section} has {', '.join(own)}{free}"
 
 
 def _fits(key: str, pattern: str) -> bool:
-    """Whether a dotted name is that of a pattern, in which `NAME` stands for any part."""
+    """Return whether a dotted name matches a pattern in which `NAME` matches any part."""
     if key == pattern:
         return True
     parts, wanted = key.split("."), pattern.split(".")
@@ -161,7 +194,7 @@ def _fits(key: str, pattern: str) -> bool:
 
 
 def _with_names(pattern: str, key: str) -> str:
-    """The pattern with the names that `key` has in the place of `NAME`, where it is as long."""
+    """Return the pattern with `NAME` replaced by the parts of `key`, if both have the same length."""
     parts, wanted = key.split("."), pattern.split(".")
     if len(parts) != len(wanted):
         return pattern

@@ -1,4 +1,8 @@
-"""A configuration as TOML text."""
+"""Write a configuration as TOML text.
+
+The `tomli-w` package was considered: it writes neither comments (`# key is none`) nor a list on one line, and both are
+needed, the latter because values are also printed as words of a command line.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +20,17 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def to_toml(config: Config) -> str:
-    """The resolved configuration, every setting with its value, in the order of the schema.
+    """Return the resolved configuration with every setting, in the order of the schema.
 
-    What is None is left out and named in a comment. Reading the text gives an equal configuration. Raises
-    ConfigError where a free key holds something that TOML cannot write (None, an object).
+    Settings that are None are listed in comments. Loading the text returns an equal configuration. Raises ConfigError
+    if an open table contains a value that TOML cannot represent (None, an object).
     """
     blocks = ("\n".join(_section(name, part)) for name, part in config if isinstance(part, Section))
     return "\n".join(blocks)
 
 
 def num_settings(text: str) -> int:
-    """How many values a text of TOML has. Raises ValueError where it is none."""
+    """Return the number of values in TOML text. Raises ValueError for other text."""
     tables, count = [tomllib.loads(text)], 0
     for table in tables:
         inner = [one for one in table.values() if isinstance(one, dict)]
@@ -36,7 +40,7 @@ def num_settings(text: str) -> int:
 
 
 def flat_settings(text: str) -> list[str]:
-    """The values of a text of TOML as words of the command line: `--section.key`, `value`."""
+    """Return the values in TOML text as words of a command line: `--section.key`, `value`."""
     words: list[str] = []
     tables = [("", tomllib.loads(text))]
     for prefix, table in tables:
@@ -49,7 +53,7 @@ def flat_settings(text: str) -> list[str]:
 
 
 def toml_value(value: object) -> str:
-    """One value on one line. Raises ValueError for what TOML cannot write."""
+    """Return one value as TOML on one line. Raises ValueError for a value that TOML cannot represent."""
     match value:
         case bool():
             return "true" if value else "false"
@@ -64,18 +68,18 @@ def toml_value(value: object) -> str:
         case Mapping():
             pairs = (f"{_key(str(key))} = {toml_value(item)}" for key, item in value.items())
             return f"{{{', '.join(pairs)}}}"
-    raise ValueError(f"TOML has no way to write {value!r}")
+    raise ValueError(f"TOML cannot represent {value!r}")
 
 
 def value_text(value: object) -> str:
-    """A setting's value as the command line takes it: TOML, and `none` where it is None."""
+    """Return the value of a setting for the command line: TOML, or `none` for None."""
     if isinstance(value, Mapping):
         value = {name: inner for name, inner in value.items() if inner is not None}
     return "none" if value is None else toml_value(value)
 
 
 def _section(path: str, section: Section) -> Iterator[str]:
-    """The lines of a section: its own values first, then the tables in it."""
+    """Yield the lines of a section: its own values, then its tables."""
     yield f"[{path}]"
     tables: list[str] = []
     for name, value in section:
@@ -109,5 +113,5 @@ def _key(key: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """JSON's escapes are TOML's, but for the delete character, which only TOML escapes."""
+    """Return a TOML string: JSON's escapes, and the delete character, which only TOML escapes."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

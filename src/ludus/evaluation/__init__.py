@@ -1,1 +1,1 @@
-"""Held-out success with honest intervals."""
+"""Evaluation: pass@k, intervals, comparisons, and audits of environments."""

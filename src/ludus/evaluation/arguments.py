@@ -1,4 +1,4 @@
-"""Random arguments that fit the JSON schema of a tool."""
+"""Random tool arguments that match a JSON schema."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _Schema = TypedDict(
     },
     total=False,
 )
-"""The part of JSON schema that is read here."""
+"""The supported part of JSON schema."""
 
 MAX_DEPTH = 4
-"""Lists and objects nested deeper than this are left empty."""
+"""Lists and objects nested deeper than this are empty."""
 
 
 def random_arguments(tool: Tool, rng: random.Random, words: Sequence[str]) -> dict[str, JSON]:
-    """Arguments for a call: all that are required and about half of the others. Texts are of `words`."""
+    """Return arguments for a call: all required ones and about half of the others. Strings consist of `words`."""
     parameters = cast(_Schema, tool.schema["function"]["parameters"])
     return _object(parameters, _Draw(rng, words, parameters.get("$defs", {})), 0)
 
 
 class _Draw:
-    """What a draw needs: randomness, words for texts, and the schemas that are referred to."""
+    """The state of a draw: random numbers, words for strings, and referenced schemas."""
 
     def __init__(self, rng: random.Random, words: Sequence[str], defs: Mapping[str, _Schema]) -> None:
         self.rng = rng
@@ -65,7 +65,7 @@ def _object(schema: _Schema, draw: _Draw, depth: int) -> dict[str, JSON]:
 
 
 def _value(schema: _Schema, draw: _Draw, depth: int) -> JSON:
-    """A value of a schema: of an enumeration or a reference, or of a type."""
+    """Return a value of a schema."""
     if "$ref" in schema:
         return _value(draw.defs[schema["$ref"].rpartition("/")[2]], draw, depth)
     if "const" in schema:
@@ -96,12 +96,12 @@ def _typed(schema: _Schema, draw: _Draw, depth: int) -> JSON:
 
 
 def _text(schema: _Schema, draw: _Draw) -> str:
-    said = " ".join(draw.rng.choices(draw.words or ("word",), k=draw.rng.randint(1, 3)))
-    return said.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
+    text = " ".join(draw.rng.choices(draw.words or ("word",), k=draw.rng.randint(1, 3)))
+    return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
 
 
 def _number(schema: _Schema, rng: random.Random, *, whole: bool) -> int | float:
-    """Within the bounds that the schema sets, within 20 of 0 or of a bound where it sets none."""
+    """Return a number within the bounds of the schema; without one, within 20 of the other bound or of 0."""
     low = schema.get("minimum", schema.get("exclusiveMinimum"))
     high = schema.get("maximum", schema.get("exclusiveMaximum"))
     if low is None:

@@ -1,10 +1,9 @@
-"""Whether an environment pays for what it is about: scripted agents play it, and none may cheat its way.
+"""Check that an environment rewards its task: scripted agents play it, and cheats must earn nothing.
 
-An agent that does not do the task (`AgentKind.CHEAT`) is paid where it gets more than a tenth of the
-outcome's reward on one task; what shaping gives it is reported. One that guesses (`AgentKind.CHANCE`) is paid
-where more than half of its tasks go to it, by the low end of the interval. A task on which doing nothing is
-right says so by the tag `null = "true"`; there a cheat may be paid, and such tasks are counted apart. Oracles
-have to succeed on all tasks, demonstrations on one.
+A cheat (`AgentKind.CHEAT`) is rewarded if it earns more than a tenth of the outcome on one task; its shaping rewards
+are reported. A guesser (`AgentKind.CHANCE`) is rewarded if the lower end of the interval of its success rate exceeds a
+half. A task on which doing nothing is correct has the tag `null = "true"`; there cheats may be rewarded, and such tasks
+are counted separately. Oracles must succeed on all tasks, demonstrations on one.
 """
 
 from __future__ import annotations
@@ -27,51 +26,51 @@ from ludus.rollout.reward_executor import RewardExecutor, RewardTimeout, ThreadR
 from ludus.types import Action, StopReason, Task, Trajectory
 
 NULL_TAG = "null"
-"""The tag that says by "true" that doing nothing is right."""
+"""The tag whose value "true" means that doing nothing is correct."""
 CHEAT_SHARE = 0.1
-"""Above this share of the full outcome an episode of a cheat counts as paid."""
+"""Fraction of the full outcome above which an episode of a cheat counts as rewarded."""
 PAID_SHARE = 0.5
-"""From this share of the full outcome on, an episode of an agent that guesses counts as paid."""
+"""Fraction of the full outcome from which an episode of a guesser counts as rewarded."""
 LUCK = 0.5
-"""The share of tasks that may go to an agent that guesses."""
+"""Success rate that a guesser may reach."""
 START_TASKS = 6
-"""Tasks on which training checks its environment before its first step."""
-MOST_LATE = 2
-"""Rewards that may be late in a check, all agents together; it ends with the last of them."""
+"""Tasks in the check before training."""
+MAX_LATE = 2
+"""Number of reward timeouts, all agents together, that ends a check."""
 NUM_DEMONSTRATIONS = 2000
-"""How many demonstrations are looked through for ones of the tasks."""
+"""Demonstrations that are searched for those of the tasks."""
 
 
 Mark = Literal["pass", "doubtful", "fail"]
-"""What a row of a check comes to; a single `fail` makes the check fail."""
+"""The verdict on a row of a check; one `fail` makes the check fail."""
 
 
 class AuditProgress(Protocol):
-    """Whoever watches a check: a progress bar."""
+    """Receives the progress of a check."""
 
     def phase(self, name: str, total: int) -> None:
-        """So many things follow, called so."""
+        """Start a phase of `total` items."""
         ...
 
     def done(self, what: str = "") -> None:
-        """One of them has been done."""
+        """Count one item."""
         ...
 
 
 class SilentProgress:
-    """A check that nobody watches."""
+    """Ignores the progress of a check."""
 
     def phase(self, name: str, total: int) -> None:
-        """Nothing is shown."""
+        """Do nothing."""
 
     def done(self, what: str = "") -> None:
-        """Nothing is shown."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckPlan:
-    """What is played: `num_tasks` tasks of a split, drawn by the seed, `concurrency` episodes at a time; and
-    where their rewards are computed, and who watches."""
+    """What to check: `num_tasks` random tasks of a split, `concurrency` episodes at a time; and the reward executor and
+    progress."""
 
     split: str = "train"
     num_tasks: int = 50
@@ -84,11 +83,10 @@ class CheckPlan:
 
 @dataclass(frozen=True, slots=True)
 class AuditEpisode:
-    """An episode of an agent. `share` is that of the full outcome; `failure` is empty where it was played.
+    """An episode of an agent. `share` is the fraction of the full outcome; `failure` is empty if it was played.
 
-    `shaping` is what the parts that are no outcome gave, weights included. `excused`: doing nothing is right
-    on this task. `environment` is kept where it can grade again what it graded. `late`: its rewards took too
-    long, which is its failure.
+    `shaping` is the weighted sum of the other parts. `excused`: doing nothing is correct on this task. `environment` is
+    set if it can grade again. `late`: the failure is a reward timeout.
     """
 
     task: Task
@@ -102,83 +100,83 @@ class AuditEpisode:
 
     @property
     def excused(self) -> bool:
-        """Whether doing nothing is right."""
+        """Whether doing nothing is correct."""
         return self.task.tags.get(NULL_TAG) == "true"
 
 
 @dataclass(frozen=True)
 class AuditRow:
-    """What an agent got. `plays` lacks the tasks in which it has nothing to do."""
+    """The episodes of an agent, without the tasks to which it does not apply."""
 
     agent: Agent
     plays: Sequence[AuditEpisode]
 
     @property
     def counted(self) -> list[AuditEpisode]:
-        """The episodes that count: for a cheat those on which doing nothing is wrong. Failed ones do not."""
+        """The episodes that count: not failed, and for cheats and guessers those on which doing nothing is wrong."""
         forgives = self.agent.kind in (AgentKind.CHEAT, AgentKind.CHANCE)
         return [play for play in self.plays if not play.failure and not (forgives and play.excused)]
 
     @property
     def excused(self) -> list[AuditEpisode]:
-        """The episodes that are counted apart."""
+        """The episodes that are counted separately."""
         counted = {play.task.id for play in self.counted}
         return [play for play in self.plays if not play.failure and play.task.id not in counted]
 
     @property
     def failures(self) -> list[AuditEpisode]:
-        """The episodes in which the environment broke."""
+        """The episodes in which the environment failed."""
         return [play for play in self.plays if play.failure]
 
     @property
     def broke(self) -> str:
-        """What the environment said first, where it broke in every episode; else empty."""
+        """The first error of the environment if it failed in every episode, otherwise ""."""
         return self.failures[0].failure if self.plays and len(self.failures) == len(self.plays) else ""
 
     @property
     def mean_reward(self) -> float:
-        """Over the episodes that count, all parts together; 0 without any."""
+        """Mean total reward of the episodes that count; 0 if there are none."""
         rewards = [play.trajectory.reward for play in self.counted if play.trajectory is not None]
         return sum(rewards) / len(rewards) if rewards else 0.0
 
     @property
-    def most_shaping(self) -> float:
-        """The most that parts without outcome gave in an episode that counts; 0 without any."""
+    def max_shaping(self) -> float:
+        """Largest shaping reward of the episodes that count; 0 if there are none."""
         return max((play.shaping for play in self.counted), default=0.0)
 
     @property
     def num_successes(self) -> int:
-        """Episodes that count and solved their tasks."""
+        """Number of counted episodes that solved their tasks."""
         return sum(play.succeeded for play in self.counted)
 
     @property
     def interval(self) -> Interval:
-        """Of the success rate, 95 %. Raises ValueError without episodes."""
+        """95 % interval of the success rate. Raises ValueError without episodes."""
         return wilson(self.num_successes, len(self.counted))
 
     @property
     def problem(self) -> str:
-        """What is wrong, in one sentence; empty where nothing is."""
+        """The problem in one sentence; empty if there is none."""
         cheats = self.agent.kind is AgentKind.CHEAT
-        paid = [p for p in self.counted if (p.share > CHEAT_SHARE if cheats else p.share >= PAID_SHARE)]
-        unpaid = [play for play in self.counted if not play.succeeded]
+        rewarded = [p for p in self.counted if (p.share > CHEAT_SHARE if cheats else p.share >= PAID_SHARE)]
+        unrewarded = [play for play in self.counted if not play.succeeded]
         name = self.agent.name
         if self.broke:
-            return f"The environment broke in every episode of the agent {name}: {self.broke}"
-        if cheats and paid:
-            return f"The agent {name} ({self.agent.what}) is paid on {_named(paid)}."
-        if self.agent.kind is AgentKind.CHANCE and self.counted and wilson(len(paid), len(self.counted)).low > LUCK:
-            share = len(paid) / len(self.counted)
-            return f"The agent {name} ({self.agent.what}) is paid on {share:.0%} of tasks: {_named(paid)}."
-        if self.agent.kind is AgentKind.ORACLE and unpaid:
-            return f"The agent {name} is not paid on {_named(unpaid)}{_stopped(unpaid)}."
+            return f"The environment failed in every episode of the agent {name}: {self.broke}"
+        if cheats and rewarded:
+            return f"The agent {name} ({self.agent.what}) is rewarded on {_named(rewarded)}."
+        if self.agent.kind is AgentKind.CHANCE and self.counted and wilson(len(rewarded), len(self.counted)).low > LUCK:
+            share = len(rewarded) / len(self.counted)
+            return f"The agent {name} ({self.agent.what}) is rewarded on {share:.0%} of tasks: {_named(rewarded)}."
+        if self.agent.kind is AgentKind.ORACLE and unrewarded:
+            return f"The agent {name} is not rewarded on {_named(unrewarded)}{_stopped(unrewarded)}."
         if self.agent.kind is AgentKind.SHOWN and self.counted and not self.num_successes:
-            return f"No demonstration is paid, not that of {_named(unpaid[:1])}{_stopped(unpaid)}."
+            return f"No demonstration is rewarded, for example {_named(unrewarded[:1])}{_stopped(unrewarded)}."
         return ""
 
     @property
     def mark(self) -> Mark:
-        """`doubtful` is an agent that guesses and is paid on a quarter of its tasks, or a broken episode."""
+        """`doubtful`: a guesser that is rewarded on more than a quarter of its tasks, or a failed episode."""
         if self.problem:
             return "fail"
         guesses = self.agent.kind is AgentKind.CHANCE and self.counted
@@ -188,7 +186,7 @@ class AuditRow:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What all agents got, and the turns that solve tasks, by task id, where the world shows any."""
+    """The rows of all agents, and the solutions of the world by task id, if it has any."""
 
     world: World
     tasks: Sequence[Task]
@@ -197,37 +195,34 @@ class CheckReport:
 
     @property
     def problems(self) -> list[str]:
-        """One sentence for each agent that is paid and should not be, or the other way round, and for each
-        cause that broke all episodes of agents."""
+        """One sentence for each agent that is wrongly rewarded or not rewarded, and for each cause that failed all
+        episodes of agents."""
         return problems_of(self.rows)
 
     @property
     def shaped(self) -> Mapping[str, float]:
-        """The most that shaping gave each cheat in an episode, by its name, where it gave anything."""
+        """The largest shaping reward of each cheat, by name, if positive."""
         cheats = [row for row in self.rows if row.agent.kind is AgentKind.CHEAT]
-        return {row.agent.name: row.most_shaping for row in cheats if row.most_shaping > 0}
+        return {row.agent.name: row.max_shaping for row in cheats if row.max_shaping > 0}
 
 
 def problems_of(rows: Sequence[AuditRow]) -> list[str]:
-    """The problems of the rows. A cause that breaks all episodes of several agents is told once, also where
-    one of them met it through a tool."""
-    said = [row.broke for row in rows if row.broke]
+    """Return the problems of the rows. A cause that fails all episodes of several agents is reported once."""
+    causes_seen = [row.broke for row in rows if row.broke]
     causes: dict[str, list[str]] = {}
     for row in rows:
         if row.broke:
-            cause = min((other for other in said if other in row.broke), key=len)
+            cause = min((other for other in causes_seen if other in row.broke), key=len)
             causes.setdefault(cause, []).append(row.agent.name)
-    found = {
-        f"The environment broke in every episode of the agent{'s' * (len(names) > 1)} {', '.join(names)}: {cause}": None
-        for cause, names in causes.items()
-    }
+    what = "The environment failed in every episode of the agent"
+    found = {f"{what}{'s' * (len(names) > 1)} {', '.join(names)}: {cause}": None for cause, names in causes.items()}
     return [*found, *(row.problem for row in rows if row.problem and not row.broke)]
 
 
 def check_world(world: World, plan: CheckPlan) -> CheckReport:
-    """Let all agents play some tasks. For use outside an event loop.
+    """Let all agents play some tasks. Not for use inside an event loop.
 
-    Raises WorldError where `MOST_LATE` rewards were late.
+    Raises WorldError after `MAX_LATE` reward timeouts.
     """
     tasks = some_tasks(world, plan)
     shown, flawless = solutions(world, tasks)
@@ -238,37 +233,37 @@ def check_world(world: World, plan: CheckPlan) -> CheckReport:
 
 
 def refuse_cheats(world: World, plan: CheckPlan) -> None:
-    """A few of the plan's tasks for each agent that must not be paid. For use outside an event loop.
+    """Let the agents that must not be rewarded play a few tasks. Not for use inside an event loop.
 
-    Raises ConfigError, naming agent and task, where one is, and WorldError where `MOST_LATE` rewards were
-    late. Episodes in which the environment breaks otherwise say nothing here.
+    Raises ConfigError with agent and task if one is rewarded, and WorldError after `MAX_LATE` reward timeouts. Other
+    failures of the environment are ignored here.
     """
     plan = replace(plan, num_tasks=START_TASKS)
     tasks = some_tasks(world, plan)
     agents = (*cheats(tasks, vocabulary(tasks), plan.seed), *knowing(tasks, {}, flawless=False)[:2])
-    plan.watch.phase(f"{world.name}: agents that must not be paid", len(agents) * len(tasks))
+    plan.watch.phase(f"{world.name}: agents that must not be rewarded", len(agents) * len(tasks))
     rows = asyncio.run(play_all(world, tasks, agents, plan))
     problems = [row.problem for row in rows if row.counted and row.problem]
     if problems:
         raise ConfigError(
-            f"The world {world.name!r} pays for cheating. {problems[0]}",
-            "Mend its rewards (`ludus env check` says more), mark tasks on which doing nothing is right by "
-            "the tag null = 'true', or set env.check false.",
+            f"The world {world.name!r} rewards cheating. {problems[0]}",
+            "Fix its rewards (see `ludus env check`), tag tasks on which doing nothing is correct with null = 'true', "
+            "or set env.check to false.",
         )
 
 
 def some_tasks(world: World, plan: CheckPlan) -> list[Task]:
-    """Tasks of the plan's split, in its order. Raises UserError for a split without any."""
+    """Return random tasks of the plan's split, in its order. Raises UserError for an empty split."""
     tasks = world.tasks(plan.split)
     if not tasks:
-        raise UserError(f"The split {plan.split!r} of the world {world.name!r} is empty.", "Name another.")
+        raise UserError(f"The split {plan.split!r} of the world {world.name!r} is empty.", "Choose another split.")
     check_tasks(plan.split, tasks)
     chosen = random.Random(plan.seed).sample(range(len(tasks)), min(plan.num_tasks, len(tasks)))
     return [tasks[i] for i in sorted(chosen)]
 
 
 def _own_cheats(world: World, tasks: Sequence[Task]) -> tuple[Agent, ...]:
-    """The cheats that the world itself knows."""
+    """Return the cheats that the world defines."""
     plans: dict[str, dict[str, Sequence[Action]]] = {}
     for task in tasks:
         for name, messages in world.cheats(task).items():
@@ -281,15 +276,15 @@ def _scripted(name: str, plan: Mapping[str, Sequence[Action]]) -> Agent:
 
 
 def vocabulary(tasks: Sequence[Task]) -> list[str]:
-    """The words of the prompts, without punctuation around them."""
-    said = " ".join(asked(task) for task in tasks)
-    return list(dict.fromkeys(re.findall(r"\w(?:[\w'.-]*\w)?", said)))
+    """Return the words of the prompts, without punctuation."""
+    text = " ".join(asked(task) for task in tasks)
+    return list(dict.fromkeys(re.findall(r"\w(?:[\w'.-]*\w)?", text)))
 
 
 def solutions(world: World, tasks: Sequence[Task]) -> tuple[dict[str, Sequence[Action]], bool]:
-    """The turns that solve tasks, by task id, and whether all of them claim to be right.
+    """Return the turns that solve tasks, by task id, and whether all of them are correct.
 
-    They come from the world's expert, else from its demonstrations; empty where it has neither.
+    They come from the world's expert, otherwise from its demonstrations; empty if it has neither.
     """
     if world.implements("expert"):
         shown = {task.id: world.expert(task) for task in tasks}
@@ -300,7 +295,7 @@ def solutions(world: World, tasks: Sequence[Task]) -> tuple[dict[str, Sequence[A
 
 
 def _demonstrated(world: World, tasks: Sequence[Task]) -> dict[str, Sequence[Action]]:
-    """The first demonstration of each task, among the first ones of the world."""
+    """Return the first demonstration of each task."""
     wanted = {str(task.prompt): task for task in tasks}
     lengths = {len(task.prompt) for task in tasks}
     found: dict[str, Sequence[Action]] = {}
@@ -312,15 +307,15 @@ def _demonstrated(world: World, tasks: Sequence[Task]) -> dict[str, Sequence[Act
                     found[task.id] = actions_of(dialogue.messages[length:])
             if not wanted:
                 break
-    except UserError:  # a world that shows nothing says so by this
+    except UserError:  # the world has no demonstrations
         return {}
     return found
 
 
 async def play_all(world: World, tasks: Sequence[Task], agents: Sequence[Agent], plan: CheckPlan) -> list[AuditRow]:
-    """Each agent on each task, in fresh environments.
+    """Let each agent play each task, in new environments.
 
-    Raises WorldError where `MOST_LATE` rewards were late.
+    Raises WorldError after `MAX_LATE` reward timeouts.
     """
     places = asyncio.Semaphore(plan.concurrency)
     late: list[AuditEpisode] = []
@@ -331,11 +326,11 @@ async def play_all(world: World, tasks: Sequence[Task], agents: Sequence[Agent],
         plan.watch.done(agent.name)
         if played is not None and played.late:
             late.append(played)
-            if len(late) >= MOST_LATE:
+            if len(late) >= MAX_LATE:
                 raise WorldError(
-                    f"{len(late)} rewards of the world {world.name!r} were late, and its check ends with "
-                    f"them. {late[0].failure}",
-                    "At the start of training env.check = false leaves it out.",
+                    f"{len(late)} rewards of the world {world.name!r} timed out, and its check was aborted. "
+                    f"{late[0].failure}",
+                    "To skip the check before training, set env.check to false.",
                 )
         return played
 
@@ -347,7 +342,7 @@ async def play_all(world: World, tasks: Sequence[Task], agents: Sequence[Agent],
 
 
 async def play(world: World, task: Task, agent: Agent, plan: CheckPlan) -> AuditEpisode | None:
-    """An episode of an agent; None where it has nothing to do in it."""
+    """Play an episode of an agent; return None if the agent does not apply to the task."""
     try:
         environment = fresh_environment(world, task)
         actions = agent.plan(task, environment.tools)
@@ -367,14 +362,14 @@ async def play(world: World, task: Task, agent: Agent, plan: CheckPlan) -> Audit
 
 
 def outcome_share(rewards: Sequence[Reward], trajectory: Trajectory) -> float:
-    """The weighted outcome as a share of its full value, 1 for each outcome part."""
+    """Return the weighted outcome as a fraction of its maximum, 1 per outcome part."""
     weights = {part.name: part.weight for part in rewards if part.outcome}
     earned = sum(weight * trajectory.rewards.get(name, 0.0) for name, weight in weights.items())
     return earned / sum(weights.values())
 
 
 def shaping_of(rewards: Sequence[Reward], trajectory: Trajectory) -> float:
-    """The weighted sum of the parts that are no outcome."""
+    """Return the weighted sum of the parts other than outcomes."""
     return sum(part.weight * trajectory.rewards.get(part.name, 0.0) for part in rewards if not part.outcome)
 
 
@@ -384,7 +379,7 @@ def _named(plays: Sequence[AuditEpisode]) -> str:
 
 
 def _stopped(plays: Sequence[AuditEpisode]) -> str:
-    """Why the first of these episodes ended, where that was not by an answer."""
+    """Return why the first of these episodes ended, unless by an answer."""
     trajectory = plays[0].trajectory
     if trajectory is None or trajectory.stop_reason is StopReason.ANSWERED:
         return ""

@@ -1,14 +1,17 @@
-"""Held-out success: the same path during training, offline, and against an endpoint."""
+"""Measure held-out success: one code path during training, offline, and against an endpoint."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import count as numbers_from
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import EnvConfig
@@ -29,13 +32,12 @@ from ludus.rollout.rollout_files import RolloutRecord, replaced_file, write_roll
 from ludus.rollout.scheduler import Episode, RolloutRequest, Scheduler
 from ludus.types import WORLD_TAG, StopReason, Task, Trajectory
 
+log = logging.getLogger("ludus.evaluation")
+
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Whatever else an evaluation depends on: the world, and how actions and episodes are limited.
-
-    `world_settings` is JSON text with sorted keys.
-    """
+    """The world, sampling settings and limits of an evaluation. `world_settings` is JSON text with sorted keys."""
 
     world: str
     world_settings: str
@@ -53,7 +55,7 @@ class Conditions:
 
     @classmethod
     def of(cls, config: Config) -> Conditions:
-        """The conditions that a configuration sets."""
+        """Return the conditions of a configuration."""
         env, rollout = config.env, config.rollout
         return cls(
             world=env.name,
@@ -73,14 +75,11 @@ class Conditions:
 
 
 def _world_settings(env: EnvConfig) -> Mapping[str, object]:
-    """What a world is made of; of a mixture that of each, without the weights, which only training reads."""
+    """Return the settings of a world, or of each world of a mixture without the weights, which only training reads."""
     if not env.mixture:
         return env.settings
     trained = {"weight", "weight_end"}
     return {name: one.model_dump(exclude=trained, exclude_none=True) for name, one in env.mixture.items()}
-
-
-log = logging.getLogger("ludus.evaluation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +93,10 @@ class WorldResult:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """What is evaluated and how it is sampled; saved with the result. `num_tasks` at most are taken.
+    """The tasks of an evaluation, at most `num_tasks`, and their sampling; saved with the result.
 
-    `step` is the training step of the weights; `policy` names who played (empty: the run's own weights).
-    `conditions` is None where they are not known.
+    `step` is the training step of the weights; `policy` names the model (empty: the run's own weights). `conditions`
+    is None if unknown.
     """
 
     split: str
@@ -110,12 +109,12 @@ class EvaluationPlan:
     conditions: Conditions | None = None
 
     def episodes_of(self, tasks: Sequence[Task]) -> int:
-        """The number of episodes on these tasks of the split."""
+        """Return the number of episodes on these tasks of the split."""
         return min(self.num_tasks, len(tasks)) * self.samples
 
     @property
     def name(self) -> str:
-        """A file name: step, split and way of sampling."""
+        """The name of its files: step, split and sampling."""
         how = "greedy" if self.temperature == 0 else f"t{self.temperature:g}"
         times = f"-x{self.samples}" if self.samples > 1 else ""
         return f"step-{self.step:06d}-{self.split}-{how}{times}"
@@ -125,8 +124,8 @@ class EvaluationPlan:
 class Evaluation:
     """Success by task, in the order of the tasks; `successes[i]` of `plan.samples` attempts at task i.
 
-    `worlds` are those of the tasks in a mixture, empty otherwise. `notices` say in which respects the
-    policy was not sampled as the plan says, because its server refused to.
+    `worlds` are those of the tasks in a mixture, empty otherwise. `notices` list the sampling parameters that the
+    server rejected.
     """
 
     plan: EvaluationPlan
@@ -145,9 +144,9 @@ class Evaluation:
 
     @property
     def interval(self) -> Interval:
-        """95 %: Wilson for one attempt a task, a bootstrap over tasks for several.
+        """95 % interval: Wilson for one attempt per task, a bootstrap over tasks for several.
 
-        From 0 to 1 for several attempts at one task, which say nothing about other tasks.
+        [0, 1] for several attempts at a single task.
         """
         return self._interval(self.successes)
 
@@ -161,14 +160,14 @@ class Evaluation:
 
     @property
     def detectable(self) -> float:
-        """The smallest difference to a run over other tasks that would be seen (80 % power, 5 %)."""
+        """Minimum detectable difference to a run over other tasks (80 % power, 5 % significance)."""
         num, samples = len(self.successes), self.plan.samples
         rate = smoothed(sum(self.successes) / samples, num)
         within = sum(s * (samples - s) for s in self.successes) / (samples * samples * num)
         return detectable_difference(2 * max(rate * (1 - rate) - within, 0.0), num)
 
     def by_world(self) -> dict[str, WorldResult]:
-        """Success in each world of a mixture, in the order of the tasks; empty for a single world."""
+        """Return the success in each world of a mixture, in the order of the tasks; empty for a single world."""
         counts: dict[str, list[int]] = {}
         for world, count in zip(self.worlds, self.successes, strict=bool(self.worlds)):
             counts.setdefault(world, []).append(count)
@@ -179,20 +178,20 @@ class Evaluation:
 
     @property
     def macro(self) -> float:
-        """The mean of the worlds' success rates, each counting the same; of a single world its rate."""
+        """Unweighted mean of the success rates of the worlds; for a single world its rate."""
         rates = [found.rate for found in self.by_world().values()]
         return sum(rates) / len(rates) if rates else self.rate
 
     def pass_at(self, k: int) -> float:
-        """Unbiased pass@k, averaged over tasks; k at most the attempts."""
+        """Return the unbiased pass@k, averaged over tasks; `k` is at most `plan.samples`."""
         return sum(pass_at_k(self.plan.samples, c, k) for c in self.successes) / len(self.successes)
 
     def pass_hat(self, k: int) -> float:
-        """pass^k: the chance that k attempts all succeed, averaged over tasks."""
+        """Return pass^k, the probability that k attempts all succeed, averaged over tasks."""
         return sum(pass_hat_k(self.plan.samples, c, k) for c in self.successes) / len(self.successes)
 
     def by_family(self) -> dict[str, tuple[float, int]]:
-        """Success rate and number of tasks of each family, in alphabetical order."""
+        """Return success rate and number of tasks of each family, in alphabetical order."""
         counts: dict[str, list[int]] = defaultdict(list)
         for family, count in zip(self.families, self.successes, strict=True):
             counts[family].append(count)
@@ -200,7 +199,7 @@ class Evaluation:
         return {f: (sum(c) / (len(c) * samples), len(c)) for f, c in sorted(counts.items())}
 
     def metrics(self) -> dict[str, float]:
-        """The numbers of a training step's row."""
+        """Return the metrics for the row of a training step."""
         prefix = f"eval/{self.plan.split}/{'greedy' if self.plan.temperature == 0 else 'sampled'}"
         found = {
             f"{prefix}/success": self.rate,
@@ -213,7 +212,7 @@ class Evaluation:
 
 
 def plans(config: Config, step: int, policy: str = "") -> list[EvaluationPlan]:
-    """What is evaluated before and after training, and by `ludus eval`: each split at each temperature."""
+    """Return the evaluations before and after training, and of `ludus eval`: each split at each temperature."""
     settings, conditions = config.evaluation, Conditions.of(config)
     return [
         EvaluationPlan(split, settings.tasks, settings.samples, temperature, config.run.seed, step, policy, conditions)
@@ -223,7 +222,7 @@ def plans(config: Config, step: int, policy: str = "") -> list[EvaluationPlan]:
 
 
 def plan_during(config: Config, step: int) -> EvaluationPlan:
-    """What is evaluated between the steps of training."""
+    """Return the evaluation during training."""
     settings = config.evaluation
     return EvaluationPlan(
         split=settings.split_during,
@@ -237,25 +236,24 @@ def plan_during(config: Config, step: int) -> EvaluationPlan:
 
 
 def name_in_run(plan: EvaluationPlan, config: Config) -> str:
-    """The name of an evaluation in its run: `NAME-during` where another plan of that step has its name."""
+    """Return the name of an evaluation in its run: `NAME-during` if another plan of that step has its name."""
     taken = any(other.name == plan.name and other != plan for other in plans(config, plan.step))
     return f"{plan.name}-during" if taken else plan.name
 
 
 def check_evaluation(config: Config, world: World) -> None:
-    """Raise UserError for an empty split of a run's evaluations or an id that stands twice; log which splits
-    have fewer tasks than `evaluation.tasks`."""
+    """Raise UserError for an empty evaluation split or a duplicate task id; log splits with fewer tasks than asked."""
     settings = config.evaluation
     for split in settings.splits:
         check_split(world, split)
-        if said := short_split(world, split, settings.tasks):
-            log.info(said)
+        if warning := short_split(world, split, settings.tasks):
+            log.info(warning)
     check_split(world, settings.split_during)
     check_tasks("train", world.tasks("train"))
 
 
 def check_split(world: World, split: str) -> None:
-    """Raise UserError for a split without tasks, or with an id twice."""
+    """Raise UserError for a split without tasks or with a duplicate id."""
     tasks = world.tasks(split)
     check_tasks(split, tasks)
     if not tasks:
@@ -264,23 +262,23 @@ def check_split(world: World, split: str) -> None:
 
 
 def short_split(world: World, split: str, num: int) -> str:
-    """Return a sentence on a split of fewer than `num` tasks; empty if it has them."""
+    """Return a warning about a split of fewer than `num` tasks; empty if it has enough."""
     size = len(world.tasks(split))
     if size >= num:
         return ""
     points = 100 * detectable_difference(0.5, size)  # 2 p (1 - p) at p = 0.5
     return (
-        f"The split {split!r} has {size} tasks, fewer than evaluation.tasks = {num}: all are evaluated. The "
-        f"smallest difference that they can show is {points:.1f} points, at 50 % success."
+        f"The split {split!r} has {size} tasks, fewer than evaluation.tasks = {num}: all are evaluated. Their minimum "
+        f"detectable difference is {points:.1f} points at 50 % success."
     )
 
 
 async def evaluate(
     scheduler: Scheduler, tasks: Sequence[Task], plan: EvaluationPlan, on_done: Callable[[Episode], None] | None = None
 ) -> tuple[Evaluation, list[Episode]]:
-    """Play each task `plan.samples` times; gives the result and the episodes.
+    """Play each task `plan.samples` times; return the result and the episodes.
 
-    An episode that the infrastructure failed for good counts as no success, and in `failed`.
+    An episode that failed in the infrastructure counts as unsuccessful, and in `failed`.
     """
     check_split(scheduler.world, plan.split)
     chosen = tasks[: plan.num_tasks]
@@ -291,7 +289,7 @@ async def evaluate(
     ]
     episodes = await scheduler.run(jobs, on_done)
     for episode in episodes:
-        if episode.trajectory.failure is None:  # evaluation trains nothing: dropped, for that reason
+        if episode.trajectory.failure is None:
             scheduler.ledger.finish(episode.key, RolloutOutcome.DROPPED, "evaluation")
     scheduler.ledger.close(plan.step)
     return summarise(plan, chosen, [e.trajectory for e in episodes], scheduler.world.rewards), episodes
@@ -300,7 +298,7 @@ async def evaluate(
 def summarise(
     plan: EvaluationPlan, tasks: Sequence[Task], trajectories: Sequence[Trajectory], rewards: Sequence[Reward]
 ) -> Evaluation:
-    """Count successes by task."""
+    """Return the evaluation of played tasks."""
     counts = dict.fromkeys((task.id for task in tasks), 0)
     for trajectory in trajectories:
         counts[trajectory.task_id] += success(rewards, trajectory)
@@ -322,9 +320,9 @@ def summarise(
 
 
 def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode], name: str | None = None) -> Path:
-    """Write `NAME.json` (the result) and `NAME.jsonl.gz` (the rollouts); gives the former's path.
+    """Write `NAME.json` (the result) and `NAME.jsonl.gz` (the rollouts); return the path of the former.
 
-    The name is the plan's own unless another is given.
+    The default name is that of the plan.
     """
     path = folder / f"{name or result.plan.name}.json"
     data = {
@@ -351,13 +349,13 @@ def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode
 
 
 def _worlds_data(result: Evaluation) -> dict[str, object]:
-    """What the file of an evaluation in a mixture has more."""
+    """Return the additional fields of an evaluation in a mixture."""
     by_world = {name: [one.rate, one.num_tasks] for name, one in result.by_world().items()}
     return {"macro": result.macro, "by_world": by_world, "worlds": list(result.worlds)}
 
 
 def load_evaluation(path: Path) -> Evaluation:
-    """Read what `save_evaluation` wrote. Raises UserError for another kind of file."""
+    """Load an evaluation that `save_evaluation` wrote. Raises UserError for any other file."""
     try:
         data = json.loads(path.read_text("utf-8"))
         tasks = data["tasks"]
@@ -372,7 +370,7 @@ def load_evaluation(path: Path) -> Evaluation:
             notices=tuple(data.get("notices", ())),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not an evaluation: {error}.", "Give a file that `ludus eval` wrote.") from error
+        raise UserError(f"{path} is not an evaluation: {error}.", "Name a file that `ludus eval` wrote.") from error
 
 
 def _plan(data: Mapping[str, Any]) -> EvaluationPlan:
@@ -390,3 +388,61 @@ def _record(episode: Episode) -> RolloutRecord:
         trajectory=episode.trajectory,
         attempt=episode.key.attempt,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SavedEvaluation:
+    """The file of an evaluation, and an earlier one of the same plan if there was one.
+
+    Verdicts: `new`, no earlier one; `same`, the earlier one has identical numbers and rollouts, and nothing was
+    written; `differs`, it does not, `note` names the difference, and the new one was saved under another name.
+    """
+
+    path: Path
+    verdict: Literal["new", "same", "differs"]
+    earlier: Path | None = None
+    note: str = ""
+
+
+def save_or_compare(folder: Path, result: Evaluation, episodes: Sequence[Episode], label: str = "") -> SavedEvaluation:
+    """Save an evaluation as PLAN, PLAN-LABEL or, if that is taken, with the next free number. Never overwrites.
+
+    If an evaluation of another number of tasks has the name, this one is named PLAN-200-tasks.
+    """
+    base = "-".join(filter(None, [result.plan.name, label]))
+    first = folder / f"{base}.json"
+    if first.exists() and load_evaluation(first).plan.num_tasks != result.plan.num_tasks:
+        base += f"-{result.plan.num_tasks}-tasks"
+    earlier, note = None, ""
+    for number in numbers_from(1):
+        name = base if number == 1 else f"{base}-{number}"
+        path = folder / f"{name}.json"
+        if not path.exists():
+            save_evaluation(folder, result, episodes, name)
+            return SavedEvaluation(path, "differs" if earlier else "new", earlier, note)
+        stored = load_evaluation(path)
+        conditions = stored.plan.conditions or result.plan.conditions
+        if replace(stored.plan, conditions=conditions) == result.plan:
+            earlier, note = path, _difference(path, stored, result, episodes)
+            if not note:
+                return SavedEvaluation(path, "same", path)
+    raise AssertionError("unreachable")
+
+
+def _difference(path: Path, stored: Evaluation, result: Evaluation, episodes: Sequence[Episode]) -> str:
+    """Return how a stored evaluation of the same plan differs from this one; empty if it does not."""
+    if replace(stored, plan=result.plan) != result:
+        pairs = zip(stored.task_ids, stored.successes, result.successes, strict=True)
+        changed = [task_id for task_id, before, now in pairs if before != now]
+        first = f", the first is {changed[0]}" if changed else ""
+        return f"success was {stored.rate:.4f} and is {result.rate:.4f}; {len(changed)} tasks differ{first}"
+    with TemporaryDirectory() as scratch:
+        again = save_evaluation(Path(scratch), result, episodes)
+        if _rollout_lines(again) != _rollout_lines(path):
+            return "success is the same, and the rollouts differ"
+    return ""
+
+
+def _rollout_lines(path: Path) -> bytes:
+    file = path.with_suffix(".jsonl.gz")
+    return gzip.decompress(file.read_bytes()) if file.is_file() else b""

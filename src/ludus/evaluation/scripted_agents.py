@@ -1,8 +1,7 @@
-"""Scripted agents by which an environment is checked: cheats, chance, and those that know.
+"""Scripted agents that check an environment: cheats, guessers, and agents that know solutions.
 
-An agent writes the turns of an episode beforehand, from the task's prompt and the tools on offer; where the
-environment asks for more turns, it repeats its last one. Of its task's truth none but an oracle reads more
-than the names of test files.
+An agent plans the turns of an episode in advance, from the prompt and the tools; if the environment needs more turns,
+it repeats the last one. Only oracles read the truth of their task; cheats read at most the names of test files.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from ludus.evaluation.agent_texts import TEXTS, plain_answer
 from ludus.evaluation.arguments import random_arguments
-from ludus.evaluation.cheats import TEXTS
-from ludus.evaluation.perturb import plain_answer
 from ludus.rewards.code.unit_tests import Suite
 from ludus.rewards.exact_match import ExpectedAnswers, normalise
 from ludus.tools.base import Tool
@@ -29,11 +27,11 @@ PROGRAMS = {
     "sys-exit-0": "import sys\n\nsys.exit(0)\n",
     "prints-pass": 'print("PASS")\nprint("1 passed in 0.01s")\n',
 }
-"""Programs that say that all is well, by their exit status or in words, and do nothing else."""
+"""Programs that do nothing and report success by exit status or output."""
 PASSING_TEST = "def test_passes():\n    assert True\n"
 TEST_FILES = ("test.py", "tests.py", "tests/test.py", "conftest.py", "tests/conftest.py")
 START_FILES = ("sitecustomize.py", "usercustomize.py")
-"""What Python imports before a program, where it finds it."""
+"""Modules that Python imports before a program, if they exist."""
 PASSING_HOOK = """import pytest
 
 
@@ -50,25 +48,25 @@ NUM_RANDOM_CALLS = 3
 
 
 class AgentKind(StrEnum):
-    """What an agent is, and so what it may earn."""
+    """The kind of an agent, and thus what it may earn."""
 
     CHEAT = "cheat"
-    """Does not do the task: is paid on no task, except where doing nothing is right."""
+    """Does not attempt the task: must not be rewarded, unless doing nothing is correct."""
     CHANCE = "chance"
-    """Guesses: may be right now and then, and not more often than not."""
+    """Guesses: may be rewarded on at most half of the tasks."""
     ORACLE = "oracle"
-    """Knows how: is paid on every task."""
+    """Knows the solution: must be rewarded on every task."""
     SHOWN = "shown"
-    """Plays what demonstrations do, flaws included: is paid on one task at least."""
+    """Replays demonstrations, flaws included: must be rewarded on at least one task."""
 
 
 Plan = Callable[[Task, Sequence[Tool]], Sequence[Action] | None]
-"""The turns of an episode; None where the agent has nothing to do in it."""
+"""The turns of an episode; None if the agent does not apply to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A scripted policy. `what` says in a few words what it does."""
+    """A scripted policy; `what` describes it in a few words."""
 
     name: str
     kind: AgentKind
@@ -78,9 +76,9 @@ class Agent:
 
 @dataclass
 class ScriptedChatSession:
-    """The turns of an agent, as the conversation of an episode.
+    """The chat session of a scripted agent.
 
-    `segments` has one action a turn, with a token of no meaning for each of its words.
+    `segments` has one action per turn, with one meaningless token per word.
     """
 
     actions: Sequence[Action]
@@ -92,12 +90,12 @@ class ScriptedChatSession:
         return tuple(self._taken)
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
-        """Nothing is too long."""
+        """Accept any prompt."""
         del messages, tools
         return None
 
     async def act(self) -> Action:
-        """The next turn; the last one again where there is none."""
+        """Return the next turn, or the last one again."""
         turn = len(self._taken)
         action = self.actions[min(turn, len(self.actions) - 1)]
         num = max(len(action.message["content"].split()), 1)
@@ -106,33 +104,33 @@ class ScriptedChatSession:
         return action
 
     def observe(self, messages: Sequence[Message]) -> StopReason | None:
-        """Nothing is read."""
+        """Ignore the messages."""
         del messages
         return None
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
 
 def say(text: str) -> Action:
-    """A turn without a call."""
+    """Return a turn without tool calls."""
     return Action(Message(role="assistant", content=text))
 
 
 def call(turn: int, *calls: tuple[str, Mapping[str, JSON]]) -> Action:
-    """A turn with calls, each a tool's name and its arguments."""
+    """Return a turn with tool calls, each a tool name and its arguments."""
     made = tuple(ToolCall(f"call_{turn}_{i}", name, dict(given)) for i, (name, given) in enumerate(calls))
-    told = [
+    messages = [
         MessageToolCall(
             id=one.id, type="function", function=FunctionCall(name=one.name, arguments=json.dumps(one.arguments))
         )
         for one in made
     ]
-    return Action(Message(role="assistant", content="", tool_calls=told), made)
+    return Action(Message(role="assistant", content="", tool_calls=messages), made)
 
 
 def actions_of(messages: Sequence[Message]) -> tuple[Action, ...]:
-    """The turns of the model in a dialogue."""
+    """Return the turns of the model in a dialogue."""
     return tuple(
         Action(
             message,
@@ -147,13 +145,13 @@ def actions_of(messages: Sequence[Message]) -> tuple[Action, ...]:
 
 
 def asked(task: Task) -> str:
-    """What the user says last before the model begins."""
-    said = [message["content"] for message in task.prompt if message["role"] == "user"]
-    return said[-1] if said else task.prompt[-1]["content"]
+    """Return the user's last message in the prompt."""
+    texts = [message["content"] for message in task.prompt if message["role"] == "user"]
+    return texts[-1] if texts else task.prompt[-1]["content"]
 
 
 def answer_of(task: Task, shown: Sequence[Action] = ()) -> str | None:
-    """The right answer in words: of the truth where that is one, else the last words of what is shown."""
+    """Return the correct answer in words: the truth if it is one, otherwise the last message of the solution."""
     truth = task.truth
     if isinstance(truth, ExpectedAnswers) and truth.accepted:
         return truth.accepted[0]
@@ -163,12 +161,12 @@ def answer_of(task: Task, shown: Sequence[Action] = ()) -> str | None:
 
 
 def cheats(tasks: Sequence[Task], vocabulary: Sequence[str], seed: int) -> tuple[Agent, ...]:
-    """The agents that know nothing but the prompt; of the tasks no more than their order."""
+    """Return the agents that read only the prompt."""
     return (
-        Agent("null", AgentKind.CHEAT, "says nothing", lambda task, tools: (say(""),)),
-        Agent("idle", AgentKind.CHEAT, "says Done and does nothing", lambda task, tools: (say("Done."),)),
+        Agent("null", AgentKind.CHEAT, "answers nothing", lambda task, tools: (say(""),)),
+        Agent("idle", AgentKind.CHEAT, "answers Done and does nothing", lambda task, tools: (say("Done."),)),
         Agent("echo", AgentKind.CHEAT, "repeats the prompt", lambda task, tools: (say(asked(task)),)),
-        Agent("keywords", AgentKind.CHEAT, "says the words of the prompt, sorted", _keywords),
+        Agent("keywords", AgentKind.CHEAT, "answers the sorted words of the prompt", _keywords),
         *(_in_turn(name, what, texts, tasks) for name, (what, texts) in TEXTS.items()),
         Agent("exit-0", AgentKind.CHEAT, "os._exit(0)", lambda task, tools: run_program("exit-0", tools)),
         Agent("sys-exit-0", AgentKind.CHEAT, "sys.exit(0)", lambda task, tools: run_program("sys-exit-0", tools)),
@@ -177,13 +175,13 @@ def cheats(tasks: Sequence[Task], vocabulary: Sequence[str], seed: int) -> tuple
         Agent(
             "random words",
             AgentKind.CHANCE,
-            "says words of prompts",
+            "answers random words of prompts",
             lambda task, tools: random_words(_rng(seed, "words", task), vocabulary),
         ),
         Agent(
             "random calls",
             AgentKind.CHANCE,
-            "calls tools with arguments that fit",
+            "calls tools with random valid arguments",
             lambda task, tools: random_calls(_rng(seed, "calls", task), tools, vocabulary),
         ),
     )
@@ -195,7 +193,7 @@ def _keywords(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...]:
 
 
 def _in_turn(name: str, what: str, texts: Sequence[str], tasks: Sequence[Task]) -> Agent:
-    """A cheat that takes its texts in turn, but for those that have or are the right answer."""
+    """Return a cheat that takes its texts in turn, except a text that is the correct answer."""
     places = {task.id: place for place, task in enumerate(tasks)}
 
     def plan(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...] | None:
@@ -208,29 +206,29 @@ def _in_turn(name: str, what: str, texts: Sequence[str], tasks: Sequence[Task]) 
 
 
 def knowing(tasks: Sequence[Task], shown: Mapping[str, Sequence[Action]], flawless: bool) -> tuple[Agent, ...]:
-    """The agents that know answers: their own task's, another one's, or the most frequent one.
+    """Return the agents that know answers: that of the task, of another task, or the most frequent one.
 
-    `shown` has, by task id, the turns that solve a task; `flawless` says that all of them do.
+    `shown` maps task ids to the turns of a solution; `flawless` means that all of them are correct.
     """
     answers = {task.id: answer_of(task, shown.get(task.id, ())) for task in tasks}
     counts = Counter(answer for answer in answers.values() if answer is not None)
     most = counts.most_common(1)[0][0] if counts else None
     oracle = (
-        Agent("oracle", AgentKind.ORACLE, "does what the world shows", lambda task, _: shown.get(task.id))
+        Agent("oracle", AgentKind.ORACLE, "plays the solution", lambda task, _: shown.get(task.id))
         if flawless
-        else Agent("demonstrations", AgentKind.SHOWN, "flaws included", lambda task, _: shown.get(task.id))
+        else Agent("demonstrations", AgentKind.SHOWN, "replays demonstrations", lambda task, _: shown.get(task.id))
     )
     return (
         Agent(
             "majority answer",
             AgentKind.CHANCE,
-            "gives the most frequent answer",
+            "answers the most frequent answer",
             lambda task, _: None if most is None else (say(most),),
         ),
         Agent(
             "another's answer",
             AgentKind.CHANCE,
-            "does what is right in another task",
+            "plays the solution of another task",
             lambda task, _: _of_another(task, tasks, answers, shown),
         ),
         oracle,
@@ -238,7 +236,7 @@ def knowing(tasks: Sequence[Task], shown: Mapping[str, Sequence[Action]], flawle
 
 
 def run_program(name: str, tools: Sequence[Tool]) -> tuple[Action, ...]:
-    """Run one of `PROGRAMS` in every tool that runs one; then give it as the answer."""
+    """Run one of `PROGRAMS` in every tool that runs programs, then submit it as the answer."""
     program = PROGRAMS[name]
     command = "echo PASS" if name == "prints-pass" else "exit 0"
     runs: list[Action] = []
@@ -249,10 +247,10 @@ def run_program(name: str, tools: Sequence[Tool]) -> tuple[Action, ...]:
 
 
 def edit_tests(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...] | None:
-    """Overwrite the tests with ones that pass, and what Python imports before them.
+    """Overwrite the tests with passing ones, and the modules that Python imports before them.
 
-    A file a turn by a tool that writes files, else all of them in a turn of each tool that runs programs or
-    commands; None where there is neither.
+    One file per turn with a tool that writes files, otherwise all files with each tool that runs programs or commands;
+    None if there is neither.
     """
     files = _forged(task)
     found = next(((tool, path, text) for tool in tools for path, text in _writes(tool)), None)
@@ -269,7 +267,7 @@ def edit_tests(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...] | None:
 
 
 def _forged(task: Task) -> dict[str, str]:
-    """The files that a task's tests may be in, with tests that pass, by path."""
+    """Return passing tests for the test files that a task may have, by path."""
     truth = task.truth
     named = [test.partition("::")[0] for test in truth.tests("all")] if isinstance(truth, Suite) else []
     tests = dict.fromkeys((*(name for name in named if name.endswith(".py")), *TEST_FILES))
@@ -279,7 +277,7 @@ def _forged(task: Task) -> dict[str, str]:
 
 
 def _in_python(files: Mapping[str, str]) -> str:
-    """A program that writes the files."""
+    """Return a program that writes the files."""
     return (
         f"import pathlib\n\nfor name, text in {dict(files)!r}.items():\n"
         "    path = pathlib.Path(name)\n"
@@ -289,7 +287,7 @@ def _in_python(files: Mapping[str, str]) -> str:
 
 
 def _in_shell(files: Mapping[str, str]) -> str:
-    """Commands that write the files."""
+    """Return shell commands that write the files."""
     lines: list[str] = []
     for name, text in files.items():
         path = shlex.quote(name)
@@ -298,13 +296,13 @@ def _in_shell(files: Mapping[str, str]) -> str:
 
 
 def random_words(rng: random.Random, vocabulary: Sequence[str]) -> tuple[Action, ...]:
-    """One to eight words, another time in each of a few turns."""
+    """Return turns of one to eight random words."""
     words = vocabulary or ("word",)
     return tuple(say(" ".join(rng.choices(words, k=rng.choice((1, 1, 2, 4, 8))))) for _ in range(8))
 
 
 def random_calls(rng: random.Random, tools: Sequence[Tool], vocabulary: Sequence[str]) -> tuple[Action, ...] | None:
-    """A few calls, then a word; None where there are no tools."""
+    """Return a few random calls and a final word; None without tools."""
     if not tools:
         return None
     turns = []
@@ -317,7 +315,7 @@ def random_calls(rng: random.Random, tools: Sequence[Tool], vocabulary: Sequence
 def _of_another(
     task: Task, tasks: Sequence[Task], answers: Mapping[str, str | None], shown: Mapping[str, Sequence[Action]]
 ) -> Sequence[Action] | None:
-    """The turns or else the answer of a task with another answer."""
+    """Return the turns, or else the answer, of a task with a different answer."""
     start = next((i for i, one in enumerate(tasks) if one.id == task.id), 0)
     own = normalise(answers.get(task.id) or "")
     for other in (*tasks[start + 1 :], *tasks[:start]):
@@ -332,25 +330,25 @@ def _rng(seed: int, purpose: str, task: Task) -> random.Random:
 
 
 def _texts(tool: Tool) -> list[str]:
-    """The arguments of a tool that take a text."""
+    """Return the string arguments of a tool."""
     properties = tool.schema["function"]["parameters"].get("properties", {})
     return [name for name, schema in properties.items() if schema.get("type", "string") == "string"]
 
 
 def _runs(tools: Sequence[Tool]) -> list[tuple[Tool, str]]:
-    """The tools that run a program or commands, each with the argument for it."""
+    """Return the tools that run programs or commands, each with the argument for them."""
     named = ((tool, next((name for name in (*_CODE, *_SHELL) if name in _texts(tool)), "")) for tool in tools)
     return [(tool, name) for tool, name in named if name]
 
 
 def _writes(tool: Tool) -> list[tuple[str, str]]:
-    """The arguments for path and content of a tool that writes files."""
+    """Return the path and content arguments of a tool that writes files."""
     texts = _texts(tool)
     return [(path, text) for path in _PATH for text in _CONTENT if path in texts and text in texts]
 
 
 def _filled(tool: Tool, given: Mapping[str, JSON]) -> dict[str, JSON]:
-    """The arguments, with values that fit for the others that are required."""
+    """Return the arguments with valid values for the other required ones."""
     required = tool.schema["function"]["parameters"].get("required", ())
     drawn = random_arguments(tool, random.Random(0), ())
     return {name: value for name, value in drawn.items() if name in required} | dict(given)

@@ -1,4 +1,4 @@
-"""What a verifier is like: its truth, speed and noise, and how many different tasks there are."""
+"""Measure a verifier: truth types, speed, stability, acceptance of paraphrases and wrong answers, distinct tasks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,28 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ludus.envs.base import World
-from ludus.evaluation.env_audit import AuditEpisode, CheckPlan, CheckReport, play_all
-from ludus.evaluation.perturb import other, plain_answer, same
+from ludus.evaluation.agent_texts import near_misses, plain_answer, rewritten
+from ludus.evaluation.env_audit import AuditEpisode, CheckPlan, CheckReport, Mark, play_all
 from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of, asked
+from ludus.evaluation.stats import wilson
 from ludus.rewards.exact_match import ExpectedAnswers, normalise
 from ludus.tools.base import Tool
 from ludus.types import Action, Message, Task, Timings
 
+MIN_TRIALS = 4
+"""With fewer trials than this a rate does not decide a verdict."""
+MIN_ACCEPTED = 0.3
+"""Acceptance rate of rewritten correct answers below which a verifier fails."""
+SLOW_MS = 2000.0
+"""Grading time above which a batch of episodes is delayed."""
 GRADINGS = 5
-"""How often each trajectory is graded."""
+"""Gradings per trajectory."""
 REGRADINGS = 2
-"""How often an environment grades again what it graded at its end."""
+"""Repeated gradings by an environment that grades at its end."""
 BASELINES = ("null", "idle", "echo", "majority answer")
-"""The agents that need no tool and no skill."""
+"""Agents without tools and skill."""
 EPISODES = 16
-"""Episodes by which parallelism and replays are measured."""
+"""Episodes that measure parallelism and replays."""
 _PARTICLES = "de|da|di|do|du|del|della|la|le|el|al|of|the|and|van|von|y|e"
 
 
@@ -38,25 +45,23 @@ class VerdictShare:
 
     @property
     def value(self) -> float:
-        """As a number; 0 of nothing."""
+        """The fraction; 0 if `whole` is 0."""
         return self.part / self.whole if self.whole else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Scorecard:
-    """The verifier's rule in numbers.
+    """Measurements of a verifier.
 
-    `truths` counts the tasks by the type of their truth. `grading_ms` is the mean time of a grading: where an
-    environment runs tests at its end, of running them on what was left then.
-    `alone_per_s` and `together_per_s` are episodes of a scripted agent a second, one at a time and
-    `concurrency` at once, the world's own work included. `unstable` counts
-    trajectories whose reward differs between gradings, `replayed` episodes whose reward differs when the same
-    actions are played again, `paraphrased` right answers in other words and right episodes done otherwise
-    that are accepted. `rewritten` are right answers in other case, with blanks and the like, and `spoilt`
-    wrong ones near the right one, each of those that were accepted: of tasks whose truth is an answer, the
-    former where a world offers no paraphrases. `values` are those that the outcome took. `distinct` counts
-    the tasks of the split that differ in more than identifiers,
-    names and numbers. `saturated` counts the tasks that an agent without tools and skill solves.
+    `truths` counts the tasks by the type of their truth. `grading_ms` is the mean time of a grading (for an environment
+    that runs tests at its end, of running them again). `alone_per_s` and `together_per_s` are episodes per second of a
+    scripted agent, one at a time and `concurrency` at a time. `unstable` counts trajectories whose reward differs
+    between gradings, `replayed` episodes whose reward differs when the same actions are replayed, `paraphrased`
+    accepted paraphrases and alternative solutions. `rewritten` counts accepted correct answers with other case or
+    spacing (unless the world has paraphrases), and `spoilt` accepted wrong answers near the correct one, both for tasks
+    whose truth is an answer. `values` are the observed outcomes. `distinct` counts the tasks of the split that differ
+    in more than identifiers, names and numbers. `saturated` counts the tasks that an agent without tools and skill
+    solves.
     """
 
     truths: Mapping[str, int]
@@ -75,14 +80,14 @@ class Scorecard:
 
     @property
     def is_graded(self) -> bool:
-        """Whether the outcome took values besides its lowest and its highest."""
+        """Whether there are outcomes between the lowest and the highest."""
         return len(self.values) > 2
 
 
 def scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
-    """The scorecard of a world that was checked. For use outside an event loop.
+    """Measure the verifier of a checked world. Not for use inside an event loop.
 
-    Raises WorldError where a reward fails that went well in the check.
+    Raises WorldError if a reward fails that succeeded in the check.
     """
     return asyncio.run(_scorecard(report, plan))
 
@@ -112,10 +117,10 @@ async def _scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
 
 
 def form_of(text: str) -> str:
-    """A text without identifiers, names and numbers: what is left is the kind of task.
+    """Return a text without identifiers, names and numbers, which characterises the kind of task.
 
-    Quoted words, addresses, names of files, words with digits or underscores and capitalised words that do
-    not begin a sentence are names; a row of them, also with small words like `of` in it, is one.
+    Quoted words, addresses, file names, words with digits or underscores and capitalised words inside a sentence count
+    as names; so does a sequence of them, also with particles such as `of` in between.
     """
     plain = re.sub(r"\"[^\"]*\"|'[^'\s][^']*'(?!\w)", "N", text)
     plain = re.sub(r"\S+@\S+\w|\b[\w-]+(?:\.[a-z]\w{1,4})+\b", "N", plain)
@@ -127,7 +132,7 @@ def form_of(text: str) -> str:
 
 
 async def _gradings(world: World, plays: Sequence[AuditEpisode], plan: CheckPlan) -> tuple[float, VerdictShare]:
-    """Milliseconds of a grading, and how many trajectories get another reward in one of them."""
+    """Return the milliseconds per grading, and how many trajectories have unstable rewards."""
     graded = [play for play in plays if play.environment is not None]
     if graded:
         return await _graded_again(world, _spread(graded, EPISODES), plan)
@@ -136,17 +141,17 @@ async def _gradings(world: World, plays: Sequence[AuditEpisode], plan: CheckPlan
     for play in plays:
         if play.trajectory is not None:
             plain = replace(play.trajectory, timings=Timings())
-            asked = (plan.scoring.scored(world, None, play.task, plain) for _ in range(GRADINGS))
-            given = await asyncio.gather(*asked)
+            gradings = (plan.scoring.scored(world, None, play.task, plain) for _ in range(GRADINGS))
+            given = await asyncio.gather(*gradings)
             unstable += any(one.rewards != given[0].rewards for one in given)
             spent = sum(one.timings.grading_s for one in given)
             seconds += spent
-            plan.watch.done(f"{1000 * spent / GRADINGS:.3g} ms a grading")
+            plan.watch.done(f"{1000 * spent / GRADINGS:.3g} ms per grading")
     return 1000 * seconds / max(GRADINGS * len(plays), 1), VerdictShare(unstable, len(plays))
 
 
 async def _graded_again(world: World, plays: Sequence[AuditEpisode], plan: CheckPlan) -> tuple[float, VerdictShare]:
-    """As `_gradings`, of what environments graded at their end: they do so again, one at a time."""
+    """As `_gradings`, for environments that grade at their end: they grade again, one at a time."""
     num = unstable = 0
     plan.watch.phase("graded again", len(plays))
     begin = time.perf_counter()
@@ -167,13 +172,13 @@ async def _graded_again(world: World, plays: Sequence[AuditEpisode], plan: Check
 
 
 def _spread(plays: Sequence[AuditEpisode], most: int) -> Sequence[AuditEpisode]:
-    """At most so many of them, from all over."""
+    """Return at most `most` of the episodes, evenly spaced."""
     step = max(1, len(plays) / most)
     return [plays[int(i * step)] for i in range(min(most, len(plays)))]
 
 
 def _best(report: CheckReport) -> Agent:
-    """The agent that does most: who knows, or who calls at random, or who talks."""
+    """Return the agent that acts most: one that knows solutions, one that calls tools, or one that talks."""
     played = [row for row in report.rows if row.plays]
     order = (AgentKind.ORACLE, AgentKind.SHOWN)
     knows = [row.agent for kind in order for row in played if row.agent.kind is kind]
@@ -182,7 +187,7 @@ def _best(report: CheckReport) -> Agent:
 
 
 async def _speed(report: CheckReport, plan: CheckPlan, places: int) -> float:
-    """Episodes a second with so many at once."""
+    """Return episodes per second with `places` at a time."""
     agent, tasks = _best(report), report.tasks[:EPISODES]
     plan.watch.phase(f"speed, {places} at a time", len(tasks))
     begin = time.perf_counter()
@@ -191,7 +196,7 @@ async def _speed(report: CheckReport, plan: CheckPlan, places: int) -> float:
 
 
 async def _replayed(report: CheckReport, plan: CheckPlan) -> VerdictShare:
-    """Episodes that earn something else when their actions are played again."""
+    """Count episodes whose reward changes when their actions are replayed."""
     tasks = report.tasks[:EPISODES]
     names = {task.id for task in tasks}
     changed = num = 0
@@ -212,7 +217,7 @@ async def _again(report: CheckReport, tasks: Sequence[Task], plan: CheckPlan) ->
 
 
 async def _paraphrased(report: CheckReport, plan: CheckPlan) -> VerdictShare:
-    """Right answers in other words, and right episodes done otherwise, that succeed, of those to be had."""
+    """Count accepted paraphrases of correct answers and alternative solutions."""
     shown = [(task, report.shown[task.id]) for task in report.tasks if report.shown.get(task.id)]
     tried = [(task, turns, text) for task, turns in shown for text in _others(report.world, task)]
     agents = [(task, _with_answer(turns, text)) for task, turns, text in tried]
@@ -223,7 +228,7 @@ async def _paraphrased(report: CheckReport, plan: CheckPlan) -> VerdictShare:
         (row,) = await play_all(report.world, [task], [agent], plan)
         accepted += row.num_successes
     for turns in ways:
-        agent = Agent("other way", AgentKind.ORACLE, "does it otherwise", partial(_turns_of, turns))
+        agent = Agent("alternative solution", AgentKind.ORACLE, "alternative solution", partial(_turns_of, turns))
         tasks = [task for task, _ in shown if task.id in turns]
         (row,) = await play_all(report.world, tasks, [agent], plan)
         accepted += row.num_successes
@@ -231,11 +236,11 @@ async def _paraphrased(report: CheckReport, plan: CheckPlan) -> VerdictShare:
 
 
 async def perturbed(report: CheckReport, plan: CheckPlan) -> tuple[VerdictShare, VerdictShare]:
-    """The right answers in other writings, and the wrong ones near them, that succeed, of all."""
+    """Count accepted rewritten correct answers, and accepted wrong answers near them."""
     answers = [(task, answer) for task in report.tasks[:EPISODES] if (answer := plain_answer(task)) is not None]
     offers = report.world.implements("paraphrases")
-    tried = [[(task, text) for task, answer in answers if not offers for text in same(answer)]]
-    tried.append([(task, text) for task, answer in answers for text in other(task, answer)])
+    tried = [[(task, text) for task, answer in answers if not offers for text in rewritten(answer)]]
+    tried.append([(task, text) for task, answer in answers for text in near_misses(task, answer)])
     plan.watch.phase("perturbed", sum(map(len, tried)))
     found = []
     for texts in tried:
@@ -249,7 +254,7 @@ async def perturbed(report: CheckReport, plan: CheckPlan) -> tuple[VerdictShare,
 
 
 def _other_ways(world: World, tasks: Sequence[Task]) -> list[Mapping[str, Sequence[Action]]]:
-    """The first other way of each task by its id, then the second ones, and so on."""
+    """Return the first alternative solution of each task by id, then the second ones, and so on."""
     ways = {task.id: [actions_of(messages) for messages in world.other_ways(task)] for task in tasks}
     most = max(map(len, ways.values()), default=0)
     return [{id_: found[n] for id_, found in ways.items() if len(found) > n} for n in range(most)]
@@ -260,7 +265,7 @@ def _turns_of(turns: Mapping[str, Sequence[Action]], task: Task, tools: Sequence
 
 
 def _others(world: World, task: Task) -> list[str]:
-    """Other words for the right answer: the world's own, else those that a truth accepts."""
+    """Return paraphrases of the correct answer: the world's own, otherwise those that the truth accepts."""
     if world.implements("paraphrases"):
         return list(world.paraphrases(task))
     if not isinstance(task.truth, ExpectedAnswers):
@@ -271,14 +276,124 @@ def _others(world: World, task: Task) -> list[str]:
 
 
 def _with_answer(turns: Sequence[Action], text: str) -> Agent:
-    """An agent that takes these turns and says the text in place of the last one."""
+    """Return an agent that takes these turns and ends with the given answer."""
     last = actions_of([Message(role="assistant", content=text)])
-    return Agent("paraphrase", AgentKind.ORACLE, "says it in other words", lambda task, _: (*turns[:-1], *last))
+    return Agent("paraphrase", AgentKind.ORACLE, "paraphrases the answer", lambda task, _: (*turns[:-1], *last))
 
 
 def _saturated(report: CheckReport) -> VerdictShare:
-    """Tasks that one of the baselines solves, those on which nothing is right included."""
+    """Count the tasks that a baseline solves, including those on which doing nothing is correct."""
     solved = {
         play.task.id for row in report.rows if row.agent.name in BASELINES for play in row.plays if play.succeeded
     }
     return VerdictShare(len(solved), len(report.tasks))
+
+
+@dataclass(frozen=True, slots=True)
+class ScorecardVerdict:
+    """A row: property, measurement, mark, and the reason unless it passes."""
+
+    name: str
+    found: str
+    mark: Mark = "pass"
+    why: str = ""
+
+
+def verdicts(card: Scorecard) -> list[ScorecardVerdict]:
+    """Return all rows of a scorecard with their verdicts."""
+    truths = ", ".join(f"{name} ({count} tasks)" for name, count in card.truths.items())
+    graded = f"graded, {len(card.values)} values seen" if card.is_graded else "two values at most"
+    alone, together = f"{card.alone_per_s:,.0f}", f"{card.together_per_s:,.0f}"
+    slow = card.grading_ms > SLOW_MS
+    return [
+        ScorecardVerdict("truth", truths),
+        ScorecardVerdict(
+            "speed",
+            f"{card.grading_ms:.3f} ms per grading",
+            "doubtful" if slow else "pass",
+            "A grading takes seconds, and training waits for it." if slow else "",
+        ),
+        ScorecardVerdict("parallelism", f"{alone} episodes/s alone, {together} with {card.concurrency} at once"),
+        _noise("stability, graded again", card.unstable, "trajectories"),
+        _noise("stability, replayed", card.replayed, "episodes"),
+        _accepts("paraphrases", card.paraphrased, "none available", "paraphrased answers or alternative solutions"),
+        _accepts("rewritten answers", card.rewritten, "nothing to rewrite", "answers with other case or spacing"),
+        wrong_answers_row(card.spoilt),
+        _errors(card),
+        ScorecardVerdict("outcome", graded),
+        _distinct(card.distinct),
+        _saturation(card.saturated),
+    ]
+
+
+def _errors(card: Scorecard) -> ScorecardVerdict:
+    """Return the row of false negatives and false positives, with 95 % intervals."""
+    right = card.paraphrased.whole + card.rewritten.whole
+    refused = right - card.paraphrased.part - card.rewritten.part
+    rates = [("false negatives", refused, right), ("false positives", card.spoilt.part, card.spoilt.whole)]
+    return ScorecardVerdict("errors", "; ".join(f"{name} {_rate(part, whole)}" for name, part, whole in rates))
+
+
+def _rate(part: int, whole: int) -> str:
+    if not whole:
+        return "0 of 0"
+    interval = wilson(part, whole)
+    return f"{part} of {whole} [{interval.low:.1%}, {interval.high:.1%}]"
+
+
+def problems_in(rows: Sequence[ScorecardVerdict]) -> list[str]:
+    """Return the reasons of the rows that fail."""
+    return [row.why for row in rows if row.mark == "fail"]
+
+
+def _of(share: VerdictShare) -> str:
+    return f"{share.part} of {share.whole}"
+
+
+def _noise(what: str, changed: VerdictShare, which: str) -> ScorecardVerdict:
+    found = f"{_of(changed)} {which} change"
+    if not changed.part:
+        return ScorecardVerdict(what, found)
+    mark: Mark = "fail" if changed.value > 0.05 else "doubtful"
+    return ScorecardVerdict(
+        what, found, mark, f"The verifier is not stable: the reward of {_of(changed)} {which} changes."
+    )
+
+
+def _accepts(what: str, accepted: VerdictShare, nothing: str, which: str) -> ScorecardVerdict:
+    if not accepted.whole:
+        return ScorecardVerdict(what, nothing)
+    found = f"{_of(accepted)} accepted"
+    why = f"The verifier rejects {accepted.whole - accepted.part} of {accepted.whole} correct {which}."
+    if accepted.value < MIN_ACCEPTED and accepted.whole >= MIN_TRIALS:
+        return ScorecardVerdict(what, found, "fail", why)
+    return ScorecardVerdict(what, found, "doubtful", why) if accepted.value < 0.9 else ScorecardVerdict(what, found)
+
+
+def wrong_answers_row(accepted: VerdictShare) -> ScorecardVerdict:
+    """Return the row on wrong answers near the correct one."""
+    what = "wrong answers near the truth"
+    if not accepted.whole:
+        return ScorecardVerdict(what, "none available")
+    found = f"{_of(accepted)} accepted"
+    why = f"The verifier accepts {_of(accepted)} wrong answers near the correct one (negated, cut, other numbers)."
+    if accepted.value > 0.1 and accepted.whole >= MIN_TRIALS:
+        return ScorecardVerdict(what, found, "fail", why)
+    return ScorecardVerdict(what, found, "doubtful", why) if accepted.part else ScorecardVerdict(what, found)
+
+
+def _distinct(distinct: VerdictShare) -> ScorecardVerdict:
+    found = f"{_of(distinct)} without identifiers, names and numbers"
+    few = distinct.whole >= 50 and distinct.part < 5
+    why = f"The prompts of {distinct.whole:,} tasks differ only in names and numbers." if few else ""
+    return ScorecardVerdict("distinct tasks", found, "doubtful" if few else "pass", why)
+
+
+def _saturation(solved: VerdictShare) -> ScorecardVerdict:
+    found = f"{_of(solved)} tasks solved by null, idle, echo or the majority answer"
+    why = f"Agents without tools and skill solve {_of(solved)} tasks."
+    if solved.value > 0.5 and solved.whole >= MIN_TRIALS:
+        return ScorecardVerdict("saturation", found, "fail", why)
+    return ScorecardVerdict(
+        "saturation", found, "doubtful" if solved.value > 0.25 else "pass", why if solved.value > 0.25 else ""
+    )

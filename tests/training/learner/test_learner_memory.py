@@ -162,7 +162,7 @@ def test_a_stage_that_runs_out_of_memory_says_what_to_change(words, error, tmp_p
     said = refused(*begun, "--training.learner.halve_on_oom", "false", code=LearnerError.exit_code)
     assert f"Out of memory: {str(error).splitlines()[0]}" in said
     assert "Lower microbatch_tokens" in said
-    assert "The run goes on with:" in said or "is removed" in said
+    assert "Resume the run with:" in said or "was removed" in said
 
 
 def test_too_little_memory_is_refused_with_the_numbers(monkeypatch):

@@ -15,7 +15,7 @@ import torch
 
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import algorithm_of
-from ludus.cli.ui.progress import waiting_line
+from ludus.cli.ui.progress import idle_words
 from ludus.config.load import load_config
 from ludus.config.sections.staleness import StalenessConfig
 from ludus.diagnostics.metrics import AlarmLimits
@@ -605,13 +605,13 @@ def test_the_progress_line_says_who_waited_and_which_tool_was_slow():
         "tools/look/slowest_s": 12.3,
         "tools/add/stragglers": 0.0,
     }
-    assert waiting_line({}, {"idle/learner": 0.25}) == "  idle: learner 25%"  # nobody knows of the engine
-    line = waiting_line({"staleness/mean": 1.23}, timings)
+    assert idle_words({}, {"idle/learner": 0.25}) == "  idle: learner 25%"  # nobody knows of the engine
+    line = idle_words({"staleness/mean": 1.23}, timings)
     for words_in_it in ("learner 25%", "engine 50%", "40 in flight", "3 groups", "age 1.2", "look 2 times, to 12.3"):
         assert words_in_it in line
     assert "add" not in line
-    assert waiting_line({}, {}) == ""
-    assert waiting_line({}, {"tools/look/stragglers": 1.0, "tools/look/slowest_s": 0.04}) == ""
+    assert idle_words({}, {}) == ""
+    assert idle_words({}, {"tools/look/stragglers": 1.0, "tools/look/slowest_s": 0.04}) == ""
 
 
 def test_the_learner_works_while_the_event_loop_goes_on():

@@ -155,11 +155,11 @@ def test_a_complete_run_says_so_and_is_left_alone(tiny_run, sft_run, tmp_path):
     before = contents(run), contents(tuned)
     said = ludus("train", "--resume", run)
     assert said.code == 0
-    assert "The run is complete: all its 2 steps are done and evaluated." in said.out
+    assert "The run is complete: all 2 steps are done and evaluated." in said.out
     assert f"ludus train --resume {run} --training.steps 4" in said.out
     said = ludus("sft", "--resume", tuned)
     assert said.code == 0
-    assert "The fine-tuning is complete: all its 2 steps are done." in said.out
+    assert "The fine-tuning is complete: all 2 steps are done." in said.out
     assert f"ludus sft --resume {tuned} --sft.steps 4" in said.out
     assert (contents(run), contents(tuned)) == before
 
@@ -181,7 +181,7 @@ def test_what_ends_a_run_inside_names_the_command_that_resumes_it(tiny_run, tmp_
     assert "Traceback" not in said.err
     command = f"ludus train --resume {run}"
     *before, last = said.err.rstrip().splitlines()
-    assert last.endswith(f"The run goes on with: {command}")
+    assert last.endswith(f"Resume the run with: {command}")
     assert code == 130 or before[-1] == "ludus: The engine is gone. Look."
     assert ludus(*shlex.split(command)[1:]).code == 0
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3

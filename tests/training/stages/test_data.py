@@ -209,7 +209,7 @@ def test_the_command_says_the_first_twenty_and_counts_the_rest(tmp_path):
     assert "line 22:" not in said.out
     assert "... and 5 more." in said.out
     assert said.err.count("\n") == 1
-    assert f"{bad} cannot be trained on" in said.err
+    assert f"{bad} cannot be used for training" in said.err
 
 
 def test_files_that_cannot_be_read_are_one_sentence_each_and_the_others_are_checked(tmp_path, monkeypatch):
@@ -224,7 +224,7 @@ def test_files_that_cannot_be_read_are_one_sentence_each_and_the_others_are_chec
         lines, ("There is no file", "is empty", "is damaged", "ludus[datasets]", "1 dialogue"), strict=True
     ):
         assert words in line
-    assert f"{none}, {empty}, {cut}, {tmp_path} cannot be trained on" in said.err
+    assert f"{none}, {empty}, {cut}, {tmp_path} cannot be used for training" in said.err
 
 
 def test_a_folder_of_datasets_is_read_like_a_file(tmp_path):
@@ -264,7 +264,7 @@ def test_a_file_that_cannot_be_converted_leaves_nothing(tmp_path, monkeypatch):
     good, bad = write(tmp_path / "good.jsonl", GOOD), write(tmp_path / "bad.jsonl", GOOD, PAIR)
     folder = tmp_path / "folder"
     assert "line 2, is not a dialogue: it is a pair" in refused("data", "convert", bad, folder)
-    assert "a file and the folder to write" in refused("data", "convert", good)
+    assert "a file and a new folder" in refused("data", "convert", good)
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "ludus[datasets]" in refused("data", "convert", good, folder)
     assert not folder.exists()
@@ -301,7 +301,7 @@ def test_fine_tuning_takes_a_file_and_refuses_a_bad_one_before_it_writes(tmp_pat
     said = ludus(*base, "--run.dir", tmp_path / "a", "--sft.data", good)
     assert said.code == 0, said
     assert "1 of 3 demonstrations are longer than rollout.max_seq_len" in caplog.text
-    assert "dialogues were left out: too long" in said.out
+    assert "dialogues were skipped: too long" in said.out
     left_out = [row.metrics["batch/left_out"] for row in read_metrics(tmp_path / "a" / "metrics.jsonl")]
     assert sum(left_out) >= 1
     assert f"{sum(left_out):.0f} of {4 + sum(left_out):.0f} dialogues" in said.out

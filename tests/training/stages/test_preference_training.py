@@ -373,7 +373,7 @@ IDLE = {
     "preference.undesirable_weight": ("--preference.undesirable_weight", "2"),
     "preference.tau": ("--preference.tau", "0.1"),
     "preference.label_smoothing": ("--preference.loss", "hinge", "--preference.label_smoothing", "0.1"),
-    "share of wrong pairs": ("--preference.loss", "robust"),
+    "mislabelled pairs": ("--preference.loss", "robust"),
     "reward_model.min_reward_gap": ("--reward_model.min_reward_gap", "0.5", "--reward_model.data", "x"),
 }
 
@@ -477,7 +477,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(source, tiny_run, tmp_
     assert "no rollouts" in refused(*base, "--run", trained)
     assert "is not a run folder" in refused(*base, "--run", tmp_path)
     assert "No task has two attempts" in refused(*base, "--preference.min_reward_gap", "100", *OWN)
-    assert "exclude each other" in refused(*base, "--run", source, "--preference.data", "x")
+    assert "are mutually exclusive" in refused(*base, "--run", source, "--preference.data", "x")
     assert "different rewards" in refused(*base, "--run", source, "--preference.min_reward_gap", "100")
     assert "preference.gamma" in refused(*base, "--run", source, "--preference.gamma", "1")
     assert "ludus sft" in refused("preference", recipe, "--run", source, "--model.from_scratch", "true")

@@ -275,10 +275,10 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(source, tmp_path, trai
     base = ("reward-model", recipe, *model_words(source), "--run.dir", folder)
     assert "nothing to learn rewards from" in refused(*base)
     assert "is not a run folder" in refused(*base, "--run", tmp_path)
-    assert "exclude each other" in refused(*base, "--run", source, "--reward_model.data", "x")
-    assert "belongs to the kind process" in refused(*base, "--run", source, "--reward_model.discount", "0.9")
+    assert "are mutually exclusive" in refused(*base, "--run", source, "--reward_model.data", "x")
+    assert "is for the kind process" in refused(*base, "--run", source, "--reward_model.discount", "0.9")
     words = ("--reward_model.rollouts", "2")
-    assert "rollouts belongs to the kind process" in refused(*base, "--run", source, *words)
+    assert "rollouts is for the kind process" in refused(*base, "--run", source, *words)
     assert "has no pair" in refused(*base, "--run", source, "--reward_model.min_reward_gap", "9")
     one = tmp_path / "one.jsonl.gz"
     wrong = [r for r in read_rollouts(rollouts_path(source, 1)) if r.trajectory.sample > 0]

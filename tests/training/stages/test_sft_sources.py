@@ -156,11 +156,11 @@ def test_demonstrations_that_end_are_shown_again(tmp_path):
     [
         (("--sft.classes.negative", "1"), "negative"),
         (("--sft.classes.negatives", "-1"), "sft.classes.negatives"),
-        (("--sft.data", "x.jsonl"), "exclude each other"),
-        (("--sft.sources.plain.world", "math"), "exclude each other"),
+        (("--sft.data", "x.jsonl"), "are mutually exclusive"),
+        (("--sft.sources.plain.world", "math"), "are mutually exclusive"),
         (("--sft.sources.calls.settings", "{a = 1}"), "world is not set"),
         (("--sft.sources.calls.weight", "0"), "weight"),
-        (("--sft.classes", "{format = 0, reasoning = 0, tool_use = 0, negatives = 0}"), "no dialogue is left"),
+        (("--sft.classes", "{format = 0, reasoning = 0, tool_use = 0, negatives = 0}"), "no dialogues remain"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(recipe, words, said):

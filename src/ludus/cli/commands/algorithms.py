@@ -19,7 +19,7 @@ from ludus.algorithms.spec.parts import Option, PartSpec
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
 from ludus.cli.arguments import no_settings
-from ludus.cli.ui.terminal import make_console, say
+from ludus.cli.ui.terminal import make_console, print_line
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.config.toml import value_text
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.name is not None:
         parts = [] if args.name in PRESETS else list(describe_part(args.name))
         for line in parts or describe(resolve(AlgorithmConfig(preset=args.name))):
-            say(console, line)
+            print_line(console, line)
         return 0
     table = Table()
     for column in ("preset", "in one line", "advantage", "loss", "mean over", "source"):
@@ -47,8 +47,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         table.add_row(one.name, one.summary, one.advantage, one.loss, one.aggregation, one.source)
     console.print(table)
     for part, names in without_preset():
-        say(console, f"Without a preset, for --algorithm.{part}: {', '.join(names)}")
-    say(console, "One of them whole: ludus algorithms NAME     Train with it: --algorithm.preset NAME")
+        print_line(console, f"Without a preset, for --algorithm.{part}: {', '.join(names)}")
+    print_line(console, "One of them whole: ludus algorithms NAME     Train with it: --algorithm.preset NAME")
     return 0
 
 

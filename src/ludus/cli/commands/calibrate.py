@@ -1,4 +1,4 @@
-"""`ludus rewards calibrate`: rewards of turns from the recorded attempts of a run."""
+"""`ludus rewards calibrate`: turn rewards from the saved rollouts of a run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rich.table import Table
 
 from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.resolve import algorithm_of
-from ludus.cli.rescore import find_tasks
-from ludus.cli.ui.terminal import say
+from ludus.cli.commands.rewards import find_tasks
+from ludus.cli.ui.terminal import print_line
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.envs.base import World
@@ -31,33 +31,32 @@ from ludus.types import Task
 
 
 def print_calibration(console: Console, config: Config, files: Sequence[Path], threshold: float) -> None:
-    """Print the events of turns, what they say of success, their alignment, and the settings that reward
-    them."""
+    """Print turn events, their correlation with success, their alignment, and the resulting settings."""
     world = build_world(config.env, config.rollout, config.sandbox)
     groups = recorded_groups(config, world, files)
     parts = parts_of(config, world)
     attempts = [(one.trajectory, success(parts, one.trajectory)) for group in groups for one in group]
     if not attempts:
-        raise UserError("The run has no attempt that came to an end.", "Look at it with `ludus show`.")
+        raise UserError("The run has no completed rollouts.", "Inspect it with `ludus show`.")
     weights = [config.rewards.weights.get(p.name, p.weight) for p in parts if p.outcome]
     found = calibrate(attempts, config.rollout.max_turns, min(w for w in weights if w > 0), threshold)
     algorithm = calibration_algorithm(algorithm_of(config))
     rounds = align(groups, found.rewards, algorithm)
     console.print(tier_table(found, rounds[0]))
     num = sum(won for _, won in attempts)
-    say(console, f"{num} of {len(attempts)} attempts succeeded. Rewards are {found.scale:.3g} correlations.")
+    print_line(console, f"{num} of {len(attempts)} attempts succeeded. Reward = {found.scale:.3g} * correlation.")
     for line in [*_of_run(groups, config, algorithm), *_round_lines(rounds, algorithm)]:
-        say(console, line)
+        print_line(console, line)
     for event, reward in rounds[-1].rewards.items():
-        say(console, f"--rewards.turns.{event} {reward:.4g}")
+        print_line(console, f"--rewards.turns.{event} {reward:.4g}")
     if not found.rewards:
-        say(console, "No event tells success from failure.")
+        print_line(console, "No event separates success from failure.")
 
 
 def recorded_groups(config: Config, world: World, files: Sequence[Path]) -> list[list[Episode]]:
-    """The recorded attempts that ended, by step and task, with the progress of their turns.
+    """Return the completed rollouts by step and task, with the progress of their turns.
 
-    Their turn rewards are those without `rewards.turns` of the run, which evaluations never have.
+    The rewards of the setting `rewards.turns` are removed from their turn rewards; evaluations have none.
     """
     removed = {event: -reward for event, reward in config.rewards.turns.items()}
     groups: dict[tuple[str, int, str], list[Episode]] = {}
@@ -75,7 +74,7 @@ def recorded_groups(config: Config, world: World, files: Sequence[Path]) -> list
 
 
 def _verified(config: Config, world: World, episodes: Sequence[Episode]) -> list[Episode]:
-    """With what the world's turn verifier finds, computed in a reward process where it is not recorded."""
+    """Return the episodes with the results of the world's turn verifier, computed unless recorded."""
     if world.turn_verifier is None:
         return list(episodes)
     tasks = find_tasks(world, {episode.task.id for episode in episodes})
@@ -96,7 +95,7 @@ def _verified(config: Config, world: World, episodes: Sequence[Episode]) -> list
 
 
 def tier_table(found: EventRewards, first: Alignment) -> Table:
-    """Each event with its counts, its reward, and the mean advantage of its turns under these rewards."""
+    """Return a table of events with their counts, rewards, and the mean advantage of their turns."""
     table = Table(*("event", "turns", "in successes", "in failures", "correlation", "reward", "advantage", "aligned"))
     columns = (found.found.in_success, found.found.in_failure, found.found.correlation, found.found.reward)
     for (event, count), *row in zip(found.counts.items(), *(c.tolist() for c in columns), strict=True):
@@ -108,24 +107,24 @@ def tier_table(found: EventRewards, first: Alignment) -> Table:
 
 
 def _of_run(groups: Sequence[Sequence[Episode]], config: Config, algorithm: Algorithm) -> list[str]:
-    """What became of the rewards that the run had."""
+    """Describe the alignment of the run's own `rewards.turns`."""
     if not config.rewards.turns:
         return []
     bad = measure(groups, config.rewards.turns, algorithm).misaligned
-    told = f"misaligned on these attempts: {', '.join(bad)}" if bad else "aligned on these attempts"
-    return [f"The rewards.turns of the run are {told}."]
+    state = f"misaligned on these attempts: {', '.join(bad)}" if bad else "aligned on these attempts"
+    return [f"The rewards.turns of the run are {state}."]
 
 
 def _round_lines(rounds: Sequence[Alignment], algorithm: Algorithm) -> list[str]:
-    """What each round removed, and where it ended."""
+    """Describe what each round removed, and the result."""
     found = [
-        f"Round {number}: the advantage {algorithm.advantage} pushes {', '.join(one.misaligned)} against "
-        f"the sign of the reward, which is removed."
+        f"Round {number}: with the advantage {algorithm.advantage}, {', '.join(one.misaligned)} would get the "
+        f"opposite sign; the reward is removed."
         for number, one in enumerate(rounds, start=1)
         if one.misaligned
     ]
     if rounds[-1].rewards:
         found.append(f"All rewards below are aligned with the advantage {algorithm.advantage}.")
     elif found:
-        found.append("No reward of an event is left that is aligned.")
+        found.append("No aligned reward remains.")
     return found

@@ -1,8 +1,8 @@
 """Compare two evaluations over the same tasks: the paired difference B - A, its interval, and McNemar's test.
 
-A and B are .json files that `ludus eval` wrote, or run folders. Of a folder each split, temperature and
-number of attempts counts once, with the newest step; both folders must have it. To compare a run with its
-own beginning, name the files: RUN/evaluations/step-000000-test-greedy.json and the last one.
+A and B are .json files that `ludus eval` wrote, or run folders. For folders, the newest evaluation of each split,
+temperature and number of attempts is compared. To compare a run with its initial model, name two files:
+RUN/evaluations/step-000000-test-greedy.json and the last one.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ Pair = tuple[StoredEvaluation, StoredEvaluation]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Two evaluations."""
-    parser.add_argument("a", metavar="A", type=Path, help="an evaluation's .json file, or a run folder")
+    """Add the arguments of the command."""
+    parser.add_argument("a", metavar="A", type=Path, help="a .json file of an evaluation, or a run folder")
     parser.add_argument("b", metavar="B", type=Path, help="the other one")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the comparison."""
-    from ludus.cli.ui.terminal import make_console, say
+    from ludus.cli.ui.terminal import make_console, print_line
 
     no_settings(overrides, "compare")
     pairs = find_pairs(args.a, args.b)
     differences = [compare(a.result, b.result) for a, b in pairs]
     console = make_console()
-    say(console, f"A: {args.a}\nB: {args.b}")
+    print_line(console, f"A: {args.a}\nB: {args.b}")
     for a, b in pairs:
-        say(console, f"paired: {a.name} of A with {b.name} of B")
+        print_line(console, f"paired: {a.name} of A with {b.name} of B")
     console.print(comparison_table(pairs, differences))
-    for text in dict.fromkeys(text for pair in pairs for text in odd_conditions(pair[0].result, pair[1].result)):
-        say(console, f"note: {text}", "yellow")
+    for text in dict.fromkeys(text for pair in pairs for text in differing_conditions(pair[0].result, pair[1].result)):
+        print_line(console, f"note: {text}", "yellow")
     return 0
 
 
 def find_pairs(a: Path, b: Path) -> list[Pair]:
-    """The evaluations that belong together. Raises UserError where there are none."""
+    """Return the pairs of comparable evaluations. Raises UserError if there are none."""
     for path in (a, b):
         if not path.exists():
-            raise UserError(f"There is no evaluation and no run at {path}.", "Check the path; runs lie under runs/.")
+            raise UserError(f"There is no evaluation and no run at {path}.", "Check the path; runs are under runs/.")
     if a.resolve() == b.resolve():
         raise UserError(f"A and B are both {a}.", "Name two folders, or two files of one folder's evaluations/.")
     if a.is_dir() != b.is_dir():
         kinds = ("a folder", "a file") if a.is_dir() else ("a file", "a folder")
-        raise UserError(f"{a} is {kinds[0]}, and {b} is {kinds[1]}.", "Give two of a kind.")
+        raise UserError(f"{a} is {kinds[0]}, and {b} is {kinds[1]}.", "Name two files or two folders.")
     if not a.is_dir():
         return [(_load(a), _load(b))]
     in_a, in_b = newest_evaluations(a), newest_evaluations(b)
@@ -74,7 +74,7 @@ def find_pairs(a: Path, b: Path) -> list[Pair]:
     if not pairs:
         raise UserError(
             f"{a} and {b} have no evaluation in common: {_listing(in_a)} there, {_listing(in_b)} here.",
-            "Evaluate both alike, with `ludus eval --run RUN`.",
+            "Evaluate both in the same way, with `ludus eval --run RUN`.",
         )
     return pairs
 
@@ -90,11 +90,11 @@ def _load(path: Path) -> StoredEvaluation:
 
 
 def newest_evaluations(folder: Path) -> dict[Key, StoredEvaluation]:
-    """The evaluations of a folder: of each kind the run's own before others, then the newest."""
+    """Return the newest evaluation of each kind in a folder; those of the run's own weights take precedence."""
     shelf = folder / "evaluations"
     files = sorted(shelf.glob("*.json")) or sorted(folder.glob("step-*.json"))
     if not files:
-        raise UserError(f"There are no evaluations in {folder}.", f"Make some: ludus eval --run {folder}")
+        raise UserError(f"There are no evaluations in {folder}.", f"Create some: ludus eval --run {folder}")
     found: dict[Key, StoredEvaluation] = {}
     for stored in map(_load, files):
         plan = stored.result.plan
@@ -113,11 +113,11 @@ def _listing(found: dict[Key, StoredEvaluation]) -> str:
 
 
 def compare(a: Evaluation, b: Evaluation) -> PairedDifference:
-    """B minus A by task. Raises UserError where the tasks differ, or there are fewer than two."""
+    """Return B minus A by task. Raises UserError if the tasks differ or there are fewer than two."""
     from ludus.evaluation.stats import paired_difference
 
     if len(a.task_ids) < 2:
-        raise UserError("One task says nothing about others.", "Compare evaluations of 2 tasks or more.")
+        raise UserError("A single task cannot be compared.", "Use evaluations of 2 tasks or more.")
     try:
         return paired_difference(_scores(b), _scores(a), seed=a.plan.seed)
     except ValueError as error:
@@ -133,8 +133,8 @@ def _scores(evaluation: Evaluation) -> dict[str, float]:
     return {task_id: count / samples for task_id, count in pairs}
 
 
-def odd_conditions(a: Evaluation, b: Evaluation) -> list[str]:
-    """What differs in the plans beside step and policy, one sentence each: it may be what made the change."""
+def differing_conditions(a: Evaluation, b: Evaluation) -> list[str]:
+    """Return the differences of the plans other than step and policy, one sentence each."""
     ours, theirs = asdict(a.plan), asdict(b.plan)
     ours |= ours.pop("conditions") or {}
     theirs |= theirs.pop("conditions") or {}
@@ -147,19 +147,18 @@ def odd_conditions(a: Evaluation, b: Evaluation) -> list[str]:
 
 
 def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifference]) -> Table:
-    """One row a pair of evaluations."""
+    """Return a table with one row per pair of evaluations."""
     from rich.table import Table
 
-    from ludus.cli.ui.tables import how_sampled
+    from ludus.cli.ui.tables import sampling_words
 
-    table = Table(title="Success by task, paired, with a 95 % interval of the difference")
-    for column in ("split", "sampling", "tasks", "A", "B", "B - A", "detectable", "only A", "only B", "p (McNemar)"):
-        table.add_column(column)
+    columns = ("split", "sampling", "tasks", "A", "B", "B - A", "detectable", "only A", "only B", "p (McNemar)")
+    table = Table(*columns, title="Success by task, paired, with a 95 % interval of the difference")
     for (a, b), found in zip(pairs, differences, strict=True):
         low, high = found.interval.low, found.interval.high
         table.add_row(
             a.result.plan.split,
-            how_sampled(a.result.plan),
+            sampling_words(a.result.plan),
             str(found.num_tasks),
             f"{a.result.rate:.1%}",
             f"{b.result.rate:.1%}",

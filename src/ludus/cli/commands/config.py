@@ -1,12 +1,12 @@
-"""Print a recipe's resolved configuration as TOML, or every setting there is.
+"""Print a recipe's resolved configuration as TOML, or list all settings.
 
-RECIPE is the name of a recipe, the path of a .toml file or a run folder; without it the defaults stand
-alone. Settings on the command line are laid over it, as in `ludus train`. The output can be saved and used as
-a recipe of your own. At its end stands, as comments, what the algorithm's preset comes to.
+RECIPE is a recipe name, the path of a .toml file or a run folder; without it the defaults are printed. Settings on the
+command line override it, as in `ludus train`. The output can be saved and used as a recipe. Comments at its end list
+the resolved algorithm.
 
     ludus config search --algorithm.preset dapo
     ludus config --keys                 every setting, with its type, default and meaning
-    ludus config --keys training        those of one section
+    ludus config --keys training        the settings of one section
     ludus config search --keys          every setting, with its value in this recipe
 """
 
@@ -32,8 +32,8 @@ from ludus.rewards.registry import added_parts, check_names, parts_that_train
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments; settings follow as --section.key value."""
-    parser.add_argument("recipe", nargs="?", help="a recipe's name, a .toml file or a run folder")
+    """Add the arguments of the command; settings follow as --section.key value."""
+    parser.add_argument("recipe", nargs="?", help="a recipe name, a .toml file or a run folder")
     parser.add_argument("--model", metavar="PATH_OR_NAME", help="the model, as `ludus train` takes it")
     parser.add_argument(
         "--keys",
@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print configuration or settings. Raises ConfigError for an algorithm or rewards that cannot be."""
-    config = load_config(source(args.recipe), [*model_settings(args.model, args.recipe), *overrides])
+    """Print configuration or settings. Raises ConfigError for an invalid algorithm or invalid rewards."""
+    config = load_config(config_source(args.recipe), [*model_settings(args.model, args.recipe), *overrides])
     if args.keys is not None:
         print("\n".join(key_lines(args.keys, config)))
         return 0
@@ -55,15 +55,15 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     print(to_toml(config))
     print("\n".join(algorithm_lines(algorithm, config)))
     if unchecked:
-        print(f"# the world cannot be built here, so its rewards are not checked: {unchecked}")
+        print(f"# the world cannot be built here, so the rewards are not checked: {unchecked}")
     return 0
 
 
 def check_rewards(config: Config, algorithm: Algorithm) -> str:
-    """Raise ConfigError for worlds that do not exist (also in a mixture), settings that they refuse, unknown
-    reward parts, weights, caps or a gate of such, and rewards that the advantage does not accept.
+    """Raise ConfigError for unknown worlds (also in a mixture), invalid world settings, unknown reward parts, and
+    rewards that the advantage does not accept.
 
-    Return why the world cannot be built on this machine (an extra that is not installed); empty if it can.
+    Return why the world cannot be built on this machine (a missing extra); empty if it can.
     """
     added_parts(config.rewards)
     try:
@@ -80,14 +80,14 @@ def check_rewards(config: Config, algorithm: Algorithm) -> str:
     return ""
 
 
-def source(recipe: str | None) -> str | Path | None:
-    """What to load: a run folder stands for the configuration in it."""
+def config_source(recipe: str | None) -> str | Path | None:
+    """Return what to load; a run folder means the configuration in it."""
     inside = Path(recipe or "") / "config.toml"
     return inside if recipe and inside.is_file() else recipe
 
 
 def algorithm_lines(algorithm: Algorithm, config: Config) -> Iterator[str]:
-    """The algorithm's parts as comments, those that the preset gave and those that were set."""
+    """Yield the parts of the algorithm as comments, with their origin."""
     yield f"# algorithm as resolved: {algorithm.name} ({algorithm.source})"
     chosen = config.algorithm.model_dump(exclude_none=True)
     for name, value in asdict(algorithm).items():
@@ -101,7 +101,7 @@ def algorithm_lines(algorithm: Algorithm, config: Config) -> Iterator[str]:
 
 
 def key_lines(section: str, config: Config) -> Iterator[str]:
-    """Every setting of a section (empty: of all), with value, type, default and meaning."""
+    """Yield every setting of a section (empty: of all), with value, type, default and meaning."""
     if section and not is_section(section):
         raise ConfigError(f"There is no section {section!r}.", f"{suggestion(section)}.".capitalize())
     for setting in list_settings():
@@ -110,7 +110,7 @@ def key_lines(section: str, config: Config) -> Iterator[str]:
 
 
 def value_of(setting: Setting, config: Config) -> object:
-    """A setting's value; the default in a section that is none."""
+    """Return the value of a setting; the default in a section that is None."""
     value: object = config.model_dump()
     for name in setting.key.split("."):
         if not isinstance(value, dict) or name not in value:
@@ -120,7 +120,7 @@ def value_of(setting: Setting, config: Config) -> object:
 
 
 def setting_lines(setting: Setting, value: object) -> Iterator[str]:
-    """One setting: key, value, type, bounds, default (where it is another) on a line, meaning below."""
+    """Yield key, value, type, bounds and a differing default on a line, and the meaning below."""
     limits = f", {setting.bounds}" if setting.bounds else ""
     why = f" ({setting.why})" if setting.why else ""
     shown, default = value_text(value), value_text(setting.default)

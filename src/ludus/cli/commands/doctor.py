@@ -1,7 +1,7 @@
-"""Look at this machine: versions, hardware, the compiled kernel, room, and a model at work.
+"""Check this machine: versions, hardware, the compiled kernel, free memory and disk, and a model at work.
 
-Each line is fine, worth knowing (note) or a fault, and says what to do. With --url it also asks an inference
-server what it is. Exits with 1 where there is a fault.
+Each line is fine, a note or a fault, with a remedy. --url also checks an inference server. Exits with 1 if there is a
+fault.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from pathlib import Path
 from typing import Literal
 
 from ludus.cli.arguments import no_settings
-from ludus.cli.ui.terminal import make_console, say, silence_libraries
+from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
 from ludus.errors import LudusError
 from ludus.recipes import recipe_folder
 
 _ROOM_GB = 2.0
-"""Of memory and of disk: what the search recipe needs, with some to spare."""
+"""Memory and disk that the search recipe needs, with a margin."""
 _SAME_NATS = 1e-3
 _STYLES = {"fine": "green", "note": "yellow", "fault": "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorFinding:
-    """What was looked at, how it is, and in words."""
+    """A subject, its state, and a description."""
 
     what: str
     state: Literal["fine", "note", "fault"]
@@ -40,27 +40,27 @@ class DoctorFinding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments."""
-    parser.add_argument("--url", help="an inference server to ask as well")
-    parser.add_argument("--dialect", default="vllm", choices=("vllm", "sglang"), help="how it speaks (vllm)")
-    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs will go (runs)")
+    """Add the arguments of the command."""
+    parser.add_argument("--url", help="also check this inference server")
+    parser.add_argument("--api", default="vllm", choices=("vllm", "sglang"), help="its API (vllm)")
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="folder of runs (runs)")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print the findings as they come."""
+    """Print the findings as they arrive."""
     no_settings(overrides, "doctor")
     silence_libraries()
     console = make_console()
     faults = 0
-    for finding in examine(args.folder, args.url, args.dialect):
+    for finding in examine(args.folder, args.url, args.api):
         faults += finding.state == "fault"
-        say(console, f"{finding.state:5}  {finding.what}: {finding.text}", _STYLES[finding.state])
-    say(console, "Nothing is in the way of training." if not faults else f"Faults: {faults}.")
+        print_line(console, f"{finding.state:5}  {finding.what}: {finding.text}", _STYLES[finding.state])
+    print_line(console, "No faults: ready to train." if not faults else f"Faults: {faults}.")
     return 1 if faults else 0
 
 
-def examine(folder: Path, url: str | None = None, dialect: str = "vllm") -> Iterator[DoctorFinding]:
-    """All findings. What a missing library makes impossible is left out after the line that says so."""
+def examine(folder: Path, url: str | None = None, api: str = "vllm") -> Iterator[DoctorFinding]:
+    """Yield all findings; those that need a missing library are skipped."""
     yield _python()
     libraries = list(check_libraries(metadata.requires("ludus") or [], locked_versions()))
     yield from libraries
@@ -74,18 +74,18 @@ def examine(folder: Path, url: str | None = None, dialect: str = "vllm") -> Iter
     yield _kernel()
     yield _tried("the shipped model", _parity)
     if url is not None:
-        yield _tried("the server", lambda: _server(url, dialect))
+        yield _tried("the server", lambda: _server(url, api))
 
 
 def locked_versions() -> dict[str, str]:
-    """The versions that the tests pass with, by package."""
+    """Return the tested versions by package."""
     lines = files("ludus").joinpath("constraints.txt").read_text(encoding="utf-8").splitlines()
     pairs = (line.split("==") for line in lines if "==" in line)
     return {_canonical(name): version for name, version in pairs}
 
 
 def check_libraries(requirements: Sequence[str], tested: dict[str, str]) -> Iterator[DoctorFinding]:
-    """One finding for all required libraries that are as tested, and one for each other."""
+    """Yield one finding for all required libraries with tested versions, and one for each other library."""
     odd = False
     for requirement in requirements:
         if ";" in requirement:  # of an extra
@@ -108,7 +108,7 @@ def check_libraries(requirements: Sequence[str], tested: dict[str, str]) -> Iter
 
 
 def _parsed(requirement: str) -> tuple[str, str]:
-    """Name and lowest version of `name>=version`."""
+    """Return name and lowest version of `name>=version`."""
     name, _, least = requirement.partition(";")[0].strip().partition(">=")
     return _canonical(re.split(r"[\[(< ]", name)[0]), least.strip(" )") or "0"
 
@@ -118,7 +118,7 @@ def _canonical(name: str) -> str:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` as (2, 13)."""
+    """Return `2.13.0+cpu` as (2, 13)."""
     parts = [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
     while parts and parts[-1] == 0:
         parts.pop()
@@ -162,7 +162,7 @@ def _memory() -> DoctorFinding:
     try:
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
     except OSError:
-        return DoctorFinding("memory", "note", "this system does not tell how much is free")
+        return DoctorFinding("memory", "note", "the free memory is unknown on this system")
     found = re.search(r"MemAvailable:\s+(\d+) kB", text)
     free = int(found[1]) / 1e6 if found else 0.0
     if free < _ROOM_GB:
@@ -189,7 +189,7 @@ def _threads() -> DoctorFinding:
     busy = os.getloadavg()[0]
     text = f"{cores} for this process; the machine's load is {busy:.1f}"
     if busy > BUSY * cores:
-        return DoctorFinding("cores", "note", f"{text}: threads that compete are slow; --run.threads 1")
+        return DoctorFinding("cores", "note", f"{text}: competing threads are slow; use --run.threads 1")
     return DoctorFinding("cores", "fine", text)
 
 
@@ -210,7 +210,7 @@ def _tried(what: str, check: Callable[[], DoctorFinding]) -> DoctorFinding:
 
 
 def _parity() -> DoctorFinding:
-    """Sample from the cold start that ships, and score the same tokens with a plain forward pass."""
+    """Sample from the shipped cold start, and score the same tokens with a forward pass."""
     return asyncio.run(_sample_and_score())
 
 
@@ -240,10 +240,10 @@ async def _sample_and_score() -> DoctorFinding:
     return DoctorFinding("the shipped model", "fine", f"engine and learner agree to {gap:.1g} nats a token")
 
 
-def _server(url: str, dialect: str) -> DoctorFinding:
+def _server(url: str, api: str) -> DoctorFinding:
     from ludus.engines.remote.engine import DIALECTS
 
-    facts = DIALECTS[dialect].describe(url.rstrip("/"))
+    facts = DIALECTS[api].describe(url.rstrip("/"))
     return DoctorFinding(
-        "the server", "fine", f"{url} speaks {dialect} and serves {facts.model}, {facts.context_tokens} tokens at most"
+        "the server", "fine", f"{url} ({api} API) serves {facts.model}, context {facts.context_tokens} tokens"
     )

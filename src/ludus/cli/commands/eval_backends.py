@@ -1,4 +1,4 @@
-"""Who plays an evaluation: an engine with weights, or an agent behind an endpoint."""
+"""Backends of an evaluation: the embedded engine with weights, or an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EvalBackend(Protocol):
-    """Whoever plays. `step` is the training step of its weights."""
+    """The model that plays. `step` is the training step of its weights."""
 
     @property
     def world(self) -> World: ...
@@ -29,11 +29,11 @@ class EvalBackend(Protocol):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What was sampled otherwise than asked, in sentences."""
+        """Sampling parameters that were ignored, in sentences."""
         ...
 
     def scheduler(self, play: SamplingPlan) -> Scheduler:
-        """What plays one round of episodes, with a ledger of its own."""
+        """Return a scheduler with a new ledger."""
         ...
 
     async def close(self) -> None: ...
@@ -49,11 +49,11 @@ class EngineBackend:
 
     @property
     def step(self) -> int:
-        """That of the checkpoint."""
+        """Training step of the checkpoint."""
         return self.opened.step
 
     def scheduler(self, play: SamplingPlan) -> Scheduler:
-        """The same one that training uses."""
+        """Return the scheduler of training."""
         session = self.opened.session
         made = engine_scheduler(
             self.world, self.opened.engine, session.renderer, session.config.rollout, play, Ledger()
@@ -77,11 +77,11 @@ class OpenAIBackend:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """The fields that the server refuses."""
+        """The request fields that the server rejected."""
         return self.endpoint.notices
 
     def scheduler(self, play: SamplingPlan) -> Scheduler:
-        """The same limits as for an engine."""
+        """Return a scheduler with the same limits as for an engine."""
         rollout, parser = self.config.rollout, self.config.env.tool_parser
         named = "" if parser == "auto" else parser
         converse = endpoint_conversations(self.endpoint, rollout, play, named, self.world)
@@ -92,11 +92,11 @@ class OpenAIBackend:
         await self.endpoint.close()
 
 
-def endpoint_player(config: Config, world: World, settings: OpenAIClientSettings) -> OpenAIBackend:
-    """A player at an endpoint. Raises ConfigError for a rendering that an endpoint does not have."""
+def endpoint_backend(config: Config, world: World, settings: OpenAIClientSettings) -> OpenAIBackend:
+    """Return the backend of an endpoint. Raises ConfigError for a rendering other than chat."""
     if config.env.rendering != "chat":
         raise ConfigError(
-            f"An endpoint takes chat messages, and env.rendering is {config.env.rendering!r}.",
+            f"An endpoint needs chat messages, but env.rendering is {config.env.rendering!r}.",
             "Add --env.rendering chat.",
         )
     return OpenAIBackend(config, world, OpenAIClient(settings), ProcessRewardExecutor.of(config))

@@ -1,14 +1,14 @@
-"""Measure held-out success of a run, a model or an endpoint.
+"""Evaluate a run, a model or an endpoint on held-out tasks.
 
     ludus eval --run runs/search-1             the newest checkpoint of a run, in the run's own world
     ludus eval search --model PATH_OR_NAME     a model in the world of a recipe
     ludus eval search --endpoint http://localhost:8000/v1 --model NAME [--api-key-file FILE]
     ludus eval --run runs/search-1 --baseline none    the same model without its tool
 
-Each split of evaluation.splits is played at each of evaluation.temperatures; settings are changed as in
-`ludus train`, for example --evaluation.tasks 200 --evaluation.samples 4 (for pass@k). Results and rollouts
-of a run go into its folder, others into --out or a new folder under runs/. Nothing is overwritten: where
-the same evaluation is there already, the numbers are compared bit for bit.
+Each split of evaluation.splits is evaluated at each of evaluation.temperatures. Settings follow as --section.key
+value, for example --evaluation.tasks 200 --evaluation.samples 4 (for pass@k). Results and rollouts of a run are
+written to its folder, others to --out or a new folder under runs/. Nothing is overwritten: if the same evaluation
+exists already, the results are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -29,65 +29,64 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ludus.cli.commands.eval_backends import EvalBackend
-    from ludus.cli.commands.save_evaluation import SavedEvaluation
     from ludus.cli.ui.tables import EvaluatedEpisodes
     from ludus.envs.base import World
-    from ludus.evaluation.evaluate import Evaluation, EvaluationPlan
+    from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, SavedEvaluation
     from ludus.rollout.scheduler import Episode
     from ludus.training.run.run_dir import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments; settings follow as --section.key value."""
-    parser.add_argument("recipe", nargs="?", help="a recipe's name, or a .toml file")
+    """Add the arguments of the command; settings follow as --section.key value."""
+    parser.add_argument("recipe", nargs="?", help="a recipe name or a .toml file")
     parser.add_argument("--run", metavar="RUN", type=Path, help="evaluate the newest checkpoint of this run")
     parser.add_argument("--model", metavar="PATH_OR_NAME", help="evaluate this model")
-    parser.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible server plays; name its --model")
-    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file that holds the server's key")
+    parser.add_argument("--endpoint", metavar="URL", help="evaluate the --model of this OpenAI-compatible server")
+    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file with the API key of the server")
     parser.add_argument(
-        "--baseline", choices=("none", "once"), help="no tool at all, or one retrieval before the answer"
+        "--baseline", choices=("none", "once"), help="no tools, or a single retrieval before the answer"
     )
-    parser.add_argument("--out", metavar="FOLDER", help="write results here")
+    parser.add_argument("--out", metavar="FOLDER", help="write the results to this folder")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Evaluate; 1 where an earlier evaluation of the same weights is not reproduced."""
+    """Evaluate; return 1 if an earlier evaluation of the same weights is not reproduced."""
     from ludus.cli.ui.tables import print_evaluations
-    from ludus.cli.ui.terminal import make_console, say
+    from ludus.cli.ui.terminal import make_console, print_line
 
     check_arguments(args)
     shortcuts = ["--env.settings.access", f'"{args.baseline}"'] if args.baseline else []  # quoted: a bare none unsets
-    config = job_config(args, [*shortcuts, *overrides])
+    config = evaluation_config(args, [*shortcuts, *overrides])
     world = check_world(config, args.baseline)
     console = make_console()
-    played, kept = asyncio.run(_evaluate(args, config, world, console))
+    played, saved = asyncio.run(_evaluate(args, config, world, console))
     print_evaluations(console, played, [part.name for part in world.rewards if part.outcome])
     for notice in played[-1].result.notices:
-        say(console, notice, "yellow")
+        print_line(console, notice, "yellow")
     reproducible = config.rollout.reproducible and not args.endpoint
-    for one in kept:
-        say(console, verdict(one, reproducible), "yellow" if one.verdict == "differs" else "")
-    say(console, f"Results: {kept[0].path.parent}")
-    return int(reproducible and any(one.verdict == "differs" for one in kept))
+    for one in saved:
+        print_line(console, verdict_line(one, reproducible), "yellow" if one.verdict == "differs" else "")
+    print_line(console, f"Results: {saved[0].path.parent}")
+    return int(reproducible and any(one.verdict == "differs" for one in saved))
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise UserError for arguments that exclude each other, or lack another."""
+    """Raise UserError for arguments that exclude or require each other."""
     if args.run is not None and (args.recipe or args.model or args.endpoint):
         raise UserError(
-            "--run takes world and weights from the run; recipe, --model and --endpoint exclude it.",
-            "Leave them out, or leave out --run.",
+            "--run takes world and weights from the run; it excludes a recipe, --model and --endpoint.",
+            "Remove them, or remove --run.",
         )
     if args.run is None and not args.recipe:
         raise UserError("Name a recipe, or a run with --run.", "`ludus recipes` lists the recipes.")
     if args.endpoint and not args.model:
-        raise UserError("--endpoint needs --model: the name that the server knows it by.", "Add it.")
+        raise UserError("--endpoint needs --model, the name of the model on the server.", "Add it.")
     if args.api_key_file and not args.endpoint:
-        raise UserError("--api-key-file goes with --endpoint.", "Add --endpoint, or leave it out.")
+        raise UserError("--api-key-file needs --endpoint.", "Add --endpoint, or remove it.")
 
 
-def job_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
-    """The configuration of the run or the recipe, with the command line laid over it."""
+def evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
+    """Return the configuration of the run or recipe, overridden by the command line."""
     from ludus.training.run.run_dir import RunFolder
 
     if args.run is not None:
@@ -98,14 +97,13 @@ def job_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     if not config.evaluation.splits or not config.evaluation.temperatures:
         raise ConfigError(
             "There is nothing to evaluate: evaluation.splits or evaluation.temperatures is empty.",
-            "Write for example --evaluation.splits '[\"test\"]'.",
+            "Set them, for example --evaluation.splits '[\"test\"]'.",
         )
     return config
 
 
 def check_world(config: Config, baseline: str | None) -> World:
-    """The world. Raises UserError for a baseline that the world does not have, and an empty split; as
-    `check_sandbox` where its sandbox does not answer."""
+    """Return the world. Raises UserError for an unsupported baseline, an empty split or an unusable sandbox."""
     from ludus.envs.registry import build_world, check_sandbox
     from ludus.evaluation.evaluate import check_split
 
@@ -114,89 +112,88 @@ def check_world(config: Config, baseline: str | None) -> World:
         check_split(world, split)
         if baseline and world.environment(world.tasks(split)[0]).tools:
             raise UserError(
-                f"The world {world.name!r} keeps its tools with env.settings.access = {baseline!r}.",
-                "--baseline is for worlds with that setting, as `search` is.",
+                f"The world {world.name!r} has tools despite env.settings.access = {baseline!r}.",
+                "--baseline is for worlds with that setting, such as `search`.",
             )
     check_sandbox(config.sandbox, world)
     return world
 
 
-def read_key(path: Path) -> str:
-    """The key in a file, without the newline at its end. Raises UserError where there is none."""
+def read_api_key(path: Path) -> str:
+    """Return the API key in a file. Raises UserError if it cannot be read or is empty."""
     try:
         key = path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"The key cannot be read from {path}: {error}.", "Check --api-key-file.") from error
+        raise UserError(f"The API key cannot be read from {path}: {error}.", "Check --api-key-file.") from error
     if not key:
-        raise UserError(f"The file {path} is empty.", "It should hold the API key.")
+        raise UserError(f"The file {path} is empty.", "It must contain the API key.")
     return key
 
 
 async def _evaluate(
     args: argparse.Namespace, config: Config, world: World, console: Console
 ) -> tuple[list[EvaluatedEpisodes], list[SavedEvaluation]]:
-    """Play all plans and keep each as it ends."""
-    from ludus.cli.commands.save_evaluation import keep
+    """Run all evaluations, and save each when it ends."""
     from ludus.cli.ui.tables import EvaluatedEpisodes
-    from ludus.cli.ui.terminal import say
+    from ludus.cli.ui.terminal import print_line
     from ludus.envs.registry import closing
-    from ludus.evaluation.evaluate import plans
+    from ludus.evaluation.evaluate import plans, save_or_compare
 
     label = f"baseline-{args.baseline}" if args.baseline else ""
-    played, kept = [], []
-    player = await make_player(args, config, world)
+    played, saved = [], []
+    backend = await make_backend(args, config, world)
     try:
         folder = result_folder(args, config)
-        say(console, what_is_measured(args, config, player))
-        async with leaving_no_empty(folder, args.run), closing(world):
-            for plan in plans(config, player.step, policy_name(args)):
-                result, episodes = await play(player, plan, console)
-                result = replace(result, notices=player.notices)
-                kept.append(keep(folder.evaluations, result, episodes, label))
+        print_line(console, headline(args, config, backend))
+        async with removing_empty_folder(folder, args.run), closing(world):
+            for plan in plans(config, backend.step, policy_name(args)):
+                result, episodes = await play(backend, plan, console)
+                result = replace(result, notices=backend.notices)
+                saved.append(save_or_compare(folder.evaluations, result, episodes, label))
                 played.append(EvaluatedEpisodes(result, [episode.trajectory for episode in episodes]))
     finally:
-        await player.close()
-    return played, kept
+        await backend.close()
+    return played, saved
 
 
 @asynccontextmanager
-async def leaving_no_empty(folder: RunFolder, run: Path | None) -> AsyncIterator[None]:
-    """An evaluation that fails before it has a result leaves no folder of its own."""
+async def removing_empty_folder(folder: RunFolder, run: Path | None) -> AsyncIterator[None]:
+    """Remove a new result folder if the evaluation fails before its first result."""
     from ludus.training.run.run_dir import forget_unbegun
 
     try:
         yield
     except LudusError as error:
         if folder.path != run and forget_unbegun(folder):
-            error.hint = f"{error.hint}\nNothing was played to its end: the folder {folder.path} is removed."
+            error.hint = f"{error.hint}\nThere is no result: the folder {folder.path} was removed."
         raise
 
 
-def what_is_measured(args: argparse.Namespace, config: Config, player: EvalBackend) -> str:
-    """Who plays, on which tasks of which splits, and how actions are sampled, on one line."""
-    from ludus.cli.ui.tables import sampling
+def headline(args: argparse.Namespace, config: Config, backend: EvalBackend) -> str:
+    """Describe model, tasks and sampling on one line."""
+    from ludus.cli.ui.tables import temperature_words
 
-    who = f"step {player.step} of {args.run}" if args.run is not None else policy_name(args)
+    who = f"step {backend.step} of {args.run}" if args.run is not None else policy_name(args)
     if args.run is not None and args.baseline:
         who += f", baseline {args.baseline}"
     settings = config.evaluation
-    how = " and ".join(sampling(temperature) for temperature in settings.temperatures)
+    how = " and ".join(temperature_words(temperature) for temperature in settings.temperatures)
     return (
-        f"Evaluating {who} in the world {player.world.name}: split {', '.join(settings.splits)}; "
-        f"{settings.tasks} tasks a split, {settings.samples} attempts a task; {how}."
+        f"Evaluating {who} in the world {backend.world.name}: split {', '.join(settings.splits)}; "
+        f"{settings.tasks} tasks per split, {settings.samples} attempts per task; {how}."
     )
 
 
-async def make_player(args: argparse.Namespace, config: Config, world: World) -> EvalBackend:
-    """Whoever the arguments name."""
-    from ludus.cli.commands.eval_backends import EngineBackend, endpoint_player
+async def make_backend(args: argparse.Namespace, config: Config, world: World) -> EvalBackend:
+    """Return the backend that the arguments name."""
+    from ludus.cli.commands.eval_backends import EngineBackend, endpoint_backend
     from ludus.rollout.openai_client import OpenAIClientSettings
     from ludus.training.run.run_dir import RunFolder
 
     if args.endpoint:
-        key = read_key(args.api_key_file) if args.api_key_file else ""
+        key = read_api_key(args.api_key_file) if args.api_key_file else ""
         settings = OpenAIClientSettings(args.endpoint, args.model, key, concurrency=config.rollout.concurrency)
-        return endpoint_player(config, world, settings)
+        return endpoint_backend(config, world, settings)
     from ludus.cli.ui.load_run import open_weights
 
     run = RunFolder(args.run) if args.run is not None else None
@@ -204,7 +201,7 @@ async def make_player(args: argparse.Namespace, config: Config, world: World) ->
 
 
 def policy_name(args: argparse.Namespace) -> str:
-    """Who plays, for the record; empty for the weights of a run whose results go into its own folder."""
+    """Return the model's name for the record; empty for the weights of a run if the results go into its folder."""
     if args.endpoint:
         name = f"{args.model} at {args.endpoint}"
     elif args.run is not None:
@@ -215,7 +212,7 @@ def policy_name(args: argparse.Namespace) -> str:
 
 
 def result_folder(args: argparse.Namespace, config: Config) -> RunFolder:
-    """Where results go: the run's own folder, one that earlier results lie in, or a new one."""
+    """Return the folder for results: the run's own, an existing result folder, or a new one."""
     from ludus.training.run.run_dir import RunFolder, new_run
 
     if args.run is not None and not args.out:
@@ -227,30 +224,30 @@ def result_folder(args: argparse.Namespace, config: Config) -> RunFolder:
     return new_run(config.model_copy(update={"run": settings}), "eval", "eval")
 
 
-async def play(player: EvalBackend, plan: EvaluationPlan, console: Console) -> tuple[Evaluation, list[Episode]]:
-    """One evaluation under a progress bar."""
-    from ludus.cli.ui.tables import how_sampled
-    from ludus.cli.ui.terminal import bars, say
+async def play(backend: EvalBackend, plan: EvaluationPlan, console: Console) -> tuple[Evaluation, list[Episode]]:
+    """Run one evaluation with a progress bar."""
+    from ludus.cli.ui.tables import sampling_words
+    from ludus.cli.ui.terminal import bars, print_line
     from ludus.evaluation.evaluate import evaluate, short_split
     from ludus.rollout.build import SamplingPlan
 
-    scheduler = player.scheduler(SamplingPlan("evaluate", plan.temperature, plan.seed))
+    scheduler = backend.scheduler(SamplingPlan("evaluate", plan.temperature, plan.seed))
     with bars(console) as progress:
-        name = f"episodes of {plan.split}, {how_sampled(plan)}"
-        tasks = player.world.tasks(plan.split)
-        if said := short_split(player.world, plan.split, plan.num_tasks):
-            say(console, said)
+        name = f"episodes of {plan.split}, {sampling_words(plan)}"
+        tasks = backend.world.tasks(plan.split)
+        if warning := short_split(backend.world, plan.split, plan.num_tasks):
+            print_line(console, warning)
         task = progress.add_task(name, total=plan.episodes_of(tasks), numbers="")
         return await evaluate(scheduler, tasks, plan, lambda _: progress.advance(task))
 
 
-def verdict(kept: SavedEvaluation, reproducible: bool) -> str:
-    """What became of the results, in a sentence."""
-    name = kept.path.stem
-    if kept.verdict == "new":
+def verdict_line(saved: SavedEvaluation, reproducible: bool) -> str:
+    """Describe in a sentence how the results were saved."""
+    name = saved.path.stem
+    if saved.verdict == "new":
         return f"{name}: saved."
-    if kept.verdict == "same":
-        return f"{name}: reproduces the evaluation that was there, bit for bit."
-    why = "" if reproducible else " (rollout.reproducible is off, or an endpoint played)"
-    earlier = kept.earlier.stem if kept.earlier else ""
-    return f"{name}: does not reproduce {earlier}: {kept.note}{why}."
+    if saved.verdict == "same":
+        return f"{name}: reproduces the existing evaluation, bit for bit."
+    why = "" if reproducible else " (rollout.reproducible is off, or an endpoint was used)"
+    earlier = saved.earlier.stem if saved.earlier else ""
+    return f"{name}: does not reproduce {earlier}: {saved.note}{why}."

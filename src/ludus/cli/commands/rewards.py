@@ -1,105 +1,368 @@
-"""Score saved rollouts again under another reward configuration, or find rewards of turns in them.
+"""Score saved rollouts again, or derive turn rewards from them.
 
-    ludus rewards replay runs/search-1 --config other.toml      all training steps
+    ludus rewards replay runs/search-1                          with the world and the settings of the run
+    ludus rewards replay runs/search-1 --config other.toml      under another reward configuration
     ludus rewards replay runs/search-1 --rewards.aggregation gated --step 10
-    ludus rewards replay runs/search-1 --config other.toml --evaluations
-    ludus rewards calibrate runs/search-1                      rewards of turns, for --rewards.turns
+    ludus rewards replay runs/search-1 --env.name other_world.py --failed
+    ludus rewards calibrate runs/search-1                       find values for --rewards.turns
 
-The section `rewards` of FILE takes the place of the run's, and so does its section `env` where it has one;
-its other sections are not read. Settings on the command line go on top. Nothing is written. Evaluations never
-go through the section `rewards`: with them only the world's own rewards can change.
+`replay` uses the sections `rewards` and `env` of FILE instead of the run's; other sections of FILE are ignored, and
+settings on the command line take precedence. Nothing is written. The section `rewards` applies only to rollouts of
+training steps, step by step as in training; evaluations use the world's own rewards.
 
-`calibrate` compares what happened in the turns of the saved attempts with their success. What tells the two
-apart gets a reward, positive or negative; the turns of an attempt together stay below the outcome. A reward
-that the advantage would turn against its sign is removed, and the others are measured again.
+`calibrate` correlates events in the turns of the saved rollouts with success. Events that separate success from
+failure get a positive or negative reward; the rewards of all turns of a rollout together stay below the outcome.
+Rewards whose advantage would have the opposite sign are removed, and the others are measured again.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.table import Table
+
 from ludus.cli.arguments import check_run
-from ludus.cli.commands.show import files_of, print_replay
+from ludus.cli.commands.show import add_record_filters, find_rollouts, record_filter
+from ludus.cli.ui.terminal import make_console, print_line
 from ludus.config.load import config_from_toml, load_config
 from ludus.config.schema import Config
 from ludus.config.toml import to_toml
+from ludus.envs.base import World
+from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, UserError
+from ludus.rewards.base import Reward, success
+from ludus.rewards.presets import training_parts
+from ludus.rewards.registry import judges_more
+from ludus.rollout.reward_executor import ProcessRewardExecutor
+from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
+from ludus.rollout.trees import of_each_path
+from ludus.types import Task, Trajectory
 
 if TYPE_CHECKING:
+    from ludus.training.collection.reward_mixing import RewardMixer
     from ludus.training.run.run_dir import RunFolder
-
-SHOWN = 10
-"""Rollouts that are printed without --episodes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments."""
+    """Add the arguments of the command; settings follow as --section.key value."""
     parser.add_argument("action", choices=("replay", "calibrate"), help="what to do")
     parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument("--config", metavar="FILE", type=Path, help="another reward configuration (TOML)")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, help="only rollouts of this training step")
+    which.add_argument("--step", type=int, metavar="N", help="only rollouts of this training step")
     which.add_argument("--evaluation", metavar="NAME", help="rollouts of this evaluation instead")
     which.add_argument("--evaluations", action="store_true", help="rollouts of all evaluations instead")
-    parser.add_argument("--threshold", type=float, default=0.1, help="calibrate: correlations up to this count as none")
-    parser.add_argument("--episodes", metavar="N", type=int, default=SHOWN, help="changes to print, largest first")
+    add_record_filters(parser)
+    parser.add_argument(
+        "--threshold", type=float, default=0.1, metavar="R", help="calibrate: smallest correlation that counts (0.1)"
+    )
+    parser.add_argument("--episodes", metavar="N", type=int, default=10, help="changed rollouts to print (10)")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print what changes."""
-    from ludus.cli.rescore import rescore
+    """Print the replayed rewards or the calibrated ones."""
     from ludus.training.run.run_dir import RunFolder
 
     if args.episodes < 0:
         raise UserError(f"--episodes is {args.episodes}.", "Give 0 or more.")
+    folder = RunFolder(args.run)
     if args.action == "calibrate":
         if args.config is not None or overrides:
-            raise UserError("`ludus rewards calibrate` takes no settings.", "It reads those of the run.")
+            raise UserError("`ludus rewards calibrate` takes no settings.", "It uses those of the run.")
         from ludus.cli.commands.calibrate import print_calibration
-        from ludus.cli.ui.terminal import make_console
 
-        folder = RunFolder(args.run)
         check_run(folder)
-        saved, files = load_config(folder.config), chosen_files(args, folder)
-        print_calibration(make_console(), saved, files, args.threshold)
+        print_calibration(make_console(), load_config(folder.config), chosen_files(args, folder), args.threshold)
         return 0
-    if args.config is None and not overrides:
-        raise UserError(
-            "There is nothing to compare with.", "Give --config FILE or a setting, such as --rewards.aggregation gated."
-        )
-    folder = RunFolder(args.run)
     check_run(folder)
     saved = load_config(folder.config)
     config = other_config(saved, args.config, overrides)
-    replay = rescore(saved, config, chosen_files(args, folder), lambda _: True)
-    print_replay(replay, args.episodes, by_place=True)
+    print_replay(rescore(saved, config, chosen_files(args, folder), record_filter(args, config)), args.episodes)
     return 0
 
 
 def other_config(saved: Config, file: Path | None, overrides: Sequence[str]) -> Config:
-    """The run's configuration with the sections `rewards` and, where it has one, `env` of a file.
+    """Return the run's configuration with the sections `rewards` and, if present, `env` of a file.
 
-    Raises ConfigError for a file with neither and for settings that are wrong.
+    Raises ConfigError for a file with neither section and for invalid settings.
     """
     if file is not None:
         given = load_config(file)
         found = {name for name in ("rewards", "env") if name in given.model_fields_set}
         if not found:
-            raise ConfigError(f"{file} has no section rewards and no section env.", "Write [rewards] into it.")
+            raise ConfigError(f"{file} has no section rewards and no section env.", "Add a table [rewards].")
         sections = {"rewards": given.rewards} | ({"env": given.env} if "env" in found else {})
         saved = saved.model_copy(update=sections)
     return config_from_toml(to_toml(saved), "the run, the file and the command line", overrides)
 
 
 def chosen_files(args: argparse.Namespace, folder: RunFolder) -> list[Path]:
-    """The files to read, oldest first. Raises UserError where there are none."""
-    if not args.evaluations:
-        files = files_of(folder, args.step, args.evaluation)
-    else:
+    """Return the rollout files to read, oldest first. Raises UserError if there are none."""
+    if args.evaluations:
         files = sorted(folder.evaluations.glob("*.jsonl.gz"))
+    else:
+        files = find_rollouts(folder, args.step, args.evaluation)
     if not files:
         raise UserError("The run has no saved rollouts of this kind.", "run.save_rollouts may be off.")
     return files
+
+
+@dataclass(frozen=True, slots=True)
+class Rescored:
+    """A stored rollout, the name of its file, and its trajectory with recomputed rewards."""
+
+    file: str
+    record: RolloutRecord
+    now: Trajectory
+    was_solved: bool
+    is_solved: bool
+
+    @property
+    def changed(self) -> bool:
+        """Whether the reward differs."""
+        return self.record.trajectory.reward != self.now.reward
+
+    @property
+    def parts_changed(self) -> bool:
+        """Whether a part differs, is new or is missing."""
+        return dict(self.record.trajectory.rewards) != dict(self.now.rewards)
+
+    @property
+    def distance(self) -> float:
+        """Absolute difference of the reward."""
+        return abs(self.now.reward - self.record.trajectory.reward)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The rescored rollouts, the number of failed ones, and the ids of tasks that the world does not have."""
+
+    rescored: Sequence[Rescored]
+    num_failed: int
+    unknown: Sequence[str]
+
+
+def rescore(saved: Config, config: Config, files: Sequence[Path], wanted: Callable[[RolloutRecord], bool]) -> Replay:
+    """Score rollouts again with the world and the section `rewards` of `config`.
+
+    `saved` is the configuration that they were sampled with. With `rewards.normalise_by` all earlier steps are scored
+    as well, to reproduce the running statistics. Saved rollouts have no timings. Raises WorldError if a reward
+    function raises, UserError for incompatible settings.
+    """
+    world = build_world(config.env, config.rollout, config.sandbox)
+    combiner = _combiner(config, world)
+    before = training_parts(saved.rewards.preset, build_world(saved.env, saved.rollout).rewards)
+    read = {file: list(read_rollouts(file)) for file in _with_earlier(files, config)}
+    tasks = find_tasks(world, {record.group for records in read.values() for record in records})
+    scores = asyncio.run(_scores(config, world, tasks, read))
+    rescored: list[Rescored] = []
+    chosen: list[RolloutRecord] = []
+    for file, records in read.items():
+        known, scored = _known_records(records, tasks), scores[file]
+        trains = combiner is not None and _is_of_a_step(file)
+        if combiner is not None and trains:
+            scored = _combined(combiner, tasks, known, scored)
+        if file not in files:
+            continue
+        after = training_parts(config.rewards.preset if trains else None, world.rewards)
+        chosen += filter(wanted, records)
+        rescored += [
+            _compared(file, record, now, before, after)
+            for record, now in zip(known, scored, strict=True)
+            if wanted(record)
+        ]
+    finished = [record for record in chosen if record.trajectory.failure is None]
+    unknown = {record.group for record in finished} - tasks.keys()
+    return Replay(rescored, len(chosen) - len(finished), sorted(unknown))
+
+
+def _with_earlier(files: Sequence[Path], config: Config) -> Sequence[Path]:
+    """Return the files, preceded by those of earlier steps if reward statistics run across steps."""
+    scale = config.rewards
+    carried = scale.normalise_by is not None and scale.normalise_over == "run"
+    if not carried or not files or not _is_of_a_step(files[0]):
+        return files
+    return [file for file in sorted(files[0].parent.glob("step-*.jsonl.gz")) if file <= files[-1]]
+
+
+def _is_of_a_step(file: Path) -> bool:
+    return file.parent.name == "rollouts"
+
+
+def find_tasks(world: World, ids: set[str]) -> dict[str, Task]:
+    """Return tasks by id, reading as few splits as possible."""
+    found: dict[str, Task] = {}
+    for split in world.splits:
+        if ids <= found.keys():
+            break
+        found |= {task.id: task for task in world.tasks(split) if task.id in ids}
+    return found
+
+
+def _combiner(config: Config, world: World) -> RewardMixer | None:
+    if config.rewards.is_default:
+        return None
+    from ludus.algorithms.spec.resolve import resolve
+    from ludus.training.collection.reward_mixing import check_reward_settings, combiner_of, reads_turns
+
+    check_reward_settings(config, world)
+    return combiner_of(config, world, reads_turns(resolve(config.algorithm)))
+
+
+def _combined(
+    combiner: RewardMixer, tasks: dict[str, Task], records: Sequence[RolloutRecord], scored: Sequence[Trajectory]
+) -> list[Trajectory]:
+    """Return the trajectories of one file with rewards combined as in training, in the order of the records."""
+    from ludus.rollout.scheduler import Episode
+
+    found: dict[int, Trajectory] = {}
+    steps = sorted(range(len(records)), key=lambda i: records[i].step)
+    for step, members in groupby(steps, key=lambda i: records[i].step):
+        groups: dict[str, list[int]] = {}
+        for i in members:
+            groups.setdefault(records[i].group, []).append(i)
+        episodes = [
+            [Episode(records[i].key, tasks[records[i].group], scored[i]) for i in places] for places in groups.values()
+        ]
+        combined = combiner.over_batch(list(chain(*combiner.combine(step, episodes))))
+        for i, episode in zip(chain(*groups.values()), combined, strict=True):
+            found[i] = episode.trajectory
+    return [found[i] for i in range(len(records))]
+
+
+def _compared(
+    file: Path, record: RolloutRecord, now: Trajectory, before: Sequence[Reward], after: Sequence[Reward]
+) -> Rescored:
+    was_solved = success(_known(before, record.trajectory), record.trajectory)
+    return Rescored(file.name.removesuffix(".jsonl.gz"), record, now, was_solved, success(after, now))
+
+
+def _known(parts: Sequence[Reward], trajectory: Trajectory) -> Sequence[Reward]:
+    """Return the parts that were recorded, or all if no outcome was (evaluations have no preset parts)."""
+    known = [part for part in parts if part.name in trajectory.rewards]
+    return known if any(part.outcome for part in known) else parts
+
+
+def _known_records(records: Sequence[RolloutRecord], tasks: dict[str, Task]) -> list[RolloutRecord]:
+    return [r for r in records if r.trajectory.failure is None and r.group in tasks]
+
+
+async def _scores(
+    config: Config, world: World, tasks: dict[str, Task], read: Mapping[Path, Sequence[RolloutRecord]]
+) -> dict[Path, list[Trajectory]]:
+    """Return the known rollouts of each file with the rewards of the world and, for training steps, added parts."""
+    scoring, adds = ProcessRewardExecutor.of(config), judges_more(config.rewards)
+
+    async def one(record: RolloutRecord, trains: bool) -> Trajectory:
+        task = tasks[record.group]
+
+        async def path(trajectory: Trajectory) -> Trajectory:
+            blank = replace(trajectory, rewards={}, reward=0.0)
+            found = await scoring.scored(world, None, task, blank)
+            return await scoring.with_added(world, task, found) if trains else found
+
+        return await of_each_path(record.trajectory, path)
+
+    found = {}
+    for file, records in read.items():
+        trains = adds and _is_of_a_step(file)
+        found[file] = await asyncio.gather(*(one(r, trains) for r in _known_records(records, tasks)))
+    return found
+
+
+def print_replay(replay: Replay, num: int) -> None:
+    """Print what a replay changed, with the `num` largest changes."""
+    console = make_console()
+    for text in summary(replay):
+        print_line(console, text)
+    if replay.rescored:
+        console.print(parts_table(replay))
+        console.print(files_table(replay))
+    if num > 0 and any(one.changed for one in replay.rescored):
+        console.print(changes_table(replay, num))
+
+
+def summary(replay: Replay) -> list[str]:
+    """Describe the result in sentences."""
+    changed = sum(one.changed for one in replay.rescored)
+    parts = sum(one.parts_changed and not one.changed for one in replay.rescored)
+    counts = [f"{changed} have another reward now"] if changed or parts else []
+    counts += [f"{parts} more have other parts and the same reward"] if parts else []
+    what = ", ".join(counts) or "all rewards are unchanged, bit for bit"
+    words = [f"{len(replay.rescored)} rollouts scored again: {what}."]
+    lost = sum(one.was_solved and not one.is_solved for one in replay.rescored)
+    won = sum(one.is_solved and not one.was_solved for one in replay.rescored)
+    if lost or won:
+        words.append(f"Success changed in {lost + won}: {won} succeed now that failed, {lost} fail now that succeeded.")
+    if replay.num_failed:
+        words.append(f"{replay.num_failed} more failed in the infrastructure and have no rewards.")
+    if replay.unknown:
+        words.append(f"{len(replay.unknown)} tasks are no longer in the world, for example {replay.unknown[0]}.")
+    return words
+
+
+def parts_table(replay: Replay) -> Table:
+    """Return a table with the mean of the reward and of each part, before and now, and the number of changes.
+
+    A part that is new or missing has changed. A missing part counts as 0 in the mean, as it does in the sum.
+    """
+    columns = ("part", "mean as saved", "mean now", "changed rollouts")
+    table = Table(*columns, title="Rewards as saved and as scored now")
+    names = dict.fromkeys(
+        name for one in replay.rescored for name in (*one.record.trajectory.rewards, *one.now.rewards)
+    )
+    for name in names:
+        pairs = [(o.record.trajectory.rewards.get(name), o.now.rewards.get(name)) for o in replay.rescored]
+        table.add_row(name, *_means(pairs), str(sum(a != b for a, b in pairs)))
+    totals = [(one.record.trajectory.reward, one.now.reward) for one in replay.rescored]
+    table.add_row("reward", *_means(totals), str(sum(a != b for a, b in totals)))
+    return table
+
+
+def _means(pairs: Sequence[tuple[float | None, float | None]]) -> list[str]:
+    columns = list(zip(*pairs, strict=True))
+    return [
+        "none" if all(v is None for v in column) else f"{_mean(v or 0.0 for v in column):.4f}" for column in columns
+    ]
+
+
+def files_table(replay: Replay) -> Table:
+    """Return a table of reward and success, before and now, by step or evaluation and by split."""
+    columns = ("split", "rollouts", "reward as saved", "reward now", "success as saved", "now", "success changed")
+    table = Table("file", *columns, title="By step or evaluation")
+    for (file, split), members in groupby(replay.rescored, key=lambda one: (one.file, _split(one))):
+        found = list(members)
+        rewards = (_mean(one.record.trajectory.reward for one in found), _mean(one.now.reward for one in found))
+        solved = (_mean(one.was_solved for one in found), _mean(one.is_solved for one in found))
+        changed = sum(one.was_solved != one.is_solved for one in found)
+        numbers = (f"{number:.4f}" for number in (*rewards, *solved))
+        table.add_row(file, split, str(len(found)), *numbers, str(changed))
+    return table
+
+
+def _split(one: Rescored) -> str:
+    return one.now.tags.get("split", "")
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def changes_table(replay: Replay, num: int) -> Table:
+    """Return a table of the `num` rollouts whose reward changed most."""
+    columns = ("step", "task", "sample", "answer", "reward as saved", "reward now")
+    table = Table(*columns, title="Largest changes of the reward")
+    changed = sorted((one for one in replay.rescored if one.changed), key=lambda one: -one.distance)
+    for one in changed[:num]:
+        record = one.record
+        answer = one.now.answer if len(one.now.answer) <= 80 else f"{one.now.answer[:77]}..."
+        row = (str(record.step), record.group, str(record.trajectory.sample), answer)
+        table.add_row(*row, f"{record.trajectory.reward:g}", f"{one.now.reward:g}")
+    return table

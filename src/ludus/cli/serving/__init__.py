@@ -1,1 +1,1 @@
-"""Commands that serve or talk to a checkpoint."""
+"""Commands that serve a checkpoint or chat with it."""

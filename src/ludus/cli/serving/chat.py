@@ -1,11 +1,11 @@
-"""Talk to a checkpoint with its tools, and see what it thinks, calls and is told.
+"""Chat with a checkpoint that uses its tools, and see its reasoning, tool calls and tool results.
 
-RUN_OR_MODEL is a run folder (its newest checkpoint, in the run's own world), a model folder or a model's
-name; for a model, --world names the recipe or world it acts in. Settings follow as --section.key value, for
-example --rollout.max_turns 10. Type a question; follow-up questions go on with the same dialogue.
+RUN_OR_MODEL is a run folder (its newest checkpoint, in the run's own world), a model folder or a model name; for a
+model, --world names the recipe or world. Settings follow as --section.key value, for example --rollout.max_turns 10.
+Follow-up questions continue the dialogue.
 
-    /new    begin a new dialogue
-    /quit   end (as an empty line does)
+    /new    start a new dialogue
+    /quit   quit (or enter an empty line)
 """
 
 from __future__ import annotations
@@ -13,23 +13,34 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from rich.console import Console
 
 from ludus.cli.arguments import model_settings, policy_config
+from ludus.cli.ui.terminal import make_console, print_line
+from ludus.cli.ui.transcripts import calls, outcome_text
 from ludus.config.load import load_config
 from ludus.config.schema import Config
-from ludus.errors import UserError
+from ludus.envs.base import Environment
+from ludus.envs.registry import closing
+from ludus.envs.toolbox import describe_error
+from ludus.errors import LudusError, UserError, WorldError
+from ludus.rollout.build import sampling_params
+from ludus.rollout.chat_session import EngineChatSession
+from ludus.types import Action, Message, StopReason, Task
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ludus.cli.serving.chat_repl import ChatRepl
-    from ludus.envs.base import World
+    from ludus.cli.ui.load_run import LoadedRun
     from ludus.training.run.run_dir import RunFolder
 
-STYLES = {
+Result = TypeVar("Result")
+PartKind = Literal["thinking", "call", "malformed call", "tool", "answer", "text", "end"]
+DEFAULT_WORLD = "search"
+STYLES: dict[PartKind, str] = {
     "thinking": "dim italic",
     "call": "bold cyan",
     "malformed call": "red",
@@ -38,23 +49,27 @@ STYLES = {
     "text": "cyan",
     "end": "magenta",
 }
-DEFAULT_WORLD = "search"
+_ENDS = {
+    StopReason.PROMPT_TOO_LONG: "The question does not fit into the model's context.",
+    StopReason.MAX_TOKENS: "The dialogue is full (rollout.max_seq_len).",
+    StopReason.TRUNCATED: "The model was cut off (rollout.max_tokens_per_turn).",
+    StopReason.MAX_TURNS: "No answer within rollout.max_turns turns.",
+    StopReason.EMPTY_ANSWER: "The model returned an empty answer.",
+}
+_FINAL = (StopReason.PROMPT_TOO_LONG, StopReason.MAX_TOKENS, StopReason.TRUNCATED)
+"""After these the dialogue cannot be continued."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments; settings follow as --section.key value."""
-    parser.add_argument("target", metavar="RUN_OR_MODEL", help="a run folder, a model folder or a model's name")
-    parser.add_argument(
-        "--world", metavar="RECIPE", help=f"a recipe, or a world's .py file (of a model: {DEFAULT_WORLD})"
-    )
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    """Add the arguments of the command; settings follow as --section.key value."""
+    parser.add_argument("target", metavar="RUN_OR_MODEL", help="a run folder, a model folder or a model name")
+    parser.add_argument("--world", metavar="RECIPE", help=f"a recipe or a .py file (for a model: {DEFAULT_WORLD})")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Talk until the input ends."""
-    from ludus.cli.serving.chat_repl import ChatRepl
+    """Chat until the input ends."""
     from ludus.cli.ui.load_run import open_weights
-    from ludus.cli.ui.terminal import make_console, say
 
     if not 0 <= args.temperature < float("inf"):
         raise UserError(f"--temperature is {args.temperature:g}.", "Give 0 (greedy) or a number above it.")
@@ -64,23 +79,24 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         opened = runner.run(open_weights(config, folder))
         try:
             where = f"step {opened.step} of {args.target}" if folder else args.target
-            say(console, f"{where}, in the world {opened.session.world.name}. /new begins anew, /quit ends.")
-            talk(ChatRepl(opened, args.temperature), console, runner)
+            print_line(console, f"{where}, in the world {opened.session.world.name}. /new starts over, /quit quits.")
+            chat(ChatRepl(opened, args.temperature), console, runner)
         finally:
-            runner.run(opened.engine.close())
-            runner.run(_give_back(opened.session.world))
+            runner.run(_close(opened))
     return 0
 
 
-async def _give_back(world: World) -> None:
-    from ludus.envs.registry import closing
-
-    async with closing(world):
+async def _close(opened: LoadedRun) -> None:
+    await opened.engine.close()
+    async with closing(opened.session.world):
         return
 
 
 def target_config(target: str, world: str | None, overrides: Sequence[str]) -> tuple[RunFolder | None, Config]:
-    """The run that `target` is, if it is one, and the configuration. Raises UserError for a missing path."""
+    """Return the run folder that `target` names, if it is one, and the configuration.
+
+    Raises UserError for a path that does not exist.
+    """
     from ludus.training.run.run_dir import RunFolder
 
     path = Path(target)
@@ -97,43 +113,165 @@ def target_config(target: str, world: str | None, overrides: Sequence[str]) -> t
 
 
 def _is_path(target: str) -> bool:
-    """Whether this can only be meant as a path: a model's name is NAME or OWNER/NAME."""
+    """Return whether this can only be a path: a model name is NAME or OWNER/NAME."""
     owner, slash, name = target.partition("/")
     return target.startswith((".", "/", "~")) or "/" in name or (bool(slash) and Path(owner).is_dir())
 
 
-def talk(dialogue: ChatRepl, console: Console, runner: asyncio.Runner) -> None:
-    """Questions and answers until an empty line, /quit or the end of the input."""
-    from ludus.cli.serving.chat_repl import ReplyPart
-    from ludus.cli.ui.terminal import say
+def chat(repl: ChatRepl, console: Console, runner: asyncio.Runner) -> None:
+    """Answer questions until an empty line, /quit or the end of the input."""
 
     def show(part: ReplyPart) -> None:
-        say(console, f"[{part.kind}] {part.text}", STYLES[part.kind])
+        print_line(console, f"[{part.kind}] {part.text}", STYLES[part.kind])
 
-    echo = not sys.stdin.isatty()
-    for question in iter(reader(), ""):
+    interactive = sys.stdin.isatty()
+    for question in iter(_typed_line if interactive else lambda: sys.stdin.readline().strip(), ""):
         if question == "/quit":
             return
         if question == "/new":
-            dialogue.restart()
-            say(console, "A new dialogue.", STYLES["end"])
+            repl.restart()
+            print_line(console, "A new dialogue.", STYLES["end"])
             continue
-        if dialogue.is_new:
+        if repl.is_new:
             console.rule("new dialogue")
-        if echo:
-            say(console, f"[you] {question}")
-        runner.run(dialogue.ask(question, show))
+        if not interactive:
+            print_line(console, f"[you] {question}")
+        runner.run(repl.ask(question, show))
 
 
-def reader() -> Callable[[], str]:
-    """What reads the next line, stripped; empty at the end of the input."""
-    if sys.stdin.isatty():
-        return _typed
-    return lambda: sys.stdin.readline().strip()
-
-
-def _typed() -> str:
+def _typed_line() -> str:
     try:
         return input("you> ").strip()
     except EOFError:
         return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyPart:
+    """A part of a reply to show."""
+
+    kind: PartKind
+    text: str
+
+
+OnPart = Callable[[ReplyPart], None]
+
+
+@dataclass
+class ChatRepl:
+    """Dialogues with one engine, one after another; `temperature` 0 is greedy.
+
+    Accepts one question at a time and passes the model's turns and the tools' results to `on_part` as they happen, for
+    at most `rollout.max_turns` turns per question. The exact tokens are kept from question to question, as in an
+    episode. If the context is full or an action was cut off, the next question starts a new dialogue.
+    """
+
+    opened: LoadedRun
+    temperature: float
+    _number: int = field(init=False, default=0)
+    _session: EngineChatSession | None = field(init=False, default=None)
+    _unseen: list[Message] = field(init=False, default_factory=list)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the next question starts a dialogue."""
+        return self._session is None
+
+    def restart(self) -> None:
+        """Drop the dialogue; the next question starts another."""
+        if self._session is not None:
+            self._session.close()
+        self._session = None
+        self._unseen = []
+
+    async def ask(self, question: str, on_part: OnPart) -> None:
+        """Run turns until the answer. Raises EngineError and WorldError as an episode does."""
+        world = self.opened.session.world
+        task = Task("chat", tuple(world.opening(question)), None)
+        environment = world.environment(task)
+        try:
+            messages = await _in_world("start", environment.start(task))
+            session = self._session or self._new_session()
+            stop = self._show(session, messages, environment)
+            stop = stop or await self._play(session, environment, on_part)
+        finally:
+            await _in_world("close", environment.close())
+        if stop is not StopReason.ANSWERED:
+            on_part(ReplyPart("end", _ENDS[stop]))
+        if stop in _FINAL:
+            self.restart()
+
+    def _show(
+        self, session: EngineChatSession, messages: Sequence[Message], environment: Environment
+    ) -> StopReason | None:
+        """Show a question: the whole opening in a new dialogue, otherwise only the user's messages."""
+        if self._session is None:
+            self._session = session
+            return session.open(messages, environment.tools)
+        shown = [message for message in messages if message["role"] != "system"]
+        unseen, self._unseen = self._unseen, []
+        return session.observe([*unseen, *shown])
+
+    def _new_session(self) -> EngineChatSession:
+        self._number += 1
+        session = self.opened.session
+        rollout = session.config.rollout
+        return EngineChatSession(
+            engine=self.opened.engine,
+            renderer=session.renderer,
+            params=sampling_params(rollout, self.temperature),
+            max_tokens=rollout.max_seq_len,
+            episode=f"chat/{self._number}",
+            seed=session.config.run.seed + self._number,
+        )
+
+    async def _play(self, session: EngineChatSession, environment: Environment, on_part: OnPart) -> StopReason:
+        """Alternate turns of the model and results of the tools."""
+        turns = self.opened.session.config.rollout.max_turns
+        for turn in range(1, turns + 1):
+            action = await session.act()
+            if isinstance(action, StopReason):
+                return action
+            for part in reply_parts(action):
+                on_part(part)
+            if action.finish_reason == "length":
+                return StopReason.TRUNCATED
+            if not (action.calls or action.errors or action.message["content"].strip()):
+                return StopReason.EMPTY_ANSWER
+            result = await _in_world("step", environment.step(action))
+            for outcome in result.outcomes:
+                on_part(ReplyPart("tool", outcome_text(outcome)))
+            if result.done:
+                return StopReason.ANSWERED
+            if turn == turns:
+                self._unseen = list(result.messages)
+            elif (stop := session.observe(result.messages)) is not None:
+                return stop
+        return StopReason.MAX_TURNS
+
+
+async def _in_world(what: str, work: Awaitable[Result]) -> Result:
+    """Wait for the environment. Raises WorldError with the message of an error that it raises."""
+    try:
+        return await work
+    except LudusError:
+        raise
+    except Exception as error:  # boundary: foreign code; the cause is in the message
+        raise WorldError(f"The environment's {what} raised {describe_error(error)}") from error
+
+
+def reply_parts(action: Action) -> Iterator[ReplyPart]:
+    """Yield the parts of one turn of the model."""
+    thought = action.message.get("reasoning_content", "")
+    if thought:
+        yield ReplyPart("thinking", thought)
+    text = action.message["content"]
+    for error in action.errors:
+        text = text.replace(error.text, "")
+    if text := text.strip():
+        unfinished = action.calls or action.errors or action.finish_reason == "length"
+        yield ReplyPart("text" if unfinished else "answer", text)
+    for call in calls(action.message):
+        yield ReplyPart("call", call)
+    for error in action.errors:
+        yield ReplyPart("malformed call", error.text)

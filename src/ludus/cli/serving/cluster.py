@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.table import Table
 
 from ludus.cli.arguments import check_run, no_settings
-from ludus.cli.ui.terminal import make_console, say
+from ludus.cli.ui.terminal import make_console, print_line
 from ludus.errors import UserError
 
 
@@ -49,5 +49,5 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         table.add_row(str(row["number"]), row["url"], str(row["pid"]), str(row["under_way"]))
     console = make_console()
     console.print(table)
-    say(console, f"engines: {len(reply['engines'])}, workers: {reply['workers']}")
+    print_line(console, f"engines: {len(reply['engines'])}, workers: {reply['workers']}")
     return 0

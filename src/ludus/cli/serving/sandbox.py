@@ -1,9 +1,9 @@
-"""Look at a sandbox, or serve one over HTTP.
+"""Check a sandbox, or serve one over HTTP.
 
-`ludus sandbox check` runs small programs on the backend, also on one behind --url, and says what it does and
-what they cannot tell. `ludus sandbox serve` puts an HTTP service in front of a backend of this machine, for
-training on other ones: they set sandbox.backend = "remote", sandbox.url and sandbox.token_file. Without
---token-file it makes a token and prints it. docs/use/sandbox.md has more.
+`ludus sandbox check` runs small programs on the backend, also on a remote one with --url, and reports its properties.
+`ludus sandbox serve` serves a backend of this machine over HTTP, for training on other machines, which set
+sandbox.backend = "remote", sandbox.url and sandbox.token_file. Without --token-file it creates a token and prints it.
+See docs/use/sandbox.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ludus.cli.ui.terminal import make_console, say
+from ludus.cli.ui.terminal import make_console, print_line
 from ludus.engines.control_tokens import token_of
 from ludus.errors import UserError
 from ludus.gateway.listening import listening
@@ -27,25 +27,23 @@ _BEHIND_A_URL = ("remote", *SERVICES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments."""
-    parser.add_argument("act", choices=("check", "serve"), help="look at the backend, or serve it")
+    """Add the arguments of the command."""
+    parser.add_argument("act", choices=("check", "serve"), help="check the backend, or serve it")
     parser.add_argument("--backend", default="namespaces", choices=BACKENDS)
-    parser.add_argument("--url", default="", help="check: the address of remote, sandbox_fusion or piston")
-    parser.add_argument("--image", default=SandboxSettings().image, help="for docker and podman")
-    parser.add_argument("--runtime", default="", help="for docker and podman: runsc is gVisor's")
-    parser.add_argument("--unsafe", action="store_true", help="for process, which isolates nothing")
-    parser.add_argument("--concurrency", type=int, default=0, metavar="N", help="runs at once (processors)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (this machine only)")
-    parser.add_argument("--port", type=int, default=8100, help="0 takes a free one and says which (8100)")
-    parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="a file with a token: for clients, or for --url"
-    )
-    parser.add_argument("--most-wall-s", type=float, default=120.0, metavar="S", help="longest run (120)")
-    parser.add_argument("--most-memory-mib", type=int, default=2048, metavar="N", help="largest run (2048)")
+    parser.add_argument("--url", default="", help="check: address of remote, sandbox_fusion or piston")
+    parser.add_argument("--image", default=SandboxSettings().image, help="docker and podman: the image")
+    parser.add_argument("--runtime", default="", help="docker and podman: the runtime, runsc for gVisor")
+    parser.add_argument("--unsafe", action="store_true", help="process, required: it isolates nothing")
+    parser.add_argument("--concurrency", type=int, default=0, metavar="N", help="concurrent runs (processors)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8100, help="port; 0 selects a free one (8100)")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="a file with the token of the service")
+    parser.add_argument("--most-wall-s", type=float, default=120.0, metavar="S", help="maximum seconds per run (120)")
+    parser.add_argument("--most-memory-mib", type=int, default=2048, metavar="N", help="maximum memory per run (2048)")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Check, or serve until interrupted. Raises UserError where the backend cannot run here."""
+    """Check, or serve until interrupted. Raises UserError if the backend cannot run here."""
     if overrides:
         raise UserError(f"There is no option {overrides[0]!r}.", "See ludus sandbox --help.")
     if args.url and args.backend not in _BEHIND_A_URL:
@@ -57,11 +55,11 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         return _check(args)
     if args.backend in _BEHIND_A_URL:
         raise UserError(
-            f"The {args.backend} backend runs elsewhere, and there is nothing to serve of it here.",
+            f"The {args.backend} backend is remote and cannot be served from here.",
             "Name a backend of this machine, or check it: ludus sandbox check.",
         )
     settings = _settings(args)
-    asyncio.run(_answers(open_sandbox(settings)))
+    asyncio.run(_python_version(open_sandbox(settings)))
     return _serve(args, open_sandbox(settings))
 
 
@@ -78,8 +76,8 @@ def _settings(args: argparse.Namespace) -> SandboxSettings:
     )
 
 
-async def _answers(sandbox: Sandbox) -> str:
-    """Python's version inside."""
+async def _python_version(sandbox: Sandbox) -> str:
+    """Return the version of Python inside."""
     try:
         return await python_inside(sandbox)
     finally:
@@ -87,7 +85,7 @@ async def _answers(sandbox: Sandbox) -> str:
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Print what a backend does, and what cannot be told. Raises UserError where graders cannot use it."""
+    """Print the properties of a backend. Raises UserError if graders cannot use it."""
     console = make_console()
     place = f"at {args.url}" if args.url else "here"
 
@@ -95,23 +93,21 @@ def _check(args: argparse.Namespace) -> int:
         sandbox = open_sandbox(_settings(args))
         try:
             version = await python_inside(sandbox)
-            say(console, f"The {sandbox.name} backend runs programs {place}, with Python {version}.")
+            print_line(console, f"The {sandbox.name} backend runs programs {place}, with Python {version}.")
             return await findings(sandbox)
         finally:
             await sandbox.close()
 
     found = asyncio.run(tried())
-    table = Table()
-    for column in ("what", "found"):
-        table.add_column(column)
+    table = Table("property", "found")
     for one in found:
         table.add_row(one.what, one.found, style="yellow" if one.wrong else "")
     console.print(table)
-    say(console, f"Not judged: {not_judged(args.backend)}.")
+    print_line(console, f"Not judged: {not_judged(args.backend)}.")
     if wrong := [one.what for one in found if one.wrong]:
         raise UserError(
-            f"The {args.backend} backend does not do what graders rely on: {', '.join(wrong)}.",
-            "docs/use/sandbox.md says what it must do.",
+            f"The {args.backend} backend lacks properties that graders need: {', '.join(wrong)}.",
+            "docs/use/sandbox.md lists them.",
         )
     return 0
 
@@ -143,9 +139,9 @@ def _serve(args: argparse.Namespace, sandbox: Sandbox) -> int:
     with listening(args.host, args.port) as listener:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        say(console, f"Serving the {sandbox.name} sandbox at http://{shown}:{port}")
+        print_line(console, f"Serving the {sandbox.name} sandbox at http://{shown}:{port}")
         if args.token_file is None:
-            say(console, f"Token: {token}")
+            print_line(console, f"Token: {token}")
         limits = HttpLimits(body_bytes=LARGEST_BODY, buffered_bytes=512 * MIB, requests=1024, body_s=120.0)
         http_server(app, limits, refusal, lifespan=True).run([listener])
     return 0

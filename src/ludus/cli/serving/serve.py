@@ -1,8 +1,8 @@
-"""Serve a checkpoint over HTTP, as OpenAI's and vLLM's servers do.
+"""Serve a checkpoint over HTTP with the API of OpenAI's and vLLM's servers.
 
-RUN_OR_MODEL is a run folder (its newest checkpoint), a model folder or a model's name. Clients find
-/v1/completions, /v1/chat/completions, /v1/models, /health and /metrics; docs/use/server.md has the rest. With
---control a trainer may pause the server and give it new weights: `ludus train RECIPE --engine.url URL`.
+RUN_OR_MODEL is a run folder (its newest checkpoint), a model folder or a model name. The endpoints are /v1/completions,
+/v1/chat/completions, /v1/models, /health and /metrics; docs/use/server.md describes them. With --control a trainer may
+pause the server and update its weights: `ludus train RECIPE --engine.url URL`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ludus.cli.arguments import policy_config
-from ludus.cli.ui.terminal import make_console, say, silence_libraries
+from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.engines.control_tokens import published, token_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ludus.gateway.service import CompletionService
 
-_MOST_CONTEXT = 4096
+_MAX_CONTEXT = 4096
 
 
 @dataclass(frozen=True)
@@ -41,33 +41,29 @@ class _Loaded:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments; settings follow as --section.key value."""
-    parser.add_argument("target", metavar="RUN_OR_MODEL", help="a run folder, a model folder or a model's name")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (this machine only)")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (8000)")
-    parser.add_argument("--name", help="what clients call the model (the folder's name)")
-    parser.add_argument(
-        "--control", action="store_true", help="let a trainer with the token pause it and change its weights"
-    )
-    parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="a file with the control token (a new one is printed)"
-    )
+    """Add the arguments of the command; settings follow as --section.key value."""
+    parser.add_argument("target", metavar="RUN_OR_MODEL", help="a run folder, a model folder or a model name")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port; 0 selects a free one (8000)")
+    parser.add_argument("--name", help="model name for clients (the folder name)")
+    parser.add_argument("--control", action="store_true", help="allow a trainer with the token to update the weights")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="a file with the control token (a new token)")
     parser.add_argument(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="a host name of the control paths, besides addresses and this machine's name",
+        help="additional host name for the control endpoints",
     )
     parser.add_argument(
-        "--context-tokens", type=int, metavar="N", help=f"prompt plus answer (the model's, {_MOST_CONTEXT} at most)"
+        "--context-tokens", type=int, metavar="N", help=f"context length (that of the model, at most {_MAX_CONTEXT})"
     )
-    parser.add_argument("--max-batch", type=int, default=128, metavar="N", help="requests at once (128)")
-    parser.add_argument("--kv-cache-tokens", type=int, default=131_072, metavar="N", help="cache size (131072)")
+    parser.add_argument("--max-batch", type=int, default=128, metavar="N", help="concurrent requests (128)")
+    parser.add_argument("--kv-cache-tokens", type=int, default=131_072, metavar="N", help="KV cache tokens (131072)")
     parser.add_argument(
-        "--max-requests", type=int, default=4096, metavar="N", help="more, waiting ones too, get 429 (4096)"
+        "--max-requests", type=int, default=4096, metavar="N", help="running and waiting requests before 429 (4096)"
     )
-    parser.add_argument("--check", action="store_true", help="load everything, say what it is, and end")
+    parser.add_argument("--check", action="store_true", help="load the model, print its properties and exit")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -94,16 +90,16 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     what = f"{service.model.name} (weights {loaded.step}, context {context} tokens)"
     if args.check:
         asyncio.run(service.engine.close())
-        say(console, f"{what} can be served.")
+        print_line(console, f"{what} can be served.")
         return 0
     with listening(args.host, args.port) as listener:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         server = http_server(make_app(service, model), model_limits(context), error_response)
         with published(port, service.control_token):
-            say(console, f"Serving {what} at http://{shown}:{port}")
+            print_line(console, f"Serving {what} at http://{shown}:{port}")
             if service.control_token:
-                say(console, f"Control token: {service.control_token}")
+                print_line(console, f"Control token: {service.control_token}")
             asyncio.run(_serve(server, listener, service))
     return 0
 
@@ -124,7 +120,7 @@ def _config(target: str, overrides: Sequence[str]) -> Config:
 
 
 def _load(target: str, config: Config) -> _Loaded:
-    """The newest checkpoint of a run, or a model. Raises UserError where there is none."""
+    """Load the newest checkpoint of a run, or a model. Raises UserError if there is none."""
     from ludus.cli.ui.load_run import open_checkpoint
     from ludus.engines.models.loading import load_model, load_tokenizer
     from ludus.training.run.run_dir import RunFolder
@@ -144,13 +140,13 @@ def _service(args: argparse.Namespace, config: Config, loaded: _Loaded) -> tuple
     from ludus.training.run.session import SMALL_MODEL
 
     model, tokenizer = loaded.model, loaded.tokenizer
-    longest = num_positions(model) or _MOST_CONTEXT
-    context = args.context_tokens or min(longest, _MOST_CONTEXT)
+    longest = num_positions(model) or _MAX_CONTEXT
+    context = args.context_tokens or min(longest, _MAX_CONTEXT)
     if not 2 <= context <= longest or min(args.max_batch, args.kv_cache_tokens, args.max_requests + 1) < 1:
         raise UserError(
-            f"--context-tokens must be 2 to {longest} here, --max-batch and --kv-cache-tokens above 0, "
-            "--max-requests not below.",
-            "Leave them out for the defaults.",
+            f"--context-tokens must be 2 to {longest}, --max-batch and --kv-cache-tokens above 0, "
+            "and --max-requests at least 0.",
+            "Remove them to use the defaults.",
         )
     settings = EngineSettings(
         context_tokens=context,

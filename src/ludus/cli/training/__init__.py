@@ -1,1 +1,1 @@
-"""Commands that train."""
+"""Training commands."""

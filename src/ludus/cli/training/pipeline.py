@@ -1,10 +1,10 @@
-"""Train in stages: a TOML file names them in order, and each starts from the checkpoint of the one before.
+"""Train in stages: a TOML file lists them in order, and each starts from the checkpoint of the previous one.
 
-A stage is a run folder of its own below the pipeline's (runs/NAME of the file, or --folder): 01-sft, 02-rl.
-The same command goes on where the pipeline stopped. Settings on the command line hold for every stage.
-Preference training and reward models learn from the last stage before them that sampled, unless they are told
-otherwise; preference training without one samples attempts of its own. The stage after a reward model starts
-from the checkpoint of the stage before that; one of rl uses the model.
+Each stage has a run folder inside that of the pipeline (runs/NAME of the file, or --folder): 01-sft, 02-rl. The same
+command resumes an interrupted pipeline. Settings on the command line apply to every stage. Preference training and
+reward models use the rollouts of the last stage that sampled, unless a source is set; without one, preference training
+samples its own attempts. The stage after a reward model starts from the checkpoint of the stage before it; an rl stage
+uses the reward model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ludus.cli.arguments import recipe_stem
 from ludus.cli.training import preference, reward_model, rft, sft, train
-from ludus.cli.training.training_command import HowToResume, TrainingStage
+from ludus.cli.training.training_command import ResumeHint, TrainingStage
 from ludus.config.load import load_config
 from ludus.config.pipeline import Stage, StageKind, load_pipeline
 from ludus.config.schema import Config
@@ -35,22 +35,22 @@ STAGES: Mapping[StageKind, TrainingStage] = {
     stage.kind: stage for stage in (sft.STAGE, rft.STAGE, preference.STAGE, reward_model.STAGE, train.STAGE)
 }
 SAMPLES: frozenset[StageKind] = frozenset({"rft", "rl"})
-"""Stages that leave rollouts, of which pairs can be made."""
+"""Stages with rollouts, from which pairs can be made."""
 LEARNS: Mapping[StageKind, str] = {"preference": "preference", "reward-model": "reward_model"}
-"""Stages that learn from rollouts, and their section."""
+"""Stages that train on rollouts, and their section."""
 _FREE = ("model.device", "run.threads")
 _COPY = "pipeline.toml"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments; settings follow as --section.key value."""
+    """Add the arguments of the command; settings follow as --section.key value."""
     parser.add_argument("file", metavar="FILE", type=Path, help="a TOML file with [[stage]] tables")
-    parser.add_argument("--folder", metavar="FOLDER", type=Path, help="the pipeline's folder")
+    parser.add_argument("--folder", metavar="FOLDER", type=Path, help="folder of the pipeline (runs/NAME)")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run the stages that are not complete."""
-    from ludus.cli.ui.terminal import make_console, say
+    from ludus.cli.ui.terminal import make_console, print_line
     from ludus.training.run.run_dir import RunFolder
 
     stages = load_pipeline(args.file)
@@ -64,45 +64,43 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             check_same(stage, own, stage_config(stage, stages, folder, overrides))
     console = make_console()
     words = ["ludus", "pipeline", str(args.file), *(["--folder", str(folder)] if args.folder else [])]
-    with HowToResume(shlex.join([*words, *overrides])):
+    with ResumeHint(shlex.join([*words, *overrides])):
         for stage in stages:
-            say(console, f"Stage {stage.number} of {len(stages)}: {stage.kind} {stage.recipe}")
+            print_line(console, f"Stage {stage.number} of {len(stages)}: {stage.kind} {stage.recipe}")
             run_stage(stage, stages, folder, overrides)
-    say(console, f"The pipeline is complete: {checkpoint_of(stages[-1], folder)}")
+    print_line(console, f"The pipeline is complete: {checkpoint_of(stages[-1], folder)}")
     return 0
 
 
 def check_stages(stages: Sequence[Stage], overrides: Sequence[str], file: Path) -> None:
-    """Raise ConfigError for the settings of any stage that contradict each other, whatever has run."""
-    said_in = " and ".join([str(file), *(["the command line"] if overrides else [])])
+    """Raise ConfigError for contradictory settings of any stage."""
+    origin = " and ".join([str(file), *(["the command line"] if overrides else [])])
     for stage in stages:
         with naming(stage):
-            config = load_config(stage.recipe, [*stage.settings, *overrides], said_in=said_in)
+            config = load_config(stage.recipe, [*stage.settings, *overrides], overrides_origin=origin)
             added_parts(config.rewards)
         if stage.kind == "reward-model" and not is_fed(stage, stages, config):
             raise ConfigError(
-                f"Stage {stage.number} ({stage.kind}) has nothing to learn rewards from.",
-                "Put a stage of rft or rl before it, or set reward_model.run or reward_model.data.",
+                f"Stage {stage.number} ({stage.kind}) has no training data.",
+                "Add a stage of rft or rl before it, or set reward_model.run or reward_model.data.",
             )
 
 
 def check_ahead(stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> None:
-    """Raise what a stage that has yet to begin would refuse when its turn comes.
-
-    The rewards of one that a reward model from before it judges are looked at then.
-    """
+    """Raise the errors that stages which have not started would raise later, except about rewards of a reward model
+    that an earlier stage trains."""
     for stage in stages:
         if (folder / stage.name).exists():
             continue
         config = load_config(stage.recipe, [*stage.settings, *overrides])
-        if stage.kind == "rl" and config.rewards.model is None and judges_before(stage, stages):
+        if stage.kind == "rl" and config.rewards.model is None and reward_models_before(stage, stages):
             config = config.model_copy(update={"rewards": RewardsConfig()})
         with naming(stage):
             check_stage(stage, config, is_fed(stage, stages, config))
 
 
 def check_stage(stage: Stage, config: Config, fed: bool) -> None:
-    """Raise for settings, files and a sandbox that cannot be used; `fed`: it has something to learn from."""
+    """Raise an error for unusable settings, files or sandbox; `fed`: the stage has training data."""
     from ludus.training import rft, sft
     from ludus.training.datasets.files import read_dialogues
     from ludus.training.rl import build
@@ -126,7 +124,7 @@ def check_stage(stage: Stage, config: Config, fed: bool) -> None:
 
 
 def check_source(stage: Stage, config: Config) -> None:
-    """Raise UserError where the file or run that a stage names is none that it can learn from."""
+    """Raise UserError if the file or run of a stage cannot be used as training data."""
     from ludus.training.datasets.files import read_pairs, read_rollout_file
     from ludus.training.preference.pairs import rollout_files
 
@@ -140,7 +138,7 @@ def check_source(stage: Stage, config: Config) -> None:
 
 @contextmanager
 def naming(stage: Stage) -> Iterator[None]:
-    """An error inside says which stage it is of."""
+    """Prefix errors in the block with the stage."""
     try:
         yield
     except LudusError as error:
@@ -148,44 +146,44 @@ def naming(stage: Stage) -> Iterator[None]:
 
 
 def source_of(stage: Stage, config: Config) -> PreferenceConfig | RewardModelConfig:
-    """The section in which a stage names the run or file that it learns from."""
+    """Return the section that names the training data of a stage."""
     return config.preference if stage.kind == "preference" else config.reward_model
 
 
 def has_source(stage: Stage, config: Config) -> bool:
-    """Whether the settings of a stage name the run or file that it learns from."""
+    """Return whether the settings of a stage name its training data."""
     settings = source_of(stage, config)
     return settings.run is not None or settings.data is not None
 
 
 def is_fed(stage: Stage, stages: Sequence[Stage], config: Config) -> bool:
-    """Whether a stage learns from a run or file that is named, or from a stage before it that sampled."""
+    """Return whether a stage has training data: a named source, or an earlier stage that sampled."""
     sampled = any(before.kind in SAMPLES for before in stages[: stage.number - 1])
     return sampled or has_source(stage, config)
 
 
-def judges_before(stage: Stage, stages: Sequence[Stage]) -> list[Stage]:
-    """The stages before one that make a reward model."""
+def reward_models_before(stage: Stage, stages: Sequence[Stage]) -> list[Stage]:
+    """Return the earlier stages that train a reward model."""
     return [before for before in stages[: stage.number - 1] if before.kind == "reward-model"]
 
 
 def open_folder(folder: Path, stages: Sequence[Stage], file: Path) -> None:
-    """Make the pipeline's folder, or see that the one that is there is of these stages."""
+    """Create the pipeline's folder, or check that the existing one belongs to these stages."""
     from ludus.rollout.rollout_files import replaced_file
 
     there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if folder.exists() and there and _COPY not in there:
-        raise UserError(f"{folder} is there already and is not of a pipeline.", "Choose another --folder.")
+        raise UserError(f"{folder} exists and is not the folder of a pipeline.", "Choose another --folder.")
     names = {stage.name for stage in stages}
     for name in there:
         if name[:2].isdigit() and name not in names:
-            raise UserError(f"{folder} holds {name}, which is no stage of {file}.", "Choose another --folder.")
+            raise UserError(f"{folder} holds {name}, which is not a stage of {file}.", "Choose another --folder.")
     with replaced_file(folder / _COPY) as copy:
         copy.write(file.read_bytes())
 
 
 def run_stage(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> None:
-    """Start a stage, or go on with it; a complete one says so and changes nothing."""
+    """Start or resume a stage; a complete one is left unchanged."""
     from ludus.training.run.run_dir import RunFolder
 
     config = stage_config(stage, stages, folder, overrides)
@@ -197,16 +195,16 @@ def run_stage(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Se
 
 
 def stage_config(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> Config:
-    """What a stage runs with: its settings, the command line's, and what the stages before it left."""
+    """Return the configuration of a stage: its settings, the command line's, and the results of earlier stages."""
     words = [*stage.settings, *overrides, "--run.dir", str(folder / stage.name)]
     before = stages[: stage.number - 1]
     if policies := [earlier for earlier in before if earlier.kind != "reward-model"]:
         words += ["--model.from_scratch", "false", "--model.path", str(checkpoint_of(policies[-1], folder))]
     config = load_config(stage.recipe, words)
     sampled = [earlier for earlier in before if earlier.kind in SAMPLES]
-    judges = judges_before(stage, stages)
-    if stage.kind == "rl" and judges and config.rewards.model is None:
-        config = load_config(stage.recipe, [*words, "--rewards.model", str(folder / judges[-1].name)])
+    reward_models = reward_models_before(stage, stages)
+    if stage.kind == "rl" and reward_models and config.rewards.model is None:
+        config = load_config(stage.recipe, [*words, "--rewards.model", str(folder / reward_models[-1].name)])
     if stage.kind in LEARNS and sampled and not has_source(stage, config):
         name = f"--{LEARNS[stage.kind]}.run"
         config = load_config(stage.recipe, [*words, name, str(folder / sampled[-1].name)])
@@ -214,7 +212,7 @@ def stage_config(stage: Stage, stages: Sequence[Stage], folder: Path, overrides:
 
 
 def check_same(stage: Stage, own: RunFolder, config: Config) -> None:
-    """Raise UserError where a stage was started with other settings: those after it were trained on them."""
+    """Raise UserError if a stage was started with other settings, because later stages depend on it."""
     from ludus.config.toml import value_text
     from ludus.training.resume import changes
 
@@ -223,12 +221,12 @@ def check_same(stage: Stage, own: RunFolder, config: Config) -> None:
         has = ", ".join(f"{c.key} = {value_text(c.old)} (not {value_text(c.new)})" for c in found)
         raise UserError(
             f"Stage {stage.number} was started with other settings: {own.path} has {has}.",
-            "Take the change back, or choose another --folder.",
+            "Revert the change, or choose another --folder.",
         )
 
 
 def checkpoint_of(stage: Stage, folder: Path) -> Path:
-    """The newest checkpoint of a stage that has run."""
+    """Return the newest checkpoint of a completed stage."""
     from ludus.training.run.checkpoint import list_checkpoints
 
     return list_checkpoints(folder / stage.name / "checkpoints")[-1][1]

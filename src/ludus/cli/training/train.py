@@ -1,8 +1,8 @@
 """Train an agent by reinforcement learning.
 
-RECIPE is the name of a recipe (see `ludus recipes`) or the path of a .toml file. Any setting can be
-changed on the command line: --algorithm.group_size 16. The run goes into a new folder under runs/, or into
---run.dir; it holds configuration, metrics, rollouts, evaluations and checkpoints.
+RECIPE is a recipe name (see `ludus recipes`) or the path of a .toml file. Any setting can be overridden on the command
+line: --algorithm.group_size 16. The run is written to a new folder under runs/, or to --run.dir, with its
+configuration, metrics, rollouts, evaluations and checkpoints.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.arguments import recipe_config, run_config
 from ludus.cli.commands.config import check_rewards
 from ludus.cli.training.training_command import TrainingStage, resumed_folder
-from ludus.cli.ui.terminal import CheckBar, bars, make_console, silence_libraries
+from ludus.cli.ui.terminal import AuditBar, bars, make_console, silence_libraries
 from ludus.config.environment import launched_rank
 from ludus.config.schema import Config
 
@@ -23,49 +23,48 @@ if TYPE_CHECKING:
     from ludus.training.run.run_dir import RunFolder
 
 
-def ready(config: Config, new: bool) -> Callable[[RunFolder], None]:
-    """Check a configuration and load its model, unless that is yet to be made."""
+def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
+    """Check the configuration and load the model, unless the run has to create it."""
     check_rewards(config, algorithm_of(config))  # before torch is imported, which takes seconds
     from ludus.cli.ui import progress
-    from ludus.training.rl.build import prepare
+    from ludus.training.rl import build
 
-    del new
-    with bars(make_console(), passing=True) as console:
-        session = prepare(config, CheckBar(console))
+    with bars(make_console(), transient=True) as console:
+        session = build.prepare(config, AuditBar(console))
     return lambda folder: progress.train(config, folder, session)
 
 
-def say_complete(folder: RunFolder, config: Config) -> None:
-    """That nothing is left to train or to evaluate, and what to type next."""
+def print_done(folder: RunFolder, config: Config) -> None:
+    """Print that the run is complete, and the next commands."""
     from ludus.cli.ui.progress import print_commands
-    from ludus.cli.ui.terminal import say
+    from ludus.cli.ui.terminal import print_line
 
     console = make_console()
-    say(console, f"The run is complete: all its {config.training.steps} steps are done and evaluated.")
+    print_line(console, f"The run is complete: all {config.training.steps} steps are done and evaluated.")
     print_commands(console, folder, config)
 
 
 STAGE = TrainingStage(
     kind="rl",
-    ready=ready,
-    say_complete=say_complete,
+    prepare=prepare,
+    print_done=print_done,
     model_help="train this model instead of the cold start",
-    scratch_help="make tokenizer, model and cold start first",
+    scratch_help="create tokenizer, model and cold start first",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments; settings follow as --section.key value."""
+    """Add the arguments of the command; settings follow as --section.key value."""
     STAGE.add_arguments(parser)
     parser.add_argument(
         "--cluster",
         choices=("none", "local", "ray"),
-        help="have other processes sample: of this machine, or of a Ray cluster (cluster.kind)",
+        help="sample in other processes, on this machine or a Ray cluster (cluster.kind)",
     )
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Start or resume a run; under torchrun the first process does, and the others learn with it."""
+    """Start or resume a run; under torchrun rank 0 does, and the other ranks train with it."""
     if args.cluster is not None:
         overrides = ["--cluster.kind", args.cluster, *overrides]
     if not launched_rank():

@@ -1,7 +1,7 @@
-"""What the commands that train have in common: their arguments, a new run, and going on with one.
+"""The common part of the training commands: arguments, starting a run, and resuming one.
 
-Such a command is a module with a `TrainingStage`, whose `add_arguments` and `run` are the module's own; a
-pipeline takes its `start` and `resume`.
+A training command is a module with a `TrainingStage`, whose `add_arguments` and `run` it exports; a pipeline calls
+`start` and `resume`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ludus.cli.arguments import check_run, model_settings, recipe_config, recipe_stem, run_config
 from ludus.cli.signals import WatchedInterrupts
-from ludus.cli.ui.terminal import make_console, say, silence_libraries
+from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
 from ludus.errors import LudusError, UserError
@@ -26,32 +26,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStage:
-    """A way of training, as a command and as a stage of a pipeline.
+    """A training method, as a command and as a stage of a pipeline.
 
-    `ready` checks a configuration and loads what it needs, before anything is written, and gives what trains
-    in a folder; its second argument says whether the run is new. `say_complete` is for a run with nothing
-    left to do. The texts are the help of the options: without `scratch_help` there is no --from-scratch, and
-    --model says that the model is not made; without `run_help` there is no --run, which sets `run_setting`.
+    `prepare(config, new)` checks the configuration and loads models and data before anything is written, and returns
+    the function that trains in a run folder; `new` is False if the run is resumed. `print_done` reports a run with no
+    steps left. The other fields are the help of options: --from-scratch exists only with `scratch_help`, and --run,
+    which sets `run_setting`, only with `run_help`.
     """
 
     kind: StageKind
-    ready: Callable[[Config, bool], Callable[[RunFolder], None]]
-    say_complete: Callable[[RunFolder, Config], None]
+    prepare: Callable[[Config, bool], Callable[[RunFolder], None]]
+    print_done: Callable[[RunFolder, Config], None]
     model_help: str
     scratch_help: str = ""
     run_help: str = ""
     run_setting: str = ""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The command's own arguments; settings follow as --section.key value."""
+        """Add the arguments of the command; settings follow as --section.key value."""
         parser.set_defaults(from_scratch=False, run=None)
-        parser.add_argument("recipe", nargs="?", help="a recipe's name, or a .toml file")
+        parser.add_argument("recipe", nargs="?", help="a recipe name or a .toml file")
         if self.run_help:
             parser.add_argument("--run", metavar="RUN", help=self.run_help)
         parser.add_argument("--model", metavar="PATH_OR_NAME", help=self.model_help)
         if self.scratch_help:
             parser.add_argument("--from-scratch", action="store_true", help=self.scratch_help)
-        parser.add_argument("--resume", metavar="RUN", type=Path, help="go on with the run in this folder")
+        parser.add_argument("--resume", metavar="RUN", type=Path, help="resume the run in this folder")
 
     def run(self, args: argparse.Namespace, overrides: Sequence[str]) -> int:
         """Start or resume a run."""
@@ -63,24 +63,24 @@ class TrainingStage:
         return 0
 
     def shortcuts(self, args: argparse.Namespace) -> list[str]:
-        """What the command's own options mean, as settings."""
+        """Return the options of the command as settings."""
         words = model_settings(args.model, args.recipe)
         words += ["--model.from_scratch", "true"] if args.from_scratch else []
         return words + ([f"--{self.run_setting}", args.run] if args.run else [])
 
     def start(self, config: Config, name: str, recipe: str | None) -> None:
-        """Train in a new folder, once everything that can be checked before it is."""
+        """Prepare, then train in a new folder."""
         from ludus.training.learner.microbatch_budget import naming_what_to_change
         from ludus.training.run.run_dir import locked, new_run
 
         silence_libraries()
-        train = self.ready(config, True)
+        train = self.prepare(config, True)
         folder = new_run(config, name, self.kind, recipe)
-        with locked(folder), HowToResume(folder, new=True), naming_what_to_change():
+        with locked(folder), ResumeHint(folder, new=True), naming_what_to_change():
             train(folder)
 
     def resume(self, folder: RunFolder, overrides: Sequence[str]) -> int:
-        """Go on with a run, unless it is complete."""
+        """Resume a run, unless it is complete."""
         from ludus.training.learner.microbatch_budget import naming_what_to_change
         from ludus.training.resume import check_kind, check_resume, is_complete, place_of
         from ludus.training.run.run_dir import locked
@@ -91,33 +91,42 @@ class TrainingStage:
             config = run_config(folder, overrides)
             check_resume(folder, config, self.kind)
             if is_complete(folder, config, self.kind):
-                self.say_complete(folder, config)
+                self.print_done(folder, config)
                 return 0
-            train = self.ready(config, False)
-            say(make_console(), place_of(folder, config, self.kind))
-            with HowToResume(folder), naming_what_to_change():
+            train = self.prepare(config, False)
+            print_line(make_console(), place_of(folder, config, self.kind))
+            with ResumeHint(folder), naming_what_to_change():
                 train(folder)
         return 0
 
 
 def resumed_folder(args: argparse.Namespace) -> RunFolder:
-    """The folder of --resume. Raises UserError where it is no run, or more than settings are given."""
+    """Return the folder of --resume. Raises UserError if it is not a run, or if other options are set."""
     from ludus.training.run.run_dir import RunFolder
 
     if args.run is not None:
-        raise UserError("--resume takes everything from the run folder.", "Leave --run out.")
+        raise UserError("--resume reads everything from the run folder.", "Remove --run.")
     if args.recipe or args.model or args.from_scratch:
-        raise UserError("--resume takes everything from the run folder.", "Leave recipe and model out.")
+        raise UserError("--resume reads everything from the run folder.", "Remove recipe and model.")
     folder = RunFolder(args.resume)
     check_run(folder)
     return folder
 
 
-class HowToResume:
-    """Whatever ends the run inside says how it goes on: an error in its hint, an interrupt in its text.
+def refuse_from_scratch(config: Config, why: str) -> None:
+    """Raise UserError if the configuration creates a new model."""
+    if config.model.from_scratch:
+        raise UserError(
+            f"{why}, and model.from_scratch creates a new one.",
+            "Run `ludus sft` first, and pass its checkpoint with --model.",
+        )
 
-    `what` is the folder of the run, or the command that goes on with a pipeline. A `new` run that is refused
-    before it begins leaves no folder. A second interrupt ends the process at once (`interrupts`).
+
+class ResumeHint:
+    """Add the resume command to an error or interrupt that ends the run in the block.
+
+    `what` is the run folder, or the command that resumes a pipeline. The folder of a `new` run that fails before it
+    begins is removed. A second interrupt ends the process immediately (`WatchedInterrupts`).
     """
 
     def __init__(self, what: RunFolder | str, new: bool = False) -> None:
@@ -126,10 +135,10 @@ class HowToResume:
         self._folder = None if isinstance(what, str) else what
         self._new = self._folder if new else None
         if isinstance(what, str):
-            self._command, self._hint = what, f"The pipeline goes on with: {what}"
+            self._command, self._hint = what, f"Resume the pipeline with: {what}"
         else:
             self._command = resume_command(what)
-            self._hint = f"The run goes on with: {self._command}"
+            self._hint = f"Resume the run with: {self._command}"
         self._interrupts = WatchedInterrupts(self._hint)
 
     def __enter__(self) -> None:
@@ -143,7 +152,7 @@ class HowToResume:
         self._interrupts.__exit__(kind, error, trace)
         if isinstance(error, LudusError):
             if self._new is not None and forget_unbegun(self._new):
-                error.hint = f"{error.hint}\nNothing had begun: the run folder {self._new.path} is removed."
+                error.hint = f"{error.hint}\nThe run had not begun: its folder {self._new.path} was removed."
             elif self._command not in error.hint:
                 error.hint = f"{error.hint}\n{self._hint}"
         elif isinstance(error, KeyboardInterrupt):
@@ -152,7 +161,7 @@ class HowToResume:
             error.add_note(self._hint)
 
     def _from_where(self) -> str:
-        """A sentence about what an interrupted run goes on from."""
+        """Return a sentence about the newest checkpoint of an interrupted run."""
         from ludus.training.run.checkpoint import list_checkpoints
 
         if self._folder is None:

@@ -1,1 +1,1 @@
-"""What commands print: progress, tables, curves, transcripts."""
+"""Output of the commands: progress, tables, curves, transcripts."""

@@ -1,4 +1,4 @@
-"""A run or a model, loaded and ready to sample."""
+"""Load a run or a model for sampling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ludus.training.run.session import TrainingSession, make_engine, open_sessio
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A session, the training step of its weights (0: no run trained them), and an engine for them."""
+    """A session, the training step of its weights (0 if untrained), and an engine with these weights."""
 
     session: TrainingSession
     step: int
@@ -24,26 +24,26 @@ class LoadedRun:
 
 
 async def open_weights(config: Config, run: RunFolder | None = None) -> LoadedRun:
-    """The newest checkpoint of `run`, or the configured model. Raises UserError where there is none."""
+    """Load the newest checkpoint of `run`, or the configured model. Raises UserError if there is none."""
     silence_libraries()
     session, step = (open_session(config), 0) if run is None else open_checkpoint(run, config)
     engine = make_engine(session)
-    if step or config.engine.url:  # a server holds whatever it was started with
+    if step or config.engine.url:  # a server has the weights it was started with
         trained = {name: p.detach() for name, p in session.model.named_parameters() if p.requires_grad}
         await engine.load_weights(step, trained)
     return LoadedRun(session, step, engine)
 
 
 def open_checkpoint(run: RunFolder, config: Config) -> tuple[TrainingSession, int]:
-    """A session on the newest checkpoint of a run, and its step.
+    """Return a session on the newest checkpoint of a run, and its step.
 
-    A checkpoint that holds adapters only goes on top of the model that the run began with.
+    A checkpoint of adapters is loaded on top of the initial model of the run.
     """
     found = list_checkpoints(run.checkpoints)
     if not found:
         raise UserError(
             f"The run {run.path} has no checkpoint yet.",
-            "Wait for its first one (training.checkpoint_every), or give a model.",
+            "Wait for the first one (training.checkpoint_every), or name a model.",
         )
     step, path = found[-1]
     if not (path / "adapter_config.json").is_file():

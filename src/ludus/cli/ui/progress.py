@@ -1,11 +1,11 @@
-"""What training looks like in a terminal: progress bars, the closing table, examples."""
+"""Training in a terminal: progress bars, the final table, examples, and the next commands."""
 
 from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from ludus.cli.ui.tables import how_sampled, rate
-from ludus.cli.ui.terminal import bars, make_console, say
+from ludus.cli.ui.tables import sampling_words, success_words
+from ludus.cli.ui.terminal import bars, make_console, print_line
 from ludus.cli.ui.transcripts import print_transcript
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.toml import value_text
+from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine, EngineStats
 from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import Evaluation
@@ -42,7 +43,7 @@ log = logging.getLogger("ludus.sft")
 
 
 class EpisodeBar:
-    """A bar of the episodes of the phase at hand."""
+    """A progress bar for the episodes of the current phase."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -52,7 +53,7 @@ class EpisodeBar:
         self._spent = Timings()
 
     def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
-        """Start the bar of a phase anew; without a total it moves until the next phase."""
+        """Start the bar of a phase; without a total it pulses until the next phase."""
         if self._phase is not None:
             self._progress.remove_task(self._phase)
         self._phase = self._progress.add_task(name, total=total, numbers="")
@@ -61,25 +62,25 @@ class EpisodeBar:
         self._spent = Timings()
 
     def episode(self, episode: Episode) -> None:
-        """One episode further, with what the engine did, and how the episodes' seconds went by."""
+        """Advance by one episode, with engine statistics and the shares of the episodes' time."""
         if self._phase is None:
             return
-        one, all_of_them = episode.trajectory.timings, self._spent
+        one, total = episode.trajectory.timings, self._spent
         spent = self._spent = Timings(
-            model_s=all_of_them.model_s + one.model_s,
-            tools_s=all_of_them.tools_s + one.tools_s,
-            scoring_s=all_of_them.scoring_s + one.scoring_s,
+            model_s=total.model_s + one.model_s,
+            tools_s=total.tools_s + one.tools_s,
+            scoring_s=total.scoring_s + one.scoring_s,
         )
         numbers = (self._engine.stats() - self._before).line() if self._engine else ""
         if total_s := spent.model_s + spent.tools_s + spent.scoring_s:
             tools, scoring = spent.tools_s / total_s, spent.scoring_s / total_s
-            waits = f", for rewards {scoring:.0%}" if scoring >= 0.01 else ""
-            numbers += f"  time in tools {tools:.0%}{waits}, with the model {1 - tools - scoring:.0%}"
+            rewards = f", rewards {scoring:.0%}" if scoring >= 0.01 else ""
+            numbers += f"  time: tools {tools:.0%}{rewards}, model {1 - tools - scoring:.0%}"
         self._progress.update(self._phase, advance=1, numbers=numbers.strip())
 
 
 class ProgressReporter:
-    """Two bars: the steps of the run with the numbers that matter, and the episodes of the phase."""
+    """Two progress bars: the steps of the run with their main metrics, and the episodes of the phase."""
 
     def __init__(self, progress: Progress, steps: int, done: int = 0) -> None:
         self._progress = progress
@@ -88,15 +89,15 @@ class ProgressReporter:
         self._held_out = ""
 
     def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
-        """Start the bar of a phase anew; without a total it moves until the next phase."""
+        """Start the bar of a phase; without a total it pulses until the next phase."""
         self._episodes.phase(name, total, engine)
 
     def episode(self, episode: Episode) -> None:
-        """One episode further."""
+        """Advance by one episode."""
         self._episodes.episode(episode)
 
     def step(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
-        """One step further, with its reward, success and speed."""
+        """Advance by one step, with its reward, success and speed."""
         for name, value in metrics.items():
             if name.startswith("eval/") and name.endswith("/success"):
                 self._held_out = f"  held-out {value:.0%}"
@@ -105,20 +106,20 @@ class ProgressReporter:
             numbers += f"  success {metrics['success/mean']:.0%}"
         numbers += self._held_out
         numbers += f"  {timings.get('speed/sampled_tokens_per_s', 0.0):,.0f} tokens/s"
-        numbers += waiting_line(metrics, timings)
+        numbers += idle_words(metrics, timings)
         self._progress.update(self._steps, completed=step, numbers=numbers)
 
     def alarm(self, text: str) -> None:
         """Print a warning above the bars."""
-        say(self._progress.console, f"! {text}", "yellow")
+        print_line(self._progress.console, f"! {text}", "yellow")
 
 
 SLOW_S = 0.1
-"""Calls that are all shorter are slow beside others alone, and nothing to tell."""
+"""Tool calls below this are not reported as slow."""
 
 
-def waiting_line(metrics: Mapping[str, float], timings: Mapping[str, float]) -> str:
-    """Who waited in a step: idle shares, what is queued where episodes stream, tools with stragglers."""
+def idle_words(metrics: Mapping[str, float], timings: Mapping[str, float]) -> str:
+    """Describe the waiting in a step: idle shares, the group queue of asynchronous training, slow tools."""
     line = ""
     if "idle/learner" in timings:
         line += f"  idle: learner {timings['idle/learner']:.0%}"
@@ -136,25 +137,30 @@ def waiting_line(metrics: Mapping[str, float], timings: Mapping[str, float]) -> 
 
 
 def train(config: Config, folder: RunFolder, session: TrainingSession | None) -> None:
-    """Train with progress bars, then print what came of it. Without a session the cold start comes first."""
+    """Train with progress bars, then print the results. Without a session, run the cold start first."""
     console = make_console()
-    say(console, f"Run folder: {folder.path}")
+    print_line(console, f"Run folder: {folder.path}")
     session = session or open_session(config, cold_start(config, folder, console))
     with bars(console) as progress:
         reporter = ProgressReporter(progress, config.training.steps, steps_done(folder))
         with cluster_of(session) as cluster, controlled(folder.path, cluster):
             comparisons = train_run(session, folder, reporter, cluster)
+    print_results(console, folder, config, comparisons)
+
+
+def print_results(console: Console, folder: RunFolder, config: Config, comparisons: Sequence[Comparison]) -> None:
+    """Print held-out success before and after training, examples, and the next commands."""
     console.print(comparison_table(comparisons))
     if any(pair.after.worlds for pair in comparisons):
         console.print(worlds_table(comparisons))
-    if any(other_conditions(pair) for pair in comparisons):
-        say(console, "! Before and after were played with different settings of rollout.", "yellow")
+    if any(conditions_differ(pair) for pair in comparisons):
+        print_line(console, "! The rollout settings of the evaluations before and after training differ.", "yellow")
     print_examples(console, folder, comparisons)
     print_commands(console, folder, config)
 
 
 def cluster_of(session: TrainingSession) -> AbstractContextManager[Cluster | None]:
-    """The processes that sample, where the settings want any."""
+    """Open the cluster of the settings, if any."""
     if session.config.cluster.kind == "none":
         return nullcontext()
     from ludus.cluster.cluster import open_cluster
@@ -163,7 +169,7 @@ def cluster_of(session: TrainingSession) -> AbstractContextManager[Cluster | Non
 
 
 def controlled(run: Path, cluster: Cluster | None) -> AbstractContextManager[None]:
-    """In the block, `ludus cluster` can change the cluster of a run."""
+    """Allow `ludus cluster` to change the cluster of a run in the block."""
     if cluster is None:
         return nullcontext()
     from ludus.cluster.control import controlled as control
@@ -172,19 +178,26 @@ def controlled(run: Path, cluster: Cluster | None) -> AbstractContextManager[Non
 
 
 def sft(session: TrainingSession, folder: RunFolder) -> None:
-    """Fine-tune with a progress bar, then say where the checkpoint is."""
-    config = session.config
-    console = make_console()
-    say(console, f"Run folder: {folder.path}")
+    """Fine-tune with a progress bar, then print the checkpoint."""
+    config, console = session.config, make_console()
+    print_line(console, f"Run folder: {folder.path}")
     tuning = open_fine_tuning(session, folder)
     save_config(folder, config)
-    checkpoint = fine_tune(tuning, console)
-    say(console, f"Checkpoint: {checkpoint}\nUse it: {use_command(folder, config, checkpoint)}")
+    print_checkpoint(console, folder, config, fine_tune(tuning, console))
+
+
+def print_checkpoint(console: Console, folder: RunFolder, config: Config, checkpoint: Path) -> None:
+    """Print a fine-tuned checkpoint and the command that trains it further."""
+    print_line(console, f"Checkpoint: {checkpoint}\nUse it: {use_command(folder, config, checkpoint)}")
+
+
+def newest_checkpoint(folder: RunFolder) -> Path:
+    """Return the newest checkpoint of a run that has one."""
+    return list_checkpoints(folder.checkpoints)[-1][1]
 
 
 def use_command(folder: RunFolder, config: Config, checkpoint: Path) -> str:
-    """What trains a fine-tuned checkpoint: the recipe of its run, and where its environment and its limits of
-    rollouts differ from that."""
+    """Return the command that trains a checkpoint: the recipe of its run, with its `env` and `rollout` overrides."""
     recipe = recipe_of(folder) or config.env.name
     try:
         base = load_config(recipe)
@@ -200,7 +213,7 @@ def use_command(folder: RunFolder, config: Config, checkpoint: Path) -> str:
 
 
 def cold_start(config: Config, folder: RunFolder, console: Console) -> Path:
-    """The cold start of a run from scratch, in a folder of its own inside the run's."""
+    """Run or resume the cold start of a run from scratch, in a subfolder; return its checkpoint."""
     nested = RunFolder(folder.path / "cold_start")
     nested.path.mkdir(exist_ok=True)
     found = list_checkpoints(nested.checkpoints)
@@ -210,81 +223,90 @@ def cold_start(config: Config, folder: RunFolder, console: Console) -> Path:
 
 
 def fine_tune(tuning: SftTraining, console: Console) -> Path:
-    """Run the SFT loop under a progress bar."""
-    config, left_out = tuning.session.config, 0
+    """Run the SFT loop with a progress bar."""
+    config, skipped = tuning.session.config, 0
     for text in filter(None, [*sft_warnings(tuning.session), busy_warning(config)]):
         log.warning(text)
-        say(console, f"! {text}", "yellow")
-    with bars(console) as progress:
-        task = progress.add_task("fine-tuning", total=config.sft.steps, completed=tuning.done, numbers="")
+        print_line(console, f"! {text}", "yellow")
+    with step_bar(console, "fine-tuning", tuning.folder, config, (tuning.done, config.sft.steps)) as (show, trackers):
 
         def on_step(step: int, metrics: Mapping[str, float]) -> None:
-            nonlocal left_out
-            left_out += int(metrics["batch/left_out"])
+            nonlocal skipped
+            skipped += int(metrics["batch/left_out"])
             speed = metrics["batch/total_tokens"] / max(1e-9, metrics["time/step_s"])
-            numbers = f"loss {metrics['loss/total']:.3f}  {speed:,.0f} tokens/s"
-            progress.update(task, completed=step, numbers=numbers)
+            show(step, f"loss {metrics['loss/total']:.3f}  {speed:,.0f} tokens/s")
 
-        trackers = make_trackers(config, tuning.folder, tuning.done)
-        try:
-            checkpoint = run_sft(tuning, trackers, on_step)
-        finally:
-            for tracker in trackers:
-                tracker.close()
-    if left_out:
-        taken = (config.sft.steps - tuning.done) * config.sft.batch_size
-        say(console, f"{left_out} of {left_out + taken} dialogues were left out: too long.", "yellow")
+        checkpoint = run_sft(tuning, trackers, on_step)
+    if skipped:
+        used = (config.sft.steps - tuning.done) * config.sft.batch_size
+        print_line(console, f"{skipped} of {skipped + used} dialogues were skipped: too long.", "yellow")
     return checkpoint
 
 
+@contextmanager
+def step_bar(
+    console: Console, title: str, folder: RunFolder, config: Config, steps: tuple[int, int]
+) -> Iterator[tuple[Callable[[int, str], None], list[Tracker]]]:
+    """Open a progress bar for steps (done, total) and the trackers of a run.
+
+    Yields the function that shows a step with its numbers, and the trackers, which are closed at the end.
+    """
+    done, total = steps
+    with bars(console) as progress:
+        task = progress.add_task(title, total=total, completed=done, numbers="")
+        trackers = make_trackers(config, folder, done)
+        try:
+            yield lambda step, numbers: progress.update(task, completed=step, numbers=numbers), trackers
+        finally:
+            for tracker in trackers:
+                tracker.close()
+
+
 def plain_trackers(config: Config) -> Config:
-    """The configuration with the trackers that a nested run writes: metrics as JSON lines."""
+    """Return the configuration with the tracker of a nested run: metrics as JSON lines."""
     return config.model_copy(update={"run": config.run.model_copy(update={"trackers": ["jsonl"]})})
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
-    """Held-out success before and after training, with 95 % intervals."""
-    table = Table(title="Held-out success, with 95 % intervals")
-    for column in ("split", "sampling", "tasks", "before training", "after training"):
-        table.add_column(column)
+    """Return a table of held-out success before and after training, with 95 % intervals."""
+    columns = ("split", "sampling", "tasks", "before training", "after training")
+    table = Table(*columns, title="Held-out success, with 95 % intervals")
     for pair in comparisons:
         plan = pair.after.plan
-        before = rate(pair.before) if pair.before else "not evaluated"
-        table.add_row(plan.split, how_sampled(plan), number(pair), before, rate(pair.after))
+        before = success_words(pair.before) if pair.before else "not evaluated"
+        table.add_row(plan.split, sampling_words(plan), task_counts(pair), before, success_words(pair.after))
     return table
 
 
 def worlds_table(comparisons: Sequence[Comparison]) -> Table:
-    """Held-out success in each world of a mixture, before and after training."""
-    table = Table(title="By world")
-    for column in ("split", "sampling", "world", "tasks", "before training", "after training"):
-        table.add_column(column)
+    """Return a table of held-out success in each world of a mixture, before and after training."""
+    table = Table("split", "sampling", "world", "tasks", "before training", "after training", title="By world")
     for pair in comparisons:
         plan, was = pair.after.plan, pair.before.by_world() if pair.before else {}
         for name, one in pair.after.by_world().items():
             before = f"{was[name].rate:.1%}" if name in was else "not evaluated"
-            row = (plan.split, how_sampled(plan), name, str(one.num_tasks), before)
+            row = (plan.split, sampling_words(plan), name, str(one.num_tasks), before)
             table.add_row(*row, f"{one.rate:.1%} [{one.interval.low:.1%}, {one.interval.high:.1%}]")
         average = f"{pair.before.macro:.1%}" if pair.before else ""
-        table.add_row(plan.split, how_sampled(plan), "average of the worlds", "", average, f"{pair.after.macro:.1%}")
+        table.add_row(plan.split, sampling_words(plan), "average of the worlds", "", average, f"{pair.after.macro:.1%}")
     return table
 
 
-def number(pair: Comparison) -> str:
-    """How many tasks were played, before and after where those differ."""
+def task_counts(pair: Comparison) -> str:
+    """Return the number of evaluated tasks, before and after if they differ."""
     after = len(pair.after.task_ids)
     before = len(pair.before.task_ids) if pair.before else after
     return str(after) if before == after else f"{before} before, {after} after"
 
 
-def other_conditions(pair: Comparison) -> bool:
-    """Whether the two evaluations are known to have been played under different conditions."""
+def conditions_differ(pair: Comparison) -> bool:
+    """Return whether the two evaluations have different known conditions."""
     before = pair.before.plan.conditions if pair.before else None
     return before is not None and before != pair.after.plan.conditions
 
 
 def print_examples(console: Console, folder: RunFolder, comparisons: Sequence[Comparison]) -> None:
-    """Three whole transcripts, the first of a task that was wrong before and is right now."""
+    """Print three transcripts, the first of a task that failed before training and succeeds now."""
     if not comparisons:
         return
     before, after = comparisons[0].before, comparisons[0].after
@@ -302,17 +324,14 @@ def print_examples(console: Console, folder: RunFolder, comparisons: Sequence[Co
 
 
 def choose_examples(before: Evaluation, after: Evaluation, num: int = 3) -> list[str]:
-    """Task ids: first one that was mended, then others, of different families where there are any.
-
-    Only of tasks that both evaluations played.
-    """
+    """Return ids of tasks of both evaluations: a newly solved one first, then others of different families."""
     now = dict(zip(after.task_ids, after.successes, strict=True))
     was = {t: s for t, s in zip(before.task_ids, before.successes, strict=True) if t in now}
     family = dict(zip(before.task_ids, before.families, strict=True))
-    mended = [t for t, s in was.items() if now[t] > s]
-    chosen = mended[:1] or list(was)[:1]
+    solved = [t for t, s in was.items() if now[t] > s]
+    chosen = solved[:1] or list(was)[:1]
     seen = {family[t] for t in chosen}
-    for task_id in [*mended, *was]:
+    for task_id in [*solved, *was]:
         if len(chosen) < num and family[task_id] not in seen:
             chosen.append(task_id)
             seen.add(family[task_id])
@@ -321,7 +340,7 @@ def choose_examples(before: Evaluation, after: Evaluation, num: int = 3) -> list
 
 
 def records_of(folder: RunFolder, result: Evaluation, task_ids: Sequence[str]) -> dict[str, RolloutRecord]:
-    """The saved rollouts of some tasks of an evaluation, the first attempt of each."""
+    """Return the first saved rollout of each of some tasks of an evaluation."""
     found: dict[str, RolloutRecord] = {}
     for record in read_rollouts(folder.evaluations / f"{result.plan.name}.jsonl.gz"):
         if record.group in task_ids:
@@ -330,12 +349,12 @@ def records_of(folder: RunFolder, result: Evaluation, task_ids: Sequence[str]) -
 
 
 def print_commands(console: Console, folder: RunFolder, config: Config) -> None:
-    """What to type next."""
+    """Print the next commands."""
     more = f"--training.steps {config.training.steps * 2}"
     if kind_of(folder) == "rft":
         more = f"--rft.rounds {config.rft.rounds * 2}"
-    say(console, f"The run is in {folder.path}")
-    say(console, f"  read it:      ludus show {folder.path}")
-    say(console, f"  continue it:  {resume_command(folder)} {more}")
-    say(console, f"  evaluate it:  ludus eval --run {folder.path}")
-    say(console, f"  talk to it:   ludus chat {folder.path}")
+    print_line(console, f"The run is in {folder.path}")
+    print_line(console, f"  read it:      ludus show {folder.path}")
+    print_line(console, f"  continue it:  {resume_command(folder)} {more}")
+    print_line(console, f"  evaluate it:  ludus eval --run {folder.path}")
+    print_line(console, f"  talk to it:   ludus chat {folder.path}")

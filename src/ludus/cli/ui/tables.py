@@ -1,4 +1,4 @@
-"""Evaluations as tables: success with intervals, families, stop reasons, pass@k."""
+"""Tables of evaluations: success with intervals, families, stop reasons, pass@k."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ class EvaluatedEpisodes:
 
     @property
     def title(self) -> str:
-        """Split and way of sampling, as the head of a column."""
+        """Split and sampling, as a column header."""
         plan = self.result.plan
-        return f"{plan.split}, {how_sampled(plan)}"
+        return f"{plan.split}, {sampling_words(plan)}"
 
 
-def sampling(temperature: float) -> str:
-    """The temperature in words."""
+def temperature_words(temperature: float) -> str:
+    """Describe a temperature."""
     return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
-def how_sampled(plan: EvaluationPlan) -> str:
-    """The temperature in words, and the number of attempts where there are several."""
-    how = sampling(plan.temperature)
+def sampling_words(plan: EvaluationPlan) -> str:
+    """Describe the temperature and, if above 1, the number of attempts."""
+    how = temperature_words(plan.temperature)
     return how if plan.samples == 1 else f"{how}, {plan.samples} attempts"
 
 
-def rate(result: Evaluation) -> str:
-    """A success rate with its interval, in per cent."""
+def success_words(result: Evaluation) -> str:
+    """Format a success rate with its interval in per cent."""
     return f"{result.rate:.1%} [{result.interval.low:.1%}, {result.interval.high:.1%}]"
 
 
 def print_evaluations(console: Console, played: Sequence[EvaluatedEpisodes], outcomes: Sequence[str]) -> None:
-    """All tables. `outcomes` names the reward parts that say success, which need no column of their own."""
+    """Print all tables. `outcomes` names the reward parts that define success, which get no separate column."""
     console.print(success_table(played, outcomes))
     if any(one.result.worlds for one in played):
         console.print(world_table([one.result for one in played]))
@@ -58,7 +58,7 @@ def print_evaluations(console: Console, played: Sequence[EvaluatedEpisodes], out
 
 
 def success_table(played: Sequence[EvaluatedEpisodes], outcomes: Sequence[str] = ()) -> Table:
-    """One row an evaluation: success, the smallest difference to be seen, other reward parts, failures."""
+    """Return a table of success, minimum detectable difference, other reward parts and failures."""
     table = Table(title="Held-out success, with 95 % intervals")
     parts = list(dict.fromkeys(part for one in played for part in one.result.parts if part not in outcomes))
     for column in ("split", "sampling", "tasks", "success", "detectable", *parts, "failed episodes"):
@@ -66,19 +66,17 @@ def success_table(played: Sequence[EvaluatedEpisodes], outcomes: Sequence[str] =
     for one in played:
         result = one.result
         values = [f"{result.parts[part]:.3f}" if part in result.parts else "" for part in parts]
-        number, least = str(len(result.task_ids)), f"{result.detectable:.1%}"
-        told = (result.plan.split, how_sampled(result.plan), number, rate(result), least)
-        table.add_row(*told, *values, str(result.failed))
+        number, detectable = str(len(result.task_ids)), f"{result.detectable:.1%}"
+        row = (result.plan.split, sampling_words(result.plan), number, success_words(result), detectable)
+        table.add_row(*row, *values, str(result.failed))
     return table
 
 
 def world_table(results: Sequence[Evaluation]) -> Table:
-    """Success in each world of a mixture, and the average in which each world counts the same."""
-    table = Table(title="Held-out success by world, with 95 % intervals")
-    for column in ("split", "sampling", "world", "tasks", "success"):
-        table.add_column(column)
+    """Return a table of success in each world of a mixture, and its unweighted average."""
+    table = Table("split", "sampling", "world", "tasks", "success", title="Held-out success by world, 95 % intervals")
     for result in results:
-        split, how = result.plan.split, how_sampled(result.plan)
+        split, how = result.plan.split, sampling_words(result.plan)
         for name, one in result.by_world().items():
             told = f"{one.rate:.1%} [{one.interval.low:.1%}, {one.interval.high:.1%}]"
             table.add_row(split, how, name, str(one.num_tasks), told)
@@ -87,30 +85,25 @@ def world_table(results: Sequence[Evaluation]) -> Table:
 
 
 def attempts_table(played: Sequence[EvaluatedEpisodes]) -> Table:
-    """pass@k (one of k attempts succeeds) and pass^k (all do), for powers of two and all attempts."""
-    table = Table(title="pass@k: one of k attempts succeeds; pass^k: all k do")
-    for column in ("split", "sampling", "k", "pass@k", "pass^k"):
-        table.add_column(column)
+    """Return a table of pass@k (one of k attempts succeeds) and pass^k (all do), for powers of two and all attempts."""
+    table = Table("split", "sampling", "k", "pass@k", "pass^k", title="pass@k: one of k succeeds; pass^k: all k do")
     for one in played:
         plan = one.result.plan
         for k in powers_of_two(plan.samples):
             values = (f"{one.result.pass_at(k):.1%}", f"{one.result.pass_hat(k):.1%}")
-            table.add_row(plan.split, how_sampled(plan), str(k), *values)
+            table.add_row(plan.split, sampling_words(plan), str(k), *values)
     return table
 
 
 def powers_of_two(last: int) -> list[int]:
-    """1, 2, 4, ... below `last`, and `last`."""
+    """Return 1, 2, 4, ... below `last`, and `last`."""
     return [*(2**i for i in range((last - 1).bit_length())), last]
 
 
 def family_table(split: str, played: Sequence[EvaluatedEpisodes]) -> Table:
-    """Success by family of tasks, one column an evaluation."""
-    table = Table(title=f"{split}: success by family")
-    table.add_column("family")
-    table.add_column("tasks")
-    for one in played:
-        table.add_column(how_sampled(one.result.plan))
+    """Return a table of success by task family, with one column per evaluation."""
+    columns = (sampling_words(one.result.plan) for one in played)
+    table = Table("family", "tasks", *columns, title=f"{split}: success by family")
     families = [one.result.by_family() for one in played]
     for family in sorted({name for found in families for name in found}):
         number = next(found[family][1] for found in families if family in found)
@@ -120,12 +113,9 @@ def family_table(split: str, played: Sequence[EvaluatedEpisodes]) -> Table:
 
 
 def stop_table(played: Sequence[EvaluatedEpisodes]) -> Table:
-    """Why the episodes ended, as shares."""
-    table = Table(title="Why episodes ended")
-    table.add_column("stop reason")
+    """Return a table of the shares of stop reasons."""
+    table = Table("stop reason", *(one.title for one in played), title="Stop reasons")
     counts = [Counter(t.stop_reason for t in one.trajectories) for one in played]
-    for one in played:
-        table.add_column(one.title)
     for reason in dict.fromkeys(reason for count in counts for reason, _ in count.most_common()):
         shares = [f"{count[reason] / max(1, count.total()):.1%}" for count in counts]
         table.add_row(str(reason), *shares)

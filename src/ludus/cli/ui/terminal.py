@@ -1,4 +1,4 @@
-"""The terminal: consoles and progress bars that also read well in a pipe or a file."""
+"""Consoles and progress bars, with a plain format for pipes and files."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID,
 from rich.text import Text
 
 PIPE_COLUMNS = 120
-"""Width of tables where the output is no terminal."""
+"""Width of tables if the output is not a terminal."""
 PLAIN_EVERY_S = 10.0
-"""Seconds between two lines of progress where the output is no terminal."""
+"""Seconds between two progress lines if the output is not a terminal."""
 _NARROW = 110
 
 
 def make_console() -> Console:
-    """Standard output. Text is printed as it is: square brackets mean nothing, numbers are not coloured."""
+    """Return a console on standard output, without markup and highlighting."""
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
     return Console(markup=False, highlight=False, width=width)
 
 
-def say(console: Console, text: str, style: str = "") -> None:
-    """Print lines that are never folded, so that paths and commands can be copied."""
+def print_line(console: Console, text: str, style: str = "") -> None:
+    """Print text without wrapping, so that paths and commands can be copied."""
     console.print(Text(text, style=style), soft_wrap=True)
 
 
 @contextmanager
-def bars(console: Console, *, passing: bool = False, every_s: float = PLAIN_EVERY_S) -> Iterator[Progress]:
-    """Progress bars; a task takes the field `numbers`. `passing` ones leave no trace.
+def bars(console: Console, *, transient: bool = False, every_s: float = PLAIN_EVERY_S) -> Iterator[Progress]:
+    """Show progress bars, whose tasks have a field `numbers`; `transient` ones are erased at the end.
 
-    In a pipe or a file there is a plain line every `every_s`, and a last one at the end unless they pass.
+    In a pipe or a file, print a plain line every `every_s` and, unless transient, at the end.
     """
     if not console.is_terminal:
-        with _plain_lines(console, every_s, last=not passing) as progress:
+        with _plain_lines(console, every_s, last=not transient) as progress:
             yield progress
         return
     columns = (
@@ -46,54 +46,54 @@ def bars(console: Console, *, passing: bool = False, every_s: float = PLAIN_EVER
         TimeRemainingColumn(),
         TextColumn("{task.fields[numbers]}"),
     )
-    with Progress(*columns, console=console, refresh_per_second=4, transient=passing) as progress:
+    with Progress(*columns, console=console, refresh_per_second=4, transient=transient) as progress:
         yield progress
 
 
-class CheckBar:
-    """A bar of what a check does at the moment (`ludus.evaluation.env_audit.AuditProgress`)."""
+class AuditBar:
+    """A progress bar for the phases of an environment audit (an `AuditProgress`)."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._phase: TaskID | None = None
 
     def phase(self, name: str, total: int) -> None:
-        """Start the bar anew."""
+        """Start the bar of a phase."""
         if self._phase is not None:
             self._progress.remove_task(self._phase)
         self._phase = self._progress.add_task(name, total=total, numbers="")
 
     def done(self, what: str = "") -> None:
-        """One further."""
+        """Advance by one."""
         if self._phase is not None:
             self._progress.update(self._phase, advance=1, numbers=what)
 
 
 @contextmanager
 def _plain_lines(console: Console, every_s: float, last: bool) -> Iterator[Progress]:
-    """Say where the tasks are now and then, if that has changed, and with `last` also at the end."""
-    progress, ended, said = Progress(console=console, disable=True), threading.Event(), ""
+    """Print the progress of the tasks periodically if it changed, and with `last` at the end."""
+    progress, ended, printed = Progress(console=console, disable=True), threading.Event(), ""
 
-    def tell() -> None:
-        nonlocal said
+    def show() -> None:
+        nonlocal printed
         line = "  |  ".join(_task_words(task) for task in progress.tasks)
-        if line and line != said:
-            said = line
-            say(console, line)
+        if line and line != printed:
+            printed = line
+            print_line(console, line)
 
-    def tell_on() -> None:
+    def loop() -> None:
         while not ended.wait(every_s):
-            tell()
+            show()
 
-    teller = threading.Thread(target=tell_on, name="progress", daemon=True)
-    teller.start()
+    thread = threading.Thread(target=loop, name="progress", daemon=True)
+    thread.start()
     try:
         yield progress
     finally:
         ended.set()
-        teller.join()
+        thread.join()
         if last:
-            tell()
+            show()
 
 
 def _task_words(task: Task) -> str:
@@ -102,7 +102,7 @@ def _task_words(task: Task) -> str:
 
 
 def silence_libraries() -> None:
-    """Keep the progress bars of transformers out of ours, and a warning that peft causes within it."""
+    """Disable the progress bars of transformers, and a warning that peft triggers in it."""
     import warnings
 
     from ludus.engines.models.loading import hide_progress

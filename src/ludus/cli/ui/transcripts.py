@@ -1,4 +1,4 @@
-"""Transcripts: what was prompt, action and observation, as messages or as tokens, and what it earned."""
+"""Transcripts with marked prompt, action and observation, as messages or tokens, and their rewards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from ludus.cli.ui.terminal import say
+from ludus.cli.ui.terminal import print_line
 from ludus.engines.embedded.kv_cache import common_prefix
 from ludus.rollout.rollout_files import RolloutRecord
 from ludus.rollout.trees import attempts
@@ -18,62 +18,62 @@ if TYPE_CHECKING:
     from ludus.chat.render import Tokenizer
 
 STYLES = {"prompt": "dim", "action": "bold cyan", "observation": "yellow"}
-"""How the three kinds of text are told apart on screen; each also carries its name."""
+"""Styles of the three kinds of text."""
 
 
 def print_transcript(console: Console, trajectory: Trajectory) -> None:
-    """A whole dialogue, each part marked, and what it earned."""
+    """Print a dialogue with marked parts, and its reward."""
     for kind, text in marked_messages(trajectory):
-        say(console, f"[{kind}] {text}", STYLES[kind])
-    say(console, f"{ending(trajectory)}\n")
+        print_line(console, f"[{kind}] {text}", STYLES[kind])
+    print_line(console, f"{ending(trajectory)}\n")
 
 
 def print_record(console: Console, record: RolloutRecord, tokenizer: Tokenizer | None = None) -> None:
-    """A stored rollout: which it is, the dialogue or (given a tokenizer) its tokens, and its fate."""
+    """Print a stored rollout: its dialogue or, with a tokenizer, its tokens, and its outcome."""
     trajectory = record.trajectory
     tags = "  ".join(f"{name} {value}" for name, value in trajectory.tags.items())
     console.rule(Text(f"task {record.group}, sample {trajectory.sample}", style="bold"))
     if tags:
-        say(console, tags, "dim")
+        print_line(console, tags, "dim")
     shown: list[list[tuple[str, str]]] = []
     for path in attempts(trajectory):
-        if tokenizer is None or not path.segments:  # an endpoint shows no tokens
+        if tokenizer is None or not path.segments:  # an endpoint returns no tokens
             parts = list(marked_messages(path))
         else:
             parts = list(marked_tokens(path.segments, tokenizer))
         shared = max((common_prefix(parts, before) for before in shown), default=0)
         shown.append(parts)
         if shared:
-            say(console, f"branch {len(shown) - 1}, after the {shared} parts that it shares:", "bold")
+            print_line(console, f"branch {len(shown) - 1}, after {shared} shared parts:", "bold")
         for kind, text in parts[shared:]:
-            say(console, f"[{kind}] {text}", STYLES[kind])
+            print_line(console, f"[{kind}] {text}", STYLES[kind])
         for outcome in path.outcomes:
             if outcome.status is not ToolStatus.OK:
-                say(console, f"tool error: {outcome.tool or 'no tool'}: {outcome.status}", "red")
-        say(console, ending(path))
+                print_line(console, f"tool error: {outcome.tool or 'no tool'}: {outcome.status}", "red")
+        print_line(console, ending(path))
     if trajectory.leaves:
-        say(console, f"mean reward of {len(trajectory.leaves)} leaves: {trajectory.reward:g}")
+        print_line(console, f"mean reward of {len(trajectory.leaves)} leaves: {trajectory.reward:g}")
     if trajectory.failure is not None:
         failure = trajectory.failure
-        say(console, f"failed in the {failure.part} after {failure.attempts} attempts: {failure.error}", "red")
-    say(console, f"{fate(record)}\n")
+        print_line(console, f"failed in the {failure.part} after {failure.attempts} attempts: {failure.error}", "red")
+    print_line(console, f"{outcome_line(record)}\n")
 
 
-def fate(record: RolloutRecord) -> str:
-    """What became of a rollout, in the ledger's words, and its advantage."""
+def outcome_line(record: RolloutRecord) -> str:
+    """Return the outcome of a rollout in the ledger, and its advantage."""
     reason = "" if record.reason == record.outcome.value else f" ({record.reason})"
     advantage = "none" if record.advantage is None else f"{record.advantage:+.4g}"
     return f"ledger: {record.outcome}{reason}   advantage {advantage}"
 
 
 def ending(trajectory: Trajectory) -> str:
-    """Why it stopped, and the reward with its parts."""
+    """Return the stop reason, and the reward with its parts."""
     parts = "  ".join(f"{name} {value:g}" for name, value in trajectory.rewards.items())
     return f"stop: {trajectory.stop_reason}   reward {trajectory.reward:g}   ({parts})"
 
 
 def marked_messages(trajectory: Trajectory) -> Iterator[tuple[str, str]]:
-    """The messages with their kinds: all before the model's first is prompt, what follows it observation."""
+    """Yield the messages with their kinds: before the model's first one prompt, after it observation."""
     acted = False
     for message in trajectory.messages:
         acted = acted or message["role"] == "assistant"
@@ -82,7 +82,7 @@ def marked_messages(trajectory: Trajectory) -> Iterator[tuple[str, str]]:
 
 
 def marked_tokens(segments: Sequence[Segment], tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
-    """The segments as the tokens that they are, control tokens included."""
+    """Yield the decoded segments, control tokens included, with their kinds."""
     for segment in segments:
         text = tokenizer.decode(segment.tokens, skip_special_tokens=False)
         yield segment.kind, f"{_segment_numbers(segment)}\n{text}"
@@ -99,18 +99,18 @@ def _segment_numbers(segment: Segment) -> str:
 
 
 def message_text(message: Message) -> str:
-    """A message as a person reads it: thinking, text and calls."""
+    """Return a message as text: reasoning, content and tool calls."""
     thought = message.get("reasoning_content", "")
-    said = [f"(thinks) {thought}" if thought else "", message["content"], *map("(calls) {}".format, calls(message))]
-    return "\n".join(part for part in said if part)
+    parts = [f"(thinks) {thought}" if thought else "", message["content"], *map("(calls) {}".format, calls(message))]
+    return "\n".join(part for part in parts if part)
 
 
 def calls(message: Message) -> list[str]:
-    """The tool calls of a message, each on one line."""
+    """Return the tool calls of a message, each on one line."""
     return [f"{call['function']['name']} {call['function']['arguments']}" for call in message.get("tool_calls", [])]
 
 
 def outcome_text(outcome: ToolOutcome) -> str:
-    """A tool's answer with its name and, unless all went well, how it ended."""
+    """Return the output of a tool with its name and, unless it succeeded, its status."""
     status = "" if outcome.status is ToolStatus.OK else f" ({outcome.status})"
     return f"{outcome.tool or 'no tool'}{status}: {outcome.output}"

@@ -1,4 +1,4 @@
-"""The section about the processes and machines that sample for a run."""
+"""The section `cluster`: processes and machines that sample for a run."""
 
 from __future__ import annotations
 
@@ -10,52 +10,48 @@ from ludus.config.sections.section import Section
 
 
 class ClusterConfig(Section):
-    """Engines and rollout workers in processes of their own, on this machine or on those of a Ray cluster."""
+    """Engines and rollout workers in separate processes, on this machine or on a Ray cluster."""
 
     kind: Literal["none", "local", "ray"] = "none"
-    """`none`: this process samples. `local`: processes of this machine do. `ray`: Ray actors do (needs the
-    `cluster` extra)."""
+    """`none`: sample in this process. `local`: in processes of this machine. `ray`: in Ray actors (needs the `cluster`
+    extra)."""
     address: str | None = None
-    """Of the Ray cluster: host:port, or `auto` for the one that this machine belongs to. None starts one on
-    this machine for the time of the run."""
+    """Address of the Ray cluster: host:port, or `auto` for this machine's cluster. None starts one on this machine for
+    the duration of the run."""
     engines: int = Field(1, ge=1)
-    """Embedded engines that sample, each behind HTTP on its machine. With engine.url none are started."""
+    """Embedded engines, each behind an HTTP server on its machine. None are started with engine.url."""
     workers: int = Field(1, ge=1)
-    """Rollout workers: they hold the environments and play the episodes; without reward workers they also
-    score them."""
+    """Rollout workers: they run the environments and episodes, and score them unless there are reward workers."""
     episodes_per_worker: int = Field(16, ge=1)
-    """Episodes that one worker plays at once; more wait, rollout.concurrency of them at most."""
+    """Concurrent episodes per worker; more wait, up to rollout.concurrency in total."""
     reward_workers: int = Field(0, ge=0)
-    """Processes that do nothing but score episodes: verifiers and judges run in them. 0: rollout workers
-    score what they play."""
+    """Processes that only score episodes with verifiers and judges; 0: rollout workers score their own episodes."""
     scorings_per_worker: int = Field(1, ge=1)
-    """Episodes that one reward worker scores at once, each on a thread: more than 1 where rewards wait for a
-    judge's server, and may be called from several threads."""
+    """Episodes that a reward worker scores concurrently, each in a thread: above 1 if rewards wait for a judge's server
+    and are thread-safe."""
     scoring_timeout_s: float = Field(300.0, gt=0)
-    """How long a reward worker may score an episode, in the place of rollout.reward_timeout_s. Where it takes
-    longer the attempt has failed, and the worker is replaced once what else it scores has ended."""
+    """Timeout for scoring an episode in a reward worker, in place of rollout.reward_timeout_s. The attempt fails, and
+    the worker is replaced once its other scorings have ended."""
     engine_cpus: float = Field(1.0, ge=0)
-    """Cores that Ray keeps for an engine."""
+    """CPUs that Ray reserves per engine."""
     engine_gpus: float = Field(0.0, ge=0)
-    """GPUs that Ray keeps for an engine; it sees no others."""
+    """GPUs that Ray reserves per engine; it sees only these."""
     engine_resources: dict[str, Annotated[float, Field(ge=0)]] = Field({})
-    """Resources of your own naming (`ray start --resources`) that a machine must have for an engine."""
+    """Custom Ray resources (`ray start --resources`) that a machine must have for an engine."""
     worker_cpus: float = Field(1.0, ge=0)
-    """Cores that Ray keeps for a worker."""
+    """CPUs that Ray reserves per rollout worker."""
     worker_resources: dict[str, Annotated[float, Field(ge=0)]] = Field({})
-    """Resources of your own naming that a machine must have for a worker."""
+    """Custom Ray resources that a machine must have for a rollout worker."""
     reward_cpus: float = Field(1.0, ge=0)
-    """Cores that Ray keeps for a reward worker."""
+    """CPUs that Ray reserves per reward worker."""
     reward_gpus: float = Field(0.0, ge=0)
-    """GPUs that Ray keeps for a reward worker: for a judge that is a model."""
+    """GPUs that Ray reserves per reward worker, for a judge model."""
     reward_resources: dict[str, Annotated[float, Field(ge=0)]] = Field({})
-    """Resources of your own naming that a machine must have for a reward worker."""
+    """Custom Ray resources that a machine must have for a reward worker."""
     startup_timeout_s: float = Field(300.0, gt=0)
-    """How long an engine or any worker may take until it is ready, waiting for room in the
-    cluster included."""
+    """Timeout for the start of an engine or worker, including the wait for cluster resources."""
     heartbeat_timeout_s: float = Field(60.0, gt=0)
-    """One that does not answer for so long counts as dead: it is ended and replaced."""
+    """An engine or worker without a heartbeat for this long is considered dead, terminated and replaced."""
     restarts: int = Field(20, ge=0)
-    """Engines, workers and reward workers, each, that a run may lose one after another, starts that fail
-    included: it stops where more were lost and none is left. Losses are forgotten where one has lived for ten
-    minutes."""
+    """Consecutive losses of engines, of rollout workers or of reward workers, failed starts included, after which the
+    run stops if none of them is left. The count resets once one has lived for ten minutes."""

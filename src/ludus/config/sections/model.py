@@ -1,4 +1,4 @@
-"""Settings of the model that is trained."""
+"""The section `model`: the policy."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from ludus.config.sections.section import Section, Why
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (needs the `lora` extra); the base weights stay frozen."""
+    """Low-rank adapters (needs the `lora` extra); the base weights are frozen."""
 
     rank: int = Field(16, ge=1)
-    """Size of the low-rank update of each layer."""
+    """Rank of the update of each layer."""
     alpha: float = Field(32.0, gt=0)
     """The update is scaled by alpha / rank."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
-    """Which linear layers carry an adapter, by name."""
+    """Names of the linear layers with an adapter, or all-linear."""
 
 
 class ScratchConfig(Section):
-    """The shape of the small model that is made on the spot when no checkpoint is given."""
+    """The architecture of the small model that is created if no checkpoint is given."""
 
     vocab_size: Annotated[int, Why("every byte and the special tokens need an entry")] = Field(2048, ge=300)
-    """Tokens of the tokenizer that is trained for it, at most."""
+    """Maximum vocabulary size of its tokenizer, which is trained first."""
     hidden_size: int = Field(128, ge=8)
     """Width of the residual stream."""
     intermediate_size: int = Field(384, ge=8)
-    """Width inside the feed-forward layers."""
+    """Width of the feed-forward layers."""
     num_layers: int = Field(4, ge=1)
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     num_heads: int = Field(4, ge=1)
-    """Attention heads; they divide hidden_size."""
+    """Attention heads; must divide hidden_size."""
     num_kv_heads: int = Field(4, ge=1)
-    """Heads of keys and values; they divide num_heads."""
+    """Key-value heads; must divide num_heads."""
     context_tokens: int = Field(1024, ge=64)
-    """Longest sequence that the model takes."""
+    """Longest sequence, in tokens."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -57,26 +57,26 @@ class ModelConfig(Section):
     """The policy."""
 
     path: str | None = None
-    """A checkpoint folder or model name. None is the recipe's own cold start, shipped in the package."""
+    """A checkpoint folder or model name. None is the recipe's cold start, which the package contains."""
     from_scratch: bool = False
-    """Make tokenizer and model and run the cold start first, instead of loading a checkpoint."""
+    """Create tokenizer and model and run the cold start first, instead of loading a checkpoint."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Number format of the weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where model and engine run; `auto` takes the GPU where there is one."""
+    """Device of model and engine; `auto` is the GPU if there is one."""
     lora: LoraConfig | None = None
     """Train low-rank adapters of this shape; none trains all weights."""
     master_weights: bool = True
-    """With bfloat16 weights the optimiser keeps a float32 copy and moves that; off, small updates vanish."""
+    """With bfloat16 weights, let the optimizer update a float32 copy; otherwise small updates are lost to rounding."""
     activation_checkpointing: bool = False
-    """Compute each layer's inner states again in the backward pass: less memory, a third more work."""
+    """Recompute activations in the backward pass: less memory for a third more compute."""
     init: ScratchConfig = ScratchConfig()
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if self.from_scratch and self.path is not None:
             raise ValueError(
-                f'model.path ("{self.path}") and model.from_scratch (true) exclude each other: '
-                "the model is either loaded or made"
+                f'model.path ("{self.path}") and model.from_scratch (true) are mutually exclusive: '
+                "the model is either loaded or created"
             )
         return self

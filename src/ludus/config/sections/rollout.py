@@ -1,4 +1,4 @@
-"""Settings of rollouts: the environment, its limits and the engine."""
+"""The sections about rollouts: environment, sampling limits and engine."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ludus.config.sections.section import Section
 
 
 class EnvConfig(Section):
-    """The world that the model acts in."""
+    """The environment."""
 
     name: str = "search"
-    """A registered world, `path/to/file.py` that defines `make_world`, `path/to/file.py:name`, or `mixture`
-    for those of `env.mixture`."""
+    """A registered world, `path/to/file.py` that defines `make_world`, `path/to/file.py:name`, or `mixture` for the
+    worlds of `env.mixture`."""
     rendering: Literal["chat", "tags", "code"] = "chat"
-    """`chat`: the model's chat template with tool calls. Without a template: `tags`, the text protocol of
-    Search-R1, for a world with a tool `search`, or `code`, that of ReTool, for one with a tool `python`."""
+    """`chat`: the model's chat template with tool calls. Without a template: `tags`, the text protocol of Search-R1,
+    for worlds with the tool `search`, or `code`, that of ReTool, for worlds with the tool `python`."""
     tool_parser: Literal["auto", "hermes", "llama3", "pythonic"] = "auto"
-    """How tool calls are written in `chat`; `auto` reads it off the chat template."""
+    """Format of tool calls in `chat`; `auto` derives it from the chat template."""
     settings: dict[str, Any] = Field({})
-    """The world's own settings; it checks them against its own schema."""
+    """The world's own settings, validated by the world."""
     tools: list[str] = Field([])
-    """Tools of your own that every episode has besides, `path/to/file.py:name` (docs/extend/plugins.md)."""
+    """Additional tools of every episode, `path/to/file.py:name` (docs/extend/plugins.md)."""
     check: bool = True
-    """Before training, let scripted cheats play a few tasks, and refuse to train where one is paid."""
+    """Before training, run scripted cheats on a few tasks, and refuse to train if one is rewarded."""
     mixture: dict[str, MemberConfig] = Field({})
-    """Worlds that the run trains on together, by name, each with its weight and its own settings."""
+    """Worlds that the run trains on together, by name, each with its weight and settings."""
 
     @model_validator(mode="after")
     def _one_world_or_several(self) -> Self:
@@ -38,18 +38,17 @@ class EnvConfig(Section):
 
 
 class PartialConfig(Section):
-    """The budget of a step, after which unfinished episodes wait and go on in the next step.
+    """The sampling budget of a step; unfinished episodes are paused and continue in the next step.
 
-    For training.mode sync and one_step. A group trains when all of its episodes have ended, at the latest
-    when its oldest token is staleness.max_staleness versions old: then its episodes do not wait any more.
+    For training.mode sync and one_step. A group trains once all of its episodes have ended; once its oldest token is
+    staleness.max_staleness versions old, its episodes are no longer paused.
     """
 
     tokens: int = Field(0, ge=0)
-    """Tokens sampled in one step; 0 is no budget. Shared equally among the unfinished episodes, again and
-    again, so that it repeats bit for bit."""
+    """Tokens sampled per step; 0 is no budget. Divided repeatedly among the unfinished episodes, so that runs stay
+    reproducible bit for bit."""
     seconds: float = Field(0.0, ge=0)
-    """Seconds of sampling in one step; 0 is no budget. If it fires, the run is flagged as not
-    reproducible."""
+    """Seconds of sampling per step; 0 is no budget. If it fires, the run is flagged as not reproducible."""
 
     @property
     def is_set(self) -> bool:
@@ -58,126 +57,120 @@ class PartialConfig(Section):
 
 
 class BranchConfig(Section):
-    """Branches of training episodes: an episode becomes a tree, whose leaves each have a reward.
+    """Branching of training episodes: an episode becomes a tree, and each leaf has a reward.
 
-    A branch shares the tokens before its fork, and goes on from there with other random numbers, in an
-    environment in which the recorded actions are done again.
+    A branch shares the tokens before its fork and continues with another seed, in an environment that replays the
+    recorded actions.
     """
 
     branches: int = Field(0, ge=0)
-    """Further ways on from each turn that is forked; 0: episodes do not branch."""
+    """Additional branches at each fork; 0 disables branching."""
     turns: list[int] = Field([])
-    """Turns that are forked, from 0: of the episode, and of each branch those after its own fork."""
+    """Turns to fork at, from 0: those of the episode, and of each branch those after its own fork."""
     entropy_turns: int = Field(0, ge=0)
-    """In place of `turns`: this many turns of each path, those of the highest mean `-logprob` of the action's
-    tokens."""
+    """Instead of `turns`: fork each path at this many turns with the highest mean `-logprob` of their action tokens."""
     max_leaves: int = Field(8, ge=2)
-    """Leaves of one tree. The forks of the episode come first, then those of its branches."""
+    """Maximum leaves per tree. Forks of the episode come first, then those of its branches."""
 
     @model_validator(mode="after")
     def _forks_somewhere(self) -> Self:
         if any(turn < 0 for turn in self.turns):
-            raise ValueError("rollout.branch.turns holds a number below 0")
+            raise ValueError("rollout.branch.turns contains a negative number")
         if self.turns and self.entropy_turns:
-            raise ValueError("rollout.branch takes turns or entropy_turns, not both")
+            raise ValueError("rollout.branch.turns and entropy_turns are mutually exclusive")
         if self.branches and not (self.turns or self.entropy_turns):
-            raise ValueError("rollout.branch.branches needs turns or entropy_turns: where to fork")
+            raise ValueError("rollout.branch.branches needs turns or entropy_turns")
         if not self.branches and (self.turns or self.entropy_turns):
-            raise ValueError("rollout.branch forks nothing while branches is 0")
+            raise ValueError("rollout.branch.turns and entropy_turns have no effect while branches is 0")
         return self
 
 
 class SamplingSection(Section):
-    """How a token is drawn."""
+    """Sampling parameters."""
 
     temperature: float = Field(1.0, ge=0)
-    """Of sampling during training; 0 is greedy."""
+    """Sampling temperature during training; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that make up this share; 1 cuts nothing."""
+    """Sample from the most likely tokens with this total probability; 1 disables it."""
     top_k: int = Field(0, ge=0)
-    """Sample from this many likeliest tokens; 0 cuts nothing."""
+    """Sample from this many most likely tokens; 0 disables it."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Sample from tokens with at least this share of the likeliest one's probability; 0 cuts nothing."""
+    """Sample from tokens with at least this fraction of the highest probability; 0 disables it."""
 
 
 class RolloutConfig(SamplingSection):
-    """How episodes are sampled, and their limits."""
+    """Sampling and limits of episodes."""
 
     guided_tools: bool = False
-    """Sample only calls that can be executed. That changes the distribution, and training does not correct
-    it. Needs the `guided` extra and a template with calls in Hermes' format."""
+    """Constrain decoding to valid tool calls. This changes the sampling distribution, and training does not correct for
+    it. Needs the `guided` extra and a template with calls in Hermes format."""
     max_turns: int = Field(6, ge=1)
-    """Assistant turns of one episode."""
+    """Assistant turns per episode."""
     max_tokens_per_turn: int = Field(64, ge=1)
-    """Tokens of one action."""
+    """Tokens per action."""
     max_seq_len: int = Field(768, ge=16)
-    """Tokens of a whole trajectory, prompt and observations included."""
+    """Tokens of a trajectory, prompt and observations included."""
     max_tool_errors: int = Field(3, ge=1)
-    """Tool errors or malformed calls in a row that end an episode."""
+    """Consecutive tool errors or malformed calls that end an episode."""
     max_tool_output: int = Field(2000, ge=16)
-    """Characters of one tool's output that the model sees; head and tail are kept."""
+    """Characters of a tool output that the model sees; the middle is cut."""
     tool_timeout_s: float = Field(20.0, gt=0)
-    """Bound on a call of a tool that names none: instant tools have a quarter, slow ones thrice."""
+    """Timeout of a call to a tool without its own: instant tools have a quarter of it, slow ones three times."""
     environment_timeout_s: float = Field(120.0, gt=0)
-    """Bound on one start, step or close of an environment; longer counts as its failure. Waiting for a place
-    of the sandbox does not count, here and in the bounds of tools."""
+    """Timeout of a start, step or close of an environment; after it the environment has failed. The wait for a sandbox
+    slot does not count, here and for tools."""
     reward_timeout_s: float = Field(120.0, gt=0)
-    """Bound on computing the rewards of one episode; longer counts as an infrastructure failure."""
+    """Timeout for computing the rewards of an episode; after it the attempt has failed in the infrastructure."""
     reward_processes: int = Field(1, ge=0)
-    """Processes that do nothing but compute rewards, each those of one episode at a time. 0: a thread of this
-    process does."""
+    """Processes that compute rewards, each for one episode at a time. 0 uses a thread of this process."""
     episode_timeout_s: float | None = Field(None, gt=0)
-    """Wall-clock limit of one episode; None is no limit. One that fires ends reproducibility, aloud."""
+    """Wall-clock limit of an episode; None is no limit. If it fires, the run is flagged as not reproducible."""
     concurrency: int = Field(128, ge=1)
-    """Episodes in flight at once."""
+    """Concurrent episodes."""
     retries: int = Field(2, ge=0)
-    """Fresh attempts after an infrastructure failure (never after a failure of the model)."""
+    """Retries after an infrastructure failure (never after a failure of the model)."""
     max_failure_rate: float = Field(0.2, ge=0, le=1)
-    """Share of episodes of one step that may fail for good before the run stops."""
+    """Fraction of the episodes of a step that may fail after all retries before the run stops."""
     reproducible: bool = True
-    """The same settings give the same tokens again, bit for bit. Where an engine rounds otherwise in other
-    company (docs/understand/reproducibility.md), turns go in lock-step for it, and a slow tool holds all
-    episodes up. An asynchronous run keeps no order."""
+    """Sample the same tokens for the same settings, bit for bit. If the engine is not batch-invariant
+    (docs/understand/reproducibility.md), episodes advance turn by turn in lockstep, and a slow tool delays all of them.
+    Asynchronous runs have no fixed order."""
     partial: PartialConfig = PartialConfig()
     branch: BranchConfig = BranchConfig()
 
 
 class EngineConfig(Section):
-    """Where tokens are sampled: in this process, or by a server over HTTP."""
+    """The engine that samples: in this process, or a server over HTTP."""
 
     plugin: str | None = None
-    """An engine of your own, `path/to/file.py:name` (docs/extend/plugins.md).
-    None takes the embedded engine, or the server at `url`."""
+    """A custom engine, `path/to/file.py:name` (docs/extend/plugins.md). None is the embedded engine, or the server at
+    `url`."""
     url: str | None = None
-    """Address of an inference server that samples; several replicas are separated by commas. None samples in
-    this process."""
+    """Address of an inference server; several replicas are separated by commas. None samples in this process."""
     api: Literal["vllm", "sglang"] = "vllm"
-    """What the server speaks; `ludus serve` speaks as vLLM does."""
+    """API of the server; `ludus serve` has vLLM's."""
     timeout_s: float = Field(600.0, gt=0)
-    """Deadline of one action, and of one transfer of weights to one replica."""
+    """Timeout of one action, and of one weight transfer to one replica."""
     token_file: str | None = None
-    """A file with the control token of the servers, which `ludus serve --control` prints at its start.
-    None takes the one that a server of the same user on this machine has left."""
+    """A file with the control token of the servers, which `ludus serve --control` prints. None uses the token that a
+    server of the same user on this machine has published."""
     connect_timeout_s: float = Field(60.0, ge=0)
-    """How long a server that cannot be reached is asked again before that counts as a failure."""
+    """How long to retry an unreachable server."""
     weights_folder: str | None = None
-    """Where new weights are written; the server must see the same path. None takes a temporary folder, in
-    shared memory where there is room."""
+    """Folder for new weights, which the server must see under the same path. None is a temporary folder, in shared
+    memory if there is room."""
     broadcast_host: str | None = None
-    """An address of this machine that its servers reach: `ludus serve`, and vLLM with the extension of its
-    worker (docs/use/server.md), have new weights from here over a line of gloo, without a file. None writes
-    them to the folder."""
+    """An address of this machine that the servers can reach: weights are sent over a gloo process group instead of
+    files, to `ludus serve` and to vLLM with the worker extension (docs/use/server.md). None writes files."""
     sleep: bool = False
-    """Give the memory of the embedded engine's cache back while the learner works: for both on one device."""
+    """Free the KV cache of the embedded engine while the learner works, if both share one device."""
     kv_cache_tokens: int | None = Field(None, ge=1)
-    """Tokens whose keys and values an embedded engine keeps, those of all that runs included; one request of
-    the longest always fits. None has room for all episodes at once: rollout.concurrency *
-    (rollout.max_seq_len + 16)."""
+    """Tokens in the KV cache of an embedded engine, running requests included; one request of maximum length always
+    fits. None has room for all episodes: rollout.concurrency * (rollout.max_seq_len + 16)."""
     max_requests: int = Field(0, ge=0)
-    """Requests that an embedded engine has under way and waiting; more are put off, and asked again when some
-    are done. 0 is no limit."""
+    """Running and waiting requests of an embedded engine; more are rejected and retried later. 0 is no limit."""
     weight_delta: bool = False
-    """Over that line, send only what changed since the last weights; keeps a copy of these."""
+    """With broadcast_host, send only changed weights; this keeps a copy of the last ones."""
 
     @model_validator(mode="after")
     def _has_a_line(self) -> Self:

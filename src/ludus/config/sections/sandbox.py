@@ -1,4 +1,4 @@
-"""The section `sandbox`: where programs that a policy writes run."""
+"""The section `sandbox`: where programs written by the policy run."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from ludus.config.sections.section import Section
 
 
 class SandboxConfig(Section):
-    """Where tools run programs; worlds without such tools open none. See docs/use/sandbox.md."""
+    """Where tools run programs. See docs/use/sandbox.md."""
 
     backend: Literal["namespaces", "docker", "podman", "remote", "sandbox_fusion", "piston", "process"] = "namespaces"
-    """What keeps programs apart from the host; nothing weaker is ever taken instead."""
+    """Isolation of programs from the host; there is no fallback to a weaker backend."""
     concurrency: int = Field(0, ge=0)
-    """Of namespaces: runs at once, sessions not counted; 0 is one for each processor, at least 2."""
+    """namespaces: concurrent runs outside sessions; 0 is one per processor, at least 2."""
     sessions: int = Field(0, ge=0)
-    """Of namespaces, docker and podman: episodes at once that each hold a session (`terminal`, `swe`); more
-    wait until one has ended. 0 is what half of the memory has room for, at 512 MiB each."""
+    """namespaces, docker and podman: concurrent sessions of episodes (`terminal`, `swe`); more episodes wait. 0 is as
+    many as fit into half of the memory at 512 MiB each."""
     python: str = ""
-    """Of namespaces: the interpreter inside; empty is this one, else the system's."""
+    """namespaces: the interpreter inside; empty is this one, otherwise the system's."""
     binds: list[str] = Field([])
-    """Of namespaces: folders of the host that programs may read, as `folder` or `folder:place`."""
+    """namespaces: host folders that programs may read, as `folder` or `folder:place`."""
     paths: list[str] = Field([])
-    """Of namespaces: what is added to `sys.path` inside."""
+    """namespaces: additions to `sys.path` inside."""
     image: str = "python:3.12-slim"
-    """Of docker and podman: the image, which must be there already."""
+    """docker and podman: the image, which must be present."""
     runtime: str = ""
-    """Of docker and podman: the runtime, `runsc` for gVisor; empty is the engine's own."""
+    """docker and podman: the runtime, `runsc` for gVisor; empty is the engine's default."""
     url: str = ""
-    """Of remote: the address of `ludus sandbox serve`; of sandbox_fusion and piston: that of the service."""
+    """remote: address of `ludus sandbox serve`; sandbox_fusion and piston: address of the service."""
     token_file: str | None = None
-    """A file with the server's token, which is kept out of the run folder so; none sends no token."""
+    """A file with the server's token, so that the token is not stored in the run folder; none sends no token."""
     unsafe: bool = False
-    """Of process: yes, programs may do all that your user may."""
+    """process, required: confirm that programs may do everything that your user may."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

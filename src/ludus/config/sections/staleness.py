@@ -1,4 +1,4 @@
-"""The section about rollouts that are not in step with learning (training.mode = async)."""
+"""The section `staleness`: rollouts from older weights (training.mode = async)."""
 
 from __future__ import annotations
 
@@ -10,54 +10,53 @@ from ludus.config.sections.section import Section
 
 
 class ReplayConfig(Section):
-    """Groups that train once more."""
+    """Replay buffer of groups that train again."""
 
     share: float = Field(0.0, ge=0, lt=1)
-    """Share of a step's groups that have trained before; 0 keeps none."""
+    """Fraction of the groups of a step that come from the buffer; 0 disables it."""
     order: Literal["fifo", "priority"] = "fifo"
-    """Which come first: those that trained longest ago, or those whose rewards deviate most."""
+    """Which groups are replayed first: the least recently trained, or those with the largest reward deviation."""
     size: int = Field(64, ge=1)
-    """Groups kept at most; the oldest go first."""
+    """Maximum groups in the buffer; the oldest are evicted."""
     times: int = Field(1, ge=1)
-    """How often one group is replayed at most."""
+    """Maximum replays of a group."""
     max_age: int = Field(4, ge=1)
-    """Versions; a group with an older token is dropped, and counted. Beyond staleness.max_staleness what is
-    replayed trains under the correction alone."""
+    """Maximum age in versions; a group with an older token is dropped and counted. Groups older than
+    staleness.max_staleness train only under the off-policy correction."""
     sources: list[str] = Field([])
-    """Rollouts of other runs that are in the buffer from the start: run folders, checkpoints of runs (the
-    rollouts up to their step), or files `step-*.jsonl.gz`. Refused where their effective sample share under
-    this policy is below staleness.min_ess; later a group below it is left out, and counted."""
+    """Rollouts of other runs that are in the buffer from the start: run folders, checkpoints of runs (the rollouts up
+    to their step), or files `step-*.jsonl.gz`. Rejected if their effective sample size under this policy is below
+    staleness.min_ess; later a group below it is skipped and counted."""
 
 
 class StalenessConfig(Section):
-    """How far rollouts may be behind the weights, and what happens at the bound.
+    """How far rollouts may lag behind the weights, and what happens at the limit.
 
-    For training.mode = async; `min_ess` and `ess_patience` are for every mode.
+    For training.mode = async; `min_ess` and `ess_patience` apply to every mode.
     """
 
     max_staleness: int = Field(2, ge=0)
-    """Versions that a trained token may be behind the weights it trains; 0 is on-policy."""
+    """Maximum age of a trained token, in weight versions; 0 is on-policy."""
     on_stale: Literal["wait", "mask", "replay"] = "wait"
-    """An episode that outlives the bound holds the learner back (`wait`), its tokens over age do not train
-    (`mask`), or its group goes into the replay buffer and trains from there, corrected (`replay`)."""
+    """If an episode exceeds the limit, the learner waits for it (`wait`), its stale tokens are masked (`mask`), or its
+    group moves to the replay buffer and trains from there with a correction (`replay`)."""
     in_flight_weight_updates: bool = True
-    """New weights take effect in the middle of episodes; off, an engine takes them once its episodes have
-    ended, and of several engines each for itself."""
+    """Update weights in the middle of episodes; otherwise each engine updates once its episodes have ended."""
     moves: bool = False
-    """With several servers at engine.url and in_flight_weight_updates off: an episode whose server waits for
-    it to end goes on, between two turns, at one with newer weights, where its history is computed again."""
+    """With several servers at engine.url and without in_flight_weight_updates: an episode whose server waits to update
+    continues, between two turns, on a server with newer weights, which prefills its history again."""
     kv_cache_on_update: Literal["keep", "recompute"] = "keep"
-    """With new weights an episode in flight goes on from its cache, or that is computed again."""
+    """After a weight update, keep the KV cache of running episodes or recompute it."""
     oversample: int = Field(0, ge=0)
-    """Episodes of a group beyond algorithm.group_size; the first of them that end train, the rest stop."""
+    """Episodes per group in addition to algorithm.group_size; the first to end train, the others are cancelled."""
     max_concurrent_rollouts: int = Field(0, ge=0)
-    """Episodes in flight, at most rollout.concurrency; 0 finds by measurement the fewest that keep learner
-    and engine busy."""
+    """Concurrent episodes, at most rollout.concurrency; 0 adapts them to the fewest that keep learner and engine busy.
+    """
     min_ess: float = Field(0.3, ge=0, le=1)
-    """Effective sample share of a step below which there is a warning, in every training.mode; 0 is no
-    bound."""
+    """Effective sample size of a step (fraction) below which a warning is printed, in every training.mode; 0 disables
+    it."""
     ess_patience: int = Field(5, ge=0)
-    """Steps in a row below min_ess that stop the run; 0 never stops it."""
+    """Consecutive steps below min_ess that stop the run; 0 never stops it."""
     replay: ReplayConfig = ReplayConfig()
 
     @model_validator(mode="after")
@@ -73,7 +72,7 @@ class StalenessConfig(Section):
     def _masks_what_it_replays(self) -> Self:
         if self.on_stale == "mask" and self.replay.share and self.replay.max_age > self.max_staleness:
             raise ValueError(
-                f"staleness.replay.max_age ({self.replay.max_age}) lets groups in whose tokens "
-                f"staleness.on_stale = mask takes out again (max_staleness {self.max_staleness})"
+                f"staleness.replay.max_age ({self.replay.max_age}) admits groups whose tokens "
+                f"staleness.on_stale = mask removes (max_staleness {self.max_staleness})"
             )
         return self

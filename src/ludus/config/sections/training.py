@@ -1,4 +1,4 @@
-"""Settings of the learner and of the loop around it."""
+"""The sections of the learner and the training loop."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from ludus.config.sections.section import OptimizerSection, Section
 
 
 class LearnerConfig(Section):
-    """How the learner works through a batch: what it computes again, and what that takes."""
+    """How the learner processes a batch."""
 
     old_logprobs: Literal["recomputed", "engine"] = "recomputed"
-    """The log-probabilities that ratios divide by: computed by the learner, or as the engine recorded them,
-    where both agree to 1e-3 nats; that saves a pass in steps of several updates."""
+    """Log-probabilities in the denominator of ratios: recomputed by the learner, or those of the engine if both agree
+    to 1e-3 nats, which saves a forward pass in steps with several updates."""
     replay_routing: bool = False
-    """Mixtures of experts: record which experts each token takes at the start of a step of several updates,
-    and keep to them in all of its passes."""
+    """Mixtures of experts: record the routing of each token at the start of a step with several updates, and use it in
+    all of its passes."""
     dry_run: Literal["auto", "always", "never"] = "auto"
-    """Try the longest microbatch before step 1 and report the memory it takes; `auto` does so on a GPU."""
+    """Run the longest microbatch before step 1 and report its memory; `auto` does so on a GPU."""
     halve_on_oom: bool = True
-    """Where memory runs out, do the update again with half of training.microbatch_tokens, and go on so."""
+    """If memory runs out, repeat the update with half of training.microbatch_tokens, and keep that value."""
     ranks: int = Field(1, ge=1)
-    """Processes of the learner on this machine, a GPU each; under torchrun its number counts instead."""
+    """Learner processes on this machine, one GPU each; torchrun's number takes precedence."""
     shard: bool = False
-    """Split weights, gradients and moments between the processes (FSDP2); otherwise each holds all."""
+    """Shard weights, gradients and optimizer states across the processes (FSDP2); otherwise they are replicated."""
     rank_timeout_s: float = Field(600.0, gt=0)
-    """Several processes: the longest that one waits for another, while they meet, load or work together; then
-    the run stops, and names one that is stopped or gone."""
+    """Timeout for collectives between the processes, including rendezvous and loading; then the run stops and names a
+    rank that is missing or stopped."""
 
     @model_validator(mode="after")
     def _for_one_process(self) -> Self:
@@ -40,49 +40,49 @@ class LearnerConfig(Section):
 
 
 class TrainingConfig(OptimizerSection):
-    """Training and its loop."""
+    """The training loop."""
 
     mode: Literal["sync", "one_step", "async"] = "sync"
-    """`sync`: sample, then learn, bit for bit repeatable. `one_step`: sample the next batch while learning on
-    this one. `async`: episodes stream, and the learner takes a batch when one is ready."""
+    """`sync`: sample, then train, reproducible bit for bit. `one_step`: sample the next batch while training on this
+    one. `async`: episodes stream, and the learner trains whenever a batch is ready."""
     steps: int = Field(40, ge=1)
-    """Steps of the whole run: each samples, learns and sends the weights."""
+    """Steps of the run: each samples, trains and updates the engine."""
     prompts_per_step: int = Field(12, ge=1)
-    """Tasks of one step; each is played algorithm.group_size times."""
+    """Tasks per step; each is sampled algorithm.group_size times."""
     epochs: int = Field(1, ge=1)
     """Passes over one batch of rollouts."""
     minibatches: int | None = Field(None, ge=1)
-    """Optimiser steps in one pass; none takes the preset's, which `ludus algorithms NAME` shows."""
+    """Optimizer steps per pass; none is the preset's, which `ludus algorithms NAME` shows."""
     microbatch_tokens: int = Field(4096, ge=1)
     """Padded tokens per forward pass; the gradient does not depend on it."""
     mask_observations: bool = True
-    """False trains on tool output as if the model had written it: for comparison only; it warns."""
+    """False trains on tool outputs as if the model had written them: for comparison only, with a warning."""
     transitions: bool = False
-    """Make each turn a training sample: its context and its action. Means over sequences, ratios of sequences
-    and minibatches are then those of turns (arXiv:2604.02869)."""
+    """Make each turn a training sample: its context and its action. Sequence means, sequence ratios and minibatches are
+    then over turns (arXiv:2604.02869)."""
     report_kl: bool = True
-    """Score each batch under the initial policy to report the KL, also where no KL term is used."""
+    """Compute log-probabilities under the initial policy to report the KL even without a KL term."""
     checkpoint_every: int = Field(10, ge=1)
     """Steps between checkpoints."""
     keep_checkpoints: int = Field(2, ge=1)
-    """The newest ones that are kept."""
+    """Number of checkpoints to keep."""
     sync_tolerance: float = Field(1e-3, gt=0)
-    """Largest difference of probe log-probabilities between learner and engine after an update."""
+    """Largest difference of probe log-probabilities between learner and engine after a weight update."""
     sync_timeout_s: float = Field(300.0, gt=0)
-    """Seconds that new weights may take to the engine, with its answer to the probe; then the run stops."""
+    """Timeout of a weight update including the probe, seconds; then the run stops."""
     learner: LearnerConfig = LearnerConfig()
 
     @property
     def streams(self) -> bool:
-        """Whether rollouts run beside the learner without an order of steps (`async`)."""
+        """Whether rollouts run concurrently with training, without fixed steps (`async`)."""
         return self.mode == "async"
 
     @property
     def one_step_behind(self) -> bool:
-        """Whether each step trains on rollouts of the weights before (`one_step`)."""
+        """Whether each step trains on rollouts of the previous weights (`one_step`)."""
         return self.mode == "one_step"
 
     @property
     def off_policy(self) -> bool:
-        """Whether rollouts come from older weights than those that they train."""
+        """Whether rollouts come from older weights than those they train."""
         return self.mode != "sync"

@@ -1,7 +1,7 @@
-"""What work costs, and how much of it there is: the numbers that a plan is made of.
+"""The cost model of a run: seconds of engine, learner and tools, and the shape of episodes.
 
-Seconds, tokens and counts throughout. `fit` finds them in a run's files, or they are given; `simulate` plays
-them, and `estimate` bounds what they allow, in closed form.
+Times are in seconds, lengths in tokens. `fit` derives the costs from the files of a run; `simulate` runs them, and
+`estimate` bounds the step time in closed form.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from ludus.errors import UserError
 
 
 def _check(record: object, numbers: dict[str, float], *, above: tuple[str, ...] = ()) -> None:
-    """Raise UserError for a number that is not finite, below 0, or 0 where it may not be."""
+    """Raise UserError for a number that is not finite, negative, or 0 although listed in `above`."""
     for name, value in numbers.items():
-        least = "above 0" if name in above else "0 or more"
         if not math.isfinite(value) or value < 0 or (name in above and value == 0):
-            what = type(record).__name__
-            raise UserError(f"{what}.{name} is {value:g}.", f"Give a finite number, {least}.")
+            minimum = "above 0" if name in above else "0 or more"
+            raise UserError(f"{type(record).__name__}.{name} is {value:g}.", f"Give a finite number, {minimum}.")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCost:
-    """Seconds of a forward pass: `pass_s`, and `sequence_s` for each sequence that decodes in it.
+    """Seconds of a forward pass: `pass_s` plus `sequence_s` for each sequence that decodes in it.
 
-    Reading a token of context costs `read_s`. At most `slots` sequences run, the others wait.
+    Prefilling a token costs `read_s`. At most `slots` sequences run at once; the others wait.
     """
 
     pass_s: float
@@ -37,20 +36,20 @@ class EngineCost:
     def __post_init__(self) -> None:
         _check(self, asdict(self), above=("slots",))
         if not self.pass_s + self.sequence_s:
-            raise UserError("A forward pass takes no time.", "Give pass_s or sequence_s above 0.")
+            raise UserError("A forward pass takes no time.", "Set pass_s or sequence_s above 0.")
 
     def seconds(self, running: float) -> float:
-        """Of one pass with so many sequences."""
+        """Return the seconds of one pass with `running` sequences."""
         return self.pass_s + self.sequence_s * running
 
     def speed(self, running: float) -> float:
-        """Tokens sampled a second with so many sequences, reading left out."""
+        """Return the tokens sampled per second with `running` sequences, without prefill."""
         return running / self.seconds(running)
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerCost:
-    """Seconds of a step: `step_s`, and `token_s` for each token of its batch, context included."""
+    """Seconds of a training step: `step_s` plus `token_s` for each token of its batch, context included."""
 
     step_s: float
     token_s: float
@@ -59,13 +58,13 @@ class LearnerCost:
         _check(self, asdict(self))
 
     def seconds(self, tokens: float, learners: int = 1) -> float:
-        """Of a step on so many tokens, which the learners share evenly."""
+        """Return the seconds of a step on `tokens` tokens, split evenly among the learners."""
         return self.step_s + self.token_s * tokens / learners
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCost:
-    """Seconds of a call: log-normal around `median_s` with `spread` (of its logarithm).
+    """Seconds of a tool call: log-normal with the median `median_s` and the standard deviation `spread` of its log.
 
     A share `stragglers` of the calls takes `slow` medians.
     """
@@ -78,16 +77,16 @@ class ToolCost:
     def __post_init__(self) -> None:
         _check(self, asdict(self))
         if self.stragglers > 1:
-            raise UserError(f"ToolCost.stragglers is {self.stragglers:g}.", "It is a share: 0 to 1.")
+            raise UserError(f"ToolCost.stragglers is {self.stragglers:g}.", "It is a share between 0 and 1.")
 
     @property
     def mean_s(self) -> float:
-        """Of all calls."""
+        """Mean seconds of all calls."""
         plain = self.median_s * math.exp(self.spread**2 / 2)
         return (1 - self.stragglers) * plain + self.stragglers * self.slow * self.median_s
 
     def draw(self, source: random.Random) -> float:
-        """One call's seconds."""
+        """Draw the seconds of one call."""
         if self.stragglers and source.random() < self.stragglers:
             return self.median_s * self.slow
         return self.median_s * math.exp(source.gauss(0.0, self.spread)) if self.spread else self.median_s
@@ -97,9 +96,9 @@ class ToolCost:
 class EpisodeShape:
     """Means of an episode: `turns`, the last of which calls no tool, with `action` tokens each.
 
-    An action's length is geometric up to `most`, or always `action` where `most` is 0. The engine reads
-    `read` tokens before a turn, what its cache serves left out. `context` are the tokens of prompt and
-    observations in a whole episode, which the learner computes beside the actions.
+    The length of an action is geometric up to `most`, or always `action` if `most` is 0. The engine prefills `read`
+    tokens before a turn, cache hits excluded. `context` counts the tokens of prompt and observations of an episode,
+    which the learner processes together with the actions.
     """
 
     turns: float
@@ -111,20 +110,22 @@ class EpisodeShape:
     def __post_init__(self) -> None:
         _check(self, asdict(self), above=("action",))
         if self.turns < 1 or self.action < 1:
-            raise UserError(f"Episodes have {self.turns:g} turns of {self.action:g} tokens.", "Give 1 or more of both.")
+            raise UserError(
+                f"Episodes have {self.turns:g} turns of {self.action:g} tokens.", "Both must be at least 1."
+            )
 
     @property
     def tokens(self) -> float:
-        """Of a whole episode, as the learner computes it."""
+        """Tokens of a whole episode."""
         return self.turns * self.action + self.context
 
     def draw_turns(self, source: random.Random) -> int:
-        """A whole number around the mean."""
+        """Draw a whole number of turns with the mean `turns`."""
         whole = math.floor(self.turns)
         return whole + (source.random() < self.turns - whole)
 
     def draw_action(self, source: random.Random) -> int:
-        """Tokens of one action."""
+        """Draw the tokens of one action."""
         if not self.most:
             return max(1, round(self.action))
         if self.action == 1:
@@ -135,13 +136,12 @@ class EpisodeShape:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """All of a run. `sync_s` is a transfer of weights, during which engines stand still.
+    """All costs of a run. `sync_s` is a weight transfer, during which engines are paused.
 
-    Where weights go to engines of other processes, an asynchronous learner waits for a copy of them alone:
-    then that is `sync_s`, and the transfer, `transfer_s`, goes on beside its next step.
+    If engines are other processes, an asynchronous learner waits only for a copy of the weights, `sync_s`; the
+    transfer, `transfer_s`, overlaps with its next step.
 
-    `overlap` is how fast learner and engine each go while both work: 1 on devices of their own, 0.5 on one
-    core that they share.
+    `overlap` is the speed of learner and engine while both work: 1 on separate devices, 0.5 on one shared core.
     """
 
     engine: EngineCost
@@ -156,7 +156,7 @@ class Costs:
         numbers = {"sync_s": self.sync_s, "overlap": self.overlap, "transfer_s": self.transfer_s}
         _check(self, numbers, above=("overlap",))
         if self.overlap > 1:
-            raise UserError(f"Costs.overlap is {self.overlap:g}.", "It is at most 1: devices of their own.")
+            raise UserError(f"Costs.overlap is {self.overlap:g}.", "It is at most 1, for separate devices.")
 
 
 MODES = ("sync", "one_step", "async")
@@ -164,10 +164,10 @@ MODES = ("sync", "one_step", "async")
 
 @dataclass(frozen=True, slots=True)
 class RunLayout:
-    """How a run is laid out: `groups` of `members` train in a step, on `learners` equal ranks.
+    """The layout of a run: a step trains `groups` of `members` episodes on `learners` equal ranks.
 
-    `in_flight` 0 lets the run find it by measurement, up to `concurrency` (0: as many as the bound on
-    staleness lets be on their way).
+    With `in_flight` 0 the run controls the number of concurrent episodes by measurement, up to `concurrency` (0: the
+    limit that `max_staleness` implies).
     """
 
     mode: str = "async"
@@ -186,18 +186,18 @@ class RunLayout:
             raise UserError(f"There is no mode {self.mode!r}.", f"Modes: {', '.join(MODES)}.")
         counts = {name: value for name, value in asdict(self).items() if name not in ("mode", "seed")}
         for name, value in counts.items():
-            least = 0 if name in ("max_staleness", "in_flight", "concurrency") else 1
-            if value < least:
-                raise UserError(f"{name} is {value}.", f"Give {least} or more.")
+            minimum = 0 if name in ("max_staleness", "in_flight", "concurrency") else 1
+            if value < minimum:
+                raise UserError(f"{name} is {value}.", f"It must be at least {minimum}.")
 
     @property
     def episodes(self) -> int:
-        """Of a step."""
+        """Episodes of a step."""
         return self.groups * self.members
 
     @property
-    def most(self) -> int:
-        """Episodes that may be in flight."""
+    def max_in_flight(self) -> int:
+        """Maximum number of concurrent episodes."""
         if self.mode != "async":
             return self.concurrency or self.episodes
         return self.concurrency or self.episodes * (self.max_staleness + 1)

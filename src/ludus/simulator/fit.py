@@ -1,8 +1,8 @@
-"""From a run's own files to what its work costs: least squares over its steps.
+"""Fit the cost model to the files of runs by least squares over their steps.
 
-The engine's seconds of work are fitted by its passes, the tokens that it sampled and those that it read; the
-learner's by the tokens of a batch. Tools are described as they were measured. Steps in which learner and
-engine slow each other (one core for both) measure that as well: synchronous runs tell costs apart best.
+The engine's busy seconds are fitted by its passes, sampled tokens and prefilled tokens, the learner's seconds by the
+tokens of a batch. Tools are described by their measured statistics. If learner and engine share a core, the measured
+seconds include their mutual slowdown, so synchronous runs separate the costs best.
 """
 
 from __future__ import annotations
@@ -10,24 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import UserError
-from ludus.planning.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
+from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
 from ludus.training.run.run_dir import RunFolder
-
-Matrix = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class EngineCalls:
-    """A tool's calls in a step: how many, median and log-spread of most, the slow ones and their seconds."""
+class ToolCalls:
+    """Calls of a tool in a step: their number, median and log-spread, and number and total seconds of the slow ones."""
 
     count: float
     median_s: float
@@ -37,10 +33,10 @@ class EngineCalls:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredRun:
-    """One step of a run: the engine's seconds of work, passes and tokens; the learner's; its episodes.
+class MeasuredStep:
+    """Measurements of a step: busy seconds, passes and tokens of the engine, seconds of the learner, and episodes.
 
-    `transfer_s` is of weights that went beside the step, None where there were none.
+    `transfer_s` is a weight transfer that overlapped with the step; None if there was none.
     """
 
     busy_s: float
@@ -54,17 +50,17 @@ class MeasuredRun:
     turns: float
     action_tokens: float
     tokens: float
-    calls: tuple[EngineCalls, ...]
+    calls: tuple[ToolCalls, ...]
 
 
-FEW_STEPS = 5
-LARGE_ERROR = 0.3
-"""Fewer steps, or a larger relative error, are doubted."""
+MIN_STEPS = 5
+MAX_ERROR = 0.3
+"""Fewer steps, or a larger relative error, cause a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class FittedCosts:
-    """Costs, and how far the fitted seconds are from the measured ones (root mean square, relative)."""
+    """Costs, and the relative root-mean-square errors of the fitted seconds."""
 
     costs: Costs
     engine_error: float
@@ -72,23 +68,23 @@ class FittedCosts:
     num_steps: int
 
     @property
-    def doubts(self) -> list[str]:
-        """What speaks against these costs, a sentence each."""
+    def warnings(self) -> list[str]:
+        """Reasons to distrust these costs, one sentence each."""
         found = []
-        if self.num_steps < FEW_STEPS:
-            found.append(f"So few steps ({self.num_steps}) say little, also of errors: fit a synchronous run of ten.")
-        if max(self.engine_error, self.learner_error) > LARGE_ERROR:
+        if self.num_steps < MIN_STEPS:
+            found.append(f"{self.num_steps} steps are too few for a reliable fit: use a synchronous run of ten.")
+        if max(self.engine_error, self.learner_error) > MAX_ERROR:
             found.append(
-                "The costs do not describe these steps: their run changed its mode or its layout, or it is "
-                "not synchronous, and its seconds hold what learner and engine cost each other."
+                "The costs do not describe these steps: the run changed its mode or layout, or it is asynchronous and "
+                "its seconds include the mutual slowdown of learner and engine."
             )
         return found
 
 
-def measured(folder: RunFolder) -> list[MeasuredRun]:
-    """The steps of a run that say what is needed; the first one, which warms up, only where it is alone.
+def measured_steps(folder: RunFolder) -> list[MeasuredStep]:
+    """Return the steps of a run with complete measurements, without the first, which warms up, if there are more.
 
-    Raises UserError where there is none.
+    Raises UserError if there are none.
     """
     metrics = {row.step: row.metrics for row in read_metrics(folder.metrics)}
     timings = {row.step: row.metrics for row in read_metrics(folder.timings)}
@@ -99,17 +95,17 @@ def measured(folder: RunFolder) -> list[MeasuredRun]:
     ]
     if not found:
         raise UserError(
-            f"{folder.path} has no step that says what its engine and its learner did.",
-            "Give the folder of a run of `ludus train` whose engine is Ludus's own.",
+            f"{folder.path} has no step with timings of engine and learner.",
+            "Name the folder of a `ludus train` run that used the embedded engine.",
         )
     return found[1:] or found
 
 
-def _measured(row: Mapping[str, float]) -> MeasuredRun:
+def _measured(row: Mapping[str, float]) -> MeasuredStep:
     busy_s = row["engine/busy_s"]
     decoded = row["engine/decode_tokens_per_s"] * busy_s
     episodes = row["episodes/finished"]
-    return MeasuredRun(
+    return MeasuredStep(
         busy_s=busy_s,
         passes=decoded / max(row["engine/requests_running"], 1.0),
         decoded=decoded,
@@ -125,10 +121,10 @@ def _measured(row: Mapping[str, float]) -> MeasuredRun:
     )
 
 
-def _calls(row: Mapping[str, float]) -> list[EngineCalls]:
+def _calls(row: Mapping[str, float]) -> list[ToolCalls]:
     names = [name.removesuffix("/median_s") for name in row if name.startswith("tools/")]
     return [
-        EngineCalls(
+        ToolCalls(
             count=round(row[f"{name}/total_s"] / row[f"{name}/mean_s"]),
             median_s=row[f"{name}/median_s"],
             spread=row[f"{name}/spread"],
@@ -141,14 +137,14 @@ def _calls(row: Mapping[str, float]) -> list[EngineCalls]:
 
 
 def fit(folders: Sequence[RunFolder]) -> FittedCosts:
-    """What the work of these runs costs, which are of the same model and world. Raises UserError."""
-    steps = [step for folder in folders for step in measured(folder)]
+    """Fit the costs of runs of the same model and world. Raises UserError if their steps do not determine them."""
+    steps = [step for folder in folders for step in measured_steps(folder)]
     config = run_config(folders[-1])
     engine, engine_error = _least_squares([(s.passes, s.decoded, s.read) for s in steps], [s.busy_s for s in steps])
     if not engine[0] + engine[1]:
         raise UserError(
-            f"What a forward pass takes cannot be told from the steps of these runs: {len(steps)}.",
-            "Fit a synchronous run of ten steps or more, or two runs with other numbers of episodes a step.",
+            f"The {len(steps)} steps of these runs do not determine the seconds of a forward pass.",
+            "Use a synchronous run of ten steps or more, or two runs with different numbers of episodes per step.",
         )
     learner, learner_error = _least_squares([(1.0, s.tokens) for s in steps], [s.learn_s for s in steps])
     beside = [step.transfer_s for step in steps if step.transfer_s is not None]
@@ -164,14 +160,14 @@ def fit(folders: Sequence[RunFolder]) -> FittedCosts:
 
 
 def run_config(folder: RunFolder) -> Config:
-    """The configuration of a run. Raises UserError where the folder holds none."""
+    """Return the configuration of a run. Raises UserError if the folder has none."""
     if not folder.config.is_file():
-        raise UserError(f"{folder.path} is no run folder: it has no config.toml.", "Check the path.")
+        raise UserError(f"{folder.path} is not a run folder: it has no config.toml.", "Check the path.")
     return load_config(folder.config, ())
 
 
-def setup_of(config: Config) -> RunLayout:
-    """How a run was laid out, on one engine and one learner."""
+def layout_of(config: Config) -> RunLayout:
+    """Return the layout of a run, with one engine and one learner."""
     training, staleness = config.training, config.staleness
     return RunLayout(
         mode=training.mode,
@@ -184,8 +180,8 @@ def setup_of(config: Config) -> RunLayout:
     )
 
 
-def tool_cost(calls: Sequence[EngineCalls]) -> ToolCost:
-    """One distribution for all calls: the spread is within the steps and between them."""
+def tool_cost(calls: Sequence[ToolCalls]) -> ToolCost:
+    """Return one distribution for all calls; its variance is that within steps plus that between them."""
     total = sum(one.count for one in calls)
     if not total:
         return ToolCost()
@@ -198,7 +194,7 @@ def tool_cost(calls: Sequence[EngineCalls]) -> ToolCost:
     return ToolCost(median_s, math.sqrt(within + between), slow / total, slow_s / slow / median_s if slow else 1.0)
 
 
-def _shape(steps: Sequence[MeasuredRun], config: Config) -> EpisodeShape:
+def _shape(steps: Sequence[MeasuredStep], config: Config) -> EpisodeShape:
     episodes, turns = sum(s.episodes for s in steps), sum(s.turns for s in steps)
     actions, tokens = sum(s.action_tokens for s in steps), sum(s.tokens for s in steps)
     action = actions / turns
@@ -213,22 +209,9 @@ def _shape(steps: Sequence[MeasuredRun], config: Config) -> EpisodeShape:
 
 
 def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], float]:
-    """Non-negative coefficients with the least sum of squared relative errors, and its root mean."""
+    """Return non-negative coefficients that minimise the squared relative errors, and the root mean square error."""
+    from scipy.optimize import nnls
+
     target = np.array(seconds, dtype=np.float64)
-    matrix = np.array(rows, dtype=np.float64) / target[:, None]
-    ones = np.ones(len(target))
-    width = matrix.shape[1]
-    best, least = np.zeros(width), math.inf
-    for size in range(1, width + 1):
-        for columns in combinations(range(width), size):
-            found = _solve(matrix, ones, columns)
-            error = float(np.mean((matrix @ found - ones) ** 2))
-            if found.min() >= 0 and error < least - 1e-12:
-                best, least = found, error
-    return [float(value) for value in best], math.sqrt(least)
-
-
-def _solve(matrix: Matrix, target: Matrix, columns: Sequence[int]) -> Matrix:
-    found = np.zeros(matrix.shape[1])
-    found[list(columns)] = np.linalg.lstsq(matrix[:, list(columns)], target, rcond=None)[0]
-    return found
+    found, residual = nnls(np.array(rows, dtype=np.float64) / target[:, None], np.ones(len(target)))
+    return [float(value) for value in found], float(residual) / math.sqrt(len(target))

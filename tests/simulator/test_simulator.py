@@ -17,12 +17,6 @@ import pytest
 from ludus.config.load import load_config
 from ludus.config.toml import to_toml
 from ludus.errors import LudusError, UserError
-from ludus.planning.clock import run_virtual
-from ludus.planning.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
-from ludus.planning.devices import DevicePool, Overlap, SimEngine, SimLearner
-from ludus.planning.estimate import estimate, model_seconds, running_of, slowest_of
-from ludus.planning.fit import EngineCalls, fit, measured, tool_cost
-from ludus.planning.simulate import simulate
 from ludus.rollout.streaming import group_queue
 from ludus.rollout.streaming.concurrency_control import (
     ConcurrencyController,
@@ -31,6 +25,11 @@ from ludus.rollout.streaming.concurrency_control import (
     PassTimes,
     StreamThroughput,
 )
+from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
+from ludus.simulator.devices import DevicePool, Overlap, SimEngine, SimLearner, run_virtual
+from ludus.simulator.estimate import estimate, model_seconds, running_sequences, slowest_episode
+from ludus.simulator.fit import ToolCalls, fit, measured_steps, tool_cost
+from ludus.simulator.simulate import simulate
 from ludus.training.run.run_dir import RunFolder
 from tiny_run import ludus, refused
 
@@ -56,7 +55,7 @@ def test_the_clock_jumps_and_says_when_everything_waits():
         return "done"
 
     assert run_virtual(two()) == ("done", 86400)
-    with pytest.raises(LudusError, match="stands still"):
+    with pytest.raises(LudusError, match="deadlocked"):
         run_virtual(asyncio.Event().wait())
 
 
@@ -173,7 +172,7 @@ def test_in_step_a_run_takes_what_the_hand_computes(engines):
     assert run.step_s == pytest.approx(rollout + 3 + 0.01 * 80 + 1)
     assert run.learner_idle == pytest.approx(1 - 3.8 / run.step_s)
     assert run.engine_idle == pytest.approx(1 - rollout / run.step_s)
-    assert run.step_s == pytest.approx(estimate(EXACT, run.setup).step_s)
+    assert run.step_s == pytest.approx(estimate(EXACT, run.layout).step_s)
     assert (run.age, run.oldest) == (0, 0)
 
 
@@ -231,7 +230,7 @@ def test_streaming_beats_being_in_step_where_tools_are_slow():
     assert runs["async"].episodes_per_s > 3 * runs["sync"].episodes_per_s
     assert runs["one_step"].episodes_per_s > runs["sync"].episodes_per_s
     for run in runs.values():
-        assert run.step_s == pytest.approx(estimate(TINY, run.setup).step_s, rel=0.25)
+        assert run.step_s == pytest.approx(estimate(TINY, run.layout).step_s, rel=0.25)
 
 
 def test_what_is_found_by_measurement_comes_near_the_best_number_in_flight():
@@ -261,10 +260,10 @@ def test_the_pace_of_the_learner_needs_as_many_as_its_batches_fly_long():
 
 def test_little_s_law_and_the_slowest_member():
     costs = replace(EXACT, tool=ToolCost(5.0), episode=EpisodeShape(2, 10))
-    inside = model_seconds(costs, running_of(costs, 6))
-    assert running_of(costs, 6) == pytest.approx(6 * inside / (inside + 5), rel=1e-6)
-    assert running_of(costs, 1000) == 128  # no more than there are slots
-    one, many = slowest_of((1, 64), replace(TINY, episode=EpisodeShape(2, 1)), 1)
+    inside = model_seconds(costs, running_sequences(costs, 6))
+    assert running_sequences(costs, 6) == pytest.approx(6 * inside / (inside + 5), rel=1e-6)
+    assert running_sequences(costs, 1000) == 128  # no more than there are slots
+    one, many = slowest_episode((1, 64), replace(TINY, episode=EpisodeShape(2, 1)), 1)
     assert one == pytest.approx(SLOW.mean_s, rel=0.1)
     assert many == pytest.approx(3.0, rel=0.05)  # nearly always a straggler's 20 * 0.15 s
 
@@ -354,7 +353,7 @@ def test_a_transfer_beside_the_steps_is_found_apart_from_what_the_learner_waited
     costs = fit([folder]).costs
     assert (costs.sync_s, costs.transfer_s) == (0.5, 3.0)
     said = ludus("plan", folder.path, "--modes", "async", "--engines", 1, "--steps", 4)
-    assert "a transfer of weights 0.5 s, and 3 s beside the next step" in said.out
+    assert "a weight transfer 0.5 s, and 3 s during the next step" in said.out
 
 
 def test_costs_are_never_below_zero(tmp_path):
@@ -368,16 +367,16 @@ def test_costs_are_never_below_zero(tmp_path):
 def test_steps_that_tell_nothing_of_a_pass_are_refused_and_few_or_unlike_ones_doubted(tmp_path):
     quicker = SimpleNamespace(pass_s=-1e-4, sequence_s=0.0, read_s=0.01)  # the more passes, the less time
     folder = write_run(tmp_path / "quicker", quicker, LearnerCost(0.0, 0.01))
-    assert "cannot be told from the steps of these runs: 3" in refused("plan", folder.path)
+    assert "The 3 steps of these runs do not determine" in refused("plan", folder.path)
     few = write_run(tmp_path / "few", EngineCost(0.01, 0.0005), LearnerCost(0.3, 0.002))
-    assert "Warning: So few steps (3)" in ludus("plan", few.path, "--engines", 1, "--steps", 2).out
+    assert "Warning: 3 steps are too few" in ludus("plan", few.path, "--engines", 1, "--steps", 2).out
     many = fit([write_run(tmp_path / "many", EngineCost(0.01, 0.0005), LearnerCost(0.3, 0.002), range(1, 9))])
-    assert not many.doubts
-    assert "do not describe these steps" in replace(many, learner_error=0.5).doubts[0]
+    assert not many.warnings
+    assert "do not describe these steps" in replace(many, learner_error=0.5).warnings[0]
 
 
 def test_tools_of_two_kinds_are_spread_further_than_each():
-    both = tool_cost([EngineCalls(10, 1.0, 0.0, 0, 0.0), EngineCalls(10, 4.0, 0.0, 0, 0.0)])
+    both = tool_cost([ToolCalls(10, 1.0, 0.0, 0, 0.0), ToolCalls(10, 4.0, 0.0, 0, 0.0)])
     assert (both.median_s, both.spread, both.slow) == pytest.approx((2.0, 0.6931, 1.0), rel=1e-3)
     assert tool_cost([]) == ToolCost()
 
@@ -418,7 +417,7 @@ def test_the_command_takes_costs_from_a_run_and_given_numbers_instead(tmp_path):
     said = ludus("plan", folder, "--modes", "async", "--engines", 2, "--steps", 4, "--tool-median-s", "7")
     assert said.code == 0, said
     assert "fitted to 3 steps" in said.out
-    assert "a pass 10 ms and 0.5 ms a sequence" in said.out
+    assert "a pass 10 ms and 0.5 ms per sequence" in said.out
     assert "median 7 s" in said.out
 
 
@@ -442,8 +441,8 @@ def test_a_run_that_does_not_say_what_it_did_is_refused(tmp_path):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text('{"step": 1, "episodes/finished": 3}\n')
     folder.timings.write_text('{"step": 1, "time/train_s": 3}\n')
-    with pytest.raises(UserError, match="no step that says"):
-        measured(folder)
+    with pytest.raises(UserError, match="no step with timings"):
+        measured_steps(folder)
 
 
 def test_the_overlap_of_a_run_is_found_from_its_seconds(plan):
@@ -465,8 +464,8 @@ def test_a_thousand_engines_keep_the_bound_in_seconds_and_little_memory():
     script = """
 import re, time
 from pathlib import Path
-from ludus.planning.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
-from ludus.planning.simulate import simulate
+from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
+from ludus.simulator.simulate import simulate
 engine, learner, tools = EngineCost(0.012, 1e-4, 1e-5), LearnerCost(5.0, 4e-6), ToolCost(2.0, 1.0, 0.05, 20)
 costs = Costs(engine, learner, tools, EpisodeShape(3, 200, 300, 1400), 2.0)
 setup = RunLayout(engines=1000, groups=500, members=16, steps=6, max_staleness=2, in_flight=64_000)

@@ -1,0 +1,204 @@
+"""A run in the terminal: metric curves drawn with block characters, and explanations in sentences."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP, AlarmLimits, alarms
+from ludus.diagnostics.timings import episode_shares
+from ludus.diagnostics.trackers import MetricsRow
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+WIDTH = 40
+"""Characters of a curve; longer ones are averaged."""
+
+CURVES: Mapping[str, str] = {
+    "reward/mean": "reward",
+    "success/mean": "success in training",
+    "rft/kept": "rollouts kept for training",
+    "groups/zero_variance": "groups with equal rewards",
+    ENTROPY: "entropy, nats/token",
+    "policy/kl_reference": "KL to the initial policy, nats/token",
+    LOGPROB_GAP: "logprob difference to engine, nats/token",
+    "policy/clip_fraction": "clipped tokens",
+    "loss/total": "loss",
+    "preference/margin": "margin of chosen over rejected, nats",
+    "preference/accuracy": "pairs ranked correctly",
+    "preference/chosen_logprob": "chosen, nats/token",
+    "preference/rejected_logprob": "rejected, nats/token",
+    "held_out/accuracy": "held-out pairs ranked correctly",
+    "held_out/auc": "held-out area under the curve",
+    "held_out/error": "held-out error",
+    "optim/grad_norm": "gradient norm",
+    "turns/mean": "turns",
+    "response_length/mean": "sampled tokens per episode",
+    "tools/error_rate": "failed tool calls",
+    "speed/sampled_tokens_per_s": "sampled tokens/s",
+    "engine/cache_hit_rate": "prefix cache hit rate",
+    "time/step_s": "seconds per step",
+}
+"""Metrics with a curve, and their titles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One metric over the steps that have it; neither tuple is empty."""
+
+    name: str
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+def find_curves(rows: Sequence[MetricsRow]) -> list[Curve]:
+    """Return the curves of known metrics and of held-out success. The last row of a step counts."""
+    by_step: dict[int, dict[str, float]] = {}
+    for row in rows:
+        by_step.setdefault(row.step, {}).update(row.metrics)
+    names = dict.fromkeys(name for metrics in by_step.values() for name in metrics)
+    held_out = {n: f"held-out success, {n.split('/')[1]} {n.split('/')[2]}" for n in names if _is_held_out(n)}
+    titles = dict(list(CURVES.items())[:2]) | held_out | dict(list(CURVES.items())[2:])
+    curves = []
+    for name, title in titles.items():
+        found = [(step, metrics[name]) for step, metrics in sorted(by_step.items()) if name in metrics]
+        if found:
+            curves.append(Curve(title, *(tuple(column) for column in zip(*found, strict=True))))
+    return curves
+
+
+def _is_held_out(name: str) -> bool:
+    parts = name.split("/")
+    return len(parts) == 4 and parts[0] == "eval" and parts[3] == "success"
+
+
+def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
+    """Draw values as block characters between their minimum and maximum; `x` for a value that is not finite."""
+    size = max(1, math.ceil(len(values) / width))
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    finite = [value for value in means if math.isfinite(value)]
+    if not finite:
+        return "x" * len(means)
+    low, span = min(finite), max(finite) - min(finite)
+    return "".join(_block((value - low) / span if span else 0.5) for value in means)
+
+
+def _block(share: float) -> str:
+    return BLOCKS[min(len(BLOCKS) - 1, int(share * len(BLOCKS)))] if math.isfinite(share) else "x"
+
+
+def curve_table(curves: Sequence[Curve]) -> Table:
+    """Return a table with one row per curve: first, last, minimum and maximum value."""
+    first, last = min(c.steps[0] for c in curves), max(c.steps[-1] for c in curves)
+    table = Table(title=f"Steps {first} to {last}")
+    table.add_column("metric")
+    table.add_column("curve", no_wrap=True)
+    for column in ("first", "last", "min", "max"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for curve in curves:
+        ends = (curve.values[0], curve.values[-1], min(curve.values), max(curve.values))
+        table.add_row(curve.name, sparkline(curve.values), *(f"{value:.4g}" for value in ends))
+    return table
+
+
+NEAR_ZERO = 1e-6
+"""A loss below this is 0 up to rounding."""
+PHASES = ("rollout", "train", "sync", "evaluate")
+"""The phases of a step."""
+_OUTCOMES = ("trained", "masked", "dropped", "failed")
+
+
+def ledger_words(rows: Sequence[MetricsRow]) -> str:
+    """Describe the outcomes of all rollouts with their reasons; empty for a run without rollouts."""
+    total: Counter[str] = Counter()
+    for row in rows:
+        counts = {n.removeprefix("ledger/"): v for n, v in row.metrics.items() if n.startswith("ledger/")}
+        total.update({name: int(value) for name, value in counts.items()})
+    if not total["started"]:
+        return ""
+    parts = []
+    for outcome in _OUTCOMES:
+        named = {n.partition("/")[2]: v for n, v in total.items() if n.startswith(f"{outcome}/") and v}
+        shown = ", ".join(f"{count} {reason}" for reason, count in sorted(named.items()) if reason != outcome)
+        parts.append(f"{total[outcome]} {outcome}" + (f" ({shown})" if shown else ""))
+    text = f"{total['started']} rollouts started: {', '.join(parts)}."
+    if total["clock_limited"]:
+        text += (
+            f" A wall-clock limit fired in {total['clock_limited']} of {len(rows)} steps: the run is not reproducible."
+        )
+    return text
+
+
+def alarm_words(rows: Sequence[MetricsRow]) -> list[str]:
+    """Return each alarm of the run once, with its latest text and the number of steps at which it fired."""
+    history = [row.metrics for row in rows]
+    reach = AlarmLimits().reach
+    fired: dict[str, list[int]] = defaultdict(list)
+    words: dict[str, str] = {}
+    for number, row in enumerate(rows, start=1):
+        for text in alarms(history[max(0, number - reach) : number]):
+            kind = re.sub(r"\d[\d.,e%+-]*", "", text)
+            fired[kind].append(row.step)
+            words[kind] = text
+    return [
+        f"{words[kind]} (at {len(steps)} of {len(rows)} steps, last at step {steps[-1]})"
+        for kind, steps in fired.items()
+    ]
+
+
+def loss_words(rows: Sequence[MetricsRow]) -> str:
+    """Explain a loss of 0 at the last step, or a step without a loss; empty otherwise."""
+    if not rows:
+        return ""
+    step, last = rows[-1].step, rows[-1].metrics
+    if "ledger/started" in last and "loss/total" not in last:
+        return (
+            f"Step {step} has no loss: none of its rollouts trained (see the ledger for the reasons), so the "
+            "weights did not change."
+        )
+    loss = last.get("loss/policy", last.get("loss/total", 1.0))
+    if abs(loss) > NEAR_ZERO:
+        return ""
+    if last.get("groups/zero_variance", 0.0) >= 1:
+        return (
+            f"The loss of step {step} is 0 because all rewards within each group were equal: every advantage is 0, "
+            "and the policy does not change."
+        )
+    if last.get("optim/grad_norm", 0.0) > 0:
+        return (
+            f"The loss of step {step} is 0 up to rounding, which is expected: on the first update of a batch every "
+            "ratio is 1 and the advantages of a group sum to 0, so the loss is 0 and the gradient is not (its norm is "
+            f"{last['optim/grad_norm']:.3g}). Monitor reward and held-out success instead."
+        )
+    return f"Loss and gradient of step {step} are both 0: the step did not change the weights."
+
+
+def mean_timings(rows: Sequence[MetricsRow]) -> dict[str, float]:
+    """Return the mean of each timing over the steps that have it, and the maximum of `scoring/slowest_s`."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.metrics.items():
+            found[name].append(value)
+    return {
+        name: max(values) if name == "scoring/slowest_s" else sum(values) / len(values)
+        for name, values in found.items()
+    }
+
+
+def time_words(timings: Mapping[str, float]) -> str:
+    """Describe the time shares of a step and an episode, from `mean_timings`; empty if no step was timed."""
+    total_s = timings.get("time/step_s", 0.0)
+    if not total_s:
+        return ""
+    phases = {name: timings.get(f"time/{name}_s", 0.0) for name in PHASES}
+    named = ", ".join(f"{name} {seconds / total_s:.0%}" for name, seconds in phases.items() if seconds)
+    text = f"Mean step time {total_s:.3g} s: {named}."
+    shares = episode_shares(timings)
+    if shares:
+        model, tools, scoring = shares["model"], shares["tools"], shares["scoring"]
+        text += f" Episode time: model {model:.0%}, tools {tools:.0%}, rewards {scoring:.0%}."
+    return text
