@@ -1,6 +1,7 @@
 """The functions world: right calls earn everything, cheap tricks nothing, and the tasks really differ."""
 
 import asyncio
+import hashlib
 import json
 import random
 import re
@@ -175,6 +176,22 @@ def test_there_are_enough_tasks_and_equal_settings_give_equal_ones(everything, t
     assert few[0] == few[1]
     other = FunctionsWorld(FunctionsSettings(num_tasks=20, seed=1))
     assert request_of(other.tasks("train")[0]) != request_of(tasks["train"][0])
+
+
+def test_tasks_and_demonstrations_of_a_seed_stay_the_same(world, everything):
+    def digest(values):
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+    tasks = [
+        [
+            *(task.id, task.prompt, task.tags, task.seed),
+            [[one.name, one.arguments] for one in task.truth.calls],
+            [tool.schema for tool in task.truth.scene.tools()],
+        ]
+        for task in everything
+    ]
+    assert digest(tasks) == "81e3fecd45ef2f24"
+    assert digest([shown.messages for shown in islice(world.demonstrations(0), 300)]) == "fdff8445d113be3b"
 
 
 def test_no_request_is_in_two_splits(everything):

@@ -70,14 +70,6 @@ class ApiTruth(Suite):
     added: Mapping[int, tuple[ToolSchema, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
-    """The text that a call returned, and whether the call raised an exception."""
-
-    text: str
-    raised: bool
-
-
 def read_schemas(functions: JSON) -> dict[str, ToolSchema]:
     """Return the descriptions of functions by name. Raises Fault."""
     found: dict[str, ToolSchema] = {}
@@ -222,66 +214,6 @@ def archive(folder: Path, stems: tuple[str, ...]) -> bytes:
     return buffer.getvalue()
 
 
-async def run_calls(
-    truth: ApiTruth, made: Sequence[Sequence[ExpectedCall]], sandbox: Sandbox
-) -> tuple[Response, ...] | None:
-    """Return the responses to the calls of the last turn; None if the run exceeds its limits.
-
-    Raises WorldError if the sandbox fails.
-    """
-    reply = await _run(truth, made, None, sandbox)
-    texts, raised = reply.get("said"), reply.get("raised")
-    if not isinstance(texts, list) or not isinstance(raised, list):
-        return None
-    return tuple(Response(str(text), flag is True) for text, flag in zip(texts, raised, strict=True))
-
-
-async def compare(truth: ApiTruth, made: Sequence[Sequence[ExpectedCall]], sandbox: Sandbox) -> dict[str, bool]:
-    """Return which turns agree with the gold calls, by the names of their tests; no turn if the run fails.
-
-    Raises WorldError if the sandbox fails.
-    """
-    agrees = (await _run(truth, made, truth.gold, sandbox)).get("agrees")
-    flags = agrees if isinstance(agrees, list) and len(agrees) == len(truth.gold) else []
-    verdict = {f"turn {number}": flag is True for number, flag in enumerate(flags, 1)}
-    return {test: verdict.get(test, False) for test in truth.fail_to_pass}
-
-
-async def _run(
-    truth: ApiTruth,
-    made: Sequence[Sequence[ExpectedCall]],
-    gold: Sequence[Sequence[ExpectedCall]] | None,
-    sandbox: Sandbox,
-) -> Mapping[str, JSON]:
-    stems = tuple(sorted(module.rpartition(".")[2] for module in truth.modules.values()))
-    order = {
-        "classes": dict(truth.modules),
-        "config": dict(truth.config),
-        "extended": truth.extended,
-        "made": _as_json(made),
-        "gold": None if gold is None else _as_json(gold),
-    }
-    outcome = await sandbox.run(
-        f"{inspect.getsource(guest_runner)}\nmain()\n",
-        files={"apis.zip": archive(package_folder(), stems)},
-        stdin=json.dumps(order).encode(),
-        limits=LIMITS,
-    )
-    try:
-        reply = read_json(outcome.text) if outcome.ok else {}
-    except NotJson:
-        return {}
-    if not isinstance(reply, dict):
-        return {}
-    if "fault" in reply:
-        raise WorldError(f"The objects of the task cannot be made: {reply['fault']}.")
-    return reply
-
-
-def _as_json(turns: Sequence[Sequence[ExpectedCall]]) -> list[list[list[JSON]]]:
-    return [[[call.name, dict(call.arguments)] for call in calls] for calls in turns]
-
-
 class ApiEnv:
     """One episode of several turns: an answer without a call is followed by the user's next turn.
 
@@ -330,20 +262,55 @@ class ApiEnv:
         await self._inner.close()
 
     async def _verdict(self) -> ToolOutcome:
-        agrees = await compare(self._truth, self._made, self._sandbox)
-        return ToolOutcome("", VERDICT, ToolStatus.OK, json.dumps(agrees))
+        """Return which turns agree with the gold calls, by the names of their tests; no turn if the run fails."""
+        gold = self._truth.gold
+        agrees = (await self._run(self._made, gold)).get("agrees")
+        flags = agrees if isinstance(agrees, list) and len(agrees) == len(gold) else []
+        agreeing = {f"turn {number}" for number, flag in enumerate(flags, 1) if flag is True}
+        verdict = {test: test in agreeing for test in self._truth.fail_to_pass}
+        return ToolOutcome("", VERDICT, ToolStatus.OK, json.dumps(verdict))
 
     async def _call(self, call: ExpectedCall) -> str:
         """Record a call and return its response. Raises ToolError if the call raised an exception."""
         async with self._lock:
             made = [*self._made[-1], call]
-            responses = await run_calls(self._truth, [*self._made[:-1], made], self._sandbox)
-            if responses is None:
+            reply = await self._run([*self._made[:-1], made], None)
+            texts, raised = reply.get("said"), reply.get("raised")
+            if not isinstance(texts, list) or not isinstance(raised, list):
                 raise ToolError("the call takes too much time or memory and was not made")
             self._made[-1] = made
-        if responses[-1].raised:
-            raise ToolError(responses[-1].text)
-        return responses[-1].text
+        if raised[-1] is True:
+            raise ToolError(str(texts[-1]))
+        return str(texts[-1])
+
+    async def _run(
+        self, made: Sequence[Sequence[ExpectedCall]], gold: Sequence[Sequence[ExpectedCall]] | None
+    ) -> Mapping[str, JSON]:
+        """Return the reply of the sandbox, empty if the run exceeds its limits. Raises WorldError if it fails."""
+        truth = self._truth
+        stems = tuple(sorted(module.rpartition(".")[2] for module in truth.modules.values()))
+        order = {
+            "classes": dict(truth.modules),
+            "config": dict(truth.config),
+            "extended": truth.extended,
+            "made": _as_json(made),
+            "gold": None if gold is None else _as_json(gold),
+        }
+        outcome = await self._sandbox.run(
+            f"{inspect.getsource(guest_runner)}\nmain()\n",
+            files={"apis.zip": archive(package_folder(), stems)},
+            stdin=json.dumps(order).encode(),
+            limits=LIMITS,
+        )
+        try:
+            reply = read_json(outcome.text) if outcome.ok else {}
+        except NotJson:
+            return {}
+        if not isinstance(reply, dict):
+            return {}
+        if "fault" in reply:
+            raise WorldError(f"The objects of the task cannot be made: {reply['fault']}.")
+        return reply
 
     def _tool(self, schema: ToolSchema) -> CheckedTool:
         tool = described_tool(schema)
@@ -352,6 +319,10 @@ class ApiEnv:
             return await self._call(ExpectedCall(tool.name, given))
 
         return CheckedTool(tool.name, tool.description, call, tool.arguments, given=schema)
+
+
+def _as_json(turns: Sequence[Sequence[ExpectedCall]]) -> list[list[list[JSON]]]:
+    return [[[call.name, dict(call.arguments)] for call in calls] for calls in turns]
 
 
 def turn_messages(turn: Sequence[Message], added: Sequence[ToolSchema]) -> tuple[Message, ...]:

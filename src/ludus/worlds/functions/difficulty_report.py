@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from ludus.envs.difficulty_report import TaskShape, rate_lines, variety_lines
 from ludus.rewards.base import truth_of
 from ludus.rewards.paper_rewards import ExpectedCall
-from ludus.types import JSON, Task
+from ludus.types import Task
 from ludus.worlds.functions.gold_calls import Truth, solved
 from ludus.worlds.functions.solver import DONE, NO_TOOL, Attempt
 from ludus.worlds.functions.tool_distractors import Scene
@@ -30,45 +29,27 @@ def no_tool_rate(tasks: Sequence[Task]) -> float:
 def majority_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:
     """Return the success of a policy that calls the most frequent function of training among those offered,
     with its most frequent values."""
-    habits = _habits(train)
+    calls: Counter[str] = Counter()
+    values: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for truth in (truth_of(task, Truth) for task in train):
+        for gold in truth.gold:
+            calls[gold.name] += 1
+            for one in truth.scene.offer(gold.name).params if isinstance(truth.scene, Scene) else ():
+                if one.name in gold.accepted and one.name not in gold.optional:
+                    value = one.decode(gold.accepted[one.name][0])
+                    values[gold.name, one.param.name][json.dumps(value)] += 1
+    common = {key: json.loads(counter.most_common(1)[0][0]) for key, counter in values.items()}
 
     def call(task: Task, attempt: Attempt) -> None:
         scene = truth_of(task, Truth).scene
         if isinstance(scene, Scene):
-            offer = max(scene.offers, key=lambda one: habits.calls[one.function.name])
-            required = {param.name for param in offer.function.required}
-            values = habits.values.get(offer.function.name, {})
-            known = {name: value for name, value in values.items() if name in required}
-            attempt.call(ExpectedCall(offer.function.name, offer.encode(known)))
+            offer = max(scene.offers, key=lambda one: calls[one.function.name])
+            name, required = offer.function.name, [param.name for param in offer.function.required]
+            known = {param: common[name, param] for param in required if (name, param) in common}
+            attempt.call(ExpectedCall(name, offer.encode(known)))
         attempt.say(DONE)
 
     return _rate(tasks, call)
-
-
-@dataclass(frozen=True, slots=True)
-class _Habits:
-    """How often functions are called, and the most frequent value of each parameter of the catalogue."""
-
-    calls: Counter[str]
-    values: Mapping[str, Mapping[str, JSON]]
-
-
-def _habits(train: Sequence[Task]) -> _Habits:
-    calls: Counter[str] = Counter()
-    values: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
-    for task in train:
-        truth = truth_of(task, Truth)
-        for call in truth.gold:
-            calls[call.name] += 1
-            for one in truth.scene.offer(call.name).params if isinstance(truth.scene, Scene) else ():
-                if one.name in call.accepted and one.name not in call.optional:
-                    value = json.dumps(one.decode(call.accepted[one.name][0]))
-                    values[call.name][one.param.name][value] += 1
-    common = {
-        name: {param: json.loads(counter.most_common(1)[0][0]) for param, counter in params.items()}
-        for name, params in values.items()
-    }
-    return _Habits(calls, common)
 
 
 def _rate(tasks: Sequence[Task], play: Callable[[Task, Attempt], None]) -> float:
