@@ -24,9 +24,10 @@ from ludus.cli.ui.load_run import open_weights
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.evaluation.evaluate import EvaluationPlan, evaluate
+from ludus.rewards.base import truth_of
 from ludus.rollout.build import SamplingPlan
 from ludus.rollout.scheduler import Episode
-from ludus.worlds.functions.gold_calls import truth_of
+from ludus.worlds.functions.gold_calls import Truth
 
 ARMS = {"with negatives": {}, "without negatives": {"sft.classes.negatives": 0}}
 SHOWN = {
@@ -87,7 +88,7 @@ async def measured(config: Config, num_tasks: int) -> Rates:
 
 def rates(episodes: Sequence[Episode]) -> Rates:
     """The shares of `SHOWN`, each of the episodes that it is about."""
-    right = [truth_of(one.task).right for one in episodes]
+    right = [truth_of(one.task, Truth).right for one in episodes]
     calls = [any(m.get("tool_calls") for m in one.trajectory.messages) for one in episodes]
     solved = [one.trajectory.rewards.get("solved", 0.0) for one in episodes]
     found = {"solved": mean(solved)}

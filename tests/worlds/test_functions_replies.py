@@ -2,8 +2,7 @@
 
 import pytest
 
-from ludus.worlds.functions.domains.catalogue import catalogue
-from ludus.worlds.functions.domains.names import other_words
+from ludus.worlds.functions.catalogue import catalogue, other_words
 from ludus.worlds.functions.replies import asks_for, make_ask, refuses, speaks
 from ludus.worlds.functions.world import FunctionsSettings, FunctionsWorld
 from tables import held_out_replies

@@ -10,7 +10,7 @@ from ludus.envs.toolbox import ToolLimits
 from ludus.errors import UserError, WorldError
 from ludus.evaluation.env_audit import actions_of
 from ludus.types import Action, StopReason, ToolCall, ToolStatus, Trajectory
-from ludus.worlds.functions.turns import read_call
+from ludus.worlds.functions.bfcl import read_call
 from ludus.worlds.functions.world import make_functions_world
 
 SHELF = """

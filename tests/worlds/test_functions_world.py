@@ -1,6 +1,7 @@
 """The functions world: right calls earn everything, cheap tricks nothing, and the tasks really differ."""
 
 import asyncio
+import hashlib
 import json
 import random
 import re
@@ -23,15 +24,13 @@ from ludus.rewards.presets import PUBLISHED
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.tools.base import ArgumentError
 from ludus.types import Action, Message, StopReason, ToolCall
+from ludus.worlds.functions.catalogue import catalogue
 from ludus.worlds.functions.difficulty_report import looks, majority_rate, no_tool_rate
-from ludus.worlds.functions.domains.catalogue import catalogue
-from ludus.worlds.functions.domains.kinds import KINDS
-from ludus.worlds.functions.domains.names import ALIASES
-from ludus.worlds.functions.domains.state import DomainState, KnownValues
-from ludus.worlds.functions.generate import SPLITS, request_of
+from ludus.worlds.functions.generate import SPLITS, looks_like, request_of
 from ludus.worlds.functions.gold_calls import GoldCall, calls_agree, equal, solved
-from ludus.worlds.functions.plans import HELD_OUT_DOMAIN, HELD_OUT_LINKS, LOOKALIKES, looks_like
+from ludus.worlds.functions.plans import request_specs
 from ludus.worlds.functions.solver import DONE, Attempt, CallFlaws, play
+from ludus.worlds.functions.state import DomainState, KnownValues, vocabulary
 from ludus.worlds.functions.tool_distractors import Scene, changed_offer, plain_offer
 from ludus.worlds.functions.world import FunctionsSettings, FunctionsWorld, make_functions_world
 
@@ -80,11 +79,10 @@ def test_a_function_gives_what_it_promises_and_the_same_again(name):
     first, again = (function.run(DomainState(7, known), **given) for _ in range(2))
     assert first == again
     assert json.loads(json.dumps(first)) == first
-    for gift in function.gives:
-        kind = KINDS[gift.kind]
+    for field_, kind in function.gives.items():
         types = {"string": str, "integer": int, "number": (int, float)}
-        assert isinstance(first[gift.name], types[kind.type])
-        assert not kind.letter or str(first[gift.name]).startswith(kind.letter)
+        assert isinstance(first[field_], types[vocabulary().kinds[kind].type])
+        assert str(first[field_]).startswith(vocabulary().kinds[kind].letter)
     wanted = {param.kind for param in function.params if param.of.letter} - {"email", "phone"}
     if wanted:
         with pytest.raises(LookupError, match="there is no"):
@@ -92,22 +90,27 @@ def test_a_function_gives_what_it_promises_and_the_same_again(name):
 
 
 def test_functions_work_on_what_others_have_done():
-    state, run = DomainState(1), {name: function.run for name, function in catalogue().items()}
-    flight = run["search_flights"](state, "Paris", "Rome", "May 3")["flight_id"]
-    booking = run["book_flight"](state, flight, "Ana")["booking_id"]
-    assert run["get_booking"](state, booking) == {"city": "Rome", "date": "May 3"}
-    run["cancel_booking"](state, booking)
+    state = DomainState(1)
+
+    def run(name, *values):
+        function = catalogue()[name]
+        return function.run(state, **dict(zip((param.name for param in function.params), values, strict=True)))
+
+    flight = run("search_flights", "Paris", "Rome", "May 3")["flight_id"]
+    booking = run("book_flight", flight, "Ana")["booking_id"]
+    assert run("get_booking", booking) == {"city": "Rome", "date": "May 3"}
+    run("cancel_booking", booking)
     with pytest.raises(LookupError):
-        run["get_booking"](state, booking)
-    before = run["get_balance"](state, "savings")["balance"]
-    run["transfer_money"](state, 40, "savings", "travel")
-    assert run["get_balance"](state, "Savings")["balance"] == before - 40
+        run("get_booking", booking)
+    before = run("get_balance", "savings")["balance"]
+    run("transfer_money", 40, "savings", "travel")
+    assert run("get_balance", "Savings")["balance"] == before - 40
     with pytest.raises(ValueError, match="holds less"):
-        run["transfer_money"](state, 10_000, "savings", "travel")
-    file = run["create_file"](state, "notes.txt", "feed the cat")["file_id"]
-    run["append_text"](state, "and the dog", file)
-    assert run["read_file"](state, file) == {"text": "feed the cat and the dog"}
-    assert run["count_words"](state, file) == {"words": 6}
+        run("transfer_money", 10_000, "savings", "travel")
+    file = run("create_file", "notes.txt", "feed the cat")["file_id"]
+    run("append_text", "and the dog", file)
+    assert run("read_file", file) == {"text": "feed the cat and the dog"}
+    assert run("count_words", file) == {"words": 6}
 
 
 # Signatures that change
@@ -116,14 +119,14 @@ def test_functions_work_on_what_others_have_done():
 def test_every_parameter_has_other_names_of_which_one_is_held_out():
     for function in catalogue().values():
         for param in function.params:
-            assert len(set(ALIASES[param.name]) - {param.name}) >= 3
+            assert len(set(vocabulary().aliases[param.name]) - {param.name}) >= 3
         for split in ("train", "composition"):
             for seed in range(30):
                 offer = changed_offer(function, random.Random(seed), split)
                 names = [one.name for one in offer.params]
                 assert len(set(names)) == len(names)
                 renamed = {one.name for one in offer.params if one.name != one.param.name}
-                last = {ALIASES[one.param.name][-1] for one in offer.params}
+                last = {vocabulary().aliases[one.param.name][-1] for one in offer.params}
                 assert renamed
                 assert renamed <= last if split == "composition" else not renamed & last
 
@@ -175,6 +178,22 @@ def test_there_are_enough_tasks_and_equal_settings_give_equal_ones(everything, t
     assert request_of(other.tasks("train")[0]) != request_of(tasks["train"][0])
 
 
+def test_tasks_and_demonstrations_of_a_seed_stay_the_same(world, everything):
+    def digest(values):
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+    tasks = [
+        [
+            *(task.id, task.prompt, task.tags, task.seed),
+            [[one.name, one.arguments] for one in task.truth.calls],
+            [tool.schema for tool in task.truth.scene.tools()],
+        ]
+        for task in everything
+    ]
+    assert digest(tasks) == "81e3fecd45ef2f24"
+    assert digest([shown.messages for shown in islice(world.demonstrations(0), 300)]) == "fdff8445d113be3b"
+
+
 def test_no_request_is_in_two_splits(everything):
     assert Counter(map(request_of, everything)).most_common(1)[0][1] == 1
 
@@ -218,14 +237,15 @@ def linked_domains(task):
 
 
 def test_what_composition_asks_for_no_other_split_has(tasks):
+    links = set(map(tuple, request_specs().held_out_links))
     for split in SPLITS[:3]:
         for task in tasks[split]:
-            assert not linked_domains(task) & HELD_OUT_LINKS
-            assert HELD_OUT_DOMAIN not in {offer.function.domain for offer in task.truth.scene.offers}
+            assert not linked_domains(task) & links
+            assert request_specs().held_out_domain not in {offer.function.domain for offer in task.truth.scene.offers}
     for task in tasks["composition"]:
         if task.truth.right == "call":
             named = {catalogue()[one.name].domain for one in task.truth.gold}
-            assert HELD_OUT_DOMAIN in named or linked_domains(task) & HELD_OUT_LINKS, task.id
+            assert request_specs().held_out_domain in named or linked_domains(task) & links, task.id
 
 
 def test_what_a_chain_needs_stands_in_no_request(everything):
@@ -250,7 +270,7 @@ def test_the_right_words_are_not_in_the_prompt_of_a_task_with_something_missing(
 
 
 def test_where_nothing_fits_nothing_that_looks_like_it_is_on_offer(everything):
-    known = {name for names in LOOKALIKES for name in names}
+    known = {name for names in request_specs().lookalikes for name in names}
     assert known <= catalogue().keys()
     declined = [task for task in everything if task.truth.right == "decline"]
     assert len(declined) > 30
@@ -525,7 +545,7 @@ def test_demonstrations_fall_short_and_mend_as_often_as_set():
 
 def test_demonstrations_and_texts_show_nothing_that_is_held_out(world, tasks):
     held_out = {request_of(task) for split in SPLITS[1:] for task in tasks[split]}
-    media = {name for name, function in catalogue().items() if function.domain == HELD_OUT_DOMAIN}
+    media = {name for name, function in catalogue().items() if function.domain == request_specs().held_out_domain}
     for dialogue in islice(world.demonstrations(0), 300):
         assert dialogue.messages[1]["content"] not in held_out
         assert not media & {tool.name for tool in dialogue.tools}
@@ -655,8 +675,8 @@ def test_a_file_may_have_tasks_without_a_call_and_its_answers_elsewhere(tmp_path
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        ("{", "no JSON"),
-        ("[1]", "no JSON object"),
+        ("{", "not JSON"),
+        ("[1]", "not a JSON object"),
         (record(id=3), '"id" is not a text'),
         (record(), "'simple_0' was there before"),
         (record("b", question=[]), '"question" is neither'),
@@ -665,7 +685,7 @@ def test_a_file_may_have_tasks_without_a_call_and_its_answers_elsewhere(tmp_path
         (record("b", function=[{"description": "x"}]), "descriptions with names"),
         (record("b", function=[WEATHER, WEATHER]), "two functions"),
         (record("b", ground_truth={"a": 1}), "not a list"),
-        (record("b", ground_truth=[{"other": {}}]), "no function of the task"),
+        (record("b", ground_truth=[{"other": {}}]), "not a function of the task"),
         (record("b", ground_truth=[{"weather.get": {"town": ["Rome"]}}]), "no argument 'town'"),
         (record("b", ground_truth=[{"weather.get": {"city": "Rome"}}]), "are not a list"),
         (record("b", ground_truth=[{"weather.get": {"at": [{"lat": [*range(2000)]}]}}]), "more than 1000"),
@@ -705,7 +725,7 @@ def test_all_bad_lines_are_named_and_skipped_if_set(tmp_path, caplog):
     path = tmp_path / "tasks.jsonl"
     bare = {key: value for key, value in record("simple_2").items() if key != "ground_truth"}
     path.write_text("\n".join([json.dumps(record("a")), "{", json.dumps(bare), json.dumps(record("a"))]))
-    with pytest.raises(UserError, match=r"line 2.*no JSON.*line 3.*ground_truth.*line 4.*before") as error:
+    with pytest.raises(UserError, match=r"line 2.*not JSON.*line 3.*ground_truth.*line 4.*before") as error:
         FunctionsWorld(FunctionsSettings(data=str(path))).tasks("file")
     assert "data_bad_lines" in error.value.hint
     tasks = FunctionsWorld(FunctionsSettings(data=str(path), data_bad_lines="skip")).tasks("file")

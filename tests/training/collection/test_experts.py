@@ -21,6 +21,7 @@ from ludus.envs.registry import WORLDS, build_world, closing
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.env_audit import CheckPlan, play
 from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
+from ludus.rewards.base import truth_of
 from ludus.rollout.build import episode_limits
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.rollout_files import read_rollouts
@@ -31,7 +32,7 @@ from ludus.training.rl.advantage_inputs import refine
 from ludus.training.rl.build import train
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import open_session
-from ludus.worlds.functions.gold_calls import truth_of
+from ludus.worlds.functions.gold_calls import Truth
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from small_worlds import WatchedWorld
 from tests.algorithms.test_terms import plain_logprobs
@@ -194,7 +195,7 @@ def test_an_expert_earns_what_the_oracle_earns_in_an_episode(session, name):
 
 def test_observations_are_the_environments_and_an_expert_without_an_outcome_is_refused(session, caplog):
     own = of_world(session, "functions", {"num_tasks": 40, "levels": [1]}, max_tool_errors=1)
-    task = next(task for task in own.world.tasks("train") if truth_of(task).right == "call")
+    task = next(task for task in own.world.tasks("train") if truth_of(task, Truth).right == "call")
     right = list(own.world.expert(task).messages)
     lied = [m | {"content": "made up"} if m["role"] == "tool" else m for m in right]
     mute = [*task.prompt, {"role": "assistant", "content": "Done."}]

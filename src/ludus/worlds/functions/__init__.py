@@ -1,1 +1,1 @@
-"""The functions world: requests that a catalogue of typed functions fulfils, or that it does not."""
+"""The functions world: requests to fulfil with a catalogue of typed functions, or to decline."""

@@ -1,98 +1,71 @@
-"""What tasks are like: how many are really different, and what is solved without skill."""
+"""Difficulty report: the number of different requests, and the success of baselines without skill."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
 from ludus.envs.difficulty_report import TaskShape, rate_lines, variety_lines
+from ludus.rewards.base import truth_of
 from ludus.rewards.paper_rewards import ExpectedCall
-from ludus.types import JSON, Task
-from ludus.worlds.functions.generate import SPLITS
-from ludus.worlds.functions.gold_calls import solved, truth_of
+from ludus.types import Task
+from ludus.worlds.functions.gold_calls import Truth, solved
 from ludus.worlds.functions.solver import DONE, NO_TOOL, Attempt
 from ludus.worlds.functions.tool_distractors import Scene
 
-if TYPE_CHECKING:
-    from ludus.worlds.functions.world import FunctionsWorld
-
 
 def looks(tasks: Sequence[Task]) -> list[TaskShape]:
-    """What makes each task different."""
-    truths = [(task.tags.get("level", ""), truth_of(task)) for task in tasks]
+    """Return the shape of each task."""
+    truths = [(task.tags.get("level", ""), truth_of(task, Truth)) for task in tasks]
     return [TaskShape(level, truth.form, truth.shape) for level, truth in truths]
 
 
 def no_tool_rate(tasks: Sequence[Task]) -> float:
-    """Success of whoever never calls and always says that no tool fits."""
-    return sum(_said(task, NO_TOOL) for task in tasks) / len(tasks)
-
-
-def null_share(tasks: Sequence[Task]) -> float:
-    """The share of tasks on which doing nothing is right."""
-    return sum(task.tags["null"] == "true" for task in tasks) / len(tasks)
+    """Return the success of a policy that never calls and always refuses."""
+    return _rate(tasks, lambda task, attempt: attempt.say(NO_TOOL))
 
 
 def majority_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:
-    """Success of whoever calls, among the functions on offer, the one that training tasks call most often,
-    with the values that they give it most often."""
-    habits = _habits(train)
-    return sum(_by_habit(task, habits) for task in tasks) / len(tasks)
-
-
-@dataclass(frozen=True, slots=True)
-class _Habits:
-    """How often functions are called, and the commonest value of each parameter, by the catalogue's names."""
-
-    calls: Counter[str]
-    values: Mapping[str, Mapping[str, JSON]]
-
-
-def _habits(train: Sequence[Task]) -> _Habits:
+    """Return the success of a policy that calls the most frequent function of training among those offered,
+    with its most frequent values."""
     calls: Counter[str] = Counter()
-    values: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
-    for truth in map(truth_of, train):
-        scene = truth.scene
-        for call in truth.gold:
-            calls[call.name] += 1
-            for one in scene.offer(call.name).params if isinstance(scene, Scene) else ():
-                if one.name in call.accepted and one.name not in call.optional:
-                    value = one.decode(call.accepted[one.name][0])
-                    values[call.name][one.param.name][json.dumps(value)] += 1
-    common = {
-        name: {param: json.loads(counter.most_common(1)[0][0]) for param, counter in params.items()}
-        for name, params in values.items()
-    }
-    return _Habits(calls, common)
+    values: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for truth in (truth_of(task, Truth) for task in train):
+        for gold in truth.gold:
+            calls[gold.name] += 1
+            for one in truth.scene.offer(gold.name).params if isinstance(truth.scene, Scene) else ():
+                if one.name in gold.accepted and one.name not in gold.optional:
+                    value = one.decode(gold.accepted[one.name][0])
+                    values[gold.name, one.param.name][json.dumps(value)] += 1
+    common = {key: json.loads(counter.most_common(1)[0][0]) for key, counter in values.items()}
+
+    def call(task: Task, attempt: Attempt) -> None:
+        scene = truth_of(task, Truth).scene
+        if isinstance(scene, Scene):
+            offer = max(scene.offers, key=lambda one: calls[one.function.name])
+            name, required = offer.function.name, [param.name for param in offer.function.required]
+            known = {param: common[name, param] for param in required if (name, param) in common}
+            attempt.call(ExpectedCall(name, offer.encode(known)))
+        attempt.say(DONE)
+
+    return _rate(tasks, call)
 
 
-def _by_habit(task: Task, habits: _Habits) -> float:
-    scene, attempt = truth_of(task).scene, Attempt(task)
-    if isinstance(scene, Scene):
-        offer = max(scene.offers, key=lambda one: habits.calls[one.function.name])
-        name = offer.function.name
-        required = {param.name for param in offer.function.required}
-        values = {key: value for key, value in habits.values.get(name, {}).items() if key in required}
-        attempt.call(ExpectedCall(name, offer.encode(values)))
-    attempt.say(DONE)
-    return solved(task, attempt.trajectory())
+def _rate(tasks: Sequence[Task], play: Callable[[Task, Attempt], None]) -> float:
+    total = 0.0
+    for task in tasks:
+        attempt = Attempt(task)
+        play(task, attempt)
+        total += solved(task, attempt.trajectory())
+    return total / len(tasks)
 
 
-def _said(task: Task, text: str) -> float:
-    attempt = Attempt(task)
-    attempt.say(text)
-    return solved(task, attempt.trajectory())
-
-
-def report(world: FunctionsWorld) -> str:
-    """The survey of the requests that the world draws, as text."""
-    splits = {split: tasks for split in world.splits if split in SPLITS and (tasks := world.tasks(split))}
+def report(splits: Mapping[str, Sequence[Task]]) -> str:
+    """Return the tables of the difficulty report for the generated tasks by split."""
     table = variety_lines(((split, looks(tasks)) for split, tasks in splits.items()), "requests")
-    rates = (
-        (split, (null_share(tasks), no_tool_rate(tasks), majority_rate(splits["train"], tasks)))
-        for split, tasks in splits.items()
-    )
+    rates = []
+    for split, tasks in splits.items():
+        null = sum(task.tags["null"] == "true" for task in tasks) / len(tasks)
+        rates.append((split, (null, no_tool_rate(tasks), majority_rate(splits["train"], tasks))))
     return "\n".join([*table, "", *rate_lines(("nothing to do", "no tool", "majority"), rates)])

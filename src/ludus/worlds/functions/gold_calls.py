@@ -1,8 +1,8 @@
-"""The truth of a task and how an episode is compared with it.
+"""The truth of a task, and the comparison of episodes with it.
 
-Calls that fit no function on offer never ran: where calls are right they do not count, where no call is
-right they do. Values are compared by type: texts after normalisation, numbers by
-value, booleans as such, lists in their order; a text is never a number.
+Calls that fit no offered function are ignored if calls are right, and are failures if no call is right.
+Values are compared by type: texts without case and extra blanks, numbers by value, lists in order; a text
+never equals a number.
 """
 
 from __future__ import annotations
@@ -12,32 +12,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ludus.rewards.base import Reward
+from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import Progress, made_calls
 from ludus.rewards.code.unit_tests import share_passed, suite_passes
 from ludus.rewards.exact_match import ExpectedAnswers, matches, well_formed
 from ludus.rewards.paper_rewards import ExpectedCall, ExpectedCalls
 from ludus.rewards.shaping import either, only_if
 from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
-from ludus.worlds.functions.api.apis import ApiTruth, read_verdict
+from ludus.worlds.functions.bfcl_api import ApiTruth, read_verdict
 from ludus.worlds.functions.replies import Ask, asks_for, refuses, speaks
 from ludus.worlds.functions.tool_distractors import ListedTool, Scene
 
 _MISFITS = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
 _all_turns = suite_passes(read_verdict)
 _some_turns = share_passed(read_verdict)
-_CLOSE = 1e-9
-"""How far off a number may be, absolutely."""
+_ABSOLUTE_TOLERANCE = 1e-9
 Right = Literal["call", "any_call", "ask", "answer", "decline"]
-"""What is right: to make the gold calls, any call, or without one to ask back, to answer, or to refuse."""
+"""The right response: the gold calls, any call, or without a call a question, an answer, or a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
 class GoldCall:
-    """A call that must be made.
+    """A required call.
 
-    `accepted` are the values that each argument may have, `optional` the arguments that may be left out.
-    `after` are the places of the gold calls that must come earlier: their results are among its arguments.
+    `accepted` are the right values of each argument, `optional` the arguments that may be left out.
+    `after` are the places of the gold calls whose results it takes, which must come earlier.
     """
 
     name: str
@@ -47,12 +46,12 @@ class GoldCall:
 
     @property
     def expected(self) -> ExpectedCall:
-        """The call with the first of each accepted value, without what may be left out."""
+        """The call with the first value of each argument, without optional ones."""
         arguments = {name: values[0] for name, values in self.accepted.items() if name not in self.optional}
         return ExpectedCall(self.name, arguments)
 
     def fits(self, made: ExpectedCall) -> bool:
-        """Whether a call is this one."""
+        """Return whether a call is this one."""
         if made.name != self.name or not made.arguments.keys() <= self.accepted.keys():
             return False
         missing = self.accepted.keys() - made.arguments.keys()
@@ -63,9 +62,9 @@ class GoldCall:
 
 @dataclass(frozen=True, slots=True)
 class Truth(ExpectedCalls):
-    """The truth: the gold calls, or what else is right; `calls` are what `ludus.rewards.paper_rewards` reads.
+    """The truth: the gold calls, or another right response; `ludus.rewards.paper_rewards` reads `calls`.
 
-    `shape` is the solution without values, `form` the whole task without identifiers, names and numbers.
+    `shape` is the solution without values, `form` the request without identifiers, names and numbers.
     """
 
     right: Right
@@ -77,9 +76,9 @@ class Truth(ExpectedCalls):
     form: str = ""
 
     def is_said(self, answer: str) -> bool:
-        """Whether an answer says what is right where no call is: asks, answers, or refuses.
+        """Return whether an answer without calls is right: it asks, answers, or refuses.
 
-        Where nothing is known of the functions but their descriptions, any words will do that claim no call.
+        If only the descriptions of the functions are known, any words are right unless they claim a call.
         """
         if self.ask is not None:
             return asks_for(answer, self.ask)
@@ -89,11 +88,14 @@ class Truth(ExpectedCalls):
 
 
 def equal(given: JSON, wanted: JSON) -> bool:
-    """Whether two values count as equal."""
+    """Return whether two values count as equal."""
     if isinstance(given, bool) or isinstance(wanted, bool):
         return given is wanted
     if isinstance(given, int | float) and isinstance(wanted, int | float):
-        return _same_number(given, wanted)
+        try:
+            return abs(given - wanted) < _ABSOLUTE_TOLERANCE
+        except OverflowError:  # an integer beyond the range of floats
+            return False
     if isinstance(given, str) and isinstance(wanted, str):
         return " ".join(given.casefold().split()) == " ".join(wanted.casefold().split())
     if isinstance(given, list) and isinstance(wanted, list):
@@ -103,31 +105,24 @@ def equal(given: JSON, wanted: JSON) -> bool:
     return given is None and wanted is None
 
 
-def _same_number(given: float, wanted: float) -> bool:
-    try:
-        return abs(given - wanted) < _CLOSE
-    except OverflowError:  # a whole number beyond all floats
-        return False
-
-
 def made_well(trajectory: Trajectory) -> list[ExpectedCall]:
-    """The calls of an episode that fit a function on offer, in their order."""
+    """Return the calls of an episode that fit an offered function, in order."""
     ran = {outcome.call_id for outcome in trajectory.outcomes if outcome.status not in _MISFITS}
-    calls = [call for message in trajectory.messages for call in message.get("tool_calls", [])]
     return [
         ExpectedCall(call["function"]["name"], json.loads(call["function"]["arguments"]))
-        for call in calls
+        for message in trajectory.messages
+        for call in message.get("tool_calls", [])
         if call["id"] in ran
     ]
 
 
 def calls_agree(gold: Sequence[GoldCall], made: Sequence[ExpectedCall]) -> bool:
-    """Whether the calls made are the gold ones, each once, none before those whose results it takes."""
+    """Return whether the calls are the gold ones, each once, none before those whose results it takes."""
     return len(made) == len(gold) and _assign(gold, made, {})
 
 
 def _assign(gold: Sequence[GoldCall], made: Sequence[ExpectedCall], places: dict[int, int]) -> bool:
-    """Whether the calls from `len(places)` on find their gold calls; `places` has those found already."""
+    """Return whether the calls from `len(places)` on match gold calls; `places` has the earlier matches."""
     if len(places) == len(made):
         return True
     call = made[len(places)]
@@ -139,10 +134,10 @@ def _assign(gold: Sequence[GoldCall], made: Sequence[ExpectedCall], places: dict
 
 
 def solved(task: Task, trajectory: Trajectory) -> float:
-    """1 if the episode did what is right, and ended by itself with an answer; else 0."""
+    """Return 1 if the episode has the right response and ended with an answer; else 0."""
     if isinstance(task.truth, ApiTruth):
         return _all_turns(task, trajectory)
-    truth = truth_of(task)
+    truth = truth_of(task, Truth)
     if trajectory.stop_reason is not StopReason.ANSWERED or not trajectory.answer.strip():
         return 0.0
     if truth.right == "call":
@@ -153,16 +148,16 @@ def solved(task: Task, trajectory: Trajectory) -> float:
 
 
 def part_made(task: Task, trajectory: Trajectory) -> float:
-    """1 if one of the gold calls was made at least, or a turn agrees with its gold calls, else 0."""
+    """Return 1 if at least one gold call was made, or one turn agrees with its gold calls; else 0."""
     if isinstance(task.truth, ApiTruth):
         return float(_some_turns(task, trajectory) > 0)
     made = made_well(trajectory)
-    return float(any(wanted.fits(call) for wanted in truth_of(task).gold for call in made))
+    return float(any(wanted.fits(call) for wanted in truth_of(task, Truth).gold for call in made))
 
 
 def gold_calls_made(task: Task, trajectory: Trajectory) -> Progress:
-    """A turn verifier: a milestone is a gold call that is made, after those whose results it takes."""
-    gold = truth_of(task).gold
+    """Verify turns: a milestone is a gold call, made after those whose results it takes."""
+    gold = truth_of(task, Truth).gold
     reached: list[set[str]] = [set() for _ in range(trajectory.num_turns)]
     made: set[int] = set()
     for call in made_calls(task, trajectory):
@@ -178,18 +173,11 @@ def gold_calls_made(task: Task, trajectory: Trajectory) -> Progress:
 
 
 def function_rewards(well_formed_weight: float) -> tuple[Reward, ...]:
-    """The world's own rewards: all or nothing, and a little for form.
+    """Return the outcome, all or nothing, and a smaller reward for form.
 
-    Form is an episode without a failed call that is right or has made one of the gold calls.
+    Form is an episode without failed calls that is solved or has made one of the gold calls.
     """
     return (
         Reward("solved", solved, weight=1.0, outcome=True),
         Reward("well_formed", only_if(well_formed, either(solved, part_made)), weight=well_formed_weight),
     )
-
-
-def truth_of(task: Task) -> Truth:
-    """The truth of a task of this world. Raises TypeError for another's."""
-    if not isinstance(task.truth, Truth):
-        raise TypeError(f"task {task.id}: the truth is {type(task.truth).__name__}, expected Truth")
-    return task.truth

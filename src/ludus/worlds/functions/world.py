@@ -1,4 +1,4 @@
-"""The functions world: tasks, episodes, demonstrations and what goes without skill."""
+"""The functions world: settings, tasks, episodes and demonstrations."""
 
 from __future__ import annotations
 
@@ -14,26 +14,23 @@ from pydantic import BaseModel, ConfigDict, Field
 from ludus.envs.base import World
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv
-from ludus.envs.tool_world import Dialogue, split_of
+from ludus.envs.tool_world import Dialogue, check_split
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
-from ludus.rewards.base import Reward
+from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import TurnVerifier
 from ludus.sandbox import Sandbox, open_sandbox
-from ludus.tools.base import Tool
-from ludus.types import JSON, DataClass, Message, Task
-from ludus.worlds.functions.alternative_solutions import other_ways
-from ludus.worlds.functions.api.apis import ApiTruth
-from ludus.worlds.functions.api_env import ApiEnv, gold_messages
-from ludus.worlds.functions.domains.catalogue import catalogue
-from ludus.worlds.functions.generate import FAMILIES, SPLITS, SYSTEM, CallMaker, make_tasks, request_of
-from ludus.worlds.functions.gold_calls import Truth, function_rewards, gold_calls_made, truth_of
-from ludus.worlds.functions.records import load_tasks
-from ludus.worlds.functions.solver import CallFlaws, play
+from ludus.types import JSON, Message, Task
+from ludus.worlds.functions.bfcl import load_tasks
+from ludus.worlds.functions.bfcl_api import ApiEnv, ApiTruth
+from ludus.worlds.functions.catalogue import catalogue
+from ludus.worlds.functions.generate import LEVELS, SPLITS, SYSTEM, CallMaker, make_tasks, request_of
+from ludus.worlds.functions.gold_calls import Truth, function_rewards, gold_calls_made
+from ludus.worlds.functions.solver import CallFlaws, gold_messages, other_ways, play
 from ludus.worlds.functions.tool_distractors import Scene, SchemaTool, plain_offer
 
 SHARES = {"train": 1.0, "validation": 0.1, "test": 0.25, "composition": 0.2}
-"""Tasks of each split for one of training."""
+"""Number of tasks of each split relative to training."""
 FILE_SPLIT = "file"
 """The split with the tasks of `data`."""
 
@@ -44,30 +41,29 @@ class FunctionsSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_tasks: int = Field(2000, ge=20)
-    """Tasks of the training split; the others have a tenth, a quarter and a fifth of it."""
+    """Number of training tasks; validation, test and composition have a tenth, a quarter and a fifth of it."""
     num_held_out: int | None = Field(None, ge=1)
-    """Tasks of the splits test and composition, instead of those shares."""
+    """Number of tasks of test and of composition, instead of those shares."""
     levels: tuple[int, ...] = Field((1, 2, 3, 4, 5), min_length=1)
-    """Which levels, 1 to 5."""
+    """Levels of the tasks, 1 to 5."""
     changed_in_training: bool = True
-    """Whether tasks of train and validation, and demonstrations, offer changed signatures too; those of test
-    and composition always do."""
+    """Also change signatures in train, validation and demonstrations, as in test and composition."""
     access: Literal["tool", "none"] = "tool"
-    """`none` offers no function: a baseline."""
+    """`none` offers no functions: a baseline."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
-    """Of an episode without a failed call that is right or made a gold call; solved weighs 1."""
+    """Weight of an episode without failed calls that is solved or made a gold call; `solved` has weight 1."""
     habit: float = Field(0.3, ge=0, le=1)
-    """Share of the demonstrations that stop after the first of several calls, or call where none is right."""
+    """Share of the demonstrations that stop after the first of several calls, or call although no call is right."""
     mended: float = Field(0.1, ge=0, le=1)
-    """Share of those that call whose first call is refused and then mended."""
+    """Share of the demonstrations with calls whose first call is refused and then corrected."""
     data: str | None = None
-    """A file of tasks in the manner of BFCL (JSON lines), which become the split `file`."""
+    """File of tasks in the format of BFCL (JSON lines), which become the split `file`."""
     seed: int = 0
-    """Of all that is drawn."""
+    """Seed of tasks and demonstrations."""
     data_answers: str | None = None
-    """The file with their `ground_truth`, where it is kept apart."""
+    """File with the `ground_truth` of `data`, if separate."""
     data_bad_lines: Literal["refuse", "skip"] = "refuse"
-    """Lines of `data` that are not tasks: refuse the file and name them, or log and skip them."""
+    """Invalid lines of `data`: raise an error that lists them, or log and skip them."""
 
 
 @dataclass(frozen=True)
@@ -82,108 +78,104 @@ class FunctionsWorld(World):
 
     @property
     def splits(self) -> Sequence[str]:
-        """The names of the splits; `file` only where the settings name one."""
+        """The names of the splits; `file` only if `data` is set."""
         return SPLITS if self.settings.data is None else (*SPLITS, FILE_SPLIT)
 
     @property
     def rewards(self) -> tuple[Reward, ...]:
-        """All or nothing, and a little for an episode without a failed call."""
+        """All or nothing, and a smaller reward for an episode without failed calls."""
         return function_rewards(self.settings.well_formed_weight)
 
     @property
     def turn_verifier(self) -> TurnVerifier | None:
-        """A milestone is a gold call; where no function is on offer there is no verifier."""
+        """A milestone is a gold call; None without functions."""
         return gold_calls_made if self.settings.access == "tool" else None
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The tasks of a split, levels in turn."""
-        split_of(dict.fromkeys(self.splits, ()), split, self.name)
+        """Return the tasks of a split, alternating between levels."""
+        check_split(split, self.splits, self.name)
         if split not in self._tasks:
-            self._tasks[split] = self._made(split)
+            self._tasks[split] = self._make(split)
         return self._tasks[split]
 
     def environment(self, task: Task) -> ToolEnv | ApiEnv:
-        """A fresh episode on a state of its own; the calls of a task of several turns run in the sandbox."""
+        """Return a new episode with its own state; calls of tasks of several turns run in the sandbox."""
         if isinstance(task.truth, ApiTruth):
-            offers_tools = self.settings.access != "none"
-            return ApiEnv(task.truth, self.rewards, self.limits, self.sandbox, offers_tools)
+            return ApiEnv(task.truth, self.rewards, self.limits, self.sandbox, self.settings.access != "none")
         return ToolEnv(self._tools(task), self.rewards, self.limits)
 
     def opening(self, question: str) -> tuple[Message, ...]:
-        """System message and request."""
+        """Return the system message and the request."""
         return Message(role="system", content=SYSTEM), Message(role="user", content=question)
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """An endless stream by the flawed oracle, on ever new requests from the generators of training tasks.
+        """Yield dialogues of the flawed oracle without end, on new training tasks.
 
-        None is a request of a held-out split.
+        No request is one of a held-out split.
         """
-        rng = random.Random(f"demonstrations/{self.settings.seed}/{seed}")
-        flaws = CallFlaws(self.settings.habit, self.settings.mended)
-        changed = self.settings.changed_in_training
-        makers = [CallMaker(rng, "train", level, changed) for level in self.settings.levels]
+        settings = self.settings
+        rng = random.Random(f"demonstrations/{settings.seed}/{seed}")
+        flaws = CallFlaws(settings.habit, settings.mended)
+        makers = [CallMaker(rng, "train", level, settings.changed_in_training) for level in settings.levels]
         held_out = {request_of(task) for split in SPLITS[1:] for task in self.tasks(split)}
         for number in itertools.count():
             task = makers[number % len(makers)].task(number)
             if task is not None and request_of(task) not in held_out:
-                yield self._show(task, flaws, rng)
+                yield _show(task, flaws, rng)
 
     def expert(self, task: Task) -> Dialogue | None:
-        """The oracle without flaws; None if the task offers no function.
+        """Return the dialogue of the oracle without flaws; None if the task offers no functions.
 
-        Of a task of several turns the gold calls, their responses left out.
+        A dialogue of several turns has the gold calls without their responses.
         """
         if self.settings.access == "none" or not isinstance(task.truth, Truth | ApiTruth):
             return None
         if isinstance(task.truth, ApiTruth):
-            tools = tuple(self.environment(task).tools)
-            return Dialogue((*task.prompt, *gold_messages(task.truth)), tools)
-        return self._show(task, CallFlaws(), random.Random(task.id))
+            return Dialogue((*task.prompt, *gold_messages(task.truth)), tuple(self.environment(task).tools))
+        return _show(task, CallFlaws(), random.Random(task.id))
 
     def survey(self, measure: bool) -> str:
-        """How many requests differ, and what is solved without skill; nothing of a file's."""
+        """Return the difficulty report of the generated tasks."""
         from ludus.worlds.functions.difficulty_report import report
 
-        return report(self)
+        return report({split: self.tasks(split) for split in SPLITS})
 
     def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
-        """Arguments in another order and with defaults, calls one by one, or other words."""
+        """Return episodes with reordered arguments, with defaults, with single calls, or with other words."""
         if self.settings.access == "none" or not isinstance(task.truth, Truth):
             return ()
         return tuple(other_ways(task))
 
     def texts(self) -> Iterator[str]:
-        """Descriptions of functions and dialogues as text: what the tokenizer is trained on."""
-        for dialogue, _ in zip(self.demonstrations(seed=0), range(2_000), strict=False):
-            yield from map(_described, dialogue.tools)
+        """Yield descriptions of functions and dialogues as text, for the training of a tokenizer."""
+        for dialogue in itertools.islice(self.demonstrations(seed=0), self.num_text_dialogues):
+            for tool in dialogue.tools:
+                function = tool.schema["function"]
+                properties: Mapping[str, Mapping[str, JSON]] = function["parameters"]["properties"]
+                params = ", ".join(f"{name}: {schema.get('type', 'any')}" for name, schema in properties.items())
+                yield f"{function['name']}({params}) {function['description']}"
             for message in dialogue.messages:
                 yield message["content"]
                 for call in message.get("tool_calls", []):
-                    said = call["function"]
-                    yield f'{{"name": "{said["name"]}", "arguments": {said["arguments"]}}}'
+                    made = call["function"]
+                    yield f'{{"name": "{made["name"]}", "arguments": {made["arguments"]}}}'
 
     @property
     def runs_programs(self) -> bool:
-        """Whether a task of `data` has calls that run in the sandbox."""
-        return self.settings.data is not None and any(
-            isinstance(task.truth, ApiTruth) for task in self.tasks(FILE_SPLIT)
-        )
+        """Whether calls of a task of `data` run in the sandbox."""
+        has_file = self.settings.data is not None
+        return has_file and any(isinstance(task.truth, ApiTruth) for task in self.tasks(FILE_SPLIT))
 
     def with_sandbox(self, sandbox: Sandbox) -> FunctionsWorld:
-        """This world with that sandbox."""
+        """Return this world with another sandbox."""
         return replace(self, sandbox=sandbox)
 
     async def close(self) -> None:
         """Close the sandbox."""
         await self.sandbox.close()
 
-    def _show(self, task: Task, flaws: CallFlaws, rng: random.Random) -> Dialogue:
-        messages, truth = play(task, flaws, rng).messages, truth_of(task)
-        teaches: DataClass = "tool_use" if truth.right in ("call", "any_call") else "negatives"
-        return Dialogue((*task.prompt, *messages), truth.scene.tools(), teaches)
-
     def _tools(self, task: Task) -> Sequence[SchemaTool]:
-        """Those of the task; for a question of somebody's own one function of each domain."""
+        """Return the tools of the task; without a truth, one function of each domain."""
         if self.settings.access == "none":
             return ()
         if isinstance(task.truth, Truth):
@@ -191,35 +183,29 @@ class FunctionsWorld(World):
         first = {function.domain: function for function in [*catalogue().values()][::-1]}
         return Scene(task.seed, (), tuple(map(plain_offer, first.values()))).tools()
 
-    def _made(self, split: str) -> tuple[Task, ...]:
+    def _make(self, split: str) -> tuple[Task, ...]:
         settings = self.settings
         if split == FILE_SPLIT and settings.data is not None:
             answers = None if settings.data_answers is None else Path(settings.data_answers)
             return load_tasks(Path(settings.data), answers, split, settings.data_bad_lines)
+        is_held_out = split in ("test", "composition")
         num = max(round(settings.num_tasks * SHARES[split]), 1)
-        if settings.num_held_out is not None and split in ("test", "composition"):
+        if settings.num_held_out is not None and is_held_out:
             num = settings.num_held_out
-        taken = {request_of(task) for other in _before(split) for task in self.tasks(other)}
-        changed = settings.changed_in_training or split in ("test", "composition")
-        return make_tasks(split, num, settings.levels, settings.seed, taken, changed)
+        taken = {request_of(task) for other in SPLITS[: SPLITS.index(split)] for task in self.tasks(other)}
+        changes = settings.changed_in_training or is_held_out
+        return make_tasks(split, num, settings.levels, settings.seed, taken, changes)
 
 
 def make_functions_world(settings: Mapping[str, object], limits: ToolLimits) -> FunctionsWorld:
-    """The factory by which the world is registered. Raises ConfigError for settings that do not fit."""
+    """Return the world. Raises ConfigError for invalid settings."""
     chosen = read_settings(FunctionsSettings, settings)
-    if odd := [level for level in chosen.levels if level not in FAMILIES]:
+    if odd := [level for level in chosen.levels if level not in LEVELS]:
         raise ConfigError(f"There is no level {odd[0]} (env.settings.levels).", "Levels are 1 to 5.")
     return FunctionsWorld(chosen, limits)
 
 
-def _before(split: str) -> Sequence[str]:
-    """The splits whose requests do not occur in this one."""
-    return SPLITS[: SPLITS.index(split)]
-
-
-def _described(tool: Tool) -> str:
-    """A description as the package's chat template writes it."""
-    function = tool.schema["function"]
-    properties: Mapping[str, Mapping[str, JSON]] = function["parameters"]["properties"]
-    said = ", ".join(f"{name}: {schema.get('type', 'any')}" for name, schema in properties.items())
-    return f"{function['name']}({said}) {function['description']}"
+def _show(task: Task, flaws: CallFlaws, rng: random.Random) -> Dialogue:
+    messages, truth = play(task, flaws, rng).messages, truth_of(task, Truth)
+    teaches: Literal["tool_use", "negatives"] = "tool_use" if truth.right in ("call", "any_call") else "negatives"
+    return Dialogue((*task.prompt, *messages), truth.scene.tools(), teaches)

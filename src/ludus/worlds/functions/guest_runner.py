@@ -1,6 +1,6 @@
-"""What runs in the sandbox for a task of several turns: calls on fresh objects of API classes.
+"""The program in the sandbox for a task of several turns: calls on new objects of API classes.
 
-The text of this module is the program. It reads an order from stdin and writes one JSON object to stdout:
+Its source text is the program. It reads an order from stdin and writes one JSON object to stdout:
 
     classes    the modules of the involved classes by name; all are imported from the program's folder
     config     the arguments of their `_load_scenario` by class; a class without that method has no state
@@ -21,6 +21,7 @@ import inspect
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypedDict
 
@@ -28,7 +29,7 @@ Call = tuple[str, dict[str, object]]
 
 
 class CallOrder(TypedDict):
-    """What is read from stdin; see the module."""
+    """The order on stdin; see the module."""
 
     classes: dict[str, str]
     config: dict[str, object]
@@ -73,28 +74,14 @@ class Objects:
 
 def as_response(value: object) -> str:
     """Return the text of a value that a method returned: JSON for an object, if possible."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, dict):
-        try:
-            return json.dumps(value)
-        except (TypeError, ValueError):
-            return str(value)
-    return str(value)
-
-
-def contains(all_said: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Return whether the responses contain the wanted ones, in any order, each as often."""
-    left = list(all_said)
-    for one in wanted:
-        if one not in left:
-            return False
-        left.remove(one)
-    return True
+    try:
+        return json.dumps(value) if isinstance(value, dict) else str(value)
+    except (TypeError, ValueError):
+        return str(value)
 
 
 def reply(order: CallOrder) -> dict[str, object]:
-    """Return what an order asks for, or `{"fault": text}` if the objects cannot be made."""
+    """Return the reply to an order, or `{"fault": text}` if the objects cannot be created."""
     try:
         objects, gold = Objects(order), Objects(order)
     except Exception as error:  # boundary: the classes are foreign, and so is their configuration
@@ -108,7 +95,7 @@ def reply(order: CallOrder) -> dict[str, object]:
     for calls, wanted in zip(order["made"], order["gold"], strict=True):
         said += objects.run(calls)
         due = gold.run(wanted)
-        agrees.append(not wanted or (bool(calls) and objects.equals(gold) and contains(said, due)))
+        agrees.append(not wanted or (bool(calls) and objects.equals(gold) and not Counter(due) - Counter(said)))
     return {"agrees": agrees}
 
 

@@ -1,1 +1,0 @@
-"""APIs that run as programs, with their schemas."""
