@@ -19,22 +19,26 @@ import torch
 
 from cluster_runs import all_gone
 from ludus.cluster.cluster import check_cluster
-from ludus.cluster.handles import ResourceRequest, WorkerDied
 from ludus.cluster.local_launcher import LocalLauncher, LocalWorkerHandle
 from ludus.cluster.log_forwarding import MOST, ForwardedRecords, LogForwarder, repeat
-from ludus.cluster.pickle_rpc import LENGTH_BYTES, RpcCall, RpcCancel, RpcReply, pack, read_frame, unpack
 from ludus.cluster.protocol import (
     EngineSet,
     EngineSpec,
     Heartbeat,
     Ping,
     PlayJob,
+    ResourceRequest,
     Shutdown,
     Started,
     StartRole,
     UpdateEngines,
+    WorkerDied,
     WorkerResponse,
     WorkerSpec,
+    decode_request,
+    decode_response,
+    encode_request,
+    encode_response,
     failed,
 )
 from ludus.cluster.supervisor import ClusterPlan, WorkerGroup, WorkerLost
@@ -46,6 +50,7 @@ from ludus.engines.base import EngineStats, Request, combined
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import HttpRefusal, RemoteEngineSettings
 from ludus.errors import ConfigError, EngineError, SyncError, UserError, WorldError
+from ludus.ipc import read_frame, split_number
 from ludus.rollout.build import SamplingPlan
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import RolloutRequest
@@ -430,7 +435,9 @@ def test_what_is_late_is_cancelled_over_there(tmp_path):
             with pytest.raises(WorkerDied, match=r"did not respond within 0\.05 s"):
                 await remote.call(Ping(), 0.05)
             await asyncio.sleep(0)
-            assert [read_frame(theirs), read_frame(theirs)] == [RpcCall(1, Ping()), RpcCancel(1)]
+            sent = theirs.makefile("rb")
+            (number, body), cancelled = (split_number(read_frame(sent)) for _ in range(2))
+            assert (number, decode_request(body), cancelled) == (1, Ping(), (1, b""))
             await remote.kill()
 
     asyncio.run(scenario())
@@ -518,12 +525,12 @@ def test_an_answer_that_cannot_be_sent_comes_back_as_the_error_that_says_so():
         """A number of a class that no other process can know."""
 
     answer = WorkerResponse(Local(1.0), said=(ForwardedRecords(0.0, logging.INFO, "ludus", "heard"),))
-    reply = unpack(pack(RpcReply(7, answer))[LENGTH_BYTES:])
-    assert (reply.number, reply.answer.said) == (7, answer.said)
+    reply = decode_response(encode_response(answer))
+    assert reply.said == answer.said
     with pytest.raises(UserError, match=r"A Local cannot be sent .*must survive pickling"):
-        reply.answer.take()
-    with pytest.raises(AttributeError, match="pickle"):
-        pack(RpcCall(7, Local(1.0)))
+        reply.take()
+    with pytest.raises(UserError, match="pickle"):
+        encode_request(Local(1.0))
 
 
 class Sour:
@@ -534,10 +541,9 @@ class Sour:
 
 
 def test_an_answer_that_cannot_be_read_is_the_error_that_says_so():
-    reply = unpack(pack(RpcReply(7, WorkerResponse(Sour())))[LENGTH_BYTES:])
-    assert reply.number == 7
+    reply = decode_response(encode_response(WorkerResponse(Sour())))
     with pytest.raises(UserError, match="cannot be unpickled: ValueError"):
-        reply.answer.take()
+        reply.take()
 
 
 def test_statistics_of_engines_are_sums_of_tokens_and_means_of_seconds():

@@ -10,9 +10,8 @@ import pytest
 
 import small_runs
 from cluster_runs import CLUSTER, Meddling, all_gone, pids, run, started
-from ludus.cluster.cluster import Cluster
+from ludus.cluster.cluster import Cluster, EventLoopThread
 from ludus.cluster.control import controlled
-from ludus.cluster.event_loop_thread import EventLoopThread
 from ludus.cluster.supervisor import WorkerGroup
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from small_runs import SMALLEST

@@ -13,14 +13,22 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ludus.cluster.cluster import Cluster, ClusterEngine
-from ludus.cluster.event_loop_thread import EventLoopThread
-from ludus.cluster.handles import ResourceRequest, WorkerDied
-from ludus.cluster.local_launcher import LocalLauncher
-from ludus.cluster.pickle_rpc import LENGTH_BYTES, RpcCall, RpcCancel, UnreadableMessage, pack, unpack
-from ludus.cluster.protocol import Heartbeat, Ping, RewardSpec, Started, StartRole, WorkerSpec, failed
+from ludus.cluster.cluster import Cluster, ClusterEngine, EventLoopThread
+from ludus.cluster.local_launcher import LocalLauncher, attend
+from ludus.cluster.protocol import (
+    Heartbeat,
+    Ping,
+    ResourceRequest,
+    RewardSpec,
+    Started,
+    StartRole,
+    WorkerDied,
+    WorkerSpec,
+    decode_request,
+    encode_request,
+    failed,
+)
 from ludus.cluster.supervisor import WorkerGroup, WorkerLost
-from ludus.cluster.worker_main import attend
 from ludus.cluster.worker_pool import PoolMember
 from ludus.cluster.workers import WorkerServer
 from ludus.config import load_config
@@ -37,11 +45,9 @@ from worlds import WatchedWorld
 SOUR = replace(JOB, job=RolloutRequest(RolloutKey(1, "t", 0), Task("t", (), Sour())))
 
 
-def test_a_call_that_cannot_be_read_is_one_and_its_number_is_known():
-    frame = unpack(pack(RpcCall(7, SOUR))[LENGTH_BYTES:])
-    assert isinstance(frame, UnreadableMessage)
-    assert frame.number == 7
-    assert "cannot be unpickled by the receiving process: ValueError" in str(frame.error)
+def test_a_request_that_cannot_be_unpickled_raises():
+    with pytest.raises(UserError, match="cannot be unpickled by the receiving process: ValueError"):
+        decode_request(encode_request(SOUR))
 
 
 def test_a_child_that_cannot_read_what_it_is_asked_says_so_and_goes_on():
@@ -81,8 +87,8 @@ def test_a_call_that_is_cancelled_in_the_same_breath_is_not_done():
         host = WorkerServer(RewardSpec(load_config("search", []), "."), "127.0.0.1")
         role = host._role = Noting()
         inbox, outbox = asyncio.Queue(), queue.SimpleQueue()
-        for frame in (RpcCall(1, JOB), RpcCancel(1), RpcCall(2, StartRole())):
-            inbox.put_nowait(frame)
+        for request in ((1, encode_request(JOB)), (1, b""), (2, encode_request(StartRole()))):
+            inbox.put_nowait(request)
         attending = asyncio.create_task(attend(inbox, outbox, host))
         await until(lambda: StartRole() in role.begun, 10)
         await until(lambda: role.begun.count(JOB) == role.ended.count(JOB), 2)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ludus.cluster.handles import WorkerDied
 from ludus.cluster.protocol import (
     Heartbeat,
     Ping,
@@ -18,6 +17,7 @@ from ludus.cluster.protocol import (
     Shutdown,
     Started,
     StartRole,
+    WorkerDied,
 )
 from ludus.cluster.reward_pool import TRIES, RewardWorkers, ScoringLost
 from ludus.cluster.supervisor import WorkerGroup

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from ludus.cluster.event_loop_thread import EventLoopThread
-from ludus.cluster.handles import Launcher
 from ludus.cluster.local_launcher import LocalLauncher
-from ludus.cluster.protocol import EngineSpec, PlayJob, RewardSpec, WorkerSpec
+from ludus.cluster.protocol import EngineSpec, Launcher, PlayJob, RewardSpec, WorkerSpec
 from ludus.cluster.supervisor import ClusterPlan, WorkerGroup
 from ludus.cluster.worker_pool import PoolMember
 from ludus.config.schema import Config
@@ -33,6 +34,50 @@ from ludus.types import Completion, Task, Trajectory
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
+
+
+class EventLoopThread:
+    """Background event loop, used from other threads."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[object, object, T]) -> Future[T]:
+        """Schedule a coroutine; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def wait(self, work: Coroutine[object, object, T]) -> T:
+        """Run a coroutine and block until it is done."""
+        future = self.start(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def do(self, work: Coroutine[object, object, T]) -> T:
+        """Run a coroutine and await it from another event loop."""
+        return await asyncio.wrap_future(self.start(work))
+
+    def close(self) -> None:
+        """Stop the loop and the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
 
 
 @dataclass
