@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
 
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError
 from ludus.training.distributed import rendezvous
 from ludus.training.distributed.launcher import RankGroup
-from ludus.training.distributed.rendezvous import Rendezvous
+from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
 
 CPU = torch.device("cpu")
 
@@ -24,7 +23,7 @@ def test_whoever_gives_no_sign_of_life_and_left_no_words_is_silent(monkeypatch):
     monkeypatch.setattr(rendezvous, "LISTEN_S", 1.5)
     leader = Rendezvous.called(1, 5.0)
     leader.form_group(CPU)
-    distributed.destroy_process_group()
+    destroy_group()
     place = Rendezvous(leader.store, 9, 4, 5.0)  # another's view of the same store
     for rank in (1, 2):
         leader.store.set(f"pulse/{rank}", f"7 {rank}000 on host")

@@ -21,7 +21,7 @@ from ludus.errors import LearnerError, StorageError, UserError
 from ludus.training.batches.rows import balanced, row_of_segments
 from ludus.training.distributed.fsdp import decoder_layers, is_sharded
 from ludus.training.distributed.launcher import LeaderRank, RankGroup, StopRanks
-from ludus.training.distributed.rendezvous import Rendezvous
+from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
 from ludus.types import Segment
 from rank_processes import in_processes
 from test_learner import learner, random_rows, tiny_model
@@ -38,7 +38,7 @@ def group_of_one():
     meeting = Rendezvous.called(1, 60.0)
     meeting.form_group(torch.device("cpu"))
     yield meeting
-    distributed.destroy_process_group()
+    destroy_group()
 
 
 def differences(found, expected):
@@ -67,7 +67,7 @@ def gradient_differences(found, expected):
 def test_one_process_with_split_weights_learns_as_without(group_of_one):
     cases = ["plain:float64", "critic:float64"]
     split = sharded_ranks.results(*cases)
-    distributed.destroy_process_group()
+    destroy_group()
     whole = sharded_ranks.results(*cases)
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     assert max(differences(split, whole).values()) < 1e-10
@@ -75,7 +75,7 @@ def test_one_process_with_split_weights_learns_as_without(group_of_one):
 
 def test_a_checkpoint_of_shards_is_one_of_a_model_too(group_of_one, tmp_path):
     before, _, _ = sharded_ranks.saves("plain", tmp_path)
-    distributed.destroy_process_group()
+    destroy_group()
     checkpoint = tmp_path / "step-000002"
     found, _, _ = sharded_ranks.resumes("plain", checkpoint)
     model = tiny_model()

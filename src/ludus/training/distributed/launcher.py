@@ -30,7 +30,7 @@ from ludus.errors import LearnerError, UserError
 from ludus.training.batches.chunked_lm_head import Entropy
 from ludus.training.batches.rows import Row
 from ludus.training.distributed.collectives import Collectives, SharedBatch, SingleProcess
-from ludus.training.distributed.rendezvous import LISTEN_S, Rendezvous, not_met
+from ludus.training.distributed.rendezvous import LISTEN_S, Rendezvous, destroy_group, not_met
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import ProcessGroup
@@ -303,8 +303,7 @@ def leading(config: Config, device: torch.device) -> Iterator[Collectives]:
             with suppress(LearnerError), leader.together(StopRanks()):
                 pass
     finally:
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
+        destroy_group()
         crew.close()
 
 

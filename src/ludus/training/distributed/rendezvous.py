@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -140,6 +141,19 @@ class Rendezvous:
             return self.store.get(key).decode() if self.store.check([key]) else ""
         except RuntimeError:  # the store's host is gone
             return ""
+
+
+def destroy_group() -> None:
+    """Destroy torch's default group, if there is one.
+
+    Also clears the sharding cache of DTensor: it holds device meshes, which look up their groups by name.
+    """
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def not_met(reason: str) -> LearnerError:

@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 
 import torch
-from torch import distributed
 
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
@@ -39,7 +38,7 @@ from ludus.training.distributed.launcher import (
     WorkerRank,
     here,
 )
-from ludus.training.distributed.rendezvous import Rendezvous
+from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.rl.build import LearnerParts, make_parts
 from ludus.training.rl.weight_sync import probe_logprobs
@@ -64,8 +63,7 @@ def follow(meeting: Rendezvous, device: torch.device) -> None:
         log.error("rank failed: %s: %s", type(error).__name__, error)
         raise
     finally:
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
+        destroy_group()
 
 
 def _follow(meeting: Rendezvous, device: torch.device) -> None:
