@@ -135,7 +135,7 @@ def test_a_run_whose_process_dies_says_so_and_goes_on(tmp_path):
     assert "A learner rank has exited: rank 1 (-9)" in error
     assert "ludus train --resume" in error
     log = (folder / "log.txt").read_text().splitlines()
-    assert any("rank 1: follows the learner" in line for line in log)
+    assert any("rank 1: ready" in line for line in log)
     assert "learner failed: A learner rank has exited: rank 1 (-9)" in log[-2]
     assert "Loading weights" not in error  # progress bars are no reason
     done = len(read_metrics(RunFolder(folder).metrics))
@@ -168,7 +168,7 @@ def test_a_process_of_torchrun_that_is_stopped_is_named_too(tmp_path):
     )
     until((folder / "checkpoints" / "step-000001").exists)
     said = (folder / "log.txt").read_text()
-    other = int(re.search(r"rank 1: follows the learner \((\d+)\)", said)[1])
+    other = int(re.search(r"rank 1: ready \(process (\d+)\)", said)[1])
     os.kill(other, signal.SIGSTOP)
     _, error = process.communicate(timeout=300)
     assert process.returncode != 0

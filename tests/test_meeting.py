@@ -49,7 +49,7 @@ def test_a_process_that_does_not_begin_is_named():
     crew = RankGroup(TemporaryFolder("ludus-ranks-"))
     crew.processes.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
     with pytest.raises(LearnerError, match=r"rank 1 did not start within 0.1 s"):
-        crew.gather(0.1)
+        crew.gather(Rendezvous.called(2, 0.1))
     crew.close()
     assert crew.processes[0].returncode == -9
     assert not crew.folder.path.exists()
@@ -58,10 +58,10 @@ def test_a_process_that_does_not_begin_is_named():
 def test_where_one_process_does_not_begin_nobody_waits_for_the_others_to_end():
     crew, begin = RankGroup(TemporaryFolder("ludus-ranks-")), time.monotonic()
     for program in ("import time; time.sleep(60)", "raise SystemExit('no such model')"):
-        with (crew.folder.path / f"said-{len(crew.processes) + 1}").open("wb") as said:
+        with (crew.folder.path / f"output-{len(crew.processes) + 1}").open("wb") as said:
             crew.processes.append(subprocess.Popen([sys.executable, "-c", program], stderr=said))
     with pytest.raises(LearnerError, match=r"rank 2 \(1\): no such model"):
-        crew.gather(60.0)
+        crew.gather(Rendezvous.called(3, 60.0))
     crew.close()
     assert time.monotonic() - begin < 15
 
@@ -72,11 +72,11 @@ from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError
 from ludus.training.distributed.launcher import RankGroup, meet
 from ludus.training.distributed.rendezvous import Rendezvous
-meeting, crew = Rendezvous.called(2, 20.0), RankGroup(TemporaryFolder("ludus-ranks-"))
-with (crew.folder.path / "said-1").open("wb") as said:
-    command = [sys.executable, "-c", sys.argv[1], str(meeting.port), str(crew.folder.path)]
+meeting, crew = Rendezvous.called(2, 120.0), RankGroup(TemporaryFolder("ludus-ranks-"))
+with (crew.folder.path / "output-1").open("wb") as said:
+    command = [sys.executable, "-c", sys.argv[1], str(meeting.port)]
     crew.processes.append(subprocess.Popen(command, stdout=said, stderr=said))
-crew.gather(120.0)
+crew.gather(meeting)
 try:
     meet(meeting, crew, torch.device("cpu"), None)
 except LearnerError as error:
@@ -85,12 +85,10 @@ crew.close()
 """
 _FOLLOWER = """
 import os, sys, torch
-from pathlib import Path
-from ludus.training.distributed.launcher import here
 from ludus.training.distributed.rendezvous import Rendezvous
-port, folder = sys.argv[1:]
-Path(folder, here(1)).touch()
-Rendezvous.joined(int(port), 1, 2, 60.0).form_group(torch.device("cpu"))
+meeting = Rendezvous.joined(int(sys.argv[1]), 1, 2, 60.0)
+meeting.mark_started()
+meeting.form_group(torch.device("cpu"))
 print("the GPU has fallen off the bus", flush=True)
 os._exit(9)
 """
@@ -110,7 +108,7 @@ from ludus.training.distributed.launcher import RankGroup
 from ludus.training.distributed.rendezvous import Rendezvous
 meeting, crew = Rendezvous.called(3, 600.0), RankGroup()
 crew.start(meeting, torch.device("cpu"))
-crew.gather(60.0)
+crew.gather(meeting)
 print(crew.processes[0].pid, flush=True)
 time.sleep(600)
 """

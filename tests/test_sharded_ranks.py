@@ -207,8 +207,7 @@ def test_a_process_without_memory_for_a_row_is_heard_of_by_the_others():
     for said, seconds in in_processes(SCRIPT, "short_of_memory", 2):
         assert len(said) == 2
         assert all(
-            re.fullmatch(r"One row of \d+ tokens .* memory\. \(process 1 of 2\) Set model\.act.*", words)
-            for words in said
+            re.fullmatch(r"One row of \d+ tokens .* memory\. \(rank 1 of 2\) Set model\.act.*", words) for words in said
         ), said
         assert seconds < 60
 
@@ -223,11 +222,11 @@ def test_a_model_is_split_in_place_and_its_copy_is_not(group_of_one):
 
 def test_what_an_ended_process_said_is_raised_in_the_leader(group_of_one):
     crew = RankGroup(TemporaryFolder("ludus-ranks-"))
-    with (crew.folder.path / "said-1").open("wb") as said:
+    with (crew.folder.path / "output-1").open("wb") as said:
         command = [sys.executable, "-c", "raise SystemExit('the disk is full')"]
         crew.processes.append(subprocess.Popen(command, stderr=said))
     with pytest.raises(LearnerError, match=r"rank 1 .* the disk is full"):
-        crew.gather(60.0)  # nobody waits to meet it
+        crew.gather(Rendezvous.called(2, 60.0))  # nobody waits to meet it
     leader = LeaderRank(group_of_one, crew, None)
     with pytest.raises(LearnerError, match=r"rank 1 .* the disk is full"), leader.together(StopRanks()):
         raise RuntimeError("Connection closed by peer")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from ludus.config.environment import launched_rank
 from ludus.config.schema import Config
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError, UserError
+from ludus.ipc import python_command
 from ludus.training.batches.chunked_lm_head import Entropy
 from ludus.training.batches.rows import Row
 from ludus.training.distributed.collectives import Collectives, SharedBatch, SingleProcess
@@ -208,21 +208,19 @@ class RankGroup:
     def start(self, meeting: Rendezvous, device: torch.device) -> None:
         """Start the other ranks on devices of this kind; they join the given rendezvous."""
         self.folder = TemporaryFolder("ludus-ranks-")
-        place = self.folder.path
-        what = [str(meeting.port), str(meeting.count), str(meeting.limit_s), device.type, str(os.getpid())]
+        common = [str(meeting.port), str(meeting.count), str(meeting.limit_s), device.type, str(os.getpid())]
         for rank in range(1, meeting.count):
-            command = [sys.executable, "-m", "ludus.training.rl.rank_worker", str(place), str(rank), *what]
-            with (place / f"said-{rank}").open("wb") as said:
-                self.processes.append(subprocess.Popen(command, stderr=said, stdout=said))
+            command = python_command("ludus.training.rl.rank_worker:main", str(rank), *common)
+            with (self.folder.path / f"output-{rank}").open("wb") as output:
+                self.processes.append(subprocess.Popen(command, stderr=output, stdout=output))
 
-    def gather(self, limit_s: float) -> None:
-        """Wait until all ranks are ready for the rendezvous.
+    def gather(self, meeting: Rendezvous) -> None:
+        """Wait until all ranks have connected to the store.
 
-        Raises LearnerError if one has exited, or has not started within the limit.
+        Raises LearnerError if one has exited, or has not started within the limit of the rendezvous.
         """
-        place = Path() if self.folder is None else self.folder.path
-        ranks, deadline = range(1, len(self.processes) + 1), time.monotonic() + limit_s
-        while late := [rank for rank in ranks if not (place / here(rank)).exists()]:
+        deadline = time.monotonic() + meeting.limit_s
+        while late := meeting.not_started():
             if any(process.poll() is not None for process in self.processes):
                 ended = self.last_words()
                 self.kill()
@@ -230,7 +228,7 @@ class RankGroup:
             if time.monotonic() > deadline:
                 self.kill()
                 raise LearnerError(
-                    f"Learner rank {late[0]} did not start within {limit_s:g} s.",
+                    f"Learner rank {late[0]} did not start within {meeting.limit_s:g} s.",
                     "Try again, or raise training.learner.rank_timeout_s.",
                 )
             time.sleep(_GLANCE_S)
@@ -241,7 +239,7 @@ class RankGroup:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
             if process.poll() is not None and self.folder is not None:
-                said = (self.folder.path / f"said-{rank}").read_text("utf-8", "replace").strip()
+                said = (self.folder.path / f"output-{rank}").read_text("utf-8", "replace").strip()
                 words = f": {said[-_LAST_WORDS:]}" if said else "."
                 return f"rank {rank} ({process.returncode}){words}"
         return ""
@@ -270,11 +268,6 @@ class RankGroup:
             self.folder.close()
 
 
-def here(rank: int) -> str:
-    """Return the file name of a rank's start marker."""
-    return f"here-{rank}"
-
-
 @contextmanager
 def leading(config: Config, device: torch.device) -> Iterator[Collectives]:
     """Start or join the run's ranks and lead them: torchrun's, or `training.learner.ranks`.
@@ -295,7 +288,7 @@ def leading(config: Config, device: torch.device) -> Iterator[Collectives]:
             check_devices(device, learner.ranks)
             meeting = Rendezvous.called(learner.ranks, learner.rank_timeout_s)
             crew.start(meeting, device)
-            crew.gather(meeting.limit_s)
+            crew.gather(meeting)
         leader = meet(meeting, crew, device, device if learner.shard else None)
         try:
             yield leader

@@ -95,6 +95,14 @@ class Rendezvous:
         if device.type == "cuda":
             torch.cuda.set_device(self.rank % torch.cuda.device_count())
 
+    def mark_started(self) -> None:
+        """Record that this rank runs; it may take a while until it joins the group."""
+        self.store.set(f"started/{self.rank}", "")
+
+    def not_started(self) -> list[int]:
+        """Return the other ranks without a start mark."""
+        return [rank for rank in range(self.count) if rank != self.rank and not self.store.check([f"started/{rank}"])]
+
     def say(self, words: str) -> None:
         """Store an error message of this rank, replacing the previous one."""
         with suppress(RuntimeError):

@@ -1,17 +1,14 @@
 """Learner process of a rank other than 0.
 
-python -m ludus.training.rl.rank_worker FOLDER RANK PORT COUNT LIMIT_S KIND PID
-
-Writes a start marker to FOLDER, joins the rendezvous at rank 0's PORT, receives the run's configuration,
-builds the learner and executes broadcast commands until told to stop. Exits when process PID (rank 0) ends,
-even before the rendezvous. Under torchrun `follow_launched` does the same.
+It joins the rendezvous of rank 0, receives the run's configuration, builds the learner and executes broadcast
+commands until `StopRanks`. It exits when rank 0 ends, even before the rendezvous. Under torchrun `follow_launched`
+does the same.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -36,7 +33,6 @@ from ludus.training.distributed.launcher import (
     TrainRows,
     TrainValues,
     WorkerRank,
-    here,
 )
 from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
 from ludus.training.learner.logprobs import LogprobScorer
@@ -73,7 +69,7 @@ def _follow(meeting: Rendezvous, device: torch.device) -> None:
         return
     if command.folder.is_dir():  # missing on a machine without the shared disk
         log_into(RunFolder(command.folder), f"rank {meeting.rank}")
-    log.info("rank %d is ready", os.getpid())
+    log.info("ready (process %d)", os.getpid())
     if command.config.training.learner.shard:
         follower.split_on(device)
     session = open_session(command.config, cold_start(command.config, command.folder))
@@ -129,14 +125,10 @@ def _end_with(leader: int) -> None:
     os._exit(1)
 
 
-def main(folder: str, rank: str, *where: str) -> None:
-    """Run as a rank other than 0 on this machine, on a device of this kind."""
-    port, count, limit_s, kind, leader = where
+def main(rank: str, port: str, count: str, limit_s: str, kind: str, leader: str) -> None:
+    """Run as `rank` of `count` on a device of this kind; process `leader` holds the store at `port`."""
     threading.Thread(target=_end_with, args=(int(leader),), name="ludus-leader", daemon=True).start()
     hide_progress()
-    (Path(folder) / here(int(rank))).touch()
-    follow(Rendezvous.joined(int(port), int(rank), int(count), float(limit_s)), torch.device(kind))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    meeting = Rendezvous.joined(int(port), int(rank), int(count), float(limit_s))
+    meeting.mark_started()
+    follow(meeting, torch.device(kind))
