@@ -526,7 +526,7 @@ def embedded(path, count: int):
     import uvicorn
 
     from ludus.gateway.app import make_app
-    from ludus.gateway.listening import listening
+    from ludus.gateway.limits import listening
     from ludus.gateway.service import CompletionService, served_model
 
     made, servers = [], []

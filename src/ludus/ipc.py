@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
-from typing import BinaryIO
+from typing import IO
 
 LENGTH = struct.Struct("!Q")
 """Prefix of a frame: the number of bytes that follow."""
@@ -28,7 +28,7 @@ def frame(body: bytes) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def read_frame(stream: BinaryIO) -> bytes | None:
+def read_frame(stream: IO[bytes]) -> bytes | None:
     """Return the next message, or None if the stream ends before its last byte."""
     try:
         head = stream.read(LENGTH.size)

@@ -277,7 +277,7 @@ def open_cluster(session: TrainingSession) -> Iterator[Cluster]:
 def check_cluster(config: Config) -> None:
     """Raise ConfigError for settings that a cluster does not support."""
     streams = config.training.streams
-    if config.engine.url and config.model.lora is not None and streams:
+    if config.engine.is_external and config.model.lora is not None and streams:
         raise ConfigError(
             "LoRA adapters on external servers (engine.url) change their names with each version, which "
             "streamed episodes on a cluster do not support.",
@@ -292,15 +292,15 @@ def plan_of(session: TrainingSession, broadcast_host: str = "") -> ClusterPlan:
     if Path(source).is_dir():
         source = str(Path(source).resolve())
     settings = server_settings(config.engine)
-    token = settings.token if config.engine.url else secrets.token_urlsafe(24)
+    token = settings.token if config.engine.is_external else secrets.token_urlsafe(24)
     worker = WorkerSpec(config, source, folder, token)
     reward = RewardSpec(config, folder) if config.cluster.reward_workers else None
-    if config.engine.url:
+    if config.engine.is_external:
         return ClusterPlan(
             config.cluster,
             None,
             worker,
-            (config.engine.url,),
+            tuple(config.engine.urls),
             _at_urls(config),
             sends_adapters=config.model.lora is not None,
             reward=reward,
@@ -322,7 +322,7 @@ def _at_urls(config: Config) -> Callable[[list[str]], ServerEngine]:
 
 
 def _launcher(plan: ClusterPlan) -> Launcher:
-    if plan.config.kind == "local":
+    if not plan.config.on_ray:
         return LocalLauncher()
     from ludus.cluster.ray_launcher import RayLauncher
 

@@ -150,8 +150,7 @@ class EngineWorker:
     def _begin(self) -> Started:
         from ludus.gateway.app import make_app
         from ludus.gateway.endpoints import error_response
-        from ludus.gateway.limits import http_server, model_limits
-        from ludus.gateway.listening import listening
+        from ludus.gateway.limits import http_server, listening, model_limits
         from ludus.gateway.service import CompletionService, served_model
 
         config, source = self.spec.config, self.spec.source
@@ -184,7 +183,7 @@ class EngineWorker:
 
 def sandbox_of(config: Config) -> SandboxConfig:
     """Return the sandbox settings of one worker: its share of the machine's sandbox."""
-    if config.cluster.kind != "local":
+    if config.cluster.on_ray:
         return config.sandbox
     places = config.sandbox.concurrency or max(2, os.cpu_count() or 2)
     shares = {"concurrency": max(1, places // config.cluster.workers)}

@@ -155,7 +155,7 @@ def waited(trajectory: Trajectory, seconds: float) -> Trajectory:
 def places(config: Config) -> int:
     """How many episodes a run computes the rewards of at once."""
     cluster, own = config.cluster, max(1, config.rollout.reward_processes)
-    if cluster.kind == "none":
+    if not cluster.enabled:
         return own
     if cluster.reward_workers:
         return cluster.reward_workers * cluster.scorings_per_worker

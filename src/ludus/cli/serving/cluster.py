@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     check_run(folder)
     if args.number is not None and args.act != "remove-engine":
         raise UserError("--number is for remove-engine.", "Leave it out.")
-    if folder.load_config().cluster.kind == "none":
+    if not folder.load_config().cluster.enabled:
         raise UserError(
             f"The run in {args.folder} has no cluster: its engine is in the learner's process.",
             f"Go on with it on one: ludus train --resume {args.folder} --cluster local",

@@ -155,7 +155,7 @@ def train(config: Config, folder: RunFolder, session: TrainingSession | None) ->
 
 def cluster_of(session: TrainingSession) -> AbstractContextManager[Cluster | None]:
     """The processes that sample, where the settings want any."""
-    if session.config.cluster.kind == "none":
+    if not session.config.cluster.enabled:
         return nullcontext()
     from ludus.cluster.cluster import open_cluster
 

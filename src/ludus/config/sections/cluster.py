@@ -59,3 +59,13 @@ class ClusterConfig(Section):
     """Engines, workers and reward workers, each, that a run may lose one after another, starts that fail
     included: it stops where more were lost and none is left. Losses are forgotten where one has lived for ten
     minutes."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether other processes run the episodes."""
+        return self.kind != "none"
+
+    @property
+    def on_ray(self) -> bool:
+        """Whether they may run on other machines."""
+        return self.kind == "ray"

