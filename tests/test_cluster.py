@@ -347,9 +347,9 @@ STATE = {"w": torch.zeros(2)}
 def test_a_dead_engine_is_replaced_by_one_that_has_the_weights_before_a_worker_hears_of_it():
     async def scenario(urls, fakes):
         launcher = FakeLauncher(urls)
-        crowd = WorkerGroup(plan(), launcher)
-        await crowd.open()
-        await crowd.load_weights(7, STATE)
+        group = WorkerGroup(plan(), launcher)
+        await group.open()
+        await group.load_weights(7, STATE)
         assert [fake.label for fake in fakes] == ["7", "7", "default"]
         engine = next(remote for remote in launcher.made if remote.url == urls[0])
         worker = next(remote for remote in launcher.made if not remote.url)
@@ -359,7 +359,7 @@ def test_a_dead_engine_is_replaced_by_one_that_has_the_weights_before_a_worker_h
         assert fakes[2].label == "7"
         assert [set(view.urls) for view in views(worker)[heard:]][-2:] == [{urls[1]}, {urls[1], urls[2]}]
         assert all(view.version == 7 for view in views(worker)[heard:])
-        await crowd.close()
+        await group.close()
 
     fakes = [Fake(), Fake(), Fake()]
     with serving(*fakes):
@@ -369,13 +369,13 @@ def test_a_dead_engine_is_replaced_by_one_that_has_the_weights_before_a_worker_h
 def test_an_engine_that_does_not_hold_what_it_was_sent_does_not_join():
     async def scenario(urls):
         launcher = FakeLauncher([urls[0], urls[1]])
-        crowd = WorkerGroup(plan(engines=1), launcher)
-        await crowd.open()
-        await crowd.load_weights(1, STATE)
+        group = WorkerGroup(plan(engines=1), launcher)
+        await group.open()
+        await group.load_weights(1, STATE)
         with pytest.raises(SyncError, match="does not hold the weights of version 1"):
-            await crowd.server.join(urls[1])
-        assert list(crowd.server.urls) == [urls[0]]
-        await crowd.close()
+            await group.server.join(urls[1])
+        assert list(group.server.urls) == [urls[0]]
+        await group.close()
 
     good, bad = Fake(), Fake(digests={"w": "0" * 64})
     with serving(good, bad):
@@ -385,18 +385,18 @@ def test_an_engine_that_does_not_hold_what_it_was_sent_does_not_join():
 def test_an_attempt_at_a_worker_that_dies_fails_as_the_workers():
     async def scenario(url):
         launcher = FakeLauncher([url])
-        crowd = WorkerGroup(plan(engines=1, workers=1), launcher)
-        await crowd.open()
+        group = WorkerGroup(plan(engines=1, workers=1), launcher)
+        await group.open()
         worker = next(remote for remote in launcher.made if not remote.url)
-        attempt = asyncio.create_task(crowd.play(JOB, 60))
+        attempt = asyncio.create_task(group.play(JOB, 60))
         await until(lambda: any(isinstance(message, PlayJob) for message in worker.said), 5)
         worker.dead = True
         with pytest.raises(WorkerLost, match="is gone") as caught:
             await attempt
         assert caught.value.part == "worker"
-        await until(lambda: len(crowd.workers.members) == 1, 5)
+        await until(lambda: len(group.workers.members) == 1, 5)
         assert views(launcher.made[-1])[-1].urls == (url,)  # the next one knows where the engine is
-        await crowd.close()
+        await group.close()
 
     fake = Fake()
     with serving(fake):
@@ -407,18 +407,18 @@ def test_an_attempt_that_is_late_is_lost_alone_where_its_worker_answers():
     async def scenario(url):
         launcher = FakeLauncher([url])
         own = plan(engines=1, workers=1)
-        crowd = WorkerGroup(replace(own, config=own.config.model_copy(update={"episodes_per_worker": 2})), launcher)
-        await crowd.open()
-        other = asyncio.create_task(crowd.play(JOB, 60))
+        group = WorkerGroup(replace(own, config=own.config.model_copy(update={"episodes_per_worker": 2})), launcher)
+        await group.open()
+        other = asyncio.create_task(group.play(JOB, 60))
         with pytest.raises(WorkerLost, match="is silent"):
-            await crowd.play(JOB, 0.05)
+            await group.play(JOB, 0.05)
         assert not other.done()
-        assert (len(crowd.workers.members), crowd.workers.num_lost) == (1, 0)
+        assert (len(group.workers.members), group.workers.num_lost) == (1, 0)
         next(remote for remote in launcher.made if not remote.url).dead = True
         with pytest.raises(WorkerLost, match="is gone"):
             await other
-        await until(lambda: crowd.workers.num_lost == 1, 5)
-        await crowd.close()
+        await until(lambda: group.workers.num_lost == 1, 5)
+        await group.close()
 
     fake = Fake()
     with serving(fake):
@@ -524,9 +524,9 @@ def test_an_answer_that_cannot_be_sent_comes_back_as_the_error_that_says_so():
     class Local(float):
         """A number of a class that no other process can know."""
 
-    answer = WorkerResponse(Local(1.0), said=(ForwardedRecords(0.0, logging.INFO, "ludus", "heard"),))
+    answer = WorkerResponse(Local(1.0), records=(ForwardedRecords(0.0, logging.INFO, "ludus", "heard"),))
     reply = decode_response(encode_response(answer))
-    assert reply.said == answer.said
+    assert reply.records == answer.records
     with pytest.raises(UserError, match=r"A Local cannot be sent .*must survive pickling"):
         reply.take()
     with pytest.raises(UserError, match="pickle"):
@@ -591,9 +591,9 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
             os.kill(started.pid, signal.SIGKILL)
             with pytest.raises(WorkerDied, match=r"has exited \(-9\)"):
                 await waits
-            said = remote.said.read_text()
+            said = remote.output.read_text()
             await remote.kill()
-            assert not remote.said.exists()
+            assert not remote.output.exists()
             with pytest.raises(WorkerDied, match="has exited") as lost:
                 await remote.call(Ping(), 60)
             assert said.strip() in str(lost.value)

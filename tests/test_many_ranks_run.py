@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 import small_runs
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import LearnerError
-from ludus.training.distributed.rendezvous import LISTEN_S
+from ludus.training.distributed.rendezvous import HEARTBEAT_TIMEOUT_S
 from ludus.training.run.run_dir import RunFolder
 
 pytestmark = pytest.mark.fault
@@ -152,7 +152,7 @@ def test_a_process_that_is_stopped_is_named_within_the_limit(tmp_path, shard):
     os.kill(int(place.name), signal.SIGSTOP)
     begin = time.monotonic()
     _, error = process.communicate(timeout=300)
-    assert time.monotonic() - begin < limit_s + LISTEN_S + 20  # of a step before, and of the end
+    assert time.monotonic() - begin < limit_s + HEARTBEAT_TIMEOUT_S + 20  # of a step before, and of the end
     assert process.returncode == LearnerError.exit_code
     assert f"is stopped or gone: rank 1 ({place.name} on " in error
     assert not place.exists()

@@ -35,9 +35,9 @@ CRITICS = ["critic:float64", "critic:float32"]
 @pytest.fixture
 def group_of_one():
     """This process as the only one of a group."""
-    meeting = Rendezvous.called(1, 60.0)
-    meeting.form_group(torch.device("cpu"))
-    yield meeting
+    rendezvous = Rendezvous.create(1, 60.0)
+    rendezvous.form_group(torch.device("cpu"))
+    yield rendezvous
     destroy_group()
 
 
@@ -221,16 +221,16 @@ def test_a_model_is_split_in_place_and_its_copy_is_not(group_of_one):
 
 
 def test_what_an_ended_process_said_is_raised_in_the_leader(group_of_one):
-    crew = RankGroup(TemporaryFolder("ludus-ranks-"))
-    with (crew.folder.path / "output-1").open("wb") as said:
+    others = RankGroup(TemporaryFolder("ludus-ranks-"))
+    with (others.folder.path / "output-1").open("wb") as said:
         command = [sys.executable, "-c", "raise SystemExit('the disk is full')"]
-        crew.processes.append(subprocess.Popen(command, stderr=said))
+        others.processes.append(subprocess.Popen(command, stderr=said))
     with pytest.raises(LearnerError, match=r"rank 1 .* the disk is full"):
-        crew.gather(Rendezvous.called(2, 60.0))  # nobody waits to meet it
-    leader = LeaderRank(group_of_one, crew, None)
+        others.gather(Rendezvous.create(2, 60.0))  # nobody waits to meet it
+    leader = LeaderRank(group_of_one, others, None)
     with pytest.raises(LearnerError, match=r"rank 1 .* the disk is full"), leader.together(StopRanks()):
         raise RuntimeError("Connection closed by peer")
-    crew.close()
+    others.close()
 
 
 def test_a_fault_of_one_process_is_raised_in_all(group_of_one):

@@ -41,28 +41,28 @@ from ludus.errors import UserError
 from ludus.ipc import LENGTH, frame, numbered, python_command, read_frame, split_number
 
 _HERE = "127.0.0.1"
-_LAST_WORDS = 2000
+_TAIL_CHARS = 2000
 _END_S = 10.0
 
 
 @dataclass
 class LocalWorkerHandle:
-    """Handle of a child process. Its output goes to the file `said`, which is deleted when the child ends."""
+    """Handle of a child process. Its output goes to the file `output`, which is deleted when the child ends."""
 
     name: str
     process: subprocess.Popen[bytes]
-    said: Path
+    output: Path
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     _number: int = 0
     _waiting: dict[int, asyncio.Future[WorkerResponse]] = field(default_factory=dict)
     _reading: asyncio.Task[None] | None = None
-    _words: str | None = None
+    _tail: str | None = None
 
     @property
     def is_ended(self) -> bool:
         """Whether the child was killed and cleaned up."""
-        return self._words is not None
+        return self._tail is not None
 
     def listen(self) -> None:
         """Start receiving responses."""
@@ -99,8 +99,8 @@ class LocalWorkerHandle:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait({self._reading})
-        self._words = self._last_words()
-        self.said.unlink(missing_ok=True)
+        self._tail = self._output_tail()
+        self.output.unlink(missing_ok=True)
 
     async def _read(self) -> None:
         try:
@@ -108,7 +108,7 @@ class LocalWorkerHandle:
                 (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
                 number, body = split_number(await self.reader.readexactly(length))
                 answer = decode_response(body)
-                repeat(self.name, answer.said)
+                repeat(self.name, answer.records)
                 future = self._waiting.get(number)
                 if future is not None and not future.done():
                     future.set_result(answer)
@@ -121,15 +121,15 @@ class LocalWorkerHandle:
                     future.set_exception(self._lost())
 
     def _lost(self) -> WorkerDied:
-        code, words = self.process.poll(), self._last_words()
+        code, text = self.process.poll(), self._output_tail()
         how = "is gone" if code is None else f"has exited ({code})"
-        return WorkerDied(f"{self.name} {how}{': ' + words if words else '.'}")
+        return WorkerDied(f"{self.name} {how}{': ' + text if text else '.'}")
 
-    def _last_words(self) -> str:
-        if self._words is None:
+    def _output_tail(self) -> str:
+        if self._tail is None:
             with suppress(OSError):
-                return self.said.read_text("utf-8", "replace").strip()[-_LAST_WORDS:]
-        return self._words or ""
+                return self.output.read_text("utf-8", "replace").strip()[-_TAIL_CHARS:]
+        return self._tail or ""
 
 
 @dataclass
@@ -145,20 +145,20 @@ class LocalLauncher:
         del needs
         if self._folder is None:
             self._folder = TemporaryFolder("ludus-cluster-")
-        said = self._folder.path / name.replace(" ", "-")
+        path = self._folder.path / name.replace(" ", "-")
         ours, theirs = socket.socketpair()
         command = python_command("ludus.cluster.local_launcher:run_worker", str(theirs.fileno()))
-        with theirs, said.open("wb") as words:
+        with theirs, path.open("wb") as output:
             process = subprocess.Popen(
                 command,
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                stdout=words,
-                stderr=words,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
         reader, writer = await asyncio.open_connection(sock=ours)
-        remote = LocalWorkerHandle(name, process, said, reader, writer)
+        remote = LocalWorkerHandle(name, process, path, reader, writer)
         self._started = [*(other for other in self._started if not other.is_ended), remote]
         remote.listen()
         writer.write(frame(pickle.dumps(spec)))

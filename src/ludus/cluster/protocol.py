@@ -140,13 +140,13 @@ Message = StartRole | UpdateEngines | PlayJob | ScoreJob | Ping | Shutdown
 class WorkerResponse:
     """Response of a worker: a value or an error; `late` if the error was a timeout.
 
-    `said` holds recent log records of the process.
+    `records` holds recent log records of the process.
     """
 
     value: object = None
     error: LudusError | None = None
     late: bool = False
-    said: tuple[ForwardedRecords, ...] = ()
+    records: tuple[ForwardedRecords, ...] = ()
 
     def take(self) -> object:
         """Return the value, or raise the error."""
@@ -205,7 +205,7 @@ def encode_response(response: WorkerResponse) -> bytes:
         return pickle.dumps(response)
     except Exception as error:  # boundary: user types may raise anything
         text = f"A {type(response.value).__name__} cannot be sent from another process: {error}."
-        return pickle.dumps(replace(failed(UserError(text, _RESPONSE_HINT)), said=response.said))
+        return pickle.dumps(replace(failed(UserError(text, _RESPONSE_HINT)), records=response.records))
 
 
 def decode_response(body: bytes) -> WorkerResponse:

@@ -95,7 +95,7 @@ class RayWorkerHandle:
             raise
         except RayError as error:
             raise _why_no_answer(self.name, error) from error
-        repeat(self.name, answer.said)
+        repeat(self.name, answer.records)
         value = answer.take()
         if isinstance(value, Started):
             self._where = value

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     acts = ("list", "add-engine", "remove-engine")
     parser.add_argument("act", choices=acts, help="list the engines, start one more, or stop one")
     parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a running run")
-    parser.add_argument("--number", type=int, metavar="N", help="remove-engine: its number in the list (default: the least busy one)")
+    parser.add_argument("--number", type=int, metavar="N", help="remove-engine: its number (the least busy one)")
     parser.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="timeout (600)")
 
 

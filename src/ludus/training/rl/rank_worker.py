@@ -49,37 +49,37 @@ _LOOK_S = 1.0
 log = logging.getLogger("ludus.follow")
 
 
-def follow(meeting: Rendezvous, device: torch.device) -> None:
+def follow(rendezvous: Rendezvous, device: torch.device) -> None:
     """Join the other ranks and execute the commands of rank 0."""
     try:
-        meeting.form_group(device)
-        _follow(meeting, device)
+        rendezvous.form_group(device)
+        _follow(rendezvous, device)
     except Exception as error:
-        meeting.say(f"{type(error).__name__}: {error}")
+        rendezvous.store_error(f"{type(error).__name__}: {error}")
         log.error("rank failed: %s: %s", type(error).__name__, error)
         raise
     finally:
         destroy_group()
 
 
-def _follow(meeting: Rendezvous, device: torch.device) -> None:
+def _follow(rendezvous: Rendezvous, device: torch.device) -> None:
     follower = WorkerRank()
-    command = follower.hear()
+    command = follower.receive()
     if not isinstance(command, StartRanks):
         return
     if command.folder.is_dir():  # missing on a machine without the shared disk
-        log_into(RunFolder(command.folder), f"rank {meeting.rank}")
+        log_into(RunFolder(command.folder), f"rank {rendezvous.rank}")
     log.info("ready (process %d)", os.getpid())
     if command.config.training.learner.shard:
         follower.split_on(device)
     session = open_session(command.config, cold_start(command.config, command.folder))
     learning = make_parts(session, resolve(command.config.algorithm), follower, command.resumed)
-    while not isinstance(heard := follower.hear(), StopRanks):
+    while not isinstance(command := follower.receive(), StopRanks):
         try:
-            obey(heard, session, learning)
+            obey(command, session, learning)
         except LearnerError as error:  # rank 0 raises it as well and handles it
             log.warning("%s", error)
-            meeting.say(str(error))
+            rendezvous.store_error(str(error))
 
 
 def obey(command: object, session: TrainingSession, learning: LearnerParts) -> None:
@@ -115,7 +115,7 @@ def cold_start(config: Config, folder: Path) -> Path | None:
 
 def follow_launched(device: torch.device, limit_s: float) -> None:
     """Run as a rank other than 0 under torchrun. The rendezvous times out after `limit_s`."""
-    follow(Rendezvous.launched(limit_s), device)
+    follow(Rendezvous.from_torchrun(limit_s), device)
 
 
 def _end_with(leader: int) -> None:
@@ -129,6 +129,6 @@ def main(rank: str, port: str, count: str, limit_s: str, kind: str, leader: str)
     """Run as `rank` of `count` on a device of this kind; process `leader` holds the store at `port`."""
     threading.Thread(target=_end_with, args=(int(leader),), name="ludus-leader", daemon=True).start()
     hide_progress()
-    meeting = Rendezvous.joined(int(port), int(rank), int(count), float(limit_s))
-    meeting.mark_started()
-    follow(meeting, torch.device(kind))
+    rendezvous = Rendezvous.join(int(port), int(rank), int(count), float(limit_s))
+    rendezvous.mark_started()
+    follow(rendezvous, torch.device(kind))
