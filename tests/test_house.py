@@ -31,6 +31,7 @@ ORDER = (
         "types",
         "errors",
         "plugins",
+        "ipc",
         "untrusted",
         "recipes",
         "config",

@@ -20,22 +20,26 @@ import torch
 
 from cluster_runs import all_gone
 from ludus.cluster.cluster import check_cluster
-from ludus.cluster.handles import ResourceRequest, WorkerDied
 from ludus.cluster.local_launcher import LocalLauncher, LocalWorkerHandle
 from ludus.cluster.log_forwarding import MOST, ForwardedRecords, LogForwarder, repeat
-from ludus.cluster.pickle_rpc import LENGTH_BYTES, RpcCall, RpcCancel, RpcReply, pack, read_frame, unpack
 from ludus.cluster.protocol import (
     EngineSet,
     EngineSpec,
     Heartbeat,
     Ping,
     PlayJob,
+    ResourceRequest,
     Shutdown,
     Started,
     StartRole,
     UpdateEngines,
+    WorkerDied,
     WorkerResponse,
     WorkerSpec,
+    decode_request,
+    decode_response,
+    encode_request,
+    encode_response,
     failed,
 )
 from ludus.cluster.supervisor import ClusterPlan, WorkerGroup, WorkerLost
@@ -47,6 +51,7 @@ from ludus.engines.base import EngineStats, Request, combined
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import HttpRefusal, RemoteEngineSettings
 from ludus.errors import ConfigError, EngineError, SyncError, UserError, WorldError
+from ludus.ipc import read_frame, split_number
 from ludus.rollout.build import SamplingPlan
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import RolloutRequest
@@ -343,9 +348,9 @@ STATE = {"w": torch.zeros(2)}
 def test_a_dead_engine_is_replaced_by_one_that_has_the_weights_before_a_worker_hears_of_it():
     async def scenario(urls, fakes):
         launcher = FakeLauncher(urls)
-        crowd = WorkerGroup(plan(), launcher)
-        await crowd.open()
-        await crowd.load_weights(7, STATE)
+        group = WorkerGroup(plan(), launcher)
+        await group.open()
+        await group.load_weights(7, STATE)
         assert [fake.label for fake in fakes] == ["7", "7", "default"]
         engine = next(remote for remote in launcher.made if remote.url == urls[0])
         worker = next(remote for remote in launcher.made if not remote.url)
@@ -355,7 +360,7 @@ def test_a_dead_engine_is_replaced_by_one_that_has_the_weights_before_a_worker_h
         assert fakes[2].label == "7"
         assert [set(view.urls) for view in views(worker)[heard:]][-2:] == [{urls[1]}, {urls[1], urls[2]}]
         assert all(view.version == 7 for view in views(worker)[heard:])
-        await crowd.close()
+        await group.close()
 
     fakes = [Fake(), Fake(), Fake()]
     with serving(*fakes):
@@ -365,13 +370,13 @@ def test_a_dead_engine_is_replaced_by_one_that_has_the_weights_before_a_worker_h
 def test_an_engine_that_does_not_hold_what_it_was_sent_does_not_join():
     async def scenario(urls):
         launcher = FakeLauncher([urls[0], urls[1]])
-        crowd = WorkerGroup(plan(engines=1), launcher)
-        await crowd.open()
-        await crowd.load_weights(1, STATE)
+        group = WorkerGroup(plan(engines=1), launcher)
+        await group.open()
+        await group.load_weights(1, STATE)
         with pytest.raises(SyncError, match="does not hold the weights of version 1"):
-            await crowd.server.join(urls[1])
-        assert list(crowd.server.urls) == [urls[0]]
-        await crowd.close()
+            await group.server.join(urls[1])
+        assert list(group.server.urls) == [urls[0]]
+        await group.close()
 
     good, bad = Fake(), Fake(digests={"w": "0" * 64})
     with serving(good, bad):
@@ -381,18 +386,18 @@ def test_an_engine_that_does_not_hold_what_it_was_sent_does_not_join():
 def test_an_attempt_at_a_worker_that_dies_fails_as_the_workers():
     async def scenario(url):
         launcher = FakeLauncher([url])
-        crowd = WorkerGroup(plan(engines=1, workers=1), launcher)
-        await crowd.open()
+        group = WorkerGroup(plan(engines=1, workers=1), launcher)
+        await group.open()
         worker = next(remote for remote in launcher.made if not remote.url)
-        attempt = asyncio.create_task(crowd.play(JOB, 60))
+        attempt = asyncio.create_task(group.play(JOB, 60))
         await until(lambda: any(isinstance(message, PlayJob) for message in worker.said), 5)
         worker.dead = True
         with pytest.raises(WorkerLost, match="is gone") as caught:
             await attempt
         assert caught.value.part == "worker"
-        await until(lambda: len(crowd.workers.members) == 1, 5)
+        await until(lambda: len(group.workers.members) == 1, 5)
         assert views(launcher.made[-1])[-1].urls == (url,)  # the next one knows where the engine is
-        await crowd.close()
+        await group.close()
 
     fake = Fake()
     with serving(fake):
@@ -403,18 +408,18 @@ def test_an_attempt_that_is_late_is_lost_alone_where_its_worker_answers():
     async def scenario(url):
         launcher = FakeLauncher([url])
         own = plan(engines=1, workers=1)
-        crowd = WorkerGroup(replace(own, config=own.config.model_copy(update={"episodes_per_worker": 2})), launcher)
-        await crowd.open()
-        other = asyncio.create_task(crowd.play(JOB, 60))
+        group = WorkerGroup(replace(own, config=own.config.model_copy(update={"episodes_per_worker": 2})), launcher)
+        await group.open()
+        other = asyncio.create_task(group.play(JOB, 60))
         with pytest.raises(WorkerLost, match="is silent"):
-            await crowd.play(JOB, 0.05)
+            await group.play(JOB, 0.05)
         assert not other.done()
-        assert (len(crowd.workers.members), crowd.workers.num_lost) == (1, 0)
+        assert (len(group.workers.members), group.workers.num_lost) == (1, 0)
         next(remote for remote in launcher.made if not remote.url).dead = True
         with pytest.raises(WorkerLost, match="is gone"):
             await other
-        await until(lambda: crowd.workers.num_lost == 1, 5)
-        await crowd.close()
+        await until(lambda: group.workers.num_lost == 1, 5)
+        await group.close()
 
     fake = Fake()
     with serving(fake):
@@ -431,7 +436,9 @@ def test_what_is_late_is_cancelled_over_there(tmp_path):
             with pytest.raises(WorkerDied, match=r"did not respond within 0\.05 s"):
                 await remote.call(Ping(), 0.05)
             await asyncio.sleep(0)
-            assert [read_frame(theirs), read_frame(theirs)] == [RpcCall(1, Ping()), RpcCancel(1)]
+            sent = theirs.makefile("rb")
+            (number, body), cancelled = (split_number(read_frame(sent)) for _ in range(2))
+            assert (number, decode_request(body), cancelled) == (1, Ping(), (1, b""))
             await remote.kill()
 
     asyncio.run(scenario())
@@ -518,13 +525,13 @@ def test_an_answer_that_cannot_be_sent_comes_back_as_the_error_that_says_so():
     class Local(float):
         """A number of a class that no other process can know."""
 
-    answer = WorkerResponse(Local(1.0), said=(ForwardedRecords(0.0, logging.INFO, "ludus", "heard"),))
-    reply = unpack(pack(RpcReply(7, answer))[LENGTH_BYTES:])
-    assert (reply.number, reply.answer.said) == (7, answer.said)
+    answer = WorkerResponse(Local(1.0), records=(ForwardedRecords(0.0, logging.INFO, "ludus", "heard"),))
+    reply = decode_response(encode_response(answer))
+    assert reply.records == answer.records
     with pytest.raises(UserError, match=r"A Local cannot be sent .*must survive pickling"):
-        reply.answer.take()
-    with pytest.raises(AttributeError, match="pickle"):
-        pack(RpcCall(7, Local(1.0)))
+        reply.take()
+    with pytest.raises(UserError, match="pickle"):
+        encode_request(Local(1.0))
 
 
 class Sour:
@@ -535,10 +542,9 @@ class Sour:
 
 
 def test_an_answer_that_cannot_be_read_is_the_error_that_says_so():
-    reply = unpack(pack(RpcReply(7, WorkerResponse(Sour())))[LENGTH_BYTES:])
-    assert reply.number == 7
+    reply = decode_response(encode_response(WorkerResponse(Sour())))
     with pytest.raises(UserError, match="cannot be unpickled: ValueError"):
-        reply.answer.take()
+        reply.take()
 
 
 def test_statistics_of_engines_are_sums_of_tokens_and_means_of_seconds():
@@ -586,9 +592,9 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
             os.kill(started.pid, signal.SIGKILL)
             with pytest.raises(WorkerDied, match=r"has exited \(-9\)"):
                 await waits
-            said = remote.said.read_text()
+            said = remote.output.read_text()
             await remote.kill()
-            assert not remote.said.exists()
+            assert not remote.output.exists()
             with pytest.raises(WorkerDied, match="has exited") as lost:
                 await remote.call(Ping(), 60)
             assert said.strip() in str(lost.value)

@@ -10,9 +10,8 @@ import pytest
 
 import small_runs
 from cluster_runs import CLUSTER, Meddling, all_gone, pids, run, started
-from ludus.cluster.cluster import Cluster
+from ludus.cluster.cluster import Cluster, EventLoopThread
 from ludus.cluster.control import controlled
-from ludus.cluster.event_loop_thread import EventLoopThread
 from ludus.cluster.supervisor import WorkerGroup
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from small_runs import SMALLEST
@@ -33,30 +32,30 @@ def running(folder: RunFolder):
         launcher = FakeLauncher([fake.url for fake in fakes])
 
         async def begin() -> WorkerGroup:
-            crowd = WorkerGroup(plan(), launcher)
-            await crowd.open()
-            await crowd.load_weights(7, STATE)
-            return crowd
+            group = WorkerGroup(plan(), launcher)
+            await group.open()
+            await group.load_weights(7, STATE)
+            return group
 
-        crowd = background.wait(begin())
-        cluster = Cluster(folder.load_config(), None, crowd, background)
+        group = background.wait(begin())
+        cluster = Cluster(folder.load_config(), None, group, background)
         with locked(folder), controlled(folder.path, cluster):
-            yield crowd, fakes
-        background.wait(crowd.close())
+            yield group, fakes
+        background.wait(group.close())
         background.close()
 
 
 def test_engines_join_with_the_weights_and_leave_by_number_and_the_last_one_stays(tmp_path):
     folder = made(tmp_path / "run")
-    with running(folder) as (crowd, fakes):
+    with running(folder) as (group, fakes):
         assert "engines: 2" in ludus("cluster", "list", folder.path).out
         assert "engines: 3" in ludus("cluster", "add-engine", folder.path).out
         assert [fake.label for fake in fakes] == ["7", "7", "7"]  # it had the weights before it was one
         assert "no engine 9" in refused("cluster", "remove-engine", folder.path, "--number", 9)
-        numbers = sorted(crowd.engines.members)
+        numbers = sorted(group.engines.members)
         said = ludus("cluster", "remove-engine", folder.path, "--number", numbers[0])
         assert said.code == 0
-        assert sorted(crowd.engines.members) == numbers[1:]
+        assert sorted(group.engines.members) == numbers[1:]
         assert "engines: 1" in ludus("cluster", "remove-engine", folder.path).out
         assert "the last engine" in refused("cluster", "remove-engine", folder.path)
     assert not (folder.path / "cluster").exists()

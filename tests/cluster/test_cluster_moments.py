@@ -13,14 +13,22 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ludus.cluster.cluster import Cluster, ClusterEngine
-from ludus.cluster.event_loop_thread import EventLoopThread
-from ludus.cluster.handles import ResourceRequest, WorkerDied
-from ludus.cluster.local_launcher import LocalLauncher
-from ludus.cluster.pickle_rpc import LENGTH_BYTES, RpcCall, RpcCancel, UnreadableMessage, pack, unpack
-from ludus.cluster.protocol import Heartbeat, Ping, RewardSpec, Started, StartRole, WorkerSpec, failed
+from ludus.cluster.cluster import Cluster, ClusterEngine, EventLoopThread
+from ludus.cluster.local_launcher import LocalLauncher, attend
+from ludus.cluster.protocol import (
+    Heartbeat,
+    Ping,
+    ResourceRequest,
+    RewardSpec,
+    Started,
+    StartRole,
+    WorkerDied,
+    WorkerSpec,
+    decode_request,
+    encode_request,
+    failed,
+)
 from ludus.cluster.supervisor import WorkerGroup, WorkerLost
-from ludus.cluster.worker_main import attend
 from ludus.cluster.worker_pool import PoolMember
 from ludus.cluster.workers import WorkerServer
 from ludus.config import load_config
@@ -37,11 +45,9 @@ from waiting import until
 SOUR = replace(JOB, job=RolloutRequest(RolloutKey(1, "t", 0), Task("t", (), Sour())))
 
 
-def test_a_call_that_cannot_be_read_is_one_and_its_number_is_known():
-    frame = unpack(pack(RpcCall(7, SOUR))[LENGTH_BYTES:])
-    assert isinstance(frame, UnreadableMessage)
-    assert frame.number == 7
-    assert "cannot be unpickled by the receiving process: ValueError" in str(frame.error)
+def test_a_request_that_cannot_be_unpickled_raises():
+    with pytest.raises(UserError, match="cannot be unpickled by the receiving process: ValueError"):
+        decode_request(encode_request(SOUR))
 
 
 def test_a_child_that_cannot_read_what_it_is_asked_says_so_and_goes_on():
@@ -81,8 +87,8 @@ def test_a_call_that_is_cancelled_in_the_same_breath_is_not_done():
         host = WorkerServer(RewardSpec(load_config("search", []), "."), "127.0.0.1")
         role = host._role = Noting()
         inbox, outbox = asyncio.Queue(), queue.SimpleQueue()
-        for frame in (RpcCall(1, JOB), RpcCancel(1), RpcCall(2, StartRole())):
-            inbox.put_nowait(frame)
+        for request in ((1, encode_request(JOB)), (1, b""), (2, encode_request(StartRole()))):
+            inbox.put_nowait(request)
         attending = asyncio.create_task(attend(inbox, outbox, host))
         await until(lambda: StartRole() in role.begun, 10)
         await until(lambda: role.begun.count(JOB) == role.ended.count(JOB), 2)
@@ -247,7 +253,7 @@ class Leaving(Fake):
 
 
 @contextmanager
-def crowd_of_two():
+def two_engines():
     fakes = [Leaving(), Leaving()]
     with serving(*fakes):
         launcher = FakeLauncher([fake.url for fake in fakes])
@@ -255,23 +261,23 @@ def crowd_of_two():
 
 
 def test_an_engine_that_is_let_go_while_weights_are_sent_holds_nobody_up():
-    async def scenario(crowd, fakes):
-        await crowd.open()
-        await crowd.load_weights(1, STATE)
-        first = next(iter(crowd.engines.members.values())).started.url
+    async def scenario(group, fakes):
+        await group.open()
+        await group.load_weights(1, STATE)
+        first = next(iter(group.engines.members.values())).started.url
         leaves = next(fake for fake in fakes if fake.url == first)
         leaves.holds_up = "/collective_rpc"
-        sending = asyncio.create_task(crowd.load_weights(2, STATE))
+        sending = asyncio.create_task(group.load_weights(2, STATE))
         await until(leaves.held.is_set, 10)
-        await crowd.scale(1, None, None)
+        await group.scale(1, None, None)
         leaves.is_gone = True
         leaves.go.set()
         await sending
         assert [fake.label for fake in fakes if fake is not leaves] == ["2"]
-        await crowd.close()
+        await group.close()
 
-    with crowd_of_two() as (crowd, _, fakes):
-        asyncio.run(scenario(crowd, fakes))
+    with two_engines() as (group, _, fakes):
+        asyncio.run(scenario(group, fakes))
 
 
 @pytest.mark.parametrize("what", ["score", "fingerprint"])
@@ -307,22 +313,22 @@ def test_an_engine_that_leaves_while_the_others_prove_their_weights_proves_nothi
 
 
 def test_a_cluster_of_several_engines_rolls_while_one_of_them_is_out():
-    async def scenario(crowd):
-        await crowd.open()
-        await crowd.engines.lose(crowd.engines.members[0], WorkerDied("It is gone."))
-        await until(lambda: len(crowd.server.urls) == 1, 5)
-        assert ClusterEngine(crowd, None, crowd.server).can_roll
-        await crowd.close()
+    async def scenario(group):
+        await group.open()
+        await group.engines.lose(group.engines.members[0], WorkerDied("It is gone."))
+        await until(lambda: len(group.server.urls) == 1, 5)
+        assert ClusterEngine(group, None, group.server).can_roll
+        await group.close()
 
-    with crowd_of_two() as (crowd, _, _):  # and no address for a third
-        asyncio.run(scenario(crowd))
+    with two_engines() as (group, _, _):  # and no address for a third
+        asyncio.run(scenario(group))
 
 
 def test_engines_may_come_and_go_while_another_thread_reads_what_they_did():
-    crowd, ended = WorkerGroup(plan(), FakeLauncher()), threading.Event()
+    group, ended = WorkerGroup(plan(), FakeLauncher()), threading.Event()
 
     def come_and_go():
-        members, member = crowd.engines.members, PoolMember(0, None, Started("here", 1))
+        members, member = group.engines.members, PoolMember(0, None, Started("here", 1))
         deadline = time.monotonic() + 0.5
         while time.monotonic() < deadline:
             for number in range(3):
@@ -336,7 +342,7 @@ def test_engines_may_come_and_go_while_another_thread_reads_what_they_did():
     try:
         threading.Thread(target=come_and_go).start()
         while not ended.is_set():
-            crowd.stats()
+            group.stats()
     finally:
         sys.setswitchinterval(before)
 
@@ -362,26 +368,26 @@ def test_an_attempt_that_is_given_up_while_its_worker_ends_leaves_a_pool_that_go
                 remote = self.made[-1] = Reluctant(remote.number)
             return remote
 
-    def play(crowd):
-        return crowd.play(JOB, 60)
+    def play(group):
+        return group.play(JOB, 60)
 
     background, fake = EventLoopThread("test"), Fake()
     with serving(fake):
         launcher = Launcher([fake.url])
 
         async def make():
-            crowd = WorkerGroup(plan(engines=1, workers=1), launcher)
-            await crowd.open()
-            return crowd
+            group = WorkerGroup(plan(engines=1, workers=1), launcher)
+            await group.open()
+            return group
 
-        crowd = background.wait(make())
+        group = background.wait(make())
         worker = next(remote for remote in launcher.made if isinstance(remote, Reluctant))
 
         async def given_up():
-            attempt = asyncio.create_task(background.do(play(crowd)))
+            attempt = asyncio.create_task(background.do(play(group)))
             await until(lambda: JOB in worker.said, 10)
             worker.dead = True
-            await until(lambda: not crowd.workers.members, 10)
+            await until(lambda: not group.workers.members, 10)
             attempt.cancel()
             await asyncio.wait({attempt})
 
@@ -389,12 +395,12 @@ def test_an_attempt_that_is_given_up_while_its_worker_ends_leaves_a_pool_that_go
 
         async def goes_on():
             worker.may_end.set()
-            next_one = asyncio.create_task(play(crowd))
+            next_one = asyncio.create_task(play(group))
             await until(lambda: launcher.made[-1] is not worker and JOB in launcher.made[-1].said, 10)
             launcher.made[-1].dead = True
             with pytest.raises(WorkerLost):
                 await next_one
-            await crowd.close()
+            await group.close()
 
         background.wait(goes_on())
         background.close()

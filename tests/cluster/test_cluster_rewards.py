@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ludus.cluster.handles import WorkerDied
 from ludus.cluster.protocol import (
     Heartbeat,
     Ping,
@@ -18,6 +17,7 @@ from ludus.cluster.protocol import (
     Shutdown,
     Started,
     StartRole,
+    WorkerDied,
 )
 from ludus.cluster.reward_pool import TRIES, RewardWorkers, ScoringLost
 from ludus.cluster.supervisor import WorkerGroup
@@ -208,16 +208,16 @@ def test_what_a_worker_played_comes_back_scored_by_a_reward_worker():
         launcher = Playing([url])
         own = plan(engines=1, workers=1)
         config = own.config.model_copy(update={"reward_workers": 2})
-        crowd = WorkerGroup(type(own)(config, own.engine, own.worker, (), own.connect, reward=spec), launcher)
-        assert [need.cpus for need in crowd.plan.needs] == [1, 1, 1, 1]
-        await crowd.open()
-        found = await crowd.play(JOB, 5)
+        group = WorkerGroup(type(own)(config, own.engine, own.worker, (), own.connect, reward=spec), launcher)
+        assert [need.cpus for need in group.plan.needs] == [1, 1, 1, 1]
+        await group.open()
+        found = await group.play(JOB, 5)
         assert (found.rewards, found.reward) == ({"solved": 1.0}, 1.0)
         (job,) = [job for one in launcher.made if isinstance(one, Judging) for job in one.scored]
         assert job == ScoreJob(JOB.job.task, PLAYED)
-        await crowd.scale(None, None, 3)
+        await group.scale(None, None, 3)
         assert sum(isinstance(one, Judging) for one in launcher.made) == 3
-        await crowd.close()
+        await group.close()
         assert all(one.killed for one in launcher.made)
 
     spec = RewardSpec(load_config("search", []), ".")

@@ -13,8 +13,7 @@ import pytest
 
 import small_runs
 from cluster_runs import CLUSTER, Meddling, all_gone, cluster_threads, keys, pids, run, sends, started
-from ludus.cluster.handles import ResourceRequest, WorkerDied
-from ludus.cluster.protocol import Ping, WorkerResponse
+from ludus.cluster.protocol import Ping, ResourceRequest, WorkerDied, WorkerResponse
 from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import LudusError
@@ -191,7 +190,7 @@ def test_what_a_worker_meets_is_raised_here_in_its_own_words(tmp_path):
         f"sys.path.insert(0, {here!r})\n"
         "from tiny_world import make_world as plain\n"
         "def make_world(settings, limits):\n"
-        "    if 'ludus.cluster.worker_main' in sys.orig_argv:\n"
+        "    if any('run_worker' in word for word in sys.orig_argv):\n"
         "        raise RuntimeError('the index of this machine is gone')\n"
         "    return plain(settings, limits)\n"
     )

@@ -34,8 +34,8 @@ from ludus.engines.remote.gloo_broadcast import (
 from ludus.engines.remote.http_client import RemoteEngineSettings, Replica
 from ludus.engines.remote.weight_broadcaster import Broadcaster
 from ludus.errors import EngineError, SyncError
+from ludus.gateway.control import WeightReceiver
 from ludus.gateway.service import CompletionService, ServedModel
-from ludus.gateway.weights import WeightReceiver
 from ludus.training.rl.weight_sync import WeightSync
 from served import COLD_START
 from tests.engines.test_engine_server import Fake, serving

@@ -86,7 +86,7 @@ def test_bits_do_not_depend_on_the_company():
     requests = varied_requests(40)
     expected = alone(model, requests)
 
-    async def crowd():
+    async def group():
         engine = LocalEngine(model, settings=SMALL)
         source = random.Random(1)
 
@@ -101,7 +101,7 @@ def test_bits_do_not_depend_on_the_company():
         await engine.close()
         return answers, again
 
-    answers, again = asyncio.run(crowd())
+    answers, again = asyncio.run(group())
     assert answers == expected
     assert again == expected
 
@@ -131,7 +131,7 @@ def test_where_rows_round_differently_every_pass_has_one_shape_and_the_bits_are_
         shapes.add((sum(len(chunk.ids) for chunk in chunks) > 16, len(keep) > 16, block))
         return plain(self, chunks, table, keep, block)
 
-    async def crowd():
+    async def group():
         engine = LocalEngine(model, settings=SMALL)
         monkeypatch.setattr(RaggedForward, "logits", noting)
         answers = await asyncio.gather(*map(engine.generate, requests))
@@ -143,7 +143,7 @@ def test_where_rows_round_differently_every_pass_has_one_shape_and_the_bits_are_
         await engine.close()
         return answers, again, scores, apart
 
-    answers, again, scores, apart = asyncio.run(crowd())
+    answers, again, scores, apart = asyncio.run(group())
     assert answers == again == expected
     assert apart != expected
     assert {block for *_, block in shapes} == {64, 16}
@@ -210,7 +210,7 @@ def test_cancels_evictions_and_a_tiny_cache_disturb_nobody():
     expected = alone(model, requests)
     tiny = replace(SMALL, kv_cache_tokens=512, max_batch=6)
 
-    async def crowd():
+    async def group():
         engine = LocalEngine(model, settings=tiny)
         source = random.Random(2)
 
@@ -230,7 +230,7 @@ def test_cancels_evictions_and_a_tiny_cache_disturb_nobody():
         await engine.close()
         return answers, stats, held
 
-    answers, stats, held = asyncio.run(crowd())
+    answers, stats, held = asyncio.run(group())
     assert stats.evicted_pages > 0
     assert held == 0
     finished = [(a, e) for a, e in zip(answers, expected, strict=True) if a is not None]

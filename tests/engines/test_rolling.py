@@ -438,21 +438,21 @@ def jobs(remote) -> list[PlayJob]:
 def test_a_worker_is_told_where_an_episode_stays_and_a_new_engine_has_the_newest_weights():
     async def scenario(fakes):
         launcher = FakeLauncher([fake.url for fake in fakes])
-        crowd = WorkerGroup(plan(), launcher)
-        await crowd.open()
-        await crowd.load_weights(7, STATE)
-        await crowd.roll(1)
-        first = asyncio.create_task(crowd.play(JOB, 60))
+        group = WorkerGroup(plan(), launcher)
+        await group.open()
+        await group.load_weights(7, STATE)
+        await group.roll(1)
+        first = asyncio.create_task(group.play(JOB, 60))
         workers = [remote for remote in launcher.made if not remote.url]
         await until(lambda: sum(map(len, map(jobs, workers))) == 1, 10)
         (sent,) = (job for worker in workers for job in jobs(worker))
         stays = next(fake for fake in fakes if fake.url == sent.pin.url)
         other = next(fake for fake in fakes[:2] if fake is not stays)
         assert sent.pin.version == 7
-        await crowd.offer(CHECK, STATE)
-        assert await crowd.rolling.served(7) == 8
+        await group.offer(CHECK, STATE)
+        assert await group.rolling.served(7) == 8
         assert (stays.label, other.label) == ("7", "8")
-        later = asyncio.create_task(crowd.play(replace(JOB, job=replace(JOB.job, greedy=True)), 60))
+        later = asyncio.create_task(group.play(replace(JOB, job=replace(JOB.job, greedy=True)), 60))
         await until(lambda: sum(map(len, map(jobs, workers))) == 2, 10)
         pins = [job.pin for worker in workers for job in jobs(worker)]
         assert EpisodePin(other.url, 8) in pins
@@ -461,7 +461,7 @@ def test_a_worker_is_told_where_an_episode_stays_and_a_new_engine_has_the_newest
         for task in (first, later):
             task.cancel()
         await asyncio.gather(first, later, return_exceptions=True)
-        await crowd.close()
+        await group.close()
 
     fakes = [Vllm(), Vllm(), Vllm()]
     with serving(*fakes):
@@ -471,19 +471,19 @@ def test_a_worker_is_told_where_an_episode_stays_and_a_new_engine_has_the_newest
 def test_an_engine_that_is_let_go_ends_the_episodes_that_stay_with_it_first():
     async def scenario(fakes):
         launcher = FakeLauncher([fake.url for fake in fakes])
-        crowd = WorkerGroup(plan(), launcher)
-        await crowd.open()
-        await crowd.load_weights(7, STATE)
-        await crowd.roll(1)
+        group = WorkerGroup(plan(), launcher)
+        await group.open()
+        await group.load_weights(7, STATE)
+        await group.roll(1)
         workers = [remote for remote in launcher.made if not remote.url]
-        attempts = [asyncio.create_task(crowd.play(JOB, 60))]
+        attempts = [asyncio.create_task(group.play(JOB, 60))]
         await until(lambda: sum(map(len, map(jobs, workers))) == 1, 10)
         (sent,) = (job for worker in workers for job in jobs(worker))
         goes = sent.pin.url
-        assert next(iter(crowd.engines.members.values())).started.url == goes
-        await crowd.scale(1)
+        assert next(iter(group.engines.members.values())).started.url == goes
+        await group.scale(1)
         later = replace(JOB, job=replace(JOB.job, key=RolloutKey(2, "t", 0)))
-        attempts.append(asyncio.create_task(crowd.play(later, 60)))
+        attempts.append(asyncio.create_task(group.play(later, 60)))
         await until(lambda: sum(map(len, map(jobs, workers))) == 2, 10)
         (begun,) = (job for worker in workers for job in jobs(worker) if job.job == later.job)
         assert begun.pin.url != goes
@@ -493,7 +493,7 @@ def test_an_engine_that_is_let_go_ends_the_episodes_that_stay_with_it_first():
         await until(lambda: next(one for one in launcher.made if one.url == goes).killed, 10)
         attempts[1].cancel()
         await asyncio.gather(*attempts, return_exceptions=True)
-        await crowd.close()
+        await group.close()
 
     fakes = [Vllm(), Vllm()]
     with serving(*fakes):
@@ -526,7 +526,7 @@ def embedded(path, count: int):
     import uvicorn
 
     from ludus.gateway.app import make_app
-    from ludus.gateway.listening import listening
+    from ludus.gateway.limits import listening
     from ludus.gateway.service import CompletionService, served_model
 
     made, servers = [], []

@@ -41,11 +41,11 @@ def test_what_a_killed_process_left_goes_with_the_next_folder(left, tmp_path, mo
     other = TemporaryFolder("ludus-other-", tmp_path)
     assert left.is_dir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    crew = RankGroup()
-    crew.start(SimpleNamespace(port=1, count=1, limit_s=1.0), torch.device("cpu"))
+    others = RankGroup()
+    others.start(SimpleNamespace(port=1, count=1, limit_s=1.0), torch.device("cpu"))
     assert not left.exists()
-    assert crew.folder.path.is_dir()
-    for folder in (other, crew.folder):
+    assert others.folder.path.is_dir()
+    for folder in (other, others.folder):
         folder.close()
         folder.close()
     assert list(tmp_path.iterdir()) == []

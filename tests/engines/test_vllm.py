@@ -22,7 +22,7 @@ from ludus.cli.main import main
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import RemoteEngineSettings
-from ludus.engines.remote.vllm_rpc import EXTENSION
+from ludus.engines.remote.weight_broadcaster import EXTENSION
 from ludus.errors import EngineError
 from served import COLD_START, CONTEXT
 from small_runs import words

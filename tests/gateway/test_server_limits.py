@@ -22,12 +22,10 @@ from starlette.routing import Route
 from ludus.engines.control_tokens import find_token, published
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.gateway.app import Public, make_app
-from ludus.gateway.control import Control
-from ludus.gateway.door import check_shape
-from ludus.gateway.endpoints import error_response, json_bytes
-from ludus.gateway.limits import HttpLimits, http_server
-from ludus.gateway.listening import listening
-from ludus.gateway.protocol.logprobs import Scored, TokenNames, chat_logprobs
+from ludus.gateway.control import Control, WeightReceiver
+from ludus.gateway.endpoints import check_shape, error_response, json_bytes
+from ludus.gateway.limits import HttpLimits, http_server, listening
+from ludus.gateway.protocol.detokenize import Scored, TokenNames, chat_logprobs
 from ludus.gateway.protocol.requests import BadRequest
 from ludus.gateway.protocol.responses import (
     ChatDelta,
@@ -39,7 +37,6 @@ from ludus.gateway.protocol.responses import (
     TextChoice,
 )
 from ludus.gateway.service import CompletionService, ServedModel
-from ludus.gateway.weights import WeightReceiver
 from ludus.sandbox.base import Limits, Outcome, Snapshot, checked_files, make_order
 from ludus.sandbox.local.unsafe_process import ProcessSandbox
 from ludus.sandbox.remote.messages import (

@@ -15,6 +15,7 @@ import pytest
 from ludus.config import load_config
 from ludus.envs.registry import build_world
 from ludus.errors import WorldError
+from ludus.ipc import frame
 from ludus.rewards.base import Reward
 from ludus.rollout.reward_executor import (
     ProcessRewardExecutor,
@@ -25,7 +26,6 @@ from ludus.rollout.reward_executor import (
     _Line,
     _Lost,
 )
-from ludus.rollout.reward_process import HEAD
 from ludus.types import Message, StopReason, Task, Trajectory
 
 WORLD = """
@@ -260,11 +260,11 @@ def test_processes_end_with_whoever_asks_them(scoring):
 def test_a_process_that_nobody_asks_any_more_ends_without_a_word(scoring):
     made, _ = scoring()
     ours, theirs = socket.socketpair()
-    program = "import sys; from ludus.rollout.reward_process import answer; answer(int(sys.argv[1]))"
+    program = "import sys; from ludus.rollout.reward_process import answer; answer(sys.argv[1])"
     command = [sys.executable, "-c", program, str(theirs.fileno())]
     place = pickle.dumps(made.place)
     with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as child:
-        ours.sendall(HEAD.pack(len(place)) + place)
+        ours.sendall(frame(place))
         ours.close()
         theirs.close()
         assert child.communicate()[1] == b""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from ludus.cluster.event_loop_thread import EventLoopThread
-from ludus.cluster.handles import Launcher
 from ludus.cluster.local_launcher import LocalLauncher
-from ludus.cluster.protocol import EngineSpec, PlayJob, RewardSpec, WorkerSpec
+from ludus.cluster.protocol import EngineSpec, Launcher, PlayJob, RewardSpec, WorkerSpec
 from ludus.cluster.supervisor import ClusterPlan, WorkerGroup
 from ludus.cluster.worker_pool import PoolMember
 from ludus.config.schema import Config
@@ -34,12 +35,56 @@ from ludus.types import Completion, Task, Trajectory
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+
+
+class EventLoopThread:
+    """Background event loop, used from other threads."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[object, object, T]) -> Future[T]:
+        """Schedule a coroutine; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def wait(self, work: Coroutine[object, object, T]) -> T:
+        """Run a coroutine and block until it is done."""
+        future = self.start(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def do(self, work: Coroutine[object, object, T]) -> T:
+        """Run a coroutine and await it from another event loop."""
+        return await asyncio.wrap_future(self.start(work))
+
+    def close(self) -> None:
+        """Stop the loop and the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+
 
 @dataclass
 class ClusterEngine:
     """The engines of a cluster as one `Engine`. Dead engines are replaced while it waits."""
 
-    crowd: WorkerGroup
+    group: WorkerGroup
     background: EventLoopThread
     server: ServerEngine
     _before: dict[int, EngineStats] = field(default_factory=dict)
@@ -61,46 +106,46 @@ class ClusterEngine:
 
     async def generate(self, request: Request) -> Completion:
         """Sample one action; workers call the engines directly."""
-        return await self.background.do(self.crowd.ask(lambda server: server.generate(request)))
+        return await self.background.do(self.group.ask(lambda server: server.generate(request)))
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample one action for each request."""
-        return await self.background.do(self.crowd.ask(lambda server: server.generate_batch(requests)))
+        return await self.background.do(self.group.ask(lambda server: server.generate_batch(requests)))
 
     def release(self, episode: str) -> None:
         """Do nothing: workers release their own episodes."""
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Send weights to all engines and check them. Raises as `ServerEngine.load_weights`."""
-        await self.background.do(self.crowd.load_weights(version, state))
+        await self.background.do(self.group.load_weights(version, state))
 
     @property
     def can_roll(self) -> bool:
         """Whether there are several engines (one may be out) and they support rolling updates."""
-        plan = self.crowd.plan
+        plan = self.group.plan
         return self.server.can_roll if plan.engine is None else plan.config.engines > 1
 
     async def roll(self, lag: int) -> RollingUpdate:
         """Start rolling updates; see `ServerEngine.roll`."""
-        return _FromOutside(self.crowd, await self.background.do(self.crowd.roll(lag)), self.background)
+        return _FromOutside(self.group, await self.background.do(self.group.roll(lag)), self.background)
 
     async def fingerprint(self) -> str | None:
         """Return the digest of the current weights, equal on all engines."""
-        return await self.background.do(self.crowd.ask(lambda server: server.fingerprint()))
+        return await self.background.do(self.group.ask(lambda server: server.fingerprint()))
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
         """Return the log-probability of each token; all engines must agree."""
-        return await self.background.do(self.crowd.ask(lambda server: server.score(token_ids, adapter=adapter)))
+        return await self.background.do(self.group.ask(lambda server: server.score(token_ids, adapter=adapter)))
 
     async def measure(self) -> None:
         """Query the statistics of the engines."""
-        await self.background.do(self.crowd.measure())
+        await self.background.do(self.group.measure())
 
     def stats(self, *, reset: bool = False) -> EngineStats:
         """Return the engines' total statistics as of the last `measure` or heartbeat (at most 1 s old)."""
-        if self.crowd.plan.engine is None:
+        if self.group.plan.engine is None:
             return self.server.stats(reset=reset)
-        now = self.crowd.stats()
+        now = self.group.stats()
         found = combined(now, self._before)
         if reset:
             self._before = now
@@ -114,12 +159,12 @@ class ClusterEngine:
 class _FromOutside:
     """Rolling updates of the engines, called from another event loop."""
 
-    crowd: WorkerGroup
+    group: WorkerGroup
     rolling: RollingUpdates
     background: EventLoopThread
 
     async def offer(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
-        await self.background.do(self.crowd.offer(check, state))
+        await self.background.do(self.group.offer(check, state))
 
     async def served(self, beyond: int) -> int:
         return await self.background.do(self.rolling.served(beyond))
@@ -134,21 +179,21 @@ class Cluster:
 
     config: Config
     world: World
-    crowd: WorkerGroup
+    group: WorkerGroup
     background: EventLoopThread
 
     def engine(self) -> ClusterEngine:
         """The engines, once everything is ready. Raises the startup error."""
-        self.background.wait(self.crowd.open())
-        assert self.crowd.server is not None
-        return ClusterEngine(self.crowd, self.background, self.crowd.server)
+        self.background.wait(self.group.open())
+        assert self.group.server is not None
+        return ClusterEngine(self.group, self.background, self.group.server)
 
     def attempts(self, play: SamplingPlan) -> Attempt:
         """Return a function that runs an attempt on a worker and returns its trajectory."""
 
         async def attempt(job: RolloutRequest) -> Trajectory:
             message, deadline_s = PlayJob(job, play), self.deadline_s(job.task)
-            return await self.background.do(self.crowd.play(message, deadline_s))
+            return await self.background.do(self.group.play(message, deadline_s))
 
         return attempt
 
@@ -162,16 +207,16 @@ class Cluster:
         """
         if min(n for n in (engines, workers, reward_workers, 1) if n is not None) < 1:
             raise UserError("A cluster keeps at least one of each kind.", "Use numbers of at least 1.")
-        if reward_workers is not None and self.crowd.rewards is None:
+        if reward_workers is not None and self.group.rewards is None:
             raise UserError("Rollout workers of this run compute rewards themselves.", "See cluster.reward_workers.")
         if engines is not None:
             self._check_starts_engines()
-        self.background.wait(self.crowd.scale(engines, workers, reward_workers))
+        self.background.wait(self.group.scale(engines, workers, reward_workers))
 
     def add_engine(self) -> None:
         """Start one more engine and wait until it is ready. Raises UserError if the run starts no engines."""
         self._check_starts_engines()
-        self.background.wait(self.crowd.change_engines(1))
+        self.background.wait(self.group.change_engines(1))
 
     def remove_engine(self, number: int | None = None) -> None:
         """Drain and stop an engine by number, or the least busy one.
@@ -179,14 +224,14 @@ class Cluster:
         Raises UserError for an unknown number and for the last engine.
         """
         self._check_starts_engines()
-        self.background.wait(self.crowd.change_engines(-1, number))
+        self.background.wait(self.group.change_engines(-1, number))
 
     def engines(self) -> list[PoolMember]:
         """The ready engines, by number."""
-        return sorted(self.crowd.engines.members.values(), key=lambda member: member.number)
+        return sorted(self.group.engines.members.values(), key=lambda member: member.number)
 
     def _check_starts_engines(self) -> None:
-        if self.crowd.plan.engine is None:
+        if self.group.plan.engine is None:
             raise UserError("This run did not start the engines at engine.url.", "Change the number of workers only.")
 
     def deadline_s(self, task: Task) -> float:
@@ -220,11 +265,11 @@ def open_cluster(session: TrainingSession) -> Iterator[Cluster]:
         launcher = _launcher(plan)
         if launcher.host and not (config.engine.broadcast_host or config.engine.weights_folder):
             plan = plan_of(session, launcher.host)
-        crowd = background.wait(_crowd(plan, launcher))
+        group = background.wait(_make_group(plan, launcher))
         try:
-            yield Cluster(config, session.world, crowd, background)
+            yield Cluster(config, session.world, group, background)
         finally:
-            background.wait(crowd.close())
+            background.wait(group.close())
     finally:
         background.close()
 
@@ -232,7 +277,7 @@ def open_cluster(session: TrainingSession) -> Iterator[Cluster]:
 def check_cluster(config: Config) -> None:
     """Raise ConfigError for settings that a cluster does not support."""
     streams = config.training.streams
-    if config.engine.url and config.model.lora is not None and streams:
+    if config.engine.is_external and config.model.lora is not None and streams:
         raise ConfigError(
             "LoRA adapters on external servers (engine.url) change their names with each version, which "
             "streamed episodes on a cluster do not support.",
@@ -247,15 +292,15 @@ def plan_of(session: TrainingSession, broadcast_host: str = "") -> ClusterPlan:
     if Path(source).is_dir():
         source = str(Path(source).resolve())
     settings = server_settings(config.engine)
-    token = settings.token if config.engine.url else secrets.token_urlsafe(24)
+    token = settings.token if config.engine.is_external else secrets.token_urlsafe(24)
     worker = WorkerSpec(config, source, folder, token)
     reward = RewardSpec(config, folder) if config.cluster.reward_workers else None
-    if config.engine.url:
+    if config.engine.is_external:
         return ClusterPlan(
             config.cluster,
             None,
             worker,
-            (config.engine.url,),
+            tuple(config.engine.urls),
             _at_urls(config),
             sends_adapters=config.model.lora is not None,
             reward=reward,
@@ -277,13 +322,13 @@ def _at_urls(config: Config) -> Callable[[list[str]], ServerEngine]:
 
 
 def _launcher(plan: ClusterPlan) -> Launcher:
-    if plan.config.kind == "local":
+    if not plan.config.on_ray:
         return LocalLauncher()
     from ludus.cluster.ray_launcher import RayLauncher
 
     return RayLauncher(plan.config, plan.needs)
 
 
-async def _crowd(plan: ClusterPlan, launcher: Launcher) -> WorkerGroup:
+async def _make_group(plan: ClusterPlan, launcher: Launcher) -> WorkerGroup:
     """Create the worker group in its event loop."""
     return WorkerGroup(plan, launcher)

@@ -137,7 +137,7 @@ def _done(cluster: Cluster, asked: object) -> ControlReply:
         EngineRow(number=one.number, url=one.started.url, pid=one.started.pid, under_way=one.pulse.under_way)
         for one in cluster.engines()
     ]
-    return ControlReply(engines=rows, workers=len(cluster.crowd.workers.members))
+    return ControlReply(engines=rows, workers=len(cluster.group.workers.members))
 
 
 def _write(path: Path, data: Mapping[str, object]) -> None:

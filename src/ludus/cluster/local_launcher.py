@@ -1,47 +1,68 @@
-"""Workers as child processes on this machine, connected by sockets."""
+"""Workers as child processes on this machine, connected by sockets.
+
+The first frame to a child is its pickled `Spec`. Later ones are numbered requests, and an empty one cancels the
+request of its number; the child sends numbered responses. It exits when the parent closes the socket: a separate
+thread reads it, so this works even if the event loop hangs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import pickle
+import queue
 import signal
 import socket
 import subprocess
-import sys
+import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
-from ludus.cluster.handles import ResourceRequest, WorkerDied, WorkerHandle
-from ludus.cluster.log_forwarding import repeat
-from ludus.cluster.pickle_rpc import LENGTH_BYTES, RpcCall, RpcCancel, RpcHello, RpcReply, length_of, pack, unpack
-from ludus.cluster.protocol import Message, Spec, WorkerResponse
+from ludus.cluster.log_forwarding import listen, repeat
+from ludus.cluster.protocol import (
+    Message,
+    ResourceRequest,
+    Spec,
+    WorkerDied,
+    WorkerHandle,
+    WorkerResponse,
+    decode_request,
+    decode_response,
+    encode_request,
+    encode_response,
+    failed,
+)
+from ludus.cluster.workers import WorkerServer
+from ludus.engines.models.loading import hide_progress
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import UserError
+from ludus.ipc import LENGTH, frame, numbered, python_command, read_frame, split_number
 
-_LAST_WORDS = 2000
+_HERE = "127.0.0.1"
+_TAIL_CHARS = 2000
 _END_S = 10.0
 
 
 @dataclass
 class LocalWorkerHandle:
-    """Handle of a child process. Its output goes to the file `said`, which is deleted when the child ends."""
+    """Handle of a child process. Its output goes to the file `output`, which is deleted when the child ends."""
 
     name: str
     process: subprocess.Popen[bytes]
-    said: Path
+    output: Path
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     _number: int = 0
     _waiting: dict[int, asyncio.Future[WorkerResponse]] = field(default_factory=dict)
     _reading: asyncio.Task[None] | None = None
-    _words: str | None = None
+    _tail: str | None = None
 
     @property
     def is_ended(self) -> bool:
         """Whether the child was killed and cleaned up."""
-        return self._words is not None
+        return self._tail is not None
 
     def listen(self) -> None:
         """Start receiving responses."""
@@ -55,14 +76,14 @@ class LocalWorkerHandle:
         number, future = self._number, asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
-            self.writer.write(_packed(RpcCall(number, message)))
+            self.writer.write(frame(numbered(number, encode_request(message))))
             async with asyncio.timeout(deadline_s):
                 answer: WorkerResponse = await future
         except TimeoutError as error:
-            self.writer.write(pack(RpcCancel(number)))
+            self.writer.write(frame(numbered(number)))
             raise WorkerDied(f"{self.name} did not respond within {deadline_s:g} s.") from error
         except asyncio.CancelledError:
-            self.writer.write(pack(RpcCancel(number)))
+            self.writer.write(frame(numbered(number)))
             raise
         finally:
             self._waiting.pop(number, None)
@@ -78,19 +99,19 @@ class LocalWorkerHandle:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait({self._reading})
-        self._words = self._last_words()
-        self.said.unlink(missing_ok=True)
+        self._tail = self._output_tail()
+        self.output.unlink(missing_ok=True)
 
     async def _read(self) -> None:
         try:
             while True:
-                body = await self.reader.readexactly(length_of(await self.reader.readexactly(LENGTH_BYTES)))
-                match unpack(body):
-                    case RpcReply(number=number, answer=answer):
-                        repeat(self.name, answer.said)
-                        future = self._waiting.get(number)
-                        if future is not None and not future.done():
-                            future.set_result(answer)
+                (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
+                number, body = split_number(await self.reader.readexactly(length))
+                answer = decode_response(body)
+                repeat(self.name, answer.records)
+                future = self._waiting.get(number)
+                if future is not None and not future.done():
+                    future.set_result(answer)
         except (asyncio.IncompleteReadError, OSError):
             with suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self.process.wait, 1.0)
@@ -100,15 +121,15 @@ class LocalWorkerHandle:
                     future.set_exception(self._lost())
 
     def _lost(self) -> WorkerDied:
-        code, words = self.process.poll(), self._last_words()
+        code, text = self.process.poll(), self._output_tail()
         how = "is gone" if code is None else f"has exited ({code})"
-        return WorkerDied(f"{self.name} {how}{': ' + words if words else '.'}")
+        return WorkerDied(f"{self.name} {how}{': ' + text if text else '.'}")
 
-    def _last_words(self) -> str:
-        if self._words is None:
+    def _output_tail(self) -> str:
+        if self._tail is None:
             with suppress(OSError):
-                return self.said.read_text("utf-8", "replace").strip()[-_LAST_WORDS:]
-        return self._words or ""
+                return self.output.read_text("utf-8", "replace").strip()[-_TAIL_CHARS:]
+        return self._tail or ""
 
 
 @dataclass
@@ -124,23 +145,23 @@ class LocalLauncher:
         del needs
         if self._folder is None:
             self._folder = TemporaryFolder("ludus-cluster-")
-        said = self._folder.path / name.replace(" ", "-")
+        path = self._folder.path / name.replace(" ", "-")
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "ludus.cluster.worker_main", str(theirs.fileno())]
-        with theirs, said.open("wb") as words:
+        command = python_command("ludus.cluster.local_launcher:run_worker", str(theirs.fileno()))
+        with theirs, path.open("wb") as output:
             process = subprocess.Popen(
                 command,
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                stdout=words,
-                stderr=words,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
         reader, writer = await asyncio.open_connection(sock=ours)
-        remote = LocalWorkerHandle(name, process, said, reader, writer)
+        remote = LocalWorkerHandle(name, process, path, reader, writer)
         self._started = [*(other for other in self._started if not other.is_ended), remote]
         remote.listen()
-        writer.write(pack(RpcHello(spec)))
+        writer.write(frame(pickle.dumps(spec)))
         return remote
 
     async def close(self) -> None:
@@ -151,10 +172,52 @@ class LocalLauncher:
             self._folder.close()
 
 
-def _packed(call: RpcCall) -> bytes:
-    try:
-        return pack(call)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"A rollout request cannot be sent to another process: {error}.", "Tasks and their truth must be picklable."
-        ) from error
+def run_worker(descriptor: str) -> None:
+    """Run the worker at the other end of a socket until the parent is gone."""
+    os.set_inheritable(int(descriptor), False)
+    line = socket.socket(fileno=int(descriptor))
+    stream = line.makefile("rb")
+    if (spec := read_frame(stream)) is not None:
+        hide_progress()
+        asyncio.run(_serve(line, stream, WorkerServer(pickle.loads(spec), _HERE, listen())))
+
+
+async def _serve(line: socket.socket, stream: BinaryIO, host: WorkerServer) -> None:
+    loop, inbox = asyncio.get_running_loop(), asyncio.Queue[tuple[int, bytes]]()
+    outbox = queue.SimpleQueue[bytes]()
+    threading.Thread(target=_read, args=(stream, loop, inbox), daemon=True).start()
+    threading.Thread(target=_write, args=(line, outbox), daemon=True).start()
+    await attend(inbox, outbox, host)
+
+
+async def attend(inbox: asyncio.Queue[tuple[int, bytes]], outbox: queue.SimpleQueue[bytes], host: WorkerServer) -> None:
+    """Handle numbered requests with `host` and put numbered responses into `outbox`. Never returns."""
+    calls: set[asyncio.Task[None]] = set()
+
+    async def answer(number: int, body: bytes) -> None:
+        try:
+            response = await host.call(number, decode_request(body))
+        except UserError as error:
+            response = failed(error)
+        outbox.put(numbered(number, encode_response(response)))
+
+    while True:
+        number, body = await inbox.get()
+        if not body:
+            host.cancel(number)
+            continue
+        task = asyncio.create_task(answer(number, body))
+        calls.add(task)
+        task.add_done_callback(calls.discard)
+        await asyncio.sleep(0)  # started before the next message, which may cancel it
+
+
+def _read(stream: BinaryIO, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[tuple[int, bytes]]) -> None:
+    while (body := read_frame(stream)) is not None:
+        loop.call_soon_threadsafe(inbox.put_nowait, split_number(body))
+    os._exit(0)
+
+
+def _write(line: socket.socket, outbox: queue.SimpleQueue[bytes]) -> None:
+    while True:
+        line.sendall(frame(outbox.get()))

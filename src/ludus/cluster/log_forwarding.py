@@ -33,43 +33,45 @@ class LogForwarder(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._heard: list[ForwardedRecords] = []
-        self._missed = 0
+        self._records: list[ForwardedRecords] = []
+        self._dropped = 0
         self._guard = threading.Lock()
         self.setFormatter(logging.Formatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Buffer a record."""
-        said = ForwardedRecords(record.created, record.levelno, record.name, self.format(record))
+        forwarded = ForwardedRecords(record.created, record.levelno, record.name, self.format(record))
         with self._guard:
-            if len(self._heard) < MOST:
-                self._heard.append(said)
+            if len(self._records) < MOST:
+                self._records.append(forwarded)
             else:
-                self._missed += 1
+                self._dropped += 1
 
     def take(self) -> tuple[ForwardedRecords, ...]:
         """Return and clear the buffered records."""
         with self._guard:
-            heard, missed = self._heard, self._missed
-            self._heard, self._missed = [], 0
-        if missed:
-            heard.append(ForwardedRecords(heard[-1].created, logging.WARNING, log.name, f"{missed} more were dropped"))
-        return tuple(heard)
+            records, dropped = self._records, self._dropped
+            self._records, self._dropped = [], 0
+        if dropped:
+            records.append(
+                ForwardedRecords(records[-1].created, logging.WARNING, log.name, f"{dropped} more were dropped")
+            )
+        return tuple(records)
 
 
 def listen() -> LogForwarder:
     """Start buffering this process's log records; they also go to its standard error."""
-    ear, shown = LogForwarder(), logging.StreamHandler()
+    forwarder, shown = LogForwarder(), logging.StreamHandler()
     shown.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     log.setLevel(logging.INFO)
-    log.addHandler(ear)
+    log.addHandler(forwarder)
     log.addHandler(shown)
-    return ear
+    return forwarder
 
 
-def repeat(who: str, said: Iterable[ForwardedRecords]) -> None:
+def repeat(who: str, records: Iterable[ForwardedRecords]) -> None:
     """Log another process's records here."""
-    for one in said:
+    for one in records:
         logger = logging.getLogger(one.name)
         if logger.isEnabledFor(one.level):
             fields = {"name": one.name, "levelno": one.level, "msg": f"{who}: {one.text}"}

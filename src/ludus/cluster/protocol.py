@@ -1,20 +1,24 @@
-"""Pickled messages between the trainer and its workers."""
+"""Messages between the trainer and its workers, and the interfaces of workers and launchers."""
 
 from __future__ import annotations
 
 import pickle
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from ludus.cluster.log_forwarding import ForwardedRecords
 from ludus.config.schema import Config
 from ludus.engines.base import EngineStats
 from ludus.engines.remote.api_adapters import RemoteAdapter
 from ludus.engines.remote.rolling_update import EpisodePin
-from ludus.errors import LudusError
+from ludus.errors import LudusError, UserError
 from ludus.rollout.build import SamplingPlan
 from ludus.rollout.scheduler import RolloutRequest
 from ludus.types import Task, Trajectory
+
+_RESPONSE_HINT = "All data of episodes and rewards must survive pickling and unpickling."
+_REQUEST_HINT = "Tasks and their truth must survive pickling and unpickling."
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +140,13 @@ Message = StartRole | UpdateEngines | PlayJob | ScoreJob | Ping | Shutdown
 class WorkerResponse:
     """Response of a worker: a value or an error; `late` if the error was a timeout.
 
-    `said` holds recent log records of the process.
+    `records` holds recent log records of the process.
     """
 
     value: object = None
     error: LudusError | None = None
     late: bool = False
-    said: tuple[ForwardedRecords, ...] = ()
+    records: tuple[ForwardedRecords, ...] = ()
 
     def take(self) -> object:
         """Return the value, or raise the error."""
@@ -171,3 +175,93 @@ def _plain(error: LudusError) -> LudusError:
     family = (kind for kind in type(error).__mro__ if kind.__module__ == LudusError.__module__)
     nearest: type[LudusError] = next(family)
     return nearest(error.message, error.hint)
+
+
+def encode_request(message: Message) -> bytes:
+    """Return the pickled message. Raises UserError if it cannot be pickled."""
+    try:
+        return pickle.dumps(message)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise UserError(f"A request cannot be sent to another process: {error}.", _REQUEST_HINT) from error
+
+
+def decode_request(body: bytes) -> Message:
+    """Return the message. Raises UserError if it cannot be unpickled here."""
+    try:
+        message: Message = pickle.loads(body)
+    except Exception as error:  # boundary: user types may raise anything
+        raise unreadable_request(f"{type(error).__name__}: {error}") from error
+    return message
+
+
+def unreadable_request(why: str) -> UserError:
+    """Return the error for a request that the receiver cannot unpickle."""
+    return UserError(f"A request cannot be unpickled by the receiving process: {why}.", _REQUEST_HINT)
+
+
+def encode_response(response: WorkerResponse) -> bytes:
+    """Return the pickled response. A value that cannot be pickled is replaced by an error."""
+    try:
+        return pickle.dumps(response)
+    except Exception as error:  # boundary: user types may raise anything
+        text = f"A {type(response.value).__name__} cannot be sent from another process: {error}."
+        return pickle.dumps(replace(failed(UserError(text, _RESPONSE_HINT)), records=response.records))
+
+
+def decode_response(body: bytes) -> WorkerResponse:
+    """Return the response; an error if it cannot be unpickled here."""
+    try:
+        response: WorkerResponse = pickle.loads(body)
+    except Exception as error:  # boundary: user types may raise anything
+        text = f"A response of another process cannot be unpickled: {type(error).__name__}: {error}."
+        return failed(UserError(text, _RESPONSE_HINT))
+    return response
+
+
+class WorkerDied(LudusError):
+    """Raised if a worker process has exited or does not respond."""
+
+    exit_code = 7
+    part = "cluster"
+
+
+class WorkerHandle(Protocol):
+    """Handle of a worker in another process."""
+
+    async def call(self, message: Message, deadline_s: float) -> object:
+        """Send a message and return the response.
+
+        Raises the worker's error, or WorkerDied if the process exits or the deadline passes. On cancellation
+        or timeout the remote work is cancelled.
+        """
+        ...
+
+    async def kill(self) -> None:
+        """Kill the process immediately."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceRequest:
+    """Resources of a machine that a worker needs."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+    resources: dict[str, float] = field(default_factory=dict)
+
+
+class Launcher(Protocol):
+    """Start worker processes."""
+
+    @property
+    def host(self) -> str:
+        """The address of this process as seen by workers; empty if all are on this machine."""
+        ...
+
+    async def start(self, name: str, spec: Spec, needs: ResourceRequest) -> WorkerHandle:
+        """Start a worker process without initializing it. Raises LudusError if it cannot be started."""
+        ...
+
+    async def close(self) -> None:
+        """Stop everything."""
+        ...

@@ -16,10 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ludus.cluster.handles import ResourceRequest, WorkerDied, WorkerHandle
 from ludus.cluster.log_forwarding import listen, repeat
-from ludus.cluster.pickle_rpc import unread_there
-from ludus.cluster.protocol import Message, Spec, Started, WorkerResponse
+from ludus.cluster.protocol import (
+    Message,
+    ResourceRequest,
+    Spec,
+    Started,
+    WorkerDied,
+    WorkerHandle,
+    WorkerResponse,
+    unreadable_request,
+)
 from ludus.cluster.workers import WorkerServer
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.errors import LudusError, UserError
@@ -88,7 +95,7 @@ class RayWorkerHandle:
             raise
         except RayError as error:
             raise _why_no_answer(self.name, error) from error
-        repeat(self.name, answer.said)
+        repeat(self.name, answer.records)
         value = answer.take()
         if isinstance(value, Started):
             self._where = value
@@ -122,7 +129,7 @@ def _why_no_answer(name: str, error: BaseException) -> LudusError:
     from ray.exceptions import RaySystemError, RayTaskError
 
     if isinstance(error, RayTaskError) and isinstance(error.cause, RaySystemError):
-        return unread_there(str(error.cause).splitlines()[0].removeprefix("System error: "))
+        return unreadable_request(str(error.cause).splitlines()[0].removeprefix("System error: "))
     return WorkerDied(f"{name} is lost: {_words(error)}")
 
 

@@ -15,8 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
-from ludus.cluster.handles import WorkerDied, WorkerHandle
-from ludus.cluster.protocol import RewardScores, RewardSpec, ScoreJob
+from ludus.cluster.protocol import RewardScores, RewardSpec, ScoreJob, WorkerDied, WorkerHandle
 from ludus.cluster.worker_pool import PoolLimits, PoolMember, WorkerPool
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.errors import WorldError

@@ -14,8 +14,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from ludus.cluster.handles import Launcher, ResourceRequest, WorkerDied, WorkerHandle
-from ludus.cluster.protocol import EngineSet, EngineSpec, PlayJob, RewardSpec, UpdateEngines, WorkerSpec
+from ludus.cluster.protocol import (
+    EngineSet,
+    EngineSpec,
+    Launcher,
+    PlayJob,
+    ResourceRequest,
+    RewardSpec,
+    UpdateEngines,
+    WorkerDied,
+    WorkerHandle,
+    WorkerSpec,
+)
 from ludus.cluster.reward_pool import RewardWorkers
 from ludus.cluster.worker_pool import PoolLimits, PoolMember, WorkerPool
 from ludus.config.sections.cluster import ClusterConfig

@@ -14,8 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 
-from ludus.cluster.handles import WorkerHandle
-from ludus.cluster.protocol import Heartbeat, Ping, Shutdown, Started, StartRole, failed
+from ludus.cluster.protocol import Heartbeat, Ping, Shutdown, Started, StartRole, WorkerHandle, failed
 from ludus.errors import LudusError
 
 _PULSE_S = 1.0

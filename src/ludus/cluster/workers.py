@@ -75,12 +75,12 @@ class Worker(Protocol):
 class WorkerServer:
     """Server side of a worker process, reachable at `address`.
 
-    The log records of `ear`, if given, are sent with responses to heartbeats.
+    The log records of `log_forwarder`, if given, are sent with responses to heartbeats.
     """
 
     spec: Spec
     address: str
-    ear: LogForwarder | None = None
+    log_forwarder: LogForwarder | None = None
     _role: Worker = field(init=False)
     _tasks: dict[int, asyncio.Task[object]] = field(default_factory=dict, init=False)
 
@@ -96,9 +96,9 @@ class WorkerServer:
     async def call(self, number: int, message: Message) -> WorkerResponse:
         """Handle a message and return the response."""
         answer = await self._answer(number, message)
-        if self.ear is None or not isinstance(message, StartRole | Ping | Shutdown):
+        if self.log_forwarder is None or not isinstance(message, StartRole | Ping | Shutdown):
             return answer
-        return replace(answer, said=self.ear.take())
+        return replace(answer, records=self.log_forwarder.take())
 
     async def _answer(self, number: int, message: Message) -> WorkerResponse:
         task = self._tasks[number] = asyncio.ensure_future(self._role.do(message))
@@ -150,8 +150,7 @@ class EngineWorker:
     def _begin(self) -> Started:
         from ludus.gateway.app import make_app
         from ludus.gateway.endpoints import error_response
-        from ludus.gateway.limits import http_server, model_limits
-        from ludus.gateway.listening import listening
+        from ludus.gateway.limits import http_server, listening, model_limits
         from ludus.gateway.service import CompletionService, served_model
 
         config, source = self.spec.config, self.spec.source
@@ -184,7 +183,7 @@ class EngineWorker:
 
 def sandbox_of(config: Config) -> SandboxConfig:
     """Return the sandbox settings of one worker: its share of the machine's sandbox."""
-    if config.cluster.kind != "local":
+    if config.cluster.on_ray:
         return config.sandbox
     places = config.sandbox.concurrency or max(2, os.cpu_count() or 2)
     shares = {"concurrency": max(1, places // config.cluster.workers)}

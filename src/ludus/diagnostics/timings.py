@@ -120,7 +120,7 @@ def scoring_hint(timings: Mapping[str, float], config: Config) -> str:
     if min(busy, share) < MUCH_SCORING:
         return ""
     setting, now = "rollout.reward_processes", config.rollout.reward_processes
-    if config.cluster.kind != "none" and config.cluster.reward_workers:
+    if config.cluster.enabled and config.cluster.reward_workers:
         setting, now = "cluster.reward_workers", config.cluster.reward_workers
     return (
         f"Rewards are slow: computing them takes {busy:.0%} of the step ({timings['scoring/total_s']:.3g} s, "

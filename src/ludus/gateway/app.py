@@ -21,10 +21,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 
 from ludus.errors import EngineBusy, EngineError, RequestRefused
 from ludus.gateway import chat, completions
-from ludus.gateway.access import ControlAccess
-from ludus.gateway.control import Control
+from ludus.gateway.control import Control, WeightReceiver
 from ludus.gateway.endpoints import (
     FAILED,
+    ControlAccess,
     EndpointResult,
     HttpRouter,
     NoBody,
@@ -34,11 +34,9 @@ from ludus.gateway.endpoints import (
     json_bytes,
     json_response,
 )
-from ludus.gateway.metrics import prometheus_text
 from ludus.gateway.protocol.requests import BadRequest, ChatRequest, CompletionRequest, Sampling
 from ludus.gateway.protocol.responses import ModelCard, ModelList
 from ludus.gateway.service import CompletionService
-from ludus.gateway.weights import WeightReceiver
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,7 +50,7 @@ _REFUSED, _BUSY = 400, 429
 def make_app(service: CompletionService, model: PreTrainedModel) -> Starlette:
     """Create the application; `model` is the engine's, whose parameters are hashed."""
     access = ControlAccess(service.control_token, service.control_hosts) if service.control_token else None
-    router = HttpRouter(service.door, service.engine.context_tokens, access)
+    router = HttpRouter(service.threads, service.engine.context_tokens, access)
     routes = [router.public(endpoint) for endpoint in Public(service).endpoints()]
     routes += [router.control(one) for one in Control(service, WeightReceiver(service, model)).endpoints()]
     handlers = {
@@ -111,7 +109,7 @@ class Public:
 
         async def work() -> bytes:
             answer = await completions.complete(self.service, name, asked)
-            return await self.service.door.do(partial(json_bytes, answer))
+            return await self.service.threads.do(partial(json_bytes, answer))
 
         return await self._answer(request, asked, work)
 
@@ -123,7 +121,7 @@ class Public:
 
         async def work() -> bytes:
             answer = await chat.complete(self.service, name, asked)
-            return await self.service.door.do(partial(json_bytes, answer))
+            return await self.service.threads.do(partial(json_bytes, answer))
 
         return await self._answer(request, asked, work)
 
@@ -206,3 +204,33 @@ async def _http_error(_: Request, error: HTTPException) -> Response:
     answer = error_response(error.status_code, f"{error.detail}.")
     answer.headers.update(error.headers or {})
     return answer
+
+
+def prometheus_text(service: CompletionService) -> str:
+    """Return counters and gauges in text format 0.0.4."""
+    stats = service.engine.stats()
+    counters = {
+        "requests_total": ("Choices requested.", service.num_requests),
+        "passes_total": ("Forward passes.", stats.steps),
+        "prefill_tokens_total": ("Tokens computed as context.", stats.prefill_tokens),
+        "cached_tokens_total": ("Context tokens read from the cache.", stats.cached_tokens),
+        "decode_tokens_total": ("Tokens sampled.", stats.decode_tokens),
+        "recomputed_tokens_total": ("Tokens recomputed after weight updates.", stats.recomputed_tokens),
+        "batch_tokens_total": ("Tokens of all passes.", stats.batch_tokens),
+        "evicted_pages_total": ("Evicted cache pages.", stats.evicted_pages),
+        "model_seconds_total": ("Seconds in forward passes.", stats.model_s),
+        "sample_seconds_total": ("Seconds in sampling.", stats.sample_s),
+        "running_sum_total": ("Running requests, summed over the passes.", stats.running_steps),
+        "waiting_sum_total": ("Waiting requests, summed over the passes.", stats.queue_steps),
+        "schedule_seconds_total": ("Seconds in the rest of the passes.", stats.schedule_s),
+    }
+    gauges = {
+        "choices_under_way": ("Waiting and running choices.", service.num_under_way),
+        "paused": ("1 while paused.", int(service.is_paused)),
+        "weight_version": ("Version of the current weights.", service.engine.version),
+    }
+    lines: list[str] = []
+    for kind, family in (("counter", counters), ("gauge", gauges)):
+        for name, (told, value) in family.items():
+            lines += [f"# HELP ludus_{name} {told}", f"# TYPE ludus_{name} {kind}", f"ludus_{name} {value}"]
+    return "\n".join(lines) + "\n"

@@ -14,8 +14,7 @@ from functools import partial
 from ludus.chat.render import TemplateRenderer
 from ludus.errors import UserError
 from ludus.gateway.completions import version_spans
-from ludus.gateway.protocol.detokenize import GrowingText, TextRules
-from ludus.gateway.protocol.logprobs import Scored, chat_logprobs
+from ludus.gateway.protocol.detokenize import GrowingText, Scored, TextRules, chat_logprobs
 from ludus.gateway.protocol.requests import BadRequest, ChatRequest
 from ludus.gateway.protocol.responses import (
     CalledFunction,
@@ -59,7 +58,7 @@ async def complete(service: CompletionService, name: str, request: ChatRequest) 
             choice.finish_reason = _finish(action, completion.finish_reason)
         return made
 
-    made = await service.door.do(choices_made)
+    made = await service.threads.do(choices_made)
     return ChatAnswer(
         id=name,
         model=request.model or service.model.name,
@@ -87,7 +86,7 @@ async def stream(service: CompletionService, name: str, request: ChatRequest) ->
             choice = ChatPieceChoice(index=i, delta=ChatDelta(content=new))
             if piece.finish_reason is not None:
                 parse = partial(renderer.parse, texts[i].tokens, asked.turn, piece.finish_reason)
-                action = await service.door.do(parse)
+                action = await service.threads.do(parse)
                 choice.delta = _rest(action, texts[i].shown, new)
                 choice.finish_reason = _finish(action, piece.finish_reason)
             if request.logprobs:
@@ -111,7 +110,7 @@ def _renderer(service: CompletionService) -> TemplateRenderer:
 
 async def _asked(service: CompletionService, request: ChatRequest) -> _Asked:
     renderer = _renderer(service)
-    prompt = await service.encoded(await service.door.do(partial(_text, renderer, request)), add_special=False)
+    prompt = await service.encoded(await service.threads.do(partial(_text, renderer, request)), add_special=False)
     service.check_room(prompt, sample=True)
     room = service.engine.context_tokens - len(prompt)
     wanted = request.max_completion_tokens or request.max_tokens or room

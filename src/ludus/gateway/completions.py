@@ -6,8 +6,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from ludus.gateway.protocol.detokenize import GrowingText, TextRules, token_texts
-from ludus.gateway.protocol.logprobs import Scored, prompt_logprobs, text_logprobs
+from ludus.gateway.protocol.detokenize import (
+    GrowingText,
+    Scored,
+    TextRules,
+    prompt_logprobs,
+    text_logprobs,
+    token_texts,
+)
 from ludus.gateway.protocol.requests import CompletionRequest
 from ludus.gateway.protocol.responses import TextAnswer, TextChoice, Usage, VersionSpan
 from ludus.gateway.service import CompletionService, choices
@@ -41,7 +47,7 @@ async def complete(service: CompletionService, name: str, request: CompletionReq
     def choices_made() -> list[TextChoice]:
         return [_choice(service, request, i, *both) for i, both in enumerate(zip(asked, done, strict=True))]
 
-    made = await service.door.do(choices_made)
+    made = await service.threads.do(choices_made)
     num_prompt, num_sampled = sum(map(len, prompts)), sum(len(completion.tokens) for completion in done)
     served = request.model or service.model.name
     return TextAnswer(id=name, model=served, choices=made, usage=Usage.of(num_prompt, num_sampled))

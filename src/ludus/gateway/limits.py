@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ludus.errors import UserError
 
 MIB = 2**20
 _TIMEOUT, _TOO_LARGE, _BUSY = 408, 413, 503
@@ -258,3 +261,20 @@ class _Protocol(H11Protocol):
         again = b"Retry-After: 1\r\n" if status == _BUSY else b""
         self.transport.write(b"HTTP/1.1 %d \r\n%sContent-Length: 0\r\nConnection: close\r\n\r\n" % (status, again))
         self.transport.close()
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Create a listening socket. Raises UserError if the address is in use."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only if the socket names its protocol; otherwise responses take 40 ms more
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise UserError(
+            f"{host}:{port} cannot be bound: {str(error).rstrip('.')}.", "Set another --port, or 0 for a free one."
+        ) from error
+    return listener

@@ -1,7 +1,8 @@
-"""Serve an embedded engine: its model, tokenizer and running requests.
+"""Serve an embedded engine: its model, tokenizer, LoRA adapters, worker threads and running requests.
 
 A retried request with the same id joins the running one or gets its cached response, so nothing is computed
-twice. A request whose clients have all disconnected is cancelled. Aborted responses are never cached.
+twice. A request whose clients have all disconnected is cancelled. Aborted responses are never cached. A running
+request keeps its adapter: an unloaded adapter disappears from the list at once and leaves the engine when unused.
 """
 
 from __future__ import annotations
@@ -11,22 +12,138 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ludus.chat.render import TemplateRenderer, Tokenizer
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import LocalEngine, Piece
-from ludus.gateway.adapters import AdapterTable, GatewayAdapter
-from ludus.gateway.door import RequestThreads
-from ludus.gateway.protocol.logprobs import TokenNames
+from ludus.engines.models.lora_files import read_adapter
+from ludus.errors import EngineBusy, SyncError, UserError
+from ludus.gateway.protocol.detokenize import TokenNames
 from ludus.gateway.protocol.requests import BadRequest, Sampling, TokenIds
 from ludus.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+_LONG = 64 * 2**10
+"""Minimum characters of a long text."""
+_MOST_LONG = 32
+"""Maximum number of long texts running or queued."""
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class RequestThreads:
+    """The worker threads of one server."""
+
+    _short: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "ludus-request"))
+    _long: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "ludus-request-long"))
+    _num_long: int = 0
+
+    async def do(self, work: Callable[[], Result], size: int = 0) -> Result:
+        """Run `work` on a thread; `size` is the length of its text. Raises EngineBusy if the long-text queue
+        is full."""
+        loop = asyncio.get_running_loop()
+        if size < _LONG:
+            return await loop.run_in_executor(self._short, work)
+        if self._num_long >= _MOST_LONG:
+            raise EngineBusy(f"The server is already processing {_MOST_LONG} long texts.", "Retry later.")
+        self._num_long += 1
+        future = loop.run_in_executor(self._long, work)
+        future.add_done_callback(self._one_less)
+        return await future
+
+    def _one_less(self, _: object) -> None:
+        self._num_long -= 1
+
+
+@dataclass(eq=False)
+class GatewayAdapter:
+    """One adapter: `key` is its name in the engine, `users` counts running requests."""
+
+    name: str
+    key: str
+    root: str
+    version: int
+    users: int = 0
+    is_leaving: bool = False
+
+
+@dataclass
+class AdapterTable:
+    """The loaded adapters."""
+
+    engine: LocalEngine
+    _by_name: dict[str, GatewayAdapter] = field(default_factory=dict)
+    _num_loaded: int = 0
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def listed(self) -> tuple[GatewayAdapter, ...]:
+        """Adapters that requests may name, oldest first."""
+        return tuple(self._by_name.values())
+
+    def find(self, name: str) -> GatewayAdapter | None:
+        """Return the adapter with that name, or None."""
+        return self._by_name.get(name)
+
+    async def load(self, name: str, root: str, version: int | None, *, in_place: bool) -> None:
+        """Load an adapter from a folder; with `in_place` replace a loaded one of that name.
+
+        `version` None counts up from 0. Raises BadRequest, without changes, if it cannot be loaded.
+        """
+        async with self._lock:
+            known = self._by_name.get(name)
+            if known is not None and not in_place:
+                raise BadRequest(f"The adapter {name!r} is already loaded; set load_inplace to replace it.")
+            if version is None:
+                version = 0 if known is None else known.version + 1
+            self._num_loaded += known is None
+            key = f"{name}#{self._num_loaded}" if known is None else known.key
+            try:
+                files = await asyncio.to_thread(read_adapter, Path(root))
+                await self.engine.load_adapter(key, version, files.state, files.scaling)
+            except (UserError, SyncError) as error:
+                raise BadRequest(str(error)) from error
+            if known is None:
+                self._by_name[name] = GatewayAdapter(name, key, root, version)
+            else:
+                known.root, known.version = root, version
+
+    async def unload(self, name: str) -> None:
+        """Unload an adapter. Raises BadRequest if the name is unknown."""
+        async with self._lock:
+            adapter = self._by_name.pop(name, None)
+            if adapter is None:
+                raise BadRequest(f"Adapter {name!r} is not loaded.", _NOT_FOUND)
+            adapter.is_leaving = True
+            if not adapter.users:
+                await self.engine.unload_adapter(adapter.key)
+
+    @contextmanager
+    def using(self, adapter: GatewayAdapter | None) -> Iterator[str | None]:
+        """Hold an adapter during the block; yield its name in the engine."""
+        if adapter is None:
+            yield None
+            return
+        adapter.users += 1
+        try:
+            yield adapter.key
+        finally:
+            adapter.users -= 1
+            if adapter.is_leaving and not adapter.users:
+                task = asyncio.get_running_loop().create_task(self.engine.unload_adapter(adapter.key))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -129,7 +246,7 @@ class CompletionService:
     model: ServedModel
     control_token: str = ""
     control_hosts: frozenset[str] = frozenset()
-    door: RequestThreads = field(default_factory=RequestThreads)
+    threads: RequestThreads = field(default_factory=RequestThreads)
     answers: FinishedRequests = field(default_factory=FinishedRequests)
     num_requests: int = 0
     is_paused: bool = False
@@ -178,7 +295,7 @@ class CompletionService:
             )
         encode = partial(self.model.tokenizer.encode, text, add_special_tokens=add_special)
         try:
-            return tuple(await self.door.do(encode, len(text)))
+            return tuple(await self.threads.do(encode, len(text)))
         except UnicodeEncodeError as error:
             raise BadRequest("The prompt has an unpaired surrogate, which is not valid text.") from error
 

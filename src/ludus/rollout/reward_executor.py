@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 import os
 import pickle
@@ -31,9 +30,9 @@ from typing import Protocol
 from ludus.config.schema import Config
 from ludus.envs.base import Environment, World
 from ludus.errors import ConfigError, WorldError
+from ludus.ipc import LENGTH, frame, python_command
 from ludus.rewards.base import Reward, check_scored_elsewhere
 from ludus.rollout.reward_process import (
-    HEAD,
     LATE,
     RewardFailed,
     RewardsReady,
@@ -53,10 +52,6 @@ _SPARE_S = 30.0
 """After its deadline a process that has not ended itself counts as lost."""
 _DEPTH = 4
 """What one process is asked before it has answered."""
-_FORK = (
-    "import json,sys;sys.path[:]=json.loads(sys.argv[1]);"
-    "from ludus.rollout.reward_process import fork_on_demand;fork_on_demand(int(sys.argv[2]))"
-)
 _FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 
 log = logging.getLogger("ludus.rewards")
@@ -160,7 +155,7 @@ def waited(trajectory: Trajectory, seconds: float) -> Trajectory:
 def places(config: Config) -> int:
     """How many episodes a run computes the rewards of at once."""
     cluster, own = config.cluster, max(1, config.rollout.reward_processes)
-    if cluster.kind == "none":
+    if not cluster.enabled:
         return own
     if cluster.reward_workers:
         return cluster.reward_workers * cluster.scorings_per_worker
@@ -227,7 +222,7 @@ class _Line:
             async with self._writing:
                 self._check()
                 async with asyncio.timeout(wait_s * self.under_way):  # it may score the others first
-                    await self._send(HEAD.pack(len(said)) + said)
+                    await self._send(frame(said))
             async with self._reading:
                 self._check()
                 async with asyncio.timeout(wait_s):
@@ -265,10 +260,10 @@ class _Line:
             raise _Gone
 
     async def _reply(self) -> object:
-        head = await self._bytes(HEAD.size)
+        head = await self._bytes(LENGTH.size)
         if LATE.startswith(head):
             raise _Lost((head + await self._bytes(None)).decode("utf-8", "replace"))
-        return pickle.loads(await self._bytes(*HEAD.unpack(head)))
+        return pickle.loads(await self._bytes(*LENGTH.unpack(head)))
 
     async def _bytes(self, count: int | None) -> bytes:
         """So many bytes, or all until the end. Raises _Lost where the end comes too early, and _Gone where
@@ -442,7 +437,7 @@ class _Forks:
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-c", _FORK, json.dumps(sys.path), str(theirs.fileno())]
+            command = python_command("ludus.rollout.reward_process:fork_on_demand", str(theirs.fileno()))
             self._running = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self._asked = ours
         return ours

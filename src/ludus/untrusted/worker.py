@@ -1,38 +1,39 @@
-"""Call functions whose time may explode on untrusted data in limited processes.
+"""Call functions whose time may explode on untrusted data in processes with limits.
 
-Accepts module-level functions and picklable arguments. A process is started on the first call and after one
-was killed; there are at most two. The kernel ends a call after `CPU_S` seconds of CPU time, even inside one
-long interpreter operation and independently of the machine's load; memory is limited too. The caller's event
-loop is not blocked. The processes end with their parent.
+Accepts module-level functions and picklable arguments. The kernel ends a call at its limit of CPU time, even
+inside one long interpreter operation and independently of the machine's load; memory is limited too. Calls run in
+a fork of a process that has done its imports, so the next call need not wait for a new interpreter. The processes
+end with their parent.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import importlib
 import os
 import pickle
 import resource
 import select
 import signal
-import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import BinaryIO, ParamSpec, TypeVar, cast
 
+from ludus.ipc import frame, python_command, read_frame
+
 CPU_S = 5.0
-"""CPU seconds of one call."""
+"""CPU seconds of one call of `call_bounded`."""
 MEMORY_BYTES = 2 << 30
 """Address space of a process."""
 _PROCESSES = 2
 _BACKSTOP_S = 300.0
 """Wall-clock timeout of a call that uses no CPU time."""
-_HEAD = struct.Struct(">Q")
-_COMMAND = "import json,sys;sys.path[:]=json.loads(sys.argv[1]);from ludus.untrusted.worker import serve;serve()"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,57 +43,75 @@ class LimitExceeded(Exception):
     """A call exceeded its CPU time or memory."""
 
 
-async def call_bounded(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call the function in another process and return its result or raise its exception.
-
-    Raises LimitExceeded if the process was killed or ran out of memory.
-    """
-    question = pickle.dumps((partial(function, *args, **kwargs), CPU_S))
-    pool = _pool(os.getpid())
-    answer = await asyncio.get_running_loop().run_in_executor(pool.threads, pool.answer, question)
-    if isinstance(answer, Exception):
-        raise answer
-    return cast(T, answer)
+class ProcessKilled(LimitExceeded):
+    """The process of a call was killed from outside or does not respond."""
 
 
 @dataclass(eq=False)
-class _Process:
-    """A process that executes calls one at a time."""
+class LimitedProcess:
+    """Process that executes calls one at a time, started by the first one.
 
-    running: subprocess.Popen[bytes]
+    `preload` is a `module:function` without arguments that runs before the first call, outside its limits.
+    """
 
-    @classmethod
-    def start(cls) -> _Process:
-        command = [sys.executable, "-c", _COMMAND, json.dumps(sys.path)]
-        return cls(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    preload: str = ""
+    _running: subprocess.Popen[bytes] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def answer(self, question: bytes) -> object:
-        """Execute a call. Raises LimitExceeded; the process has then ended."""
-        into, out = self.running.stdin, self.running.stdout
+    def call(self, function: Callable[[], T], cpu_s: float) -> T:
+        """Return the function's result or raise its exception.
+
+        Raises LimitExceeded at `cpu_s` seconds of CPU time or if memory is short, ProcessKilled if the process
+        is gone for another reason.
+        """
+        question = pickle.dumps((function, cpu_s))
+        with self._lock:
+            answer = self._answer(self._running or self._start(), question)
+        if isinstance(answer, Exception):
+            raise answer
+        return cast(T, answer)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command, pipe = python_command("ludus.untrusted.worker:serve", self.preload), subprocess.PIPE
+        self._running = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
+        return self._running
+
+    def _answer(self, running: subprocess.Popen[bytes], question: bytes) -> object:
+        into, out = running.stdin, running.stdout
         assert into is not None
         assert out is not None
-        try:
-            into.write(_HEAD.pack(len(question)) + question)
+        with suppress(BrokenPipeError):
+            into.write(frame(question))
             into.flush()
-            if select.select([out], [], [], _BACKSTOP_S)[0] and (head := out.read(_HEAD.size)):
-                return pickle.loads(out.read(*_HEAD.unpack(head)))
-        except BrokenPipeError:
-            pass
-        self.running.kill()
-        self.running.communicate()
-        raise LimitExceeded(f"a call took more than {CPU_S:g} s of processor time, or too much memory")
+            if select.select([out], [], [], _BACKSTOP_S)[0] and (body := read_frame(out)) is not None:
+                return pickle.loads(body)
+        self._running = None
+        with suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        running.communicate()
+        return ProcessKilled("the process of a call is gone or does not respond")
+
+
+async def call_bounded(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call the function in one of two processes, without blocking the event loop.
+
+    Raises its exception, and LimitExceeded after `CPU_S` seconds of CPU time or if memory is short.
+    """
+    pool, call = _pool(os.getpid()), partial(function, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(pool.threads, pool.call, call, CPU_S)
 
 
 @dataclass(eq=False)
 class _Pool:
     threads: ThreadPoolExecutor
-    idle: list[_Process] = field(default_factory=list)
+    idle: list[LimitedProcess] = field(default_factory=list)
 
-    def answer(self, question: bytes) -> object:
-        process = self.idle.pop() if self.idle else _Process.start()
-        answer = process.answer(question)
-        self.idle.append(process)
-        return answer
+    def call(self, function: Callable[[], T], cpu_s: float) -> T:
+        process = self.idle.pop() if self.idle else LimitedProcess()
+        try:
+            return process.call(function, cpu_s)
+        finally:
+            self.idle.append(process)
 
 
 @cache
@@ -102,16 +121,29 @@ def _pool(pid: int) -> _Pool:
     return _Pool(ThreadPoolExecutor(_PROCESSES, "untrusted"))
 
 
-def serve() -> None:
-    """Execute calls until the input ends."""
+def serve(preload: str) -> None:
+    """Execute the calls on standard input in a child; fork another one if it is killed."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    while head := sys.stdin.buffer.read(_HEAD.size):
-        _reply(replies, _answered(sys.stdin.buffer.read(*_HEAD.unpack(head))))
+    if preload:
+        module, _, name = preload.partition(":")
+        vars(importlib.import_module(module))[name]()
+    with suppress(BrokenPipeError):  # the parent is gone
+        while child := os.fork():
+            _, status = os.waitpid(child, 0)
+            if status == 0:
+                return
+            if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+                _reply(replies, ProcessKilled("the process of a call was killed"))
+            else:
+                _reply(replies, LimitExceeded("a call took too much processor time or memory"))
+        while (question := read_frame(sys.stdin.buffer)) is not None:
+            _reply(replies, _answered(question))
+    os._exit(0)
 
 
 def _answered(question: bytes) -> object:
@@ -129,8 +161,8 @@ def _answered(question: bytes) -> object:
 
 def _reply(replies: BinaryIO, answer: object) -> None:
     try:
-        said = pickle.dumps(answer)
+        body = pickle.dumps(answer)
     except Exception as error:  # boundary: an unpicklable error is sent as text
-        said = pickle.dumps(RuntimeError(f"{type(answer).__name__}: {answer} ({error})"))
-    replies.write(_HEAD.pack(len(said)) + said)
+        body = pickle.dumps(RuntimeError(f"{type(answer).__name__}: {answer} ({error})"))
+    replies.write(frame(body))
     replies.flush()

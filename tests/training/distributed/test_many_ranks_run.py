@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 import small_runs
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import LearnerError
-from ludus.training.distributed.rendezvous import LISTEN_S
+from ludus.training.distributed.rendezvous import HEARTBEAT_TIMEOUT_S
 from ludus.training.run.run_dir import RunFolder
 
 pytestmark = pytest.mark.fault
@@ -135,7 +135,7 @@ def test_a_run_whose_process_dies_says_so_and_goes_on(tmp_path):
     assert "A learner rank has exited: rank 1 (-9)" in error
     assert "ludus train --resume" in error
     log = (folder / "log.txt").read_text().splitlines()
-    assert any("rank 1: follows the learner" in line for line in log)
+    assert any("rank 1: ready" in line for line in log)
     assert "learner failed: A learner rank has exited: rank 1 (-9)" in log[-2]
     assert "Loading weights" not in error  # progress bars are no reason
     done = len(read_metrics(RunFolder(folder).metrics))
@@ -152,7 +152,7 @@ def test_a_process_that_is_stopped_is_named_within_the_limit(tmp_path, shard):
     os.kill(int(place.name), signal.SIGSTOP)
     begin = time.monotonic()
     _, error = process.communicate(timeout=300)
-    assert time.monotonic() - begin < limit_s + LISTEN_S + 20  # of a step before, and of the end
+    assert time.monotonic() - begin < limit_s + HEARTBEAT_TIMEOUT_S + 20  # of a step before, and of the end
     assert process.returncode == LearnerError.exit_code
     assert f"is stopped or gone: rank 1 ({place.name} on " in error
     assert not place.exists()
@@ -168,7 +168,7 @@ def test_a_process_of_torchrun_that_is_stopped_is_named_too(tmp_path):
     )
     until((folder / "checkpoints" / "step-000001").exists)
     said = (folder / "log.txt").read_text()
-    other = int(re.search(r"rank 1: follows the learner \((\d+)\)", said)[1])
+    other = int(re.search(r"rank 1: ready \(process (\d+)\)", said)[1])
     os.kill(other, signal.SIGSTOP)
     _, error = process.communicate(timeout=300)
     assert process.returncode != 0

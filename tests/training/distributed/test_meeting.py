@@ -9,33 +9,32 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
 
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError
 from ludus.training.distributed import rendezvous
 from ludus.training.distributed.launcher import RankGroup
-from ludus.training.distributed.rendezvous import Rendezvous
+from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
 
 CPU = torch.device("cpu")
 
 
 def test_whoever_gives_no_sign_of_life_and_left_no_words_is_silent(monkeypatch):
-    monkeypatch.setattr(rendezvous, "LISTEN_S", 1.5)
-    leader = Rendezvous.called(1, 5.0)
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_TIMEOUT_S", 1.5)
+    leader = Rendezvous.create(1, 5.0)
     leader.form_group(CPU)
-    distributed.destroy_process_group()
+    destroy_group()
     place = Rendezvous(leader.store, 9, 4, 5.0)  # another's view of the same store
     for rank in (1, 2):
-        leader.store.set(f"pulse/{rank}", f"7 {rank}000 on host")
-    Rendezvous.joined(leader.port, 2, 4, 5.0).say("StorageError: the disk is full")
-    assert place.silent() == {1: "1000 on host", 3: ""}  # 0 gives signs, 2 left words
-    assert place.words() == "rank 2: StorageError: the disk is full"
+        leader.store.set(f"heartbeat/{rank}", f"7 {rank}000 on host")
+    Rendezvous.join(leader.port, 2, 4, 5.0).store_error("StorageError: the disk is full")
+    assert place.lost_ranks() == {1: "1000 on host", 3: ""}  # 0 gives signs, 2 left words
+    assert place.errors() == "rank 2: StorageError: the disk is full"
 
 
 def test_who_did_not_come_is_named():
     with pytest.raises(LearnerError, match=r"rendezvous failed: rank 1 did not join within 1 s"):
-        Rendezvous.called(2, 1.0).form_group(CPU)
+        Rendezvous.create(2, 1.0).form_group(CPU)
 
 
 def test_nobody_waits_for_a_leader_that_torchrun_did_not_start(monkeypatch):
@@ -43,27 +42,27 @@ def test_nobody_waits_for_a_leader_that_torchrun_did_not_start(monkeypatch):
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LearnerError, match="rendezvous failed"):
-        Rendezvous.launched(1.0)
+        Rendezvous.from_torchrun(1.0)
 
 
 def test_a_process_that_does_not_begin_is_named():
-    crew = RankGroup(TemporaryFolder("ludus-ranks-"))
-    crew.processes.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+    others = RankGroup(TemporaryFolder("ludus-ranks-"))
+    others.processes.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
     with pytest.raises(LearnerError, match=r"rank 1 did not start within 0.1 s"):
-        crew.gather(0.1)
-    crew.close()
-    assert crew.processes[0].returncode == -9
-    assert not crew.folder.path.exists()
+        others.gather(Rendezvous.create(2, 0.1))
+    others.close()
+    assert others.processes[0].returncode == -9
+    assert not others.folder.path.exists()
 
 
 def test_where_one_process_does_not_begin_nobody_waits_for_the_others_to_end():
-    crew, begin = RankGroup(TemporaryFolder("ludus-ranks-")), time.monotonic()
+    others, begin = RankGroup(TemporaryFolder("ludus-ranks-")), time.monotonic()
     for program in ("import time; time.sleep(60)", "raise SystemExit('no such model')"):
-        with (crew.folder.path / f"said-{len(crew.processes) + 1}").open("wb") as said:
-            crew.processes.append(subprocess.Popen([sys.executable, "-c", program], stderr=said))
+        with (others.folder.path / f"output-{len(others.processes) + 1}").open("wb") as said:
+            others.processes.append(subprocess.Popen([sys.executable, "-c", program], stderr=said))
     with pytest.raises(LearnerError, match=r"rank 2 \(1\): no such model"):
-        crew.gather(60.0)
-    crew.close()
+        others.gather(Rendezvous.create(3, 60.0))
+    others.close()
     assert time.monotonic() - begin < 15
 
 
@@ -73,25 +72,23 @@ from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError
 from ludus.training.distributed.launcher import RankGroup, meet
 from ludus.training.distributed.rendezvous import Rendezvous
-meeting, crew = Rendezvous.called(2, 20.0), RankGroup(TemporaryFolder("ludus-ranks-"))
-with (crew.folder.path / "said-1").open("wb") as said:
-    command = [sys.executable, "-c", sys.argv[1], str(meeting.port), str(crew.folder.path)]
-    crew.processes.append(subprocess.Popen(command, stdout=said, stderr=said))
-crew.gather(120.0)
+rendezvous, others = Rendezvous.create(2, 120.0), RankGroup(TemporaryFolder("ludus-ranks-"))
+with (others.folder.path / "output-1").open("wb") as said:
+    command = [sys.executable, "-c", sys.argv[1], str(rendezvous.port)]
+    others.processes.append(subprocess.Popen(command, stdout=said, stderr=said))
+others.gather(rendezvous)
 try:
-    meet(meeting, crew, torch.device("cpu"), None)
+    meet(rendezvous, others, torch.device("cpu"), None)
 except LearnerError as error:
     print(error)
-crew.close()
+others.close()
 """
 _FOLLOWER = """
 import os, sys, torch
-from pathlib import Path
-from ludus.training.distributed.launcher import here
 from ludus.training.distributed.rendezvous import Rendezvous
-port, folder = sys.argv[1:]
-Path(folder, here(1)).touch()
-Rendezvous.joined(int(port), 1, 2, 60.0).form_group(torch.device("cpu"))
+rendezvous = Rendezvous.join(int(sys.argv[1]), 1, 2, 60.0)
+rendezvous.mark_started()
+rendezvous.form_group(torch.device("cpu"))
 print("the GPU has fallen off the bus", flush=True)
 os._exit(9)
 """
@@ -109,10 +106,10 @@ _LEADER = """
 import time, torch
 from ludus.training.distributed.launcher import RankGroup
 from ludus.training.distributed.rendezvous import Rendezvous
-meeting, crew = Rendezvous.called(3, 600.0), RankGroup()
-crew.start(meeting, torch.device("cpu"))
-crew.gather(60.0)
-print(crew.processes[0].pid, flush=True)
+rendezvous, others = Rendezvous.create(3, 600.0), RankGroup()
+others.start(rendezvous, torch.device("cpu"))
+others.gather(rendezvous)
+print(others.processes[0].pid, flush=True)
 time.sleep(600)
 """
 

@@ -21,7 +21,7 @@ from ludus.errors import LearnerError, StorageError, UserError
 from ludus.training.batches.rows import balanced, row_of_segments
 from ludus.training.distributed.fsdp import decoder_layers, is_sharded
 from ludus.training.distributed.launcher import LeaderRank, RankGroup, StopRanks
-from ludus.training.distributed.rendezvous import Rendezvous
+from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
 from ludus.types import Segment
 from rank_processes import in_processes
 from tests.training.learner.test_learner import learner, random_rows, tiny_model
@@ -35,10 +35,10 @@ CRITICS = ["critic:float64", "critic:float32"]
 @pytest.fixture
 def group_of_one():
     """This process as the only one of a group."""
-    meeting = Rendezvous.called(1, 60.0)
-    meeting.form_group(torch.device("cpu"))
-    yield meeting
-    distributed.destroy_process_group()
+    rendezvous = Rendezvous.create(1, 60.0)
+    rendezvous.form_group(torch.device("cpu"))
+    yield rendezvous
+    destroy_group()
 
 
 def differences(found, expected):
@@ -67,7 +67,7 @@ def gradient_differences(found, expected):
 def test_one_process_with_split_weights_learns_as_without(group_of_one):
     cases = ["plain:float64", "critic:float64"]
     split = sharded_ranks.results(*cases)
-    distributed.destroy_process_group()
+    destroy_group()
     whole = sharded_ranks.results(*cases)
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     assert max(differences(split, whole).values()) < 1e-10
@@ -75,7 +75,7 @@ def test_one_process_with_split_weights_learns_as_without(group_of_one):
 
 def test_a_checkpoint_of_shards_is_one_of_a_model_too(group_of_one, tmp_path):
     before, _, _ = sharded_ranks.saves("plain", tmp_path)
-    distributed.destroy_process_group()
+    destroy_group()
     checkpoint = tmp_path / "step-000002"
     found, _, _ = sharded_ranks.resumes("plain", checkpoint)
     model = tiny_model()
@@ -207,8 +207,7 @@ def test_a_process_without_memory_for_a_row_is_heard_of_by_the_others():
     for said, seconds in in_processes(SCRIPT, "short_of_memory", 2):
         assert len(said) == 2
         assert all(
-            re.fullmatch(r"One row of \d+ tokens .* memory\. \(process 1 of 2\) Set model\.act.*", words)
-            for words in said
+            re.fullmatch(r"One row of \d+ tokens .* memory\. \(rank 1 of 2\) Set model\.act.*", words) for words in said
         ), said
         assert seconds < 60
 
@@ -222,16 +221,16 @@ def test_a_model_is_split_in_place_and_its_copy_is_not(group_of_one):
 
 
 def test_what_an_ended_process_said_is_raised_in_the_leader(group_of_one):
-    crew = RankGroup(TemporaryFolder("ludus-ranks-"))
-    with (crew.folder.path / "said-1").open("wb") as said:
+    others = RankGroup(TemporaryFolder("ludus-ranks-"))
+    with (others.folder.path / "output-1").open("wb") as said:
         command = [sys.executable, "-c", "raise SystemExit('the disk is full')"]
-        crew.processes.append(subprocess.Popen(command, stderr=said))
+        others.processes.append(subprocess.Popen(command, stderr=said))
     with pytest.raises(LearnerError, match=r"rank 1 .* the disk is full"):
-        crew.gather(60.0)  # nobody waits to meet it
-    leader = LeaderRank(group_of_one, crew, None)
+        others.gather(Rendezvous.create(2, 60.0))  # nobody waits to meet it
+    leader = LeaderRank(group_of_one, others, None)
     with pytest.raises(LearnerError, match=r"rank 1 .* the disk is full"), leader.together(StopRanks()):
         raise RuntimeError("Connection closed by peer")
-    crew.close()
+    others.close()
 
 
 def test_a_fault_of_one_process_is_raised_in_all(group_of_one):

@@ -84,7 +84,7 @@ def algorithm_of(config: Config) -> Algorithm:
         # A KL that comes with the steps has to fit as one from the first step does.
         resolve(config.algorithm.model_copy(update={"kl_coef": 1.0}))
     given = config.algorithm.correction is not None
-    own = config.engine.url is None or config.rollout.reproducible
+    own = not config.engine.is_external or config.rollout.reproducible
     alike = (own or config.training.learner.old_logprobs == "engine") and not config.rollout.partial.is_set
     if (
         (not config.training.off_policy and alike)

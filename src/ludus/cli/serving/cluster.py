@@ -1,9 +1,9 @@
-"""Look at the engines of a run that goes on, and change their number.
+"""List, add or remove engines of a running run.
 
 RUN is the folder of a run that was started with --cluster. `ludus cluster list RUN` shows its engines;
-`ludus cluster add-engine RUN` starts one more, which gets the current weights before any episode begins on
-it; `ludus cluster remove-engine RUN` ends the least busy one, or the one with --number, once its work has
-ended. docs/use/scaling.md has more.
+`ludus cluster add-engine RUN` starts one more, which receives the current weights before any episode starts on
+it; `ludus cluster remove-engine RUN` drains and stops the least busy one, or the one with --number.
+docs/use/scaling.md has more.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ludus.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments."""
+    """Add the arguments of the command."""
     acts = ("list", "add-engine", "remove-engine")
-    parser.add_argument("act", choices=acts, help="show the engines, start one more, or end one")
-    parser.add_argument("folder", metavar="RUN", type=Path, help="the folder of a run that goes on")
-    parser.add_argument("--number", type=int, metavar="N", help="remove-engine: which one (see list)")
-    parser.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="wait at most (600)")
+    parser.add_argument("act", choices=acts, help="list the engines, start one more, or stop one")
+    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a running run")
+    parser.add_argument("--number", type=int, metavar="N", help="remove-engine: its number (the least busy one)")
+    parser.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="timeout (600)")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Ask the run, and print its engines afterwards."""
+    """Send the request to the run and print its engines afterwards."""
     from ludus.cluster.control import ask
     from ludus.training.run.run_dir import RunFolder
 
@@ -37,14 +37,14 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     folder = RunFolder(args.folder)
     check_run(folder)
     if args.number is not None and args.act != "remove-engine":
-        raise UserError("--number is for remove-engine.", "Leave it out.")
-    if folder.load_config().cluster.kind == "none":
+        raise UserError("--number is for remove-engine.", "Omit it.")
+    if not folder.load_config().cluster.enabled:
         raise UserError(
             f"The run in {args.folder} has no cluster: its engine is in the learner's process.",
-            f"Go on with it on one: ludus train --resume {args.folder} --cluster local",
+            f"Resume it with one: ludus train --resume {args.folder} --cluster local",
         )
     reply = ask(args.folder, args.act, args.number, timeout_s=args.timeout_s)
-    table = Table("engine", "address", "process", "calls under way")
+    table = Table("engine", "address", "process", "requests")
     for row in reply["engines"]:
         table.add_row(str(row["number"]), row["url"], str(row["pid"]), str(row["under_way"]))
     console = make_console()

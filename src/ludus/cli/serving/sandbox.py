@@ -19,7 +19,6 @@ from rich.table import Table
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.engines.control_tokens import token_of
 from ludus.errors import UserError
-from ludus.gateway.listening import listening
 from ludus.sandbox import BACKENDS, SERVICES, Limits, Sandbox, SandboxSettings, open_sandbox
 from ludus.sandbox.self_test import SelfTestFinding, findings, not_judged, python_inside
 
@@ -114,7 +113,7 @@ def _check(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace, sandbox: Sandbox) -> int:
     try:
-        from ludus.gateway.limits import MIB, HttpLimits, http_server
+        from ludus.gateway.limits import MIB, HttpLimits, http_server, listening
         from ludus.sandbox.remote.server import LARGEST_BODY, SandboxServerSettings, make_app, refusal
     except ImportError as error:
         raise UserError(

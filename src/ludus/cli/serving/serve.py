@@ -71,8 +71,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     try:
         from ludus.gateway.app import make_app
         from ludus.gateway.endpoints import error_response
-        from ludus.gateway.limits import http_server, model_limits
-        from ludus.gateway.listening import listening
+        from ludus.gateway.limits import http_server, listening, model_limits
     except ImportError as error:
         raise UserError(
             f"Serving needs the package {error.name}.", "Install it: pip install 'ludus[serve]'."

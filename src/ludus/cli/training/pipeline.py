@@ -119,7 +119,7 @@ def check_stage(stage: Stage, config: Config, fed: bool) -> None:
         case _:
             check_source(stage, config)
     plays = {"preference": not fed, "reward-model": config.reward_model.rollouts > 0}
-    if plays.get(stage.kind, stage.kind in SAMPLES) and config.cluster.kind != "ray":
+    if plays.get(stage.kind, stage.kind in SAMPLES) and not config.cluster.on_ray:
         check_sandbox(config.sandbox, world)
 
 

@@ -28,7 +28,7 @@ async def open_weights(config: Config, run: RunFolder | None = None) -> LoadedRu
     silence_libraries()
     session, step = (open_session(config), 0) if run is None else open_checkpoint(run, config)
     engine = make_engine(session)
-    if step or config.engine.url:  # a server has the weights it was started with
+    if step or config.engine.is_external:  # a server has the weights it was started with
         trained = {name: p.detach() for name, p in session.model.named_parameters() if p.requires_grad}
         await engine.load_weights(step, trained)
     return LoadedRun(session, step, engine)

@@ -161,7 +161,7 @@ def print_results(console: Console, folder: RunFolder, config: Config, compariso
 
 def cluster_of(session: TrainingSession) -> AbstractContextManager[Cluster | None]:
     """Open the cluster of the settings, if any."""
-    if session.config.cluster.kind == "none":
+    if not session.config.cluster.enabled:
         return nullcontext()
     from ludus.cluster.cluster import open_cluster
 

@@ -55,3 +55,13 @@ class ClusterConfig(Section):
     restarts: int = Field(20, ge=0)
     """Consecutive losses of engines, of rollout workers or of reward workers, failed starts included, after which the
     run stops if none of them is left. The count resets once one has lived for ten minutes."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether other processes run the episodes."""
+        return self.kind != "none"
+
+    @property
+    def on_ray(self) -> bool:
+        """Whether they may run on other machines."""
+        return self.kind == "ray"

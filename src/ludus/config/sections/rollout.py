@@ -172,6 +172,16 @@ class EngineConfig(Section):
     weight_delta: bool = False
     """With broadcast_host, send only changed weights; this keeps a copy of the last ones."""
 
+    @property
+    def is_external(self) -> bool:
+        """Whether servers at `url` sample, which Ludus did not start."""
+        return bool(self.url)
+
+    @property
+    def urls(self) -> list[str]:
+        """The addresses of the external servers."""
+        return (self.url or "").split(",")
+
     @model_validator(mode="after")
     def _has_a_line(self) -> Self:
         if self.weight_delta and self.broadcast_host is None:

@@ -131,10 +131,6 @@ class ApiAdapter(Protocol):
         ...
 
 
-class _Anything(BaseModel):
-    """A response whose content is ignored."""
-
-
 class _Model(BaseModel):
     id: str
     owned_by: str = ""
@@ -155,19 +151,13 @@ class _Logprob(BaseModel):
     logprob: float
 
 
-class _Span(BaseModel):
-    version: str
-    start: int
-    end: int
-
-
 class _Choice(BaseModel):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     prompt_logprobs: list[dict[int, _Logprob] | None] | None = None
     prompt_token_ids: list[int] | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: list[VersionRange] | None = None
 
 
 class _Completion(BaseModel):
@@ -226,7 +216,7 @@ class VllmApi:
             tuple(choice.token_ids),
             tuple(_finite(choice.logprobs.token_logprobs, len(choice.token_ids), replica.url)),
             _finish(choice.finish_reason, replica.url),
-            None if spans is None else tuple(VersionRange(s.version, s.start, s.end) for s in spans),
+            None if spans is None else tuple(spans),
             _top(top, params, len(choice.token_ids), replica.url),
         )
 
@@ -246,15 +236,15 @@ class VllmApi:
     async def update(self, replica: Replica, folder: str, version: int) -> None:
         """Reload from the folder through `exchange`."""
         reload: Mapping[str, object] = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-        await self.exchange(replica, version, lambda: replica.post("/collective_rpc", reload, _Anything))
+        await self.exchange(replica, version, lambda: replica.tell("/collective_rpc", reload))
 
     async def exchange(self, replica: Replica, version: int, load: Callable[[], Awaitable[object]]) -> None:
         """Pause, `load`, clear the prefix cache, set the version, resume."""
         await self.pause(replica)
         try:
             await load()
-            await replica.post("/reset_prefix_cache?reset_running_requests=true", {}, _Anything)
-            await replica.post("/update_weight_version", {"new_version": str(version)}, _Anything)
+            await replica.tell("/reset_prefix_cache?reset_running_requests=true", {})
+            await replica.tell("/update_weight_version", {"new_version": str(version)})
         finally:
             await self.resume(replica)
 
@@ -301,12 +291,12 @@ class VllmApi:
 
     async def abort(self, replica: Replica, name: str) -> None:
         """Call `/abort_requests` with the server's id of the request."""
-        await replica.post("/abort_requests", {"request_ids": [f"cmpl-{name}-0"]}, _Anything)
+        await replica.tell("/abort_requests", {"request_ids": [f"cmpl-{name}-0"]})
 
     async def pause(self, replica: Replica) -> None:
         """Call `/pause`, keeping the requests."""
         try:
-            await replica.post("/pause?mode=keep", {}, _Anything)
+            await replica.tell("/pause?mode=keep", {})
         except HttpRefusal as error:
             if error.status in (_NOT_FOUND, _FORBIDDEN):
                 error.hint = "Start `ludus serve` with --control, vLLM with VLLM_SERVER_DEV_MODE=1."
@@ -316,7 +306,7 @@ class VllmApi:
 
     async def resume(self, replica: Replica) -> None:
         """Call `/resume`."""
-        await replica.post("/resume", {}, _Anything)
+        await replica.tell("/resume", {})
 
 
 class _SglangFinish(BaseModel):
@@ -447,15 +437,15 @@ class SglangApi:
 
     async def abort(self, replica: Replica, name: str) -> None:
         """Call `/abort_request`."""
-        await replica.post("/abort_request", {"rid": name}, _Anything)
+        await replica.tell("/abort_request", {"rid": name})
 
     async def pause(self, replica: Replica) -> None:
         """Call `/pause_generation`, keeping the requests in place."""
-        await replica.post("/pause_generation", {"mode": "in_place"}, _Anything)
+        await replica.tell("/pause_generation", {"mode": "in_place"})
 
     async def resume(self, replica: Replica) -> None:
         """Call `/continue_generation`."""
-        await replica.post("/continue_generation", {}, _Anything)
+        await replica.tell("/continue_generation", {})
 
 
 def _sampling(params: SamplingParams) -> dict[str, object]:

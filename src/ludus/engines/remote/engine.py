@@ -32,10 +32,9 @@ from ludus.engines.remote.api_adapters import (
     VllmApi,
 )
 from ludus.engines.remote.http_client import HttpRefusal, RemoteEngineSettings, Replica
-from ludus.engines.remote.inflight_requests import InflightRequest, InflightRequests
 from ludus.engines.remote.metrics import ServerStats
 from ludus.engines.remote.rolling_update import EpisodePin, Placement, RollingUpdates
-from ludus.engines.remote.router import Router
+from ludus.engines.remote.router import InflightRequest, InflightRequests, Router
 from ludus.engines.remote.weight_publisher import WeightPublisher
 from ludus.errors import EngineError, SyncError, UserError
 from ludus.types import Completion, SamplingParams

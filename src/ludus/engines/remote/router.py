@@ -1,13 +1,27 @@
-"""Route each episode's requests to a replica. Replicas may join and leave while requests run."""
+"""Route each episode's requests to a replica, and track and abort running requests.
+
+Replicas may join and leave while requests run. A server ignores an abort for a request that it has not read yet. So
+an aborted request that has not been sent is not sent, and for one that has been sent the abort is retried until the
+request ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from ludus.engines.base import Request
+from ludus.engines.remote.api_adapters import ApiAdapter
 from ludus.engines.remote.http_client import Replica
 from ludus.engines.remote.rolling_update import EpisodePin
 from ludus.errors import EngineError
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
+
+log = logging.getLogger("ludus.server")
 
 
 @dataclass
@@ -74,3 +88,81 @@ class Router:
     def urls(self) -> Sequence[str]:
         """Return the addresses of the replicas."""
         return [replica.url for replica in self.replicas]
+
+
+@dataclass(eq=False)
+class InflightRequest:
+    """A running request. `name` is its id at the server, "" before sending."""
+
+    replica: Replica
+    name: str = ""
+    aborted: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class InflightRequests:
+    """Running requests by episode. Their names begin with `prefix`."""
+
+    def __init__(self, dialect: ApiAdapter, prefix: str) -> None:
+        self._dialect = dialect
+        self._prefix = prefix
+        self._num_names = 0
+        self._by_episode: dict[str, set[InflightRequest]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def new_name(self) -> str:
+        """Return a unique request name."""
+        self._num_names += 1
+        return f"{self._prefix}-{self._num_names}"
+
+    @contextmanager
+    def under_way(self, replica: Replica, request: Request) -> Iterator[InflightRequest]:
+        """Register a request during the block; abort it after its `timeout_s`."""
+        call = InflightRequest(replica)
+        calls = self._by_episode.setdefault(request.episode, set())
+        calls.add(call)
+        alarm: asyncio.TimerHandle | None = None
+        if request.timeout_s is not None:
+            alarm = asyncio.get_running_loop().call_later(request.timeout_s, self._abort, call)
+        try:
+            yield call
+        finally:
+            call.over.set()
+            if alarm is not None:
+                alarm.cancel()
+            calls.discard(call)
+            if not calls:
+                self._by_episode.pop(request.episode, None)
+
+    def abort(self, episode: str) -> None:
+        """Abort the episode's requests; they return the tokens so far."""
+        for call in self._by_episode.get(episode, ()):
+            self._abort(call)
+
+    def close(self) -> None:
+        """Stop retrying aborts."""
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    def _abort(self, call: InflightRequest) -> None:
+        if call.aborted:
+            return
+        call.aborted = True
+        task = asyncio.get_running_loop().create_task(self._end(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _end(self, call: InflightRequest) -> None:
+        """Retry the abort with growing delays until the request ends."""
+        wait_s = _FIRST_WAIT_S
+        while not call.over.is_set():
+            if call.name:
+                try:
+                    await self._dialect.abort(call.replica, call.name)
+                except EngineError as error:
+                    log.warning("failed to abort a request: %s", error.message)
+                    return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await call.over.wait()
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)

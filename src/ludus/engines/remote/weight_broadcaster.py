@@ -4,6 +4,7 @@ versions."""
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,6 @@ from ludus.engines.remote.gloo_broadcast import (
     open_store,
 )
 from ludus.engines.remote.http_client import HttpRefusal, RemoteEngineSettings, Replica
-from ludus.engines.remote.vllm_rpc import receive, tell_workers
 from ludus.errors import EngineError
 
 if TYPE_CHECKING:
@@ -33,11 +33,16 @@ if TYPE_CHECKING:
 
 _NOT_FOUND, _NO_LINE = 404, 409
 
+EXTENSION = "ludus.engines.remote.vllm_worker_extension.LudusWorkerExtension"
+"""Worker extension of vLLM that receives broadcast weights."""
+
 log = logging.getLogger("ludus.server")
 
 
-class _Anything(BaseModel):
-    """A response whose content is ignored."""
+class _Results(BaseModel):
+    """Result of each worker."""
+
+    results: list[dict[str, str | int] | str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +152,7 @@ class Broadcaster:
         """Send a command to the server or to its workers."""
         if replica.url not in self._by_workers:
             try:
-                await replica.post(path, body, _Anything)
+                await replica.tell(path, body)
                 return
             except HttpRefusal as error:
                 if error.status != _NOT_FOUND:
@@ -183,7 +188,7 @@ class Broadcaster:
         asked = [
             receive(replica, self.dialect, version)
             if replica.url in self._by_workers
-            else replica.post("/receive_weights", {}, _Anything)
+            else replica.tell("/receive_weights", {})
             for replica in self.replicas
         ]
         await asyncio.gather(*asked, aside(partial(line.broadcast, tensors)))
@@ -214,3 +219,25 @@ def broadcaster_of(
     return Broadcaster(
         replicas, dialect, settings.broadcast_host, settings.timeout_s, settings.delta, settings.keeps_weights
     )
+
+
+async def tell_workers(replica: Replica, path: str, body: Mapping[str, object]) -> None:
+    """Call the worker method of `path` (as in `ludus serve`). Raises HttpRefusal with its error."""
+    method = "ludus_" + path.removeprefix("/")
+    asked = {"method": method, "kwargs": {"text": json.dumps(body)}}
+    try:
+        answers = (await replica.post("/collective_rpc", asked, _Results)).results
+    except HttpRefusal as error:
+        error.hint = (
+            f"Start vLLM with --worker-extension-cls {EXTENSION} and VLLM_SERVER_DEV_MODE=1 in an "
+            "environment with Ludus installed; or unset engine.broadcast_host."
+        )
+        raise
+    for answer in answers:
+        if isinstance(answer, dict):
+            raise HttpRefusal(f"{replica.url}: {answer['error']}", status=int(answer["status"]))
+
+
+async def receive(replica: Replica, dialect: VllmApi, version: int) -> None:
+    """Pause a server, have it receive broadcast weights, and set their version."""
+    await dialect.exchange(replica, version, lambda: tell_workers(replica, "/receive_weights", {}))

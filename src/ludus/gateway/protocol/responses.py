@@ -1,4 +1,8 @@
-"""Response bodies and streamed chunks, in the formats of OpenAI and vLLM."""
+"""Response bodies and streamed chunks, in the formats of OpenAI and vLLM.
+
+Not the types of the package `openai`: it would be a new dependency, they lack vLLM's fields (`token_ids`,
+`prompt_logprobs`, `weight_versions`, ...), and they cannot hold log-probabilities that are encoded already.
+"""
 
 from __future__ import annotations
 

@@ -8,19 +8,14 @@ and memory (`ludus.rewards.math.worker`).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import re
-import select
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 from ludus.errors import WorldError
 from ludus.rewards.answer_extraction import candidates
@@ -30,18 +25,17 @@ from ludus.rewards.math.notation import ExpressionNode, NotationError, letters_o
 from ludus.rewards.math.parser import read
 from ludus.rewards.math.regions import region_of
 from ludus.rewards.math.worked_out import is_worked_out
+from ludus.rewards.math.worker import judge
 from ludus.types import JSON, Task, Trajectory
+from ludus.untrusted.worker import LimitedProcess, LimitExceeded, ProcessKilled
 
 CPU_S = 4.0
 """Seconds of processor time for one comparison."""
-WAIT_S = 120.0
-"""Wall-clock seconds after which the comparing process counts as broken."""
 ROUNDED_DECIMALS = 6
 """Decimals from which a rounded number counts as the number that no finite decimal is."""
 MAX_BITS = 20_000
 """Larger rational numbers are not computed."""
 
-_START = "import json,sys;sys.path[:]=json.loads(sys.argv[1]);from ludus.rewards.math.worker import serve;serve()"
 _UNITS = {
     "mm": "millimetre millimeter",
     "cm": "centimetre centimeter",
@@ -430,72 +424,20 @@ def _plain(node: ExpressionNode) -> JSON:
 
 @lru_cache(maxsize=20_000)
 def _asked(question: str) -> int:
-    return _process(os.getpid()).ask(question)
+    """Return the verdict; 0 if finding it exceeds the limits."""
+    try:
+        return _process(os.getpid()).call(partial(judge, *json.loads(question)), CPU_S)
+    except ProcessKilled as error:
+        raise WorldError("The process that compares mathematics was ended.", "Is memory short?") from error
+    except LimitExceeded:
+        return 0
 
 
 @cache
-def _process(pid: int) -> _Process:
-    """Return the comparing process of this process; a forked process starts another."""
+def _process(pid: int) -> LimitedProcess:
+    """Return the comparing process of this process; a forked process gets a new one."""
     del pid
-    return _Process()
+    return LimitedProcess("ludus.rewards.math.worker:warm_up")
 
 
 _STRUCTURES = frozenset(("pair", "matrix", "row", "union", "intersection", "difference", "domain", "based"))
-
-
-@dataclass
-class _Process:
-    """A process that compares, started at the first question."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    running: subprocess.Popen[str] | None = None
-
-    def ask(self, question: str) -> int:
-        """Return the verdict on a comparison; 0 if it exceeds the limits of time or memory."""
-        with self.lock:
-            process = self.running or self._start()
-            self._write(process, json.dumps([json.loads(question), CPU_S]))
-            reply = self._read(process)
-            if reply in ("0", "1", "-1"):
-                return int(reply)
-            if not reply:
-                self._end(process)
-            raise WorldError("The process that compares mathematics was ended.", "Is memory short?")
-
-    def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", _START, json.dumps(sys.path)]
-        pipe, null = subprocess.PIPE, subprocess.DEVNULL
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True, bufsize=1)
-        if self._read(process) != "ready":
-            self._end(process)
-            raise WorldError("The process that compares mathematics does not start.", "Try: python -m sympy")
-        self.running = process
-        return process
-
-    def _write(self, process: subprocess.Popen[str], line: str) -> None:
-        assert process.stdin is not None
-        try:
-            process.stdin.write(line + "\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            return  # the reply will be missing
-
-    def _read(self, process: subprocess.Popen[str]) -> str:
-        """Read a line from the process; empty if it has ended."""
-        assert process.stdout is not None
-        if not select.select([process.stdout], [], [], WAIT_S)[0]:
-            self._end(process)
-            raise WorldError(f"The process that compares mathematics is silent for {WAIT_S:g} s.")
-        return process.stdout.readline().strip()
-
-    def _end(self, process: subprocess.Popen[str]) -> None:
-        self.running = None
-        if process.stdin is not None and process.stdout is not None:
-            process.stdout.close()
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-        try:
-            process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

@@ -1,7 +1,4 @@
-"""Process that compares expressions: sympy with resource limits that no answer can evade.
-
-Reads one JSON line `[[kind, gold, answer], cpu_s]` of two trees (`ludus.rewards.math.notation.ExpressionNode`
-as lists) at a time and writes one line; at start it writes `ready`.
+"""Compare expressions with sympy, in a process with limits (`ludus.untrusted.worker`).
 
 | kind | 1 | -1 |
 |---|---|---|
@@ -10,32 +7,23 @@ as lists) at a time and writes one line; at start it writes `ready`.
 | `ratio` | the gold expression is a positive multiple of the answer | a negative one |
 
 Everything else is 0. Equality is proved by exact transformations of the difference; numeric evaluation only
-refutes it. A comparison has `cpu_s` seconds of CPU time, after which the kernel kills the process: a Python
-signal handler would wait for a computation inside one large integer, and wall-clock time would make verdicts
-depend on the load of the machine. Memory is limited too. The comparing process is forked from one that has
-imported everything, so that the next one is available at once. `killed` reports that another process killed
-it.
+refutes it. A comparison is limited in CPU time, since wall-clock time would make verdicts depend on the load of
+the machine. The kernel enforces the limit, since a Python signal handler would wait for a computation inside one
+large integer.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
-import os
-import resource
-import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, cast
 
 from ludus.types import JSON
 
 if TYPE_CHECKING:
     from sympy import Expr
 
-MEMORY_BYTES = 2 << 30
-"""Address space of the process."""
 MAX_BITS = 20_000
 """Larger powers of numbers are not computed."""
 MAX_FACTORIAL = 500
@@ -51,33 +39,11 @@ class ExpressionRefused(ValueError):
     """An expression that has no finite value, or is beyond the bounds."""
 
 
-def serve() -> None:
-    """Answer lines until the input ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+def warm_up() -> None:
+    """Import sympy and run a first comparison."""
     logging.disable()
     two: Tree = ["number", "", "2", []]
-    judge("equal", ["root", "", None, [two, two]], two)  # imports are made now, not on somebody's time
-    replies.write("ready\n")
-    while child := os.fork():
-        _, status = os.waitpid(child, 0)
-        if status == 0:
-            return
-        replies.write("killed\n" if os.WTERMSIG(status) == signal.SIGKILL else "0\n")
-    _answer(replies)
-    os._exit(0)
-
-
-def _answer(replies: TextIO) -> None:
-    for line in sys.stdin:
-        (kind, gold, answer), cpu_s = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        verdict = judge(kind, gold, answer)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        replies.write(f"{verdict}\n")
+    judge("equal", ["root", "", None, [two, two]], two)
 
 
 def judge(kind: str, gold: Tree, answer: Tree) -> int:

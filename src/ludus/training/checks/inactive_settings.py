@@ -49,7 +49,7 @@ def _of_ratios(config: Config, algorithm: Algorithm) -> Iterator[str]:
 
 def _of_corrections(config: Config, algorithm: Algorithm) -> Iterator[str]:
     """Yield warnings for synchronous runs with an embedded engine, where ratios are 1 up to rounding."""
-    if config.training.off_policy or config.engine.url is not None:
+    if config.training.off_policy or config.engine.is_external:
         return
     remedy = "Set training.mode = 'async' or 'one_step' for rollouts of older weights."
     why = "with training.mode = 'sync' and the embedded engine, engine and learner hold the same weights"

@@ -57,21 +57,21 @@ def _said(section: str, given: Section, reasons: Mapping[str, str]) -> list[str]
 def _of_cluster(config: Config) -> dict[str, str]:
     """Return why cluster settings have no effect, by name."""
     own, reasons = config.cluster, dict[str, str]()
-    if own.kind == "none":
+    if not own.enabled:
         return dict.fromkeys(ClusterConfig.model_fields, "cluster.kind is none")
-    if own.kind == "local":
+    if not own.on_ray:
         reasons |= dict.fromkeys(_OF_RAY, "cluster.kind is local, and it needs ray")
     if not own.reward_workers:
         reasons |= dict.fromkeys(_OF_REWARD_WORKERS, "cluster.reward_workers is 0")
-    if config.engine.url:
+    if config.engine.is_external:
         reasons |= dict.fromkeys(_OF_ENGINES, "the engines are those at engine.url")
     return reasons
 
 
 def _of_engine(config: Config) -> dict[str, str]:
-    if config.engine.url:
+    if config.engine.is_external:
         return {"kv_cache_tokens": "it needs embedded engines, and engine.url is set"}
-    if config.cluster.kind == "none":
+    if not config.cluster.enabled:
         return dict.fromkeys(_OF_SERVERS, "this process samples, with neither engine.url nor a cluster")
     return {}
 
@@ -82,7 +82,7 @@ def _of_scoring(config: Config) -> dict[str, str]:
     Experts and the extra reward parts are still scored in processes.
     """
     own, experts = config.cluster, resolve(config.algorithm).loss_spec.has(Need.DEMONSTRATIONS)
-    if own.kind == "none" or not own.reward_workers or experts or judges_more(config.rewards):
+    if not own.enabled or not own.reward_workers or experts or judges_more(config.rewards):
         return {}
     why = "the episodes of training are scored by cluster.reward_workers, within cluster.scoring_timeout_s"
     return dict.fromkeys(_OF_SCORING, why)
@@ -103,7 +103,7 @@ def _of_streams(config: Config) -> list[str]:
     found = _said("staleness.replay", own.replay, reasons)
     if own.in_flight_weight_updates:
         found += _said("staleness", own, {"moves": "new weights take effect in the middle of episodes"})
-    elif config.engine.url is None or config.cluster.kind != "none":
+    elif not config.engine.is_external or config.cluster.enabled:
         found += _said("staleness", own, {"moves": "no servers at engine.url sample for this process"})
     if own.oversample >= most:
         found.append(

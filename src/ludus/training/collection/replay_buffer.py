@@ -36,7 +36,7 @@ def check_replay(config: Config, algorithm: Algorithm) -> None:
     bound, replays = config.staleness.max_staleness, config.staleness.replay
     corrects = algorithm.correction != "none" or algorithm.loss_spec.off_policy
     mode = config.training.mode
-    why = f" (with training.mode = {mode!r}, none is the default)" if mode == "sync" else ""
+    why = f" (with training.mode = {mode!r}, none is the default)" if not config.training.off_policy else ""
     if replays.share and replays.sources and not corrects:
         raise ConfigError(
             f"staleness.replay.sources are off-policy rollouts, and algorithm.correction is 'none'{why}.",

@@ -344,9 +344,9 @@ def check_partial(config: Config, world: World) -> None:
         raise ConfigError(
             f"rollout.partial makes episodes wait for the next step, but staleness.max_staleness "
             f"({config.staleness.max_staleness}) forbids this (training.mode = {config.training.mode!r}).",
-            f"Set staleness.max_staleness to {2 if config.training.mode == 'one_step' else 1} or more.",
+            f"Set staleness.max_staleness to {2 if config.training.one_step_behind else 1} or more.",
         )
-    if config.cluster.kind != "none":
+    if config.cluster.enabled:
         raise ConfigError(
             "rollout.partial needs episodes that run in the learner's process.",
             "With --cluster set training.mode = 'async', which streams episodes.",

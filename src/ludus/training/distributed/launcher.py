@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,10 +26,11 @@ from ludus.config.environment import launched_rank
 from ludus.config.schema import Config
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError, UserError
+from ludus.ipc import python_command
 from ludus.training.batches.chunked_lm_head import Entropy
 from ludus.training.batches.rows import Row
 from ludus.training.distributed.collectives import Collectives, SharedBatch, SingleProcess
-from ludus.training.distributed.rendezvous import LISTEN_S, Rendezvous, not_met
+from ludus.training.distributed.rendezvous import HEARTBEAT_TIMEOUT_S, Rendezvous, destroy_group, rendezvous_error
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import ProcessGroup
@@ -144,19 +144,19 @@ class WorkerRank(SharedBatch):
         """Shard weights on this device from now on."""
         self._device = device
 
-    def hear(self) -> Command:
+    def receive(self) -> Command:
         """Wait for the next command."""
         return _broadcast(None, self._control)
 
 
 class LeaderRank(SharedBatch):
-    """Rank 0, which broadcasts commands; `crew` are the other ranks if this process started them."""
+    """Rank 0, which broadcasts commands; `others` are the other ranks if this process started them."""
 
-    def __init__(self, meeting: Rendezvous, crew: RankGroup, split: torch.device | None) -> None:
+    def __init__(self, rendezvous: Rendezvous, others: RankGroup, split: torch.device | None) -> None:
         super().__init__(split)
-        self._control = _control_group(timedelta(seconds=meeting.limit_s))
-        self._meeting = meeting
-        self._crew = crew
+        self._control = _control_group(timedelta(seconds=rendezvous.limit_s))
+        self._rendezvous = rendezvous
+        self._others = others
         self._lock = threading.RLock()
 
     def together(self, command: object) -> AbstractContextManager[None]:
@@ -173,27 +173,27 @@ class LeaderRank(SharedBatch):
                 _broadcast(command, self._control)
                 yield
         except RuntimeError as error:
-            ended = self._crew.last_words()
+            ended = self._others.exit_message()
             if not ended and not _broken(error):
                 raise
             failure = self._failure(ended, error)
-            self._crew.kill()
+            self._others.kill()
             raise failure from error
 
     def _failure(self, ended: str, error: RuntimeError) -> LearnerError:
         """Return the error of the responsible rank: stopped ranks first, then those that exited."""
-        running = self._crew.running
-        silent = {rank: who for rank, who in self._meeting.silent().items() if running is None or rank in running}
-        if silent:
-            names = ", ".join(f"rank {rank} ({who})" for rank, who in silent.items())
+        running = self._others.running
+        silent = self._rendezvous.lost_ranks().items()
+        if lost := {rank: process for rank, process in silent if running is None or rank in running}:
+            names = ", ".join(f"rank {rank} ({process})" for rank, process in lost.items())
             return LearnerError(
-                f"A learner rank is stopped or gone: {names} has sent no heartbeat for {LISTEN_S:g} s.",
+                f"A learner rank is stopped or gone: {names} has sent no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s.",
                 "Resume the run.",
             )
         if ended:
             return LearnerError(f"A learner rank has exited: {ended}", "Resume the run.")
         return LearnerError(
-            f"The learner ranks have lost connection: {self._meeting.words() or error}",
+            f"The learner ranks have lost connection: {self._rendezvous.errors() or error}",
             "Resume the run. If a rank needs longer, raise training.learner.rank_timeout_s.",
         )
 
@@ -205,43 +205,41 @@ class RankGroup:
     folder: TemporaryFolder | None = None
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start(self, meeting: Rendezvous, device: torch.device) -> None:
+    def start(self, rendezvous: Rendezvous, device: torch.device) -> None:
         """Start the other ranks on devices of this kind; they join the given rendezvous."""
         self.folder = TemporaryFolder("ludus-ranks-")
-        place = self.folder.path
-        what = [str(meeting.port), str(meeting.count), str(meeting.limit_s), device.type, str(os.getpid())]
-        for rank in range(1, meeting.count):
-            command = [sys.executable, "-m", "ludus.training.rl.rank_worker", str(place), str(rank), *what]
-            with (place / f"said-{rank}").open("wb") as said:
-                self.processes.append(subprocess.Popen(command, stderr=said, stdout=said))
+        common = [str(rendezvous.port), str(rendezvous.count), str(rendezvous.limit_s), device.type, str(os.getpid())]
+        for rank in range(1, rendezvous.count):
+            command = python_command("ludus.training.rl.rank_worker:main", str(rank), *common)
+            with (self.folder.path / f"output-{rank}").open("wb") as output:
+                self.processes.append(subprocess.Popen(command, stderr=output, stdout=output))
 
-    def gather(self, limit_s: float) -> None:
-        """Wait until all ranks are ready for the rendezvous.
+    def gather(self, rendezvous: Rendezvous) -> None:
+        """Wait until all ranks have connected to the store.
 
-        Raises LearnerError if one has exited, or has not started within the limit.
+        Raises LearnerError if one has exited, or has not started within the limit of the rendezvous.
         """
-        place = Path() if self.folder is None else self.folder.path
-        ranks, deadline = range(1, len(self.processes) + 1), time.monotonic() + limit_s
-        while late := [rank for rank in ranks if not (place / here(rank)).exists()]:
+        deadline = time.monotonic() + rendezvous.limit_s
+        while late := rendezvous.not_started():
             if any(process.poll() is not None for process in self.processes):
-                ended = self.last_words()
+                ended = self.exit_message()
                 self.kill()
                 raise LearnerError(f"A learner rank has exited: {ended}", "Try again.")
             if time.monotonic() > deadline:
                 self.kill()
                 raise LearnerError(
-                    f"Learner rank {late[0]} did not start within {limit_s:g} s.",
+                    f"Learner rank {late[0]} did not start within {rendezvous.limit_s:g} s.",
                     "Try again, or raise training.learner.rank_timeout_s.",
                 )
             time.sleep(_GLANCE_S)
 
-    def last_words(self) -> str:
+    def exit_message(self) -> str:
         """Return the end of the output of exited ranks; empty if all are running."""
         for rank, process in enumerate(self.processes, start=1):
             with suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
             if process.poll() is not None and self.folder is not None:
-                said = (self.folder.path / f"said-{rank}").read_text("utf-8", "replace").strip()
+                said = (self.folder.path / f"output-{rank}").read_text("utf-8", "replace").strip()
                 words = f": {said[-_LAST_WORDS:]}" if said else "."
                 return f"rank {rank} ({process.returncode}){words}"
         return ""
@@ -270,11 +268,6 @@ class RankGroup:
             self.folder.close()
 
 
-def here(rank: int) -> str:
-    """Return the file name of a rank's start marker."""
-    return f"here-{rank}"
-
-
 @contextmanager
 def leading(config: Config, device: torch.device) -> Iterator[Collectives]:
     """Start or join the run's ranks and lead them: torchrun's, or `training.learner.ranks`.
@@ -287,38 +280,37 @@ def leading(config: Config, device: torch.device) -> Iterator[Collectives]:
         return
     if learner.replay_routing:
         raise UserError("Routing replay needs a single process.", "Unset training.learner.replay_routing.")
-    crew = RankGroup()
+    others = RankGroup()
     try:
         if launched:
-            meeting = Rendezvous.launched(learner.rank_timeout_s)
+            rendezvous = Rendezvous.from_torchrun(learner.rank_timeout_s)
         else:
             check_devices(device, learner.ranks)
-            meeting = Rendezvous.called(learner.ranks, learner.rank_timeout_s)
-            crew.start(meeting, device)
-            crew.gather(meeting.limit_s)
-        leader = meet(meeting, crew, device, device if learner.shard else None)
+            rendezvous = Rendezvous.create(learner.ranks, learner.rank_timeout_s)
+            others.start(rendezvous, device)
+            others.gather(rendezvous)
+        leader = meet(rendezvous, others, device, device if learner.shard else None)
         try:
             yield leader
         finally:
             with suppress(LearnerError), leader.together(StopRanks()):
                 pass
     finally:
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
-        crew.close()
+        destroy_group()
+        others.close()
 
 
-def meet(meeting: Rendezvous, crew: RankGroup, device: torch.device, split: torch.device | None) -> LeaderRank:
+def meet(rendezvous: Rendezvous, others: RankGroup, device: torch.device, split: torch.device | None) -> LeaderRank:
     """Join the other ranks as rank 0. Raises LearnerError with the error of a rank that has exited."""
     try:
-        meeting.form_group(device)
-        return LeaderRank(meeting, crew, split)
+        rendezvous.form_group(device)
+        return LeaderRank(rendezvous, others, split)
     except (LearnerError, RuntimeError) as error:
-        ended = crew.last_words()
-        crew.kill()
+        ended = others.exit_message()
+        others.kill()
         if ended:
             raise LearnerError(f"A learner rank has exited: {ended}", "Try again.") from error
-        raise error if isinstance(error, LearnerError) else not_met(str(error)) from error
+        raise error if isinstance(error, LearnerError) else rendezvous_error(str(error)) from error
 
 
 def check_devices(device: torch.device, count: int) -> None:

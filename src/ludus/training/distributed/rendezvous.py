@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -24,8 +25,8 @@ from torch.distributed.rendezvous import rendezvous
 from ludus.errors import LearnerError
 
 _HERE = "127.0.0.1"
-_BEAT_S = 1.0
-LISTEN_S = 5.0
+_HEARTBEAT_S = 1.0
+HEARTBEAT_TIMEOUT_S = 5.0
 """Seconds without a heartbeat after which a rank is considered lost."""
 
 
@@ -42,7 +43,7 @@ class Rendezvous:
     limit_s: float
 
     @classmethod
-    def called(cls, count: int, limit_s: float) -> Rendezvous:
+    def create(cls, count: int, limit_s: float) -> Rendezvous:
         """Create a rendezvous as rank 0. Its store only accepts connections from this machine."""
         listener = socket.create_server((_HERE, 0))
         port, limit = listener.getsockname()[1], timedelta(seconds=limit_s)
@@ -50,19 +51,19 @@ class Rendezvous:
         return cls(store, 0, count, limit_s)
 
     @classmethod
-    def joined(cls, port: int, rank: int, count: int, limit_s: float) -> Rendezvous:
+    def join(cls, port: int, rank: int, count: int, limit_s: float) -> Rendezvous:
         """Join the rendezvous of another process on this machine."""
         store = TCPStore(_HERE, port, None, False, timedelta(seconds=limit_s))
         return cls(store, rank, count, limit_s)
 
     @classmethod
-    def launched(cls, limit_s: float) -> Rendezvous:
+    def from_torchrun(cls, limit_s: float) -> Rendezvous:
         """Join the rendezvous of torchrun."""
         try:
             found = next(iter(rendezvous("env://", timeout=timedelta(seconds=limit_s))))
             store, rank, count = cast("tuple[Store, int, int]", found)
         except RuntimeError as error:
-            raise not_met(str(error)) from error
+            raise rendezvous_error(str(error)) from error
         return cls(store, rank, count, limit_s)
 
     @property
@@ -76,8 +77,8 @@ class Rendezvous:
 
         Raises LearnerError if a rank is missing after the timeout.
         """
-        self._beat(0)
-        threading.Thread(target=self._live, name="ludus-pulse", daemon=True).start()
+        self._send_heartbeat(0)
+        threading.Thread(target=self._send_heartbeats, name="ludus-heartbeat", daemon=True).start()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
             distributed.init_process_group(
@@ -88,50 +89,58 @@ class Rendezvous:
                 timeout=timedelta(seconds=self.limit_s),
             )
         except RuntimeError as error:
-            absent = ", ".join(str(rank) for rank, (_, who) in self._pulses().items() if not who)
+            absent = ", ".join(str(rank) for rank, (_, who) in self._heartbeats().items() if not who)
             reason = f"rank {absent} did not join within {self.limit_s:g} s." if absent else str(error)
-            raise not_met(reason) from error
+            raise rendezvous_error(reason) from error
         if device.type == "cuda":
             torch.cuda.set_device(self.rank % torch.cuda.device_count())
 
-    def say(self, words: str) -> None:
+    def mark_started(self) -> None:
+        """Record that this rank runs; it may take a while until it joins the group."""
+        self.store.set(f"started/{self.rank}", "")
+
+    def not_started(self) -> list[int]:
+        """Return the other ranks without a start mark."""
+        return [rank for rank in range(self.count) if rank != self.rank and not self.store.check([f"started/{rank}"])]
+
+    def store_error(self, text: str) -> None:
         """Store an error message of this rank, replacing the previous one."""
         with suppress(RuntimeError):
-            self.store.set(f"said/{self.rank}", words)
+            self.store.set(f"error/{self.rank}", text)
 
-    def silent(self) -> dict[int, str]:
+    def lost_ranks(self) -> dict[int, str]:
         """Return the lost ranks that left no error message, with their processes and machines.
 
-        Listens for `LISTEN_S` seconds.
+        Takes `HEARTBEAT_TIMEOUT_S` seconds.
         """
-        before = self._pulses()
-        time.sleep(LISTEN_S)
-        after = self._pulses()
+        before = self._heartbeats()
+        time.sleep(HEARTBEAT_TIMEOUT_S)
+        after = self._heartbeats()
         return {
             rank: who
             for rank, (num, who) in before.items()
-            if after.get(rank, (num, who))[0] == num and not self._text(f"said/{rank}")
+            if after.get(rank, (num, who))[0] == num and not self._text(f"error/{rank}")
         }
 
-    def words(self) -> str:
+    def errors(self) -> str:
         """Return the stored error messages with their ranks; empty if there are none."""
-        said = {rank: self._text(f"said/{rank}") for rank in range(self.count) if rank != self.rank}
-        return "; ".join(f"rank {rank}: {words}" for rank, words in said.items() if words)
+        texts = {rank: self._text(f"error/{rank}") for rank in range(self.count) if rank != self.rank}
+        return "; ".join(f"rank {rank}: {text}" for rank, text in texts.items() if text)
 
-    def _live(self) -> None:
+    def _send_heartbeats(self) -> None:
         num = 0
         with suppress(RuntimeError):  # the store's host is gone
             while True:
                 num += 1
-                time.sleep(_BEAT_S)
-                self._beat(num)
+                time.sleep(_HEARTBEAT_S)
+                self._send_heartbeat(num)
 
-    def _beat(self, num: int) -> None:
-        self.store.set(f"pulse/{self.rank}", f"{num} {os.getpid()} on {socket.gethostname()}")
+    def _send_heartbeat(self, num: int) -> None:
+        self.store.set(f"heartbeat/{self.rank}", f"{num} {os.getpid()} on {socket.gethostname()}")
 
-    def _pulses(self) -> dict[int, tuple[str, str]]:
+    def _heartbeats(self) -> dict[int, tuple[str, str]]:
         """Return the last heartbeat number of each other rank, with its process and machine."""
-        texts = {rank: self._text(f"pulse/{rank}") for rank in range(self.count) if rank != self.rank}
+        texts = {rank: self._text(f"heartbeat/{rank}") for rank in range(self.count) if rank != self.rank}
         parts = {rank: text.partition(" ") for rank, text in texts.items()}
         return {rank: (num, who) for rank, (num, _, who) in parts.items()}
 
@@ -142,7 +151,20 @@ class Rendezvous:
             return ""
 
 
-def not_met(reason: str) -> LearnerError:
+def destroy_group() -> None:
+    """Destroy torch's default group, if there is one.
+
+    Also clears the sharding cache of DTensor: it holds device meshes, which look up their groups by name.
+    """
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        vars(debug)["_clear_sharding_prop_cache"]()
+
+
+def rendezvous_error(reason: str) -> LearnerError:
     """Return the error for a failed rendezvous."""
     return LearnerError(
         f"The learner's rendezvous failed: {reason}", "If ranks need longer, raise training.learner.rank_timeout_s."

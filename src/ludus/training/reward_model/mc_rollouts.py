@@ -31,7 +31,7 @@ def play_on(session: TrainingSession, records: Sequence[tuple[str, RolloutRecord
     The session's model plays them at `rollout.temperature`. Raises UserError where the world has no such
     task, and WorldError where it does not answer as it did.
     """
-    if session.config.engine.url:
+    if session.config.engine.is_external:
         raise ConfigError(
             "reward_model.rollouts are played by the model that becomes the reward model, in this process.",
             "Leave engine.url out.",

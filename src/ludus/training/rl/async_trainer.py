@@ -50,11 +50,11 @@ async def run(loop: SyncTrainer, done: int, before: StreamState, waiting: Stream
     `before` and `waiting` are the restored stream and the restored leftover episodes. They are dropped if the
     mode does not use them.
     """
-    mode, ledger = loop.session.config.training.mode, loop.sampler.ledger
-    gone = waiting if mode == "async" else before
+    training, ledger = loop.session.config.training, loop.sampler.ledger
+    gone = waiting if training.streams else before
     if gone.num_ended:
         ledger.drop_kept(done + 1, gone.num_ended, TOO_LATE)
-    if mode == "async":
+    if training.streams:
         await AsyncTrainer.of(loop, done, before).run(done, before)
         return
     late = [group.jobs[0] for group in before.groups if group.jobs[0].key.step <= done]
@@ -62,7 +62,7 @@ async def run(loop: SyncTrainer, done: int, before: StreamState, waiting: Stream
     loop.sampler.memory = replace(memory, owed=(*memory.owed, *(job.task.id for job in late)))
     loop.sampler.go_on_with(waiting.groups)
     try:
-        await (loop.run(done) if mode == "sync" else run_one_step(loop, done))
+        await (run_one_step(loop, done) if training.one_step_behind else loop.run(done))
     finally:
         if loop.sampler.partial is not None:
             await loop.sampler.partial.close()

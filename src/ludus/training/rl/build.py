@@ -155,7 +155,7 @@ def check_plays(config: Config, world: World, watch: AuditProgress = UNWATCHED) 
 
     On a Ray cluster the workers check the sandbox, which may be unreachable from this machine.
     """
-    if config.cluster.kind != "ray":
+    if not config.cluster.on_ray:
         check_sandbox(config.sandbox, world)
     check_cheats(config, world, watch)
 
@@ -175,7 +175,7 @@ def check_cache(config: Config) -> None:
     """Raise ConfigError if engine.sleep is set and not supported."""
     if not config.engine.sleep:
         return
-    if config.engine.url:
+    if config.engine.is_external:
         raise ConfigError("engine.sleep needs the embedded engine.", "Unset it or engine.url.")
     if config.training.off_policy:
         raise ConfigError(
@@ -193,11 +193,11 @@ def check_max_requests(config: Config) -> None:
     needed = config.rollout.concurrency * (2 if config.training.streams else 1)
     if not most:
         return
-    if config.engine.url:
+    if config.engine.is_external:
         raise ConfigError(
             "engine.max_requests needs the embedded engine.", "Set it on the server: ludus serve --max-requests."
         )
-    if config.cluster.kind == "none" and most < needed:
+    if not config.cluster.enabled and most < needed:
         raise ConfigError(
             f"engine.max_requests ({most}) is below the {needed} concurrent requests of this run.",
             "Unset it (an engine in this process has no other clients) or lower rollout.concurrency.",
@@ -292,7 +292,7 @@ def doubts(config: Config) -> list[str]:
             "Asynchronous runs (training.mode = async) are not reproducible: rollout.reproducible "
             "does not fix the order of episodes."
         )
-    if config.training.streams and config.engine.url and config.staleness.kv_cache_on_update == "keep":
+    if config.training.streams and config.engine.is_external and config.staleness.kv_cache_on_update == "keep":
         found.append(
             "Servers manage their own KV cache on weight updates: "
             "staleness.kv_cache_on_update has no effect with an engine.url."

@@ -1,23 +1,19 @@
 """Learner process of a rank other than 0.
 
-python -m ludus.training.rl.rank_worker FOLDER RANK PORT COUNT LIMIT_S KIND PID
-
-Writes a start marker to FOLDER, joins the rendezvous at rank 0's PORT, receives the run's configuration,
-builds the learner and executes broadcast commands until told to stop. Exits when process PID (rank 0) ends,
-even before the rendezvous. Under torchrun `follow_launched` does the same.
+It joins the rendezvous of rank 0, receives the run's configuration, builds the learner and executes broadcast
+commands until `StopRanks`. It exits when rank 0 ends, even before the rendezvous. Under torchrun `follow_launched`
+does the same.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from pathlib import Path
 
 import torch
-from torch import distributed
 
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
@@ -37,9 +33,8 @@ from ludus.training.distributed.launcher import (
     TrainRows,
     TrainValues,
     WorkerRank,
-    here,
 )
-from ludus.training.distributed.rendezvous import Rendezvous
+from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.rl.build import LearnerParts, make_parts
 from ludus.training.rl.weight_sync import probe_logprobs
@@ -54,38 +49,37 @@ _LOOK_S = 1.0
 log = logging.getLogger("ludus.follow")
 
 
-def follow(meeting: Rendezvous, device: torch.device) -> None:
+def follow(rendezvous: Rendezvous, device: torch.device) -> None:
     """Join the other ranks and execute the commands of rank 0."""
     try:
-        meeting.form_group(device)
-        _follow(meeting, device)
+        rendezvous.form_group(device)
+        _follow(rendezvous, device)
     except Exception as error:
-        meeting.say(f"{type(error).__name__}: {error}")
+        rendezvous.store_error(f"{type(error).__name__}: {error}")
         log.error("rank failed: %s: %s", type(error).__name__, error)
         raise
     finally:
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
+        destroy_group()
 
 
-def _follow(meeting: Rendezvous, device: torch.device) -> None:
+def _follow(rendezvous: Rendezvous, device: torch.device) -> None:
     follower = WorkerRank()
-    command = follower.hear()
+    command = follower.receive()
     if not isinstance(command, StartRanks):
         return
     if command.folder.is_dir():  # missing on a machine without the shared disk
-        log_into(RunFolder(command.folder), f"rank {meeting.rank}")
-    log.info("rank %d is ready", os.getpid())
+        log_into(RunFolder(command.folder), f"rank {rendezvous.rank}")
+    log.info("ready (process %d)", os.getpid())
     if command.config.training.learner.shard:
         follower.split_on(device)
     session = open_session(command.config, cold_start(command.config, command.folder))
     learning = make_parts(session, resolve(command.config.algorithm), follower, command.resumed)
-    while not isinstance(heard := follower.hear(), StopRanks):
+    while not isinstance(command := follower.receive(), StopRanks):
         try:
-            obey(heard, session, learning)
+            obey(command, session, learning)
         except LearnerError as error:  # rank 0 raises it as well and handles it
             log.warning("%s", error)
-            meeting.say(str(error))
+            rendezvous.store_error(str(error))
 
 
 def obey(command: object, session: TrainingSession, learning: LearnerParts) -> None:
@@ -121,7 +115,7 @@ def cold_start(config: Config, folder: Path) -> Path | None:
 
 def follow_launched(device: torch.device, limit_s: float) -> None:
     """Run as a rank other than 0 under torchrun. The rendezvous times out after `limit_s`."""
-    follow(Rendezvous.launched(limit_s), device)
+    follow(Rendezvous.from_torchrun(limit_s), device)
 
 
 def _end_with(leader: int) -> None:
@@ -131,14 +125,10 @@ def _end_with(leader: int) -> None:
     os._exit(1)
 
 
-def main(folder: str, rank: str, *where: str) -> None:
-    """Run as a rank other than 0 on this machine, on a device of this kind."""
-    port, count, limit_s, kind, leader = where
+def main(rank: str, port: str, count: str, limit_s: str, kind: str, leader: str) -> None:
+    """Run as `rank` of `count` on a device of this kind; process `leader` holds the store at `port`."""
     threading.Thread(target=_end_with, args=(int(leader),), name="ludus-leader", daemon=True).start()
     hide_progress()
-    (Path(folder) / here(int(rank))).touch()
-    follow(Rendezvous.joined(int(port), int(rank), int(count), float(limit_s)), torch.device(kind))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    rendezvous = Rendezvous.join(int(port), int(rank), int(count), float(limit_s))
+    rendezvous.mark_started()
+    follow(rendezvous, torch.device(kind))

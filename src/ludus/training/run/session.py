@@ -157,7 +157,7 @@ def make_engine(session: TrainingSession) -> Engine:
     """
     if session.config.engine.plugin:
         return engine_plugin(session.config.engine.plugin)(session)
-    if not session.config.engine.url:
+    if not session.config.engine.is_external:
         return local_engine(session)
     try:
         return server_engine(session.config)
@@ -177,11 +177,10 @@ def server_engine(config: Config) -> ServerEngine:
     """
     engine, lora = config.engine, config.model.lora
     scaling = None if lora is None else lora.alpha / lora.rank
-    urls = (engine.url or "").split(",")
     settings = replace(
         server_settings(engine), keeps_adapters=keeps_adapter_versions(config), moves_episodes=config.staleness.moves
     )
-    return ServerEngine(urls, engine.api, settings, lora_scaling=scaling)
+    return ServerEngine(engine.urls, engine.api, settings, lora_scaling=scaling)
 
 
 def server_settings(engine: EngineConfig) -> RemoteEngineSettings:
@@ -224,7 +223,7 @@ def keeps_adapter_versions(config: Config) -> bool:
     Engines of a cluster are updated one by one instead.
     """
     stays = config.training.streams and not config.staleness.in_flight_weight_updates
-    return stays and config.model.lora is not None and config.cluster.kind == "none"
+    return stays and config.model.lora is not None and not config.cluster.enabled
 
 
 def with_adapters(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
