@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ludus.worlds.sql.domains import Column, ColumnKind, Domain
-from ludus.worlds.sql.query import (
+from generators.sql.domains import Column, ColumnKind, Domain
+from generators.sql.query import (
     Aggregate,
     Attribute,
     Best,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from ludus.worlds.sql.domains import Column, ColumnKind, Domain
+from generators.sql.domains import Column, ColumnKind, Domain
 
 Scalar = int | float | str
 Function = Literal["count", "distinct", "sum", "average", "smallest", "largest"]

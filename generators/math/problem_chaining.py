@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from ludus.worlds.math.problems import NamedQuantity, Phrase, WorkedSteps
+from generators.math.drafts import NamedQuantity, Phrase, WorkedSteps
 
 HELD_OUT = frozenset({("numbers", "counting"), ("counting", "geometry"), ("ratios", "numbers")})
 """Pairs of topics that follow each other in the split `composition` only."""

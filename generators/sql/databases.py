@@ -1,14 +1,15 @@
-"""Databases of a domain: names of its tables and columns, and two sets of rows, one of them hidden."""
+"""Databases of a domain: names of the tables and columns, and two sets of rows, one of them hidden."""
 
 from __future__ import annotations
 
 import random
-import sqlite3
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from ludus.worlds.sql.domains import POOLS, Column, ColumnKind, Domain, SqlTable
+from generators.sql.domains import POOLS, Column, ColumnKind, Domain, SqlTable
+from ludus.rewards.code.sql_rows import Cell
+from ludus.worlds.sql.questions import TableData, make_image
 
 TYPES = {ColumnKind.INTEGER: "INTEGER", ColumnKind.REAL: "REAL", ColumnKind.REF: "INTEGER"}
 
@@ -26,43 +27,64 @@ class Naming:
 
 
 @dataclass(frozen=True)
-class DataPair:
-    """Two databases of equal schema: `image` is the one of the task, `hidden` has other rows."""
+class DrawnPair:
+    """Two databases with the same schema: `image` is the one of the task, `hidden` has other rows."""
 
     key: str
     domain: Domain
     naming: Naming
-    image: bytes = field(repr=False)
-    hidden: bytes = field(repr=False)
+    tables: Sequence[TableData] = field(repr=False)
+
+    @cached_property
+    def image(self) -> bytes:
+        """The database of the task."""
+        return make_image(self.tables, plain=False, hidden=False)
+
+    @cached_property
+    def hidden(self) -> bytes:
+        """The hidden database."""
+        return make_image(self.tables, plain=False, hidden=True)
 
 
-def make_pair(domain: Domain, number: int, seed: int, vary_names: bool = True) -> DataPair:
-    """The pair of a domain and a number; equal arguments give equal bytes."""
+def make_pair(domain: Domain, number: int, seed: int = 0) -> DrawnPair:
+    """Return the pair of a domain and a number; equal arguments return equal rows."""
     key = f"{domain.name}-{number}"
-    naming = make_naming(domain, random.Random(f"{seed}/{key}/names") if vary_names else None)
-    images = [make_image(domain, naming, random.Random(f"{seed}/{key}/{part}")) for part in ("shown", "hidden")]
-    return DataPair(key, domain, naming, images[0], images[1])
+    naming = make_naming(domain, random.Random(f"{seed}/{key}/names"))
+    rows = [make_rows(domain, random.Random(f"{seed}/{key}/{part}")) for part in ("shown", "hidden")]
+    return DrawnPair(key, domain, naming, make_tables(domain, naming, rows))
 
 
 def make_naming(domain: Domain, rng: random.Random | None = None) -> Naming:
-    """Names drawn at random, or the first ones."""
+    """Return names drawn at random, or the first ones."""
     tables = {t.id: rng.choice(t.names) if rng else t.id for t in domain.tables}
     columns = {(t.id, c.id): rng.choice(c.names) if rng else c.id for t in domain.tables for c in t.columns}
     return Naming(tables, columns)
 
 
-def make_image(domain: Domain, naming: Naming, rng: random.Random) -> bytes:
-    """The bytes of a database with random rows."""
-    with closing(sqlite3.connect(":memory:")) as connection:
-        counts: dict[str, int] = {}
-        for table in domain.tables:
-            connection.execute(_create(table, naming))
-            counts[table.id] = max(5, round(table.rows * rng.uniform(0.7, 1.3)))
-            rows = _rows(table, counts, rng)
-            marks = ", ".join("?" * len(table.columns))
-            connection.executemany(f"INSERT INTO {naming.tables[table.id]} VALUES ({marks})", rows)
-        connection.commit()
-        return connection.serialize()
+def make_rows(domain: Domain, rng: random.Random) -> dict[str, list[tuple[Cell, ...]]]:
+    """Return random rows of each table."""
+    counts: dict[str, int] = {}
+    found = {}
+    for table in domain.tables:
+        counts[table.id] = max(5, round(table.rows * rng.uniform(0.7, 1.3)))
+        found[table.id] = _rows(table, counts, rng)
+    return found
+
+
+def make_tables(
+    domain: Domain, naming: Naming, rows: Sequence[Mapping[str, Sequence[Sequence[Cell]]]]
+) -> list[TableData]:
+    """Return the tables as data, with the rows of the shown and of the hidden database."""
+    both = (naming, make_naming(domain))
+    return [
+        TableData(
+            names=[one.tables[table.id] for one in both],
+            create=[_create(table, one) for one in both],
+            columns=[[one.column(table.id, column.id) for column in table.columns] for one in both],
+            rows=[part[table.id] for part in rows],
+        )
+        for table in domain.tables
+    ]
 
 
 def _create(table: SqlTable, naming: Naming) -> str:
@@ -80,14 +102,14 @@ def _create(table: SqlTable, naming: Naming) -> str:
     return f"CREATE TABLE {naming.tables[table.id]} ({', '.join(columns)})"
 
 
-def _rows(table: SqlTable, counts: Mapping[str, int], rng: random.Random) -> list[tuple[object, ...]]:
+def _rows(table: SqlTable, counts: Mapping[str, int], rng: random.Random) -> list[tuple[Cell, ...]]:
     """The rows of a table. Some rows that could be referred to are not."""
     count = counts[table.id]
     columns = [_values(column, count, counts, rng) for column in table.columns]
     return list(zip(*columns, strict=True))
 
 
-def _values(column: Column, count: int, counts: Mapping[str, int], rng: random.Random) -> list[object]:
+def _values(column: Column, count: int, counts: Mapping[str, int], rng: random.Random) -> list[Cell]:
     if column.kind is ColumnKind.KEY:
         return list(range(1, count + 1))
     if column.kind is ColumnKind.LABEL:
@@ -101,7 +123,7 @@ def _values(column: Column, count: int, counts: Mapping[str, int], rng: random.R
     return [None if rng.random() < column.nulls else _value(column, weights, rng) for _ in range(count)]
 
 
-def _value(column: Column, weights: list[float], rng: random.Random) -> object:
+def _value(column: Column, weights: list[float], rng: random.Random) -> Cell:
     if column.kind is ColumnKind.CATEGORY:
         return rng.choices(column.values, weights)[0]
     if column.kind is ColumnKind.INTEGER:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ludus.worlds.sql.data import Naming
-from ludus.worlds.sql.domains import ColumnKind, Domain
-from ludus.worlds.sql.query import (
+from generators.sql.databases import Naming
+from generators.sql.domains import ColumnKind, Domain
+from generators.sql.query import (
     Aggregate,
     Attribute,
     Best,
