@@ -33,7 +33,7 @@ from ludus.rewards.math.numeric import Quantity
 from ludus.tools.base import ToolError
 from ludus.tools.calculator import calculate, show
 from ludus.types import Action, Message, StopReason, ToolCall, Trajectory
-from ludus.worlds.math.difficulty_report import copied_rate, head_rate, looks, majority_rate
+from ludus.worlds.math.difficulty_report import copied_rate, head_rate, majority_rate, task_shapes
 from ludus.worlds.math.grader import SYSTEM, answer_text, as_task, is_right, solved
 from ludus.worlds.math.problems import (
     DEFAULT_TOPICS,
@@ -46,7 +46,7 @@ from ludus.worlds.math.problems import (
     select,
     worked,
 )
-from ludus.worlds.math.reasoning_gym import GymJudge
+from ludus.worlds.math.reasoning_gym import GymGrader
 from ludus.worlds.math.records import load_problems
 from ludus.worlds.math.solver import as_program
 from ludus.worlds.math.world import MathSettings, MathWorld, make_math_world
@@ -172,7 +172,7 @@ def test_composition_alone_has_what_is_held_out(tasks):
 
 def test_all_levels_and_topics_are_there_and_really_differ(tasks):
     assert {task.tags["family"] for task in tasks["train"]} == set(DEFAULT_TOPICS)
-    found = variety(looks(tasks["train"]))
+    found = variety(task_shapes(tasks["train"]))
     assert list(found) == [str(level) for level in LEVELS]
     assert found["1"].num_shapes >= 10
     assert found["2"].num_shapes >= 30
@@ -235,7 +235,7 @@ def test_fractions_are_exact_and_units_may_stand():
     answer = answer_text(percent.truth.problem)
     assert solved(percent, answered(f"{answer}%")) == 1
     assert solved(percent, answered(f"{answer} cm")) == 0
-    with pytest.raises(TypeError, match="no truth"):
+    with pytest.raises(TypeError, match="not a truth"):
         is_right("1", None)
 
 
@@ -451,8 +451,8 @@ def test_a_file_of_problems_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "it is no JSON"),
-        ("[]", "no JSON object"),
+        ("{", "it is not JSON"),
+        ("[]", "not a JSON object"),
         ('{"answer": 1}', '"question" is not a text'),
         ('{"question": "a"}', '"answer" is neither'),
         ('{"question": "a", "answer": true}', '"answer" is neither'),
@@ -520,11 +520,11 @@ def test_a_foreign_generator_judges_its_own_problems(gym):
         assert solved(task, answered(f"It is \\boxed{{{task.truth.answer}}}")) == 1
         assert solved(task, answered("many")) == 0
         assert solved(task, answered("1")) == 0
-    assert isinstance(world.tasks("train")[0].truth.judge, GymJudge)
+    assert isinstance(world.tasks("train")[0].truth.grader, GymGrader)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("empty", "stores no answers"), ("generous", "pays for"), ("nothing", "no generator")]
+    ("name", "said"), [("empty", "stores no answers"), ("generous", "accepts"), ("nothing", "no generator")]
 )
 def test_a_foreign_generator_that_cannot_be_trusted_is_refused(gym, name, said):
     with pytest.raises(ConfigError, match=said):
@@ -537,8 +537,8 @@ def test_a_foreign_generator_that_cannot_be_trusted_is_refused(gym, name, said):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"levels": [6]}, "There is no level 6"),
-        ({"topics": ["algebro"]}, "There is no topic 'algebro'"),
+        ({"levels": [6]}, "Unknown level 6"),
+        ({"topics": ["algebro"]}, "Unknown topic 'algebro'"),
         ({"tool": "abacus"}, "env.settings.tool"),
         ({"data": "a", "gym": ["b"]}, "both data and gym"),
         ({"level": 1}, "the nearest is env.settings.levels"),

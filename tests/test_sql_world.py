@@ -30,8 +30,8 @@ from ludus.rewards.base import check_rewards, success
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.sql import questions as data
-from ludus.worlds.sql.difficulty_report import answer_text, looks, majority, no_tool, report, success_by_level
-from ludus.worlds.sql.grader import gives, is_right, make_truth, other_words
+from ludus.worlds.sql.difficulty_report import answer_text, majority, no_tool, report, success_by_level, task_shapes
+from ludus.worlds.sql.grader import gives, is_right, make_truth, paraphrases
 from ludus.worlds.sql.questions import FILES, LEVELS, SPLITS, make_image
 from ludus.worlds.sql.solver import SqlFlaws, SqlSolver
 from ludus.worlds.sql.world import SqlSettings, SqlWorld, make_sql_world
@@ -42,7 +42,7 @@ README = recipe_folder("sql") / "README.md"
 
 
 def shapes_by_level(questions):
-    return {int(level): found.num_shapes for level, found in variety(looks(questions)).items()}
+    return {int(level): found.num_shapes for level, found in variety(task_shapes(questions)).items()}
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +283,7 @@ def test_other_ways_to_write_a_query_are_right_too(questions, drawn):
 def test_a_text_may_stand_in_a_sentence_or_a_box_and_alone_there(questions):
     asked = next(q for q in questions if q.kind == "value" and isinstance(q.rows[0][0], str))
     truth, text = make_truth(asked), asked.rows[0][0]
-    for right in (text, f"The answer is {text}.", f"It is \\boxed{{{text}}}.", *other_words(truth)):
+    for right in (text, f"The answer is {text}.", f"It is \\boxed{{{text}}}.", *paraphrases(truth)):
         assert is_right(right, truth)
     for wrong in (f"The answer is not {text}", f"It is {text}.", f"\\boxed{{{text}}} or \\boxed{{none}}"):
         assert not is_right(wrong, truth)

@@ -23,7 +23,7 @@ from ludus.tools.calculator import exact_calculator_tool
 from ludus.tools.python import python_tool
 from ludus.types import Message, Task
 from ludus.worlds.math import reasoning_gym, records
-from ludus.worlds.math.grader import Solution, as_task, math_rewards, opening, other_words
+from ludus.worlds.math.grader import Solution, as_task, math_rewards, opening, paraphrases
 from ludus.worlds.math.problems import DEFAULT_TOPICS, LEVELS, SPLITS, TOPICS, MathProblem, draw_forever, select
 from ludus.worlds.math.solver import ToolName, guess, solve
 
@@ -145,7 +145,7 @@ class MathWorld(World):
 
     def paraphrases(self, task: Task) -> Sequence[str]:
         """Return the right answer in other notations; empty if the steps are unknown."""
-        return other_words(task.truth.problem) if isinstance(task.truth, Solution) else ()
+        return paraphrases(task.truth.problem) if isinstance(task.truth, Solution) else ()
 
     @property
     def _generated(self) -> bool:
@@ -170,11 +170,10 @@ class MathWorld(World):
 def make_math_world(settings: Mapping[str, object], limits: ToolLimits) -> MathWorld:
     """Build the world (the registered factory). Raises ConfigError for invalid settings."""
     chosen = read_settings(MathSettings, settings)
-    if odd := [level for level in chosen.levels if level not in LEVELS]:
-        raise ConfigError(f"There is no level {odd[0]} (env.settings.levels).", "Levels are 1 to 5.")
-    if strange := [topic for topic in chosen.topics if topic not in TOPICS]:
-        known = ", ".join(TOPICS)
-        raise ConfigError(f"There is no topic {strange[0]!r} (env.settings.topics).", f"Topics: {known}.")
+    if unknown := [level for level in chosen.levels if level not in LEVELS]:
+        raise ConfigError(f"Unknown level {unknown[0]} (env.settings.levels).", "Levels are 1 to 5.")
+    if other := [topic for topic in chosen.topics if topic not in TOPICS]:
+        raise ConfigError(f"Unknown topic {other[0]!r} (env.settings.topics).", f"Topics: {', '.join(TOPICS)}.")
     if chosen.data is not None and chosen.gym:
         raise ConfigError("env.settings has both data and gym.", "Choose one of them.")
     world = MathWorld(chosen, limits)

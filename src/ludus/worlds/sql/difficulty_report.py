@@ -27,7 +27,7 @@ def answer_text(question: SqlQuestion) -> str:
     return question.sql if question.kind == "query" else str(question.rows[0][0])
 
 
-def looks(questions: Sequence[SqlQuestion]) -> list[TaskShape]:
+def task_shapes(questions: Sequence[SqlQuestion]) -> list[TaskShape]:
     """Return what distinguishes each question."""
     return [TaskShape(str(one.level), one.text, one.shape) for one in questions]
 
@@ -40,8 +40,8 @@ def majority(train: Sequence[SqlQuestion]) -> Guess:
 
 def no_tool(train: Sequence[SqlQuestion]) -> Guess:
     """Return a baseline that answers without looking at the database."""
-    commonest = majority(train)
-    return lambda question: question.data["queries"][1] if question.kind == "query" else commonest(question)
+    most_frequent = majority(train)
+    return lambda question: question.data["queries"][1] if question.kind == "query" else most_frequent(question)
 
 
 def success_by_level(questions: Sequence[SqlQuestion], guess: Guess) -> Mapping[int, float]:
@@ -56,7 +56,7 @@ def report(world: SqlWorld) -> str:
     """Return a table by level: tasks, distinct shapes, and the success of the baselines on the split `test`."""
     splits = world.questions
     every = list(chain.from_iterable(splits.values()))
-    found = variety(looks(every))
+    found = variety(task_shapes(every))
     blind = success_by_level(splits["test"], no_tool(splits["train"]))
     common = success_by_level(splits["test"], majority(splits["train"]))
     lines = ["level  tasks  shapes  no tool  majority"]

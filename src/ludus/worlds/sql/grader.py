@@ -122,7 +122,7 @@ def gold_rows_found(task: Task, trajectory: Trajectory) -> Progress:
     return Progress(reached, 1)
 
 
-def other_words(truth: SqlTruth) -> tuple[str, ...]:
+def paraphrases(truth: SqlTruth) -> tuple[str, ...]:
     """Return other forms of the right answer: another query with the same rows, or the value in another notation."""
     if isinstance(truth.value, Quantity):
         number = truth.value.value

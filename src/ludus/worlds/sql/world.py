@@ -22,7 +22,7 @@ from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.tools.base import Tool
 from ludus.tools.sql import Database, SqlLimits, schema_tool, sql_tool
 from ludus.types import Message, Task
-from ludus.worlds.sql.grader import SqlTruth, gold_rows_found, make_truth, other_words, result_set, shown_rows, was_run
+from ludus.worlds.sql.grader import SqlTruth, gold_rows_found, make_truth, paraphrases, result_set, shown_rows, was_run
 from ludus.worlds.sql.questions import (
     DOMAINS,
     MOST_DATABASES,
@@ -160,7 +160,7 @@ class SqlWorld(World):
 
     def paraphrases(self, task: Task) -> Sequence[str]:
         """Return other queries with the same rows, or the value in other notations."""
-        return other_words(truth_of(task, SqlTruth))
+        return paraphrases(truth_of(task, SqlTruth))
 
     def texts(self) -> Iterator[str]:
         """Yield descriptions of the databases, then dialogues as text, to train a tokenizer on."""
