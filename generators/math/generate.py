@@ -1,4 +1,4 @@
-"""Draws distinct problems, level by level and topic by topic, and sorts them into splits."""
+"""Draw distinct problems by level and topic, and assign them to splits."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ KINDS: Mapping[str, Sequence[ProblemKind | NamedQuantity]] = {
 HELD_OUT_KINDS = frozenset(
     {"third_angle", "handshakes", "series", "before_change", "last_digits", "paths", "frame", "roots"}
 )
-"""Kinds that the split `composition` alone has."""
+"""Kinds that only the split `composition` has."""
 HELD_OUT_LINKS = problem_chaining.HELD_OUT | word_problems.HELD_OUT
 _MOST_DRAWS = 100
-"""Draws of a topic in vain after which it has nothing new to give."""
+"""Consecutive failed draws after which a topic counts as exhausted."""
 
 
 @dataclass(frozen=True)
 class ProblemMaker:
-    """Draws problems of one level and split. Which split a problem is in depends on its steps alone."""
+    """Draws problems of one level and split. The split of a problem depends only on its steps."""
 
     level: int
     split: str
     topics: tuple[str, ...]
 
     def open_topics(self) -> tuple[str, ...]:
-        """Those that have problems of this level and split."""
+        """Return the topics that have problems of this level and split."""
         return tuple(topic for topic in self.topics if self._has(topic))
 
     def draw(self, rng: random.Random, topic: str) -> DrawnProblem | None:
-        """A problem of the topic, or None where the one that was drawn belongs to another split."""
+        """Return a problem of the topic, or None if the drawn one belongs to another split."""
         work = WorkedSteps()
         if topic in KINDS:
             kind = rng.choice(self._kinds(topic))
@@ -80,11 +80,11 @@ _PARTS: Mapping[str, Sequence[NamedQuantity]] = {
     for topic, kinds in KINDS.items()
     if topic not in ("algebra", "expressions")
 }
-"""What links are made of."""
+"""The kinds that links are composed of."""
 
 
 def split_of_problem(problem: DrawnProblem) -> str:
-    """`composition` for what is held out, otherwise by a hash of the steps: 7 : 1 : 2."""
+    """Return `composition` for held-out problems, otherwise a split by a hash of the steps, 7 : 1 : 2."""
     if problem.kind in HELD_OUT_KINDS or problem.links & HELD_OUT_LINKS:
         return "composition"
     digest = hashlib.sha256("\n".join(problem.steps).encode()).digest()[0] / 256
@@ -94,9 +94,9 @@ def split_of_problem(problem: DrawnProblem) -> str:
 def make_problems(
     split: str, num: int, levels: Sequence[int], topics: Sequence[str], seed: int
 ) -> tuple[DrawnProblem, ...]:
-    """Distinct problems, levels and topics in turn; no two have the same steps.
+    """Return problems with distinct steps, levels and topics in turn; fewer if a held-out split has fewer.
 
-    Raises ConfigError where the levels and topics do not have that many, or have none in the split.
+    Raises ConfigError if there are too few for training.
     """
     streams = []
     seen: set[tuple[str, ...]] = set()
@@ -118,7 +118,7 @@ def make_problems(
 
 
 def _stream(maker: ProblemMaker, rng: random.Random, seen: set[tuple[str, ...]]) -> Iterator[DrawnProblem]:
-    """Problems with steps that are not in `seen`, topics in turn, until no topic has any."""
+    """Yield problems with steps that are not in `seen`, topics in turn, until all topics are exhausted."""
     topics = list(maker.open_topics())
     while topics:
         for topic in tuple(topics):

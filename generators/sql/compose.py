@@ -43,7 +43,7 @@ from ludus.worlds.sql.questions import QuestionData, Table
 MOST_ROWS = 60
 ATTEMPTS = 400
 LEAST_VALUE = 10
-"""A number below this is too easily guessed to be asked for by itself."""
+"""Minimum of a number whose value may be the answer; smaller ones are guessed too easily."""
 HELD_OUT: tuple[frozenset[str], ...] = tuple(
     frozenset(pair.split("+"))
     for pair in (
@@ -52,7 +52,7 @@ HELD_OUT: tuple[frozenset[str], ...] = tuple(
         *("versus+top", "per row+one of", "having+top", "set+joined", "best+above"),
     )
 )
-"""Pairs of features that no question of training, validation or test has together."""
+"""Pairs of features that occur together only in the split `composition`."""
 TOKEN = re.compile(r"'(?:[^']|'')*'|\d+(?:\.\d+)?|\w+|<>|<=|>=|\S")
 WORDS = frozenset(
     re.findall(
@@ -101,7 +101,7 @@ def forgetful(plan: QueryPlan) -> Iterator[QueryPlan]:
 
 
 def shape_of(sql: str) -> str:
-    """A query with every identifier as `x`, every text as `s` and every number as `n`."""
+    """Return a query with identifiers replaced by `x`, texts by `s` and numbers by `n`."""
     return " ".join(_blot(token) for token in TOKEN.findall(sql)).replace("x . x", "x")
 
 
@@ -114,7 +114,7 @@ def _blot(token: str) -> str:
 
 
 def features(plan: QueryPlan) -> frozenset[str]:
-    """What a question is made of, as names that `HELD_OUT` pairs."""
+    """Return the features of a question, as named in `HELD_OUT`."""
     found = {"joined"} if any(a.path for a in plan.attributes) else set()
     found.update(_head_features(plan.head))
     for condition in plan.conditions:
@@ -146,13 +146,13 @@ def _head_features(head: Head) -> Iterator[str]:
 
 
 def is_held_out(plan: QueryPlan) -> bool:
-    """Whether a plan belongs to the split `composition`."""
+    """Return whether a plan belongs to the split `composition`."""
     found = features(plan)
     return any(pair <= found for pair in HELD_OUT)
 
 
 class Bench:
-    """Open connections to both databases of a pair, for composing questions. Not for a policy's queries."""
+    """Open connections to both databases of a pair, only for trusted queries."""
 
     def __init__(self, pair: DrawnPair) -> None:
         self.pair = pair
@@ -171,18 +171,18 @@ class Bench:
         return [value for (value,) in found]
 
     def run(self, plan: QueryPlan) -> tuple[Table, Table]:
-        """The rows of a plan on the shown and the hidden database."""
+        """Return the rows of a plan on the shown and the hidden database."""
         sql = to_sql(plan, self.pair.naming)
         return tuple(self._shown.execute(sql)), tuple(self._hidden.execute(sql))
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         self._shown.close()
         self._hidden.close()
 
 
 def check(plan: QueryPlan, bench: Bench) -> tuple[Table, Table] | None:
-    """The rows of a sound question on both databases, or None where it is not sound."""
+    """Return the rows of a valid question on both databases, or None if it is invalid."""
     shown, hidden = bench.run(plan)
     ordered = plan.order is not None
     if not all(_presentable(rows) for rows in (shown, hidden)) or _same(shown, hidden, ordered=False):
@@ -190,8 +190,8 @@ def check(plan: QueryPlan, bench: Bench) -> tuple[Table, Table] | None:
     if plan.order and not _untied(plan, bench):
         return None
     for other in weakened(plan):
-        told = bench.run(other)
-        if all(_same(a, b, ordered) for a, b in zip(told, (shown, hidden), strict=True)):
+        found = bench.run(other)
+        if all(_same(a, b, ordered) for a, b in zip(found, (shown, hidden), strict=True)):
             return None
     return shown, hidden
 
@@ -201,12 +201,12 @@ def _same(rows: Table, others: Table, ordered: bool) -> bool:
 
 
 def _presentable(rows: Table) -> bool:
-    """Neither empty nor long, and no column empty."""
+    """Return whether there are some rows, not too many, and no empty column."""
     return 0 < len(rows) <= MOST_ROWS and all(set(column) != {None} for column in zip(*rows, strict=True))
 
 
 def _untied(plan: QueryPlan, bench: Bench) -> bool:
-    """Whether the rows have one order, up to the first that is left out, and are several."""
+    """Return whether there are several rows in a unique order, up to the first row beyond the limit."""
     assert plan.order is not None
     limit = plan.order.limit
     for rows in bench.run(replace(plan, order=replace(plan.order, limit=None))):
@@ -217,7 +217,7 @@ def _untied(plan: QueryPlan, bench: Bench) -> bool:
 
 
 def weakened(plan: QueryPlan) -> Iterator[QueryPlan]:
-    """The plan with one part left out or turned round, for each part that a careless reader may miss."""
+    """Yield the plan with one part removed or reversed, for each part that a careless reader may miss."""
     yield from (less for less in forgetful(plan) if less.order == plan.order)
     if plan.order:
         yield replace(plan, order=replace(plan.order, descending=not plan.order.descending))
@@ -251,7 +251,7 @@ def _weakened_head(plan: QueryPlan) -> Iterator[QueryPlan]:
 
 
 def _simpler(condition: Test | Versus | Children) -> Versus | Children | None:
-    """A condition that holds a condition, without it."""
+    """Return a condition without the condition nested in it, or None."""
     if isinstance(condition, Versus) and condition.same:
         return replace(condition, same=None)
     if isinstance(condition, Children) and condition.test:

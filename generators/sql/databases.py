@@ -16,13 +16,13 @@ TYPES = {ColumnKind.INTEGER: "INTEGER", ColumnKind.REAL: "REAL", ColumnKind.REF:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """What a database calls its tables and columns, by their ids."""
+    """Names of the tables and columns of a database by their ids."""
 
     tables: Mapping[str, str]
     columns: Mapping[tuple[str, str], str]
 
     def column(self, table: str, column: str) -> str:
-        """The name of a column."""
+        """Return the name of a column."""
         return self.columns[table, column]
 
 
@@ -103,7 +103,7 @@ def _create(table: SqlTable, naming: Naming) -> str:
 
 
 def _rows(table: SqlTable, counts: Mapping[str, int], rng: random.Random) -> list[tuple[Cell, ...]]:
-    """The rows of a table. Some rows that could be referred to are not."""
+    """Return the rows of a table. Some rows of other tables stay without references."""
     count = counts[table.id]
     columns = [_values(column, count, counts, rng) for column in table.columns]
     return list(zip(*columns, strict=True))
