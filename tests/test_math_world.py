@@ -11,7 +11,7 @@ from itertools import islice
 from math import comb, factorial, gcd, lcm, perm
 
 import pytest
-from generators.math.__main__ import as_text, draw, row
+from generators.math.__main__ import as_text, draw, draw_demonstrations, row
 from generators.math.drafts import WorkedSteps
 from generators.math.generate import HELD_OUT_KINDS, HELD_OUT_LINKS, KINDS, make_problems, split_of_problem
 
@@ -33,6 +33,7 @@ from ludus.rewards.math.numeric import Quantity
 from ludus.tools.base import ToolError
 from ludus.tools.calculator import calculate, show
 from ludus.types import Action, Message, StopReason, ToolCall, Trajectory
+from ludus.worlds.math import problems
 from ludus.worlds.math.difficulty_report import copied_rate, head_rate, majority_rate, task_shapes
 from ludus.worlds.math.grader import SYSTEM, answer_text, as_task, is_right, solved
 from ludus.worlds.math.problems import (
@@ -145,6 +146,18 @@ def test_the_data_is_what_the_generator_draws(selection):
     assert json.loads(lines[0]) == row(drawn["train"][0])
 
 
+def test_the_demonstrations_of_the_recipe_are_drawn_in_several_phrasings():
+    world = make_math_world({"levels": RECIPE_LEVELS, "topics": RECIPE_TOPICS, "tool": "none"}, ToolLimits())
+    shown = {one.messages[1]["content"] for one in islice(world.demonstrations(0), 3000)}
+    held_out = {task.prompt[-1]["content"] for split in SPLITS[1:] for task in world.tasks(split)}
+    assert len(shown) > 2500
+    assert not shown & held_out
+    drawn = draw_demonstrations(200)
+    lines = [line for topic in RECIPE_TOPICS for line in problems._read("demonstrations.jsonl.xz")["train", 1, topic]]
+    assert {json.dumps(row(one), ensure_ascii=False, separators=(",", ":")) for one in drawn} <= set(lines)
+    assert len({json.loads(line)["question"] for line in lines}) == len(lines) > 25_000
+
+
 def test_expressions_are_drawn_apart():
     drawn = draw(dict.fromkeys(SPLITS, 20), LEVELS, ("expressions",))["train"]
     assert tuple(map(plain, drawn)) == select("train", 20, LEVELS, ("expressions",), 0)
@@ -244,8 +257,7 @@ def _problems(topic):
 
 
 def test_expressions_are_compared_as_expressions():
-    problems = select("train", 4, (3, 4), ("expressions",), 0)
-    for number, problem in enumerate(problems):
+    for number, problem in enumerate(select("train", 4, (3, 4), ("expressions",), 0)):
         task = as_task(problem, "train", number)
         assert isinstance(problem.answer, Expression)
         assert solved(task, answered(problem.answer.gold)) == 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from generators.math.generate import make_problems
+from generators.math.generate import ProblemMaker, make_problems
 from ludus.worlds.math.problems import DEFAULT_TOPICS, LEVELS, RECIPE_LEVELS, RECIPE_TOPICS, SPLITS, MathProblem
 
 OUT = Path(__file__).parents[2] / "src/ludus/worlds/math/data"
@@ -19,6 +20,8 @@ NUM: Mapping[str, int] = {"train": 40_000, "validation": 4_000, "test": 10_000, 
 NUM_EXPRESSIONS: Mapping[str, int] = {"train": 4_000, "validation": 400, "test": 1_000, "composition": 0}
 NUM_RECIPE: Mapping[str, int] = {"train": 9_522, "validation": 539, "test": 1_524, "composition": 2_000}
 """All that exist, except in `composition`."""
+NUM_DEMONSTRATIONS = 150_000
+"""Draws of the problems that the demonstrations of the recipe show, of which distinct questions are written."""
 
 
 def row(problem: MathProblem) -> dict[str, object]:
@@ -42,6 +45,18 @@ def draw(nums: Mapping[str, int], levels: Sequence[int], topics: Sequence[str]) 
     return {split: make_problems(split, nums[split], levels, topics, seed=0) for split in SPLITS}
 
 
+def draw_demonstrations(num: int) -> list[MathProblem]:
+    """Return training problems of the recipe with distinct questions; several may have the same steps."""
+    rng = random.Random("demonstrations")
+    found: dict[str, MathProblem] = {}
+    for place in range(num):
+        maker = ProblemMaker(RECIPE_LEVELS[place % len(RECIPE_LEVELS)], "train", RECIPE_TOPICS)
+        problem = maker.draw(rng, rng.choice(maker.open_topics()))
+        if problem is not None:
+            found.setdefault(problem.question, problem)
+    return list(found.values())
+
+
 def as_text(drawn: Iterable[Mapping[str, Sequence[MathProblem]]]) -> str:
     """Return the lines of a data file: the header, then the problems by split, level and topic."""
     groups: dict[tuple[str, int, str], list[MathProblem]] = defaultdict(list)
@@ -60,6 +75,7 @@ def texts() -> Mapping[str, str]:
     return {
         "problems.jsonl.xz": as_text((default, expressions)),
         "recipe.jsonl.xz": as_text((draw(NUM_RECIPE, RECIPE_LEVELS, RECIPE_TOPICS),)),
+        "demonstrations.jsonl.xz": as_text(({"train": draw_demonstrations(NUM_DEMONSTRATIONS)},)),
     }
 
 

@@ -28,7 +28,7 @@ DEFAULT_TOPICS = ("arithmetic", "ratios", "algebra", "numbers", "counting", "geo
 """`stories` are word problems of several steps, `links` combine numbers of several topics."""
 TOPICS = (*DEFAULT_TOPICS, "expressions")
 RECIPE_LEVELS, RECIPE_TOPICS = (1,), ("arithmetic", "ratios", "algebra", "geometry")
-"""The selection that has a data file for itself, drawn together."""
+"""The selection that has data files for itself: its tasks, and its demonstrations in several phrasings."""
 
 Group = tuple[str, int, str]
 """Split, level and topic."""
@@ -86,7 +86,7 @@ def select(split: str, num: int, levels: Sequence[int], topics: Sequence[str], s
 
     Seeds other than 0 shuffle the problems first. Raises ConfigError if there are too few for training.
     """
-    groups = _read(_file(levels, topics))
+    groups = _read(_file(levels, topics, "recipe"))
 
     def one_level(level: int) -> Iterator[MathProblem]:
         chosen = [(split, level, topic) for topic in dict.fromkeys(topics)]
@@ -106,7 +106,7 @@ def draw_forever(rng: random.Random, levels: Sequence[int], topics: Sequence[str
 
     Raises ConfigError if the topics have no problems of the levels.
     """
-    file = _file(levels, topics)
+    file = _file(levels, topics, "demonstrations")
     groups = [[group for topic in topics if (group := ("train", level, topic)) in _read(file)] for level in levels]
     groups = [of_level for of_level in groups if of_level]
     if not groups:
@@ -127,9 +127,9 @@ def _problems(lines: Sequence[str], group: Group, seed: int) -> Iterator[MathPro
     return (_problem(line, group) for line in lines)
 
 
-def _file(levels: Sequence[int], topics: Sequence[str]) -> str:
+def _file(levels: Sequence[int], topics: Sequence[str], of_recipe: str) -> str:
     recipe = tuple(levels) == RECIPE_LEVELS and tuple(topics) == RECIPE_TOPICS
-    return "recipe.jsonl.xz" if recipe else "problems.jsonl.xz"
+    return f"{of_recipe if recipe else 'problems'}.jsonl.xz"
 
 
 @cache
