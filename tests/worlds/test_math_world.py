@@ -11,6 +11,9 @@ from itertools import islice
 from math import comb, factorial, gcd, lcm, perm
 
 import pytest
+from generators.math.__main__ import as_text, draw, draw_demonstrations, row
+from generators.math.drafts import WorkedSteps
+from generators.math.generate import HELD_OUT_KINDS, HELD_OUT_LINKS, KINDS, make_problems, split_of_problem
 
 from chat_families import byte_level
 from ludus.chat.parse_tags import RETOOL
@@ -30,22 +33,23 @@ from ludus.rewards.math.numeric import Quantity
 from ludus.tools.base import ToolError
 from ludus.tools.calculator import calculate, show
 from ludus.types import Action, Message, StopReason, ToolCall, Trajectory
-from ludus.worlds.math.difficulty_report import copied_rate, head_rate, looks, majority_rate
-from ludus.worlds.math.generate import (
-    DEFAULT_TOPICS,
-    HELD_OUT_KINDS,
-    HELD_OUT_LINKS,
-    KINDS,
-    LEVELS,
-    SPLITS,
-    make_problems,
-    split_of_problem,
-)
+from ludus.worlds.math import problems
+from ludus.worlds.math.difficulty_report import copied_rate, head_rate, majority_rate, task_shapes
 from ludus.worlds.math.grader import SYSTEM, answer_text, as_task, is_right, solved
-from ludus.worlds.math.problems import WorkedSteps, worked
-from ludus.worlds.math.reasoning_gym import GymJudge
+from ludus.worlds.math.problems import (
+    DEFAULT_TOPICS,
+    LEVELS,
+    RECIPE_LEVELS,
+    RECIPE_TOPICS,
+    SPLITS,
+    TOPICS,
+    MathProblem,
+    select,
+    worked,
+)
+from ludus.worlds.math.reasoning_gym import GymGrader
 from ludus.worlds.math.records import load_problems
-from ludus.worlds.math.tools import as_program
+from ludus.worlds.math.solver import as_program
 from ludus.worlds.math.world import MathSettings, MathWorld, make_math_world
 
 NUM = 400
@@ -126,10 +130,53 @@ def test_tasks_are_distinct_and_the_same_again(world, tasks, everything):
     assert [len(tasks[split]) for split in SPLITS] == [400, 40, 100, 80]
 
 
-def test_composition_alone_has_what_is_held_out(tasks):
+def plain(problem):
+    """A drawn problem as the data file has it."""
+    return MathProblem(*(getattr(problem, name) for name in MathProblem.__slots__))
+
+
+@pytest.mark.parametrize("selection", [(LEVELS, DEFAULT_TOPICS), (RECIPE_LEVELS, RECIPE_TOPICS)])
+def test_the_data_is_what_the_generator_draws(selection):
+    sizes = {"train": 300, "validation": 100, "test": 200, "composition": 300}
+    drawn = draw(sizes, *selection)
     for split in SPLITS:
-        for task in tasks[split]:
-            problem = task.truth.problem
+        assert tuple(map(plain, drawn[split])) == select(split, sizes[split], *selection, 0)
+    head, *lines = as_text([drawn]).splitlines()
+    assert sum(count for *_, count in json.loads(head)) == len(lines) == 900
+    assert json.loads(lines[0]) == row(drawn["train"][0])
+
+
+def test_the_demonstrations_of_the_recipe_are_drawn_in_several_phrasings():
+    world = make_math_world({"levels": RECIPE_LEVELS, "topics": RECIPE_TOPICS, "tool": "none"}, ToolLimits())
+    shown = {one.messages[1]["content"] for one in islice(world.demonstrations(0), 3000)}
+    held_out = {task.prompt[-1]["content"] for split in SPLITS[1:] for task in world.tasks(split)}
+    assert len(shown) > 2500
+    assert not shown & held_out
+    drawn = draw_demonstrations(200)
+    lines = [line for topic in RECIPE_TOPICS for line in problems._read("demonstrations.jsonl.xz")["train", 1, topic]]
+    assert {json.dumps(row(one), ensure_ascii=False, separators=(",", ":")) for one in drawn} <= set(lines)
+    assert len({json.loads(line)["question"] for line in lines}) == len(lines) > 25_000
+
+
+def test_expressions_are_drawn_apart():
+    drawn = draw(dict.fromkeys(SPLITS, 20), LEVELS, ("expressions",))["train"]
+    assert tuple(map(plain, drawn)) == select("train", 20, LEVELS, ("expressions",), 0)
+
+
+def test_every_topic_has_problems_at_its_levels_and_a_seed_chooses_others():
+    for topic in TOPICS:
+        levels = {"expressions": (2, 3, 4, 5), "links": (3, 4, 5)}.get(topic, LEVELS)
+        found = [select("train", 5 * len(levels), levels, (topic,), seed) for seed in (0, 1, 2)]
+        assert found[0] != found[1] != found[2] != found[0]
+        assert all({one.topic for one in own} == {topic} for own in found)
+        assert all({one.level for one in own} == set(levels) for own in found)
+
+
+def test_composition_alone_has_what_is_held_out(tasks):
+    drawn = draw({split: len(tasks[split]) for split in SPLITS}, LEVELS, DEFAULT_TOPICS)
+    for split in SPLITS:
+        assert [task.truth.problem for task in tasks[split]] == list(map(plain, drawn[split]))
+        for problem in drawn[split]:
             held_out = problem.kind in HELD_OUT_KINDS or bool(problem.links & HELD_OUT_LINKS)
             assert held_out == (split == "composition")
     kinds = {task.tags["kind"] for task in tasks["composition"]}
@@ -138,7 +185,7 @@ def test_composition_alone_has_what_is_held_out(tasks):
 
 def test_all_levels_and_topics_are_there_and_really_differ(tasks):
     assert {task.tags["family"] for task in tasks["train"]} == set(DEFAULT_TOPICS)
-    found = variety(looks(tasks["train"]))
+    found = variety(task_shapes(tasks["train"]))
     assert list(found) == [str(level) for level in LEVELS]
     assert found["1"].num_shapes >= 10
     assert found["2"].num_shapes >= 30
@@ -161,6 +208,8 @@ def test_what_the_head_can_do_is_what_the_page_says():
 
 
 def test_more_problems_than_there_are_is_said():
+    with pytest.raises(ConfigError, match="different problems for training, not 5000"):
+        select("train", 5000, (1,), ("counting",), 0)
     with pytest.raises(ConfigError, match="different problems for training, not 5000"):
         make_problems("train", 5000, (1,), ("counting",), 0)
 
@@ -199,17 +248,16 @@ def test_fractions_are_exact_and_units_may_stand():
     answer = answer_text(percent.truth.problem)
     assert solved(percent, answered(f"{answer}%")) == 1
     assert solved(percent, answered(f"{answer} cm")) == 0
-    with pytest.raises(TypeError, match="no truth"):
+    with pytest.raises(TypeError, match="not a truth"):
         is_right("1", None)
 
 
 def _problems(topic):
-    return make_problems("train", 30, (2, 3), (topic,), 0)
+    return select("train", 30, (2, 3), (topic,), 0)
 
 
 def test_expressions_are_compared_as_expressions():
-    problems = make_problems("train", 4, (3, 4), ("expressions",), 0)
-    for number, problem in enumerate(problems):
+    for number, problem in enumerate(select("train", 4, (3, 4), ("expressions",), 0)):
         task = as_task(problem, "train", number)
         assert isinstance(problem.answer, Expression)
         assert solved(task, answered(problem.answer.gold)) == 1
@@ -384,7 +432,7 @@ def test_demonstrations_have_habits_and_never_show_a_held_out_problem(world, tas
     assert not held_out & {one.messages[1]["content"] for one in shown}
     guessing = sum(not any(m["role"] == "tool" for m in one.messages) for one in shown)
     assert 10 < guessing < 75
-    assert all(split_of_problem(task.truth.problem) == "test" for task in tasks["test"])
+    assert all(split_of_problem(problem) == "test" for problem in make_problems("test", 50, LEVELS, DEFAULT_TOPICS, 0))
     flawless = MathWorld(MathSettings(tool="calculator", habit=0.0))
     for one in islice(flawless.demonstrations(0), 50):
         assert one.messages[-2]["content"] == one.messages[-1]["content"]
@@ -415,8 +463,8 @@ def test_a_file_of_problems_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "it is no JSON"),
-        ("[]", "no JSON object"),
+        ("{", "it is not JSON"),
+        ("[]", "not a JSON object"),
         ('{"answer": 1}', '"question" is not a text'),
         ('{"question": "a"}', '"answer" is neither'),
         ('{"question": "a", "answer": true}', '"answer" is neither'),
@@ -484,11 +532,11 @@ def test_a_foreign_generator_judges_its_own_problems(gym):
         assert solved(task, answered(f"It is \\boxed{{{task.truth.answer}}}")) == 1
         assert solved(task, answered("many")) == 0
         assert solved(task, answered("1")) == 0
-    assert isinstance(world.tasks("train")[0].truth.judge, GymJudge)
+    assert isinstance(world.tasks("train")[0].truth.grader, GymGrader)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("empty", "stores no answers"), ("generous", "pays for"), ("nothing", "no generator")]
+    ("name", "said"), [("empty", "stores no answers"), ("generous", "accepts"), ("nothing", "no generator")]
 )
 def test_a_foreign_generator_that_cannot_be_trusted_is_refused(gym, name, said):
     with pytest.raises(ConfigError, match=said):
@@ -501,8 +549,8 @@ def test_a_foreign_generator_that_cannot_be_trusted_is_refused(gym, name, said):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"levels": [6]}, "There is no level 6"),
-        ({"topics": ["algebro"]}, "There is no topic 'algebro'"),
+        ({"levels": [6]}, "Unknown level 6"),
+        ({"topics": ["algebro"]}, "Unknown topic 'algebro'"),
         ({"tool": "abacus"}, "env.settings.tool"),
         ({"data": "a", "gym": ["b"]}, "both data and gym"),
         ({"level": 1}, "the nearest is env.settings.levels"),

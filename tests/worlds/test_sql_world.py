@@ -12,6 +12,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise
 
 import pytest
+from generators.sql.__main__ import databases_text, draw, draw_pairs, questions_text
+from generators.sql.compose import HELD_OUT, MOST_ROWS, features, forgetful, shape_of, weakened
+from generators.sql.databases import Naming, make_rows, make_tables
+from generators.sql.domains import DOMAINS, ColumnKind
+from generators.sql.query import Attribute, Listing, QueryPlan, SortOrder, Test, Versus, level_of, points
+from generators.sql.render import to_sql, to_words
 
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.difficulty_report import variety
@@ -23,14 +29,11 @@ from ludus.recipes import recipe_folder
 from ludus.rewards.base import check_rewards, success
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
-from ludus.worlds.sql.data import Naming, make_image
-from ludus.worlds.sql.difficulty_report import answer_text, looks, majority, no_tool, report, success_by_level
-from ludus.worlds.sql.domains import DOMAINS, ColumnKind
-from ludus.worlds.sql.grader import gives, is_right, make_truth, other_words
-from ludus.worlds.sql.query import Attribute, Listing, QueryPlan, SortOrder, Test, Versus, level_of, points
-from ludus.worlds.sql.render import to_sql, to_words
-from ludus.worlds.sql.solver import SqlFlaws, SqlSolver, blind_query, forgetful
-from ludus.worlds.sql.tasks import HELD_OUT, LEVELS, MOST_ROWS, SPLITS, features, shape_of, weakened
+from ludus.worlds.sql import questions as data
+from ludus.worlds.sql.difficulty_report import answer_text, majority, no_tool, report, success_by_level, task_shapes
+from ludus.worlds.sql.grader import gives, is_right, make_truth, paraphrases
+from ludus.worlds.sql.questions import FILES, LEVELS, SPLITS, make_image
+from ludus.worlds.sql.solver import SqlFlaws, SqlSolver
 from ludus.worlds.sql.world import SqlSettings, SqlWorld, make_sql_world
 
 Test.__test__ = False
@@ -39,13 +42,20 @@ README = recipe_folder("sql") / "README.md"
 
 
 def shapes_by_level(questions):
-    return {int(level): found.num_shapes for level, found in variety(looks(questions)).items()}
+    return {int(level): found.num_shapes for level, found in variety(task_shapes(questions)).items()}
 
 
 @pytest.fixture(scope="module")
 def questions():
     """Every question."""
     return list(chain.from_iterable(WORLD.questions.values()))
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """The questions as they are drawn, by their ids."""
+    found = [question for _, question in draw("default", 600)]
+    return {f"{one.pair.key}:{data.digest(one.sql):016x}": one for one in found}
 
 
 def some(items, num, seed=0):
@@ -66,13 +76,28 @@ def test_every_name_of_every_column_can_be_used_and_none_is_used_twice():
             tables = {t.id: t.names[place] for t in domain.tables}
             columns = {(t.id, c.id): c.names[place] for t in domain.tables for c in t.columns}
             connection = sqlite3.connect(":memory:")
-            connection.deserialize(make_image(domain, Naming(tables, columns), random.Random(place)))
+            rows = make_rows(domain, random.Random(place))
+            connection.deserialize(make_image(make_tables(domain, Naming(tables, columns), [rows]), False, False))
             for (table, _), column in columns.items():
                 connection.execute(f"SELECT {column} FROM {tables[table]} AS a WHERE a.{column} IS NOT NULL")
 
 
-def test_references_lead_to_rows_and_names_are_unique(questions):
-    for pair in {q.pair.key: q.pair for q in questions}.values():
+def test_the_data_is_what_the_generator_draws(drawn):
+    head, *lines = databases_text(databases=1).splitlines()
+    assert [[key, 1] for key in (f"{domain}-0" for domain in data.DOMAINS)] == json.loads(head)
+    assert lines == [line for domain in data.DOMAINS for line in data._read("databases")[f"{domain}-0"]]
+    for name, num in (("default", 50), ("recipe", 40), ("more", 20)):
+        head, *lines = questions_text(name, num).splitlines()
+        each = num // len(FILES[name].levels)
+        assert lines == [line for found in data._read(name).values() for line in found[:each]]
+    own = {q.id: q for found in WORLD.questions.values() for q in found}
+    assert own.keys() == drawn.keys()
+    assert all(own[key].data == {**one.data, "ordered": one.plan.order is not None} for key, one in drawn.items())
+
+
+def test_references_lead_to_rows_and_names_are_unique():
+    for pair in draw_pairs(data.DOMAINS, 2):
+        assert (pair.image, pair.hidden) == (WORLD.pairs[pair.key].image, WORLD.pairs[pair.key].hidden)
         for image in (pair.image, pair.hidden):
             connection = sqlite3.connect(":memory:")
             connection.deserialize(image)
@@ -105,7 +130,7 @@ def test_there_are_many_tasks_of_every_level_and_domain_and_no_two_have_a_shape_
     assert len(questions) >= 500
     assert len({q.shape for q in questions}) == len(questions)
     assert all(number >= 100 for number in shapes_by_level(questions).values())
-    assert {q.pair.domain.name for q in questions} == {d.name for d in DOMAINS}
+    assert {q.pair.key.split("-")[0] for q in questions} == {d.name for d in DOMAINS}
     assert len({q.id for q in questions}) == len(questions)
     assert {q.kind for q in questions} == {"query", "value"}
 
@@ -118,15 +143,15 @@ def test_shapes_leave_nothing_of_names_texts_and_numbers():
     assert shape_of(one) != shape_of(other.replace(">", "<"))
 
 
-def test_the_splits_share_no_shape_and_composition_has_pairs_of_its_own(questions):
+def test_the_splits_share_no_shape_and_composition_has_pairs_of_its_own(drawn):
     shapes = {split: {q.shape for q in WORLD.questions[split]} for split in SPLITS}
     assert all(not shapes[a] & shapes[b] for a in SPLITS for b in SPLITS if a != b)
     assert all(len(found) >= 30 for found in shapes.values())
     assert len({q.level for q in WORLD.questions["composition"]}) == 5
     for split in SPLITS:
-        held = [any(pair <= features(q.plan) for pair in HELD_OUT) for q in WORLD.questions[split]]
+        held = [any(pair <= features(drawn[q.id].plan) for pair in HELD_OUT) for q in WORLD.questions[split]]
         assert all(held) if split == "composition" else not any(held)
-    known = set().union(*(features(q.plan) for q in WORLD.questions["train"]))
+    known = set().union(*(features(drawn[q.id].plan) for q in WORLD.questions["train"]))
     assert set().union(*HELD_OUT) <= known
 
 
@@ -139,14 +164,15 @@ def test_split_by_questions_the_three_share_shapes_and_no_question():
     assert not shapes["composition"] & shapes["train"]
 
 
-def test_gold_results_are_neither_empty_nor_long_and_differ_between_the_databases(questions):
+def test_gold_results_are_neither_empty_nor_long_and_differ_between_the_databases(questions, drawn):
     for question in questions:
         assert 0 < len(question.rows) <= MOST_ROWS
         assert 0 < len(question.hidden_rows) <= MOST_ROWS
         assert question.rows != question.hidden_rows
-        if question.ordered:
-            keys = [row[question.plan.order.column] for row in question.rows]
-            assert keys == sorted(set(keys), reverse=question.plan.order.descending)
+        if question.data["ordered"]:
+            order = drawn[question.id].plan.order
+            keys = [row[order.column] for row in question.rows]
+            assert keys == sorted(set(keys), reverse=order.descending)
 
 
 def test_levels_grow_with_what_is_asked_for():
@@ -231,33 +257,33 @@ def test_nothing_echoes_and_other_answers_earn_nothing(questions):
                 assert not is_right(said, truth), (said, question.sql)
 
 
-def test_a_query_that_leaves_a_part_of_the_question_out_is_wrong(questions):
+def test_a_query_that_leaves_a_part_of_the_question_out_is_wrong(questions, drawn):
     tried = 0
     for question in some([q for q in questions if q.kind == "query"], 200):
-        for plan in weakened(question.plan):
+        for plan in weakened(drawn[question.id].plan):
             tried += 1
-            assert not is_right(to_sql(plan, question.pair.naming), make_truth(question)), question.sql
+            assert not is_right(to_sql(plan, drawn[question.id].pair.naming), make_truth(question)), question.sql
     assert tried > 200
 
 
-def test_other_ways_to_write_a_query_are_right_too(questions):
-    question = next(q for q in questions if q.kind == "query" and len(q.rows) > 1 and not q.ordered)
+def test_other_ways_to_write_a_query_are_right_too(questions, drawn):
+    question = next(q for q in questions if q.kind == "query" and len(q.rows) > 1 and not q.data["ordered"])
     truth = make_truth(question)
     assert is_right(f"```sql\n{question.sql};\n```", truth)
     assert is_right(f"WITH found AS ({question.sql}) SELECT * FROM found ORDER BY 1 DESC", truth)
     assert not is_right(f"The query is {question.sql}", truth)
     assert not is_right(f"SELECT * FROM ({question.sql}) UNION ALL SELECT * FROM ({question.sql})", truth)
     assert not is_right(f"SELECT *, 1 FROM ({question.sql})", truth)
-    ordered = next(q for q in questions if q.kind == "query" and q.ordered)
-    order = replace(ordered.plan.order, descending=not ordered.plan.order.descending)
-    turned = replace(ordered.plan, order=order)
-    assert not is_right(to_sql(turned, ordered.pair.naming), make_truth(ordered))
+    ordered = next(q for q in questions if q.kind == "query" and q.data["ordered"])
+    made = drawn[ordered.id]
+    turned = replace(made.plan, order=replace(made.plan.order, descending=not made.plan.order.descending))
+    assert not is_right(to_sql(turned, made.pair.naming), make_truth(ordered))
 
 
 def test_a_text_may_stand_in_a_sentence_or_a_box_and_alone_there(questions):
     asked = next(q for q in questions if q.kind == "value" and isinstance(q.rows[0][0], str))
     truth, text = make_truth(asked), asked.rows[0][0]
-    for right in (text, f"The answer is {text}.", f"It is \\boxed{{{text}}}.", *other_words(truth)):
+    for right in (text, f"The answer is {text}.", f"It is \\boxed{{{text}}}.", *paraphrases(truth)):
         assert is_right(right, truth)
     for wrong in (f"The answer is not {text}", f"It is {text}.", f"\\boxed{{{text}}} or \\boxed{{none}}"):
         assert not is_right(wrong, truth)
@@ -347,7 +373,7 @@ def test_the_expert_solves_tasks_of_every_level_in_the_real_environment():
         assert all([o.tool for o in t.outcomes] == ["schema", "sql"] for t in played)
 
 
-def test_nothing_that_the_policy_is_shown_depends_on_the_truth_or_the_hidden_rows(questions):
+def test_nothing_that_the_policy_is_shown_depends_on_the_truth_or_the_hidden_rows(questions, drawn):
     tasks = some(WORLD.tasks("test"), 20)
     honest = [expert_player(WORLD, task) for task in tasks]
     play(WORLD, tasks, honest)
@@ -361,7 +387,7 @@ def test_nothing_that_the_policy_is_shown_depends_on_the_truth_or_the_hidden_row
         assert task.tags.keys() == {"split", "family", "answer", "database"}
         _, sql = WORLD.environment(task).tools
         files = sql.function(query="SELECT COUNT(*) AS n FROM sqlite_master WHERE type = 'table'")
-        assert files.split("\n")[1] == str(len(golds[task.id].pair.domain.tables))
+        assert files.split("\n")[1] == str(len(drawn[task.id].pair.domain.tables))
 
 
 def test_rewards_cannot_be_earned_by_their_form():
@@ -400,7 +426,11 @@ def test_baselines_without_the_loop_earn_little(questions):
 def test_with_the_names_of_the_question_no_look_is_needed():
     plain = SqlWorld(SqlSettings(tasks=40, vary_names=False))
     asked = list(chain.from_iterable(plain.questions.values()))
-    assert all(blind_query(q.plan) == q.sql for q in asked)
+    assert all(query == plain for q in asked for query, plain in (q.data["queries"], *q.data["forgetful"]))
+    varied = {q.text: q for found in SqlWorld(SqlSettings(tasks=40)).questions.values() for q in found}
+    assert {q.text: (q.rows, q.hidden_rows) for q in asked} == {t: (q.rows, q.hidden_rows) for t, q in varied.items()}
+    assert all(q.sql == varied[q.text].data["queries"][1] for q in asked)
+    assert any(q.sql != varied[q.text].sql for q in asked)
 
 
 # Demonstrations
@@ -429,7 +459,7 @@ def shown(flaws, num=80):
         yield question, SqlSolver(*WORLD.tools(question.pair.key), flaws).messages(question, rng)
 
 
-def test_the_flaws_come_as_often_as_set():
+def test_the_flaws_come_as_often_as_set(drawn):
     right = [is_right(m[-1]["content"], make_truth(q)) for q, m in shown(SqlFlaws(0, 0, 0))]
     assert all(right)
     slipped = list(shown(SqlFlaws(0, 0, 1)))
@@ -437,11 +467,18 @@ def test_the_flaws_come_as_often_as_set():
     assert all(is_right(m[-1]["content"], make_truth(q)) for q, m in slipped)
     assert all(len(m) == 1 for q, m in shown(SqlFlaws(0, 1, 0)) if q.kind == "query")
     forgot = list(shown(SqlFlaws(1, 0, 0)))
-    could = [(q, m) for q, m in forgot if q.plan.conditions or q.plan.order]
+    could = [(q, m) for q, m in forgot if q.data["forgetful"]]
     assert len(could) > 40
     wrong = [not is_right(m[-1]["content"], make_truth(q)) for q, m in could if q.kind == "query"]
     assert sum(wrong) / len(wrong) > 0.95
-    assert all(forgetful(q.plan, random.Random(0)) == q.plan for q, m in forgot if (q, m) not in could)
+    for question, messages in forgot:
+        plan = drawn[question.id].plan
+        assert len(question.data["forgetful"]) == len(plan.conditions) + (plan.order is not None)
+        assert [to_sql(less, drawn[question.id].pair.naming) for less in forgetful(plan)] == [
+            query for query, _ in question.data["forgetful"]
+        ]
+        if not question.data["forgetful"] and question.kind == "query":
+            assert messages[-1]["content"] == question.sql
 
 
 def test_the_transcript_of_the_readme_is_a_real_one():
@@ -498,7 +535,8 @@ def test_settings_choose_levels_domains_and_answers():
     world = SqlWorld(SqlSettings(tasks=15, levels=(2,), domains=("clinic",), answers="value", per_shape=5))
     asked = list(chain.from_iterable(world.questions.values()))
     assert {q.level for q in asked} == {2}
-    assert {q.pair.domain.name for q in asked} == {"clinic"}
+    assert {q.pair.key for q in asked} <= {"clinic-0", "clinic-1"}
+    assert len(asked) == 15
     assert {q.kind for q in asked} == {"value"}
     assert max(Counter(q.shape for q in asked).values()) <= 5
     none = SqlWorld(SqlSettings(tasks=10, levels=(1,), access="none"))
@@ -513,6 +551,7 @@ def test_the_world_is_made_of_a_configuration_and_mistakes_are_named():
         ({"level": [1]}, "the nearest is env.settings.levels"),
         ({"levels": [6]}, "env.settings.levels.0"),
         ({"domains": []}, "env.settings.domains"),
+        ({"databases": 9}, "less than or equal to 8"),
         ({"well_formed_weight": 0.5}, "less than 0.5"),
     ):
         with pytest.raises(ConfigError) as refusal:

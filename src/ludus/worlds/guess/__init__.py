@@ -1,1 +1,1 @@
-"""Guess a number with comparisons."""
+"""The guess world: find a number by comparisons."""

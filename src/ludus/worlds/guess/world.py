@@ -1,8 +1,8 @@
-"""Guess a number: a small game of many turns, without tools.
+"""The guess world: a small game of many turns without tools.
 
-The environment thinks of a number from a range; the model guesses, and is told "higher" or "lower", until it
-is right or its turns are used up (`rollout.max_turns`). Halving what is left finds one of n numbers in
-`log2(n + 1)` guesses. Each turn earns the share of the search that it did.
+The environment chooses a number from a range; the model guesses, and the reply is "higher" or "lower", until
+the guess is right or `rollout.max_turns` is reached. Bisection finds one of n numbers in `log2(n + 1)` guesses.
+The reward of a turn is its fraction of the search, the logarithm of the reduction of the range.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ SPLITS = {"train": 0.5, "validation": 0.2, "test": 0.3}
 
 
 class GuessSettings(BaseModel):
-    """The world's settings (`env.settings`)."""
+    """Settings of the guess world (`env.settings`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     sizes: tuple[int, ...] = (11, 13, 15)
-    """Numbers in the range of a task."""
+    """Sizes of the ranges of the tasks."""
     composition_size: int = Field(19, ge=3)
-    """The same of the split `composition`: a range that no training task and no demonstration has."""
+    """Size of the ranges of the split `composition`, which no training task and no demonstration has."""
     largest: int = Field(24, ge=7)
-    """No number is above this."""
+    """Largest number."""
     num_tasks: int = Field(1200, ge=10)
-    """Tasks of all splits together."""
+    """Number of tasks of all splits together."""
     flaw: float = Field(0.3, ge=0, le=1)
-    """Share of the guesses in demonstrations that forget one of the bounds."""
+    """Fraction of the guesses in demonstrations that ignore one of the bounds."""
     seed: int = 0
 
 
 def found(task: Task, trajectory: Trajectory) -> float:
-    """1 if the last guess was the number."""
+    """Return 1 if the last guess is the number, else 0."""
     return float(trajectory.stop_reason is StopReason.ANSWERED and trajectory.answer.strip() == task.truth)
 
 
@@ -52,7 +52,7 @@ REWARDS = (Reward("found", found, outcome=True),)
 
 
 class GuessEnv:
-    """One number. A message is a guess; the reply says where the number lies."""
+    """One game. A message is a guess; the reply is "higher" or "lower"."""
 
     tools: Sequence[Tool] = ()
     rewards: Sequence[Reward] = REWARDS
@@ -61,13 +61,13 @@ class GuessEnv:
         self._low = self._high = self._number = self._size = 0
 
     async def start(self, task: Task) -> list[Message]:
-        """The task's own messages."""
+        """Return the prompt of the task."""
         self._low, self._high = (int(task.tags[name]) for name in ("low", "high"))
         self._number, self._size = int(str(task.truth)), self._high - self._low + 1
         return list(task.prompt)
 
     async def step(self, action: Action) -> StepResult:
-        """Higher, lower, or the end; a message that is no number is told so and earns nothing."""
+        """Reply "higher" or "lower", or end the episode. A message without a number has reward 0."""
         text = action.message["content"].strip()
         guess = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else None
         if guess is None:
@@ -86,16 +86,16 @@ class GuessEnv:
         return StepResult((Message(role="user", content=word),), reward=earned)
 
     def anchor(self) -> str:
-        """What is known of the number: turns that begin with the same are compared by `gigpo`."""
+        """Return the remaining range; `gigpo` compares turns with the same one."""
         return f"{self._low}-{self._high}"
 
     async def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there are no resources."""
 
 
 @dataclass(frozen=True)
 class GuessWorld(World):
-    """The world of the game."""
+    """Games of guessing a number."""
 
     task_lists: Mapping[str, Sequence[Task]]
     settings: GuessSettings
@@ -105,44 +105,44 @@ class GuessWorld(World):
 
     @property
     def splits(self) -> Sequence[str]:
-        """The names of the splits."""
+        """Names of the splits."""
         return tuple(self.task_lists)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The tasks of a split."""
+        """Return the tasks of a split."""
         return split_of(self.task_lists, split, self.name)
 
     def environment(self, task: Task) -> GuessEnv:
-        """A fresh game."""
+        """Return a new game."""
         del task
         return GuessEnv()
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """Games of a player who guesses badly, on training tasks."""
+        """Yield games of a flawed player on random training tasks without end."""
         rng = random.Random(f"{self.settings.seed}/{seed}/show")
         while True:
             task = rng.choice(self.task_lists["train"])
-            yield Dialogue(tuple(play_badly(task, rng, self.settings.flaw)), ())
+            yield Dialogue(tuple(flawed_game(task, rng, self.settings.flaw)), ())
 
     def expert(self, task: Task) -> Dialogue:
-        """A game that halves the range with each guess."""
-        return Dialogue(tuple(played(task, lambda low, high: (low + high) // 2)), ())
+        """Return a game played by bisection."""
+        return Dialogue(tuple(play(task, lambda low, high: (low + high) // 2)), ())
 
     def texts(self) -> Iterator[str]:
-        """What is said in games, for a tokenizer of this world's own."""
+        """Yield the messages of games, to train a tokenizer on."""
         for dialogue, _ in zip(self.demonstrations(seed=0), range(2_000), strict=False):
             yield from (message["content"] for message in dialogue.messages)
 
 
 def make_guess_world(settings: Mapping[str, object], limits: ToolLimits) -> GuessWorld:
-    """The world of these settings. Raises ConfigError for settings it does not know."""
+    """Build the world (the registered factory). Raises ConfigError for invalid settings."""
     chosen = read_settings(GuessSettings, settings)
     del limits  # there are no tools
     return GuessWorld(make_tasks(chosen), chosen)
 
 
 def make_tasks(settings: GuessSettings) -> dict[str, list[Task]]:
-    """Distinct (range, number) pairs; which split one is in depends on the pair and the seed alone."""
+    """Return distinct (range, number) pairs by split; equal settings return equal tasks."""
     rng = random.Random(settings.seed)
     lists: dict[str, list[Task]] = {name: [] for name in (*SPLITS, "composition")}
     seen: set[tuple[int, int, int]] = set()
@@ -161,7 +161,7 @@ def make_tasks(settings: GuessSettings) -> dict[str, list[Task]]:
 
 
 def make_task(low: int, size: int, number: int, split: str) -> Task:
-    """The game of one number."""
+    """Return the task of one number."""
     high = low + size - 1
     asked = f"I think of a number from {low} to {high}. Guess it: reply with one number."
     question = Message(role="user", content=asked)
@@ -169,25 +169,25 @@ def make_task(low: int, size: int, number: int, split: str) -> Task:
     return Task(f"{low}-{high}-{number}", (question,), str(number), tags)
 
 
-def play_badly(task: Task, rng: random.Random, flaw: float) -> list[Message]:
-    """A demonstration by somebody who guesses anywhere, and often forgets one of the bounds."""
+def flawed_game(task: Task, rng: random.Random, flaw: float) -> list[Message]:
+    """Return a game with random guesses, which ignore one of the bounds with probability `flaw`."""
     first, last = int(task.tags["low"]), int(task.tags["high"])
 
     def guess(low: int, high: int) -> int:
         forgets = rng.random() < flaw
         return rng.randint(*((low, high) if not forgets else rng.choice(((first, high), (low, last)))))
 
-    return played(task, guess)
+    return play(task, guess)
 
 
-def played(task: Task, guess: Callable[[int, int], int]) -> list[Message]:
-    """The game of a player who guesses so from the lowest and the highest number that are left."""
+def play(task: Task, guess: Callable[[int, int], int]) -> list[Message]:
+    """Return the messages of a game in which `guess` maps the remaining lowest and highest number to a guess."""
     low, high, number = int(task.tags["low"]), int(task.tags["high"]), int(str(task.truth))
     messages = list(task.prompt)
     while True:
-        said = guess(low, high)
-        messages.append(Message(role="assistant", content=str(said)))
-        if said == number:
+        tried = guess(low, high)
+        messages.append(Message(role="assistant", content=str(tried)))
+        if tried == number:
             return messages
-        messages.append(Message(role="user", content="higher" if said < number else "lower"))
-        low, high = (max(low, said + 1), high) if said < number else (low, min(high, said - 1))
+        messages.append(Message(role="user", content="higher" if tried < number else "lower"))
+        low, high = (max(low, tried + 1), high) if tried < number else (low, min(high, tried - 1))

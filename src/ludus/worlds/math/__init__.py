@@ -1,1 +1,1 @@
-"""The math world: problems whose answers are known because they were made, and a tool to work them out."""
+"""The math world: generated problems with known answers, and a tool for the computation."""

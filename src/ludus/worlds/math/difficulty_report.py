@@ -1,4 +1,4 @@
-"""What tasks are like: how many are really different, and what is solved without skill."""
+"""Difficulty report: the variety of the tasks, and the success of baselines without skill."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ if TYPE_CHECKING:
     from ludus.worlds.math.world import MathWorld
 
 
-def looks(tasks: Sequence[Task]) -> list[TaskShape]:
-    """What makes each task different."""
+def task_shapes(tasks: Sequence[Task]) -> list[TaskShape]:
+    """Return what distinguishes each task."""
     problems = [truth_of(task, Solution).problem for task in tasks]
     return [TaskShape(str(one.level), str(one.form), str(one.shape)) for one in problems]
 
 
 def majority_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:
-    """Success of whoever gives the answer that is commonest in training among problems of the same kind and
-    level (of the same level, where training lacks the kind)."""
-    common = _commonest(train)
-    return sum(_gives(task, common[_key(task)] or common[task.tags["level"]]) for task in tasks) / len(tasks)
+    """Return the success of the most frequent training answer of the same kind and level (of the same level if
+    training lacks the kind)."""
+    common = _most_frequent(train)
+    return sum(_is_right(task, common[_key(task)] or common[task.tags["level"]]) for task in tasks) / len(tasks)
 
 
 def copied_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:
-    """Success of whoever copies the number of the question that is most often right in training at its place
-    (first, second, ..., last) for the same kind and level."""
+    """Return the success of copying a number of the question, at the place (first, second, ..., last) that is right
+    most often in training for the same kind and level."""
     places: dict[str, Counter[int]] = defaultdict(Counter)
     for task in train:
         for place in range(-3, 3):
-            places[_key(task)][place] += _gives(task, _number_at(task, place))
-    return sum(_gives(task, _number_at(task, _best(places[_key(task)]))) for task in tasks) / len(tasks)
+            places[_key(task)][place] += _is_right(task, _number_at(task, place))
+    return sum(_is_right(task, _number_at(task, _best(places[_key(task)]))) for task in tasks) / len(tasks)
 
 
 def head_rate(tasks: Sequence[Task]) -> float:
-    """Success without a tool of whoever knows every step, and works in the head: steps that give a whole
-    number below 100 come out right, others do not."""
-    return sum(_in_the_head(truth_of(task, Solution).problem) for task in tasks) / len(tasks)
+    """Return the success of mental arithmetic with known steps: only steps whose results are whole numbers below
+    100 are right."""
+    return sum(_is_mental(truth_of(task, Solution).problem) for task in tasks) / len(tasks)
 
 
-def _in_the_head(problem: MathProblem) -> bool:
+def _is_mental(problem: MathProblem) -> bool:
     values = [value for _, value in worked(problem.steps)]
     easy = all(value.denominator == 1 and abs(value) < 100 for value in values)
     return easy and isinstance(problem.answer, Fraction)
@@ -57,7 +57,7 @@ def _best(places: Counter[int]) -> int:
     return places.most_common(1)[0][0] if places else -1
 
 
-def _commonest(train: Sequence[Task]) -> Mapping[str, str]:
+def _most_frequent(train: Sequence[Task]) -> Mapping[str, str]:
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for task in train:
         answer = answer_text(truth_of(task, Solution).problem)
@@ -76,14 +76,14 @@ def _number_at(task: Task, place: int) -> str:
     return numbers[place] if -len(numbers) <= place < len(numbers) else ""
 
 
-def _gives(task: Task, answer: str) -> bool:
+def _is_right(task: Task, answer: str) -> bool:
     return bool(answer) and is_right(answer, truth_of(task, Solution).right)
 
 
 def report(world: MathWorld) -> str:
-    """The survey of the problems that the world draws, as text."""
+    """Return the report on the generated problems of a world."""
     splits = {split: tasks for split in world.splits if (tasks := world.tasks(split))}
-    table = variety_lines(((split, looks(tasks)) for split, tasks in splits.items()), "questions")
+    table = variety_lines(((split, task_shapes(tasks)) for split, tasks in splits.items()), "questions")
     train = splits.get("train", ())
     rates = (
         (split, (head_rate(tasks), majority_rate(train, tasks), copied_rate(train, tasks)))

@@ -1,4 +1,4 @@
-"""What is right: numbers, expressions, short answers, or what a foreign generator accepts."""
+"""Grading: numbers, expressions, records with a type, and problems of reasoning-gym, which grades them itself."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ SYSTEM = (
     "Solve the problem. End with the answer alone: a number, a fraction in lowest terms like 3/4, or an expression."
 )
 _CLOSE = 1e-9
-"""How far off, relatively, an answer may be that is no whole number."""
+"""Relative tolerance of answers that are not whole numbers."""
 
 
 class MathGrader(Protocol):
-    """Judges an answer by itself."""
+    """Grades answers to one problem."""
 
     def accepts(self, answer: str) -> bool:
-        """Whether the answer is right."""
+        """Return whether the answer is right."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The truth of a generated task: what is right, and the problem that it comes from."""
+    """Truth of a generated task: the right answer and its problem."""
 
     right: Quantity | Expression
     problem: MathProblem
 
 
 def is_right(answer: str, right: object) -> bool:
-    """Whether the answer is right and worked out, by the verifier that fits the truth.
+    """Return whether the answer is right and fully evaluated, by the verifier that fits the truth.
 
-    Raises TypeError for no truth.
+    Raises TypeError for any other type.
     """
     match right:
         case Quantity():
@@ -53,31 +53,31 @@ def is_right(answer: str, right: object) -> bool:
             return is_equal(answer, replace(right, evaluated=True))
         case ExpectedAnswers() | Choice() | Value() | Schema() | MatchState():
             return truth_records.is_right(answer, right)
-    raise TypeError(f"{type(right).__name__} is no truth of this world")
+    raise TypeError(f"{type(right).__name__} is not a truth of this world")
 
 
 def solved(task: Task, trajectory: Trajectory) -> float:
-    """1 if the final answer is right, else 0."""
+    """Return 1 if the final answer is right, else 0."""
     truth = task.truth
     if isinstance(truth, Solution):
         return float(is_right(trajectory.answer, truth.right))
-    if isinstance(truth, Foreign):
-        return float(truth.judge.accepts(trajectory.answer))
+    if isinstance(truth, GymTruth):
+        return float(truth.grader.accepts(trajectory.answer))
     return float(is_right(trajectory.answer, truth))
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """The truth of a task that its own generator judges; `answer` is the one that it stores."""
+class GymTruth:
+    """Truth of a task of reasoning-gym: its own grader and the stored answer."""
 
-    judge: MathGrader
+    grader: MathGrader
     answer: str
 
 
 def math_rewards(well_formed_weight: float) -> tuple[Reward, ...]:
-    """The outcome, and a little for form.
+    """Return the outcome and a small reward for form.
 
-    Form is an episode without a failed call whose answer is right or stands in what a call gave.
+    Form is an episode without a failed call whose answer is right or part of the output of a call.
     """
     return (
         Reward("solved", solved, outcome=True),
@@ -86,7 +86,7 @@ def math_rewards(well_formed_weight: float) -> tuple[Reward, ...]:
 
 
 def opening(question: str, truth: object = None) -> tuple[Message, ...]:
-    """System message and question; the message says what kind of answer the truth is for."""
+    """Return the system message, which depends on the form of the answer, and the question."""
     match truth:
         case Choice():
             system = "Answer the question. End with the letter of the right option alone."
@@ -98,7 +98,7 @@ def opening(question: str, truth: object = None) -> tuple[Message, ...]:
 
 
 def as_task(problem: MathProblem, split: str, number: int) -> Task:
-    """The task of a problem."""
+    """Return the task of a problem."""
     answer = problem.answer
     right = quantity(answer, problem) if isinstance(answer, Fraction) else answer
     tags = {"split": split, "family": problem.topic, "kind": problem.kind, "level": str(problem.level)}
@@ -106,15 +106,15 @@ def as_task(problem: MathProblem, split: str, number: int) -> Task:
 
 
 def quantity(value: Fraction, problem: MathProblem | None = None) -> Quantity:
-    """A number as a truth: exact where it is whole."""
+    """Return a number as a truth, exact if it is whole."""
     units = problem.units if problem else {}
     if value.denominator == 1:
         return Quantity(int(value), relative=0.0, units=units)
     return Quantity(float(value), relative=_CLOSE, units=units)
 
 
-def other_words(problem: MathProblem) -> tuple[str, ...]:
-    """The right answer in other writings: in a box, in LaTeX, in a sentence, with separators or a point."""
+def paraphrases(problem: MathProblem) -> tuple[str, ...]:
+    """Return the right answer in other notations: boxed, in LaTeX, in a sentence, with separators or a point."""
     answer = problem.answer
     if not isinstance(answer, Fraction):
         return rf"\boxed{{{answer.gold}}}", f"The answer is ${answer.gold}$."
@@ -128,5 +128,5 @@ def other_words(problem: MathProblem) -> tuple[str, ...]:
 
 
 def answer_text(problem: MathProblem) -> str:
-    """The right answer as it is written."""
+    """Return the right answer as text."""
     return show(problem.answer) if isinstance(problem.answer, Fraction) else problem.answer.gold

@@ -1,7 +1,7 @@
-"""Problems of the package reasoning-gym (the extra `gym`), which also judges their answers.
+"""Problems of the package reasoning-gym (the extra `gym`), which also grades the answers.
 
-Not all of its generators can be trusted: some store no answer, some refuse their own, some raise, and some
-pay for any text. Each generator is tried before it is used.
+Some of its generators store no answer, reject their own answer, raise, or accept any text. Each generator is
+therefore tested before use.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Protocol
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.answer_extraction import candidates
 from ludus.types import Task
-from ludus.worlds.math.grader import Foreign, opening
+from ludus.worlds.math.grader import GymTruth, opening
 
 SPLITS = ("train", "validation", "test")
 _FULL = 0.99
-"""The score from which an answer counts as right."""
+"""Minimum score of a right answer."""
 _TRIED = 5
-"""Problems on which a generator is tried."""
+"""Number of problems on which a generator is tested."""
 _APART = 10_000_019
-"""Between the seeds of two splits: problem i of seed s is as a rule problem 0 of seed s + i."""
+"""Distance between the seeds of splits; problem i of seed s is usually problem 0 of seed s + i."""
 _SEEDS = 2**31
 _WRONG = ("", "no idea", "The answer is unknown", "-987654321", "?")
 
 
 class Dataset(Protocol):
-    """What a generator of the package is."""
+    """Interface of a generator of the package."""
 
     def __getitem__(self, index: int) -> dict[str, object]: ...
 
@@ -37,27 +37,27 @@ class Dataset(Protocol):
 
 
 @dataclass(frozen=True)
-class GymJudge:
-    """Judges answers to one problem."""
+class GymGrader:
+    """Grades answers to one problem."""
 
     dataset: Dataset
     entry: Mapping[str, object]
 
     def accepts(self, answer: str) -> bool:
-        """Whether the answer, or what it gives as one, has the full score; what raises has not."""
+        """Return whether the text or the answer extracted from it has the full score. Exceptions count as wrong."""
         return any(self._score(one) >= _FULL for one in dict.fromkeys((answer.strip(), *candidates(answer)[:1])))
 
     def _score(self, answer: str) -> float:
         try:
             return float(self.dataset.score_answer(answer, dict(self.entry)))
-        except Exception:  # boundary: foreign code that chokes on the text of an answer
+        except Exception:  # boundary: third-party code may raise on any answer
             return 0.0
 
 
 def gym_tasks(names: Sequence[str], sizes: Mapping[str, int], seed: int) -> dict[str, tuple[Task, ...]]:
-    """So many tasks of each split, of the generators in turn; no question is in two splits.
+    """Return the tasks of each split, generators in turn; no question is in two splits.
 
-    Raises UserError without the package, ConfigError for a generator that is unknown or cannot be trusted.
+    Raises UserError if the package is missing, ConfigError if a generator is unknown or fails its test.
     """
     taken: set[str] = set()
     found: dict[str, tuple[Task, ...]] = {}
@@ -82,13 +82,13 @@ def _of_one(name: str, split: str, num: int, seed: int, taken: set[str]) -> list
         entry = dataset[index]
         question = str(entry["question"])
         if index < _TRIED:
-            _try(name, dataset, entry)
-        judge = GymJudge(dataset, entry)
+            _test(name, dataset, entry)
+        grader = GymGrader(dataset, entry)
         if question in seen or entry["answer"] is None or len(tasks) == num:
             continue
         seen.add(question)
         tags = {"split": split, "family": name}
-        truth = Foreign(judge, str(entry["answer"]))
+        truth = GymTruth(grader, str(entry["answer"]))
         tasks.append(Task(f"{split}:{name}:{index}", opening(question), truth, tags, seed=index))
     return tasks
 
@@ -106,15 +106,15 @@ def _dataset(name: str, size: int, seed: int) -> Dataset:
     return made
 
 
-def _try(name: str, dataset: Dataset, entry: Mapping[str, object]) -> None:
-    judge = GymJudge(dataset, entry)
+def _test(name: str, dataset: Dataset, entry: Mapping[str, object]) -> None:
+    grader = GymGrader(dataset, entry)
     if entry["answer"] is None:
-        raise ConfigError(f"The generator {name!r} stores no answers.", "Leave it out of env.settings.gym.")
-    if not judge.accepts(str(entry["answer"])):
-        raise ConfigError(f"The generator {name!r} refuses its own answer.", "Leave it out of env.settings.gym.")
-    paid = [text for text in _WRONG if judge.accepts(text) and text != entry["answer"]]
-    if paid:
+        raise ConfigError(f"The generator {name!r} stores no answers.", "Remove it from env.settings.gym.")
+    if not grader.accepts(str(entry["answer"])):
+        raise ConfigError(f"The generator {name!r} rejects its own answer.", "Remove it from env.settings.gym.")
+    accepted = [text for text in _WRONG if grader.accepts(text) and text != entry["answer"]]
+    if accepted:
         raise ConfigError(
-            f"The generator {name!r} pays for {paid[0]!r} instead of {str(entry['answer'])[:40]!r}.",
-            "Leave it out of env.settings.gym.",
+            f"The generator {name!r} accepts {accepted[0]!r} instead of {str(entry['answer'])[:40]!r}.",
+            "Remove it from env.settings.gym.",
         )

@@ -1,4 +1,4 @@
-"""Problems of somebody's own: JSON lines with a question and an answer."""
+"""Problems in a user's file: JSON lines with a question and an answer."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from ludus.types import JSON, Task
 from ludus.worlds.math.grader import opening
 
 SPLITS = ("train", "validation", "test")
-_HINT = f'A line is {{"question", "answer"}}, with "split" and "type" ({", ".join(TYPES)}) if you like.'
+_HINT = f'A line is {{"question", "answer"}}, optionally with "split" and "type" ({", ".join(TYPES)}).'
 
 
 class _Fault(Exception):
-    """What is wrong with a record."""
+    """An invalid record."""
 
 
 def load_problems(path: Path) -> dict[str, tuple[Task, ...]]:
-    """The tasks of a file by split.
+    """Return the tasks of a file by split.
 
-    `answer` is what its type asks for (`ludus.rewards.truth_records`); of a text that reasons, what follows
-    "####" or stands in a box. Without "split" a hash of the question decides, 8 : 1 : 1. Raises UserError,
-    with the line, for a record that is none and for a question that was there before, and where a verifier
-    needs an extra that is not installed.
+    `answer` depends on the type (`ludus.rewards.truth_records`); a text with reasoning has its answer after
+    "####" or in a box. Without "split", a hash of the question decides, 8 : 1 : 1. Raises UserError, with the
+    line, for an invalid record or a repeated question, and if a verifier needs an extra that is not installed.
     """
     try:
         lines = json_lines(path.read_text("utf-8"))
@@ -56,9 +55,9 @@ def _record(text: str) -> Mapping[str, JSON]:
     try:
         record = read_json(text)
     except NotJson as error:
-        raise _Fault(f"it is no JSON ({error})") from None
+        raise _Fault(f"it is not JSON ({error})") from None
     if not isinstance(record, dict):
-        raise _Fault("it is no JSON object")
+        raise _Fault("it is not a JSON object")
     return record
 
 

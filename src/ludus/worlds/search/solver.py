@@ -1,7 +1,7 @@
-"""A scripted expert that shows how to search, with flaws in known proportions.
+"""Demonstrations of searches by a scripted expert, with flaws in known proportions.
 
-The flaws are systematic, because noise averages out in training: the model is to learn a habit that falls
-short, so that reinforcement has something to mend.
+The flaws are systematic, because noise averages out in training: the model learns a bad habit that
+reinforcement learning can correct.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ Search = Callable[..., str]
 
 @dataclass(frozen=True, slots=True)
 class SearchFlaws:
-    """How often the expert goes wrong, as probabilities."""
+    """Probabilities of the mistakes of the expert."""
 
     stop_early: float = 0.70
-    """On a question of several hops: answer with what the first hop found."""
+    """On a question of several hops: answer with the value of the first hop."""
     stop_second: float = 0.30
-    """Having gone on after the first of three hops: answer with what the second found."""
+    """On a question of three hops, after the first: answer with the value of the second hop."""
     lazy_query: float = 0.06
-    """On a hop that needs a precise query: search the bare name, answer from a passage that shares words."""
+    """On a hop that needs a precise query: search for the name alone, answer from a passage that shares words."""
     lazy_intersection: float = 0.65
-    """On a question with two conditions: search by one only, and answer from the first passage."""
+    """On a question with two conditions: search for one only, and answer from the first passage."""
     wrong_search: float = 0.05
-    """First search for something that does not help, then start properly."""
+    """First search for an irrelevant word, then proceed correctly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One assistant turn: a search (with a thought before it) or, when `query` is None, the answer."""
+    """One assistant turn: a search with a thought before it, or the answer if `query` is None."""
 
     text: str
     query: str | None = None
@@ -47,7 +47,7 @@ class Turn:
 
 @dataclass
 class SearchSolver:
-    """Writes demonstrations for questions. `search` is the tool's own function."""
+    """Writes demonstrations for questions. `search` is the function of the tool."""
 
     facts: Facts
     search: Search
@@ -63,24 +63,24 @@ class SearchSolver:
             self._values[homonym.country.passage].append(homonym.country.value)
 
     def turns(self, question: SearchQuestion, rng: random.Random) -> list[Turn] | None:
-        """The turns of one dialogue, or None where even a careful search does not find a passage."""
-        return list(self._play(question, rng)) if self._findable(question) else None
+        """Return the turns of one dialogue, or None if the precise queries do not find a passage."""
+        return list(self._write(question, rng)) if self._findable(question) else None
 
     def _findable(self, question: SearchQuestion) -> bool:
         return all(hop.fact.passage in self.search(hop.query, 5) for hop in question.hops)
 
-    def _play(self, question: SearchQuestion, rng: random.Random) -> Iterator[Turn]:
+    def _write(self, question: SearchQuestion, rng: random.Random) -> Iterator[Turn]:
         flaws, hops = self.flaws, question.hops
         if rng.random() < flaws.wrong_search:
-            yield self._look("Find the answer.", hops[-1].relation)
+            yield self._search("Find the answer.", hops[-1].relation)
         if question.family == "intersection" and rng.random() < flaws.lazy_intersection:
-            lazy = self._look("Find the country.", hops[0].subject)
+            lazy = self._search("Find the country.", hops[0].subject)
             yield lazy
             yield Turn(self._first_value(lazy.found, hops[0]))
             return
         for depth, hop in enumerate(hops):
             if hop.query != hop.subject and rng.random() < flaws.lazy_query:
-                lazy = self._look(f"Find the {hop.relation}.", hop.subject)
+                lazy = self._search(f"Find the {hop.relation}.", hop.subject)
                 yield lazy
                 if hop.fact.passage not in lazy.found:
                     yield Turn(self._first_value(lazy.found, hop))
@@ -94,19 +94,19 @@ class SearchSolver:
         yield Turn(hops[-1].fact.value)
 
     def _find(self, hop: Hop) -> Iterator[Turn]:
-        """Search precisely; where the passage is not among the first two, ask for five."""
+        """Search with the precise query; if the passage is not among the first two, request five."""
         thought = f"Find the {hop.relation}."
-        first = self._look(thought, hop.query)
+        first = self._search(thought, hop.query)
         yield first
         if hop.fact.passage not in first.found:
-            yield self._look(thought, hop.query, k=5)
+            yield self._search(thought, hop.query, k=5)
 
-    def _look(self, thought: str, query: str, k: int | None = None) -> Turn:
+    def _search(self, thought: str, query: str, k: int | None = None) -> Turn:
         found = self.search(query) if k is None else self.search(query, k)
         return Turn(thought, query, k, found)
 
     def _first_value(self, found: str, hop: Hop) -> str:
-        """A value that a passage on the result page states, of the first passage that states one."""
+        """Return the value stated by the first passage that states one."""
         for passage in found.split("\n"):
             if self._values.get(passage):
                 return self._values[passage][0]
@@ -114,7 +114,7 @@ class SearchSolver:
 
 
 def to_messages(turns: list[Turn]) -> list[Message]:
-    """The assistant and tool messages of a dialogue."""
+    """Return the assistant and tool messages of a dialogue."""
     messages: list[Message] = []
     for number, turn in enumerate(turns):
         if turn.query is None:

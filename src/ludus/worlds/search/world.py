@@ -1,4 +1,4 @@
-"""The search world: tasks, environment, demonstrations and the two baselines that go without the loop."""
+"""The search world: tasks, environment, demonstrations, and two baselines without tool calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FULL = {
     "once": _ALONE,
     "none": _ALONE,
 }
-"""What the demonstrations teach a small model, in words for a pretrained one."""
+"""Instructions for a pretrained model; a small model learns them from the demonstrations."""
 SIZES = {"train": 24_000, "validation": 1_000, "test": 1_500, "composition": 1_200}
 
 
@@ -50,22 +50,22 @@ class SearchSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     access: Literal["tool", "once", "none"] = "tool"
-    """`tool`: the loop. `once`: passages for the question are in the prompt (RAG). `none`: no passages."""
+    """`tool`: searches in a loop. `once`: passages for the question are in the prompt (RAG). `none`: no passages."""
     instructions: Literal["short", "full"] = "short"
-    """What the prompt says about the task: `full` also says how to search and how to answer, which a
-    pretrained model cannot know and the demonstrations show."""
+    """Instructions in the prompt: `full` also explains how to search and how to answer, for a pretrained model
+    without demonstrations."""
     k: int = Field(2, ge=1, le=10)
-    """Passages that a search returns unless the model asks for another number."""
+    """Default number of passages that a search returns."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
-    """Of an episode without a failed call whose answer was found, or is right; a right answer weighs 1."""
+    """Weight of an episode without a failed call whose answer is right or was found. `exact_match` has 1."""
     method: Literal["bm25", "dense", "hybrid"] = "bm25"
-    """By words, by the meaning that `encoder` sees, or both rankings fused."""
+    """Ranking by words, by embeddings of `encoder`, or both fused."""
     encoder: str = ""
-    """The folder of the model that makes vectors of passages and queries, for `dense` and `hybrid`."""
+    """Folder of the embedding model for `dense` and `hybrid`."""
     seed: int = 0
-    """Of the choice and order of the tasks."""
+    """Seed of the choice and order of the tasks."""
     framed: bool = True
-    """Whether an answer may stand in a frame: a box, "Answer:", "The answer is", `<answer>` tags."""
+    """Whether an answer may be framed: a box, "Answer:", "The answer is", `<answer>` tags."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class SearchWorld(World):
 
     @cached_property
     def rewards(self) -> tuple[Reward, ...]:
-        """Exact match decides; F1 is reported; well-formed episodes earn a little."""
+        """The outcome is the exact match; F1 is reported only; the form has a small weight."""
         match = exact_match if self.settings.framed else strict_match
         return (
             Reward("exact_match", match, weight=1.0, outcome=True),
@@ -112,7 +112,7 @@ class SearchWorld(World):
 
     @property
     def turn_verifier(self) -> TurnVerifier | None:
-        """A milestone is a passage that states the fact of a hop; without the tool there is no verifier."""
+        """Verifier of milestones, the passages that state the facts of the hops; None without the tool."""
         return self._retrieved if self.settings.access == "tool" else None
 
     def _retrieved(self, task: Task, trajectory: Trajectory) -> Progress:
@@ -130,7 +130,7 @@ class SearchWorld(World):
         return _questions_by_id(split, self.settings.seed).get(task.id) if split in SIZES else None
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The tasks of a split, families mixed by their weights, in a fixed order."""
+        """Return the tasks of a split, families mixed by their weights, in a fixed order."""
         check_split(split, self.splits, self.name)
         if split not in self._tasks:
             chosen = _questions(split, self.settings.seed)
@@ -138,19 +138,19 @@ class SearchWorld(World):
         return self._tasks[split]
 
     def opening(self, question: str) -> tuple[Message, ...]:
-        """System message and question, with passages where the access is `once`."""
+        """Return the system message and the question, with passages if the access is `once`."""
         return self._opening(question, self.settings.access)
 
     def environment(self, task: Task) -> ToolEnv:
-        """A fresh episode."""
+        """Return a new episode."""
         del task
         tools = (self.tool,) if self.settings.access == "tool" else ()
         return ToolEnv(tools, self.rewards, self.limits)
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """An endless stream by the flawed expert: mostly with the tool, some from passages or memory.
+        """Yield dialogues of the flawed expert without end: most with the tool, some from passages or memory.
 
-        Every question of the training split can occur; families by their weights, the same in any order.
+        All questions of the training split can occur, families with their weights.
         """
         rng = random.Random(f"demonstrations:{seed}")
         pools = all_questions(self.facts, "train")
@@ -170,7 +170,7 @@ class SearchWorld(World):
                 yield Dialogue((*opening, *to_messages(turns)), (self.tool,))
 
     def expert(self, task: Task) -> Dialogue | None:
-        """The expert without its flaws; None where the task has no tool or a search finds nothing."""
+        """Return a dialogue of the expert without flaws; None without the tool or if a search finds nothing."""
         question = self._question(task)
         if question is None or self.settings.access != "tool":
             return None
@@ -182,7 +182,7 @@ class SearchWorld(World):
         return SearchSolver(self.facts, self.tool.function, flaws)  # type: ignore[arg-type]
 
     def texts(self) -> Iterator[str]:
-        """Passages, then dialogues as text: what the tokenizer is trained on."""
+        """Yield passages, then dialogues as text, to train a tokenizer on."""
         yield from self.facts.passages
         for dialogue, _ in zip(self.demonstrations(seed=0), range(2_000), strict=False):
             yield f"{self.tool.name}(query: string, k: integer) {self.tool.description}"
@@ -197,30 +197,30 @@ class SearchWorld(World):
         return Task(question.id, prompt, ExpectedAnswers(question.answers), tags)
 
     def _opening(self, question: str, access: str) -> tuple[Message, ...]:
-        said = question
+        text = question
         if access == "once":
-            said += "\n" + "\n".join(self.index.search(question, self.settings.k))
+            text += "\n" + "\n".join(self.index.search(question, self.settings.k))
         system = SYSTEM[access]
         if self.settings.instructions == "full":
             system += f" {FULL[access]}"
-        return Message(role="system", content=system), Message(role="user", content=said)
+        return Message(role="system", content=system), Message(role="user", content=text)
 
 
 @cache
 def _index() -> PassageIndex:
-    """The index over all passages, built once in a process."""
+    """Return the index of all passages, built once per process."""
     return PassageIndex(load_facts().passages)
 
 
 @cache
 def _dense_index(folder: str) -> DenseIndex:
-    """The vectors of all passages, made once in a process."""
+    """Return the embeddings of all passages, computed once per process."""
     return DenseIndex(load_facts().passages, FolderEncoder(Path(folder)))
 
 
 @cache
 def _questions(split: str, seed: int) -> tuple[SearchQuestion, ...]:
-    """The questions of a split, composed once in a process."""
+    """Return the questions of a split, composed once per process."""
     return tuple(sample_questions(load_facts(), split, SIZES[split], seed))
 
 
@@ -230,7 +230,7 @@ def _questions_by_id(split: str, seed: int) -> Mapping[str, SearchQuestion]:
 
 
 def make_search_world(settings: Mapping[str, Any], limits: ToolLimits) -> SearchWorld:
-    """The factory by which the world is registered. Raises ConfigError for settings that do not fit."""
+    """Build the world (the registered factory). Raises ConfigError for invalid settings."""
     chosen = read_settings(SearchSettings, settings)
     if chosen.method != "bm25" and not chosen.encoder:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""How varied the tasks are, and what is earned without the loop.
+"""Variety of the tasks, and the success of baselines that do not use the tools.
 
-*No tool* understands every question and writes its query with the names that the question uses, without a
-look at the database; asked for a value it gives the commonest one. *Majority* gives the answer that training
-tasks of the same kind have most often.
+*No tool* understands every question and writes its query with the plain names of the question; if the value
+is asked for, it answers with the most frequent one. *Majority* answers with the most frequent answer of
+training tasks of the same kind.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from ludus.envs.difficulty_report import TaskShape, variety
 from ludus.worlds.sql.grader import is_right, make_truth
-from ludus.worlds.sql.solver import blind_query
-from ludus.worlds.sql.tasks import LEVELS, SqlQuestion
+from ludus.worlds.sql.questions import LEVELS, SqlQuestion
 
 if TYPE_CHECKING:
     from ludus.worlds.sql.world import SqlWorld
@@ -24,29 +23,29 @@ Guess = Callable[[SqlQuestion], str]
 
 
 def answer_text(question: SqlQuestion) -> str:
-    """The right answer as text."""
+    """Return the right answer as text."""
     return question.sql if question.kind == "query" else str(question.rows[0][0])
 
 
-def looks(questions: Sequence[SqlQuestion]) -> list[TaskShape]:
-    """What makes each question different."""
+def task_shapes(questions: Sequence[SqlQuestion]) -> list[TaskShape]:
+    """Return what distinguishes each question."""
     return [TaskShape(str(one.level), one.text, one.shape) for one in questions]
 
 
 def majority(train: Sequence[SqlQuestion]) -> Guess:
-    """Answers with what training tasks of the kind have most often, of equally frequent answers the first."""
+    """Return a baseline: the most frequent answer of training tasks of the kind, of equally frequent ones the first."""
     counts = {kind: Counter(answer_text(q) for q in train if q.kind == kind) for kind in ("query", "value")}
     return lambda question: next((text for text, _ in counts[question.kind].most_common(1)), "")
 
 
 def no_tool(train: Sequence[SqlQuestion]) -> Guess:
-    """Answers without a look at the database."""
-    commonest = majority(train)
-    return lambda question: blind_query(question.plan) if question.kind == "query" else commonest(question)
+    """Return a baseline that answers without looking at the database."""
+    most_frequent = majority(train)
+    return lambda question: question.data["queries"][1] if question.kind == "query" else most_frequent(question)
 
 
 def success_by_level(questions: Sequence[SqlQuestion], guess: Guess) -> Mapping[int, float]:
-    """The share of right answers at each level that has questions."""
+    """Return the fraction of right answers by level."""
     right: dict[int, list[bool]] = {}
     for question in questions:
         right.setdefault(question.level, []).append(is_right(guess(question), make_truth(question)))
@@ -54,10 +53,10 @@ def success_by_level(questions: Sequence[SqlQuestion], guess: Guess) -> Mapping[
 
 
 def report(world: SqlWorld) -> str:
-    """A table by level: tasks, distinct shapes, and what the two baselines reach on the split `test`."""
+    """Return a table by level: tasks, distinct shapes, and the success of the baselines on the split `test`."""
     splits = world.questions
     every = list(chain.from_iterable(splits.values()))
-    found = variety(looks(every))
+    found = variety(task_shapes(every))
     blind = success_by_level(splits["test"], no_tool(splits["train"]))
     common = success_by_level(splits["test"], majority(splits["train"]))
     lines = ["level  tasks  shapes  no tool  majority"]

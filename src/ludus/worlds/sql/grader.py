@@ -1,4 +1,4 @@
-"""Whether an answer is right: a query by its rows on two databases, one of them hidden, a value by itself."""
+"""Grading: a query by its rows on two databases, one of them hidden; a value by itself."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from ludus.rewards.extract import fenced
 from ludus.rewards.math.numeric import Quantity
 from ludus.tools.sql import Database, Row, SqlError, SqlLimits
 from ludus.types import Task, ToolStatus, Trajectory
-from ludus.worlds.sql.tasks import TOLERANCE, SqlQuestion
+from ludus.worlds.sql.questions import SqlQuestion
 
 PlainRow = tuple[int | float | str | None, ...]
+TOLERANCE = 1e-6
+"""Of numbers in rows: absolute, and relative above 1."""
 MOST_EXTRA = 2
-"""Columns beside the gold ones in a result that holds the gold rows."""
+"""Additional columns in a result that contains the gold rows."""
 MOST_CHOICES = 720
-"""Choices of columns that are tried for that."""
+"""Limit on the selections of columns to be compared."""
 LIMITS = SqlLimits()
-"""Bounds on the query that is the answer."""
+"""Limits of a query that is an answer."""
 CENT = 0.005
-"""How far a value may be off: two decimals are asked for."""
+"""Tolerance of a value: the question asks for two decimals."""
 
 
 @dataclass(frozen=True)
 class SqlTruth:
-    """What the verifier needs. `value` is None where the answer is a query."""
+    """Ground truth of a task. `value` is None if the answer is a query."""
 
     query: str
     rows: Rows
@@ -42,10 +44,9 @@ class SqlTruth:
 
 
 def make_truth(question: SqlQuestion) -> SqlTruth:
-    """The truth of a question."""
-    rows, hidden = (
-        Rows(found, question.ordered, tolerance=TOLERANCE) for found in (question.rows, question.hidden_rows)
-    )
+    """Return the truth of a question."""
+    ordered = question.data["ordered"]
+    rows, hidden = (Rows(found, ordered, tolerance=TOLERANCE) for found in (question.rows, question.hidden_rows))
     value: ExpectedAnswers | Quantity | None = None
     if question.kind == "value":
         cell = question.rows[0][0]
@@ -57,7 +58,7 @@ def make_truth(question: SqlQuestion) -> SqlTruth:
 
 
 def is_right(answer: str, truth: SqlTruth) -> bool:
-    """Whether the answer is right; a query has to be so on both databases."""
+    """Return whether the answer is right; a query must be right on both databases."""
     if truth.value is not None:
         return truth_records.is_right(answer, truth.value)
     return gives(answer, truth.image, truth.rows) and gives(answer, truth.hidden, truth.hidden_rows)
@@ -65,16 +66,16 @@ def is_right(answer: str, truth: SqlTruth) -> bool:
 
 @lru_cache(maxsize=256)
 def gives(answer: str, image: bytes, due: Rows) -> bool:
-    """Whether the answer is a query that gives these rows on a database, within the bounds of `LIMITS`.
+    """Return whether the answer is a query with these rows on a database, within `LIMITS`.
 
-    A fence around it and a semicolon behind it are taken off. Verdicts are kept: two rewards ask for one.
+    A Markdown fence and a final semicolon are removed. Results are cached, because two rewards need the same one.
     """
     rows = _rows_of(fenced(answer), image, len(due.rows) + 1)
     return rows is not None and same_rows(rows, due)
 
 
 def _rows_of(query: str, image: bytes, enough: int) -> list[PlainRow] | None:
-    """The first rows of a query within the bounds of `LIMITS`; None where it fails or gives bytes."""
+    """Return the first rows of a query within `LIMITS`, or None if it fails or returns bytes."""
     try:
         database = Database(image, limits=replace(LIMITS, counted=enough))
         result = database.query(query.rstrip().rstrip(";"), keep=enough)
@@ -86,9 +87,9 @@ def _rows_of(query: str, image: bytes, enough: int) -> list[PlainRow] | None:
 
 
 def holds_gold(query: str, truth: SqlTruth) -> bool:
-    """Whether a query gives the gold rows on both databases, up to `MOST_EXTRA` other columns beside theirs.
+    """Return whether a query has the gold rows on both databases, with at most `MOST_EXTRA` additional columns.
 
-    Constants and copies of what is seen do not: the hidden database has other rows.
+    Constants and copies of the shown rows fail, because the hidden database has other rows.
     """
     pairs = ((truth.image, truth.rows), (truth.hidden, truth.hidden_rows))
     found = [_rows_of(query, image, len(due.rows) + 1) for image, due in pairs]
@@ -108,7 +109,7 @@ def holds_gold(query: str, truth: SqlTruth) -> bool:
 
 
 def gold_rows_found(task: Task, trajectory: Trajectory) -> Progress:
-    """A turn verifier: the one milestone is a call whose query holds the gold rows (`holds_gold`)."""
+    """Turn verifier with one milestone: a call whose query holds the gold rows (`holds_gold`)."""
     truth = truth_of(task, SqlTruth)
     reached: list[set[str]] = [set() for _ in range(trajectory.num_turns)]
     for call in made_calls(task, trajectory):
@@ -121,8 +122,8 @@ def gold_rows_found(task: Task, trajectory: Trajectory) -> Progress:
     return Progress(reached, 1)
 
 
-def other_words(truth: SqlTruth) -> tuple[str, ...]:
-    """The right answer in other words: another query with the same rows, or the value in another writing."""
+def paraphrases(truth: SqlTruth) -> tuple[str, ...]:
+    """Return other forms of the right answer: another query with the same rows, or the value in another notation."""
     if isinstance(truth.value, Quantity):
         number = truth.value.value
         whole = number == int(number)
@@ -138,18 +139,18 @@ def other_words(truth: SqlTruth) -> tuple[str, ...]:
 
 
 def _plain(row: Row) -> PlainRow | None:
-    """The row, or None where it holds bytes: no question asks for them."""
+    """Return the row, or None if it contains bytes, which no question asks for."""
     cells = tuple(cell for cell in row if not isinstance(cell, bytes))
     return cells if len(cells) == len(row) else None
 
 
 def result_set(task: Task, trajectory: Trajectory) -> float:
-    """1 if the final answer is right, else 0."""
+    """Return 1 if the final answer is right, else 0."""
     return float(is_right(trajectory.answer, truth_of(task, SqlTruth)))
 
 
 def shown_rows(task: Task, trajectory: Trajectory) -> float:
-    """1 if the answer is right on the database that the policy saw. It is reported only."""
+    """Return 1 if the answer is right on the shown database, else 0. Reported only."""
     truth = truth_of(task, SqlTruth)
     if truth.value is not None:
         return result_set(task, trajectory)
@@ -157,7 +158,7 @@ def shown_rows(task: Task, trajectory: Trajectory) -> float:
 
 
 def was_run(task: Task, trajectory: Trajectory) -> float:
-    """1 if the answer is a query that a call ran without an error, right or not, else 0."""
+    """Return 1 if the answer is a query that a call ran without an error, else 0."""
     del task
     answer = fenced(trajectory.answer)
     fine = {one.call_id for one in trajectory.outcomes if one.status is ToolStatus.OK}

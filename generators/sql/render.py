@@ -1,13 +1,13 @@
-"""The SQL and the words of a plan."""
+"""Render a plan as SQL and as a question."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ludus.worlds.sql.data import Naming
-from ludus.worlds.sql.domains import ColumnKind, Domain
-from ludus.worlds.sql.query import (
+from generators.sql.databases import Naming
+from generators.sql.domains import ColumnKind, Domain
+from generators.sql.query import (
     Aggregate,
     Attribute,
     Best,
@@ -49,7 +49,7 @@ COMPARISONS = {
     "known": "{} IS NOT NULL",
     "begins": "{} LIKE {}",
 }
-SAID = {
+WORDS = {
     "is": "is {}",
     "is not": "is not {}",
     "one of": "is {} or {}",
@@ -74,7 +74,7 @@ SETS = {"and": "INTERSECT", "not": "EXCEPT", "or": "UNION"}
 
 @dataclass
 class _Scope:
-    """The FROM clause of one SELECT: a table, and those joined to it so far."""
+    """The FROM clause of one SELECT: a table and the tables joined to it so far."""
 
     domain: Domain
     naming: Naming
@@ -84,7 +84,7 @@ class _Scope:
     _joins: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def name(self, attribute: Attribute) -> str:
-        """An attribute in SQL; its tables are joined where they are not yet."""
+        """Return an attribute in SQL, and join its tables if necessary."""
         table = self.domain.table(self.table)
         for depth in range(1, len(attribute.path) + 1):
             path = attribute.path[:depth]
@@ -102,7 +102,7 @@ class _Scope:
 
     @property
     def source(self) -> str:
-        """What follows FROM. Complete once all attributes are named."""
+        """The text after FROM, complete after all attributes are named."""
         text = self.naming.tables[self.table] + ("" if self.plain else f" AS {self.first}")
         for path, alias in self._joins.items():
             table = self.domain.table(self.table)
@@ -117,12 +117,12 @@ class _Scope:
 
 
 def quote(value: Scalar) -> str:
-    """A value in SQL."""
+    """Return a value in SQL."""
     return "'" + value.replace("'", "''") + "'" if isinstance(value, str) else str(value)
 
 
 def to_sql(plan: QueryPlan, naming: Naming) -> str:
-    """The gold query."""
+    """Return the gold query."""
     nested = any(not isinstance(c, Test) for c in plan.conditions) or isinstance(plan.head, PerRow)
     plain = not nested and not any(a.path for a in plan.attributes)
     scope = _Scope(plan.domain, naming, plan.table, plain=plain)
@@ -149,7 +149,7 @@ def _order(order: SortOrder | None, columns: Sequence[str]) -> str:
 
 
 def _head(plan: QueryPlan, scope: _Scope) -> tuple[list[str], str]:
-    """The output columns, and what stands after WHERE."""
+    """Return the output columns and the text after WHERE."""
     match plan.head:
         case Listing(attributes):
             return [scope.name(a) for a in attributes], ""
@@ -164,7 +164,7 @@ def _head(plan: QueryPlan, scope: _Scope) -> tuple[list[str], str]:
         case RowShare(test):
             passed = f"CASE WHEN {_test(test, scope)} THEN 1 ELSE 0 END"
             return [f"100.0 * SUM({passed}) / COUNT(*)"], ""
-    raise TypeError(f"{type(plan.head).__name__} has a query of its own form")
+    raise TypeError(f"{type(plan.head).__name__} is rendered separately")
 
 
 def _aggregate(aggregate: Aggregate, scope: _Scope) -> str:
@@ -185,7 +185,7 @@ def _child_number(head: PerRow, scope: _Scope) -> str:
 
 
 def _left_join(head: PerRow, scope: _Scope) -> str:
-    """The LEFT JOIN of a head; a test on a farther table makes the joined table a query of its own."""
+    """Return the LEFT JOIN of a head; with a test on another table the joined table is a nested query."""
     child = _child_scope(head.table, scope)
     link = f"{child.name(Attribute((), head.reference))} = {scope.key}"
     name = scope.naming.tables[head.table]
@@ -247,14 +247,14 @@ def _best(plan: QueryPlan, head: Best, scope: _Scope) -> str:
 
 
 def to_words(plan: QueryPlan) -> str:
-    """The question."""
+    """Return the question."""
     rows = plan.domain.table(plan.table).plural + _those(plan.conditions, plan)
     text = f"For each of the {rows}, " if isinstance(plan.head, PerRow) else f"Of the {rows}, "
     return text + _asked(plan) + _ordered(plan) + "."
 
 
 def _asked(plan: QueryPlan) -> str:
-    """What is asked of the rows."""
+    """Return the request in a question."""
     match plan.head:
         case Listing():
             return _listed(plan, plan.head)
@@ -307,7 +307,7 @@ def _ordered(plan: QueryPlan) -> str:
 
 
 def _sorted_by(plan: QueryPlan, column: int) -> tuple[str, ColumnKind]:
-    """The name and kind of an output column."""
+    """Return the name and kind of an output column."""
     match plan.head:
         case Listing(attributes):
             attribute: Attribute | None = attributes[column]
@@ -326,7 +326,7 @@ def _sorted_by(plan: QueryPlan, column: int) -> tuple[str, ColumnKind]:
 
 
 def _those(conditions: Sequence[Condition], plan: QueryPlan) -> str:
-    """The conditions behind the name of the rows."""
+    """Return the conditions after the name of the rows."""
     whose, other = [], []
     for condition in conditions:
         match condition:
@@ -358,7 +358,7 @@ def _phrase(plan: QueryPlan, attribute: Attribute) -> str:
 
 
 def _attribute(domain: Domain, table: str, attribute: Attribute) -> str:
-    """`price`, or `product's supplier's country`."""
+    """Return the words of an attribute: `price`, or `product's supplier's country`."""
     here = domain.table(table)
     owners = []
     for step in attribute.path:
@@ -369,7 +369,7 @@ def _attribute(domain: Domain, table: str, attribute: Attribute) -> str:
 
 def _tested(domain: Domain, table: str, test: Test) -> str:
     values = [f"'{v}'" if isinstance(v, str) and not v[0].isdigit() else str(v) for v in test.values]
-    return f"{_attribute(domain, table, test.attribute)} {SAID[test.operator].format(*values)}"
+    return f"{_attribute(domain, table, test.attribute)} {WORDS[test.operator].format(*values)}"
 
 
 def _number(plan: QueryPlan, aggregate: Aggregate) -> str:

@@ -1,4 +1,4 @@
-"""Draws plans of a level at random, with values that occur in a database."""
+"""Draw random plans of a level, with values that occur in a database."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ludus.worlds.sql.domains import Column, ColumnKind, Domain
-from ludus.worlds.sql.query import (
+from generators.sql.domains import Column, ColumnKind, Domain
+from generators.sql.query import (
     Aggregate,
     Attribute,
     Best,
@@ -40,7 +40,7 @@ Stock = Mapping[tuple[str, str], Sequence[Scalar]]
 """The values of the columns of a database, by the ids of table and column, without NULL."""
 
 DEPTH = {1: 0, 2: 1, 3: 2, 4: 2, 5: 2}
-"""How far an attribute may be."""
+"""Maximum number of references to an attribute."""
 HEADS: Mapping[int, Mapping[type[Head], float]] = {
     1: {Listing: 2, Total: 3},
     2: {Listing: 4, Total: 3, Groups: 3},
@@ -49,7 +49,7 @@ HEADS: Mapping[int, Mapping[type[Head], float]] = {
     5: {Listing: 4, Total: 2, Groups: 3, PerRow: 3, RowShare: 1, Both: 2, Best: 2},
 }
 NESTED = {1: 0.0, 2: 0.0, 3: 0.4, 4: 0.4, 5: 0.4}
-"""How often a condition is a query of its own."""
+"""Probability that a condition is a nested query."""
 MOST_CONDITIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3}
 ORDERED = {1: 0.0, 2: 0.5, 3: 0.5, 4: 0.5, 5: 0.5}
 OPERATORS: Mapping[ColumnKind, tuple[Operator, ...]] = {
@@ -63,7 +63,7 @@ OPERATORS: Mapping[ColumnKind, tuple[Operator, ...]] = {
 
 @dataclass(frozen=True)
 class Drawer:
-    """Draws from one database."""
+    """Draws plans for one database."""
 
     domain: Domain
     stock: Stock
@@ -71,7 +71,7 @@ class Drawer:
     rng: random.Random
 
     def plan(self) -> QueryPlan | None:
-        """A plan of the level, or None where the one drawn is of another."""
+        """Return a plan of the level, or None if the drawn plan has another level."""
         table = self.rng.choice(self.domain.tables).id
         kinds = HEADS[self.level]
         (kind,) = self.rng.choices(list(kinds), list(kinds.values()))
@@ -82,12 +82,12 @@ class Drawer:
         return plan if level_of(plan) == self.level and not _idle(plan) else None
 
     def _attributes(self, table: str, depth: int | None = None) -> list[Attribute]:
-        """Those within reach, nearer ones first and several times, so that they are drawn more often."""
+        """Return the reachable attributes, nearer ones repeated so that they are drawn more often."""
         found = reachable(self.domain, table, DEPTH[self.level] if depth is None else depth)
         return [a for a in found for _ in range(3 - len(a.path))]
 
     def _pick(self, table: str, *kinds: ColumnKind, full: bool = False) -> Attribute | None:
-        """An attribute of these kinds; `full`: of which no value is missing."""
+        """Return an attribute of these kinds; `full`: without missing values."""
         fitting = [a for a in self._attributes(table) if self._fits(table, a, kinds, full)]
         return self.rng.choice(fitting) if fitting else None
 
@@ -202,7 +202,7 @@ class Drawer:
         return Test(attribute, operator, self._values(column, operator, values))
 
     def _home(self, table: str, attribute: Attribute) -> str:
-        """The table in which an attribute stands."""
+        """Return the table of an attribute."""
         for step in attribute.path:
             table = self.domain.table(table).column(step).target
         return table
@@ -231,7 +231,7 @@ class Drawer:
 
 
 def _idle(plan: QueryPlan) -> bool:
-    """Whether a condition settles what the head asks for: a listed column has one value, a number none."""
+    """Return whether a condition determines an attribute of the head: its values are all equal or all missing."""
     asked = set(head_attributes(plan.head))
     fixed = [c.attribute for c in plan.conditions if isinstance(c, Test) and c.operator in ("is", "unknown")]
     return any(attribute in asked for attribute in fixed)

@@ -1,7 +1,7 @@
-"""What the databases are about: tables, columns and how questions speak of them.
+"""Domains of the databases: tables, columns and their words in questions.
 
-Every table and column has several names; a database uses one of each. Questions use the first one, so that a
-query written without a look at the database mostly names what is not there.
+Every table and column has several names, of which a database uses one. Questions use the first one, so that a
+query written without looking at the database mostly contains names that do not exist.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 
 
 class ColumnKind(StrEnum):
-    """What a column holds."""
+    """Kinds of columns."""
 
     KEY = "key"
     REF = "ref"
@@ -26,7 +26,7 @@ class ColumnKind(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """A column. `nulls` is the share of rows that have no value."""
+    """A column. `nulls` is the fraction of rows without a value."""
 
     names: tuple[str, ...]
     kind: ColumnKind
@@ -43,18 +43,18 @@ class Column:
 
     @property
     def phrase(self) -> str:
-        """How a question calls it."""
+        """The name in questions."""
         return (self.target or self.id).replace("_", " ")
 
     @property
     def is_number(self) -> bool:
-        """Whether it can be added up."""
+        """Whether the values are numbers."""
         return self.kind in (ColumnKind.INTEGER, ColumnKind.REAL)
 
 
 @dataclass(frozen=True, eq=False)
 class SqlTable:
-    """A table; `rows` is about how many it has."""
+    """A table; `rows` is the approximate number of rows."""
 
     names: tuple[str, ...]
     plural: str
@@ -68,11 +68,11 @@ class SqlTable:
 
     @property
     def phrase(self) -> str:
-        """One of its rows, in a question."""
+        """The name of a row in questions."""
         return self.id.replace("_", " ")
 
     def column(self, name: str) -> Column:
-        """The column of an id."""
+        """Return the column of an id."""
         return self._columns[name]
 
     @cached_property
@@ -81,19 +81,19 @@ class SqlTable:
 
     @property
     def label(self) -> Column | None:
-        """The column that names a row, where there is one."""
+        """The column that names a row, or None."""
         return next((column for column in self.columns if column.kind is ColumnKind.LABEL), None)
 
 
 @dataclass(frozen=True, eq=False)
 class Domain:
-    """Tables that refer to each other; a table comes after those that it refers to."""
+    """Tables with references; a table comes after the tables that it refers to."""
 
     name: str
     tables: tuple[SqlTable, ...]
 
     def table(self, name: str) -> SqlTable:
-        """The table of an id."""
+        """Return the table of an id."""
         return self._tables[name]
 
     @cached_property
@@ -101,7 +101,7 @@ class Domain:
         return {table.id: table for table in self.tables}
 
     def children(self, name: str) -> list[tuple[SqlTable, Column]]:
-        """The tables that refer to one, each with the column that does."""
+        """Return the tables that refer to a table, each with the referring column."""
         return [(t, c) for t in self.tables for c in t.columns if c.kind is ColumnKind.REF and c.target == name]
 
 
@@ -431,5 +431,5 @@ DOMAINS: tuple[Domain, ...] = (
 
 
 def domain(name: str) -> Domain:
-    """The domain of a name."""
+    """Return the domain of a name."""
     return next(one for one in DOMAINS if one.name == name)

@@ -1,4 +1,4 @@
-"""A question as a plan: what is asked of the rows of one table. Its words and its SQL both follow from it."""
+"""Plans of questions about the rows of one table. Words and SQL are both rendered from the plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from ludus.worlds.sql.domains import Column, ColumnKind, Domain
+from generators.sql.domains import Column, ColumnKind, Domain
 
 Scalar = int | float | str
 Function = Literal["count", "distinct", "sum", "average", "smallest", "largest"]
@@ -33,7 +33,7 @@ Joint = Literal["and", "not", "or"]
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """A column of the table asked about, or of one that it refers to: `path` are reference columns."""
+    """A column of the table, or of a table at the end of `path`, a sequence of reference columns."""
 
     path: tuple[str, ...]
     column: str
@@ -50,7 +50,7 @@ class Test:
 
 @dataclass(frozen=True, slots=True)
 class Children:
-    """A condition on the rows of another table that refer to a row: none, some, or more than a number."""
+    """A condition on the number of rows in another table that refer to a row: none, some, or more than a number."""
 
     table: str
     reference: str
@@ -73,7 +73,7 @@ Condition = Test | Children | Versus
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """A number made of many rows; `attribute` is None where the rows are counted."""
+    """An aggregate of many rows; `attribute` is None if the rows are counted."""
 
     function: Function
     attribute: Attribute | None = None
@@ -96,7 +96,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Numbers for each value of an attribute; `more` keeps groups of more rows than that."""
+    """Numbers for each value of an attribute; `more` limits the groups to those with more rows."""
 
     by: Attribute
     aggregates: tuple[Aggregate, ...]
@@ -105,7 +105,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class PerRow:
-    """For each row its name and a number made of the rows of another table that refer to it, also if none."""
+    """For each row its name and an aggregate of the rows of another table that refer to it, possibly none."""
 
     label: Attribute
     table: str
@@ -116,7 +116,7 @@ class PerRow:
 
 @dataclass(frozen=True, slots=True)
 class RowShare:
-    """The percentage of the rows that pass a test."""
+    """The percentage of rows that satisfy a test."""
 
     test: Test
 
@@ -133,7 +133,7 @@ class Both:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """For each value of an attribute the rows with its largest or smallest number."""
+    """For each value of an attribute the rows with the largest or smallest number."""
 
     by: Attribute
     label: Attribute
@@ -146,7 +146,7 @@ Head = Listing | Total | Groups | PerRow | RowShare | Both | Best
 
 @dataclass(frozen=True, slots=True)
 class SortOrder:
-    """By which output column (from 0) the rows come, and how many."""
+    """The output column (from 0) that orders the rows, and the maximum number of rows."""
 
     column: int
     descending: bool
@@ -165,19 +165,19 @@ class QueryPlan:
 
     @property
     def attributes(self) -> Iterator[Attribute]:
-        """Those of the table itself, in head and conditions; not those of tables that refer to it."""
+        """Attributes of the table in head and conditions, without those of tables that refer to it."""
         yield from head_attributes(self.head)
         for condition in self.conditions:
             if isinstance(condition, Test | Versus):
                 yield condition.attribute
 
     def column(self, attribute: Attribute) -> Column:
-        """The column of an attribute of the table."""
+        """Return the column of an attribute of the table."""
         return column_of(self.domain, self.table, attribute)
 
 
 def head_attributes(head: Head) -> tuple[Attribute, ...]:
-    """The attributes of the table that a head names, those of output columns first."""
+    """Return the attributes of the table in a head, those of output columns first."""
     match head:
         case Listing(attributes):
             return attributes
@@ -197,7 +197,7 @@ def head_attributes(head: Head) -> tuple[Attribute, ...]:
 
 @cache
 def column_of(domain: Domain, table: str, attribute: Attribute) -> Column:
-    """The column at the end of the path that begins at a table."""
+    """Return the column of an attribute of a table."""
     here = domain.table(table)
     for step in attribute.path:
         here = domain.table(here.column(step).target)
@@ -206,7 +206,7 @@ def column_of(domain: Domain, table: str, attribute: Attribute) -> Column:
 
 @cache
 def reachable(domain: Domain, table: str, depth: int) -> tuple[Attribute, ...]:
-    """The attributes of a table and of those that it refers to, over at most `depth` references."""
+    """Return the attributes of a table and of the tables within `depth` references."""
     found: list[Attribute] = []
     frontier: list[tuple[tuple[str, ...], str]] = [((), table)]
     while frontier:
@@ -221,7 +221,7 @@ def reachable(domain: Domain, table: str, depth: int) -> tuple[Attribute, ...]:
 
 
 def points(plan: QueryPlan) -> int:
-    """How much a plan asks for: joins, conditions beyond the first, grouping, queries within queries."""
+    """Return the difficulty of a plan: joins, conditions beyond the first, grouping, nested queries."""
     total = len({a.path[:n] for a in plan.attributes for n in range(1, len(a.path) + 1)})
     total += max(0, len(plan.conditions) - 1) + (plan.order is not None)
     for condition in plan.conditions:
@@ -244,5 +244,5 @@ def points(plan: QueryPlan) -> int:
 
 
 def level_of(plan: QueryPlan) -> int:
-    """1 to 5: 0 points are level 1, 1 level 2, 2 level 3, 3 and 4 level 4, more level 5."""
+    """Return the level: 0 points are level 1, 1 level 2, 2 level 3, 3 and 4 level 4, more level 5."""
     return (1, 2, 3, 4, 4)[points(plan)] if points(plan) < 5 else 5

@@ -1,4 +1,4 @@
-"""Numbers that are worked out one by one, and then put together."""
+"""Problems that combine several numbers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import random
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from ludus.worlds.math.problems import NamedQuantity, Phrase, WorkedSteps
+from generators.math.drafts import NamedQuantity, Phrase, WorkedSteps
 
 HELD_OUT = frozenset({("numbers", "counting"), ("counting", "geometry"), ("ratios", "numbers")})
-"""Pairs of topics that follow each other in the split `composition` only."""
+"""Pairs of consecutive topics that only the split `composition` has."""
 _ENDS: Mapping[int, Sequence[str]] = {
     2: ("a + b", "a - b", "a * b", "gcd", "larger"),
     3: ("a + b + c", "a * b - c", "(a + b) * c", "a - b + c", "a + b * c"),
@@ -22,9 +22,9 @@ _ENDS: Mapping[int, Sequence[str]] = {
 def link(
     rng: random.Random, level: int, work: WorkedSteps, parts: Mapping[str, Sequence[NamedQuantity]]
 ) -> tuple[str, Fraction, frozenset[tuple[str, str]]]:
-    """`level - 1` numbers of the topics in `parts` and what is to be done with them.
+    """Combine `level - 1` numbers of the topics in `parts`; a number may depend on the previous one.
 
-    A number may be built on the one before. Returns the question, its answer, and the pairs of topics.
+    Returns the question, its answer, and the pairs of consecutive topics.
     """
     topics = [rng.choice(list(parts)) for _ in range(level - 1)]
     told: list[str] = []
@@ -44,7 +44,7 @@ def link(
 def _built(
     rng: random.Random, work: WorkedSteps, part: Phrase, mark: str, value: Fraction, name: str
 ) -> tuple[str, Fraction, str]:
-    """A number made of a part and of the number before."""
+    """Return a number computed from a part and from the previous number."""
     times = rng.randint(2, 5)
     text = f"{times} times {name} plus the following: {part.text}"
     return work.do(f"{times} * {mark} + {part.mark}"), times * value + part.value, text

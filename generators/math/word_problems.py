@@ -1,4 +1,4 @@
-"""Word problems: somebody has things, and something happens to them several times."""
+"""Word problems: a person has things, and several events change their number."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ludus.worlds.math.problems import WorkedSteps
+from generators.math.drafts import WorkedSteps
 
 PEOPLE = ("Ana", "Boris", "Chidi", "Dora", "Emil", "Fatima", "Goran", "Hana", "Ivo", "Jia", "Kofi", "Lena", "Mateo")
 THINGS = ("apples", "shells", "coins", "marbles", "stickers", "pencils", "beads", "buttons", "nuts", "stamps")
@@ -16,7 +16,7 @@ THINGS = ("apples", "shells", "coins", "marbles", "stickers", "pencils", "beads"
 
 @dataclass(slots=True)
 class WordProblem:
-    """A story in the making: who has how many of what, the mark of that, and what was told."""
+    """A story under construction: person, things, the placeholder and value of their number, and the sentences."""
 
     rng: random.Random
     work: WorkedSteps
@@ -28,28 +28,28 @@ class WordProblem:
 
 
 def gain(s: WordProblem) -> None:
-    """Some more come."""
+    """Add some."""
     n = s.rng.randint(2, 60)
     s.told.append(s.rng.choice((f"{s.who} buys {n} more.", f"{s.who} finds {n} more.")))
     s.mark, s.value = s.work.do(f"{s.mark} + {n}"), s.value + n
 
 
 def lose(s: WordProblem) -> None:
-    """Some go."""
+    """Remove some."""
     n = s.rng.randint(1, int(s.value) - 1)
     s.told.append(s.rng.choice((f"{s.who} gives {n} away.", f"{s.who} loses {n} of them.")))
     s.mark, s.value = s.work.do(f"{s.mark} - {n}"), s.value - n
 
 
 def multiply(s: WordProblem) -> None:
-    """All of them several times."""
+    """Multiply all."""
     n = s.rng.randint(2, 5)
     s.told.append(f"Then {s.who} gets so many more that there are {n} times as many as before.")
     s.mark, s.value = s.work.do(f"{s.mark} * {n}"), s.value * n
 
 
 def packs(s: WordProblem) -> None:
-    """Some bags of some each come."""
+    """Add several bags of the same size."""
     n, size = s.rng.randint(2, 9), s.rng.randint(3, 12)
     s.told.append(f"{s.who} buys {n} bags of {size} {s.things} each.")
     bought = s.work.do(f"{n} * {size}")
@@ -57,14 +57,14 @@ def packs(s: WordProblem) -> None:
 
 
 def share(s: WordProblem) -> None:
-    """All are shared, and one share stays."""
+    """Share all equally and keep one share."""
     n = _divisor(s, (2, 3, 4, 5, 6))
     s.told.append(f"{s.who} shares them equally among {n} people, of whom {s.who} is one, and keeps one share.")
     s.mark, s.value = s.work.do(f"{s.mark} / {n}"), s.value / n
 
 
 def percent(s: WordProblem) -> None:
-    """A share in percent goes."""
+    """Remove a percentage."""
     down = _divisor(s, (2, 4, 5, 10))
     p = 100 // down
     s.told.append(f"{s.who} sells {p}% of them.")
@@ -73,7 +73,7 @@ def percent(s: WordProblem) -> None:
 
 
 def fraction(s: WordProblem) -> None:
-    """A fraction goes."""
+    """Remove a fraction."""
     down = _divisor(s, (3, 4, 5, 6, 7, 8))
     up = s.rng.randint(1, down - 1)
     s.told.append(f"{s.who} uses {up}/{down} of them.")
@@ -96,11 +96,11 @@ EVENTS: dict[str, Callable[[WordProblem], None]] = {
     event.__name__: event for event in (gain, lose, multiply, packs, share, percent, fraction)
 }
 HELD_OUT = frozenset({("share", "packs"), ("percent", "multiply"), ("fraction", "lose"), ("multiply", "percent")})
-"""Pairs of events that follow each other in the split `composition` only."""
+"""Pairs of consecutive events that only the split `composition` has."""
 
 
 def tell(rng: random.Random, level: int, work: WorkedSteps) -> tuple[str, Fraction, frozenset[tuple[str, str]]]:
-    """A story of `level` events: the question, its answer, and the pairs of events that follow each other."""
+    """Return the question of a story of `level` events, its answer, and the pairs of consecutive events."""
     start = rng.choice((12, 20, 24, 30, 36, 40, 48, 60, 72, 80, 90)) + rng.choice((0, 0, 0, 5, 7))
     story = WordProblem(rng, work, rng.choice(PEOPLE), rng.choice(THINGS), str(start), Fraction(start), [])
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""Draws distinct problems, level by level and topic by topic, and sorts them into splits."""
+"""Draw distinct problems by level and topic, and assign them to splits."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from generators.math import problem_chaining, word_problems
+from generators.math.drafts import DrawnProblem, NamedQuantity, ProblemDraft, ProblemKind, WorkedSteps
+from generators.math.topics import algebra, arithmetic, counting, expressions, geometry, numbers, ratios
 from ludus.errors import ConfigError
 from ludus.rewards.math.math_verify import Expression
-from ludus.worlds.math import problem_chaining, word_problems
-from ludus.worlds.math.problems import MathProblem, NamedQuantity, ProblemDraft, ProblemKind, WorkedSteps
-from ludus.worlds.math.topics import algebra, arithmetic, counting, expressions, geometry, numbers, ratios
 
-SPLITS = ("train", "validation", "test", "composition")
-LEVELS = (1, 2, 3, 4, 5)
 KINDS: Mapping[str, Sequence[ProblemKind | NamedQuantity]] = {
     "arithmetic": arithmetic.KINDS,
     "ratios": ratios.KINDS,
@@ -25,32 +23,29 @@ KINDS: Mapping[str, Sequence[ProblemKind | NamedQuantity]] = {
     "geometry": geometry.KINDS,
     "expressions": expressions.KINDS,
 }
-TOPICS = (*KINDS, "stories", "links")
-"""`stories` are word problems of several steps, `links` numbers of several topics put together."""
-DEFAULT_TOPICS = tuple(topic for topic in TOPICS if topic != "expressions")
 HELD_OUT_KINDS = frozenset(
     {"third_angle", "handshakes", "series", "before_change", "last_digits", "paths", "frame", "roots"}
 )
-"""Kinds that the split `composition` alone has."""
+"""Kinds that only the split `composition` has."""
 HELD_OUT_LINKS = problem_chaining.HELD_OUT | word_problems.HELD_OUT
 _MOST_DRAWS = 100
-"""Draws of a topic in vain after which it has nothing new to give."""
+"""Consecutive failed draws after which a topic counts as exhausted."""
 
 
 @dataclass(frozen=True)
 class ProblemMaker:
-    """Draws problems of one level and split. Which split a problem is in depends on its steps alone."""
+    """Draws problems of one level and split. The split of a problem depends only on its steps."""
 
     level: int
     split: str
     topics: tuple[str, ...]
 
     def open_topics(self) -> tuple[str, ...]:
-        """Those that have problems of this level and split."""
+        """Return the topics that have problems of this level and split."""
         return tuple(topic for topic in self.topics if self._has(topic))
 
-    def draw(self, rng: random.Random, topic: str) -> MathProblem | None:
-        """A problem of the topic, or None where the one that was drawn belongs to another split."""
+    def draw(self, rng: random.Random, topic: str) -> DrawnProblem | None:
+        """Return a problem of the topic, or None if the drawn one belongs to another split."""
         work = WorkedSteps()
         if topic in KINDS:
             kind = rng.choice(self._kinds(topic))
@@ -58,7 +53,7 @@ class ProblemMaker:
         else:
             make = self._story if topic == "stories" else self._link
             question, value, pairs = make(rng, work)
-            problem = MathProblem(topic, topic, self.level, question, tuple(work.steps), value, links=frozenset(pairs))
+            problem = DrawnProblem(topic, topic, self.level, question, tuple(work.steps), value, links=frozenset(pairs))
         return problem if split_of_problem(problem) == self.split else None
 
     def _has(self, topic: str) -> bool:
@@ -85,11 +80,11 @@ _PARTS: Mapping[str, Sequence[NamedQuantity]] = {
     for topic, kinds in KINDS.items()
     if topic not in ("algebra", "expressions")
 }
-"""What links are made of."""
+"""The kinds that links are composed of."""
 
 
-def split_of_problem(problem: MathProblem) -> str:
-    """`composition` for what is held out, otherwise by a hash of the steps: 7 : 1 : 2."""
+def split_of_problem(problem: DrawnProblem) -> str:
+    """Return `composition` for held-out problems, otherwise a split by a hash of the steps, 7 : 1 : 2."""
     if problem.kind in HELD_OUT_KINDS or problem.links & HELD_OUT_LINKS:
         return "composition"
     digest = hashlib.sha256("\n".join(problem.steps).encode()).digest()[0] / 256
@@ -98,10 +93,10 @@ def split_of_problem(problem: MathProblem) -> str:
 
 def make_problems(
     split: str, num: int, levels: Sequence[int], topics: Sequence[str], seed: int
-) -> tuple[MathProblem, ...]:
-    """Distinct problems, levels and topics in turn; no two have the same steps.
+) -> tuple[DrawnProblem, ...]:
+    """Return problems with distinct steps, levels and topics in turn; fewer if a held-out split has fewer.
 
-    Raises ConfigError where the levels and topics do not have that many, or have none in the split.
+    Raises ConfigError if there are too few for training.
     """
     streams = []
     seen: set[tuple[str, ...]] = set()
@@ -109,7 +104,7 @@ def make_problems(
         maker = ProblemMaker(level, split, tuple(topics))
         if maker.open_topics():
             streams.append(_stream(maker, random.Random(f"{seed}/{split}/{level}"), seen))
-    problems: list[MathProblem] = []
+    problems: list[DrawnProblem] = []
     while streams and len(problems) < num:
         given = [(stream, next(stream, None)) for stream in streams]
         streams = [stream for stream, problem in given if problem is not None]
@@ -122,8 +117,8 @@ def make_problems(
     return tuple(problems[:num])
 
 
-def _stream(maker: ProblemMaker, rng: random.Random, seen: set[tuple[str, ...]]) -> Iterator[MathProblem]:
-    """Problems with steps that are not in `seen`, topics in turn, until no topic has any."""
+def _stream(maker: ProblemMaker, rng: random.Random, seen: set[tuple[str, ...]]) -> Iterator[DrawnProblem]:
+    """Yield problems with steps that are not in `seen`, topics in turn, until all topics are exhausted."""
     topics = list(maker.open_topics())
     while topics:
         for topic in tuple(topics):
@@ -137,6 +132,6 @@ def _stream(maker: ProblemMaker, rng: random.Random, seen: set[tuple[str, ...]])
                 topics.remove(topic)
 
 
-def _finished(kind: str, topic: str, level: int, draft: ProblemDraft, work: WorkedSteps) -> MathProblem:
+def _finished(kind: str, topic: str, level: int, draft: ProblemDraft, work: WorkedSteps) -> DrawnProblem:
     value = draft.value if isinstance(draft.value, Expression) else Fraction(draft.value)
-    return MathProblem(kind, topic, level, draft.question, tuple(work.steps), value, draft.units)
+    return DrawnProblem(kind, topic, level, draft.question, tuple(work.steps), value, draft.units)

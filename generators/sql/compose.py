@@ -1,14 +1,13 @@
-"""Questions with their gold queries: drawn, checked on both databases, told apart by shape, and split.
+"""Questions with their gold queries: drawn, checked on both databases, and limited by shape.
 
-The *shape* of a query is what is left of it when identifiers, texts and numbers are blotted out. A question
-is kept only if its gold result is neither empty nor long, differs between the two databases (so that rows
-written down fail), has no ties where an order is asked, and if every part of it counts: leaving one out gives
-another result on one of the two.
+The *shape* of a query is the query with identifiers, texts and numbers blotted out. A question is accepted
+only if its gold result is neither empty nor long, differs between the two databases (so that rows written
+down fail), has no ties if an order is asked for, and if every part counts: without it, the result on one of
+the two databases is different.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 import sqlite3
@@ -16,13 +15,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from ludus.rewards.code.sql_rows import Cell, Rows, same_rows
-from ludus.worlds.sql.data import DataPair
-from ludus.worlds.sql.domains import ColumnKind
-from ludus.worlds.sql.draw import Drawer
-from ludus.worlds.sql.query import (
+from generators.sql.databases import DrawnPair, make_naming
+from generators.sql.domains import ColumnKind
+from generators.sql.draw import Drawer
+from generators.sql.query import (
     Aggregate,
     Best,
     Both,
@@ -37,19 +34,16 @@ from ludus.worlds.sql.query import (
     Test,
     Total,
     Versus,
-    level_of,
 )
-from ludus.worlds.sql.render import to_sql, to_words
+from generators.sql.render import to_sql, to_words
+from ludus.rewards.code.sql_rows import Rows, same_rows
+from ludus.worlds.sql.grader import TOLERANCE
+from ludus.worlds.sql.questions import QuestionData, Table
 
-SPLITS = ("train", "validation", "test", "composition")
-SHARES = (("train", 0.6), ("validation", 0.1), ("test", 0.3))
-LEVELS = (1, 2, 3, 4, 5)
 MOST_ROWS = 60
-TOLERANCE = 1e-6
-"""Of numbers: absolute, and relative above 1."""
 ATTEMPTS = 400
 LEAST_VALUE = 10
-"""A number below this is too easily guessed to be asked for by itself."""
+"""Minimum of a number whose value may be the answer; smaller ones are guessed too easily."""
 HELD_OUT: tuple[frozenset[str], ...] = tuple(
     frozenset(pair.split("+"))
     for pair in (
@@ -58,7 +52,7 @@ HELD_OUT: tuple[frozenset[str], ...] = tuple(
         *("versus+top", "per row+one of", "having+top", "set+joined", "best+above"),
     )
 )
-"""Pairs of features that no question of training, validation or test has together."""
+"""Pairs of features that occur together only in the split `composition`."""
 TOKEN = re.compile(r"'(?:[^']|'')*'|\d+(?:\.\d+)?|\w+|<>|<=|>=|\S")
 WORDS = frozenset(
     re.findall(
@@ -68,46 +62,46 @@ WORDS = frozenset(
         "RANK OVER PARTITION strftime",
     )
 )
-AnswerKind = Literal["query", "value"]
-Table = tuple[tuple[Cell, ...], ...]
 
 
 @dataclass(frozen=True)
-class SqlQuestion:
-    """A plan on a database with its gold query and what it gives on both databases."""
+class DrawnQuestion:
+    """A plan on a database, with its gold query and whether its value may be the answer."""
 
     plan: QueryPlan
-    pair: DataPair
-    text: str
+    pair: DrawnPair
     sql: str
-    level: int
-    kind: AnswerKind
-    rows: Table
-    hidden_rows: Table
+    value: bool
 
     @property
-    def id(self) -> str:
-        """Unique for database and query."""
-        return f"{self.pair.key}:{digest(self.sql):016x}"
+    def data(self) -> QuestionData:
+        """The question as the data file has it."""
+        return QuestionData(
+            database=self.pair.key,
+            text=to_words(self.plan),
+            queries=self._queries(self.plan),
+            forgetful=[self._queries(plan) for plan in forgetful(self.plan)],
+            shape=shape_of(self.sql),
+            held_out=is_held_out(self.plan),
+            ordered=self.plan.order is not None,
+            value=self.value,
+        )
 
-    @property
-    def shape(self) -> str:
-        """The gold query without identifiers, texts and numbers."""
-        return shape_of(self.sql)
-
-    @property
-    def ordered(self) -> bool:
-        """Whether the order of the rows counts."""
-        return self.plan.order is not None
+    def _queries(self, plan: QueryPlan) -> list[str]:
+        """Return the query with the names of the database and with plain names."""
+        return [to_sql(plan, self.pair.naming), to_sql(plan, make_naming(plan.domain))]
 
 
-def digest(text: str) -> int:
-    """A fixed number of 64 bits for a text."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+def forgetful(plan: QueryPlan) -> Iterator[QueryPlan]:
+    """Yield the plan without one of its conditions, then without its order."""
+    for place in range(len(plan.conditions)):
+        yield replace(plan, conditions=plan.conditions[:place] + plan.conditions[place + 1 :])
+    if plan.order:
+        yield replace(plan, order=None)
 
 
 def shape_of(sql: str) -> str:
-    """A query with every identifier as `x`, every text as `s` and every number as `n`."""
+    """Return a query with identifiers replaced by `x`, texts by `s` and numbers by `n`."""
     return " ".join(_blot(token) for token in TOKEN.findall(sql)).replace("x . x", "x")
 
 
@@ -120,7 +114,7 @@ def _blot(token: str) -> str:
 
 
 def features(plan: QueryPlan) -> frozenset[str]:
-    """What a question is made of, as names that `HELD_OUT` pairs."""
+    """Return the features of a question, as named in `HELD_OUT`."""
     found = {"joined"} if any(a.path for a in plan.attributes) else set()
     found.update(_head_features(plan.head))
     for condition in plan.conditions:
@@ -152,25 +146,15 @@ def _head_features(head: Head) -> Iterator[str]:
 
 
 def is_held_out(plan: QueryPlan) -> bool:
-    """Whether a plan belongs to the split `composition`."""
+    """Return whether a plan belongs to the split `composition`."""
     found = features(plan)
     return any(pair <= found for pair in HELD_OUT)
 
 
-def split_by_hash(text: str) -> str:
-    """The split of a text that stands for a shape or a question."""
-    share, upto = digest(text) / 2**64, 0.0
-    for name, width in SHARES:
-        upto += width
-        if share < upto:
-            return name
-    return SHARES[-1][0]
-
-
 class Bench:
-    """Open connections to both databases of a pair, for composing questions. Not for a policy's queries."""
+    """Open connections to both databases of a pair, only for trusted queries."""
 
-    def __init__(self, pair: DataPair) -> None:
+    def __init__(self, pair: DrawnPair) -> None:
         self.pair = pair
         self._shown, self._hidden = (sqlite3.connect(":memory:") for _ in range(2))
         self._shown.deserialize(pair.image)
@@ -187,18 +171,18 @@ class Bench:
         return [value for (value,) in found]
 
     def run(self, plan: QueryPlan) -> tuple[Table, Table]:
-        """The rows of a plan on the shown and the hidden database."""
+        """Return the rows of a plan on the shown and the hidden database."""
         sql = to_sql(plan, self.pair.naming)
         return tuple(self._shown.execute(sql)), tuple(self._hidden.execute(sql))
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         self._shown.close()
         self._hidden.close()
 
 
 def check(plan: QueryPlan, bench: Bench) -> tuple[Table, Table] | None:
-    """The rows of a sound question on both databases, or None where it is not sound."""
+    """Return the rows of a valid question on both databases, or None if it is invalid."""
     shown, hidden = bench.run(plan)
     ordered = plan.order is not None
     if not all(_presentable(rows) for rows in (shown, hidden)) or _same(shown, hidden, ordered=False):
@@ -206,8 +190,8 @@ def check(plan: QueryPlan, bench: Bench) -> tuple[Table, Table] | None:
     if plan.order and not _untied(plan, bench):
         return None
     for other in weakened(plan):
-        told = bench.run(other)
-        if all(_same(a, b, ordered) for a, b in zip(told, (shown, hidden), strict=True)):
+        found = bench.run(other)
+        if all(_same(a, b, ordered) for a, b in zip(found, (shown, hidden), strict=True)):
             return None
     return shown, hidden
 
@@ -217,12 +201,12 @@ def _same(rows: Table, others: Table, ordered: bool) -> bool:
 
 
 def _presentable(rows: Table) -> bool:
-    """Neither empty nor long, and no column empty."""
+    """Return whether there are some rows, not too many, and no empty column."""
     return 0 < len(rows) <= MOST_ROWS and all(set(column) != {None} for column in zip(*rows, strict=True))
 
 
 def _untied(plan: QueryPlan, bench: Bench) -> bool:
-    """Whether the rows have one order, up to the first that is left out, and are several."""
+    """Return whether there are several rows in a unique order, up to the first row beyond the limit."""
     assert plan.order is not None
     limit = plan.order.limit
     for rows in bench.run(replace(plan, order=replace(plan.order, limit=None))):
@@ -233,9 +217,8 @@ def _untied(plan: QueryPlan, bench: Bench) -> bool:
 
 
 def weakened(plan: QueryPlan) -> Iterator[QueryPlan]:
-    """The plan with one part left out or turned round, for each part that a careless reader may miss."""
-    for place in range(len(plan.conditions)):
-        yield replace(plan, conditions=plan.conditions[:place] + plan.conditions[place + 1 :])
+    """Yield the plan with one part removed or reversed, for each part that a careless reader may miss."""
+    yield from (less for less in forgetful(plan) if less.order == plan.order)
     if plan.order:
         yield replace(plan, order=replace(plan.order, descending=not plan.order.descending))
         if plan.order.limit:
@@ -268,7 +251,7 @@ def _weakened_head(plan: QueryPlan) -> Iterator[QueryPlan]:
 
 
 def _simpler(condition: Test | Versus | Children) -> Versus | Children | None:
-    """A condition that holds a condition, without it."""
+    """Return a condition without the condition nested in it, or None."""
     if isinstance(condition, Versus) and condition.same:
         return replace(condition, same=None)
     if isinstance(condition, Children) and condition.test:
@@ -276,35 +259,19 @@ def _simpler(condition: Test | Versus | Children) -> Versus | Children | None:
     return None
 
 
-@dataclass(frozen=True)
-class SqlQuota:
-    """How many questions of which levels, at most how many of a shape, and what answers them.
-
-    `by_shape`: the splits share no shape. Otherwise only `composition` has shapes of its own, and the other
-    three share no question.
-    """
-
-    levels: Sequence[int] = LEVELS
-    num: int = 600
-    per_shape: int = 1
-    answers: Literal["query", "value", "both"] = "both"
-    seed: int = 0
-    by_shape: bool = True
-
-
 class _Composer:
-    """Collects questions until there are enough."""
+    """Draws new questions on some databases, at most `per_shape` of each shape."""
 
-    def __init__(self, pairs: Sequence[DataPair], wanted: SqlQuota) -> None:
-        self._wanted = wanted
-        self._rng = random.Random(f"questions/{wanted.seed}")
+    def __init__(self, pairs: Sequence[DrawnPair], per_shape: int, seed: int) -> None:
+        self._per_shape = per_shape
+        self._rng = random.Random(f"questions/{seed}")
         self._benches = [Bench(pair) for pair in pairs]
         self._shapes: Counter[str] = Counter()
         self._homes: dict[str, bool] = {}
         self._seen: set[tuple[str, str]] = set()
 
-    def question(self, level: int) -> SqlQuestion | None:
-        """A new question of a level, or None where many attempts find none."""
+    def question(self, level: int) -> DrawnQuestion | None:
+        """Return a new question of a level, or None after `ATTEMPTS` attempts."""
         for _ in range(ATTEMPTS):
             bench = self._rng.choice(self._benches)
             plan = Drawer(bench.pair.domain, bench.stock, level, self._rng).plan()
@@ -313,60 +280,48 @@ class _Composer:
                 return found
         return None
 
-    def _accept(self, plan: QueryPlan, bench: Bench) -> SqlQuestion | None:
+    def _accept(self, plan: QueryPlan, bench: Bench) -> DrawnQuestion | None:
         sql = to_sql(plan, bench.pair.naming)
         shape, place, apart = shape_of(sql), (bench.pair.key, sql), is_held_out(plan)
-        if place in self._seen or self._shapes[shape] >= self._wanted.per_shape:
+        if place in self._seen or self._shapes[shape] >= self._per_shape:
             return None
         if self._homes.get(shape, apart) != apart:
             return None
         rows = check(plan, bench)
-        kind = answer_kind(plan, shape, rows[0], self._wanted.answers) if rows else None
-        if rows is None or kind is None:
+        if rows is None:
             return None
         self._seen.add(place)
         self._shapes[shape] += 1
         self._homes[shape] = apart
-        return SqlQuestion(plan, bench.pair, to_words(plan), sql, level_of(plan), kind, *rows)
+        return DrawnQuestion(plan, bench.pair, sql, has_value(plan, rows[0]))
 
     def close(self) -> None:
-        """Give the databases back."""
+        """Close the connections."""
         for bench in self._benches:
             bench.close()
 
 
-def compose(pairs: Sequence[DataPair], wanted: SqlQuota) -> dict[str, list[SqlQuestion]]:
-    """The questions of each split; fewer than wanted where the shapes run out.
-
-    Short ones are composed first, until they run out. The order of a split is that of digests, so that its
-    first questions are as hard as its last.
-    """
-    splits: dict[str, list[SqlQuestion]] = {split: [] for split in SPLITS}
-    levels = list(wanted.levels)
-    with closing(_Composer(pairs, wanted)) as composer:
-        for place in range(wanted.num):
-            if not levels:
+def compose(
+    pairs: Sequence[DrawnPair], levels: Sequence[int], num: int, per_shape: int, seed: int = 0
+) -> list[tuple[int, DrawnQuestion]]:
+    """Return questions with their levels; fewer than `num` if the shapes are exhausted. Levels take turns."""
+    found: list[tuple[int, DrawnQuestion]] = []
+    remaining = list(levels)
+    with closing(_Composer(pairs, per_shape, seed)) as composer:
+        for place in range(num):
+            if not remaining:
                 break
-            level = levels[place % len(levels)]
+            level = remaining[place % len(remaining)]
             question = composer.question(level)
             if question is None:
-                levels.remove(level)
-                continue
-            key = question.shape if wanted.by_shape else f"{question.pair.key} {question.text}"
-            splits["composition" if is_held_out(question.plan) else split_by_hash(key)].append(question)
-    for found in splits.values():
-        found.sort(key=lambda question: digest(f"{question.pair.key} {question.text}"))
-    return splits
+                remaining.remove(level)
+            else:
+                found.append((level, question))
+    return found
 
 
-def answer_kind(plan: QueryPlan, shape: str, rows: Table, answers: str) -> AnswerKind | None:
-    """Whether a question is answered by a query or by its value; None where it fits neither that is wanted.
-
-    Half of the shapes that give a single value ask for the value, where it is not a small number.
-    """
+def has_value(plan: QueryPlan, rows: Table) -> bool:
+    """Return whether the result is a single value and not a small number, which is guessed too easily."""
     single = isinstance(plan.head, Total | RowShare) and len(rows[0]) == 1
     cell = rows[0][0]
-    telling = single and (isinstance(cell, str) or (cell is not None and float(cell) >= LEAST_VALUE))
-    if answers == "value":
-        return "value" if telling else None
-    return "value" if answers == "both" and telling and digest(shape) % 2 == 0 else "query"
+    return single and (isinstance(cell, str) or (cell is not None and float(cell) >= LEAST_VALUE))

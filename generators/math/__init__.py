@@ -1,0 +1,1 @@
+"""Draws the problems of the world `math`."""

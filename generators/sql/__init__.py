@@ -1,0 +1,1 @@
+"""Draws the databases and questions of the world `sql`."""

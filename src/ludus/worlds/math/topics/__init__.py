@@ -1,1 +1,0 @@
-"""The generators of problems by topic."""

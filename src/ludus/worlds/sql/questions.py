@@ -1,0 +1,234 @@
+"""Databases and questions: a selection from the data files that `python -m generators.sql` writes.
+
+A database has two names for each table and column: the one in its file, and the plain one that questions use.
+The *shape* of a query is the query without identifiers, texts and numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import random
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from itertools import islice, zip_longest
+from typing import TYPE_CHECKING, Final, Literal, TypedDict
+
+from ludus.rewards.code.sql_rows import Cell
+
+if TYPE_CHECKING:
+    from ludus.worlds.sql.world import SqlSettings
+
+SPLITS = ("train", "validation", "test", "composition")
+SHARES = (("train", 0.6), ("validation", 0.1), ("test", 0.3))
+LEVELS = (1, 2, 3, 4, 5)
+Domain = Literal["shop", "library", "clinic", "flights", "school", "cinema"]
+DOMAINS: Final[tuple[Domain, ...]] = ("shop", "library", "clinic", "flights", "school", "cinema")
+MOST_DATABASES: Final = 8
+"""Databases of a domain in the data."""
+AnswerKind = Literal["query", "value"]
+Table = tuple[tuple[Cell, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionFile:
+    """The settings for which a file of questions was drawn."""
+
+    levels: tuple[int, ...] = LEVELS
+    domains: tuple[str, ...] = DOMAINS
+    databases: int = MOST_DATABASES
+    per_shape: int = 40
+
+
+FILES: Final[Mapping[str, QuestionFile]] = {
+    "default": QuestionFile(databases=2, per_shape=1),
+    "recipe": QuestionFile((1,), ("shop",), 4, 150),
+    "more": QuestionFile(),
+}
+"""The questions of the default settings and of the recipe; all other settings select from `more`."""
+
+
+class TableData(TypedDict):
+    """A table: names (own and plain), the statements that create it under these names, the names of its columns,
+    and its rows in the shown and in the hidden database."""
+
+    names: Sequence[str]
+    create: Sequence[str]
+    columns: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[Sequence[Cell]]]
+
+
+class QuestionData(TypedDict):
+    """A question: `queries` is the gold query with own and with plain names, `forgetful` are the same pairs with a
+    condition or the order left out; `value` is whether its value may be the answer."""
+
+    database: str
+    text: str
+    queries: list[str]
+    forgetful: list[list[str]]
+    shape: str
+    held_out: bool
+    ordered: bool
+    value: bool
+
+
+@dataclass(frozen=True)
+class DatabasePair:
+    """Two databases with the same schema: `image` is the one of the task, `hidden` has other rows."""
+
+    key: str
+    columns: frozenset[str]
+    image: bytes = field(repr=False)
+    hidden: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class SqlQuestion:
+    """A question on a database, with its gold query and the rows of that on both databases."""
+
+    pair: DatabasePair
+    data: QuestionData
+    level: int
+    kind: AnswerKind
+    rows: Table
+    hidden_rows: Table
+
+    @property
+    def id(self) -> str:
+        """Identifier, unique for database and query."""
+        return f"{self.pair.key}:{digest(self.sql):016x}"
+
+    @property
+    def sql(self) -> str:
+        """The gold query."""
+        return self.data["queries"][0]
+
+    @property
+    def text(self) -> str:
+        """The question without the form of its answer."""
+        return self.data["text"]
+
+    @property
+    def shape(self) -> str:
+        """The gold query without identifiers, texts and numbers."""
+        return self.data["shape"]
+
+
+def digest(text: str) -> int:
+    """Return a 64-bit hash of a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def split_by_hash(text: str) -> str:
+    """Return the split of a shape or a question, by its hash."""
+    share, upto = digest(text) / 2**64, 0.0
+    for name, width in SHARES:
+        upto += width
+        if share < upto:
+            return name
+    return SHARES[-1][0]
+
+
+def make_image(tables: Sequence[TableData], plain: bool, hidden: bool) -> bytes:
+    """Return the bytes of a SQLite database."""
+    with closing(sqlite3.connect(":memory:")) as connection:
+        for table in tables:
+            connection.execute(table["create"][plain])
+            marks = ", ".join("?" * len(table["columns"][plain]))
+            connection.executemany(f"INSERT INTO {table['names'][plain]} VALUES ({marks})", table["rows"][hidden])
+        connection.commit()
+        return connection.serialize()
+
+
+@cache
+def pairs(domains: Sequence[str], databases: int, plain: bool) -> Mapping[str, DatabasePair]:
+    """Return the databases of some domains by key, with their own or with plain names."""
+    lines = _read("databases")
+    found = {}
+    for key in (f"{domain}-{number}" for domain in domains for number in range(databases)):
+        tables: list[TableData] = json.loads(lines[key][0])
+        columns = frozenset(column for table in tables for column in table["columns"][plain])
+        images = [make_image(tables, plain, hidden) for hidden in (False, True)]
+        found[key] = DatabasePair(key, columns, *images)
+    return found
+
+
+@cache
+def questions(settings: SqlSettings) -> Mapping[str, Sequence[SqlQuestion]]:
+    """Return the questions of each split, fewer than `settings.tasks` if the file has no more.
+
+    Levels take turns. The order of a split is that of hashes, so that its first questions are as hard as its last.
+    """
+    own = pairs(tuple(dict.fromkeys(settings.domains)), settings.databases, not settings.vary_names)
+    splits: dict[str, list[SqlQuestion]] = {split: [] for split in SPLITS}
+    with ExitStack() as stack:
+        opened = {
+            key: [stack.enter_context(closing(_connect(image))) for image in (pair.image, pair.hidden)]
+            for key, pair in own.items()
+        }
+        for level, data in _selected(settings, own):
+            pair = own[data["database"]]
+            shown, hidden = (tuple(connection.execute(data["queries"][0])) for connection in opened[pair.key])
+            question = SqlQuestion(pair, data, level, _kind(data, settings.answers), shown, hidden)
+            text = question.shape if settings.unseen == "shapes" else f"{pair.key} {question.text}"
+            splits["composition" if data["held_out"] else split_by_hash(text)].append(question)
+    for found in splits.values():
+        found.sort(key=lambda question: digest(f"{question.pair.key} {question.text}"))
+    return splits
+
+
+def _connect(image: bytes) -> sqlite3.Connection:
+    connection = sqlite3.connect(":memory:")
+    connection.deserialize(image)
+    return connection
+
+
+def _kind(data: QuestionData, answers: str) -> AnswerKind:
+    """Return what answers a question. With `both`, half of the shapes with a single value ask for the value."""
+    if answers == "both":
+        return "value" if data["value"] and digest(data["shape"]) % 2 == 0 else "query"
+    return "value" if answers == "value" else "query"
+
+
+def _selected(settings: SqlSettings, databases: Mapping[str, object]) -> Iterator[tuple[int, QuestionData]]:
+    """Yield the questions that fit the settings with their levels; seeds other than 0 shuffle them first."""
+    lines = _read(_file(settings))
+    shapes: Counter[str] = Counter()
+
+    def one_level(level: int) -> Iterator[tuple[int, QuestionData]]:
+        own = lines.get(str(level), ())
+        if settings.seed:
+            own = random.Random(f"{settings.seed}/{level}").sample(own, len(own))
+        for line in own:
+            data: QuestionData = json.loads(line)
+            fits = data["database"] in databases and (data["value"] or settings.answers != "value")
+            if fits and shapes[data["shape"]] < settings.per_shape:
+                shapes[data["shape"]] += 1
+                if not settings.vary_names:
+                    for queries in (data["queries"], *data["forgetful"]):
+                        queries[0] = queries[1]
+                yield level, data
+
+    rows = zip_longest(*map(one_level, dict.fromkeys(settings.levels)))
+    return islice((one for row in rows for one in row if one is not None), settings.tasks)
+
+
+def _file(settings: SqlSettings) -> str:
+    wanted = QuestionFile(settings.levels, settings.domains, settings.databases, settings.per_shape)
+    fitting = [name for name, own in FILES.items() if own == wanted and settings.answers != "value"]
+    return fitting[0] if fitting else "more"
+
+
+@cache
+def _read(name: str) -> Mapping[str, Sequence[str]]:
+    """Return the lines of a data file by the keys in its header (levels, or databases)."""
+    packed = (files("ludus.worlds.sql") / "data" / f"{name}.jsonl.xz").read_bytes()
+    head, *lines = lzma.decompress(packed).decode().removesuffix("\n").split("\n")
+    remaining = iter(lines)
+    return {key: list(islice(remaining, count)) for key, count in json.loads(head)}
