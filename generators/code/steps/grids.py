@@ -65,7 +65,10 @@ def life_step(grid: list[list[int]]) -> list[list[int]]:
 def prefix_sums_2d(grid: list[list[int]]) -> list[list[int]]:
     """Replace each number by the sum of all numbers that are neither below it nor to the right of it,
     itself included."""
-    return [[sum(sum(row[: j + 1]) for row in grid[: i + 1]) for j in range(len(grid[0]))] for i in range(len(grid))]
+    return [
+        [sum(sum(row[: j + 1]) for row in grid[: i + 1]) for j in range(len(grid[0]))]
+        for i in range(len(grid))
+    ]
 
 
 @step(GRID, INTS, 1)
@@ -250,8 +253,14 @@ def block_dead_ends(maze: list[str]) -> list[str]:
     """Make a wall of each free cell but the upper left one that has exactly one free neighbour above,
     below, left and right (all as they were before this step)."""
     free = {(i, j) for i, row in enumerate(maze) for j, cell in enumerate(row) if cell == "."}
-    dead = {(i, j) for i, j in free - {(0, 0)} if len({(i - 1, j), (i + 1, j), (i, j - 1), (i, j + 1)} & free) == 1}
-    return ["".join("." if (i, j) in free - dead else "#" for j in range(len(maze[0]))) for i in range(len(maze))]
+    dead = {
+        (i, j)
+        for i, j in free - {(0, 0)}
+        if len({(i - 1, j), (i + 1, j), (i, j - 1), (i, j + 1)} & free) == 1
+    }
+    return [
+        "".join("." if (i, j) in free - dead else "#" for j in range(len(maze[0]))) for i in range(len(maze))
+    ]
 
 
 @step(MAZE, WORDS, 3)

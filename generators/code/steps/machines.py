@@ -31,7 +31,8 @@ def _moves(rng: random.Random, size: int) -> str:
 
 def _stack_code(rng: random.Random, size: int) -> list[str]:
     return [
-        rng.choice((str(rng.randint(0, 9)), str(rng.randint(0, 9)), *"+*", "dup", "swap", "drop")) for _ in range(size)
+        rng.choice((str(rng.randint(0, 9)), str(rng.randint(0, 9)), *"+*", "dup", "swap", "drop"))
+        for _ in range(size)
     ]
 
 
@@ -39,7 +40,8 @@ def _orders(rng: random.Random, size: int) -> list[str]:
     names = ("ann", "bob", "cy")
     kinds = ("pay {0} {2}", "pay {0} {2}", "send {0} {1} {2}", "send {0} {1} {2}", "close {0} {1} {2}")
     return [
-        rng.choice(kinds).format(rng.choice(names), rng.choice(names), rng.randint(1, 20)).strip() for _ in range(size)
+        rng.choice(kinds).format(rng.choice(names), rng.choice(names), rng.randint(1, 20)).strip()
+        for _ in range(size)
     ]
 
 

@@ -70,7 +70,9 @@ def _settings(rng: random.Random, size: int) -> str:
     lines = []
     for _ in range(size):
         name = "".join(rng.choice("abc") for _ in range(2))
-        value = str(rng.randint(0, 40)) if rng.random() < 0.7 else "$" + "".join(rng.choice("abc") for _ in "xx")
+        value = (
+            str(rng.randint(0, 40)) if rng.random() < 0.7 else "$" + "".join(rng.choice("abc") for _ in "xx")
+        )
         lines.append(f"{name}={value}" if rng.random() < 0.9 else f"#{name}")
     return ";".join(lines)
 
@@ -91,9 +93,15 @@ POSTFIX = StepKind(
     _postfix,
     "text",
 )
-BRACKETS = StepKind("brackets", "str", "a text of the brackets ( ) [ ] { }, possibly empty", _brackets, "text")
+BRACKETS = StepKind(
+    "brackets", "str", "a text of the brackets ( ) [ ] { }, possibly empty", _brackets, "text"
+)
 LOG = StepKind(
-    "log", "str", "entries like 08:30 ann in, sorted by time, with ; between them; possibly empty", _log, "text"
+    "log",
+    "str",
+    "entries like 08:30 ann in, sorted by time, with ; between them; possibly empty",
+    _log,
+    "text",
 )
 PACKED = StepKind(
     "packed",
@@ -102,11 +110,14 @@ PACKED = StepKind(
     _packed,
     "text",
 )
-NESTED = StepKind("nested", "str", "a list of whole numbers and lists, like [1,[2,[]],3], as text", _nested, "text")
+NESTED = StepKind(
+    "nested", "str", "a list of whole numbers and lists, like [1,[2,[]],3], as text", _nested, "text"
+)
 SETTINGS = StepKind(
     "settings",
     "str",
-    "entries with ; between them: name=number, name=$other (the value of another name) or #comment; possibly empty",
+    "entries with ; between them: name=number, name=$other (the value of another name) or #comment; "
+    "possibly empty",
     _settings,
     "text",
 )

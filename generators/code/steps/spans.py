@@ -34,7 +34,9 @@ def drop_covered(spans: list[list[int]]) -> list[list[int]]:
     """Keep each different interval once, remove those that lie within another one, and sort the rest by
     start."""
     different = sorted({(start, end) for start, end in spans})
-    return [[a, b] for a, b in different if not any(c <= a and b <= d and (a, b) != (c, d) for c, d in different)]
+    return [
+        [a, b] for a, b in different if not any(c <= a and b <= d and (a, b) != (c, d) for c, d in different)
+    ]
 
 
 @step(SPANS, SPANS, 2, low=(2, 6), high=(12, 25))

@@ -57,7 +57,9 @@ def drop_rival_names(table: dict[str, int]) -> dict[str, int]:
     """Remove every name that shares its last letter with a name of a larger number (all as they were
     before this step)."""
     return {
-        name: n for name, n in table.items() if not any(other[-1] == name[-1] and m > n for other, m in table.items())
+        name: n
+        for name, n in table.items()
+        if not any(other[-1] == name[-1] and m > n for other, m in table.items())
     }
 
 
