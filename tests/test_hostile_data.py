@@ -36,7 +36,7 @@ from ludus.worlds.code.tools import program_of
 from ludus.worlds.terminal.checks import Gzipped
 from ludus.worlds.terminal.git_checks import GitTree
 from ludus.worlds.terminal.git_read import MOST_BYTES as GIT_BYTES
-from ludus.worlds.terminal.job import judge_files
+from ludus.worlds.terminal.job import grade_files
 
 PRIME = 2**61 - 1
 """Multiples of it have the hash 0."""
@@ -60,7 +60,7 @@ class Says:
 def judged(due, *lines):
     """The verdict on a program that returned this, where that is due."""
     truth = CodeTruth(("a",), cases=(TestCase("a", (), due),))
-    work = CodeGrader(Says('{"loaded": true}', *lines)).judge("def solve(): ...", truth, truth.cases)
+    work = CodeGrader(Says('{"loaded": true}', *lines)).grade("def solve(): ...", truth, truth.cases)
     (verdict,) = heartbeat.run(work).verdicts
     return verdict
 
@@ -193,7 +193,7 @@ LEFT = {
 def test_whatever_an_episode_leaves_is_judged_in_time(files, monkeypatch):
     monkeypatch.setattr(worker, "CPU_S", 0.3)
     checks = (GitTree("", "main", {"a": "b"}), Gzipped("a.gz", "text"))
-    found = heartbeat.run(judge_files(Snapshot(files), checks))
+    found = heartbeat.run(grade_files(Snapshot(files), checks))
     assert found == {check.name: False for check in checks}
 
 

@@ -27,7 +27,7 @@ from ludus.worlds.terminal.difficulty_report import distinct, nearest, report, s
 from ludus.worlds.terminal.git_checks import At, Clean, GitTree, Refs, Subjects
 from ludus.worlds.terminal.git_read import BrokenRepository, GitFolder
 from ludus.worlds.terminal.job import pair
-from ludus.worlds.terminal.services import Running, begin
+from ludus.worlds.terminal.services import Running, start_services
 from ludus.worlds.terminal.solver import solve
 from ludus.worlds.terminal.splits import LEVELS, TOPICS, splits_of
 from ludus.worlds.terminal.task_file import make_job, read_tasks, task_file
@@ -374,10 +374,10 @@ def test_services_are_what_they_are_said_to_be_at_the_beginning(world):
 
     async def first(sandbox, job):
         session = await sandbox.session("shell", files=job.start.files, limits=LIMITS)
-        began = await begin(session, job.services, job.afterwards)
+        began = await start_services(session, job.services, job.afterwards)
         files, now = await session.snapshot(), await session.processes()
         await session.close()
-        return await job.judge(files, sandbox, Running(began, now))
+        return await job.grade(files, sandbox, Running(began, now))
 
     async def act():
         sandbox = open_sandbox()

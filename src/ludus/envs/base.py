@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.errors import UserError
@@ -17,47 +17,52 @@ from ludus.tools.base import Tool
 from ludus.types import Action, DataClass, Message, StepResult, Task, ToolOutcome
 
 
-class Environment(Protocol):
+def defines(instance: object, base: type, method: str) -> bool:
+    """Return whether a class between that of `instance` and `base` defines the method."""
+    classes = type(instance).__mro__
+    return any(method in vars(one) for one in classes[: classes.index(base)])
+
+
+class Environment(ABC):
     """One episode of one task. An instance is used once: `start`, `step` until done, `close`.
 
-    Whatever `start`, `step` and `close` raise counts as a failure of the infrastructure; what the model does
-    wrong is an observation. `rewards` are scored when the episode has ended.
+    An exception of `start`, `step` or `close` is an infrastructure failure; a mistake of the model is an
+    observation. A subclass defines `start` and `step`; everything else is optional.
     """
 
-    @property
-    def tools(self) -> Sequence[Tool]: ...
+    tools: Sequence[Tool] = ()
+    """Tools that the model may call."""
+    rewards: Sequence[Reward] = ()
+    """Scored when the episode has ended."""
 
-    @property
-    def rewards(self) -> Sequence[Reward]: ...
-
+    @abstractmethod
     async def start(self, task: Task) -> list[Message]:
-        """The messages that open the episode."""
-        ...
+        """Return the initial messages of the episode."""
 
+    @abstractmethod
     async def step(self, action: Action) -> StepResult:
-        """Answer one action of the model."""
-        ...
+        """Return the response to one action of the model."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Release the resources of the episode."""
+        return
 
+    def implements(self, method: str) -> bool:
+        """Return whether a subclass defines an optional method."""
+        return defines(self, Environment, method)
 
-@runtime_checkable
-class HasStateKey(Protocol):
-    """An environment that can name the state that it is in, for advantages that compare equal states."""
-
-    def anchor(self) -> str:
-        """The state before the model's next turn; equal texts are equal states."""
-        ...
-
-
-@runtime_checkable
-class Regradable(Protocol):
-    """An environment whose verdict is an outcome that it leaves: what it judged can be judged once more."""
+    def state_key(self) -> str:
+        """Return a text that identifies the state before the model's next turn, for advantages that compare equal
+        states (`gigpo`). By default these compare the messages of the last step."""
+        return ""
 
     async def grade_again(self) -> ToolOutcome | None:
-        """The outcome of another grading of what was there at the end, also after `close`; None where nothing
-        was graded. Raises WorldError where the sandbox breaks."""
-        ...
+        """Return the outcome of grading the episode's final state once more, also after `close`.
+
+        For environments that grade in their last `step`; None if nothing was graded. Raises WorldError if the
+        sandbox fails.
+        """
+        return None
 
 
 class World(ABC):
@@ -94,8 +99,7 @@ class World(ABC):
 
     def implements(self, method: str) -> bool:
         """Return whether a subclass defines an optional method."""
-        classes = type(self).__mro__
-        return any(method in vars(one) for one in classes[: classes.index(World)])
+        return defines(self, World, method)
 
     def demonstrations(self, seed: int) -> Iterator[Demonstration]:
         """Yield dialogues on training tasks without end, for the cold start. None by default."""

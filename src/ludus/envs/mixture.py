@@ -16,14 +16,13 @@ from functools import cached_property
 from ludus.config.schema import Config
 from ludus.config.sections.mixture import BUDGETS, MIXTURE, MemberConfig
 from ludus.config.sections.rollout import RolloutConfig
-from ludus.envs.base import Demonstration, Environment, HasStateKey, Regradable, World
+from ludus.envs.base import Demonstration, Environment, World
 from ludus.envs.tool_world import check_split
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import Progress, TurnVerifier
 from ludus.sandbox.base import Sandbox
 from ludus.tasks.mixture import MixtureOrder, Shares, TaskPool
-from ludus.tools.base import Tool
 from ludus.types import WORLD_TAG, Action, Message, StepResult, Task, ToolOutcome, Trajectory
 
 SOLVED = "solved"
@@ -69,62 +68,39 @@ def bounded(rollout: RolloutConfig, member: MemberConfig) -> RolloutConfig:
     return rollout.model_copy(update=own)
 
 
-class MemberEnvironment:
-    """An episode in a world of a mixture. The world sees its own task."""
+class MemberEnvironment(Environment):
+    """Episode in a world of a mixture; the world receives its own task."""
 
     def __init__(self, environment: Environment, task: Task, rewards: Sequence[Reward]) -> None:
+        self.tools = environment.tools
         self.rewards = rewards
         self._environment = environment
         self._task = task
 
-    @property
-    def tools(self) -> Sequence[Tool]:
-        """Those of the world."""
-        return self._environment.tools
-
     async def start(self, task: Task) -> list[Message]:
-        """The messages that open the episode."""
+        """Return the initial messages of the episode."""
         del task
         return await self._environment.start(self._task)
 
     async def step(self, action: Action) -> StepResult:
-        """The world's answer."""
+        """Return the world's response."""
         return await self._environment.step(action)
 
     async def close(self) -> None:
-        """Close what the world has opened."""
+        """Release the world's resources."""
         await self._environment.close()
 
+    def implements(self, method: str) -> bool:
+        """Return whether the world's environment defines an optional method."""
+        return self._environment.implements(method)
 
-class KeyedEnvironment(MemberEnvironment):
-    """An episode in a world that names its states."""
-
-    def anchor(self) -> str:
-        """The state as the world names it."""
-        named = self._environment
-        return named.anchor() if isinstance(named, HasStateKey) else ""
-
-
-class GradedEnvironment(MemberEnvironment):
-    """An episode in a world whose verdict can be given once more."""
+    def state_key(self) -> str:
+        """Return the world's state key."""
+        return self._environment.state_key()
 
     async def grade_again(self) -> ToolOutcome | None:
-        """The world's verdict once more."""
-        judge = self._environment
-        return await judge.grade_again() if isinstance(judge, Regradable) else None
-
-
-class KeyedGradedEnvironment(KeyedEnvironment, GradedEnvironment):
-    """An episode in a world that does both."""
-
-
-_KINDS: dict[tuple[bool, bool], type[MemberEnvironment]] = {
-    (False, False): MemberEnvironment,
-    (True, False): KeyedEnvironment,
-    (False, True): GradedEnvironment,
-    (True, True): KeyedGradedEnvironment,
-}
-"""By whether the world's environment names its states, and whether it grades again."""
+        """Return the outcome of grading once more."""
+        return await self._environment.grade_again()
 
 
 @dataclass(frozen=True)
@@ -182,9 +158,7 @@ class MixedWorld(World):
         """A fresh episode in the task's world; in the first one for a task of none."""
         member = self.member_of(task)
         own = member.own(task)
-        environment = member.world.environment(own)
-        kind = _KINDS[isinstance(environment, HasStateKey), isinstance(environment, Regradable)]
-        return kind(environment, own, self.rewards)
+        return MemberEnvironment(member.world.environment(own), own, self.rewards)
 
     def member_of(self, task: Task) -> MixtureMember:
         """The world that a task is of; the first one for a task of none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from ludus.envs.base import Environment
 from ludus.envs.toolbox import ToolExecutor, ToolLimits
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
@@ -23,7 +24,7 @@ class Resource(Protocol):
         ...
 
 
-class ToolEnv:
+class ToolEnv(Environment):
     """One episode with tools.
 
     Calls run in parallel and come back as tool messages in the order of the calls. A malformed or failed

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ludus.envs.base import World
+from ludus.envs.messages import tool_turn
 from ludus.envs.tool_env import Resource, ToolEnv
 from ludus.envs.toolbox import ToolLimits, as_text
 from ludus.errors import UserError, did_you_mean
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
-from ludus.types import JSON, DataClass, FunctionCall, Message, MessageToolCall, Task
+from ludus.types import JSON, DataClass, Message, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,4 @@ def call_and_result(tool: Tool, arguments: Mapping[str, JSON], turn: int = 0) ->
     output: object = tool.function(**checked)
     if asyncio.iscoroutine(output):
         output = asyncio.run(output)
-    function = FunctionCall(name=tool.name, arguments=json.dumps(dict(arguments), ensure_ascii=False))
-    call = MessageToolCall(id=f"call_{turn}_0", type="function", function=function)
-    return (
-        Message(role="assistant", content="", tool_calls=[call]),
-        Message(role="tool", content=as_text(output), tool_call_id=call["id"], name=tool.name),
-    )
+    return tool_turn(turn, tool.name, arguments, as_text(output))

@@ -103,20 +103,10 @@ class NoRewards:
 
 
 @dataclass
-class SimEnvironment:
+class SimEnvironment(Environment):
     """One episode's tools: every action but the last is a call."""
 
     calls: Iterator[float]
-
-    @property
-    def tools(self) -> Sequence[Tool]:
-        """None is told to the policy."""
-        return ()
-
-    @property
-    def rewards(self) -> Sequence[Reward]:
-        """Nothing is judged."""
-        return ()
 
     async def start(self, task: Task) -> list[Message]:
         """The prompt."""
@@ -129,9 +119,6 @@ class SimEnvironment:
             return _DONE
         await asyncio.sleep(seconds)
         return _HEARD
-
-    async def close(self) -> None:
-        """Nothing is open."""
 
 
 @dataclass

@@ -117,7 +117,7 @@ class CodeGrader:
     sandbox: Sandbox
     limits: Limits = LIMITS
 
-    async def judge(self, program: str, truth: CodeTruth, cases: Sequence[TestCase]) -> Grading:
+    async def grade(self, program: str, truth: CodeTruth, cases: Sequence[TestCase]) -> Grading:
         """The verdicts on a program, one for each case."""
         if not program.strip() or len(program) > MOST_CHARACTERS:
             said = "there is no program" if not program.strip() else "the program is too long"

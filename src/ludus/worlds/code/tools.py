@@ -35,7 +35,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         begin = text.find(_FENCE, end + len(_FENCE)) if end >= 0 else -1
 
 
-def run_tests_tool(judge: CodeGrader, truth: CodeTruth) -> Tool:
+def run_tests_tool(grader: CodeGrader, truth: CodeTruth) -> Tool:
     """The tool `run_tests(code)`: the visible tests, and what a program does with them."""
     cases = truth.chosen("visible")
 
@@ -47,9 +47,9 @@ def run_tests_tool(judge: CodeGrader, truth: CodeTruth) -> Tool:
         """
         if not cases:
             return "The task shows no tests: try its examples with python."
-        return told(await judge.judge(program_of(code), truth, cases), truth)
+        return grading_text(await grader.grade(program_of(code), truth, cases), truth)
 
-    seconds = judge.limits.wall_s * (len(cases) + 3) + _WAIT_S
+    seconds = grader.limits.wall_s * (len(cases) + 3) + _WAIT_S
     return tool(timeout_s=seconds, traits=Traits(idempotent=True))(run_tests)
 
 
@@ -67,7 +67,7 @@ def submit_tool() -> Tool:
     return tool(traits=Traits(latency="instant", ends=True))(submit)
 
 
-def told(grading: Grading, truth: CodeTruth) -> str:
+def grading_text(grading: Grading, truth: CodeTruth) -> str:
     """What a model reads of a grading."""
     if grading.broken:
         return f"The program does not run: {grading.broken}"
@@ -77,9 +77,9 @@ def told(grading: Grading, truth: CodeTruth) -> str:
     return "\n".join(lines)
 
 
-def told_of_success(cases: Sequence[TestCase], truth: CodeTruth) -> str:
+def success_text(cases: Sequence[TestCase], truth: CodeTruth) -> str:
     """The same of a program that passes."""
-    return told(Grading(tuple(CodeVerdict(case, True) for case in cases)), truth)
+    return grading_text(Grading(tuple(CodeVerdict(case, True) for case in cases)), truth)
 
 
 def _line(verdict: CodeVerdict, truth: CodeTruth) -> str:

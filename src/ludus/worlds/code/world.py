@@ -27,7 +27,7 @@ from ludus.worlds.code import records
 from ludus.worlds.code.environment import REPORT, CodeEnv, Weights, code_rewards
 from ludus.worlds.code.grader import LIMITS, CodeGrader, CodeTruth
 from ludus.worlds.code.problems import FAMILIES, NUM_TESTS, SPLITS, CodeProblem, problems, survey_text
-from ludus.worlds.code.solver import forget, solve
+from ludus.worlds.code.solver import solve, solve_without_a_step
 from ludus.worlds.code.tools import run_tests_tool, submit_tool
 
 SYSTEM = {
@@ -109,7 +109,7 @@ class CodeWorld(World):
         return suite_progress(REPORT) if self.settings.check_turns and self.settings.tools else None
 
     @cached_property
-    def judge(self) -> CodeGrader:
+    def grader(self) -> CodeGrader:
         """Who runs the tests, in the sandbox that was given or else the default one."""
         limits = replace(LIMITS, cpu_s=self.settings.timeout_s, wall_s=self.settings.timeout_s + 1)
         return CodeGrader(self.sandbox or open_sandbox(), limits)
@@ -123,7 +123,7 @@ class CodeWorld(World):
     def _task_lists(self) -> Mapping[str, Sequence[Task]]:
         system = SYSTEM["tools" if self.settings.tools else "none"]
         if self.settings.data is not None:
-            return records.load_tasks(Path(self.settings.data), self.settings.format, system)
+            return records.load_code_tasks(Path(self.settings.data), self.settings.format, system)
         return {
             split: [_task(one, split, system, self.settings.tests) for one in self.problems[split]] for split in SPLITS
         }
@@ -140,12 +140,12 @@ class CodeWorld(World):
     def environment(self, task: Task) -> CodeEnv:
         """A fresh episode."""
         tools = self.tools(truth_of(task, CodeTruth)) if self.settings.tools else ()
-        return CodeEnv(tools, self.rewards, self.judge, self.limits, self.settings.check_turns)
+        return CodeEnv(tools, self.rewards, self.grader, self.limits, self.settings.check_turns)
 
     def tools(self, truth: CodeTruth) -> tuple[Tool, ...]:
         """`python`, `run_tests` on the visible tests of a task, `submit`. They keep no state."""
-        own = python_tool(self.judge.sandbox, replace(self.judge.limits, output_bytes=64 * 1024))
-        return own, run_tests_tool(self.judge, truth), submit_tool()
+        own = python_tool(self.grader.sandbox, replace(self.grader.limits, output_bytes=64 * 1024))
+        return own, run_tests_tool(self.grader, truth), submit_tool()
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """An endless stream by the flawed oracle on training tasks; of a file's tasks, all that have a
@@ -155,7 +155,7 @@ class CodeWorld(World):
         while tasks:
             task = rng.choice(tasks)
             flawed = self.settings.data is None and rng.random() < self.settings.habit
-            yield self._shown(task, forget(self._by_id[task.id], rng) if flawed else None)
+            yield self._shown(task, solve_without_a_step(self._by_id[task.id], rng) if flawed else None)
 
     def expert(self, task: Task) -> Dialogue | None:
         """The oracle without flaws; None where no solution is known."""
@@ -185,7 +185,7 @@ class CodeWorld(World):
 
     async def close(self) -> None:
         """Close the sandbox."""
-        await self.judge.sandbox.close()
+        await self.grader.sandbox.close()
 
     def _shown(self, task: Task, messages: list[Message] | None) -> Dialogue:
         truth = truth_of(task, CodeTruth)

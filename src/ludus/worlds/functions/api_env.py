@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from ludus.envs.base import Environment
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.base import Reward
@@ -26,7 +27,7 @@ _MORE: Final = "From now on there are more tools:"
 _ASKED: Final = "Can you do it now?"
 
 
-class ApiEnv:
+class ApiEnv(Environment):
     """See the module. `offers_tools` is false for a baseline without tools."""
 
     def __init__(

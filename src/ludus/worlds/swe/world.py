@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ludus.envs.base import World, room_of
+from ludus.envs.base import Environment, World, room_of
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, check_split
@@ -73,7 +73,7 @@ class SweSettings(BaseModel):
     """Of the order of tasks."""
 
 
-class SweEnv:
+class SweEnv(Environment):
     """One episode: tools on a checkout, and the hidden tests at its end."""
 
     def __init__(self, world: SweWorld, problem: SweProblem, workspace: Checkout, tools: Sequence[Tool]) -> None:

@@ -104,11 +104,11 @@ class FilesUnchanged:
         return all(
             state.files.get(path) == data and (path in state.executable) == (path in self.executable)
             for path, data in self.files.items()
-            if not fits(path, self.changes)
+            if not matches(path, self.changes)
         )
 
 
-def fits(path: str, patterns: tuple[str, ...]) -> bool:
+def matches(path: str, patterns: tuple[str, ...]) -> bool:
     """Whether a path fits one of the patterns."""
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 

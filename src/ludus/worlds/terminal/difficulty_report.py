@@ -14,9 +14,9 @@ from functools import cache
 
 from ludus.sandbox import Sandbox
 from ludus.tools.workspace import LIMITS
-from ludus.worlds.terminal.episode import MOMENT_S
+from ludus.worlds.terminal.environment import SETTLE_S
 from ludus.worlds.terminal.job import JobDraft, TerminalJob
-from ludus.worlds.terminal.services import Running, begin
+from ludus.worlds.terminal.services import Running, start_services
 from ludus.worlds.terminal.splits import LEVELS, TOPICS
 from ludus.worlds.terminal.task_file import task_file
 
@@ -60,15 +60,15 @@ async def solves(job: TerminalJob, steps: Sequence[str], sandbox: Sandbox) -> bo
     session = await sandbox.session("shell", files=job.start.files, limits=LIMITS)
     try:
         await session.restore(job.start)
-        began = await begin(session, job.services, job.afterwards) if job.services else {}
+        began = await start_services(session, job.services, job.afterwards) if job.services else {}
         for step in steps:
             await session.run(step)
         if job.services:
-            await asyncio.sleep(MOMENT_S)
+            await asyncio.sleep(SETTLE_S)
         state, running = await session.snapshot(), Running(began, await session.processes())
     finally:
         await session.close()
-    return all((await job.judge(state, sandbox, running)).values())
+    return all((await job.grade(state, sandbox, running)).values())
 
 
 async def rates(splits: Splits, split: str, sandbox: Sandbox) -> Mapping[str, tuple[int, int]]:

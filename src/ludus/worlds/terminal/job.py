@@ -9,7 +9,7 @@ from functools import cached_property
 from ludus.rewards.code.unit_tests import Suite
 from ludus.sandbox.base import Limits, Sandbox, Snapshot
 from ludus.untrusted.worker import LimitExceeded, call_bounded
-from ludus.worlds.terminal.checks import Check, Executable, FilesUnchanged, Only, Text, fits
+from ludus.worlds.terminal.checks import Check, Executable, FilesUnchanged, Only, Text, matches
 from ludus.worlds.terminal.services import NOTHING_RUNS, Running, TerminalService, WatchedService, at_first
 
 RUN_LIMITS = Limits(wall_s=15.0, cpu_s=10.0, files_out=200)
@@ -33,7 +33,7 @@ class Ran:
 
     async def holds(self, state: Snapshot, sandbox: Sandbox) -> bool:
         """Whether it does. Raises WorldError where the sandbox breaks."""
-        taken = {path: data for path, data in state.files.items() if fits(path, self.takes)}
+        taken = {path: data for path, data in state.files.items() if matches(path, self.takes)}
         given = {**taken, **{path: text.encode() for path, text in self.files.items()}}
         outcome = await sandbox.run(["bash", "-c", self.command], files=given, limits=RUN_LIMITS)
         if outcome.timed_out or outcome.memory_exceeded:
@@ -43,7 +43,7 @@ class Ran:
         after = Snapshot({**given, **outcome.files})
         said = Snapshot({"stdout": outcome.stdout})
         told = self.stdout is None or Text("stdout", self.stdout).holds(said)
-        return told and all((await judge_files(after, self.leaves)).values())
+        return told and all((await grade_files(after, self.leaves)).values())
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,12 @@ class TerminalJob:
         """The commands that are run once all services are up."""
         return self.draft.afterwards
 
-    async def judge(self, state: Snapshot, sandbox: Sandbox, running: Running = NOTHING_RUNS) -> Mapping[str, bool]:
+    async def grade(self, state: Snapshot, sandbox: Sandbox, running: Running = NOTHING_RUNS) -> Mapping[str, bool]:
         """What holds of the final files and processes, by name. Programs run only where all else holds.
 
         Raises WorldError where the sandbox breaks.
         """
-        found = await judge_files(state, self.checks, self.draft.watched, running)
+        found = await grade_files(state, self.checks, self.draft.watched, running)
         for run in self.draft.runs:
             found[run.name] = all(found.values()) and await run.holds(state, sandbox)
         return found
@@ -142,7 +142,7 @@ def held(
     return {**files, **{one.name: one.holds(state, running) for one in watched}}
 
 
-async def judge_files(
+async def grade_files(
     state: Snapshot, checks: Sequence[Check], watched: Sequence[WatchedService] = (), running: Running = NOTHING_RUNS
 ) -> dict[str, bool]:
     """As `held`, in a process with limits: reading a policy's archives and repositories may take long.
@@ -185,4 +185,4 @@ def _touches(first: TerminalJob, second: TerminalJob) -> bool:
     shared = [path for path in first.start.files if second.start.files.get(path, b"") != b""]
     same_names = {check.name for check in first.draft.checks} & {check.name for check in second.draft.checks}
     odd = [path for path in shared if first.start.files[path] != second.start.files[path]]
-    return bool(odd or same_names) or any(fits(path, tuple(patterns)) for path in second.start.files)
+    return bool(odd or same_names) or any(matches(path, tuple(patterns)) for path in second.start.files)

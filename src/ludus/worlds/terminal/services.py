@@ -179,7 +179,9 @@ class Converses(Protocol):
         ...
 
 
-async def begin(shell: Converses, services: Sequence[TerminalService], afterwards: str) -> Mapping[str, Identity]:
+async def start_services(
+    shell: Converses, services: Sequence[TerminalService], afterwards: str
+) -> Mapping[str, Identity]:
     """Start the services, and run `afterwards` once all are up; gives the processes that they are.
 
     A service's name in braces stands for its number in `afterwards`. Raises WorldError where one does not

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.base import World, room_of
 from ludus.envs.settings import read_settings
-from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
@@ -29,12 +28,11 @@ from ludus.tools.python import shell_tool
 from ludus.tools.submit import submit_tool
 from ludus.tools.workspace import LIMITS, Workspace
 from ludus.types import Message, Task
-from ludus.worlds.terminal.alternative_solutions import other_ways
 from ludus.worlds.terminal.bench.load import load_bench
 from ludus.worlds.terminal.difficulty_report import idle_line, measured, report
-from ludus.worlds.terminal.episode import VERDICT, Assignment, TerminalEpisode, mended, read_verdict
+from ludus.worlds.terminal.environment import VERDICT, Assignment, TerminalEnv, made_progress, read_verdict
 from ludus.worlds.terminal.job import TerminalJob
-from ludus.worlds.terminal.solver import fall_short, played, solve
+from ludus.worlds.terminal.solver import alternative_steps, episode, solve, solve_partly
 from ludus.worlds.terminal.splits import LEVELS, SPLITS, TOPICS, homes_of_kinds, kinds_of, splits_of
 from ludus.worlds.terminal.task_file import make_job
 
@@ -106,7 +104,7 @@ class TerminalWorld(World):
         return (
             Reward("solved", suite_passes(read_verdict), outcome=True),
             Reward("share", share_passed(read_verdict, "fail_to_pass"), weight=0.0),
-            Reward("well_formed", only_if(well_formed, mended), weight=self.settings.well_formed_weight),
+            Reward("well_formed", only_if(well_formed, made_progress), weight=self.settings.well_formed_weight),
         )
 
     @property
@@ -123,16 +121,12 @@ class TerminalWorld(World):
         """What a task is made of, its checks and solution included: not for an environment's session."""
         return self._jobs[task.id]
 
-    def environment(self, task: Task) -> TerminalEpisode:
-        """A fresh episode in a session of its own."""
-        job = self._jobs[task.id]
-        if self.settings.tools == "none":
-            return TerminalEpisode(ToolEnv((), self.rewards, self.limits), None, job, self.sandbox)
-        workspace = Workspace(
-            self.sandbox, "shell", job.start.files, replace(LIMITS, wall_s=self._wall_s, cpu_s=self._wall_s)
-        )
-        plain = ToolEnv(self.tools(workspace), self.rewards, self.limits, resources=[workspace])
-        return TerminalEpisode(plain, workspace, job, self.sandbox, self.settings.check_turns)
+    def environment(self, task: Task) -> TerminalEnv:
+        """Return a new episode with its own session."""
+        job, seconds = self._jobs[task.id], self.settings.wall_s
+        workspace = Workspace(self.sandbox, "shell", job.start.files, replace(LIMITS, wall_s=seconds, cpu_s=seconds))
+        tools = self.tools(workspace) if self.settings.tools != "none" else ()
+        return TerminalEnv(tools, self.rewards, self.limits, workspace, job, self.settings.check_turns)
 
     def tools(self, workspace: Workspace) -> tuple[Tool, ...]:
         """The tools of an episode."""
@@ -179,7 +173,7 @@ class TerminalWorld(World):
             kind = rng.choice(kinds)
             left[kind.name] = left[kind.name] or rng.sample(kind.shown, len(kind.shown))
             job = make_job(kind, left[kind.name].pop(), 0)
-            yield self._shown(job, fall_short(job, rng) if rng.random() < settings.habit else solve(job))
+            yield self._shown(job, solve_partly(job, rng) if rng.random() < settings.habit else solve(job))
 
     def expert(self, task: Task) -> Dialogue | None:
         """The oracle without flaws; None without tools, and where a foreign task brings no solution."""
@@ -204,11 +198,7 @@ class TerminalWorld(World):
         job = self._jobs.get(task.id)
         if not isinstance(job, TerminalJob) or self.settings.tools == "none":
             return ()
-        return tuple(played(job, steps) for steps in other_ways(job))
-
-    @property
-    def _wall_s(self) -> float:
-        return self.settings.wall_s
+        return tuple(episode(job, steps) for steps in alternative_steps(job))
 
     @cached_property
     def _jobs(self) -> Mapping[str, Assignment]:

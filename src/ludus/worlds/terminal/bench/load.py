@@ -13,7 +13,6 @@ layouts: the repository laude-institute/terminal-bench, and the documentation of
 from __future__ import annotations
 
 import ast
-import json
 import logging
 import shlex
 from collections.abc import Iterator, Mapping
@@ -22,12 +21,13 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Final, Literal
 
+from ludus.envs.messages import assistant, tool_turn
 from ludus.errors import ConfigError
 from ludus.rewards.code.unit_tests import Suite
 from ludus.sandbox.base import Sandbox, Snapshot
-from ludus.types import FunctionCall, Message, MessageToolCall
+from ludus.types import Message
 from ludus.worlds.terminal.bench.layouts import BenchLayout, read_layout
-from ludus.worlds.terminal.bench.tests import judge_tests, moved
+from ludus.worlds.terminal.bench.tests import grade_tests, moved
 from ludus.worlds.terminal.services import NOTHING_RUNS, Running, TerminalService
 
 Dockerfiles = Literal["refuse", "skip", "ignore"]
@@ -82,21 +82,16 @@ class BenchTask:
         """Nothing."""
         return ""
 
-    async def judge(self, state: Snapshot, sandbox: Sandbox, running: Running = NOTHING_RUNS) -> Mapping[str, bool]:
+    async def grade(self, state: Snapshot, sandbox: Sandbox, running: Running = NOTHING_RUNS) -> Mapping[str, bool]:
         """Which tests pass over the final files, in a fresh run. Raises UserError and WorldError."""
-        return await judge_tests(self.suite.fail_to_pass, self.tests, self.script, state, sandbox, self.timeout_s)
+        return await grade_tests(self.suite.fail_to_pass, self.tests, self.script, state, sandbox, self.timeout_s)
 
     def solve(self) -> list[Message]:
         """Its solution in one call, whose output is not known here; none where it brings none."""
         if not self.solution:
             return []
-        function = FunctionCall(name="shell", arguments=json.dumps({"command": f"(\n{self.solution}\n)"}))
-        call = MessageToolCall(id="call_0_0", type="function", function=function)
-        return [
-            Message(role="assistant", content="", tool_calls=[call]),
-            Message(role="tool", content="[no output]", tool_call_id=call["id"], name="shell"),
-            Message(role="assistant", content=f"Done with {self.name}."),
-        ]
+        solved = tool_turn(0, "shell", {"command": f"(\n{self.solution}\n)"}, "[no output]")
+        return [*solved, assistant(f"Done with {self.name}.")]
 
 
 def load_bench(

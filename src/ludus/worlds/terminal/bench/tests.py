@@ -106,7 +106,7 @@ def moved(data: bytes, old: str, new: str) -> bytes:
     return re.sub(rf"(?<![\w./-]){re.escape(old)}(?![\w-])(?!\.\w)", lambda _: new, text).encode()
 
 
-async def judge_tests(
+async def grade_tests(
     names: Sequence[str], tests: Mapping[str, bytes], script: str, state: Snapshot, sandbox: Sandbox, timeout_s: float
 ) -> dict[str, bool]:
     """Which of the tests pass over these files; a script stands for all where it is given.
