@@ -397,7 +397,7 @@ def test_accepted_spellings_and_the_words_of_a_world_are_tried():
 
 def test_right_episodes_done_otherwise_are_tried():
     class Ways(ToolWorld):
-        def other_ways(self, task):
+        def alternative_solutions(self, task):
             return [[Message(role="assistant", content=text)] for text in ("NYC", "the big apple")]
 
     def show(seed):
@@ -458,7 +458,7 @@ def test_a_check_that_is_passed_says_so_with_the_settings_given():
     assert said.code == 0, said
     assert "pays none of the agents" in said.out
     assert "1 of " in said.out
-    assert "does not survey these tasks" in said.out
+    assert "no difficulty report for these tasks" in said.out
 
 
 def test_show_prints_splits_tools_rewards_and_somebody_who_knows_how():
@@ -474,7 +474,7 @@ def test_show_prints_splits_tools_rewards_and_somebody_who_knows_how():
         "[action]",
     ):
         assert line in said.out
-    assert "does not survey these tasks" in said.out
+    assert "no difficulty report for these tasks" in said.out
     assert ludus("env", "list").out.count("make_") == len(WORLDS)
 
 

@@ -615,7 +615,7 @@ def test_repairs_in_another_text_are_right_and_are_another_text(catalogue):
         assert all(found.passed.values()), found.doubt
         assert found.passed
         assert all(tree[path] != right for path, right in problem.mended.items())
-    (way, *_) = world.other_ways(task)
+    (way, *_) = world.alternative_solutions(task)
     assert play(world, task, actions_of(way)).rewards["resolved"] == 1
 
 

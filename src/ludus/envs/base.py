@@ -123,8 +123,8 @@ class World(ABC):
         del task
         return ()
 
-    def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
-        """Return other right episodes than the expert's: the messages behind the prompt."""
+    def alternative_solutions(self, task: Task) -> Sequence[Sequence[Message]]:
+        """Return other correct episodes than the expert's, without the prompt, to audit the verifier."""
         del task
         return ()
 
@@ -133,12 +133,8 @@ class World(ABC):
         del task
         return {}
 
-    def survey(self, measure: bool) -> str:
-        """Return tables of how many tasks differ, and what is solved without skill; empty by default.
-
-        What takes minutes is measured only if `measure`. For use outside an event loop.
-        """
-        del measure
+    def difficulty_report(self) -> str:
+        """Return tables of how many tasks differ and how many are solved without skill; empty by default."""
         return ""
 
     @property

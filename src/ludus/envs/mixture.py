@@ -212,10 +212,10 @@ class MixedWorld(World):
         member = self.member_of(task)
         return member.world.paraphrases(member.own(task))
 
-    def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
-        """What the task's world shows."""
+    def alternative_solutions(self, task: Task) -> Sequence[Sequence[Message]]:
+        """Return those of the task's world."""
         member = self.member_of(task)
-        return member.world.other_ways(member.own(task))
+        return member.world.alternative_solutions(member.own(task))
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
         """What the task's world knows."""

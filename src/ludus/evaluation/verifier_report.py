@@ -250,7 +250,7 @@ async def perturbed(report: CheckReport, plan: CheckPlan) -> tuple[VerdictShare,
 
 def _other_ways(world: World, tasks: Sequence[Task]) -> list[Mapping[str, Sequence[Action]]]:
     """The first other way of each task by its id, then the second ones, and so on."""
-    ways = {task.id: [actions_of(messages) for messages in world.other_ways(task)] for task in tasks}
+    ways = {task.id: [actions_of(messages) for messages in world.alternative_solutions(task)] for task in tasks}
     most = max(map(len, ways.values()), default=0)
     return [{id_: found[n] for id_, found in ways.items() if len(found) > n} for n in range(most)]
 

@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="a recipe, a world, or a .toml or .py file")
     parser.add_argument("--split", default="train", help="tasks of this split (train)")
     parser.add_argument("--tasks", type=int, default=50, metavar="N", help="tasks for each agent (50)")
-    parser.add_argument("--survey", action="store_true", help="measure baselines that take minutes, too")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of tasks and of what is random")
 
 
@@ -89,7 +88,7 @@ def look_at(args: argparse.Namespace, console: Console, world: World, config: Co
     plan = CheckPlan(args.split, num, args.seed, limits=limits, scoring=scoring)
     if args.act == "show":
         show(console, check_world(world, plan), config, scoring)
-        tell_survey(console, world, args.survey)
+        print_difficulty(console, world)
         return
     with bars(console, passing=True) as progress:
         plan = replace(plan, watch=CheckBar(progress))
@@ -97,7 +96,7 @@ def look_at(args: argparse.Namespace, console: Console, world: World, config: Co
         console.print(agents_table(report))
         rows = verdicts(scorecard(report, plan))
     console.print(scorecard_table(rows))
-    tell_survey(console, world, args.survey)
+    print_difficulty(console, world)
     if report.shaped:
         most = ", ".join(f"{name} {value:g}" for name, value in report.shaped.items())
         say(console, f"Shaping alone pays agents that do nothing of the task, at most: {most}.")
@@ -226,11 +225,11 @@ def as_trained(
     return replace(found, reward=own + found.reward)
 
 
-def tell_survey(console: Console, world: World, measure: bool) -> None:
-    """How many tasks of the world differ, and what its baselines solve."""
-    found = world.survey(measure)
+def print_difficulty(console: Console, world: World) -> None:
+    """Print how many tasks of the world differ, and how many its baselines solve."""
+    found = world.difficulty_report()
     if not found:
-        say(console, "\nThe world does not survey these tasks: how many differ, what takes no skill.")
+        say(console, "\nThe world has no difficulty report for these tasks.")
         return
     say(console, "\nHow many tasks differ (solutions without names and numbers), and what baselines solve:")
     say(console, found)

@@ -113,11 +113,6 @@ def problems(
     return {split: tuple(own) for split, own in found.items()}
 
 
-def survey_text() -> str:
-    """Return the survey of the default tasks: how many differ, and what is solved without skill."""
-    return (files("ludus.worlds.code") / "data/survey.txt").read_text("utf-8").rstrip("\n")
-
-
 @cache
 def _rows() -> list[_Row]:
     data = (files("ludus.worlds.code") / "data/problems.jsonl.xz").read_bytes()

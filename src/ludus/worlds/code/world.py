@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.base import World
+from ludus.envs.difficulty_report import shipped_report
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.envs.toolbox import ToolLimits
@@ -26,7 +27,7 @@ from ludus.types import Message, Task
 from ludus.worlds.code import records
 from ludus.worlds.code.environment import REPORT, CodeEnv, Weights, code_rewards
 from ludus.worlds.code.grader import LIMITS, CodeGrader, CodeTruth
-from ludus.worlds.code.problems import FAMILIES, NUM_TESTS, SPLITS, CodeProblem, problems, survey_text
+from ludus.worlds.code.problems import FAMILIES, NUM_TESTS, SPLITS, CodeProblem, problems
 from ludus.worlds.code.solver import solve, solve_without_a_step
 from ludus.worlds.code.tools import run_tests_tool, submit_tool
 
@@ -161,15 +162,11 @@ class CodeWorld(World):
         """The oracle without flaws; None where no solution is known."""
         return self._shown(task, None) if truth_of(task, CodeTruth).reference else None
 
-    def survey(self, measure: bool) -> str:
-        """How many tasks differ, and what is solved without skill; nothing of foreign ones."""
-        del measure
+    def difficulty_report(self) -> str:
+        """Return how many tasks differ, and how many are solved without skill; empty for tasks of a file."""
         if self.settings.data is not None:
             return ""
-        if self.problems == _problems(CodeSettings()):
-            return survey_text()
-        counts = "\n".join(f"{split:12} {len(self.tasks(split))} tasks" for split in self.splits)
-        return f"{counts}\n\nThe default tasks:\n{survey_text()}"
+        return shipped_report(self, self.problems == _problems(CodeSettings()))
 
     def paraphrases(self, task: Task) -> Sequence[str]:
         """The solution as bare text, and in other words: without its own layout, in a longer answer."""

@@ -140,13 +140,13 @@ class FunctionsWorld(World):
             return Dialogue((*task.prompt, *gold_messages(task.truth)), tools)
         return self._show(task, CallFlaws(), random.Random(task.id))
 
-    def survey(self, measure: bool) -> str:
+    def difficulty_report(self) -> str:
         """How many requests differ, and what is solved without skill; nothing of a file's."""
         from ludus.worlds.functions.difficulty_report import report
 
         return report(self)
 
-    def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
+    def alternative_solutions(self, task: Task) -> Sequence[Sequence[Message]]:
         """Arguments in another order and with defaults, calls one by one, or other words."""
         if self.settings.access == "none" or not isinstance(task.truth, Truth):
             return ()

@@ -131,7 +131,7 @@ class MathWorld(World):
             return None
         return self._shown(task.truth.problem, solve(task.truth.problem, self.settings.tool))
 
-    def survey(self, measure: bool) -> str:
+    def difficulty_report(self) -> str:
         """How many problems differ, and what is solved without skill; nothing of foreign ones."""
         from ludus.worlds.math.difficulty_report import report
 

@@ -196,11 +196,11 @@ class SweWorld(World):
         workspace = checkout(self.sandbox, problem.shown, problem.exam.layout, self.settings.command_s)
         return Dialogue((*task.prompt, *solution(problem)), repair_tools(workspace))
 
-    def survey(self, measure: bool) -> str:
+    def difficulty_report(self) -> str:
         """How many bugs of the catalogue differ, and what is mended without skill; nothing of instances."""
         return "" if self.settings.instances else survey(self.catalogue)
 
-    def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
+    def alternative_solutions(self, task: Task) -> Sequence[Sequence[Message]]:
         """Repairs of the same meaning in another text; none for a task of another world."""
         case = self.cases.get(task.id)
         return () if case is None else tuple(map(written, other_repairs(case.problem())))

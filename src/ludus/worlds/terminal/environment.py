@@ -26,8 +26,9 @@ from ludus.tools.base import Tool, ToolError
 from ludus.tools.workspace import Workspace
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
 from ludus.worlds.terminal.bench.load import BenchTask
+from ludus.worlds.terminal.checks import NOTHING_RUNS, Identity, Running
 from ludus.worlds.terminal.job import TerminalJob
-from ludus.worlds.terminal.services import NOTHING_RUNS, Identity, Running, start_services
+from ludus.worlds.terminal.services import start_services
 
 Assignment = TerminalJob | BenchTask
 """The subject of an episode: a task of this world, or a Terminal-Bench task."""

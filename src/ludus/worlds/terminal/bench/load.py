@@ -28,7 +28,8 @@ from ludus.sandbox.base import Sandbox, Snapshot
 from ludus.types import Message
 from ludus.worlds.terminal.bench.layouts import BenchLayout, read_layout
 from ludus.worlds.terminal.bench.tests import grade_tests, moved
-from ludus.worlds.terminal.services import NOTHING_RUNS, Running, TerminalService
+from ludus.worlds.terminal.checks import NOTHING_RUNS, Running
+from ludus.worlds.terminal.services import TerminalService
 
 Dockerfiles = Literal["refuse", "skip", "ignore"]
 Scripts = Literal["refuse", "trust"]
