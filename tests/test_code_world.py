@@ -342,7 +342,7 @@ FLAWED = {
             "def add(a, b):\n"
             "    results = sys._getframe(2).f_locals['results']\n"
             "    for said in ([1], {}, None, True, 1e999, 10 ** 400):\n"
-            "        results.tell({'number': said, 'value': 1})\n"
+            "        results.send({'number': said, 'value': 1})\n"
             "    os._exit(0)"
         ),
         [False] * 4,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.errors import UserError
@@ -261,7 +261,3 @@ def class_of(shown: Demonstration) -> DataClass:
         return "negatives"
     thinks = any(message.get("reasoning_content") for message in shown.messages)
     return "reasoning" if thinks else "format"
-
-
-WorldFactory = Callable[[Mapping[str, Any]], World]
-"""Makes a world of its settings; raises `ConfigError` for settings that it does not know."""

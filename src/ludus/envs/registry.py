@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.config.sections.sandbox import SandboxConfig
@@ -34,7 +34,7 @@ WORLDS: Mapping[str, str] = {
 }
 """Name -> `module:function`. The function takes the world's settings and the limits of its tools."""
 
-Factory = Callable[[Mapping[str, Any], ToolLimits], World]
+Factory = Callable[[Mapping[str, object], ToolLimits], World]
 
 
 def build_world(env: EnvConfig, rollout: RolloutConfig, sandbox: SandboxConfig | None = None) -> World:

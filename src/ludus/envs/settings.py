@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -14,7 +14,7 @@ from ludus.errors import ConfigError, nearest_names
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
-def read_settings(schema: type[Settings], given: Mapping[str, Any]) -> Settings:
+def read_settings(schema: type[Settings], given: Mapping[str, object]) -> Settings:
     """The settings as the schema says; it should forbid extra keys.
 
     The word `none` means the default, unless it is one of the setting's choices (a `Literal`).

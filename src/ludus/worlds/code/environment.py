@@ -1,4 +1,4 @@
-"""One episode of programming: tools until the program is handed in, then the tests."""
+"""One programming episode: tool calls until the program is handed in, then the tests."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from ludus.worlds.code.grader import CodeGrader, CodeTruth
 from ludus.worlds.code.tools import RUN_TESTS, program_of
 
 REPORT: Final = "report"
+"""Tool name in the outcome that holds the report."""
 _read = last_output(REPORT)
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Of the parts of the reward; right on all tests weighs 1."""
+    """Weights of the reward parts, relative to passing all tests."""
 
     share: float = 0.25
     loads: float = 0.05
@@ -34,10 +35,9 @@ class Weights:
 
 
 def loads(task: Task, trajectory: Trajectory) -> float:
-    """1 if the program compiled and defined what is asked for, else 0.
+    """Return 1 if the program compiled and defined the function, else 0.
 
-    Where any program would do (one that only prints, or whose beginning is given) a test has to pass too that
-    wants something to be printed.
+    If any program would (the task is to print, or the start is given), a test with a nonempty output must pass too.
     """
     text = _read(trajectory)
     try:
@@ -53,9 +53,9 @@ def loads(task: Task, trajectory: Trajectory) -> float:
 
 
 def code_rewards(outcome: Literal["all", "share"], weights: Weights) -> tuple[Reward, ...]:
-    """The tests decide, all or nothing or by the share that passed; parts of weight 0 are left out.
+    """Return the reward parts; those of weight 0 are omitted, and a share counts only if the program loads.
 
-    Shares count for programs that load.
+    The outcome is 1 if all tests pass, or the share that passes.
     """
     passes = suite_passes(_read) if outcome == "all" else only_if(share_passed(_read), loads)
     parts = [Reward("tests", passes, outcome=True)]
@@ -124,6 +124,6 @@ class CodeEnv(ToolEnv):
 
 
 def _answer(action: Action) -> str:
-    """What is handed in: the text of a call that ends the episode, or of the message."""
+    """Return the `answer` argument of the call that ended the episode, or the text of the message."""
     handed = [call.arguments.get("answer") for call in action.calls]
     return next((text for text in reversed(handed) if isinstance(text, str)), action.message["content"])

@@ -20,6 +20,7 @@ from pathlib import PurePosixPath
 from typing import ClassVar, Final, Literal
 
 from ludus.sandbox.base import Process, Snapshot
+from ludus.tools.lines import stripped_lines
 
 BOX: Final = "/box"
 """The session's folder."""
@@ -111,14 +112,6 @@ def same_text(found: bytes, due: str, how: How) -> bool:
         return False
     given, wanted = stripped_lines(text), stripped_lines(due)
     return sorted(given) == sorted(wanted) if how == "unordered" else given == wanted
-
-
-def stripped_lines(text: str) -> list[str]:
-    """Return the lines of a text without blanks at their ends and without empty lines at the end."""
-    lines = [line.rstrip() for line in text.split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
 
 
 @dataclass(frozen=True, slots=True)
