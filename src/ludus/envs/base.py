@@ -1,4 +1,4 @@
-"""What a world is: tasks by split, and a fresh environment for each episode."""
+"""Base classes: `World`, a source of tasks by split, and `Environment`, one episode of a task."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class Environment(ABC):
 
 
 class World(ABC):
-    """Where tasks and environments come from. Equal settings give equal tasks in equal order.
+    """A source of tasks and environments. Equal settings yield equal tasks in equal order.
 
     A subclass defines `name`, `rewards`, `splits`, `tasks` and `environment`; everything else is optional.
     """
 
     num_text_dialogues: ClassVar[int] = 2_000
-    """Demonstrations whose texts a tokenizer is trained on."""
+    """Number of demonstrations in the training corpus of a tokenizer."""
 
     if TYPE_CHECKING:
 
@@ -82,7 +82,7 @@ class World(ABC):
 
         @property
         def rewards(self) -> Sequence[Reward]:
-            """The parts of the reward; the first one is the outcome."""
+            """The reward parts; the first is the outcome."""
 
     @property
     @abstractmethod
@@ -95,31 +95,31 @@ class World(ABC):
 
     @abstractmethod
     def environment(self, task: Task) -> Environment:
-        """Return a fresh environment for one episode."""
+        """Return a new environment for one episode."""
 
     def implements(self, method: str) -> bool:
         """Return whether a subclass defines an optional method."""
         return defines(self, World, method)
 
     def demonstrations(self, seed: int) -> Iterator[Demonstration]:
-        """Yield dialogues on training tasks without end, for the cold start. None by default."""
+        """Yield dialogues on training tasks without end, for the cold start; none by default."""
         del seed
         return iter(())
 
     def texts(self) -> Iterator[str]:
-        """Yield the texts of the first demonstrations, on which a tokenizer for this world is trained."""
+        """Yield the training corpus of a tokenizer: the texts of the first demonstrations."""
         for dialogue in islice(self.demonstrations(seed=0), self.num_text_dialogues):
             for message in dialogue.messages:
                 yield message["content"]
                 yield from (call["function"]["arguments"] for call in message.get("tool_calls", []))
 
     def expert(self, task: Task) -> Demonstration | None:
-        """Return a dialogue that solves the task, the same one each time, or None."""
+        """Return a dialogue that solves the task, always the same, or None."""
         del task
         return None
 
     def paraphrases(self, task: Task) -> Sequence[str]:
-        """Return texts that are as right as the answer of the expert, to check the verifier by."""
+        """Return texts that are as correct as the expert's answer, to audit the verifier."""
         del task
         return ()
 
@@ -129,7 +129,7 @@ class World(ABC):
         return ()
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
-        """Return episodes that must not be paid: the messages behind the prompt, by the name of the cheat."""
+        """Return episodes that must earn nothing, without the prompt, by name of the cheat."""
         del task
         return {}
 
@@ -144,24 +144,24 @@ class World(ABC):
 
     @property
     def turn_verifier(self) -> TurnVerifier | None:
-        """The function that names the milestones each turn reached, from task and trajectory alone."""
+        """Function that returns the milestones reached in each turn, from task and trajectory alone."""
         return None
 
     def rollout_of(self, task: Task) -> RolloutConfig | None:
-        """Return the settings of an episode of this task; None takes those of the run."""
+        """Return the episode settings for this task; None means those of the run."""
         del task
         return None
 
     def order(self, seed: int, chunk: int, num_chunks: int) -> TaskSequence:
         """Return the order of the training tasks for `num_chunks` steps of `chunk` tasks.
 
-        Raises ConfigError for too few tasks.
+        Raises ConfigError if there are too few tasks.
         """
         del num_chunks
         return TaskOrder(self.tasks("train"), seed, chunk)
 
     def opening(self, question: str) -> Sequence[Message]:
-        """Return the messages that open an episode on a person's question.
+        """Return the initial messages of an episode on a user's question.
 
         By default the system messages of the first task, and the question.
         """
@@ -170,43 +170,42 @@ class World(ABC):
         return [*system, Message(role="user", content=question)]
 
     def with_sandbox(self, sandbox: Sandbox) -> World:
-        """Return this world with a sandbox that nothing has been started in; the world closes it."""
+        """Return this world with an unused sandbox, which the world closes."""
         del sandbox
         return self
 
     @property
     def runs_programs(self) -> bool:
-        """Whether it needs a sandbox as it is set up."""
+        """Whether it needs a sandbox with these settings."""
         return self.implements("with_sandbox")
 
     @property
     def episodes_at_once(self) -> int | None:
-        """The number of sessions that the sandbox has room for; None is no limit.
+        """Maximum number of sandbox sessions; None means unlimited.
 
-        More episodes wait before they begin, so that none that holds a session waits for one that does not.
+        Further episodes wait before they start, so that no episode waits for a session while it holds one.
         """
         return None
 
     def prepare(self, tell: Callable[[str], None]) -> None:
-        """Fetch files that do not ship with Ludus (`ludus env prepare NAME`); `tell` takes each sentence.
+        """Download files that do not ship with Ludus (`ludus env prepare NAME`); `tell` receives progress messages.
 
         Raises UserError if they are unavailable.
         """
         del tell
 
     async def close(self) -> None:
-        """Close what is shared by all episodes, on the event loop where it was used."""
+        """Release what all episodes share, on the event loop where it was used."""
         return
 
 
 def check_tasks(split: str, tasks: Sequence[Task]) -> None:
-    """Raise UserError where two tasks of a split share an id, by which results are kept, or one has a prompt
-    that is no messages or a tag that is no text."""
+    """Raise UserError for a repeated id, a prompt that is not a sequence of messages, or a tag that is not a text."""
     seen: set[str] = set()
     for task in tasks:
         if not (isinstance(task.prompt, tuple | list) and all(isinstance(m, dict) for m in task.prompt)):
             raise UserError(
-                f"The prompt of the task {task.id!r} of the split {split!r} is no tuple of messages.",
+                f"The prompt of the task {task.id!r} of the split {split!r} is not a tuple of messages.",
                 "Write prompt=(Message(role='user', content=...),).",
             )
         wrong = {name: tag for name, tag in task.tags.items() if not isinstance(tag, str)}
@@ -216,19 +215,17 @@ def check_tasks(split: str, tasks: Sequence[Task]) -> None:
                 f"Write {str(tag)!r}.",
             )
         if task.id in seen:
-            raise UserError(
-                f"Two tasks of the split {split!r} share the id {task.id!r}.", "Give each task an id of its own."
-            )
+            raise UserError(f"Two tasks of the split {split!r} share the id {task.id!r}.", "Make the ids unique.")
         seen.add(task.id)
 
 
 def room_of(sandbox: Sandbox) -> int | None:
-    """How many sessions the sandbox has room for; None where it does not say."""
+    """Return the sandbox's maximum number of sessions; None if it is unknown."""
     return sandbox.most_sessions if isinstance(sandbox, BoundsSessions) else None
 
 
 class Demonstration(Protocol):
-    """A whole dialogue with the tools that it may use."""
+    """A complete dialogue, and the tools that its prompt offers."""
 
     @property
     def messages(self) -> Sequence[Message]: ...
@@ -238,20 +235,20 @@ class Demonstration(Protocol):
 
     @property
     def trains(self) -> Sequence[bool]:
-        """For each message whether it enters the loss."""
+        """Whether each message is part of the loss."""
         ...
 
     @property
     def data_class(self) -> DataClass | None:
-        """What it teaches; None if this follows from its messages (`class_of`)."""
+        """The skill that it teaches; None if `class_of` infers it from the messages."""
         ...
 
 
 def class_of(shown: Demonstration) -> DataClass:
-    """Return what a demonstration teaches.
+    """Return the skill that a demonstration teaches.
 
-    Unless it names its class: `tool_use` if it has a call, `negatives` if tools are on offer and none is
-    called, `reasoning` if it has thinking, otherwise `format`.
+    Unless it declares one: `tool_use` if it has a call, `negatives` if it has tools but no call, `reasoning` if it
+    has reasoning, otherwise `format`.
     """
     if shown.data_class is not None:
         return shown.data_class
