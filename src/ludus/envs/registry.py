@@ -16,7 +16,7 @@ from ludus.envs.mixture import MixedWorld, MixtureMember, bounded, check_tools
 from ludus.envs.tool_world import ToolWorld
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, LudusError, UserError
-from ludus.plugins import blame, find_plugin, import_object, is_file_reference
+from ludus.plugins import find_plugin, import_object, is_file_reference, plugin_errors
 from ludus.rewards.base import check_rewards
 from ludus.sandbox import Sandbox, SandboxSettings, open_sandbox
 from ludus.sandbox.self_test import python_inside
@@ -57,7 +57,7 @@ def _one_world(name: str, settings: Mapping[str, object], rollout: RolloutConfig
     limits = ToolLimits(timeout_s=rollout.tool_timeout_s, max_output=rollout.max_tool_output)
     file = Path(name.partition(":")[0]) if is_file_reference(name) else None
     factory = _factory(name)
-    with blame(str(file), file.resolve()) if file else nullcontext():
+    with plugin_errors(str(file), file.resolve()) if file else nullcontext():
         world = factory(settings, limits)
     if world is None:
         raise ConfigError(f"{name}: make_world returned nothing.", "Have it return the world.")

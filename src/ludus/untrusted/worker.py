@@ -1,4 +1,4 @@
-"""Call functions whose time may explode on untrusted data in limited processes.
+"""Call functions, whose time may explode on untrusted data, in processes with limits.
 
 Accepts module-level functions and picklable arguments. A process is started on the first call and after one
 was killed; there are at most two. The kernel ends a call after `CPU_S` seconds of CPU time, even inside one
@@ -28,8 +28,8 @@ CPU_S = 5.0
 """CPU seconds of one call."""
 MEMORY_BYTES = 2 << 30
 """Address space of a process."""
-_PROCESSES = 2
-_BACKSTOP_S = 300.0
+_NUM_PROCESSES = 2
+_WALL_S = 300.0
 """Wall-clock timeout of a call that uses no CPU time."""
 _HEAD = struct.Struct(">Q")
 _COMMAND = "import json,sys;sys.path[:]=json.loads(sys.argv[1]);from ludus.untrusted.worker import serve;serve()"
@@ -47,12 +47,12 @@ async def call_bounded(function: Callable[P, T], /, *args: P.args, **kwargs: P.k
 
     Raises LimitExceeded if the process was killed or ran out of memory.
     """
-    question = pickle.dumps((partial(function, *args, **kwargs), CPU_S))
+    request = pickle.dumps((partial(function, *args, **kwargs), CPU_S))
     pool = _pool(os.getpid())
-    answer = await asyncio.get_running_loop().run_in_executor(pool.threads, pool.answer, question)
-    if isinstance(answer, Exception):
-        raise answer
-    return cast(T, answer)
+    result = await asyncio.get_running_loop().run_in_executor(pool.threads, pool.call, request)
+    if isinstance(result, Exception):
+        raise result
+    return cast(T, result)
 
 
 @dataclass(eq=False)
@@ -66,21 +66,21 @@ class _Process:
         command = [sys.executable, "-c", _COMMAND, json.dumps(sys.path)]
         return cls(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
 
-    def answer(self, question: bytes) -> object:
+    def call(self, request: bytes) -> object:
         """Execute a call. Raises LimitExceeded; the process has then ended."""
         into, out = self.running.stdin, self.running.stdout
         assert into is not None
         assert out is not None
         try:
-            into.write(_HEAD.pack(len(question)) + question)
+            into.write(_HEAD.pack(len(request)) + request)
             into.flush()
-            if select.select([out], [], [], _BACKSTOP_S)[0] and (head := out.read(_HEAD.size)):
+            if select.select([out], [], [], _WALL_S)[0] and (head := out.read(_HEAD.size)):
                 return pickle.loads(out.read(*_HEAD.unpack(head)))
         except BrokenPipeError:
             pass
         self.running.kill()
         self.running.communicate()
-        raise LimitExceeded(f"a call took more than {CPU_S:g} s of processor time, or too much memory")
+        raise LimitExceeded(f"a call took more than {CPU_S:g} s of CPU time, or too much memory")
 
 
 @dataclass(eq=False)
@@ -88,18 +88,18 @@ class _Pool:
     threads: ThreadPoolExecutor
     idle: list[_Process] = field(default_factory=list)
 
-    def answer(self, question: bytes) -> object:
+    def call(self, request: bytes) -> object:
         process = self.idle.pop() if self.idle else _Process.start()
-        answer = process.answer(question)
+        result = process.call(request)
         self.idle.append(process)
-        return answer
+        return result
 
 
 @cache
 def _pool(pid: int) -> _Pool:
     """Return this process's pool; a forked process gets a new one."""
     del pid
-    return _Pool(ThreadPoolExecutor(_PROCESSES, "untrusted"))
+    return _Pool(ThreadPoolExecutor(_NUM_PROCESSES, "untrusted"))
 
 
 def serve() -> None:
@@ -111,11 +111,11 @@ def serve() -> None:
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     while head := sys.stdin.buffer.read(_HEAD.size):
-        _reply(replies, _answered(sys.stdin.buffer.read(*_HEAD.unpack(head))))
+        _send(replies, _result(sys.stdin.buffer.read(*_HEAD.unpack(head))))
 
 
-def _answered(question: bytes) -> object:
-    call, cpu_s = pickle.loads(question)  # imports modules, not counted as the call's time
+def _result(request: bytes) -> object:
+    call, cpu_s = pickle.loads(request)  # imports modules, not counted as the call's time
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         return call()
@@ -127,10 +127,10 @@ def _answered(question: bytes) -> object:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _reply(replies: BinaryIO, answer: object) -> None:
+def _send(replies: BinaryIO, result: object) -> None:
     try:
-        said = pickle.dumps(answer)
+        data = pickle.dumps(result)
     except Exception as error:  # boundary: an unpicklable error is sent as text
-        said = pickle.dumps(RuntimeError(f"{type(answer).__name__}: {answer} ({error})"))
-    replies.write(_HEAD.pack(len(said)) + said)
+        data = pickle.dumps(RuntimeError(f"{type(result).__name__}: {result} ({error})"))
+    replies.write(_HEAD.pack(len(data)) + data)
     replies.flush()

@@ -62,9 +62,9 @@ def _terminal_bench(place: Path) -> BenchLayout:
     try:
         data = yaml.safe_load((place / "task.yaml").read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{place / 'task.yaml'} cannot be read: {error}.", "Mend the file.") from error
+        raise ConfigError(f"{place / 'task.yaml'} cannot be read: {error}.", "Fix the file.") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{place / 'task.yaml'} is not a mapping.", "Mend the file.")
+        raise ConfigError(f"{place / 'task.yaml'} is not a mapping.", "Fix the file.")
     text = data.get("instruction") or _described(data.get("descriptions"))
     return BenchLayout(
         text if isinstance(text, str) else "",
@@ -90,11 +90,11 @@ def _harbor(place: Path) -> BenchLayout:
         instruction = place / "instruction.md"
         text = instruction.read_text("utf-8") if instruction.is_file() else ""
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{place / 'task.toml'} cannot be read: {error}.", "Mend the file.") from error
+        raise ConfigError(f"{place / 'task.toml'} cannot be read: {error}.", "Fix the file.") from error
     metadata, verifier, environment = (_table(data, key) for key in ("metadata", "verifier", "environment"))
     timeout_s = verifier.get("timeout_sec", _HARBOR_TIMEOUT_S)
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
-        raise ConfigError(f"{place / 'task.toml'}: verifier.timeout_sec is {timeout_s!r}.", "Mend the file.")
+        raise ConfigError(f"{place / 'task.toml'}: verifier.timeout_sec is {timeout_s!r}.", "Fix the file.")
     return BenchLayout(
         text,
         str(metadata.get("category") or "bench"),
