@@ -16,10 +16,9 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from ludus.envs.base import World
+from ludus.envs.base import Environment, World
 from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.base import Reward
-from ludus.tools.base import Tool
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
 
 NUM_TASKS = 4_000
@@ -87,9 +86,6 @@ class SlowWorld(World):
         self.played[task.id] += 1
         return SlowTool(self, random.Random(f"{task.id}/{self.played[task.id]}"))
 
-    async def close(self) -> None:
-        """Nothing is open."""
-
     def words(self, seed: str, bounds: tuple[int, int]) -> str:
         """Random words, the same for the same seed."""
         source = random.Random(seed)
@@ -101,22 +97,15 @@ def _even(_: Task, trajectory: Trajectory) -> float:
 
 
 @dataclass
-class SlowTool:
+class SlowTool(Environment):
     """Every action but the last is taken for a call."""
 
     world: SlowWorld
     source: random.Random
     turn: int = 0
 
-    @property
-    def tools(self) -> Sequence[Tool]:
-        """None is told to the model."""
-        return ()
-
-    @property
-    def rewards(self) -> Sequence[Reward]:
-        """The world's."""
-        return self.world.rewards
+    def __post_init__(self) -> None:
+        self.rewards = self.world.rewards
 
     async def start(self, task: Task) -> list[Message]:
         """The prompt."""
@@ -132,9 +121,6 @@ class SlowTool:
         words = self.world.words(f"{self.source.random()}", self.world.sizes.result)
         said = Message(role="tool", content=words)
         return StepResult((said,), outcomes=(ToolOutcome("", "slow", ToolStatus.OK, "", seconds=seconds),))
-
-    async def close(self) -> None:
-        """Nothing is open."""
 
 
 def make_world(settings: Mapping[str, Any], limits: ToolLimits) -> SlowWorld:

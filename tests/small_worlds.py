@@ -10,7 +10,7 @@ from ludus.chat.render import TemplateRenderer
 from ludus.chat.tokenizer import train_tokenizer
 from ludus.engines.base import seed_for
 from ludus.engines.scripted import ScriptedEngine
-from ludus.envs.base import World
+from ludus.envs.base import Environment, World
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.base import Reward
@@ -88,7 +88,7 @@ Hook = Callable[[int], Awaitable[object]]
 
 
 @dataclass
-class WatchedEnv:
+class WatchedEnv(Environment):
     """A `ToolEnv` with hooks, which notes what is done with it."""
 
     inner: ToolEnv

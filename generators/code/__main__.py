@@ -58,7 +58,7 @@ def rows(num: int) -> Iterator[Mapping[str, object]]:
 
 
 def main() -> None:
-    """Write the problems and the survey of the default tasks."""
+    """Write the problems and the difficulty report of the default tasks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num", type=int, default=NUM, help="problems (2000)")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the data")
@@ -66,7 +66,7 @@ def main() -> None:
     text = "".join(json.dumps(one, ensure_ascii=False, separators=(",", ":")) + "\n" for one in rows(args.num))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "problems.jsonl.xz").write_bytes(lzma.compress(text.encode(), preset=9))
-    (args.out / "survey.txt").write_text(report(make_problems(CodeQuota(500))) + "\n", "utf-8")
+    (args.out / "difficulty_report.txt").write_text(report(make_problems(CodeQuota(500))) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

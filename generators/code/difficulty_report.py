@@ -96,7 +96,7 @@ def rates(problems: Sequence[CodeProblem], guess: Guess) -> tuple[float, float]:
 
 
 def report(problems: Sequence[CodeProblem]) -> str:
-    """The survey as text."""
+    """Return the report as text."""
     splits = by_split(problems)
     lines = ["split        level  tasks  solutions  steps"]
     for split, own in splits.items():

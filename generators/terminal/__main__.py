@@ -1,8 +1,7 @@
-"""Draw the tasks of the world `terminal` and write them to the file that the package ships.
+"""Draw the tasks of the world `terminal`, and write them and their difficulty report: python -m generators.terminal.
 
-    python -m generators.terminal --write src/ludus/worlds/terminal/data/tasks.jsonl.xz
-
-The same programs write the same file, byte for byte (with the same versions of zlib and liblzma).
+The same programs write the same tasks, byte for byte (with the same versions of zlib and liblzma). With `--report`
+only the report is written, for the tasks that are there.
 """
 
 from __future__ import annotations
@@ -10,17 +9,24 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from generators.terminal.difficulty_report import report
 from generators.terminal.freeze import packed
+
+from ludus.worlds.terminal.tasks import LEVELS, TOPICS, splits_of
+
+OUT = Path(__file__).parents[2] / "src/ludus/worlds/terminal/data"
 
 
 def main() -> None:
-    """Write the file."""
+    """Write the files."""
     parser = argparse.ArgumentParser(prog="python -m generators.terminal", description=__doc__)
-    parser.add_argument("--write", metavar="FILE", type=Path, required=True)
-    file: Path = parser.parse_args().write
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(packed())
-    print(f"{file}: {file.stat().st_size} bytes")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the data")
+    parser.add_argument("--report", action="store_true", help="write the report alone")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.report:
+        (args.out / "tasks.jsonl.xz").write_bytes(packed())
+    (args.out / "difficulty_report.txt").write_text(report(splits_of(LEVELS, TOPICS, 1, 0, True)), "utf-8")
 
 
 if __name__ == "__main__":

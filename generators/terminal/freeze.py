@@ -1,6 +1,6 @@
 """All tasks as lines of JSON: a header that lists the kinds of tasks, then each kind's tasks in its order.
 
-`ludus.worlds.terminal.task_file` reads them. Bytes are written as text where they are UTF-8, as what they
+`ludus.worlds.terminal.tasks` reads them. Bytes are written as text where they are UTF-8, as what they
 unpack to where zlib packs that to the same bytes (the objects of git), and in base64 otherwise.
 """
 
@@ -32,8 +32,7 @@ from generators.terminal.topics import (
 )
 
 from ludus.worlds.terminal.job import JobDraft
-from ludus.worlds.terminal.splits import LEVELS, homes_of, pairs_of_kinds
-from ludus.worlds.terminal.task_file import TaskKind
+from ludus.worlds.terminal.tasks import LEVELS, TaskKind, pairs_of_kinds, splits_of_kinds
 
 MAKERS: Final[Mapping[str, Sequence[JobMaker]]] = {
     "files": files.MAKERS,
@@ -77,7 +76,7 @@ def kinds() -> Mapping[str, TaskKind]:
             often = topic in RECIPE_TOPICS and maker.level == 1
             num, shown = (NUM_RECIPE_TASKS, NUM_RECIPE_DEMONSTRATIONS) if often else (NUM_TASKS, NUM_DEMONSTRATIONS)
             found[maker.name] = TaskKind(maker.name, topic, maker.level, maker.held_out, num, (), shown)
-    homes = homes_of(tuple(found.values()))
+    homes = splits_of_kinds(tuple(found.values()))
     trained = [kind for kind in found.values() if homes[kind.name] == "train"]
     for number, *both in pairs_of_kinds(trained, LEVELS, 0, NUM_DRAWS):
         for name in (kind.name for kind in both if number >= kind.num):

@@ -32,11 +32,14 @@ def find_plugin(kind: str, name: str, setting: str, built_in: Iterable[str]) -> 
     is missing.
     """
     if is_file_reference(name):
-        path, _, attribute = name.partition(":")
-        return object_of_file(Path(path), attribute, setting)
+        file, _, attribute = name.partition(":")
+        defined = vars(_module(Path(file), setting))
+        if attribute not in defined:
+            raise ConfigError(f"{setting}: {file} does not define {attribute!r}.", "Write path/to/file.py:name.")
+        return defined[attribute]
     found = {point.name: point for point in entry_points(group=f"ludus.{kind}")}
     if name in found:
-        with blame(f"The entry point {found[name].value} of {setting}"):
+        with plugin_errors(f"The entry point {found[name].value} of {setting}"):
             loaded: object = found[name].load()
             return loaded
     known = [*built_in, *sorted(found)]
@@ -47,51 +50,42 @@ def find_plugin(kind: str, name: str, setting: str, built_in: Iterable[str]) -> 
     )
 
 
-def object_of_file(path: Path, attribute: str, setting: str) -> object:
-    """Return an attribute of a Python file. Raises ConfigError if the file does not define it."""
-    module = module_of_file(path, setting)
-    if attribute not in vars(module):
-        raise ConfigError(f"{setting}: {path} does not define {attribute!r}.", "Write path/to/file.py:name.")
-    found: object = vars(module)[attribute]
-    return found
-
-
-def module_of_file(path: Path, setting: str) -> ModuleType:
+def _module(path: Path, setting: str) -> ModuleType:
     """Import a Python file once. Raises UserError if it is missing, ConfigError if it raises."""
     if not path.is_file():
         raise UserError(
             f"There is no file {path}.",
-            f"{setting} takes the path of a Python file, as seen from the working directory ({Path.cwd()}).",
+            f"{setting} takes the path of a Python file, relative to the working directory ({Path.cwd()}).",
         )
-    return _module(path.resolve(), path)
+    return _import_file(path.resolve(), path)
 
 
 @cache
-def _module(resolved: Path, path: Path) -> ModuleType:
+def _import_file(resolved: Path, path: Path) -> ModuleType:
     name = f"ludus_plugin_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, resolved)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} cannot be imported.", "Is it a Python file?")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pydantic look up the module of a class
-    with blame(str(path), resolved):
+    with plugin_errors(str(path), resolved):
         spec.loader.exec_module(module)
     return module
 
 
 @contextmanager
-def blame(what: str, path: Path | None = None) -> Iterator[None]:
+def plugin_errors(what: str, path: Path | None = None) -> Iterator[None]:
     """Raise ConfigError, naming `what` and the line in `path`, for an exception of a plug-in."""
     try:
         yield
     except LudusError:
         raise
     except SyntaxError as error:
-        raise ConfigError(f"{error.filename}, line {error.lineno}: {error.msg}.", "Mend the file.") from error
+        raise ConfigError(f"{error.filename}, line {error.lineno}: {error.msg}.", "Fix the file.") from error
     except Exception as error:  # boundary: foreign code; the cause and its line are in the message
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
         where = f"{what}, line {lines[-1]}" if lines else what
-        raise ConfigError(f"{where}: {type(error).__name__}: {error}.", "Mend the file.") from error
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}.", "Fix the file.") from error
 
 
 def import_object(path: str) -> object:

@@ -1,11 +1,19 @@
 """The core records. Read this file first.
 
-    Task -> messages -> Segment (prompt)
-         -> [Segment (action) -> Action -> StepResult -> Segment (observation)] for each turn
-         -> Trajectory -> Group -> advantages -> learner
+    Task                         one problem: prompt (messages), truth for the verifier, tags
+      -> Segment (prompt)        its tokens
+      -> for each turn
+           SamplingParams        how to sample
+           Completion            the sampled tokens, with log-probabilities and weight versions
+           Segment (action)      the same tokens, in the trajectory
+           Action                the parsed message: text and tool calls
+           StepResult            the environment's response: messages and tool outcomes
+           Segment (observation) its tokens
+      -> Trajectory              one attempt: segments, messages, stop reason, rewards
+      -> Group                   all attempts at a task, from which advantages are computed
 
-Records are frozen and token lists are tuples. A name ends in its unit (`_s` seconds, `_tokens`); `num_`
-counts.
+Records are frozen and token lists are tuples. A name ends in its unit (`_s` seconds, `_tokens`); `num_` counts.
+Shapes: `[T]` is one entry per token of a trajectory.
 
 Token ids pass unchanged from the engine through the trajectory to the learner; text is never tokenized again.
 """

@@ -73,7 +73,7 @@ def test_the_states_of_gigpo_are_missed_where_an_environment_names_none():
     words = ("--algorithm.preset", "gigpo", "--training.minibatches", "2")
     assert said("guess", *words) == []
     (found,) = said("math", *words)
-    assert "names no states" in found
+    assert "has no state keys" in found
 
 
 @pytest.mark.parametrize(

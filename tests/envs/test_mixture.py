@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from ludus.config import config_from_toml, load_config, to_toml
 from ludus.diagnostics.metrics import alarms, rollout_metrics
-from ludus.envs.base import HasStateKey, Regradable
 from ludus.envs.mixture import MixedWorld, MixtureMember
 from ludus.envs.registry import build_world
 from ludus.envs.tool_env import ToolEnv
@@ -202,10 +201,10 @@ def test_an_episode_is_the_worlds_own(world):
     shop, guess = world.environment(price), world.environment(game)
     assert [tool.name for tool in shop.tools] == ["look"]
     assert not guess.tools
-    assert isinstance(guess, HasStateKey)
-    assert not isinstance(shop, HasStateKey)
+    assert guess.implements("state_key")
+    assert not shop.implements("state_key")
     assert asyncio.run(guess.start(game)) == list(game.prompt)
-    assert guess.anchor() == f"{game.tags['low']}-{game.tags['high']}"
+    assert guess.state_key() == f"{game.tags['low']}-{game.tags['high']}"
 
 
 def test_an_episode_of_a_world_that_grades_again_does_so(world):
@@ -224,7 +223,8 @@ def test_an_episode_of_a_world_that_grades_again_does_so(world):
     mixed = MixedWorld((replace(world.members[0], world=made), *world.members[1:]))
     judged, other = (mixed.environment(task) for task in mixed.tasks("train")[:2])
     assert asyncio.run(judged.grade_again()) == report
-    assert not isinstance(other, Regradable)
+    assert judged.implements("grade_again")
+    assert not other.implements("grade_again")
 
 
 def solve(task):

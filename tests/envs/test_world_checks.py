@@ -99,14 +99,14 @@ def test_right_episodes_done_otherwise_are_right(name, num_tasks):
 
     async def all_played():
         async with closing(world):
-            ways = [(task, way) for task in tasks for way in world.other_ways(task)]
+            ways = [(task, way) for task in tasks for way in world.alternative_solutions(task)]
             return await asyncio.gather(*(played(*one) for one in ways))
 
     found = asyncio.run(all_played())
     assert [one for one in found if not one[2]] == []
     assert len(found) > num_tasks
     for task in tasks:
-        ways = [json.dumps(list(way)) for way in world.other_ways(task)]
+        ways = [json.dumps(list(way)) for way in world.alternative_solutions(task)]
         shown = json.dumps(list(world.expert(task).messages[len(task.prompt) :]))
         assert len({shown, *ways}) == len(ways) + 1, task.id
 

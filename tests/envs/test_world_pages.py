@@ -42,26 +42,25 @@ def test_the_page_of_a_world_tells_of_its_parts_and_shows_an_episode(name):
     assert transcripts(text)
 
 
-SURVEYED = ("code", "functions", "math", "sql", "swe", "terminal")
+REPORTED = ("code", "functions", "math", "sql", "swe", "terminal")
 """Worlds whose pages show how many tasks differ, and what is solved without skill."""
 
 
-@pytest.mark.parametrize("name", SURVEYED)
+@pytest.mark.parametrize("name", REPORTED)
 def test_the_tables_of_a_page_are_those_of_the_world(name):
-    """Those of the world with its default settings; what only `--survey` measures is left out."""
+    """Those of the world with its default settings."""
     config = load_config(None, ["--env.name", name])
-    told = build_world(config.env, config.rollout, config.sandbox).survey(measure=False)
-    lines = [line for line in told.splitlines() if "--survey" not in line]
-    blocks = "\n".join(lines).split("\n\n")
+    told = build_world(config.env, config.rollout, config.sandbox).difficulty_report()
+    blocks = told.split("\n\n")
     assert max(len(block.splitlines()) for block in blocks) > 3
     for block in blocks:
         assert block in page(name)
 
 
-def test_who_surveys_its_tasks_is_in_the_list():
+def test_the_worlds_with_a_difficulty_report_are_in_the_list():
     worlds = {name: load_config(None, ["--env.name", name]) for name in WORLDS}
     made = {name: build_world(one.env, one.rollout, one.sandbox) for name, one in worlds.items()}
-    assert {name for name, world in made.items() if world.implements("survey")} == set(SURVEYED)
+    assert {name for name, world in made.items() if world.implements("difficulty_report")} == set(REPORTED)
 
 
 @pytest.mark.parametrize("name", sorted(WORLDS.keys() - PREPARED))

@@ -397,7 +397,7 @@ def test_accepted_spellings_and_the_words_of_a_world_are_tried():
 
 def test_right_episodes_done_otherwise_are_tried():
     class Ways(ToolWorld):
-        def other_ways(self, task):
+        def alternative_solutions(self, task):
             return [[Message(role="assistant", content=text)] for text in ("NYC", "the big apple")]
 
     def show(seed):

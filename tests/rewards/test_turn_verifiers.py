@@ -12,6 +12,7 @@ from ludus.config.load import load_config
 from ludus.config.sections.mixture import MemberConfig
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
+from ludus.envs.base import Environment
 from ludus.envs.registry import build_world
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
@@ -238,18 +239,13 @@ def test_terminal_pays_checks_that_newly_hold():
 def test_an_outcome_that_is_not_a_calls_leaves_the_row_of_errors():
     """Otherwise a report after each turn keeps an episode of failed calls going."""
 
-    class Failing:
-        tools, rewards = (), ()
-
+    class Failing(Environment):
         async def start(self, task):
             return []
 
         async def step(self, action):
             bad = ToolOutcome(action.calls[0].id, "x", ToolStatus.RAISED, "no")
             return StepResult(outcomes=(bad, turn_report(0, "{}")))
-
-        async def close(self):
-            pass
 
     player = Player([[("x", {})]] * 9)
     limits = EpisodeLimits(max_turns=9, max_tool_errors=3)

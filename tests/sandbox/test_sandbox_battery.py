@@ -84,7 +84,7 @@ def verdicts(programs: list[Path]) -> dict[str, tuple[bool, ...]]:
         sandbox = NamespacesSandbox(NamespaceSettings(concurrency=battery_run.CONCURRENCY))
         judge = CodeGrader(sandbox, replace(battery_run.ENDLESS, files_out=0))
         try:
-            graded = await asyncio.gather(*(judge.judge(program.read_text(), task, task.cases) for program in programs))
+            graded = await asyncio.gather(*(judge.grade(program.read_text(), task, task.cases) for program in programs))
         finally:
             await sandbox.close()
         return {

@@ -151,7 +151,7 @@ def test_programs_are_graded_through_a_service(backend, answer):
         sandbox = open_sandbox(SandboxSettings(backend=backend, url=url))
         cases = tuple(TestCase(f"t{i}", (i, 7), i + 7) for i in range(3))
         truth = CodeTruth(tuple(case.name for case in cases), entry="add", cases=cases)
-        grading = await CodeGrader(sandbox, Limits()).judge(program, truth, cases)
+        grading = await CodeGrader(sandbox, Limits()).grade(program, truth, cases)
         await sandbox.close()
         return [verdict.passed for verdict in grading.verdicts]
 

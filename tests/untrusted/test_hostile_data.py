@@ -34,9 +34,8 @@ from ludus.worlds.code.grader import CodeGrader, CodeTruth, TestCase
 from ludus.worlds.code.results import read_value, same_value, show_value
 from ludus.worlds.code.tools import program_of
 from ludus.worlds.terminal.checks import Gzipped
-from ludus.worlds.terminal.git_checks import GitTree
-from ludus.worlds.terminal.git_read import MOST_BYTES as GIT_BYTES
-from ludus.worlds.terminal.job import judge_files
+from ludus.worlds.terminal.git import MAX_OBJECT_BYTES, GitTree
+from ludus.worlds.terminal.job import grade_state
 
 PRIME = 2**61 - 1
 """Multiples of it have the hash 0."""
@@ -60,7 +59,7 @@ class Says:
 def judged(due, *lines):
     """The verdict on a program that returned this, where that is due."""
     truth = CodeTruth(("a",), cases=(TestCase("a", (), due),))
-    work = CodeGrader(Says('{"loaded": true}', *lines)).judge("def solve(): ...", truth, truth.cases)
+    work = CodeGrader(Says('{"loaded": true}', *lines)).grade("def solve(): ...", truth, truth.cases)
     (verdict,) = heartbeat.run(work).verdicts
     return verdict
 
@@ -160,7 +159,7 @@ def test_a_long_number_is_right_where_it_is_due():
 
 def many_objects(count):
     """A pack of empty blobs of which each inflates to 8 MiB."""
-    one = b"\xb0" + zlib.compress(bytes(GIT_BYTES - 1))
+    one = b"\xb0" + zlib.compress(bytes(MAX_OBJECT_BYTES - 1))
     return b"PACK\0\0\0\2" + count.to_bytes(4, "big") + one * count
 
 
@@ -193,7 +192,7 @@ LEFT = {
 def test_whatever_an_episode_leaves_is_judged_in_time(files, monkeypatch):
     monkeypatch.setattr(worker, "CPU_S", 0.3)
     checks = (GitTree("", "main", {"a": "b"}), Gzipped("a.gz", "text"))
-    found = heartbeat.run(judge_files(Snapshot(files), checks))
+    found = heartbeat.run(grade_state(Snapshot(files), checks))
     assert found == {check.name: False for check in checks}
 
 
@@ -363,7 +362,7 @@ MUCH = 50_000_000
 
 @pytest.mark.parametrize("ask", CLIENTS.values(), ids=CLIENTS)
 def test_no_client_reads_a_reply_without_an_end(ask, monkeypatch):
-    monkeypatch.setattr(replies, "MOST_BYTES", 1_000_000)
+    monkeypatch.setattr(replies, "MAX_BYTES", 1_000_000)
     monkeypatch.setattr(sandbox_client, "MOST_BYTES", 1_000_000)
     error, sent = asyncio.run(asked_of_a_server_that_never_ends(ask))
     assert "the reply has more than 1000000 bytes" in str(error)

@@ -42,7 +42,7 @@ from ludus.types import StopReason, Trajectory
 from ludus.worlds.code import guest_runner
 from ludus.worlds.code.grader import LIMITS, CodeGrader, CodeTruth, TestCase, same_output
 from ludus.worlds.code.problems import _rows
-from ludus.worlds.code.records import load_tasks
+from ludus.worlds.code.records import load_code_tasks
 from ludus.worlds.code.results import read_value, same_value
 from ludus.worlds.code.tools import program_of, run_tests_tool
 from ludus.worlds.code.world import CodeSettings, CodeWorld, make_code_world
@@ -80,7 +80,7 @@ def grade(sandbox, truth, *programs, limits=QUICK):
 
     async def run():
         judge = CodeGrader(sandbox, limits)
-        return await asyncio.gather(*(judge.judge(one, truth, truth.cases) for one in programs))
+        return await asyncio.gather(*(judge.grade(one, truth, truth.cases) for one in programs))
 
     return asyncio.run(run())
 
@@ -342,7 +342,7 @@ FLAWED = {
             "def add(a, b):\n"
             "    results = sys._getframe(2).f_locals['results']\n"
             "    for said in ([1], {}, None, True, 1e999, 10 ** 400):\n"
-            "        results.tell({'number': said, 'value': 1})\n"
+            "        results.send({'number': said, 'value': 1})\n"
             "    os._exit(0)"
         ),
         [False] * 4,
@@ -431,12 +431,12 @@ def write(path, rows, packed=False):
 
 
 def test_tasks_in_the_manner_of_human_eval(sandbox, tmp_path):
-    tasks = load_tasks(write(tmp_path / "own.jsonl.gz", TASKS, packed=True), "humaneval", "")["test"]
+    tasks = load_code_tasks(write(tmp_path / "own.jsonl.gz", TASKS, packed=True), "humaneval", "")["test"]
     assert [task.id for task in tasks] == [row["task_id"] for row in TASKS]
 
     async def run(program_of_task, limits):
         judge = CodeGrader(sandbox, limits)
-        return await asyncio.gather(*(judge.judge(program_of_task(t.truth), t.truth, t.truth.cases) for t in tasks))
+        return await asyncio.gather(*(judge.grade(program_of_task(t.truth), t.truth, t.truth.cases) for t in tasks))
 
     bare = {task.truth.entry: row["canonical_solution"] for task, row in zip(tasks, TASKS, strict=True)}
     for right in (lambda truth: truth.reference, lambda truth: bare[truth.entry]):
@@ -553,19 +553,19 @@ def test_public_layouts_are_read(sandbox, tmp_path, layout, rows, split, wrong):
     [
         ("kodcode", '{"solution": "", "test": "def test_a(): pass", "question": ""}', "uses nothing"),
         ("kodcode", '{"solution": "", "test": "from solution import f", "question": ""}', "no test function"),
-        ("own", "{", "it is no JSON"),
-        ("own", "[1]", "no JSON object"),
-        ("own", '{"prompt": "a"}', '"tests" is no list'),
+        ("own", "{", "it is not JSON"),
+        ("own", "[1]", "not a JSON object"),
+        ("own", '{"prompt": "a"}', '"tests" is not a list'),
         ("own", '{"prompt": "a", "tests": [{}]}', '"stdin" is not a text'),
         ("own", '{"prompt": "a", "entry": "f", "tests": [{"args": 1}]}', "a test is"),
         ("own", '{"prompt": "a", "tests": [{"stdin": "", "stdout": ""}], "split": "dev"}', "'dev'"),
-        ("own", '{"prompt": "a", "tests": [{"stdin": "", "stdout": "", "weight": 0}]}', '"weight" is no number'),
-        ("own", '{"prompt": "a", "tests": [{"stdin": "", "stdout": "", "weight": NaN}]}', '"weight" is no number'),
-        ("own", '{"prompt": "a", "tests": [{"stdin": "", "stdout": "", "weight": 1e999}]}', '"weight" is no number'),
-        ("own", '{"prompt": "a", "entry": "", "tests": [{"args": [], "result": 1}]}', '"entry" is no name'),
-        ("own", '{"prompt": "a", "entry": 5, "tests": [{"args": [], "result": 1}]}', '"entry" is no name'),
-        ("humaneval", '{"prompt": "def f(:", "entry_point": "f", "test": "", "task_id": "a"}', "is no Python"),
-        ("mbpp", '{"task_id": "a"}', "is no number"),
+        ("own", '{"prompt": "a", "tests": [{"stdin": "", "stdout": "", "weight": 0}]}', '"weight" is not a number'),
+        ("own", '{"prompt": "a", "tests": [{"stdin": "", "stdout": "", "weight": NaN}]}', '"weight" is not a number'),
+        ("own", '{"prompt": "a", "tests": [{"stdin": "", "stdout": "", "weight": 1e999}]}', '"weight" is not a number'),
+        ("own", '{"prompt": "a", "entry": "", "tests": [{"args": [], "result": 1}]}', '"entry" is not the name'),
+        ("own", '{"prompt": "a", "entry": 5, "tests": [{"args": [], "result": 1}]}', '"entry" is not the name'),
+        ("humaneval", '{"prompt": "def f(:", "entry_point": "f", "test": "", "task_id": "a"}', "is not Python"),
+        ("mbpp", '{"task_id": "a"}', "is not a number"),
         ("mbpp", '{"task_id": 1, "text": "", "code": "x = 1", "test_list": ["assert f(1)"]}', "calls no function"),
         ("apps", '{"question": "a", "input_output": "{}"}', "no inputs and outputs"),
         ("apps", '{"question": "a", "input_output": {"inputs": ["a"], "outputs": []}}', "1 inputs and 0 outputs"),
@@ -582,17 +582,17 @@ def test_a_broken_line_is_named(tmp_path, layout, line, said):
     file = tmp_path / "own.jsonl"
     file.write_text("\n" + line)
     with pytest.raises(UserError, match="line 2, is not a task") as error:
-        load_tasks(file, layout, "")
+        load_code_tasks(file, layout, "")
     assert said in str(error.value)
 
 
 def test_a_file_that_is_missing_or_says_a_thing_twice(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
-        load_tasks(tmp_path / "none.jsonl", "own", "")
+        load_code_tasks(tmp_path / "none.jsonl", "own", "")
     with pytest.raises(UserError, match="is that of line 1"):
-        load_tasks(write(tmp_path / "two.jsonl", [MBPP, MBPP]), "mbpp", "")
+        load_code_tasks(write(tmp_path / "two.jsonl", [MBPP, MBPP]), "mbpp", "")
     with pytest.raises(UserError, match="holds no tasks"):
-        load_tasks(write(tmp_path / "empty.jsonl", []), "own", "")
+        load_code_tasks(write(tmp_path / "empty.jsonl", []), "own", "")
 
 
 # Episodes
@@ -769,7 +769,7 @@ def test_kodcodes_tests_may_use_several_definitions(tmp_path, head, caplog):
     file = tmp_path / "kodcode.jsonl"
     tests = "def test_x():\n    assert of(Box()) == 1\n\ndef test_tmp(tmp_path):\n    assert of(Box()) == 1\n"
     file.write_text(json.dumps({**KODCODE_MORE, "test": head + tests}))
-    (task,) = load_tasks(file, "kodcode", "")["train"]
+    (task,) = load_code_tasks(file, "kodcode", "")["train"]
     assert "Define `Box`, `def of(box)`." in task.prompt[-1]["content"]
     assert task.truth.fail_to_pass == ("test_x",)
     assert "KodCode/Leetcode_2: 1 of its tests" in caplog.text

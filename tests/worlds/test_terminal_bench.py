@@ -71,7 +71,7 @@ def judged(task, *states):
         sandbox = open_sandbox()
         try:
             return [
-                await task.judge(Snapshot({**task.start.files, **files}, task.start.executable), sandbox)
+                await task.grade(Snapshot({**task.start.files, **files}, task.start.executable), sandbox)
                 for files in states
             ]
         finally:

@@ -12,6 +12,7 @@ from itertools import islice
 
 import pytest
 from generators.terminal import freeze
+from generators.terminal.difficulty_report import distinct, nearest, shape_of, solves, tables
 from generators.terminal.git_write import IDENTITY, grow
 
 from ludus.envs.registry import WORLDS
@@ -22,15 +23,12 @@ from ludus.sandbox import open_sandbox
 from ludus.sandbox.base import Snapshot
 from ludus.tools.workspace import LIMITS
 from ludus.types import Action, Message, StopReason, ToolCall, ToolStatus, Trajectory
-from ludus.worlds.terminal.checks import Archive, Executable, FilesUnchanged, Gzipped, Only, Text
-from ludus.worlds.terminal.difficulty_report import distinct, nearest, report, shape_of, solves
-from ludus.worlds.terminal.git_checks import At, Clean, GitTree, Refs, Subjects
-from ludus.worlds.terminal.git_read import BrokenRepository, GitFolder
+from ludus.worlds.terminal.checks import Archive, Executable, FilesUnchanged, Gzipped, Only, Running, Text
+from ludus.worlds.terminal.git import At, BrokenRepository, Clean, GitFolder, GitTree, Refs, Subjects
 from ludus.worlds.terminal.job import pair
-from ludus.worlds.terminal.services import Running, begin
+from ludus.worlds.terminal.services import start_services
 from ludus.worlds.terminal.solver import solve
-from ludus.worlds.terminal.splits import LEVELS, TOPICS, splits_of
-from ludus.worlds.terminal.task_file import make_job, read_tasks, task_file
+from ludus.worlds.terminal.tasks import LEVELS, TOPICS, make_job, read_tasks, splits_of, task_file
 from ludus.worlds.terminal.world import TerminalSettings, TerminalWorld, make_terminal_world
 
 KINDS = {kind.name: kind for kind in task_file().kinds}
@@ -100,7 +98,7 @@ def test_there_are_more_than_a_hundred_tasks_and_all_differ_in_more_than_names(s
     assert {job.topic for job in splits["train"]} == set(TOPICS)
     assert {job.level for job in splits["test"]} == set(LEVELS)
     assert [len(splits[name]) for name in splits] == [137, 19, 37, 44]
-    assert "train 137, validation 19, test 37, composition 44" in report(splits)
+    assert "train 137, validation 19, test 37, composition 44" in tables(splits)
 
 
 def test_shapes_are_blind_to_names_and_numbers_alone():
@@ -144,7 +142,7 @@ def test_every_task_has_something_to_do_and_names_each_thing_once(splits):
             assert "originals kept" in suite.pass_to_pass, job.id
             assert len(set(names)) == len(names), (job.id, names)
             own = job.draft
-            judged = [one.name for part in (job.checks, own.runs, own.watched) for one in part]
+            judged = [one.name for part in (job.checks, own.runs) for one in part]
             assert sorted(names) == sorted(judged)
 
 
@@ -374,10 +372,10 @@ def test_services_are_what_they_are_said_to_be_at_the_beginning(world):
 
     async def first(sandbox, job):
         session = await sandbox.session("shell", files=job.start.files, limits=LIMITS)
-        began = await begin(session, job.services, job.afterwards)
+        began = await start_services(session, job.services, job.afterwards)
         files, now = await session.snapshot(), await session.processes()
         await session.close()
-        return await job.judge(files, sandbox, Running(began, now))
+        return await job.grade(files, sandbox, Running(began, now))
 
     async def act():
         sandbox = open_sandbox()
@@ -480,11 +478,13 @@ def test_the_steps_of_every_task_of_the_file_solve_it():
     assert asyncio.run(act()) == []
 
 
-def test_the_survey_names_what_it_does_not_measure():
-    world = TerminalWorld(TerminalSettings(levels=(1,), topics=("text",)))
-    num = len(world.tasks("test"))
-    assert "majority: runs commands" in world.survey(measure=False)
-    assert f"majority: 0 of {num} tasks of the split test" in world.survey(measure=True)
+def test_the_difficulty_report_ships_with_the_default_tasks(splits):
+    """All of it but *majority*, which has to run commands."""
+    told = TerminalWorld().difficulty_report()
+    assert told == f"{tables(splits)}\nmajority: test 0 of 37"
+    other = TerminalWorld(TerminalSettings(levels=(1,), topics=("text",))).difficulty_report()
+    assert other.startswith("train ")
+    assert other.endswith(f"The default tasks:\n{told}")
 
 
 # Checks

@@ -13,7 +13,7 @@ from generators.terminal.git_write import IDENTITY, Repository, grow
 from generators.terminal.makers import JobMaker
 
 from ludus.worlds.terminal.checks import Check, Only, Text
-from ludus.worlds.terminal.git_checks import At, Clean, GitTree, Reaches, Refs, Subjects
+from ludus.worlds.terminal.git import At, Clean, GitTree, Reaches, Refs, Subjects
 from ludus.worlds.terminal.job import JobDraft
 
 

@@ -11,7 +11,7 @@ from generators.terminal.makers import JobMaker
 from generators.terminal.topics.git import HistoryStory, draft_of, side_of, story_of, subject_of
 
 from ludus.worlds.terminal.checks import Check, Text
-from ludus.worlds.terminal.git_checks import At, Refs
+from ludus.worlds.terminal.git import At, Refs
 from ludus.worlds.terminal.job import JobDraft
 
 

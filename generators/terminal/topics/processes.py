@@ -11,9 +11,9 @@ from typing import Final
 from generators.terminal.draw import SERVICES, TOWNS, text_of, words
 from generators.terminal.makers import JobMaker
 
-from ludus.worlds.terminal.checks import Only, Text
+from ludus.worlds.terminal.checks import Check, Lives, Only, Runs, ServiceEnded, Text
 from ludus.worlds.terminal.job import JobDraft
-from ludus.worlds.terminal.services import Lives, Runs, ServiceEnded, TerminalService, WatchedService
+from ludus.worlds.terminal.services import TerminalService
 
 _BEGIN: Final = """import os, signal, sys, time
 
@@ -114,7 +114,7 @@ def yard_of(rng: random.Random, num: int = 4) -> Yard:
     return Yard(words(rng, 1)[0], tuple(rng.sample(SERVICES, num)))
 
 
-def others(names: Sequence[str]) -> tuple[WatchedService, ...]:
+def others(names: Sequence[str]) -> tuple[Check, ...]:
     """All of these live, not suspended."""
     return tuple(map(Lives, names))
 
@@ -141,7 +141,7 @@ def started(yard: Yard, name: str, values: str = "") -> str:
     return f"{command}; until [ -s {yard.pid_file(name)} ]; do sleep 0.05; done"
 
 
-def of_yard(yard: Yard, text: str, steps: tuple[str, ...], watched: tuple[WatchedService, ...]) -> JobDraft:
+def of_yard(yard: Yard, text: str, steps: tuple[str, ...], watched: tuple[Check, ...]) -> JobDraft:
     """A task whose services are the plain ones of a yard."""
     programs = {path: program for name in yard.names for path, program in yard.program(name).items()}
     made = [place(name) for place in (yard.log, yard.pid_file) for name in yard.names]

@@ -27,8 +27,9 @@ from generators.terminal.topics.processes import (
     yard_of,
 )
 
+from ludus.worlds.terminal.checks import Check, Lives, Runs, ServiceEnded
 from ludus.worlds.terminal.job import JobDraft, Ran
-from ludus.worlds.terminal.services import Lives, Runs, ServiceEnded, TerminalService, WatchedService
+from ludus.worlds.terminal.services import TerminalService
 
 _KILL: Final = f"kill $p; {gone('$p')}"
 _ON: Final = """print("up", flush=True)
@@ -97,7 +98,7 @@ with open("PATH", "w") as file:
 
 
 def _bare(
-    yard: Yard, text: str, steps: tuple[str, ...], watched: tuple[WatchedService, ...], programs: Mapping[str, str]
+    yard: Yard, text: str, steps: tuple[str, ...], watched: tuple[Check, ...], programs: Mapping[str, str]
 ) -> JobDraft:
     """A task whose services have these programs, by their names, and no pid files."""
     draft = of_yard(yard, text, steps, watched)
@@ -183,12 +184,7 @@ def _kept_up(rng: random.Random) -> JobDraft:
         "The other services go on."
     )
     steps = tuple(each(is_command(f"python3 {one}"), _KILL) for one in (keeper, script))
-    watched: tuple[WatchedService, ...] = (
-        ServiceEnded("keeper"),
-        ServiceEnded(name),
-        Runs((script,), 0),
-        *others(rest),
-    )
+    watched: tuple[Check, ...] = (ServiceEnded("keeper"), ServiceEnded(name), Runs((script,), 0), *others(rest))
     programs = {name: BARE, "keeper": KEEPER.replace("SCRIPT", script), **dict.fromkeys(rest, BARE)}
     draft = _bare(yard, text, steps, watched, programs)
     parent = TerminalService("keeper", (keeper,), yard.log(name))
@@ -313,7 +309,7 @@ def _locked(rng: random.Random) -> JobDraft:
         each(is_command(f"python3 {yard.script(waiter)}"), working),
     )
     programs = {holder: LOCKS, waiter: LOCKS, **dict.fromkeys(rest, READS)}
-    watched: tuple[WatchedService, ...] = (ServiceEnded(holder), Lives(waiter, "working"), *others(rest))
+    watched: tuple[Check, ...] = (ServiceEnded(holder), Lives(waiter, "working"), *others(rest))
     draft = _bare(yard, text, steps, watched, {name: text.replace("FILE", lock) for name, text in programs.items()})
     draft = with_files(draft, {lock: ""})
     return with_service(draft, replace(yard.service(holder), fate="STOP"))

@@ -176,7 +176,7 @@ def _rows(content: bytes, path: Path) -> list[tuple[MetricsRow, bytes]]:
 def _row(line: bytes) -> MetricsRow:
     data = json.loads(line)
     if not isinstance(data, dict) or not isinstance(data.get("step"), int):
-        raise ValueError("it is no JSON object with a step")
+        raise ValueError("it is not a JSON object with a step")
     return MetricsRow(data.pop("step"), {name: _from_json(value) for name, value in data.items()})
 
 

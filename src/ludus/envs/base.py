@@ -1,11 +1,11 @@
-"""What a world is: tasks by split, and a fresh environment for each episode."""
+"""Base classes: `World`, a source of tasks by split, and `Environment`, one episode of a task."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.errors import UserError
@@ -17,57 +17,62 @@ from ludus.tools.base import Tool
 from ludus.types import Action, DataClass, Message, StepResult, Task, ToolOutcome
 
 
-class Environment(Protocol):
+def defines(instance: object, base: type, method: str) -> bool:
+    """Return whether a class between that of `instance` and `base` defines the method."""
+    classes = type(instance).__mro__
+    return any(method in vars(one) for one in classes[: classes.index(base)])
+
+
+class Environment(ABC):
     """One episode of one task. An instance is used once: `start`, `step` until done, `close`.
 
-    Whatever `start`, `step` and `close` raise counts as a failure of the infrastructure; what the model does
-    wrong is an observation. `rewards` are scored when the episode has ended.
+    An exception of `start`, `step` or `close` is an infrastructure failure; a mistake of the model is an
+    observation. A subclass defines `start` and `step`; everything else is optional.
     """
 
-    @property
-    def tools(self) -> Sequence[Tool]: ...
+    tools: Sequence[Tool] = ()
+    """Tools that the model may call."""
+    rewards: Sequence[Reward] = ()
+    """Scored when the episode has ended."""
 
-    @property
-    def rewards(self) -> Sequence[Reward]: ...
-
+    @abstractmethod
     async def start(self, task: Task) -> list[Message]:
-        """The messages that open the episode."""
-        ...
+        """Return the initial messages of the episode."""
 
+    @abstractmethod
     async def step(self, action: Action) -> StepResult:
-        """Answer one action of the model."""
-        ...
+        """Return the response to one action of the model."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Release the resources of the episode."""
+        return
 
+    def implements(self, method: str) -> bool:
+        """Return whether a subclass defines an optional method."""
+        return defines(self, Environment, method)
 
-@runtime_checkable
-class HasStateKey(Protocol):
-    """An environment that can name the state that it is in, for advantages that compare equal states."""
-
-    def anchor(self) -> str:
-        """The state before the model's next turn; equal texts are equal states."""
-        ...
-
-
-@runtime_checkable
-class Regradable(Protocol):
-    """An environment whose verdict is an outcome that it leaves: what it judged can be judged once more."""
+    def state_key(self) -> str:
+        """Return a text that identifies the state before the model's next turn, for advantages that compare equal
+        states (`gigpo`). By default these compare the messages of the last step."""
+        return ""
 
     async def grade_again(self) -> ToolOutcome | None:
-        """The outcome of another grading of what was there at the end, also after `close`; None where nothing
-        was graded. Raises WorldError where the sandbox breaks."""
-        ...
+        """Return the outcome of grading the episode's final state once more, also after `close`.
+
+        For environments that grade in their last `step`; None if nothing was graded. Raises WorldError if the
+        sandbox fails.
+        """
+        return None
 
 
 class World(ABC):
-    """Where tasks and environments come from. Equal settings give equal tasks in equal order.
+    """A source of tasks and environments. Equal settings yield equal tasks in equal order.
 
     A subclass defines `name`, `rewards`, `splits`, `tasks` and `environment`; everything else is optional.
     """
 
     num_text_dialogues: ClassVar[int] = 2_000
-    """Demonstrations whose texts a tokenizer is trained on."""
+    """Number of demonstrations in the training corpus of a tokenizer."""
 
     if TYPE_CHECKING:
 
@@ -77,7 +82,7 @@ class World(ABC):
 
         @property
         def rewards(self) -> Sequence[Reward]:
-            """The parts of the reward; the first one is the outcome."""
+            """The reward parts; the first is the outcome."""
 
     @property
     @abstractmethod
@@ -90,51 +95,46 @@ class World(ABC):
 
     @abstractmethod
     def environment(self, task: Task) -> Environment:
-        """Return a fresh environment for one episode."""
+        """Return a new environment for one episode."""
 
     def implements(self, method: str) -> bool:
         """Return whether a subclass defines an optional method."""
-        classes = type(self).__mro__
-        return any(method in vars(one) for one in classes[: classes.index(World)])
+        return defines(self, World, method)
 
     def demonstrations(self, seed: int) -> Iterator[Demonstration]:
-        """Yield dialogues on training tasks without end, for the cold start. None by default."""
+        """Yield dialogues on training tasks without end, for the cold start; none by default."""
         del seed
         return iter(())
 
     def texts(self) -> Iterator[str]:
-        """Yield the texts of the first demonstrations, on which a tokenizer for this world is trained."""
+        """Yield the training corpus of a tokenizer: the texts of the first demonstrations."""
         for dialogue in islice(self.demonstrations(seed=0), self.num_text_dialogues):
             for message in dialogue.messages:
                 yield message["content"]
                 yield from (call["function"]["arguments"] for call in message.get("tool_calls", []))
 
     def expert(self, task: Task) -> Demonstration | None:
-        """Return a dialogue that solves the task, the same one each time, or None."""
+        """Return a dialogue that solves the task, always the same, or None."""
         del task
         return None
 
     def paraphrases(self, task: Task) -> Sequence[str]:
-        """Return texts that are as right as the answer of the expert, to check the verifier by."""
+        """Return texts that are as correct as the expert's answer, to audit the verifier."""
         del task
         return ()
 
-    def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
-        """Return other right episodes than the expert's: the messages behind the prompt."""
+    def alternative_solutions(self, task: Task) -> Sequence[Sequence[Message]]:
+        """Return other correct episodes than the expert's, without the prompt, to audit the verifier."""
         del task
         return ()
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
-        """Return episodes that must not be paid: the messages behind the prompt, by the name of the cheat."""
+        """Return episodes that must earn nothing, without the prompt, by name of the cheat."""
         del task
         return {}
 
-    def survey(self, measure: bool) -> str:
-        """Return tables of how many tasks differ, and what is solved without skill; empty by default.
-
-        What takes minutes is measured only if `measure`. For use outside an event loop.
-        """
-        del measure
+    def difficulty_report(self) -> str:
+        """Return tables of how many tasks differ and how many are solved without skill; empty by default."""
         return ""
 
     @property
@@ -144,24 +144,24 @@ class World(ABC):
 
     @property
     def turn_verifier(self) -> TurnVerifier | None:
-        """The function that names the milestones each turn reached, from task and trajectory alone."""
+        """Function that returns the milestones reached in each turn, from task and trajectory alone."""
         return None
 
     def rollout_of(self, task: Task) -> RolloutConfig | None:
-        """Return the settings of an episode of this task; None takes those of the run."""
+        """Return the episode settings for this task; None means those of the run."""
         del task
         return None
 
     def order(self, seed: int, chunk: int, num_chunks: int) -> TaskSequence:
         """Return the order of the training tasks for `num_chunks` steps of `chunk` tasks.
 
-        Raises ConfigError for too few tasks.
+        Raises ConfigError if there are too few tasks.
         """
         del num_chunks
         return TaskOrder(self.tasks("train"), seed, chunk)
 
     def opening(self, question: str) -> Sequence[Message]:
-        """Return the messages that open an episode on a person's question.
+        """Return the initial messages of an episode on a user's question.
 
         By default the system messages of the first task, and the question.
         """
@@ -170,43 +170,42 @@ class World(ABC):
         return [*system, Message(role="user", content=question)]
 
     def with_sandbox(self, sandbox: Sandbox) -> World:
-        """Return this world with a sandbox that nothing has been started in; the world closes it."""
+        """Return this world with an unused sandbox, which the world closes."""
         del sandbox
         return self
 
     @property
     def runs_programs(self) -> bool:
-        """Whether it needs a sandbox as it is set up."""
+        """Whether it needs a sandbox with these settings."""
         return self.implements("with_sandbox")
 
     @property
     def episodes_at_once(self) -> int | None:
-        """The number of sessions that the sandbox has room for; None is no limit.
+        """Maximum number of sandbox sessions; None means unlimited.
 
-        More episodes wait before they begin, so that none that holds a session waits for one that does not.
+        Further episodes wait before they start, so that no episode waits for a session while it holds one.
         """
         return None
 
     def prepare(self, tell: Callable[[str], None]) -> None:
-        """Fetch files that do not ship with Ludus (`ludus env prepare NAME`); `tell` takes each sentence.
+        """Download files that do not ship with Ludus (`ludus env prepare NAME`); `tell` receives progress messages.
 
         Raises UserError if they are unavailable.
         """
         del tell
 
     async def close(self) -> None:
-        """Close what is shared by all episodes, on the event loop where it was used."""
+        """Release what all episodes share, on the event loop where it was used."""
         return
 
 
 def check_tasks(split: str, tasks: Sequence[Task]) -> None:
-    """Raise UserError where two tasks of a split share an id, by which results are kept, or one has a prompt
-    that is no messages or a tag that is no text."""
+    """Raise UserError for a repeated id, a prompt that is not a sequence of messages, or a tag that is not a text."""
     seen: set[str] = set()
     for task in tasks:
         if not (isinstance(task.prompt, tuple | list) and all(isinstance(m, dict) for m in task.prompt)):
             raise UserError(
-                f"The prompt of the task {task.id!r} of the split {split!r} is no tuple of messages.",
+                f"The prompt of the task {task.id!r} of the split {split!r} is not a tuple of messages.",
                 "Write prompt=(Message(role='user', content=...),).",
             )
         wrong = {name: tag for name, tag in task.tags.items() if not isinstance(tag, str)}
@@ -223,12 +222,12 @@ def check_tasks(split: str, tasks: Sequence[Task]) -> None:
 
 
 def room_of(sandbox: Sandbox) -> int | None:
-    """How many sessions the sandbox has room for; None where it does not say."""
+    """Return the sandbox's maximum number of sessions; None if it is unknown."""
     return sandbox.most_sessions if isinstance(sandbox, BoundsSessions) else None
 
 
 class Demonstration(Protocol):
-    """A whole dialogue with the tools that it may use."""
+    """A complete dialogue, and the tools that its prompt offers."""
 
     @property
     def messages(self) -> Sequence[Message]: ...
@@ -238,20 +237,20 @@ class Demonstration(Protocol):
 
     @property
     def trains(self) -> Sequence[bool]:
-        """For each message whether it enters the loss."""
+        """Whether each message is part of the loss."""
         ...
 
     @property
     def data_class(self) -> DataClass | None:
-        """What it teaches; None if this follows from its messages (`class_of`)."""
+        """The skill that it teaches; None if `class_of` infers it from the messages."""
         ...
 
 
 def class_of(shown: Demonstration) -> DataClass:
-    """Return what a demonstration teaches.
+    """Return the skill that a demonstration teaches.
 
-    Unless it names its class: `tool_use` if it has a call, `negatives` if tools are on offer and none is
-    called, `reasoning` if it has thinking, otherwise `format`.
+    Unless it declares one: `tool_use` if it has a call, `negatives` if it has tools but no call, `reasoning` if it
+    has reasoning, otherwise `format`.
     """
     if shown.data_class is not None:
         return shown.data_class
@@ -261,7 +260,3 @@ def class_of(shown: Demonstration) -> DataClass:
         return "negatives"
     thinks = any(message.get("reasoning_content") for message in shown.messages)
     return "reasoning" if thinks else "format"
-
-
-WorldFactory = Callable[[Mapping[str, Any]], World]
-"""Makes a world of its settings; raises `ConfigError` for settings that it does not know."""

@@ -1,17 +1,20 @@
-"""How many tasks of a world are really different, for the surveys of the worlds."""
+"""The parts that the difficulty reports of worlds share."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+
+from ludus.envs.base import World
 
 
 @dataclass(frozen=True, slots=True)
 class TaskShape:
-    """What makes a task different.
+    """The features by which tasks count as different.
 
-    `form` is what is asked, without identifiers, names and numbers; `shape` the solution without values.
+    `form` is the question without identifiers, names and numbers; `shape` the solution without values.
     """
 
     level: str
@@ -21,18 +24,18 @@ class TaskShape:
 
 @dataclass(frozen=True, slots=True)
 class Variety:
-    """How many tasks there are, how many different requests, and how many different solutions."""
+    """Number of tasks, of different questions, and of different solutions."""
 
     num_tasks: int
     num_forms: int
     num_shapes: int
 
 
-def variety(looks: Iterable[TaskShape]) -> dict[str, Variety]:
-    """The variety of each level, levels in order."""
+def variety(shapes: Iterable[TaskShape]) -> dict[str, Variety]:
+    """Return the variety of each level, in order of level."""
     by_level: dict[str, list[TaskShape]] = defaultdict(list)
-    for look in looks:
-        by_level[look.level].append(look)
+    for shape in shapes:
+        by_level[shape.level].append(shape)
     return {
         level: Variety(len(found), len({one.form for one in found}), len({one.shape for one in found}))
         for level, found in sorted(by_level.items())
@@ -40,19 +43,28 @@ def variety(looks: Iterable[TaskShape]) -> dict[str, Variety]:
 
 
 def variety_lines(splits: Iterable[tuple[str, Iterable[TaskShape]]], form: str) -> list[str]:
-    """A table of all splits by level; `form` is the word for what is asked, such as "questions"."""
+    """Return a table of all splits by level; `form` is the heading of different questions, such as "requests"."""
     lines = [f"split        level  tasks  {form}  solutions"]
-    for split, looks in splits:
-        for level, found in variety(looks).items():
+    for split, shapes in splits:
+        for level, found in variety(shapes).items():
             counts = f"{found.num_tasks:5}  {found.num_forms:{len(form)}}  {found.num_shapes:9}"
             lines.append(f"{split:12} {level:5}  {counts}")
     return lines
 
 
 def rate_lines(names: Sequence[str], rows: Iterable[tuple[str, Sequence[float]]]) -> list[str]:
-    """A table of shares, one row a split and one column a name."""
+    """Return a table of rates, with a row per split and a column per name."""
     lines = [f"{'split':12} {'  '.join(names)}"]
     for split, shares in rows:
         cells = "  ".join(f"{share:{len(name)}.1%}" for name, share in zip(names, shares, strict=True))
         lines.append(f"{split:12} {cells}")
     return lines
+
+
+def shipped_report(world: World, is_default: bool) -> str:
+    """Return the report that ships with the default tasks of a world; otherwise preceded by the sizes of its splits."""
+    text = (files(f"ludus.worlds.{world.name}") / "data/difficulty_report.txt").read_text("utf-8").rstrip("\n")
+    if is_default:
+        return text
+    sizes = "\n".join(f"{split:12} {len(world.tasks(split))} tasks" for split in world.splits)
+    return f"{sizes}\n\nThe default tasks:\n{text}"

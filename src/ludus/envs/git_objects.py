@@ -1,7 +1,4 @@
-"""The objects and the index of a git repository as bytes, made without git: the same ones each time.
-
-The formats are those of gitformat-index and of the objects that `git cat-file` prints.
-"""
+"""Write the objects and the index of a git repository deterministically, without git (see gitformat-index)."""
 
 from __future__ import annotations
 
@@ -16,18 +13,18 @@ Kind = Literal["commit", "tree", "blob"]
 
 @dataclass
 class GitObjects:
-    """Objects in the order they are added, each once: by digest, its kind and its content."""
+    """Kind and content of objects by digest, in the order in which they were added."""
 
     held: dict[bytes, tuple[Kind, bytes]] = field(default_factory=dict)
 
     def add(self, kind: Kind, content: bytes) -> bytes:
-        """Take an object; gives its digest."""
+        """Add an object and return its digest."""
         digest = sha1(object_head(kind, content) + content)
         self.held.setdefault(digest, (kind, content))
         return digest
 
     def tree(self, files: Mapping[str, bytes]) -> bytes:
-        """Take a folder with all that is in it; gives its digest."""
+        """Add a folder with all its files and return its digest."""
         entries: dict[str, tuple[bytes, bytes]] = {}
         folders: dict[str, dict[str, bytes]] = {}
         for path, content in files.items():
@@ -46,12 +43,12 @@ class GitObjects:
 
 
 def object_head(kind: Kind, content: bytes) -> bytes:
-    """What stands before an object's content where it is hashed, and in its own file."""
+    """Return the header of an object, which precedes its content in the hash and in a file."""
     return f"{kind} {len(content)}\0".encode()
 
 
 def git_index(files: Mapping[str, bytes]) -> bytes:
-    """The index (version 2) of these files, without times: git looks at the contents at its first call."""
+    """Return the index (version 2) of these files, without times, so that git reads the contents at its first call."""
     body = b"DIRC" + struct.pack(">II", 2, len(files))
     for path in sorted(files, key=str.encode):
         name, content = path.encode(), files[path]
@@ -62,5 +59,5 @@ def git_index(files: Mapping[str, bytes]) -> bytes:
 
 
 def sha1(content: bytes) -> bytes:
-    """Git's digest, 20 bytes."""
+    """Return git's digest, 20 bytes."""
     return hashlib.sha1(content, usedforsecurity=False).digest()

@@ -1,8 +1,8 @@
-"""`MixedWorld`: several worlds as one, each with its share of the tasks and its own bounds.
+"""`MixedWorld`: several worlds as one, each with its share of the tasks and its own limits.
 
-A task keeps its world's name in front of its id and family, and in the tag `world`; the world itself sees it
-as it made it. The outcome of every world is the part `solved`, in which a solved task is 1, and its other
-parts keep their proportion to that; they carry the world's name, and are scored on its tasks alone.
+A task's id and family are prefixed with its world's name, which is also its tag `world`; the world itself receives the
+original task. The outcome of every world is the part `solved`, normalized so that a solved task is 1. Its other parts
+are scaled accordingly, named after the world, and scored only on its tasks.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from functools import cached_property
 from ludus.config.schema import Config
 from ludus.config.sections.mixture import BUDGETS, MIXTURE, MemberConfig
 from ludus.config.sections.rollout import RolloutConfig
-from ludus.envs.base import Demonstration, Environment, HasStateKey, Regradable, World
+from ludus.envs.base import Demonstration, Environment, World
 from ludus.envs.tool_world import check_split
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import Progress, TurnVerifier
 from ludus.sandbox.base import Sandbox
 from ludus.tasks.mixture import MixtureOrder, Shares, TaskPool
-from ludus.tools.base import Tool
 from ludus.types import WORLD_TAG, Action, Message, StepResult, Task, ToolOutcome, Trajectory
 
 SOLVED = "solved"
-"""The part of the reward that all worlds of a mixture share: 1 where the task is solved."""
+"""The reward part that all worlds share: 1 if the task is solved."""
 _BELOW_ONE = math.nextafter(1.0, 0.0)
 
 
 @dataclass(frozen=True)
 class MixtureMember:
-    """A world of a mixture: its name there, its weight at the first and the last step, its bounds."""
+    """A world of a mixture, with its name, its weight at the first and last step, and its episode settings."""
 
     name: str
     world: World
@@ -42,7 +41,7 @@ class MixtureMember:
     weight_end: float | None = None
 
     def mixed(self, task: Task) -> Task:
-        """A task of the world as the mixture has it. Raises ConfigError for one that has the tag `world`."""
+        """Return a task of the world as a task of the mixture. Raises ConfigError if it has the tag `world`."""
         if WORLD_TAG in task.tags:
             raise ConfigError(
                 f"Tasks of the world {self.name!r} have a tag {WORLD_TAG!r}, which a mixture needs.",
@@ -54,7 +53,7 @@ class MixtureMember:
         return replace(task, id=f"{self.name}/{task.id}", tags=tags)
 
     def own(self, task: Task) -> Task:
-        """The task as the world made it; one that is not of the mixture stays as it is."""
+        """Return the world's original task; a task from outside the mixture is unchanged."""
         if task.tags.get(WORLD_TAG) != self.name:
             return task
         tags = {name: tag for name, tag in task.tags.items() if name != WORLD_TAG}
@@ -64,72 +63,49 @@ class MixtureMember:
 
 
 def bounded(rollout: RolloutConfig, member: MemberConfig) -> RolloutConfig:
-    """The settings of episodes of one world: its own budgets, and what the run says otherwise."""
+    """Return the run's episode settings with the budgets of one world."""
     own = {key: value for key, value in member.model_dump(include=set(BUDGETS)).items() if value is not None}
     return rollout.model_copy(update=own)
 
 
-class MemberEnvironment:
-    """An episode in a world of a mixture. The world sees its own task."""
+class MemberEnvironment(Environment):
+    """Episode in a world of a mixture; the world receives its own task."""
 
     def __init__(self, environment: Environment, task: Task, rewards: Sequence[Reward]) -> None:
+        self.tools = environment.tools
         self.rewards = rewards
         self._environment = environment
         self._task = task
 
-    @property
-    def tools(self) -> Sequence[Tool]:
-        """Those of the world."""
-        return self._environment.tools
-
     async def start(self, task: Task) -> list[Message]:
-        """The messages that open the episode."""
+        """Return the initial messages of the episode."""
         del task
         return await self._environment.start(self._task)
 
     async def step(self, action: Action) -> StepResult:
-        """The world's answer."""
+        """Return the world's response."""
         return await self._environment.step(action)
 
     async def close(self) -> None:
-        """Close what the world has opened."""
+        """Release the world's resources."""
         await self._environment.close()
 
+    def implements(self, method: str) -> bool:
+        """Return whether the world's environment defines an optional method."""
+        return self._environment.implements(method)
 
-class KeyedEnvironment(MemberEnvironment):
-    """An episode in a world that names its states."""
-
-    def anchor(self) -> str:
-        """The state as the world names it."""
-        named = self._environment
-        return named.anchor() if isinstance(named, HasStateKey) else ""
-
-
-class GradedEnvironment(MemberEnvironment):
-    """An episode in a world whose verdict can be given once more."""
+    def state_key(self) -> str:
+        """Return the world's state key."""
+        return self._environment.state_key()
 
     async def grade_again(self) -> ToolOutcome | None:
-        """The world's verdict once more."""
-        judge = self._environment
-        return await judge.grade_again() if isinstance(judge, Regradable) else None
-
-
-class KeyedGradedEnvironment(KeyedEnvironment, GradedEnvironment):
-    """An episode in a world that does both."""
-
-
-_KINDS: dict[tuple[bool, bool], type[MemberEnvironment]] = {
-    (False, False): MemberEnvironment,
-    (True, False): KeyedEnvironment,
-    (False, True): GradedEnvironment,
-    (True, True): KeyedGradedEnvironment,
-}
-"""By whether the world's environment names its states, and whether it grades again."""
+        """Return the outcome of grading once more."""
+        return await self._environment.grade_again()
 
 
 @dataclass(frozen=True)
 class MixedWorld(World):
-    """Several worlds as one. Splits are those of any of them, tasks of a split in turns."""
+    """Several worlds as one. A split has the tasks of all worlds that have it, interleaved."""
 
     members: Sequence[MixtureMember]
     name: str = MIXTURE
@@ -137,24 +113,24 @@ class MixedWorld(World):
 
     @property
     def splits(self) -> Sequence[str]:
-        """The splits that a world has, in their first order."""
+        """The splits of all worlds, in order of first occurrence."""
         return tuple(dict.fromkeys(split for member in self.members for split in member.world.splits))
 
     @cached_property
     def rewards(self) -> Sequence[Reward]:
-        """`solved`, and the other parts of each world under its name."""
+        """The part `solved`, and the other parts of each world."""
         shared = Reward(SOLVED, self._solved, weight=1.0, outcome=True)
         return (shared, *(part for member in self.members for part in _own_parts(member)))
 
     @property
     def emits_turn_rewards(self) -> bool:
-        """Whether a member's does."""
+        """Whether some world emits turn rewards."""
         worlds = (member.world for member in self.members)
         return any(one.emits_turn_rewards for one in worlds)
 
     @property
     def turn_verifier(self) -> TurnVerifier | None:
-        """That of the task's world; None if no member has one."""
+        """The verifier of the task's world; None if no world has one."""
         verifies = any(member.world.turn_verifier is not None for member in self.members)
         return self._verify_turns if verifies else None
 
@@ -166,7 +142,7 @@ class MixedWorld(World):
         return verifier(member.own(task), _own_view(member, task, trajectory))
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The tasks of the worlds that have the split, in turns, until each has run out."""
+        """Return the tasks of all worlds that have the split, interleaved."""
         check_split(split, self.splits, self.name)
         if split not in self._tasks:
             lists = [
@@ -179,24 +155,22 @@ class MixedWorld(World):
         return self._tasks[split]
 
     def environment(self, task: Task) -> MemberEnvironment:
-        """A fresh episode in the task's world; in the first one for a task of none."""
+        """Return a new episode in the task's world."""
         member = self.member_of(task)
         own = member.own(task)
-        environment = member.world.environment(own)
-        kind = _KINDS[isinstance(environment, HasStateKey), isinstance(environment, Regradable)]
-        return kind(environment, own, self.rewards)
+        return MemberEnvironment(member.world.environment(own), own, self.rewards)
 
     def member_of(self, task: Task) -> MixtureMember:
-        """The world that a task is of; the first one for a task of none."""
+        """Return the task's world; the first one for a task from outside the mixture."""
         name = task.tags.get(WORLD_TAG)
         return next((member for member in self.members if member.name == name), self.members[0])
 
     def rollout_of(self, task: Task) -> RolloutConfig:
-        """The bounds of an episode of this task."""
+        """Return the episode settings of the task's world."""
         return self.member_of(task).rollout
 
     def order(self, seed: int, chunk: int, num_chunks: int) -> MixtureOrder:
-        """Training tasks by weight. Raises ConfigError where a world has too few of them."""
+        """Return the training tasks in an order by weight. Raises ConfigError if a world has too few."""
         pools = []
         for member in self.members:
             mine = [task for task in self.tasks("train") if task.tags[WORLD_TAG] == member.name]
@@ -204,9 +178,9 @@ class MixedWorld(World):
         return MixtureOrder(pools, seed, chunk, num_chunks)
 
     def demonstrations(self, seed: int) -> Iterator[Demonstration]:
-        """Dialogues of all worlds, by the weights of the first step.
+        """Yield dialogues of all worlds, by the weights of the first step.
 
-        Raises UserError for a world that has none.
+        Raises UserError if a world has none.
         """
         streams = []
         for member in self.members:
@@ -224,53 +198,53 @@ class MixedWorld(World):
             yield shown
 
     def texts(self) -> Iterator[str]:
-        """Texts of all worlds that have some, for a tokenizer."""
+        """Yield the texts of all worlds."""
         for member in self.members:
             yield from member.world.texts()
 
     def expert(self, task: Task) -> Demonstration | None:
-        """What the task's world shows."""
+        """Return the solution by the task's world."""
         member = self.member_of(task)
         return member.world.expert(member.own(task))
 
     def paraphrases(self, task: Task) -> Sequence[str]:
-        """What the task's world says."""
+        """Return those of the task's world."""
         member = self.member_of(task)
         return member.world.paraphrases(member.own(task))
 
-    def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
-        """What the task's world shows."""
+    def alternative_solutions(self, task: Task) -> Sequence[Sequence[Message]]:
+        """Return those of the task's world."""
         member = self.member_of(task)
-        return member.world.other_ways(member.own(task))
+        return member.world.alternative_solutions(member.own(task))
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
-        """What the task's world knows."""
+        """Return those of the task's world."""
         member = self.member_of(task)
         return member.world.cheats(member.own(task))
 
     @property
     def runs_programs(self) -> bool:
-        """Whether a world needs a sandbox."""
+        """Whether some world needs a sandbox."""
         return any(member.world.runs_programs for member in self.members)
 
     def with_sandbox(self, sandbox: Sandbox) -> MixedWorld:
-        """This mixture with one sandbox for all of its worlds that need one."""
+        """Return this mixture with one sandbox for all worlds that need one."""
         members = [replace(member, world=member.world.with_sandbox(sandbox)) for member in self.members]
         return MixedWorld(tuple(members), self.name)
 
     @property
     def episodes_at_once(self) -> int | None:
-        """The least that one of the worlds has room for."""
+        """The minimum over all worlds."""
         rooms = [member.world.episodes_at_once for member in self.members]
         return min((room for room in rooms if room is not None), default=None)
 
     async def close(self) -> None:
-        """Close what the worlds have opened."""
+        """Close all worlds."""
         for member in self.members:
             await member.world.close()
 
     def _solved(self, task: Task, trajectory: Trajectory) -> float:
-        """The weighted mean of the outcomes of the task's world; 1 or more exactly where it is solved."""
+        """Return the weighted mean of the world's outcomes; at least 1 if and only if the task is solved."""
         member = self.member_of(task)
         own, seen = member.own(task), _own_view(member, task, trajectory)
         parts = [part for part in member.world.rewards if part.outcome]
@@ -280,7 +254,7 @@ class MixedWorld(World):
 
 
 def worlds_in(world: World, config: Config) -> list[tuple[World, Config]]:
-    """The worlds of a mixture, each with the settings of a run on it alone; any other world as it is."""
+    """Return the worlds of a mixture, each with the settings of a run on it alone; any other world unchanged."""
     if not isinstance(world, MixedWorld):
         return [(world, config)]
     return [(member.world, _alone(config, member)) for member in world.members]
@@ -293,7 +267,7 @@ def _alone(config: Config, member: MixtureMember) -> Config:
 
 
 def check_tools(world: MixedWorld, rendering: str) -> None:
-    """Raise ConfigError where a rendering that writes calls of one tool only meets worlds that share none."""
+    """Raise ConfigError if a rendering for one tool is used with worlds that share no tool."""
     if rendering == "chat":
         return
     offered: dict[str, set[str]] = {}
@@ -302,15 +276,15 @@ def check_tools(world: MixedWorld, rendering: str) -> None:
         if tools:
             offered[member.name] = {tool.name for tool in tools}
     if offered and not set.intersection(*offered.values()):
-        told = "; ".join(f"{name} has {', '.join(sorted(tools))}" for name, tools in offered.items())
+        listed = "; ".join(f"{name} has {', '.join(sorted(tools))}" for name, tools in offered.items())
         raise ConfigError(
-            f"env.rendering is {rendering!r}: it writes calls of one tool, and the worlds share none: {told}.",
+            f"env.rendering is {rendering!r}: it writes calls of one tool, and the worlds share none: {listed}.",
             "Set env.rendering to 'chat', or take the others out with --env.mixture.NAME none.",
         )
 
 
 def _full(rewards: Sequence[Reward]) -> float:
-    """What a solved task earns by its outcomes."""
+    """Return the total outcome weight, the return of a solved task."""
     return sum(part.weight for part in rewards if part.outcome)
 
 
@@ -320,7 +294,7 @@ def _own_view(member: MixtureMember, task: Task, trajectory: Trajectory) -> Traj
 
 
 def _own_parts(member: MixtureMember) -> Iterator[Reward]:
-    """The parts that only this world has. Several outcomes are reported one by one as well."""
+    """Yield the world's own parts; if it has several outcomes, they are also reported separately."""
     rewards = member.world.rewards
     full = _full(rewards)
     several = sum(part.outcome for part in rewards) > 1
@@ -332,7 +306,7 @@ def _own_parts(member: MixtureMember) -> Iterator[Reward]:
 
 @dataclass(frozen=True)
 class _Own:
-    """A world's reward, called with its own task."""
+    """A world's reward function, called with the original task."""
 
     member: MixtureMember
     part: Reward

@@ -1,4 +1,4 @@
-"""Worlds by name. A new one is one line here, or a file of the user's own."""
+"""Worlds by name. To add one, add a line here, or name a Python file in `env.name`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.config.sections.sandbox import SandboxConfig
@@ -16,7 +16,7 @@ from ludus.envs.mixture import MixedWorld, MixtureMember, bounded, check_tools
 from ludus.envs.tool_world import ToolWorld
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, LudusError, UserError
-from ludus.plugins import blame, find_plugin, import_object, is_file_reference
+from ludus.plugins import find_plugin, import_object, is_file_reference, plugin_errors
 from ludus.rewards.base import check_rewards
 from ludus.sandbox import Sandbox, SandboxSettings, open_sandbox
 from ludus.sandbox.self_test import python_inside
@@ -32,19 +32,18 @@ WORLDS: Mapping[str, str] = {
     "terminal": "ludus.worlds.terminal.world:make_terminal_world",
     "swe": "ludus.worlds.swe.world:make_swe_world",
 }
-"""Name -> `module:function`. The function takes the world's settings and the limits of its tools."""
+"""Name -> `module:function`. The function takes the world's settings and its tool limits."""
 
-Factory = Callable[[Mapping[str, Any], ToolLimits], World]
+Factory = Callable[[Mapping[str, object], ToolLimits], World]
 
 
 def build_world(env: EnvConfig, rollout: RolloutConfig, sandbox: SandboxConfig | None = None) -> World:
-    """The world of a configuration.
+    """Return the world of a configuration: `env.mixture` if it names worlds, else `env.name`.
 
-    `env.name` is a name in `WORLDS` or the path of a Python file, relative to the working directory, that
-    defines `make_world(settings, limits)`. A world that runs programs gets the sandbox of the settings
-    (none: the default one). Where `env.mixture` names worlds it is they, as one. Raises ConfigError for an
-    unknown name, a file without that function or that raises, and rewards in which shaping could outweigh
-    the outcome; UserError for a file that is missing and for a package that is not installed.
+    `env.name` is a name in `WORLDS`, or the path of a Python file, relative to the working directory, that defines
+    `make_world(settings, limits)`. A world that runs programs uses the configured sandbox (None: the default).
+    Raises ConfigError for an unknown name, a file without that function or that raises, and rewards in which shaping
+    could outweigh the outcome; UserError for a missing file or package.
     """
     if env.mixture:
         mixture = _mixture(env, rollout)
@@ -58,7 +57,7 @@ def _one_world(name: str, settings: Mapping[str, object], rollout: RolloutConfig
     limits = ToolLimits(timeout_s=rollout.tool_timeout_s, max_output=rollout.max_tool_output)
     file = Path(name.partition(":")[0]) if is_file_reference(name) else None
     factory = _factory(name)
-    with blame(str(file), file.resolve()) if file else nullcontext():
+    with plugin_errors(str(file), file.resolve()) if file else nullcontext():
         world = factory(settings, limits)
     if world is None:
         raise ConfigError(f"{name}: make_world returned nothing.", "Have it return the world.")
@@ -67,7 +66,7 @@ def _one_world(name: str, settings: Mapping[str, object], rollout: RolloutConfig
 
 
 def _mixture(env: EnvConfig, rollout: RolloutConfig) -> MixedWorld:
-    """The worlds of `env.mixture`. Errors name the place in the mixture."""
+    """Return the worlds of `env.mixture`. Errors name the member."""
     members = []
     for name, member in env.mixture.items():
         own = bounded(rollout, member)
@@ -88,7 +87,7 @@ def _sandbox(config: SandboxConfig | None) -> Sandbox:
 
 
 def sandbox_settings(config: SandboxConfig) -> SandboxSettings:
-    """The section `sandbox` as the sandbox takes it. Raises ConfigError for a token that cannot be read."""
+    """Return the settings of the section `sandbox`. Raises ConfigError if the token cannot be read."""
     token = ""
     if config.token_file:
         try:
@@ -113,16 +112,16 @@ def sandbox_settings(config: SandboxConfig) -> SandboxSettings:
 
 
 def check_sandbox(config: SandboxConfig, world: World) -> None:
-    """Have one program run where the world's programs will, and a session where its episodes hold one.
+    """Run a test program in the sandbox of a world that needs one, and open a session if its episodes use them.
 
-    For use outside an event loop. Raises WorldError where nothing answers or it fails, UserError for what the
-    sandbox refuses or does not have.
+    For use outside an event loop. Raises WorldError if the sandbox is unreachable or fails, UserError if it refuses
+    or lacks something.
     """
     if not world.runs_programs:
         return
     worlds = [member.world for member in world.members] if isinstance(world, MixedWorld) else [world]
 
-    async def ask() -> None:
+    async def probe() -> None:
         sandbox = _sandbox(config)
         try:
             await python_inside(sandbox)
@@ -132,7 +131,7 @@ def check_sandbox(config: SandboxConfig, world: World) -> None:
             await sandbox.close()
 
     try:
-        asyncio.run(ask())
+        asyncio.run(probe())
     except LudusError as error:
         where = f" --url {config.url}" if config.url else ""
         raise type(error)(
@@ -143,7 +142,7 @@ def check_sandbox(config: SandboxConfig, world: World) -> None:
 
 @asynccontextmanager
 async def closing(world: World) -> AsyncIterator[None]:
-    """Close what a world has opened when the block is left."""
+    """Close the world at the end of the block."""
     try:
         yield
     finally:
@@ -161,7 +160,7 @@ def _factory(name: str) -> Factory:
 
 
 def plugin_tools(names: Sequence[str]) -> tuple[Tool, ...]:
-    """Return the tools of `env.tools`. Raises ConfigError for what is not a tool."""
+    """Return the tools of `env.tools`. Raises ConfigError for an object that is not a tool."""
     found = [find_plugin("tools", name, "env.tools", ()) for name in names]
     for name, one in zip(names, found, strict=True):
         if not isinstance(one, Tool):
@@ -170,7 +169,7 @@ def plugin_tools(names: Sequence[str]) -> tuple[Tool, ...]:
 
 
 def _with_tools(world: World, tools: Sequence[Tool]) -> World:
-    """Add tools to a world from data. Raises ConfigError for a world that makes its own."""
+    """Add tools to a `ToolWorld`. Raises ConfigError for any other world."""
     if not tools:
         return world
     if not isinstance(world, ToolWorld):

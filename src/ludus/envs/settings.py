@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -14,13 +14,11 @@ from ludus.errors import ConfigError, nearest_names
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
-def read_settings(schema: type[Settings], given: Mapping[str, Any]) -> Settings:
-    """The settings as the schema says; it should forbid extra keys.
+def read_settings(schema: type[Settings], given: Mapping[str, object]) -> Settings:
+    """Return the validated settings; the schema should forbid extra keys.
 
-    The word `none` means the default, unless it is one of the setting's choices (a `Literal`).
-
-    Raises ConfigError with one sentence a line, one for each mistake: the key, its value, and the nearest key
-    or what the value must be.
+    The value `none` selects the default, unless it is one of the setting's choices (a `Literal`). Raises ConfigError
+    with one sentence per mistake: the key, its value, and the nearest key or the valid values.
     """
     fields = schema.model_fields
     unset = {key for key in fields if given.get(key) == "none" and "none" not in get_args(fields[key].annotation)}
@@ -37,8 +35,7 @@ def _sentence(details: ErrorDetails, known: list[str]) -> str:
     key = ".".join(["env.settings", *map(str, details["loc"])])
     shown = f"{key} (= {details['input']!r})"
     if details["type"] != "extra_forbidden":
-        said = details["msg"].removeprefix("Input ")
-        return f"{shown}: it {said}."
+        return f"{shown}: it {details['msg'].removeprefix('Input ')}."
     near = nearest_names(str(details["loc"][-1]), known, cutoff=0.5)
     nearest = f"; the nearest is {' or '.join(f'env.settings.{name}' for name in near)}" if near else ""
     return f"{shown} is not a setting of this world{nearest}."

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ludus.envs.base import World
+from ludus.envs.messages import tool_turn
 from ludus.envs.tool_env import Resource, ToolEnv
 from ludus.envs.toolbox import ToolLimits, as_text
 from ludus.errors import UserError, did_you_mean
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
-from ludus.types import JSON, DataClass, FunctionCall, Message, MessageToolCall, Task
+from ludus.types import JSON, DataClass, Message, Task
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
     """A demonstration: messages, and the tools that its prompt offers.
 
-    An assistant message with `train` false is context for those after it and does not enter the loss.
+    An assistant message with `train` false is context, excluded from the loss.
     """
 
     messages: tuple[Message, ...]
@@ -29,17 +29,17 @@ class Dialogue:
 
     @property
     def trains(self) -> tuple[bool, ...]:
-        """For each message whether it enters the loss."""
+        """Whether each message is part of the loss."""
         return tuple(m["role"] == "assistant" and m.get("train", True) for m in self.messages)
 
 
 @dataclass(frozen=True)
 class ToolWorld(World):
-    """Tasks that are solved with stateless tools.
+    """Tasks with stateless tools.
 
-    `tools` are the same for every task; a world whose tools depend on the task, or that keeps a state,
-    implements `World` itself. `show`, if given, writes dialogues for the cold start from a seed. `resources`
-    are what the tools of all episodes share, an MCP server say: they are closed when a command is done.
+    `tools` are the same for every task; a world with state, or whose tools depend on the task, subclasses `World`.
+    `show` yields dialogues for the cold start from a seed. `resources` are shared by the tools of all episodes, such
+    as an MCP server, and closed at the end of a command.
     """
 
     name: str
@@ -56,11 +56,11 @@ class ToolWorld(World):
         return tuple(self.task_lists)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The tasks of a split, as given."""
+        """Return the tasks of a split."""
         return split_of(self.task_lists, split, self.name)
 
     def environment(self, task: Task) -> ToolEnv:
-        """A fresh episode."""
+        """Return a new episode."""
         del task
         return ToolEnv(self.tools, self.rewards, self.limits)
 
@@ -70,7 +70,7 @@ class ToolWorld(World):
             await resource.close()
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """The dialogues of `show`. Raises UserError where the world shows none."""
+        """Yield the dialogues of `show`. Raises UserError if there is none."""
         if self.show is None:
             raise UserError(
                 f"The world {self.name!r} has no demonstrations.",
@@ -81,31 +81,26 @@ class ToolWorld(World):
 
 
 def split_of(task_lists: Mapping[str, Sequence[Task]], split: str, world: str) -> Sequence[Task]:
-    """The tasks of a split. Raises UserError, as `check_split` does."""
+    """Return the tasks of a split. Raises UserError, as `check_split` does."""
     check_split(split, tuple(task_lists), world)
     return task_lists[split]
 
 
 def check_split(split: str, splits: Sequence[str], world: str) -> None:
-    """Raise UserError, naming the nearest, where the world has no split of that name."""
+    """Raise UserError, suggesting the nearest name, if the world has no such split."""
     if split not in splits:
         guess = did_you_mean(split, splits)
         raise UserError(f"The world {world!r} has no split {split!r}.", f"{guess}Splits: {', '.join(splits)}.")
 
 
 def call_and_result(tool: Tool, arguments: Mapping[str, JSON], turn: int = 0) -> tuple[Message, Message]:
-    """Two messages for a demonstration: the call of a tool, and what the tool says to it.
+    """Run a tool, and return its call and its output as two messages of a demonstration.
 
-    The tool runs here and now, outside any event loop. `turn` numbers the call within its dialogue. Raises
-    ArgumentError for arguments that do not fit the tool, and whatever the tool raises.
+    For use outside an event loop. `turn` numbers the call within its dialogue. Raises ArgumentError for invalid
+    arguments, and any exception of the tool.
     """
     checked = tool.check(arguments)
     output: object = tool.function(**checked)
     if asyncio.iscoroutine(output):
         output = asyncio.run(output)
-    function = FunctionCall(name=tool.name, arguments=json.dumps(dict(arguments), ensure_ascii=False))
-    call = MessageToolCall(id=f"call_{turn}_0", type="function", function=function)
-    return (
-        Message(role="assistant", content="", tool_calls=[call]),
-        Message(role="tool", content=as_text(output), tool_call_id=call["id"], name=tool.name),
-    )
+    return tool_turn(turn, tool.name, arguments, as_text(output))

@@ -1,13 +1,13 @@
-"""Runs tool calls: in parallel, each with a deadline, every failure an observation.
+"""Run tool calls in parallel, each with a deadline; every failure becomes an observation.
 
-Takes the calls of one action. Gives one `ToolOutcome` for each: the well-formed calls in their order, then
-the malformed ones in theirs. Waits for the slowest call, at most its deadline, in which the wait for a free
-place of the tool counts, and that for one of a sandbox does not. Never waits for one that hangs: a thread
-that outlives its deadline, or a coroutine that refuses to be cancelled, goes on unheard. A coroutine that
-blocks without awaiting holds up the event loop; what blocks belongs into a plain function. Never raises for
-what a call does, but for one thing: a tool that raises WorldError or EngineError says that its infrastructure
-failed. Such a call of an idempotent tool is sent once more, within the same deadline; where that fails too,
-and for every other tool at once, all calls of the action come to their ends and `ToolFault` is raised.
+Takes the calls of one action and returns one `ToolOutcome` for each: the well-formed calls in order, then the
+malformed ones. Waits for the slowest call up to its deadline, which includes the wait for the tool's concurrency
+limit and excludes the wait for a sandbox. A thread past its deadline, or a coroutine that ignores cancellation, is
+abandoned. A coroutine that blocks without awaiting blocks the event loop; blocking code belongs in a plain function.
+
+No exception of a call is raised, except WorldError and EngineError, which mean that the tool's infrastructure failed.
+A call of an idempotent tool is then retried once, within the same deadline. If that fails too, or the tool is not
+idempotent, `ToolFault` is raised after all calls of the action have ended.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from ludus.types import Action, CallError, ToolCall, ToolOutcome, ToolStatus
 
 @dataclass(frozen=True, slots=True)
 class ToolLimits:
-    """Bounds on one call: seconds to wait, and characters of output that the model sees.
+    """Limits of one call: seconds to wait, and characters of output that the model sees.
 
-    What is left out of a longer output is replaced by a note that says how much it was.
+    The middle of a longer output is replaced by a note with the number of omitted characters.
     """
 
     timeout_s: float = 20.0
     max_output: int = 2000
 
     def deadline_s(self, tool: Tool) -> float:
-        """Seconds that a call of this tool may take: its own deadline, or that of its latency class."""
+        """Return the time limit of a call: the tool's, or that of its latency class."""
         return self.timeout_s * PATIENCE[tool.traits.latency] if tool.timeout_s is None else tool.timeout_s
 
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """How a call ended, and its whole output; or that it did not, by the fault of the infrastructure."""
+    """Status and complete output of a call, or the failure of the infrastructure."""
 
     status: ToolStatus
     text: str
@@ -51,15 +51,15 @@ class _Reply:
 
 
 @dataclass(slots=True)
-class _Begun:
-    """How often the function of a call was begun."""
+class _Attempts:
+    """Number of times that the function of a call was started."""
 
-    times: int = 0
+    count: int = 0
 
 
 @dataclass
 class ToolExecutor:
-    """The tools of one episode. Raises UserError where two share a name."""
+    """Executes calls of an episode's tools. Raises UserError if two tools share a name."""
 
     tools: Sequence[Tool]
     limits: ToolLimits = ToolLimits()
@@ -72,34 +72,34 @@ class ToolExecutor:
             raise UserError(f"Two tools share a name: {names}.", "Give each a name: @tool(name=...).")
 
     async def run(self, action: Action) -> tuple[ToolOutcome, ...]:
-        """Run all calls of an action at once; malformed ones come back as outcomes with the reason.
+        """Run all calls of an action concurrently; malformed calls return outcomes with the reason.
 
-        Raises ToolFault, with the words of the first tool whose infrastructure failed.
+        Raises ToolFault, with the message of the first tool whose infrastructure failed.
         """
-        called = await asyncio.gather(*(self._call(call) for call in action.calls))
-        for outcome in called:
+        results = await asyncio.gather(*(self._call(call) for call in action.calls))
+        for outcome in results:
             if isinstance(outcome, ToolFault):
                 raise outcome
-        outcomes = [outcome for outcome in called if isinstance(outcome, ToolOutcome)]
+        outcomes = [outcome for outcome in results if isinstance(outcome, ToolOutcome)]
         return (*outcomes, *map(self._malformed, action.errors))
 
     async def _call(self, call: ToolCall) -> ToolOutcome | ToolFault:
-        begin, begun = time.perf_counter(), _Begun()
-        reply = await self._answer(call, begun)
+        begin, attempts = time.perf_counter(), _Attempts()
+        reply = await self._answer(call, attempts)
         if reply.fault is not None:
             fault = ToolFault(f"The tool {call.name} failed: {reply.fault.message}", reply.fault.hint)
             fault.__cause__ = reply.fault
             return fault
         text, truncated = self._cut(reply.text)
         outcome = ToolOutcome(call.id, call.name, reply.status, text, truncated, time.perf_counter() - begin)
-        cost = self._by_name[call.name].traits.cost * begun.times if begun.times else 0.0
-        return replace(outcome, cost=cost, retried=begun.times > 1)
+        cost = self._by_name[call.name].traits.cost * attempts.count if attempts.count else 0.0
+        return replace(outcome, cost=cost, retried=attempts.count > 1)
 
     def _malformed(self, error: CallError) -> ToolOutcome:
         text, truncated = self._cut(as_text(f"Error: {error.reason}"))
         return ToolOutcome(error.id, "", ToolStatus.MALFORMED, text, truncated)
 
-    async def _answer(self, call: ToolCall, begun: _Begun) -> _Reply:
+    async def _answer(self, call: ToolCall, attempts: _Attempts) -> _Reply:
         tool = self._by_name.get(call.name)
         if tool is None:
             known = ", ".join(self._by_name) or "none"
@@ -108,13 +108,13 @@ class ToolExecutor:
             arguments = await tool.check_bounded(call.arguments)
         except ArgumentError as error:
             return _Reply(ToolStatus.BAD_ARGUMENTS, as_text(f"Error: {error}."))
-        return await self._within_deadline(tool, arguments, begun)
+        return await self._within_deadline(tool, arguments, attempts)
 
-    async def _within_deadline(self, tool: Tool, arguments: Mapping[str, object], begun: _Begun) -> _Reply:
+    async def _within_deadline(self, tool: Tool, arguments: Mapping[str, object], attempts: _Attempts) -> _Reply:
         timeout_s = self.limits.deadline_s(tool)
         clock = PausableClock(timeout_s)
         with under(clock):
-            work = asyncio.get_running_loop().create_task(_run(tool, arguments, begun))
+            work = asyncio.get_running_loop().create_task(_run(tool, arguments, attempts))
         try:
             while not work.done() and (left_s := clock.left_s) > 0:
                 await asyncio.wait({work}, timeout=left_s)
@@ -125,7 +125,7 @@ class ToolExecutor:
         return _Reply(ToolStatus.TIMED_OUT, f"Error: {tool.name} took longer than {timeout_s:g} s.")
 
     def _cut(self, text: str) -> tuple[str, bool]:
-        """Keep head and tail of an output that is too long."""
+        """Return the text and whether it was truncated, with its start and end kept."""
         bound = self.limits.max_output
         if len(text) <= bound:
             return text, False
@@ -135,42 +135,39 @@ class ToolExecutor:
 
 
 def as_text(output: object) -> str:
-    """Whatever a tool returned, as valid UTF-8 text: bytes are decoded, lone surrogates replaced."""
+    """Return a tool's result as valid UTF-8 text: bytes are decoded, lone surrogates replaced."""
     text = output.decode("utf-8", "replace") if isinstance(output, bytes | bytearray) else str(output)
     return text.encode("utf-8", "replace").decode("utf-8").replace("\x00", "�")
 
 
 def describe_error(error: BaseException) -> str:
-    """The type of an error and its words, as valid text; the type alone where it has no words to give.
-
-    A `ToolError` is its words alone.
-    """
+    """Return the type and message of an exception as valid text; of a `ToolError` only the message."""
     if isinstance(error, ToolError):
         return as_text(error)
     try:
-        said = as_text(error)
-    except BaseException:  # boundary: even the words of a foreign error may fail
-        said = ""
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+        message = as_text(error)
+    except BaseException:  # boundary: `str` of a foreign exception may raise
+        message = ""
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-async def _run(tool: Tool, arguments: Mapping[str, object], begun: _Begun) -> _Reply:
-    """Run a call to its end, twice where that is allowed and helps. Never raises."""
-    reply = await _try(tool, arguments, begun)
+async def _run(tool: Tool, arguments: Mapping[str, object], attempts: _Attempts) -> _Reply:
+    """Run a call, and retry it once if its infrastructure failed and the tool is idempotent. Never raises."""
+    reply = await _try(tool, arguments, attempts)
     if reply.fault is not None and tool.traits.idempotent:
-        reply = await _try(tool, arguments, begun)
+        reply = await _try(tool, arguments, attempts)
     return reply
 
 
-async def _try(tool: Tool, arguments: Mapping[str, object], begun: _Begun) -> _Reply:
+async def _try(tool: Tool, arguments: Mapping[str, object], attempts: _Attempts) -> _Reply:
     try:
         async with tool.slot():
-            begun.times += 1
+            attempts.count += 1
             if not tool.is_async:
                 return await asyncio.wrap_future(_in_thread(tool, arguments))
             output: object = await tool.function(**arguments)  # type: ignore[misc]
             return _Reply(ToolStatus.OK, as_text(output))
-    except BaseException as error:  # boundary: whatever a tool raises is an observation for the model
+    except BaseException as error:  # boundary: exceptions of a tool are observations
         return _raised(error)
 
 
@@ -180,7 +177,7 @@ def _raised(error: BaseException) -> _Reply:
 
 
 def _in_thread(tool: Tool, arguments: Mapping[str, object]) -> Future[_Reply]:
-    """Run a plain function in a daemon thread of its own: one that hangs blocks nothing, not even exit."""
+    """Run a plain function in a new daemon thread, so that a hanging one blocks nothing, not even exit."""
     future: Future[_Reply] = Future()
 
     def work() -> None:
@@ -198,5 +195,5 @@ def _reply(tool: Tool, arguments: Mapping[str, object]) -> _Reply:
             output.close()
             raise TypeError(f"{tool.name} returned a coroutine, but is not declared async")
         return _Reply(ToolStatus.OK, as_text(output))
-    except BaseException as error:  # boundary: a tool that fails or calls exit must not end the trainer
+    except BaseException as error:  # boundary: a tool that raises SystemExit must not end the trainer
         return _raised(error)

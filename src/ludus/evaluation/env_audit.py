@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal, Protocol
 
-from ludus.envs.base import Regradable, World, check_tasks
+from ludus.envs.base import Environment, World, check_tasks
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
 from ludus.evaluation.scripted_agents import Agent, AgentKind, ScriptedChatSession, actions_of, asked, cheats, knowing
 from ludus.evaluation.stats import Interval, wilson
@@ -95,7 +95,7 @@ class AuditEpisode:
     share: float = 0.0
     failure: str = ""
     shaping: float = 0.0
-    environment: Regradable | None = field(default=None, repr=False, compare=False)
+    environment: Environment | None = field(default=None, repr=False, compare=False)
     late: bool = False
 
     @property
@@ -356,7 +356,7 @@ async def play(world: World, task: Task, agent: Agent, plan: CheckPlan) -> Audit
     rewards = environment.rewards
     share = outcome_share(rewards, trajectory)
     shaped = shaping_of(rewards, trajectory)
-    again = environment if isinstance(environment, Regradable) else None
+    again = environment if environment.implements("grade_again") else None
     solved = success(rewards, trajectory)
     return AuditEpisode(task, trajectory, solved, share, shaping=shaped, environment=again)
 

@@ -221,7 +221,7 @@ async def _paraphrased(report: CheckReport, plan: CheckPlan) -> VerdictShare:
     shown = [(task, report.shown[task.id]) for task in report.tasks if report.shown.get(task.id)]
     tried = [(task, turns, text) for task, turns in shown for text in _others(report.world, task)]
     agents = [(task, _with_answer(turns, text)) for task, turns, text in tried]
-    ways = _other_ways(report.world, [task for task, _ in shown][:EPISODES])
+    ways = _alternatives(report.world, [task for task, _ in shown][:EPISODES])
     accepted = 0
     plan.watch.phase("paraphrases", len(agents) + sum(len(turns) for turns in ways))
     for task, agent in agents:
@@ -253,9 +253,9 @@ async def perturbed(report: CheckReport, plan: CheckPlan) -> tuple[VerdictShare,
     return found[0], found[1]
 
 
-def _other_ways(world: World, tasks: Sequence[Task]) -> list[Mapping[str, Sequence[Action]]]:
+def _alternatives(world: World, tasks: Sequence[Task]) -> list[Mapping[str, Sequence[Action]]]:
     """Return the first alternative solution of each task by id, then the second ones, and so on."""
-    ways = {task.id: [actions_of(messages) for messages in world.other_ways(task)] for task in tasks}
+    ways = {task.id: [actions_of(messages) for messages in world.alternative_solutions(task)] for task in tasks}
     most = max(map(len, ways.values()), default=0)
     return [{id_: found[n] for id_, found in ways.items() if len(found) > n} for n in range(most)]
 

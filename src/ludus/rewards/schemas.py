@@ -39,7 +39,7 @@ def check_schema(schema: Mapping[str, JSON]) -> None:
             found += [(inner, resolver.in_subresource(inner)) for inner in resource.subresources()]
         fits(None, schema)
     except jsonschema.SchemaError as error:
-        raise OddSchema(f"it is no JSON schema: {error.message}") from error
+        raise OddSchema(f"it is not a JSON schema: {error.message}") from error
     except referencing.exceptions.Unresolvable as error:
         raise OddSchema(f"it refers to {error.ref}, which is not in it") from error
     except RecursionError as error:

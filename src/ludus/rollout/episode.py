@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ludus.envs.base import Environment, HasStateKey, World
+from ludus.envs.base import Environment, World
 from ludus.envs.toolbox import describe_error
 from ludus.errors import EngineError, LudusError, WorldError
 from ludus.rewards.base import Reward, score
@@ -171,13 +171,12 @@ def _stop_after(result: StepResult, turn: int, limits: EpisodeLimits, record: _R
 
 async def _anchor(environment: Environment, record: _Record, limits: EpisodeLimits) -> str:
     """Return a hash of the environment's state, or of its last messages if it has no state key."""
-    if isinstance(environment, HasStateKey):
-        named = environment
+    if environment.implements("state_key"):
 
-        async def ask() -> str:
-            return named.anchor()
+        async def read() -> str:
+            return environment.state_key()
 
-        state = await _world("anchor", ask, str, limits)
+        state = await _world("state_key", read, str, limits)
     else:
         shown = [[m["role"], m.get("name", ""), m.get("content", "")] for m in record.shown]
         state = json.dumps(shown, default=str)

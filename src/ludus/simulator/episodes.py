@@ -102,12 +102,10 @@ class NoRewards:
 
 
 @dataclass
-class SimEnvironment:
+class SimEnvironment(Environment):
     """The tools of one episode: every action but the last is a call."""
 
     calls: Iterator[float]
-    tools: Sequence[Tool] = ()
-    rewards: Sequence[Reward] = ()
 
     async def start(self, task: Task) -> list[Message]:
         """Return the prompt."""
@@ -120,9 +118,6 @@ class SimEnvironment:
             return _DONE
         await asyncio.sleep(seconds)
         return _OBSERVATION
-
-    async def close(self) -> None:
-        """Do nothing."""
 
 
 @dataclass

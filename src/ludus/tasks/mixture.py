@@ -117,13 +117,13 @@ class MixtureOrder:
     chunk: int = 1
     num_chunks: int = 1
     _chunks: list[list[Task]] = field(default_factory=list, init=False)
-    _laps: list[tuple[int, int]] = field(default_factory=list, init=False)
+    _progress: list[tuple[int, int]] = field(default_factory=list, init=False)
     """Per pool: the epoch, and the number of its tasks done."""
 
     def __post_init__(self) -> None:
         shares = Shares(self.pools, self.chunk, self.num_chunks)
         self._turns = shares.turns()
-        self._laps = [(0, 0)] * len(self.pools)
+        self._progress = [(0, 0)] * len(self.pools)
         for i, pool in enumerate(self.pools):
             exact = max(shares.at(0)[i], shares.at(self.num_chunks)[i]) * self.chunk
             whole = not any(p.moves for p in self.pools) and abs(exact - round(exact)) < _SLACK
@@ -154,10 +154,10 @@ class MixtureOrder:
         turns = list(islice(self._turns, self.chunk))
         found: list[Iterator[Task]] = []
         for i, pool in enumerate(self.pools):
-            (lap, done), num = self._laps[i], turns.count(i)
+            (epoch, done), num = self._progress[i], turns.count(i)
             if done + num > len(pool.tasks):
-                lap, done = lap + 1, 0
-            self._laps[i] = lap, done + num
-            places = permutation(len(pool.tasks), f"{self.seed}:{pool.name}", lap)[done : done + num]
+                epoch, done = epoch + 1, 0
+            self._progress[i] = epoch, done + num
+            places = permutation(len(pool.tasks), f"{self.seed}:{pool.name}", epoch)[done : done + num]
             found.append(iter([pool.tasks[place] for place in places]))
         return [next(found[i]) for i in turns]

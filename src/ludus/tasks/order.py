@@ -44,16 +44,16 @@ class TaskOrder:
     def take(self, start: int, num: int) -> list[Task]:
         """Return the tasks at positions `start` to `start + num`, counted over all epochs."""
         size = len(self.tasks)
-        lap = size - size % self.chunk
+        epoch = size - size % self.chunk
         return [
-            self.tasks[permutation(size, self.seed, position // lap)[position % lap]]
+            self.tasks[permutation(size, self.seed, position // epoch)[position % epoch]]
             for position in range(start, start + num)
         ]
 
 
 @lru_cache(maxsize=32)
-def permutation(size: int, seed: int | str, lap: int) -> tuple[int, ...]:
-    """Return the numbers below `size` in a random order determined by seed and lap."""
+def permutation(size: int, seed: int | str, epoch: int) -> tuple[int, ...]:
+    """Return the numbers below `size` in a random order determined by seed and epoch."""
     order = list(range(size))
-    random.Random(f"order:{seed}:{lap}").shuffle(order)
+    random.Random(f"order:{seed}:{epoch}").shuffle(order)
     return tuple(order)

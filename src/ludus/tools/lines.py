@@ -1,4 +1,4 @@
-"""Split JSON-lines files."""
+"""Split texts into lines."""
 
 from __future__ import annotations
 
@@ -10,3 +10,11 @@ def json_lines(text: str) -> list[str]:
     would split. A leading byte order mark is removed.
     """
     return text.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}").split("\n")
+
+
+def stripped_lines(text: str) -> list[str]:
+    """Return the lines of a text without blanks at their ends and without empty lines at the end."""
+    lines = [line.rstrip() for line in text.split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines

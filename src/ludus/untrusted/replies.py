@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import httpx
 
-MOST_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 PLAIN = {"Accept-Encoding": "identity"}
 """Headers of a request whose response must be uncompressed."""
-_PACKED = 100
-"""Factor by which the limit of a compressed response is lower."""
+_COMPRESSED = 100
+"""Divisor of the limit for a compressed response."""
 
 
 @dataclass
-class _Counted(httpx.AsyncByteStream, httpx.SyncByteStream):
+class _CountedStream(httpx.AsyncByteStream, httpx.SyncByteStream):
     stream: httpx.AsyncByteStream | httpx.SyncByteStream
     most: int
     count: int = 0
@@ -23,12 +23,12 @@ class _Counted(httpx.AsyncByteStream, httpx.SyncByteStream):
     async def __aiter__(self) -> AsyncIterator[bytes]:
         assert isinstance(self.stream, httpx.AsyncByteStream)
         async for part in self.stream:
-            yield self._taken(part)
+            yield self._counted(part)
 
     def __iter__(self) -> Iterator[bytes]:
         assert isinstance(self.stream, httpx.SyncByteStream)
         for part in self.stream:
-            yield self._taken(part)
+            yield self._counted(part)
 
     async def aclose(self) -> None:
         assert isinstance(self.stream, httpx.AsyncByteStream)
@@ -38,7 +38,7 @@ class _Counted(httpx.AsyncByteStream, httpx.SyncByteStream):
         assert isinstance(self.stream, httpx.SyncByteStream)
         self.stream.close()
 
-    def _taken(self, part: bytes) -> bytes:
+    def _counted(self, part: bytes) -> bytes:
         self.count += len(part)
         if self.count > self.most:
             raise httpx.DecodingError(f"the reply has more than {self.most} bytes")
@@ -48,23 +48,23 @@ class _Counted(httpx.AsyncByteStream, httpx.SyncByteStream):
 def bounded_replies(most: int | None = None) -> Mapping[str, list[Callable[[httpx.Response], Awaitable[None]]]]:
     """Return `event_hooks` of an `httpx.AsyncClient` that raise DecodingError for a larger response.
 
-    `most` defaults to `MOST_BYTES`.
+    `most` defaults to `MAX_BYTES`.
     """
 
     async def count(response: httpx.Response) -> None:
-        _count(response, MOST_BYTES if most is None else most)
+        _count(response, MAX_BYTES if most is None else most)
 
     return {"response": [count]}
 
 
 def get_bounded(url: str, timeout_s: float) -> httpx.Response:
     """Send a GET outside an event loop and return the response. Raises as `bounded_replies`."""
-    hooks = {"response": [lambda response: _count(response, MOST_BYTES)]}
+    hooks = {"response": [lambda response: _count(response, MAX_BYTES)]}
     with httpx.Client(timeout=timeout_s, trust_env=False, headers=PLAIN, event_hooks=hooks) as client:
         return client.get(url)
 
 
 def _count(response: httpx.Response, most: int) -> None:
     assert isinstance(response.stream, httpx.AsyncByteStream | httpx.SyncByteStream)
-    packed = response.headers.get("Content-Encoding", "identity") != "identity"
-    response.stream = _Counted(response.stream, most // _PACKED if packed else most)
+    compressed = response.headers.get("Content-Encoding", "identity") != "identity"
+    response.stream = _CountedStream(response.stream, most // _COMPRESSED if compressed else most)

@@ -11,6 +11,7 @@ import torch
 from ludus.algorithms import advantages
 from ludus.algorithms.spec.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
+from ludus.envs.base import Environment
 from ludus.errors import WorldError
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
@@ -23,7 +24,7 @@ TASK = Task("t", (), None)
 
 
 @dataclass
-class Corridor:
+class Corridor(Environment):
     """Each turn walks on by one and says `said`; three turns and it is done."""
 
     said: str = "on"
@@ -45,14 +46,14 @@ class Corridor:
 class Mapped(Corridor):
     """A corridor that names its state."""
 
-    def anchor(self):
+    def state_key(self):
         return f"place {self.place % 2}"
 
 
 class Lost(Corridor):
     """One that cannot."""
 
-    def anchor(self):
+    def state_key(self):
         raise RuntimeError("no idea")
 
 
@@ -94,7 +95,7 @@ def test_without_a_name_the_state_is_what_the_model_last_saw():
 
 
 def test_a_name_that_fails_is_the_worlds_failure():
-    with pytest.raises(WorldError, match="anchor raised"):
+    with pytest.raises(WorldError, match="state_key raised"):
         anchors_of(Lost())
 
 

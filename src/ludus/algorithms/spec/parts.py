@@ -87,7 +87,7 @@ class Need(StrEnum):
     OPTIONAL_TURN_REWARDS = "optional_turn_rewards"
     """Turn rewards, if there are any."""
     STATE_KEYS = "state_keys"
-    """Keys of equal environment states (`HasStateKey`)."""
+    """Keys of equal environment states (`Environment.state_key`)."""
     BRANCHES = "branches"
     """Actions that the branches of a trajectory tree share."""
     GREEDY_ROLLOUT = "greedy_rollout"

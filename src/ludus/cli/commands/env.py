@@ -43,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="a recipe, a world, or a .toml or .py file")
     parser.add_argument("--split", default="train", help="split of the tasks (train)")
     parser.add_argument("--tasks", type=int, default=50, metavar="N", help="tasks per agent (50)")
-    parser.add_argument("--survey", action="store_true", help="also run baselines that take minutes")
     parser.add_argument("--seed", type=int, default=0, help="seed of the task selection and the agents (0)")
 
 
@@ -86,7 +85,7 @@ def process_world(args: argparse.Namespace, console: Console, world: World, conf
     plan = CheckPlan(args.split, num, args.seed, limits=limits, scoring=scoring)
     if args.act == "show":
         show(console, check_world(world, plan), config, scoring)
-        print_survey(console, world, args.survey)
+        print_difficulty(console, world)
         return
     with bars(console, transient=True) as progress:
         plan = replace(plan, watch=AuditBar(progress))
@@ -94,7 +93,7 @@ def process_world(args: argparse.Namespace, console: Console, world: World, conf
         console.print(agents_table(report))
         rows = verdicts(scorecard(report, plan))
     console.print(scorecard_table(rows))
-    print_survey(console, world, args.survey)
+    print_difficulty(console, world)
     if report.shaped:
         most = ", ".join(f"{name} {value:g}" for name, value in report.shaped.items())
         print_line(console, f"Largest shaping rewards of agents that do not attempt the task: {most}.")
@@ -218,11 +217,11 @@ def as_trained(
     return replace(found, reward=own + found.reward)
 
 
-def print_survey(console: Console, world: World, measure: bool) -> None:
+def print_difficulty(console: Console, world: World) -> None:
     """Print how many distinct tasks the world has, and what its baselines solve."""
-    found = world.survey(measure)
+    found = world.difficulty_report()
     if not found:
-        print_line(console, "\nThe world has no difficulty report.")
+        print_line(console, "\nThe world has no difficulty report for these tasks.")
         return
     print_line(console, "\nDistinct tasks (solutions without names and numbers) and baselines:")
     print_line(console, found)

@@ -129,7 +129,7 @@ def reduced(raw: bytes) -> bytes:
     """Return the message reduced to one line. Raises ValueError or RecursionError if invalid."""
     message: JSON = json.loads(raw)
     if not isinstance(message, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     result = message.get("result")
     if isinstance(result, dict):
         message["result"] = _reduced_result(result)

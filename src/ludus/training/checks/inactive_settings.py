@@ -12,7 +12,7 @@ from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.parts import Need
 from ludus.algorithms.spec.resolve import algorithm_of, minibatches_of
 from ludus.config.schema import Config
-from ludus.envs.base import HasStateKey, World
+from ludus.envs.base import World
 
 _MORE_UPDATES = "Set training.minibatches = 4, or training.epochs = 2"
 
@@ -71,10 +71,10 @@ def _of_turns(config: Config, algorithm: Algorithm, world: World) -> Iterator[st
         )
     if algorithm.advantage_spec.has(Need.STATE_KEYS):
         environment = world.environment(world.tasks("train")[0])
-        if not isinstance(environment, HasStateKey):
+        if not environment.implements("state_key"):
             yield (
                 f"The comparison of equal states of the advantage {algorithm.advantage} has no effect: the "
-                f"world {world.name} names no states (`HasStateKey`). Set algorithm.preset = 'grpo'."
+                f"world {world.name} has no state keys (`Environment.state_key`). Set algorithm.preset = 'grpo'."
             )
 
 

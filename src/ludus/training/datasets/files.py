@@ -325,7 +325,7 @@ def _value(line: bytes, number: int) -> object:
     except UnicodeDecodeError:
         return FileProblem(number, "it is not UTF-8 text")
     except ValueError as error:
-        return FileProblem(number, f"it is no JSON: {error}")
+        return FileProblem(number, f"it is not JSON: {error}")
     except RecursionError:
         return FileProblem(number, "it is nested too deeply")
     return value

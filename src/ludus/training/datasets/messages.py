@@ -51,7 +51,7 @@ def parsed(text: str, where: str) -> object:
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"{where} is text that is no JSON: {error}") from None
+        raise ValueError(f"{where} is text that is not JSON: {error}") from None
     return value
 
 

@@ -1,9 +1,9 @@
-"""One episode of programming: tools until the program is handed in, then the tests."""
+"""One programming episode: tool calls until the program is handed in, then the tests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from ludus.envs.tool_env import ToolEnv
@@ -20,12 +20,13 @@ from ludus.worlds.code.grader import CodeGrader, CodeTruth
 from ludus.worlds.code.tools import RUN_TESTS, program_of
 
 REPORT: Final = "report"
+"""Tool name in the outcome that holds the report."""
 _read = last_output(REPORT)
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Of the parts of the reward; right on all tests weighs 1."""
+    """Weights of the reward parts, relative to passing all tests."""
 
     share: float = 0.25
     loads: float = 0.05
@@ -34,10 +35,9 @@ class Weights:
 
 
 def loads(task: Task, trajectory: Trajectory) -> float:
-    """1 if the program compiled and defined what is asked for, else 0.
+    """Return 1 if the program compiled and defined the function, else 0.
 
-    Where any program would do (one that only prints, or whose beginning is given) a test has to pass too that
-    wants something to be printed.
+    If any program would (the task is to print, or the start is given), a test with a nonempty output must pass too.
     """
     text = _read(trajectory)
     try:
@@ -53,9 +53,9 @@ def loads(task: Task, trajectory: Trajectory) -> float:
 
 
 def code_rewards(outcome: Literal["all", "share"], weights: Weights) -> tuple[Reward, ...]:
-    """The tests decide, all or nothing or by the share that passed; parts of weight 0 are left out.
+    """Return the reward parts; those of weight 0 are omitted, and a share counts only if the program loads.
 
-    Shares count for programs that load.
+    The outcome is 1 if all tests pass, or the share that passes.
     """
     passes = suite_passes(_read) if outcome == "all" else only_if(share_passed(_read), loads)
     parts = [Reward("tests", passes, outcome=True)]
@@ -69,66 +69,61 @@ def code_rewards(outcome: Literal["all", "share"], weights: Weights) -> tuple[Re
     return tuple(part for part in parts if part.weight or part.outcome)
 
 
-@dataclass
-class CodeEnv:
-    """One episode. When it ends with an answer, all tests run, and their report is left as an outcome that
-    the model does not see. With `check_turns` so is a report of each program that `run_tests` has tried."""
+class CodeEnv(ToolEnv):
+    """One episode. At its end all tests run on the answer; their report is an outcome that the model does not see.
 
-    tools: Sequence[Tool]
-    rewards: Sequence[Reward]
-    judge: CodeGrader
-    limits: ToolLimits = field(default_factory=ToolLimits)
-    check_turns: bool = False
+    With `check_turns` there is also a report for each program that the model passed to `run_tests`.
+    """
 
-    def __post_init__(self) -> None:
-        self._inner = ToolEnv(self.tools, self.rewards, self.limits)
-        self._measured = any(part.name == "thrift" for part in self.rewards)
-        self._truth: CodeTruth | None = None
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        rewards: Sequence[Reward],
+        grader: CodeGrader,
+        limits: ToolLimits | None = None,
+        check_turns: bool = False,
+    ) -> None:
+        super().__init__(tools, rewards, limits)
+        self._grader = grader
+        self._check_turns = check_turns
+        self._measured = any(part.name == "thrift" for part in rewards)
+        self._truth = CodeTruth(())
         self._program: str | None = None
         self._turns = 0
 
     async def start(self, task: Task) -> list[Message]:
-        """The task's own messages."""
-        assert isinstance(task.truth, CodeTruth)
-        self._truth = task.truth
-        return await self._inner.start(task)
+        """Return the task's messages."""
+        self._truth = truth_of(task, CodeTruth)
+        return await super().start(task)
 
     async def step(self, action: Action) -> StepResult:
-        """Run the calls; where the answer is given, grade it."""
-        result = await self._inner.step(action)
+        """Run the calls, or grade the answer."""
+        result = await super().step(action)
         self._turns += 1
-        if self._truth is None:
-            return result
         if not result.done:
-            reports = await self._tried(action, result, self._truth) if self.check_turns else []
+            reports = await self._turn_reports(action, result) if self._check_turns else []
             return replace(result, outcomes=(*result.outcomes, *reports))
         self._program = program_of(_answer(action))
-        return replace(result, outcomes=(*result.outcomes, await self._graded(self._program, self._truth)))
-
-    async def _tried(self, action: Action, result: StepResult, truth: CodeTruth) -> list[ToolOutcome]:
-        """Reports on all tests of the programs that this turn ran the shown tests on, each program once."""
-        fine = {one.call_id for one in result.outcomes if one.status is ToolStatus.OK}
-        ran = [call for call in action.calls if call.name == RUN_TESTS and call.id in fine]
-        programs = dict.fromkeys(program_of(str(call.arguments["code"])) for call in ran)
-        gradings = [await self.judge.judge(program, truth, truth.cases) for program in programs]
-        return [turn_report(self._turns - 1, grading.report(measured=False)) for grading in gradings]
+        return replace(result, outcomes=(*result.outcomes, await self._graded(self._program)))
 
     async def grade_again(self) -> ToolOutcome | None:
-        """The report of another run of all tests on the program that was handed in."""
-        if self._program is None or self._truth is None:
-            return None
-        return await self._graded(self._program, self._truth)
+        """Return the report of another run of all tests on the answer."""
+        return None if self._program is None else await self._graded(self._program)
 
-    async def _graded(self, program: str, truth: CodeTruth) -> ToolOutcome:
-        grading = await self.judge.judge(program, truth, truth.cases)
+    async def _turn_reports(self, action: Action, result: StepResult) -> list[ToolOutcome]:
+        """Return reports of all tests on the programs that this turn tested, each program once."""
+        succeeded = {one.call_id for one in result.outcomes if one.status is ToolStatus.OK}
+        calls = [call for call in action.calls if call.name == RUN_TESTS and call.id in succeeded]
+        programs = dict.fromkeys(program_of(str(call.arguments["code"])) for call in calls)
+        gradings = [await self._grader.grade(program, self._truth, self._truth.cases) for program in programs]
+        return [turn_report(self._turns - 1, grading.report(measured=False)) for grading in gradings]
+
+    async def _graded(self, program: str) -> ToolOutcome:
+        grading = await self._grader.grade(program, self._truth, self._truth.cases)
         return ToolOutcome("", REPORT, ToolStatus.OK, grading.report(self._measured))
-
-    async def close(self) -> None:
-        """Nothing of its own is open."""
-        await self._inner.close()
 
 
 def _answer(action: Action) -> str:
-    """What is handed in: the text of a call that ends the episode, or of the message."""
+    """Return the `answer` argument of the call that ended the episode, or the text of the message."""
     handed = [call.arguments.get("answer") for call in action.calls]
     return next((text for text in reversed(handed) if isinstance(text, str)), action.message["content"])

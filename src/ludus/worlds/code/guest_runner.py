@@ -1,9 +1,8 @@
-"""What stands between a grader and a program: plain values as JSON, and the loops that run inside a sandbox.
+"""The part of the grader that runs inside the sandbox: plain values as JSON, and the loops over tests.
 
-The text of this module is what the sandbox runs, before the solution and in the same process. It holds
-arguments and nothing to compare with, so whatever a solution does to it can change results and cannot make
-them right. The host reads what comes back as data (`ludus.worlds.code.results`) and believes nothing of it;
-`decode` is for the sandbox.
+The sandbox runs the source of this module in the process of the solution. It holds arguments and no expected
+values, so a solution that tampers with it can change results but not make them correct. The host treats the
+records as untrusted data (`ludus.worlds.code.results`); `decode` is for the sandbox only.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from collections.abc import Callable
 
 MAX_DEPTH = 60
 MAX_BITS = 14_000
-"""Longer integers travel as hexadecimal: Python reads and writes at most 4,300 decimal digits."""
+"""Longer integers are sent as hexadecimal: Python converts at most 4,300 decimal digits."""
 MAX_CALLS = 2000
-"""How many calls of a solution one run of foreign tests may ask for."""
+"""Maximum calls of a solution per run of asserts."""
 
 
 class NotPlain(ValueError):
-    """A value that cannot be carried over, such as an object of a class of the program's own."""
+    """A value that cannot be sent, such as an object of a class that the program defines."""
 
 
 def encode(value: object, depth: int = 0) -> object:
-    """A plain value as JSON that keeps its types. Raises NotPlain."""
+    """Return a plain value as JSON that preserves types. Raises NotPlain."""
     if depth > MAX_DEPTH:
         raise NotPlain("a value that is nested too deep")
     if value is None or isinstance(value, bool | int | float | str | complex):
@@ -55,7 +54,7 @@ def _encode_one(value: complex | str | None) -> object:
 
 
 def decode(value: object, depth: int = 0) -> object:
-    """The plain value that JSON stands for. Raises ValueError for what `encode` does not write."""
+    """Return the plain value of JSON written by `encode`. Raises ValueError for other JSON."""
     if depth > 2 * MAX_DEPTH:
         raise ValueError("nested too deep")
     if isinstance(value, list):
@@ -110,7 +109,7 @@ def _as_complex(parts: list[object]) -> complex:
 
 
 def find_function(names: dict[str, object], wanted: str) -> Callable[..., object]:
-    """A function of a program, or a method of its class Solution. Raises NameError."""
+    """Return a function of a program, or a method of its class Solution. Raises NameError."""
     found, solution = names.get(wanted), names.get("Solution")
     if isinstance(solution, type) and wanted in dir(solution) and found is None:
         found = solution().__getattribute__(wanted)
@@ -120,7 +119,7 @@ def find_function(names: dict[str, object], wanted: str) -> Callable[..., object
 
 
 def describe(error: BaseException, file: str) -> str:
-    """An error in one line, with the last line of the file that it went through."""
+    """Return an error as one line, with the last line number in the file that it passed through."""
     line, trace = 0, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == file:
@@ -130,14 +129,14 @@ def describe(error: BaseException, file: str) -> str:
         line = error.lineno or 0
     try:
         said = str(error)
-    except BaseException:  # boundary: the words of a program's own error run its code
+    except BaseException:  # boundary: `str` of a program's exception runs its code
         said = ""
     where = f" (line {line})" if line else ""
     return f"{type(error).__name__}: {said}"[:300] + where
 
 
 class Results:
-    """Where results go: the standard output as it was, of which the program sees nothing any more."""
+    """Sends results over the original standard output, which the program can no longer reach by its number."""
 
     def __init__(self, nonce: str) -> None:
         self.nonce = nonce
@@ -146,17 +145,16 @@ class Results:
         os.dup2(silence, 1)
         os.close(silence)
 
-    def tell(self, record: dict[str, object]) -> None:
-        """One record, at once."""
+    def send(self, record: dict[str, object]) -> None:
+        """Write one record and flush."""
         self.file.write(f"\n{self.nonce}{json.dumps(record)}\n")
         self.file.flush()
 
 
 def run_calls() -> None:
-    """Call a function of `solution.py` with each of the arguments on stdin, and tell what it gives.
+    """Call a function of `solution.py` with each of the argument lists on stdin, and send the results.
 
-    The first line of stdin is the nonce, the second the name of the function, each further one a JSON list
-    of encoded arguments.
+    The lines of stdin are the nonce, the name of the function, and JSON lists of encoded arguments.
     """
     nonce, wanted, *lines = sys.stdin.read().splitlines()
     results = Results(nonce)
@@ -166,12 +164,12 @@ def run_calls() -> None:
             text = file.read()
         exec(compile(text, "solution.py", "exec", dont_inherit=True), names)
         function = find_function(names, wanted)
-    except BaseException as error:  # boundary: whatever a program raises is its own and is told
-        results.tell({"broken": describe(error, "solution.py")})
+    except BaseException as error:  # boundary: exceptions of the program are results
+        results.send({"broken": describe(error, "solution.py")})
         return
-    results.tell({"loaded": True})
+    results.send({"loaded": True})
     for number, line in enumerate(lines):
-        results.tell({"number": number, **_called(function, line)})
+        results.send({"number": number, **_called(function, line)})
 
 
 def _called(function: Callable[..., object], line: str) -> dict[str, object]:
@@ -181,16 +179,16 @@ def _called(function: Callable[..., object], line: str) -> dict[str, object]:
         return {"value": encode(function(*arguments))}
     except NotPlain as error:
         return {"says": f"it gave {error}"}
-    except BaseException as error:  # boundary: whatever a program raises is its own and is told
+    except BaseException as error:  # boundary: exceptions of the program are results
         return {"raises": type(error).__name__, "says": describe(error, "solution.py")}
 
 
 def run_checks() -> None:
-    """Run foreign tests against results that are known, and ask for those that are not.
+    """Run asserts against the known results of calls, and request the missing ones.
 
-    stdin is JSON: the nonce, the set-up code, the name of the function, the tests as code by name, and, for
-    each test, the results so far. A call beyond them is told with its arguments and gets a `Stand`, and from
-    then on assertions that fail are passed over: the verdict of such a test is open.
+    stdin is JSON: the nonce, the set-up code, the name of the function, the code of the tests by name, and the
+    known results of each test. For a further call the arguments are sent and a `Placeholder` is returned; from
+    then on failing asserts are ignored, and the verdict of the test is open.
     """
     given = json.loads(sys.stdin.read())
     results = Results(given["nonce"])
@@ -212,13 +210,13 @@ def _run_check(results: Results, given: dict[str, object], name: str, code: str)
         names[str(given["entry"])] = names["candidate"] = proxy
         names["_open_"] = proxy.is_open
         exec(compile(code, "tests.py", "exec", dont_inherit=True), names)
-    except BaseException as error:  # boundary: a test fails by raising whatever it likes
+    except BaseException as error:  # boundary: a test fails by any exception
         verdict, said = False, describe(error, "tests.py")
-    results.tell({"test": name, "verdict": verdict, "open": proxy.is_open(), "says": said})
+    results.send({"test": name, "verdict": verdict, "open": proxy.is_open(), "says": said})
 
 
-class Stand:
-    """Stands in for a result that is not known yet; most of what a test does with it goes well."""
+class Placeholder:
+    """Stands for a missing result; most operations on it succeed."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -242,7 +240,7 @@ class Stand:
     def __iter__(self) -> object:
         return iter(())
 
-    def _self(self, *_: object) -> Stand:
+    def _self(self, *_: object) -> Placeholder:
         return self
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _self
@@ -251,14 +249,14 @@ class Stand:
 
 
 class Proxy:
-    """The function under test, as the tests see it: results that are known, in their order."""
+    """The function under test as the asserts call it; returns the known results in order."""
 
     def __init__(self, results: Results, test: str, known: list[object]) -> None:
         self._results, self._test, self._known, self._count = results, test, known, 0
         self._open = False
 
     def is_open(self) -> bool:
-        """Whether a result was missing."""
+        """Return whether a result was missing."""
         return self._open
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -271,8 +269,8 @@ class Proxy:
             raise RuntimeError("too many calls")
         if kwargs:
             raise NotPlain("arguments that are given by name")
-        self._results.tell({"test": self._test, "call": [encode(one) for one in args]})
-        return Stand()
+        self._results.send({"test": self._test, "call": [encode(one) for one in args]})
+        return Placeholder()
 
     def _given(self, record: object) -> object:
         assert isinstance(record, dict)

@@ -1,4 +1,4 @@
-"""The shipped problems: read from a data file that `python -m generators.code` writes."""
+"""The shipped problems, read from a data file that `python -m generators.code` writes."""
 
 from __future__ import annotations
 
@@ -8,59 +8,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Literal, TypedDict
+from typing import Any, Literal
 
 from ludus.worlds.code.grader import LIMITS, CodeTruth, TestCase
 
 Style = Literal["function", "stdin"]
 ENTRY = "solve"
 NUM_SHOWN = 3
-"""Tests of a task that stand in its text."""
+"""Tests in the text of a task."""
 NUM_TESTS = 15
 """Tests of each problem in the data."""
 SPLITS = ("train", "validation", "test", "composition")
 LEVELS = (1, 2, 3, 4, 5)
 FAMILIES = (
-    "lists",
-    "folds",
-    "texts",
-    "words",
-    "numbers",
-    "tables",
-    "spans",
-    "graphs",
-    "grids",
-    "parsing",
-    "planning",
-    "machines",
+    *("lists", "folds", "texts", "words", "numbers", "tables"),
+    *("spans", "graphs", "grids", "parsing", "planning", "machines"),
 )
-
-
-class _Style(TypedDict):
-    text: str
-    reference: str
-    flawed: list[str]
-
-
-class _Row(TypedDict):
-    id: str
-    split: str
-    level: int
-    family: str
-    steps: list[str]
-    shape: str
-    style: Style
-    styles: dict[Style, _Style]
-    values: list[tuple[list[object], object]]
-    texts: list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class CodeProblem:
-    """A task of programming in one style.
+    """A programming task in one style.
 
-    `values` are arguments and results, `texts` what is read and printed; the first `NUM_SHOWN` are in the
-    text. `flawed` are programs that leave a step out.
+    `values` are arguments and results, `texts` inputs and outputs; the first `NUM_SHOWN` are in the text. `flawed`
+    are programs that leave out a step.
     """
 
     id: str
@@ -103,40 +74,31 @@ def problems(
 ) -> Mapping[str, tuple[CodeProblem, ...]]:
     """Return the first `num` problems of these levels and families by split, in one of the styles.
 
-    A problem has the style that the data names, unless only the other one is wanted.
+    A problem has the style that the data specifies, if it is among `styles`.
     """
     found: dict[str, list[CodeProblem]] = {split: [] for split in SPLITS}
     chosen = (row for row in _rows() if row["level"] in levels and row["family"] in families)
     for row, _ in zip(chosen, range(num), strict=False):
-        style = row["style"] if row["style"] in styles else styles[0]
-        found[row["split"]].append(_problem(row, style))
+        found[row["split"]].append(_problem(row, row["style"] if row["style"] in styles else styles[0]))
     return {split: tuple(own) for split, own in found.items()}
 
 
-def survey_text() -> str:
-    """Return the survey of the default tasks: how many differ, and what is solved without skill."""
-    return (files("ludus.worlds.code") / "data/survey.txt").read_text("utf-8").rstrip("\n")
-
-
 @cache
-def _rows() -> list[_Row]:
+def _rows() -> list[dict[str, Any]]:
     data = (files("ludus.worlds.code") / "data/problems.jsonl.xz").read_bytes()
     return [json.loads(line) for line in lzma.decompress(data).decode("utf-8").splitlines()]
 
 
-def _problem(row: _Row, style: Style) -> CodeProblem:
+def _problem(row: Mapping[str, Any], style: Style) -> CodeProblem:
     own = row["styles"][style]
+    plain = {key: row[key] for key in ("id", "split", "level", "family", "shape")}
     return CodeProblem(
-        id=row["id"],
-        split=row["split"],
-        level=row["level"],
-        family=row["family"],
-        steps=tuple(row["steps"]),
-        shape=row["shape"],
+        **plain,
         style=style,
         text=own["text"],
         reference=own["reference"],
         flawed=tuple(own["flawed"]),
+        steps=tuple(row["steps"]),
         values=tuple((tuple(given), due) for given, due in row["values"]),
         texts=tuple((given, due) for given, due in row["texts"]),
     )

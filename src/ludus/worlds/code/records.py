@@ -1,295 +1,169 @@
-"""Tasks of somebody's own or of a public set: JSON lines, laid out in one of several ways.
+"""Load tasks from JSON-lines files: custom tasks and published data sets.
 
-`own` is described in the recipe's README; `humaneval`, `mbpp`, `apps`, `livecodebench` and `kodcode` are the
-files that these sets are published as, one task a line.
+The format `own` is described in the recipe's README; `humaneval`, `mbpp`, `apps`, `livecodebench` and `kodcode`
+are these sets as published, one task per line.
 """
 
 from __future__ import annotations
 
 import ast
 import base64
-import gzip
-import hashlib
 import json
 import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Final, Literal
 
-from ludus.errors import UserError
-from ludus.tools.lines import json_lines
+from ludus.tasks.files import Record, RecordError, load_tasks, split_by_hash, text_field
 from ludus.types import JSON, Message, Task
 from ludus.untrusted.pickles import load_pickle
 from ludus.worlds.code.grader import CodeTruth, TestCase
 
 Format = Literal["own", "humaneval", "mbpp", "apps", "livecodebench", "kodcode"]
 _LOG: Final = logging.getLogger(__name__)
-SPLITS: Final = ("train", "validation", "test")
-_SHOWN: Final = 2
-_LONGEST: Final = 100_000_000
-_HEAVIEST: Final = 1e9
-Record = Mapping[str, JSON]
+_NUM_SHOWN: Final = 2
+_MAX_UNPACKED: Final = 100_000_000
+_MAX_WEIGHT: Final = 1e9
 
 
-class _Fault(Exception):
-    """What is wrong with a record."""
+def load_code_tasks(path: Path, layout: Format, system: str) -> dict[str, tuple[Task, ...]]:
+    """Return the tasks of a file by split; the `split` of a record overrides that of its data set.
 
-
-@dataclass(frozen=True)
-class _Draft:
-    """A task that was read: its id, what is asked for, its truth, its split and its family."""
-
-    id: str
-    asked: str
-    truth: CodeTruth
-    split: str
-    family: str
-
-
-def load_tasks(path: Path, layout: Format, system: str) -> dict[str, tuple[Task, ...]]:
-    """The tasks of a file by split; a record's own `split` goes before that of its set.
-
-    `humaneval` and `livecodebench` are the split test, `mbpp` has the published ranges of its ids, of the
-    others a hash of the text decides, 8 : 1 : 1. Raises UserError, with the line, for a record that is none
-    and for an id that was there before.
+    `humaneval` and `livecodebench` belong to the split test, `mbpp` has the published ranges of ids, and the
+    others are split by a hash of the text, 8 : 1 : 1. Raises UserError, naming the line, for an invalid record
+    or a repeated id.
     """
-    hint = f"A line is a task as {layout} lays it out (env.settings.format)."
-    tasks: dict[str, list[Task]] = {split: [] for split in SPLITS}
-    seen: dict[str, int] = {}
-    for number, line in enumerate(_lines(path), 1):
-        if not line.strip():
-            continue
-        try:
-            draft = _READERS[layout](_record(line), number)
-            if draft.id in seen:
-                raise _Fault(f"its id {draft.id!r} is that of line {seen[draft.id]}")
-            if draft.split not in SPLITS:
-                raise _Fault(f'"split" is {draft.split!r}, not one of {", ".join(SPLITS)}')
-        except _Fault as fault:
-            raise UserError(f"{path}, line {number}, is not a task: {fault}.", hint) from None
-        seen[draft.id] = number
-        tasks[draft.split].append(_task(draft, system))
-    if not seen:
-        raise UserError(f"{path} holds no tasks.", hint)
-    return {split: tuple(found) for split, found in tasks.items()}
+
+    def read(record: Record, line: int) -> Task:
+        id_, prompt, truth, split, family = _READERS[layout](record, line)
+        tags = {"split": str(record.get("split", split)), "family": family, "style": truth.style}
+        messages = (Message(role="system", content=system), Message(role="user", content=prompt))
+        return Task(id_, messages, truth, tags)
+
+    return load_tasks(path, read, f"A line is a task in the format {layout} (env.settings.format).", parse=json.loads)
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        data = path.read_bytes()
-        text = gzip.decompress(data) if path.suffix == ".gz" else data
-        return json_lines(text.decode("utf-8"))
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}.", "Check env.settings.data.") from error
-
-
-def _record(text: str) -> Record:
-    try:
-        record: JSON = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _Fault(f"it is no JSON ({error})") from None
-    if not isinstance(record, dict):
-        raise _Fault("it is no JSON object")
-    return record
-
-
-def _task(draft: _Draft, system: str) -> Task:
-    prompt = (Message(role="system", content=system), Message(role="user", content=draft.asked))
-    tags = {"split": draft.split, "family": draft.family, "style": draft.truth.style}
-    return Task(draft.id, prompt, draft.truth, tags)
+_Draft = tuple[str, str, CodeTruth, str, str]
+"""A task: its id, prompt, truth, default split and family."""
 
 
 def _own(record: Record, line: int) -> _Draft:
-    asked, tests = _text(record, "prompt"), record.get("tests")
+    prompt, tests, entry = text_field(record, "prompt"), record.get("tests"), record.get("entry")
     if not isinstance(tests, list) or not tests:
-        raise _Fault('"tests" is no list of tests')
-    entry = record.get("entry")
+        raise RecordError('"tests" is not a list of tests')
     if entry is not None and not (isinstance(entry, str) and entry.isidentifier()):
-        raise _Fault('"entry" is no name of a function')
-    shown = record.get("shown", min(_SHOWN, len(tests) - 1))
-    if not isinstance(shown, int) or not 0 <= shown <= len(tests):
-        raise _Fault('"shown" is no number of tests')
+        raise RecordError('"entry" is not the name of a function')
+    num_shown = record.get("shown", min(_NUM_SHOWN, len(tests) - 1))
+    if not isinstance(num_shown, int) or not 0 <= num_shown <= len(tests):
+        raise RecordError('"shown" is not a number of tests')
     given = [_object(test) for test in tests]
     if isinstance(entry, str):
         pairs: list[tuple[object, object]] = [(_arguments(one), one.get("result")) for one in given]
     else:
-        pairs = [(_text(one, "stdin"), _text(one, "stdout")) for one in given]
+        pairs = [(text_field(one, "stdin"), text_field(one, "stdout")) for one in given]
     weights = [_weight(one) for one in given]
-    truth = _truth(pairs, shown, str(entry or ""), _optional(record, "solution"), weights=weights)
-    return _Draft(
-        str(record.get("id", f"line-{line}")),
-        asked,
-        truth,
-        str(record.get("split", _by_hash(asked))),
-        str(record.get("family", "file")),
-    )
+    truth = replace(_truth(pairs, num_shown, entry, _optional(record, "solution")), loose=False)
+    truth = replace(truth, weights=dict(zip(truth.fail_to_pass, weights, strict=True)))
+    name, family = str(record.get("id", f"line-{line}")), str(record.get("family", "file"))
+    return name, prompt, truth, split_by_hash(prompt), family
 
 
 def _human_eval(record: Record, line: int) -> _Draft:
     del line
-    prompt, entry = _text(record, "prompt"), _text(record, "entry_point")
-    code = _parsed(f"{_text(record, 'test')}\n\ncheck(candidate)\n", "test")
-    truth = CodeTruth(
-        fail_to_pass=("check",),
-        hidden=frozenset({"check"}),
-        style="checks",
-        entry=entry,
-        cases=(TestCase("check", code),),
-        setup=_parsed(prompt, "prompt"),
-        stub=prompt + "\n",
+    prompt = text_field(record, "prompt")
+    case = TestCase("check", _python(f"{text_field(record, 'test')}\n\ncheck(candidate)\n", "test"))
+    truth = _check_truth(
+        text_field(record, "entry_point"),
+        (case,),
+        setup=_python(prompt, "prompt"),
         reference=prompt + _optional(record, "canonical_solution"),
     )
-    asked = f"Complete this function. The program is the whole of it.\n\n{prompt}"
-    return _Draft(_text(record, "task_id"), asked, truth, str(record.get("split", "test")), "humaneval")
+    truth = replace(truth, hidden=frozenset({"check"}), stub=prompt + "\n")
+    shown = f"Complete this function. The program is the whole of it.\n\n{prompt}"
+    return text_field(record, "task_id"), shown, truth, "test", "humaneval"
 
 
 def _mbpp(record: Record, line: int) -> _Draft:
     del line
     number = record.get("task_id")
     if not isinstance(number, int):
-        raise _Fault('"task_id" is no number')
-    asked = _text(record, "prompt" if "prompt" in record else "text")
+        raise RecordError('"task_id" is not a number')
+    prompt = text_field(record, "prompt" if "prompt" in record else "text")
     checks = [*_texts(record, "test_list"), *_texts(record, "challenge_test_list")]
     if not checks:
-        raise _Fault('"test_list" is empty')
-    solution = _parsed(_text(record, "code"), "code")
-    names = tuple(f"assert {place}" for place in range(1, len(checks) + 1))
-    cases = tuple(TestCase(name, _parsed(check, "test_list")) for name, check in zip(names, checks, strict=True))
-    truth = CodeTruth(
-        fail_to_pass=names,
-        hidden=frozenset(names[1:]),
-        style="checks",
-        entry=_called_in(checks[0], solution),
-        cases=cases,
-        setup="\n".join([*_texts(record, "test_imports"), _optional(record, "test_setup_code")]),
-        reference=solution,
-    )
+        raise RecordError('"test_list" is empty')
+    solution = _python(text_field(record, "code"), "code")
+    cases = tuple(TestCase(f"assert {i}", _python(check, "test_list")) for i, check in enumerate(checks, 1))
+    setup = "\n".join([*_texts(record, "test_imports"), _optional(record, "test_setup_code")])
+    truth = _check_truth(_called_function(checks[0], solution), cases, setup, solution)
     split = "train" if number > 600 else "validation" if number > 510 else "test" if number > 10 else "train"
-    shown = f"{asked}\nYour code should pass this test, and others:\n{checks[0]}"
-    return _Draft(f"MBPP/{number}", shown, truth, str(record.get("split", split)), "mbpp")
+    return f"MBPP/{number}", _with_test(prompt, checks[0]), truth, split, "mbpp"
 
 
 def _apps(record: Record, line: int) -> _Draft:
-    tests = _object(_inner(record, "input_output"))
-    inputs, outputs = tests.get("inputs"), tests.get("outputs")
+    tests = _object(_parsed(record, "input_output"))
+    inputs, outputs, entry = tests.get("inputs"), tests.get("outputs"), tests.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
-        raise _Fault('"input_output" has no inputs and outputs')
+        raise RecordError('"input_output" has no inputs and outputs')
     if len(inputs) != len(outputs):
-        raise _Fault(f"it has {len(inputs)} inputs and {len(outputs)} outputs")
-    entry = tests.get("fn_name")
+        raise RecordError(f"it has {len(inputs)} inputs and {len(outputs)} outputs")
     pairs: list[tuple[object, object]] = []
     for given, due in zip(inputs, outputs, strict=True):
         if isinstance(entry, str):
             pairs.append((tuple(given) if isinstance(given, list) else (given,), due))
         else:
-            pairs.append((_as_lines(given), _as_lines(due)))
-    solutions = _inner(record, "solutions") if record.get("solutions") else []
+            pairs.append((_joined(given), _joined(due)))
+    solutions = _parsed(record, "solutions") if record.get("solutions") else []
     first = solutions[0] if isinstance(solutions, list) and solutions else ""
-    truth = _truth(pairs, min(_SHOWN, len(pairs) - 1), str(entry or ""), str(first), loose=True)
-    asked = _asked(_text(record, "question"), record, str(entry or ""))
-    name = str(record.get("problem_id", record.get("id", f"line-{line}")))
-    family = str(record.get("difficulty", "apps"))
-    return _Draft(f"APPS/{name}", asked, truth, str(record.get("split", _by_hash(asked))), family)
+    truth = _truth(pairs, min(_NUM_SHOWN, len(pairs) - 1), entry, str(first))
+    prompt = _with_interface(text_field(record, "question"), record, entry)
+    name = record.get("problem_id", record.get("id", f"line-{line}"))
+    return f"APPS/{name}", prompt, truth, split_by_hash(prompt), str(record.get("difficulty", "apps"))
 
 
 def _live_code_bench(record: Record, line: int) -> _Draft:
-    shown, hidden = _tests(record, "public_test_cases"), _tests(record, "private_test_cases")
+    shown, hidden = _test_cases(record, "public_test_cases"), _test_cases(record, "private_test_cases")
     if not shown + hidden:
-        raise _Fault("it has no test cases")
-    metadata = _inner(record, "metadata") if record.get("metadata") else {}
-    entry = _object(metadata).get("func_name")
+        raise RecordError("it has no test cases")
+    entry = _object(_parsed(record, "metadata") if record.get("metadata") else {}).get("func_name")
     pairs: list[tuple[object, object]] = []
     for test in shown + hidden:
-        given, due = _text(test, "input"), _text(test, "output")
+        given, due = text_field(test, "input"), text_field(test, "output")
         if isinstance(entry, str):
-            lines = [one for one in given.split("\n") if one.strip()]
-            pairs.append((tuple(_json(one) for one in lines), _json(due)))
+            pairs.append((tuple(_json(one) for one in given.split("\n") if one.strip()), _json(due)))
         else:
             pairs.append((given, due))
-    truth = _truth(pairs, len(shown), str(entry or ""), _optional(record, "solution"), loose=True)
-    asked = _asked(_text(record, "question_content"), record, str(entry or ""))
-    name = str(record.get("question_id", f"line-{line}"))
-    family = str(record.get("difficulty", "livecodebench"))
-    return _Draft(f"LCB/{name}", asked, truth, str(record.get("split", "test")), family)
+    truth = _truth(pairs, len(shown), entry, _optional(record, "solution"))
+    prompt = _with_interface(text_field(record, "question_content"), record, entry)
+    name, family = record.get("question_id", f"line-{line}"), str(record.get("difficulty", "livecodebench"))
+    return f"LCB/{name}", prompt, truth, "test", family
 
 
 def _kod_code(record: Record, line: int) -> _Draft:
-    solution = _parsed(_text(record, "solution"), "solution")
-    module = ast.parse(_parsed(_text(record, "test"), "test"))
+    solution = _python(text_field(record, "solution"), "solution")
+    module = ast.parse(_python(text_field(record, "test"), "test"))
     tests = [node for node in module.body if isinstance(node, ast.FunctionDef) and _is_plain_test(node)]
-    taken = [node for node in module.body if isinstance(node, ast.ImportFrom) and node.module == "solution"]
-    names = _taken_names(taken, module, solution)
+    imports = [node for node in module.body if isinstance(node, ast.ImportFrom) and node.module == "solution"]
+    names = _imported_names(imports, module, solution)
     if not tests:
-        raise _Fault('"test" has no test function without fixtures, parameters and pytest')
-    aside = (ast.FunctionDef, ast.ClassDef)
+        raise RecordError('"test" has no test function without fixtures, parameters and pytest')
     setup = [
         node
         for node in module.body
-        if node not in taken and not (isinstance(node, aside) and node.name.lower().startswith("test"))
+        if node not in imports
+        and not (isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.lower().startswith("test"))
+        and not _uses_pytest(node)
     ]
     cases = tuple(TestCase(test.name, f"{ast.unparse(test)}\n\n{test.name}()") for test in tests)
-    truth = CodeTruth(
-        fail_to_pass=tuple(case.name for case in cases),
-        hidden=frozenset(case.name for case in cases[1:]),
-        style="checks",
-        entry=names[0],
-        cases=cases,
-        setup="\n".join(ast.unparse(node) for node in setup if not _names_pytest(node)),
-        reference=solution,
-    )
-    asked = f"{_text(record, 'question')}\n\n{_to_define(record, names)}"
-    shown = f"{asked}\nYour code should pass this test, and others:\n{ast.unparse(tests[0])}"
-    name = str(record.get("question_id", f"line-{line}"))
-    family = str(record.get("subset", "kodcode"))
-    if left_out := sum(_is_test(node) for node in module.body) - len(tests):
-        _LOG.warning("KodCode/%s: %d of its tests use fixtures, parameters or pytest, left out.", name, left_out)
-    return _Draft(f"KodCode/{name}", shown, truth, str(record.get("split", _by_hash(asked))), family)
-
-
-def _taken_names(taken: Sequence[ast.ImportFrom], module: ast.Module, solution: str) -> list[str]:
-    """What the tests take from the solution: by name, or without one all of its definitions that they use."""
-    aliases = [alias for node in taken for alias in node.names]
-    if any(alias.asname for alias in aliases):
-        raise _Fault('"test" imports something of "solution" by another name')
-    names = [alias.name for alias in aliases if alias.name != "*"]
-    if not names:
-        used = {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        defined = [node.name for node in ast.parse(solution).body if isinstance(node, kinds)]
-        names = [name for name in defined if name in used]
-    if not names:
-        raise _Fault('"test" uses nothing of "solution"')
-    return list(dict.fromkeys(names))
-
-
-def _to_define(record: Record, names: Sequence[str]) -> str:
-    """What the program has to define, by the declarations of `test_info` if it has them."""
-    infos = record.get("test_info")
-    told = {
-        str(info.get("function_name")): str(info.get("function_declaration") or "").strip().rstrip(":")
-        for info in (infos if isinstance(infos, list) else [])
-        if isinstance(info, dict)
-    }
-    return "Define " + ", ".join(f"`{told.get(name) or name}`" for name in names) + "."
-
-
-def _is_plain_test(node: ast.FunctionDef) -> bool:
-    """Whether a test is called without fixtures and uses nothing of pytest."""
-    arguments = node.args
-    given = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    return node.name.startswith("test") and not given and not node.decorator_list and not _names_pytest(node)
-
-
-def _is_test(node: ast.stmt) -> bool:
-    return isinstance(node, ast.FunctionDef) and node.name.startswith("test")
-
-
-def _names_pytest(node: ast.AST) -> bool:
-    named = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-    return "pytest" in named | {one.name for one in ast.walk(node) if isinstance(one, ast.alias)}
+    truth = _check_truth(names[0], cases, "\n".join(map(ast.unparse, setup)), solution)
+    prompt = f"{text_field(record, 'question')}\n\n{_declarations(record, names)}"
+    name, family = record.get("question_id", f"line-{line}"), str(record.get("subset", "kodcode"))
+    if skipped := sum(_is_test(node) for node in module.body) - len(tests):
+        _LOG.warning("KodCode/%s: %d of its tests use fixtures, parameters or pytest, left out.", name, skipped)
+    return f"KodCode/{name}", _with_test(prompt, ast.unparse(tests[0])), truth, split_by_hash(prompt), family
 
 
 _READERS: Mapping[Format, Callable[[Record, int], _Draft]] = {
@@ -302,29 +176,74 @@ _READERS: Mapping[Format, Callable[[Record, int], _Draft]] = {
 }
 
 
-def _truth(
-    pairs: Sequence[tuple[object, object]],
-    shown: int,
-    entry: str,
-    reference: str,
-    loose: bool = False,
-    weights: Sequence[float] = (),
-) -> CodeTruth:
-    """Tests of a function, or without one of a program that reads and prints; the first ones are shown."""
-    names = tuple(f"test {number}" for number in range(1, len(pairs) + 1))
+def _imported_names(imports: Sequence[ast.ImportFrom], module: ast.Module, solution: str) -> list[str]:
+    """Return the names that the tests import from the solution, or all of its definitions that they use."""
+    aliases = [alias for node in imports for alias in node.names]
+    if any(alias.asname for alias in aliases):
+        raise RecordError('"test" imports something of "solution" by another name')
+    names = [alias.name for alias in aliases if alias.name != "*"]
+    if not names:
+        used = {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        names = [n.name for n in ast.parse(solution).body if isinstance(n, kinds) and n.name in used]
+    if not names:
+        raise RecordError('"test" uses nothing of "solution"')
+    return list(dict.fromkeys(names))
+
+
+def _declarations(record: Record, names: Sequence[str]) -> str:
+    """Return the sentence that names what to define, with the declarations of `test_info` if present."""
+    infos = record.get("test_info")
+    declared = {
+        str(info.get("function_name")): str(info.get("function_declaration") or "").strip().rstrip(":")
+        for info in (infos if isinstance(infos, list) else [])
+        if isinstance(info, dict)
+    }
+    return "Define " + ", ".join(f"`{declared.get(name) or name}`" for name in names) + "."
+
+
+def _is_plain_test(node: ast.FunctionDef) -> bool:
+    """Return whether a test has no fixtures and does not use pytest."""
+    parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return _is_test(node) and not parameters and not node.decorator_list and not _uses_pytest(node)
+
+
+def _is_test(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name.startswith("test")
+
+
+def _uses_pytest(node: ast.AST) -> bool:
+    named = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+    return "pytest" in named | {one.name for one in ast.walk(node) if isinstance(one, ast.alias)}
+
+
+def _truth(pairs: Sequence[tuple[object, object]], num_shown: int, entry: JSON, reference: str) -> CodeTruth:
+    """Return tests of the function `entry`, or without one of a program that reads and prints."""
+    cases = tuple(TestCase(f"test {number}", given, due) for number, (given, due) in enumerate(pairs, 1))
+    names = tuple(case.name for case in cases)
     return CodeTruth(
         fail_to_pass=names,
-        hidden=frozenset(names[shown:]),
-        weights=dict(zip(names, weights, strict=False)),
+        hidden=frozenset(names[num_shown:]),
         style="function" if entry else "stdin",
-        entry=entry,
-        cases=tuple(TestCase(name, given, due) for name, (given, due) in zip(names, pairs, strict=True)),
-        loose=loose,
+        entry=str(entry or ""),
+        cases=cases,
+        loose=True,
         reference=reference,
     )
 
 
-def _asked(question: str, record: Record, entry: str) -> str:
+def _check_truth(entry: str, cases: tuple[TestCase, ...], setup: str, reference: str) -> CodeTruth:
+    """Return tests that are code, of which the first is shown."""
+    names = tuple(case.name for case in cases)
+    hidden = frozenset(names[1:])
+    return CodeTruth(names, hidden=hidden, style="checks", entry=entry, cases=cases, setup=setup, reference=reference)
+
+
+def _with_test(prompt: str, test: str) -> str:
+    return f"{prompt}\nYour code should pass this test, and others:\n{test}"
+
+
+def _with_interface(question: str, record: Record, entry: JSON) -> str:
     starter = _optional(record, "starter_code").strip()
     if starter:
         return f"{question}\n\nBegin with:\n{starter}"
@@ -333,57 +252,52 @@ def _asked(question: str, record: Record, entry: str) -> str:
     return f"{question}\n\nThe program reads from standard input and prints to standard output."
 
 
-def _tests(record: Record, key: str) -> list[Record]:
-    """Test cases: a list, JSON text of one, or that compressed as LiveCodeBench does."""
+def _test_cases(record: Record, key: str) -> list[Record]:
+    """Return test cases given as a list, as JSON text, or compressed as in LiveCodeBench."""
     given: JSON = record.get(key) or []
     if isinstance(given, str):
         text = given
         try:
             given = json.loads(text)
         except ValueError:
-            given = _json(_unpacked(text, key))
+            given = _json(_decompressed(text, key))
     if not isinstance(given, list):
-        raise _Fault(f'"{key}" is no list')
+        raise RecordError(f'"{key}" is not a list')
     return [_object(test) for test in given]
 
 
-def _unpacked(text: str, key: str) -> str:
+def _decompressed(text: str, key: str) -> str:
     try:
-        data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), _LONGEST)
-        value = load_pickle(data)
+        value = load_pickle(zlib.decompressobj().decompress(base64.b64decode(text, validate=True), _MAX_UNPACKED))
     except (ValueError, zlib.error, UnpicklingError) as error:
-        raise _Fault(f'"{key}" cannot be unpacked ({error})') from None
+        raise RecordError(f'"{key}" cannot be unpacked ({error})') from None
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if not isinstance(value, str):
-        raise _Fault(f'"{key}" holds no text')
+        raise RecordError(f'"{key}" holds no text')
     return value
 
 
-def _called_in(check: str, solution: str) -> str:
-    """The function of the solution that an assert calls."""
+def _called_function(check: str, solution: str) -> str:
+    """Return the function of the solution that an assert calls."""
     defined = {node.name for node in ast.walk(ast.parse(solution)) if isinstance(node, ast.FunctionDef)}
-    called = [
-        node.func.id
-        for node in ast.walk(ast.parse(check))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in defined
-    ]
-    if not called:
-        raise _Fault("its first test calls no function of its code")
-    return called[0]
+    for node in ast.walk(ast.parse(check)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in defined:
+            return node.func.id
+    raise RecordError("its first test calls no function of its code")
 
 
-def _parsed(code: str, key: str) -> str:
-    """Python code. Raises _Fault for what is none."""
+def _python(code: str, key: str) -> str:
+    """Return the code. Raises RecordError unless it is Python."""
     try:
         ast.parse(code)
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise _Fault(f'"{key}" is no Python ({error})') from None
+        raise RecordError(f'"{key}" is not Python ({error})') from None
     return code
 
 
-def _inner(record: Record, key: str) -> JSON:
-    """A value that may be given as JSON text."""
+def _parsed(record: Record, key: str) -> JSON:
+    """Return a value that may be given as JSON text."""
     value = record.get(key)
     return _json(value) if isinstance(value, str) else value
 
@@ -392,52 +306,40 @@ def _json(text: str) -> JSON:
     try:
         value: JSON = json.loads(text)
     except (ValueError, RecursionError):
-        raise _Fault(f"{text[:40]!r} is no JSON") from None
+        raise RecordError(f"{text[:40]!r} is not JSON") from None
     return value
 
 
 def _object(value: JSON) -> Record:
     if not isinstance(value, dict):
-        raise _Fault(f"{str(value)[:40]!r} is no JSON object")
+        raise RecordError(f"{str(value)[:40]!r} is not a JSON object")
     return value
 
 
 def _arguments(test: Record) -> tuple[JSON, ...]:
     given = test.get("args")
     if not isinstance(given, list) or "result" not in test:
-        raise _Fault('a test is {"args": [...], "result": ...}')
+        raise RecordError('a test is {"args": [...], "result": ...}')
     return tuple(given)
 
 
 def _weight(test: Record) -> float:
     weight = test.get("weight", 1)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < _HEAVIEST:
-        raise _Fault(f'"weight" is no number above 0 and below {_HEAVIEST:g}')
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < _MAX_WEIGHT:
+        raise RecordError(f'"weight" is not a number above 0 and below {_MAX_WEIGHT:g}')
     return float(weight)
 
 
-def _text(record: Record, key: str) -> str:
-    value = record.get(key)
-    if not isinstance(value, str):
-        raise _Fault(f'"{key}" is not a text')
-    return value
-
-
 def _optional(record: Record, key: str) -> str:
-    return _text(record, key) if record.get(key) is not None else ""
+    return text_field(record, key) if record.get(key) is not None else ""
 
 
 def _texts(record: Record, key: str) -> list[str]:
     value = record.get(key) or []
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise _Fault(f'"{key}" is no list of texts')
+        raise RecordError(f'"{key}" is not a list of texts')
     return [str(one) for one in value]
 
 
-def _as_lines(value: JSON) -> str:
+def _joined(value: JSON) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _by_hash(text: str) -> str:
-    share = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[0] / 256
-    return "train" if share < 0.8 else "validation" if share < 0.9 else "test"

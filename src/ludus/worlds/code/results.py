@@ -1,9 +1,8 @@
-"""Compare what a program returned with what is due, on the host and in time that is linear but for sorting.
+"""Compare the results of a program with the expected values, on the host, in linear time except for sorting.
 
-Results are read from the JSON of `inside.encode`. No set or dictionary of their elements is built: a program
-chooses its values, and integers that collide in Python's hash take time with the square of their number.
-Elements of sets and keys of dictionaries are compared as sorted texts, equal for values that are equal in
-Python (1, 1.0 and True).
+Results are read from the JSON of `guest_runner.encode`. No set or dictionary of their elements is built, because a
+program can choose integers that collide in Python's hash and take quadratic time. Elements of sets and keys of
+dictionaries are compared as sorted texts, which are equal if the values are equal in Python (1, 1.0 and True).
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from ludus.worlds.code import guest_runner
 
 _CLOSE = 1e-9
 _LONG_BITS = 1000
-"""Longer integers are shown in hexadecimal: decimal digits take time with the square of their number."""
+"""Longer integers are shown in hexadecimal, because decimal conversion takes quadratic time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """A set or frozenset: the texts of its elements, sorted, each once; and the elements to show."""
+    """A set or frozenset: the sorted distinct texts of its elements, and the elements to show."""
 
     kind: str
     keys: tuple[str, ...]
@@ -31,7 +30,7 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """A dictionary in the order of its keys' texts; of a key that occurs twice the last value."""
+    """A dictionary sorted by the texts of its keys; a repeated key has the last value."""
 
     keys: tuple[str, ...]
     shown: tuple[Value, ...]
@@ -42,7 +41,7 @@ Value = None | bool | int | float | complex | str | bytes | list["Value"] | tupl
 
 
 def read_value(encoded: object, depth: int = 0) -> Value:
-    """The value that `inside.encode` wrote. Raises ValueError for anything else."""
+    """Return a value encoded by `guest_runner.encode`. Raises ValueError for anything else."""
     if depth > 2 * guest_runner.MAX_DEPTH:
         raise ValueError("nested too deep")
     if encoded is None or isinstance(encoded, bool | int | float | str):
@@ -62,14 +61,14 @@ def read_value(encoded: object, depth: int = 0) -> Value:
 
 
 def same_value(value: Value, due: object, loose: bool = False) -> bool:
-    """Whether a value that was read is the plain value that is due: tuples count as lists, floats within 1e-9
-    of their size.
+    """Return whether a result equals the expected plain value.
 
-    `loose` also takes a value where a list of it is due, as APPS does.
+    Tuples equal lists, and floats may differ by 1e-9 relatively.
+    `loose` also accepts a value if a list of it is expected, as APPS does.
     """
     try:
         wanted = read_value(guest_runner.encode(due))
-    except ValueError:  # no program's result is such a value
+    except ValueError:  # no result can equal such a value
         return False
     if _equal(value, wanted):
         return True
@@ -77,7 +76,7 @@ def same_value(value: Value, due: object, loose: bool = False) -> bool:
 
 
 def show_value(value: Value, longest: int) -> str:
-    """The value as Python writes it, cut at a length."""
+    """Return the value as Python source, truncated."""
     found, length = [], 0
     for part in _written(value):
         found.append(part)
@@ -128,7 +127,7 @@ def _pairs(pairs: list[tuple[Value, Value]]) -> Pairs:
 
 
 def _key(value: Value) -> str:
-    """A text that equal elements share. Raises ValueError for what Python cannot hash."""
+    """Return a text that equal elements share. Raises ValueError for unhashable values."""
     match value:
         case None:
             return "none"

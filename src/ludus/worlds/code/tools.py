@@ -1,4 +1,4 @@
-"""The tools of an episode: run code, try a program against the tests that are shown, hand it in."""
+"""The tools of an episode: test a program against the visible tests, and hand it in."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _FENCE = "```"
 _LANGUAGE = re.compile(r"[ \t]*(\w*)")
 _PYTHON = ("", "python", "py", "python3")
 _WAIT_S = 50.0
-_SHOWN = 300
+_MAX_SHOWN = 300
 
 
 def program_of(answer: str) -> str:
-    """The program in an answer: the last fenced block of Python, or the whole text without a fence."""
+    """Return the program in an answer: the last fenced block of Python, or the whole text without a fence."""
     blocks = [text for language, text in _blocks(answer) if language.lower() in _PYTHON]
     if blocks:
         return blocks[-1]
@@ -26,7 +26,7 @@ def program_of(answer: str) -> str:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Language and text of the fenced blocks; the last one may be open. In linear time."""
+    """Yield language and text of the fenced blocks, in linear time; the last block may be unclosed."""
     begin = text.find(_FENCE)
     while begin >= 0 and (line := text.find("\n", begin)) >= 0:
         language = _LANGUAGE.match(text, begin + len(_FENCE))
@@ -35,8 +35,8 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         begin = text.find(_FENCE, end + len(_FENCE)) if end >= 0 else -1
 
 
-def run_tests_tool(judge: CodeGrader, truth: CodeTruth) -> Tool:
-    """The tool `run_tests(code)`: the visible tests, and what a program does with them."""
+def run_tests_tool(grader: CodeGrader, truth: CodeTruth) -> Tool:
+    """Return the tool `run_tests(code)`, which runs the visible tests."""
     cases = truth.chosen("visible")
 
     async def run_tests(code: str) -> str:
@@ -47,14 +47,14 @@ def run_tests_tool(judge: CodeGrader, truth: CodeTruth) -> Tool:
         """
         if not cases:
             return "The task shows no tests: try its examples with python."
-        return told(await judge.judge(program_of(code), truth, cases), truth)
+        return grading_text(await grader.grade(program_of(code), truth, cases), truth)
 
-    seconds = judge.limits.wall_s * (len(cases) + 3) + _WAIT_S
+    seconds = grader.limits.wall_s * (len(cases) + 3) + _WAIT_S
     return tool(timeout_s=seconds, traits=Traits(idempotent=True))(run_tests)
 
 
 def submit_tool() -> Tool:
-    """The tool `submit(answer)`: the program that is handed in, which ends the episode."""
+    """Return the tool `submit(answer)`, which ends the episode."""
 
     async def submit(answer: str) -> str:
         """Hand in the whole program. This ends the task.
@@ -67,33 +67,31 @@ def submit_tool() -> Tool:
     return tool(traits=Traits(latency="instant", ends=True))(submit)
 
 
-def told(grading: Grading, truth: CodeTruth) -> str:
-    """What a model reads of a grading."""
+def grading_text(grading: Grading, truth: CodeTruth) -> str:
+    """Return a grading as the model sees it."""
     if grading.broken:
         return f"The program does not run: {grading.broken}"
     passed = sum(one.passed for one in grading.verdicts)
     lines = [f"{passed} of {len(grading.verdicts)} shown tests pass."]
-    lines += [_line(one, truth) for one in grading.verdicts]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(_line(one, truth) for one in grading.verdicts)])
 
 
-def told_of_success(cases: Sequence[TestCase], truth: CodeTruth) -> str:
-    """The same of a program that passes."""
-    return told(Grading(tuple(CodeVerdict(case, True) for case in cases)), truth)
+def success_text(cases: Sequence[TestCase], truth: CodeTruth) -> str:
+    """Return the text for a program that passes these tests."""
+    return grading_text(Grading(tuple(CodeVerdict(case, True) for case in cases)), truth)
 
 
 def _line(verdict: CodeVerdict, truth: CodeTruth) -> str:
-    if verdict.passed:
-        return f"passed: {_asked(verdict.case, truth)}"
-    due = "" if truth.style == "checks" else f", expected {_cut(repr(verdict.case.due))}"
-    return f"FAILED: {_asked(verdict.case, truth)}: {verdict.said}{due}"
-
-
-def _asked(case: TestCase, truth: CodeTruth) -> str:
+    case = verdict.case
     if truth.style == "function" and isinstance(case.given, tuple):
-        return f"{truth.entry}({_cut(', '.join(map(repr, case.given)))})"
-    return f"input {_cut(repr(case.given))}" if truth.style == "stdin" else _cut(str(case.given))
+        given = f"{truth.entry}({_cut(', '.join(map(repr, case.given)))})"
+    else:
+        given = f"input {_cut(repr(case.given))}" if truth.style == "stdin" else _cut(str(case.given))
+    if verdict.passed:
+        return f"passed: {given}"
+    due = "" if truth.style == "checks" else f", expected {_cut(repr(case.due))}"
+    return f"FAILED: {given}: {verdict.said}{due}"
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

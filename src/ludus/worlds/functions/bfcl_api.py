@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from ludus.envs.base import Environment
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import UserError, WorldError
@@ -214,7 +215,7 @@ def archive(folder: Path, stems: tuple[str, ...]) -> bytes:
     return buffer.getvalue()
 
 
-class ApiEnv:
+class ApiEnv(Environment):
     """One episode of several turns: an answer without a call is followed by the user's next turn.
 
     After the last turn, all calls are compared with the gold calls, and the verdict becomes an outcome that

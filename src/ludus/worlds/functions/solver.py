@@ -143,7 +143,7 @@ def turns_of(gold: Sequence[GoldCall]) -> list[list[GoldCall]]:
     return [[gold[i] for i, d in enumerate(depth) if d == turn] for turn in range(max(depth) + 1)]
 
 
-def other_ways(task: Task) -> Iterator[Sequence[Message]]:
+def alternative_solutions(task: Task) -> Iterator[Sequence[Message]]:
     """Yield other right episodes: calls with reordered or other arguments, one by one, or other words."""
     truth = truth_of(task, Truth)
     if truth.right not in ("call", "any_call"):

@@ -26,7 +26,7 @@ from ludus.worlds.functions.bfcl_api import ApiEnv, ApiTruth
 from ludus.worlds.functions.catalogue import catalogue
 from ludus.worlds.functions.generate import LEVELS, SPLITS, SYSTEM, CallMaker, make_tasks, request_of
 from ludus.worlds.functions.gold_calls import Truth, function_rewards, gold_calls_made
-from ludus.worlds.functions.solver import CallFlaws, gold_messages, other_ways, play
+from ludus.worlds.functions.solver import CallFlaws, alternative_solutions, gold_messages, play
 from ludus.worlds.functions.tool_distractors import Scene, SchemaTool, plain_offer
 
 SHARES = {"train": 1.0, "validation": 0.1, "test": 0.25, "composition": 0.2}
@@ -134,17 +134,17 @@ class FunctionsWorld(World):
             return Dialogue((*task.prompt, *gold_messages(task.truth)), tuple(self.environment(task).tools))
         return _show(task, CallFlaws(), random.Random(task.id))
 
-    def survey(self, measure: bool) -> str:
+    def difficulty_report(self) -> str:
         """Return the difficulty report of the generated tasks."""
         from ludus.worlds.functions.difficulty_report import report
 
         return report({split: self.tasks(split) for split in SPLITS})
 
-    def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
+    def alternative_solutions(self, task: Task) -> Sequence[Sequence[Message]]:
         """Return episodes with reordered arguments, with defaults, with single calls, or with other words."""
         if self.settings.access == "none" or not isinstance(task.truth, Truth):
             return ()
-        return tuple(other_ways(task))
+        return tuple(alternative_solutions(task))
 
     def texts(self) -> Iterator[str]:
         """Yield descriptions of functions and dialogues as text, for the training of a tokenizer."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ludus.envs.base import World
+from ludus.envs.base import Environment, World
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_world import Dialogue, split_of
 from ludus.envs.toolbox import ToolLimits
@@ -51,7 +51,7 @@ def found(task: Task, trajectory: Trajectory) -> float:
 REWARDS = (Reward("found", found, outcome=True),)
 
 
-class GuessEnv:
+class GuessEnv(Environment):
     """One game. A message is a guess; the reply is "higher" or "lower"."""
 
     tools: Sequence[Tool] = ()
@@ -85,12 +85,9 @@ class GuessEnv:
         word = "higher" if guess < self._number else "lower"
         return StepResult((Message(role="user", content=word),), reward=earned)
 
-    def anchor(self) -> str:
+    def state_key(self) -> str:
         """Return the remaining range; `gigpo` compares turns with the same one."""
         return f"{self._low}-{self._high}"
-
-    async def close(self) -> None:
-        """Do nothing: there are no resources."""
 
 
 @dataclass(frozen=True)

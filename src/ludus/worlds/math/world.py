@@ -137,7 +137,7 @@ class MathWorld(World):
             return None
         return self._shown(task.truth.problem, solve(task.truth.problem, self.settings.tool))
 
-    def survey(self, measure: bool) -> str:
+    def difficulty_report(self) -> str:
         """Return the difficulty report; empty for problems of a user's file or of reasoning-gym."""
         from ludus.worlds.math.difficulty_report import report
 

@@ -152,7 +152,7 @@ class SqlWorld(World):
             return None
         return self._dialogue(question, SqlFlaws(0.0, 0.0, 0.0), random.Random(task.id))
 
-    def survey(self, measure: bool) -> str:
+    def difficulty_report(self) -> str:
         """Return the difficulty report."""
         from ludus.worlds.sql.difficulty_report import report
 

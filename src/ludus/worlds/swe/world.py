@@ -161,7 +161,7 @@ class SweWorld(World):
         problem = self.problem(task.id)
         return Dialogue((*task.prompt, *solution(problem)), repair_tools(self.checkout(problem)))
 
-    def survey(self, measure: bool) -> str:
+    def difficulty_report(self) -> str:
         """Return the tables of the catalogue (`survey.txt`); empty if there are none."""
         file = self._catalogue / "survey.txt"
         return file.read_text("utf-8").rstrip("\n") if file.is_file() and not self.settings.instances else ""

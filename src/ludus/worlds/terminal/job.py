@@ -1,4 +1,4 @@
-"""A task of the terminal: what lies there, what is asked, how it is done, and what has to hold at the end."""
+"""A task: initial files and services, instruction, solution, and the checks of the final state."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from functools import cached_property
 from ludus.rewards.code.unit_tests import Suite
 from ludus.sandbox.base import Limits, Sandbox, Snapshot
 from ludus.untrusted.worker import LimitExceeded, call_bounded
-from ludus.worlds.terminal.checks import Check, Executable, FilesUnchanged, Only, Text, fits
-from ludus.worlds.terminal.services import NOTHING_RUNS, Running, TerminalService, WatchedService, at_first
+from ludus.worlds.terminal.checks import NOTHING_RUNS, Check, Executable, FilesUnchanged, Only, Running, Text, matches
+from ludus.worlds.terminal.services import TerminalService, initial_processes
 
 RUN_LIMITS = Limits(wall_s=15.0, cpu_s=10.0, files_out=200)
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a command gives, run afresh over some of the final files: those that fit `takes`, and no others.
+    """A command's result, in a fresh sandbox with only those of the final files that match `takes`.
 
-    `files` are laid beside them (or over them): hidden inputs, and programs as they were at first. `stdout`
-    and `exit`, where given, have to be so, and so have the checks `leaves` on the files afterwards.
+    `files` are added or replace them: hidden inputs, and programs in their original state. `stdout` and `exit`
+    are the expected output and exit code, if set; `leaves` are checks of the files afterwards.
     """
 
     name: str
@@ -32,28 +32,24 @@ class Ran:
     leaves: tuple[Check, ...] = ()
 
     async def holds(self, state: Snapshot, sandbox: Sandbox) -> bool:
-        """Whether it does. Raises WorldError where the sandbox breaks."""
-        taken = {path: data for path, data in state.files.items() if fits(path, self.takes)}
+        """Return whether the result is as expected. Raises WorldError if the sandbox fails."""
+        taken = {path: data for path, data in state.files.items() if matches(path, self.takes)}
         given = {**taken, **{path: text.encode() for path, text in self.files.items()}}
         outcome = await sandbox.run(["bash", "-c", self.command], files=given, limits=RUN_LIMITS)
-        if outcome.timed_out or outcome.memory_exceeded:
+        if outcome.timed_out or outcome.memory_exceeded or self.exit not in (None, outcome.exit):
             return False
-        if self.exit is not None and outcome.exit != self.exit:
-            return False
-        after = Snapshot({**given, **outcome.files})
-        said = Snapshot({"stdout": outcome.stdout})
-        told = self.stdout is None or Text("stdout", self.stdout).holds(said)
-        return told and all((await judge_files(after, self.leaves)).values())
+        printed = Snapshot({"stdout": outcome.stdout})
+        fits = self.stdout is None or Text("stdout", self.stdout).holds(printed)
+        return fits and all((await grade_state(Snapshot({**given, **outcome.files}), self.leaves)).values())
 
 
 @dataclass(frozen=True)
 class JobDraft:
-    """What a task is, as the file of the tasks has it.
+    """A task as stored in the task file.
 
-    `steps` are the commands that do it; they print nothing. `changes` are patterns of the files that may
-    change or go; all others are to be kept. `looks` are files whose first lines are worth a look.
-    `services` run from the beginning, `afterwards` are commands that are run once they are up, and `watched`
-    has to hold of what runs at the end.
+    `steps` are the commands that solve it; they print nothing. `changes` are patterns of the files that may
+    change or disappear; all others must stay. `looks` are files whose first lines are worth reading. `services`
+    run from the start, the commands `afterwards` run once they are ready, and `watched` are checks of processes.
     """
 
     text: str
@@ -66,7 +62,7 @@ class JobDraft:
     looks: tuple[str, ...] = ()
     services: tuple[TerminalService, ...] = ()
     afterwards: str = ""
-    watched: tuple[WatchedService, ...] = ()
+    watched: tuple[Check, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,86 +77,72 @@ class TerminalJob:
 
     @property
     def id(self) -> str:
-        """Unique among the tasks."""
+        """A unique id."""
         return f"{'+'.join(self.parts)}:{self.number}"
+
+    @property
+    def text(self) -> str:
+        """The instruction."""
+        return self.draft.text
+
+    @property
+    def services(self) -> tuple[TerminalService, ...]:
+        """Programs that run from the start."""
+        return self.draft.services
+
+    @property
+    def afterwards(self) -> str:
+        """Commands to run once all services are ready."""
+        return self.draft.afterwards
 
     @cached_property
     def start(self) -> Snapshot:
-        """The files at the beginning."""
+        """The initial files."""
         files = {path: data.encode() if isinstance(data, str) else data for path, data in self.draft.files.items()}
         return Snapshot(files, self.draft.executable)
 
     @cached_property
     def checks(self) -> tuple[Check, ...]:
-        """All that is judged without running anything; that the rest is kept comes last."""
+        """All checks that run no program."""
         kept = FilesUnchanged(self.start.files, self.draft.changes, self.draft.executable)
-        return (*self.draft.checks, kept)
-
-    @property
-    def text(self) -> str:
-        """What is asked."""
-        return self.draft.text
+        return (*self.draft.checks, kept, *self.draft.watched)
 
     @cached_property
     def suite(self) -> Suite:
-        """The names of all that has to hold; what holds at the beginning has to go on holding."""
-        found = self._found(self.start, at_first(self.services))
-        held = tuple(name for name, holds in found.items() if holds)
-        due = tuple(name for name, holds in found.items() if not holds)
-        return Suite((*due, *(run.name for run in self.draft.runs)), held)
+        """The names of all checks; those that hold at the start must still hold at the end."""
+        found = check_state(self.checks, self.start, initial_processes(self.services))
+        due = [name for name, holds in found.items() if not holds] + [run.name for run in self.draft.runs]
+        return Suite(tuple(due), tuple(name for name, holds in found.items() if holds))
 
-    @property
-    def services(self) -> tuple[TerminalService, ...]:
-        """What runs from the beginning."""
-        return self.draft.services
+    async def grade(self, state: Snapshot, sandbox: Sandbox, running: Running = NOTHING_RUNS) -> Mapping[str, bool]:
+        """Return which checks hold of the final state, by name; programs run only if all other checks hold.
 
-    @property
-    def afterwards(self) -> str:
-        """The commands that are run once all services are up."""
-        return self.draft.afterwards
-
-    async def judge(self, state: Snapshot, sandbox: Sandbox, running: Running = NOTHING_RUNS) -> Mapping[str, bool]:
-        """What holds of the final files and processes, by name. Programs run only where all else holds.
-
-        Raises WorldError where the sandbox breaks.
+        Raises WorldError if the sandbox fails.
         """
-        found = await judge_files(state, self.checks, self.draft.watched, running)
+        found = await grade_state(state, self.checks, running)
         for run in self.draft.runs:
             found[run.name] = all(found.values()) and await run.holds(state, sandbox)
         return found
 
-    def _found(self, state: Snapshot, running: Running) -> dict[str, bool]:
-        """What holds, by name, without running anything."""
-        return held(self.checks, self.draft.watched, state, running)
+
+def check_state(checks: Sequence[Check], state: Snapshot, running: Running) -> dict[str, bool]:
+    """Return which checks hold, by name."""
+    return {check.name: check.holds(state, running) for check in checks}
 
 
-def held(
-    checks: Sequence[Check], watched: Sequence[WatchedService], state: Snapshot, running: Running
-) -> dict[str, bool]:
-    """Which checks hold, by name."""
-    files = {check.name: check.holds(state) for check in checks}
-    return {**files, **{one.name: one.holds(state, running) for one in watched}}
-
-
-async def judge_files(
-    state: Snapshot, checks: Sequence[Check], watched: Sequence[WatchedService] = (), running: Running = NOTHING_RUNS
-) -> dict[str, bool]:
-    """As `held`, in a process with limits: reading a policy's archives and repositories may take long.
-
-    None of the checks holds where they take longer.
-    """
-    if not checks and not watched:
-        return {}
+async def grade_state(state: Snapshot, checks: Sequence[Check], running: Running = NOTHING_RUNS) -> dict[str, bool]:
+    """Return the result of `check_state` in a process with limits, because hostile archives and repositories take
+    long to read; beyond the limits no check holds."""
     try:
-        return await call_bounded(held, checks, watched, state, running)
+        return await call_bounded(check_state, checks, state, running) if checks else {}
     except LimitExceeded:
-        return dict.fromkeys([*(one.name for one in checks), *(one.name for one in watched)], False)
+        return {check.name: False for check in checks}
 
 
 def pair(first: TerminalJob, second: TerminalJob, number: int) -> TerminalJob:
-    """Both tasks in one folder. Raises ValueError where one touches the other's files."""
+    """Return both tasks in one folder. Raises ValueError if they share files."""
     one, two = first.draft, second.draft
-    if _touches(first, second) or _touches(second, first):
+    if _overlaps(first, second) or _overlaps(second, first):
         raise ValueError(f"{first.id} and {second.id} are about the same files")
     draft = JobDraft(
         f"Do two things.\n1. {one.text}\n2. {two.text}",
@@ -179,10 +161,10 @@ def pair(first: TerminalJob, second: TerminalJob, number: int) -> TerminalJob:
     return TerminalJob((*first.parts, *second.parts), "pairs", level, number, draft)
 
 
-def _touches(first: TerminalJob, second: TerminalJob) -> bool:
-    """Whether what the first is about has files of the second in it."""
+def _overlaps(first: TerminalJob, second: TerminalJob) -> bool:
+    """Return whether the first task may touch, or disagrees about, files of the second."""
     patterns = [*first.draft.changes, *(c.pattern for c in first.checks if isinstance(c, Only | Executable))]
     shared = [path for path in first.start.files if second.start.files.get(path, b"") != b""]
     same_names = {check.name for check in first.draft.checks} & {check.name for check in second.draft.checks}
-    odd = [path for path in shared if first.start.files[path] != second.start.files[path]]
-    return bool(odd or same_names) or any(fits(path, tuple(patterns)) for path in second.start.files)
+    differ = any(first.start.files[path] != second.start.files[path] for path in shared)
+    return differ or bool(same_names) or any(matches(path, tuple(patterns)) for path in second.start.files)

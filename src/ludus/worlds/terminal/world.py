@@ -12,9 +12,9 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.base import World, room_of
+from ludus.envs.difficulty_report import shipped_report
 from ludus.envs.settings import read_settings
-from ludus.envs.tool_env import ToolEnv
-from ludus.envs.tool_world import Dialogue, check_split
+from ludus.envs.tool_world import Dialogue, split_of
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
@@ -29,14 +29,11 @@ from ludus.tools.python import shell_tool
 from ludus.tools.submit import submit_tool
 from ludus.tools.workspace import LIMITS, Workspace
 from ludus.types import Message, Task
-from ludus.worlds.terminal.alternative_solutions import other_ways
 from ludus.worlds.terminal.bench.load import load_bench
-from ludus.worlds.terminal.difficulty_report import idle_line, measured, report
-from ludus.worlds.terminal.episode import VERDICT, Assignment, TerminalEpisode, mended, read_verdict
+from ludus.worlds.terminal.environment import VERDICT, Assignment, TerminalEnv, made_progress, read_verdict
 from ludus.worlds.terminal.job import TerminalJob
-from ludus.worlds.terminal.solver import fall_short, played, solve
-from ludus.worlds.terminal.splits import LEVELS, SPLITS, TOPICS, homes_of_kinds, kinds_of, splits_of
-from ludus.worlds.terminal.task_file import make_job
+from ludus.worlds.terminal.solver import alternative_steps, episode, solve, solve_partly
+from ludus.worlds.terminal.tasks import LEVELS, SPLITS, TOPICS, kinds_of, make_job, splits_of, splits_of_shipped_kinds
 
 SYSTEM = (
     "You work in a shell, in the folder /box. Do what is "
@@ -53,40 +50,40 @@ class TerminalSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     levels: tuple[Literal[1, 2, 3, 4], ...] = Field(LEVELS, min_length=1)
-    """Which levels."""
+    """Difficulty levels."""
     topics: tuple[str, ...] = Field(TOPICS, min_length=1)
-    """What tasks are about."""
+    """Topics of the tasks."""
     per_shape: int = Field(1, ge=1)
-    """Tasks that differ in names and numbers alone, as many as the shipped file has at most."""
+    """Number of tasks that differ only in names and numbers; limited by the shipped file."""
     num_held_out: int = Field(0, ge=0)
-    """With `unseen = "names"` the split `test` has so many tasks at least, as far as their texts differ."""
+    """Minimum number of tasks in `test` if `unseen = "names"`, limited by the number of different texts."""
     unseen: Literal["shapes", "names"] = "shapes"
-    """What validation and test do not share with training: ways to do it, or names and numbers alone."""
+    """What distinguishes validation and test from training: solutions, or only names and numbers."""
     tools: Literal["all", "shell", "none"] = "all"
-    """A shell and tools for files, a shell alone, or nothing: a baseline."""
+    """A shell and file tools, a shell alone, or none (a baseline)."""
     wall_s: float = Field(20.0, gt=0)
-    """Seconds that a call may take."""
+    """Time limit of a call in seconds."""
     habit: float = Field(0.4, ge=0, le=1)
-    """Share of the demonstrations that only look, or leave the last command out."""
+    """Fraction of demonstrations that only look at the files, or leave out the last command."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
-    """Of an episode without a failed call that mended something and broke nothing; a solved task weighs 1."""
+    """Weight, relative to a solved task, of an episode without failed calls that made progress."""
     check_turns: bool = False
-    """Judge the files after each turn with calls, unseen, for the turn verifier."""
+    """Check the files after each turn with calls, invisibly to the model, for the turn verifier."""
     bench: str | None = None
-    """A folder with tasks in the layout of Terminal-Bench or Harbor, which become the split `bench`."""
+    """Folder with tasks in the layout of Terminal-Bench or Harbor, which become the split `bench`."""
     bench_workdir: str = "/app"
-    """The folder that those tasks speak of; it becomes /box."""
+    """Working directory of those tasks, replaced by /box."""
     bench_scripts: Literal["refuse", "trust"] = "refuse"
-    """Tasks judged by `run-tests.sh` or `test.sh`: programs of the policy that it runs may decide that."""
+    """Whether to accept tasks graded by `run-tests.sh` or `test.sh`, whose verdict the policy's programs can forge."""
     bench_dockerfile: Literal["refuse", "skip", "ignore"] = "refuse"
-    """What to do with a task that needs a container, as its Dockerfile does more than copy files."""
+    """Treatment of tasks that need a container because their Dockerfile does more than copy files."""
     seed: int = 0
-    """Which tasks of each kind come first, which make pairs, and what demonstrations leave out."""
+    """Seed of the choice of tasks and pairs, and of the flaws of demonstrations."""
 
 
 @dataclass(frozen=True)
 class TerminalWorld(World):
-    """Work in a shell."""
+    """Tasks in a shell."""
 
     num_text_dialogues: ClassVar[int] = 1_000
 
@@ -97,80 +94,72 @@ class TerminalWorld(World):
 
     @property
     def splits(self) -> Sequence[str]:
-        """The names of the splits; `bench` only where the settings name a folder."""
+        """The names of the splits; `bench` only if the settings name a folder."""
         return SPLITS if self.settings.bench is None else (*SPLITS, BENCH_SPLIT)
 
     @cached_property
     def rewards(self) -> tuple[Reward, ...]:
-        """All that has to hold decides; the share that does is reported."""
+        """The outcome is 1 if all checks hold; the share of checks that newly hold is reported."""
         return (
             Reward("solved", suite_passes(read_verdict), outcome=True),
             Reward("share", share_passed(read_verdict, "fail_to_pass"), weight=0.0),
-            Reward("well_formed", only_if(well_formed, mended), weight=self.settings.well_formed_weight),
+            Reward("well_formed", only_if(well_formed, made_progress), weight=self.settings.well_formed_weight),
         )
 
     @property
     def turn_verifier(self) -> TurnVerifier | None:
-        """A milestone is one more check that holds; there is no verifier unless `check_turns` is on."""
+        """With `check_turns`, every check that newly holds is a milestone."""
         return suite_progress(VERDICT) if self.settings.check_turns and self.settings.tools != "none" else None
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The tasks of a split, levels and topics mixed, in a fixed order."""
-        check_split(split, self.splits, self.name)
-        return self._task_lists[split]
+        """Return the tasks of a split, levels and topics mixed."""
+        return split_of(self._task_lists, split, self.name)
 
     def job(self, task: Task) -> Assignment:
-        """What a task is made of, its checks and solution included: not for an environment's session."""
+        """Return the task's files, checks and solution; no session may see them."""
         return self._jobs[task.id]
 
-    def environment(self, task: Task) -> TerminalEpisode:
-        """A fresh episode in a session of its own."""
-        job = self._jobs[task.id]
-        if self.settings.tools == "none":
-            return TerminalEpisode(ToolEnv((), self.rewards, self.limits), None, job, self.sandbox)
-        workspace = Workspace(
-            self.sandbox, "shell", job.start.files, replace(LIMITS, wall_s=self._wall_s, cpu_s=self._wall_s)
-        )
-        plain = ToolEnv(self.tools(workspace), self.rewards, self.limits, resources=[workspace])
-        return TerminalEpisode(plain, workspace, job, self.sandbox, self.settings.check_turns)
+    def environment(self, task: Task) -> TerminalEnv:
+        """Return a new episode with its own session."""
+        job, seconds = self._jobs[task.id], self.settings.wall_s
+        workspace = Workspace(self.sandbox, "shell", job.start.files, replace(LIMITS, wall_s=seconds, cpu_s=seconds))
+        tools = self.tools(workspace) if self.settings.tools != "none" else ()
+        return TerminalEnv(tools, self.rewards, self.limits, workspace, job, self.settings.check_turns)
 
     def tools(self, workspace: Workspace) -> tuple[Tool, ...]:
-        """The tools of an episode."""
+        """Return the tools of an episode."""
         shell = shell_tool(workspace)
-        if self.settings.tools == "shell":
-            return (shell,)
-        return (shell, *files_tools(workspace), submit_tool())
+        return (shell,) if self.settings.tools == "shell" else (shell, *files_tools(workspace), submit_tool())
 
     def with_sandbox(self, sandbox: Sandbox) -> TerminalWorld:
-        """This world with that sandbox."""
+        """Return this world with another sandbox."""
         return replace(self, sandbox=sandbox)
 
     @property
     def episodes_at_once(self) -> int | None:
-        """As many as the sandbox has room for sessions."""
+        """The sandbox's maximum number of sessions."""
         return room_of(self.sandbox)
 
     async def close(self) -> None:
-        """End what runs in the sandbox."""
+        """Close the sandbox."""
         await self.sandbox.close()
 
     def opening(self, question: str) -> tuple[Message, ...]:
-        """System message and task."""
+        """Return the system message and the instruction."""
         return Message(role="system", content=SYSTEM), Message(role="user", content=question)
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """An endless stream by the flawed oracle.
+        """Yield demonstrations without end, some of them flawed.
 
-        Its tasks are of the kinds of training tasks, but in no split. Those of a kind come shuffled, and
-        again when all have come.
+        Their tasks are of the kinds of training tasks, but in no split; those of a kind are shuffled and repeat.
         """
-        settings, homes = self.settings, homes_of_kinds()
+        settings, homes = self.settings, splits_of_shipped_kinds()
         rng = random.Random(f"demonstrations/{settings.seed}/{seed}")
-        dealt = settings.unseen == "names"
+        by_names = settings.unseen == "names"
         kinds = [
             kind
             for kind in kinds_of(settings.topics)
-            if kind.level in settings.levels and (homes[kind.name] == "train" or (dealt and not kind.held_out))
+            if kind.level in settings.levels and (homes[kind.name] == "train" or (by_names and not kind.held_out))
         ]
         if not kinds:
             raise ConfigError("The topics have no tasks of these levels.", "Add topics or levels.")
@@ -179,44 +168,35 @@ class TerminalWorld(World):
             kind = rng.choice(kinds)
             left[kind.name] = left[kind.name] or rng.sample(kind.shown, len(kind.shown))
             job = make_job(kind, left[kind.name].pop(), 0)
-            yield self._shown(job, fall_short(job, rng) if rng.random() < settings.habit else solve(job))
+            yield self._shown(job, solve_partly(job, rng) if rng.random() < settings.habit else solve(job))
 
     def expert(self, task: Task) -> Dialogue | None:
-        """The oracle without flaws; None without tools, and where a foreign task brings no solution."""
+        """Return the solution; None without tools, and for a Terminal-Bench task without a solution."""
         job = self._jobs.get(task.id)
         if job is None or self.settings.tools == "none":
             return None
         messages = solve(job) if isinstance(job, TerminalJob) else job.solve()
         return self._shown(job, messages) if messages else None
 
-    def survey(self, measure: bool) -> str:
-        """How many tasks differ, and what is solved without skill; nothing of foreign tasks."""
-        made = _made(self.settings)
-        splits = {split: [job for job in made[split] if isinstance(job, TerminalJob)] for split in SPLITS}
-        told = f"{report(splits)}\n\n{idle_line(splits)}\n"
-        if measure:
-            return told + "\n".join(measured(splits, self.sandbox))
-        seconds = 2 * len(splits["test"])
-        return f"{told}majority: runs commands, for some {seconds} seconds; --survey measures it"
+    def difficulty_report(self) -> str:
+        """Return how many tasks differ, and how many are solved without skill, without those of `bench`."""
+        default = {split: _jobs_of(TerminalSettings())[split] for split in SPLITS}
+        return shipped_report(self, {split: _jobs_of(self.settings)[split] for split in SPLITS} == default)
 
-    def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
-        """Other commands, and files in another writing; none for a foreign task."""
+    def alternative_solutions(self, task: Task) -> Sequence[Sequence[Message]]:
+        """Return episodes with other commands, and with files written differently; none for a task of `bench`."""
         job = self._jobs.get(task.id)
         if not isinstance(job, TerminalJob) or self.settings.tools == "none":
             return ()
-        return tuple(played(job, steps) for steps in other_ways(job))
-
-    @property
-    def _wall_s(self) -> float:
-        return self.settings.wall_s
+        return tuple(episode(job, steps) for steps in alternative_steps(job))
 
     @cached_property
     def _jobs(self) -> Mapping[str, Assignment]:
-        return {job.id: job for jobs in _made(self.settings).values() for job in jobs}
+        return {job.id: job for jobs in _jobs_of(self.settings).values() for job in jobs}
 
     @cached_property
     def _task_lists(self) -> Mapping[str, Sequence[Task]]:
-        return {split: tuple(self._task(job, split) for job in jobs) for split, jobs in _made(self.settings).items()}
+        return {s: tuple(self._task(job, s) for job in jobs) for s, jobs in _jobs_of(self.settings).items()}
 
     def _task(self, job: Assignment, split: str) -> Task:
         tags = {"split": split, "family": job.topic, "level": str(job.level), "kind": "+".join(job.parts)}
@@ -228,12 +208,16 @@ class TerminalWorld(World):
 
 
 @cache
-def _made(settings: TerminalSettings) -> Mapping[str, Sequence[Assignment]]:
-    """The tasks of each split, made once in a process."""
-    by_shape = settings.unseen == "shapes"
+def _jobs_of(settings: TerminalSettings) -> Mapping[str, Sequence[Assignment]]:
+    """Return the tasks of each split, made once per process."""
     found: dict[str, Sequence[Assignment]] = {
         **splits_of(
-            settings.levels, settings.topics, settings.per_shape, settings.seed, by_shape, settings.num_held_out
+            settings.levels,
+            settings.topics,
+            settings.per_shape,
+            settings.seed,
+            settings.unseen == "shapes",
+            settings.num_held_out,
         )
     }
     if settings.bench is not None:
@@ -244,12 +228,10 @@ def _made(settings: TerminalSettings) -> Mapping[str, Sequence[Assignment]]:
 
 
 def make_terminal_world(settings: Mapping[str, object], limits: ToolLimits) -> TerminalWorld:
-    """The factory by which the world is registered. Raises ConfigError for settings that do not fit."""
+    """Return the world with these settings. Raises ConfigError for invalid ones."""
     chosen = read_settings(TerminalSettings, settings)
-    if strange := [topic for topic in chosen.topics if topic not in TOPICS]:
-        known = ", ".join(TOPICS)
-        raise ConfigError(f"There is no topic {strange[0]!r} (env.settings.topics).", f"Topics: {known}.")
-    world = TerminalWorld(chosen, limits)
+    if unknown := [topic for topic in chosen.topics if topic not in TOPICS]:
+        raise ConfigError(f"There is no topic {unknown[0]!r} (env.settings.topics).", f"Topics: {', '.join(TOPICS)}.")
     if chosen.bench is not None or chosen.per_shape > 1 or chosen.num_held_out:
-        _made(chosen)
-    return world
+        _jobs_of(chosen)
+    return TerminalWorld(chosen, limits)

@@ -1,9 +1,9 @@
-"""The two layouts of a task's folder: Terminal-Bench's first one (`task.yaml`), and Harbor's (`task.toml`).
+"""The two layouts of a task's folder: the first Terminal-Bench's (`task.yaml`), and Harbor's (`task.toml`).
 
 Terminal-Bench                            Harbor, Terminal-Bench 2
 task.yaml   `instruction`, `difficulty`   instruction.md, task.toml: `[metadata]`, `[verifier]`
-Dockerfile, beside the files it copies    environment/Dockerfile, beside them
-run-tests.sh   judges by its exit code    tests/test.sh   writes /logs/verifier/reward.txt or reward.json
+Dockerfile, next to the files it copies   environment/Dockerfile, next to them
+run-tests.sh   grades by its exit code    tests/test.sh   writes /logs/verifier/reward.txt or reward.json
 solution.sh                               solution/solve.sh
 """
 
@@ -21,15 +21,15 @@ from ludus.errors import ConfigError
 _APART: Final = ("tests", "solution.sh", "solution.yaml", "run-tests.sh", "task.yaml", "Dockerfile")
 _TIMEOUT_S: Final = 120.0
 _HARBOR_TIMEOUT_S: Final = 600.0
-"""What Harbor's verifier may take unless the task says otherwise, and the most that it may take here."""
+"""Default and maximum time of Harbor's verifier."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchLayout:
-    """A task as its folder lays it out.
+    """The parts of a task's folder.
 
-    `context` is the folder that the Dockerfile copies from. `script` judges if no tests of pytest do, in the
-    time `timeout_s`. `needs` are the reasons why the task cannot run without a container.
+    `context` is the folder that the Dockerfile copies from. `script` grades if there are no pytest tests, within
+    `timeout_s`. `needs` are the reasons why the task cannot run without a container.
     """
 
     text: str
@@ -43,7 +43,7 @@ class BenchLayout:
 
     @property
     def apart(self) -> tuple[str, ...]:
-        """Names in the context that are never among the files of the beginning."""
+        """Names in the context that are never copied to the initial files."""
         return ("Dockerfile",) if self.rewards else _APART
 
     @property
@@ -60,41 +60,41 @@ def read_layout(place: Path) -> BenchLayout:
 def _terminal_bench(place: Path) -> BenchLayout:
     yaml = importlib.import_module("yaml")
     try:
-        said = yaml.safe_load((place / "task.yaml").read_text("utf-8"))
+        data = yaml.safe_load((place / "task.yaml").read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{place / 'task.yaml'} cannot be read: {error}.", "Mend the file.") from error
-    if not isinstance(said, dict):
-        raise ConfigError(f"{place / 'task.yaml'} is not a mapping.", "Mend the file.")
-    text = said.get("instruction") or _described(said.get("descriptions"))
+        raise ConfigError(f"{place / 'task.yaml'} cannot be read: {error}.", "Fix the file.") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{place / 'task.yaml'} is not a mapping.", "Fix the file.")
+    text = data.get("instruction") or _described(data.get("descriptions"))
     return BenchLayout(
         text if isinstance(text, str) else "",
-        str(said.get("category") or "bench"),
-        str(said.get("difficulty")),
+        str(data.get("category") or "bench"),
+        str(data.get("difficulty")),
         place,
         place / "run-tests.sh",
         place / "solution.sh",
     )
 
 
-def _described(said: object) -> object:
-    """The description with the key `base`, or the first one."""
-    if not isinstance(said, list):
+def _described(data: object) -> object:
+    """Return the description with the key `base`, or the first one."""
+    if not isinstance(data, list):
         return None
-    found = {str(one.get("key")): one.get("description") for one in said if isinstance(one, dict)}
+    found = {str(one.get("key")): one.get("description") for one in data if isinstance(one, dict)}
     return found.get("base") or next(iter(found.values()), None)
 
 
 def _harbor(place: Path) -> BenchLayout:
     try:
-        said = tomllib.loads((place / "task.toml").read_text("utf-8"))
-        told = place / "instruction.md"
-        text = told.read_text("utf-8") if told.is_file() else ""
+        data = tomllib.loads((place / "task.toml").read_text("utf-8"))
+        instruction = place / "instruction.md"
+        text = instruction.read_text("utf-8") if instruction.is_file() else ""
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{place / 'task.toml'} cannot be read: {error}.", "Mend the file.") from error
-    metadata, verifier, environment = (_table(said, key) for key in ("metadata", "verifier", "environment"))
+        raise ConfigError(f"{place / 'task.toml'} cannot be read: {error}.", "Fix the file.") from error
+    metadata, verifier, environment = (_table(data, key) for key in ("metadata", "verifier", "environment"))
     timeout_s = verifier.get("timeout_sec", _HARBOR_TIMEOUT_S)
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
-        raise ConfigError(f"{place / 'task.toml'}: verifier.timeout_sec is {timeout_s!r}.", "Mend the file.")
+        raise ConfigError(f"{place / 'task.toml'}: verifier.timeout_sec is {timeout_s!r}.", "Fix the file.")
     return BenchLayout(
         text,
         str(metadata.get("category") or "bench"),
@@ -103,14 +103,14 @@ def _harbor(place: Path) -> BenchLayout:
         place / "tests/test.sh",
         place / "solution/solve.sh",
         min(float(timeout_s), _HARBOR_TIMEOUT_S),
-        tuple(_needs(place, said, environment)),
+        tuple(_needs(place, data, environment)),
     )
 
 
-def _needs(place: Path, said: Mapping[str, object], environment: Mapping[str, object]) -> list[str]:
-    """What only a container could have."""
+def _needs(place: Path, data: Mapping[str, object], environment: Mapping[str, object]) -> list[str]:
+    """Return the requirements that only a container can meet."""
     folder, found = place / "environment", list[str]()
-    if said.get("steps"):
+    if data.get("steps"):
         found.append("it has several steps")
     for name in ("docker-compose.yaml", "docker-compose.yml"):
         if (folder / name).is_file():
@@ -125,6 +125,6 @@ def _needs(place: Path, said: Mapping[str, object], environment: Mapping[str, ob
     return found
 
 
-def _table(said: Mapping[str, object], key: str) -> Mapping[str, object]:
-    value = said.get(key)
+def _table(data: Mapping[str, object], key: str) -> Mapping[str, object]:
+    value = data.get(key)
     return value if isinstance(value, dict) else {}

@@ -1,10 +1,10 @@
-"""Tests of pytest over the final files of an episode, in a fresh run of the sandbox.
+"""Run pytest over the final files of an episode, in a fresh sandbox.
 
-The session of the policy is over; its files are laid out anew, the tests beside them in a folder whose name
-nobody knew. A driver runs pytest, brought along in an archive, with no configuration, plugin or conftest but
-those of the tests, and reports over a pipe that programs run by the tests do not hold, behind a word that
-came over its stdin. A test that must fail is among them. Which tests there are is read from their files on
-the host. What remains: a test that imports the policy's code lets it into the process that reports.
+The policy's session is closed; its files are copied, and the tests placed next to them in a folder with a random name.
+A driver runs pytest from an archive, without any configuration, plugin or conftest but those of the tests, and sends
+the reports over a pipe that programs run by the tests do not hold, after a nonce that it received on stdin. One test
+must fail. The names of the tests are read from their files on the host. Remaining risk: a test that imports the
+policy's code lets it into the reporting process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ludus.rewards.extract import NotJson, read_json
 from ludus.sandbox.base import MIB, Limits, Sandbox, Snapshot
 
 LIMITS: Final = Limits(wall_s=120.0, cpu_s=100.0, disk_bytes=128 * MIB, disk_files=16384, processes=64, files_out=0)
-"""More files than a session may make, so that what it left always finds room."""
+"""More files than a session may create, so that its files always fit."""
 _PACKAGES: Final = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py")
 _LEXERS: Final = ("__init__.py", "_mapping.py", "python.py", "special.py", "diff.py")
 _CANARY: Final = "def test_must_fail():\n    assert False\n"
@@ -70,9 +70,9 @@ os.execve("/bin/bash", ["bash", "--norc", "--noprofile", "-c", {script!r}], {{**
 
 
 def _scripted(script: str, state: Snapshot) -> str:
-    """A program that becomes the script, for which no module or setting of the folder stands in.
+    """Return a program that executes the script, unaffected by modules and settings in the folder.
 
-    Only programs that it runs itself can do anything to its exit code.
+    Only programs that the script runs can influence its exit code.
     """
     return _SCRIPTED.format(executable=sorted(state.executable), script=script)
 
@@ -83,7 +83,7 @@ mkdir -p {place}/logs/verifier
 bash {place}/tests/test.sh 3>&-
 cat {place}/logs/verifier/reward.txt >&3 || cat {place}/logs/verifier/reward.json >&3
 """
-"""Only the reward file gets to stdout; without one, the run fails."""
+"""Only the reward file is written to stdout; without one, the run fails."""
 
 
 def is_full(reward: str) -> bool:
@@ -97,8 +97,8 @@ def is_full(reward: str) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value >= 1
 
 
-def moved(data: bytes, old: str, new: str) -> bytes:
-    """Return the data with another folder in the place of an absolute one; data that is not text stays."""
+def with_folder(data: bytes, old: str, new: str) -> bytes:
+    """Return a text with an absolute folder replaced by another; other data is unchanged."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
@@ -106,18 +106,18 @@ def moved(data: bytes, old: str, new: str) -> bytes:
     return re.sub(rf"(?<![\w./-]){re.escape(old)}(?![\w-])(?!\.\w)", lambda _: new, text).encode()
 
 
-async def judge_tests(
+async def grade_tests(
     names: Sequence[str], tests: Mapping[str, bytes], script: str, state: Snapshot, sandbox: Sandbox, timeout_s: float
 ) -> dict[str, bool]:
-    """Which of the tests pass over these files; a script stands for all where it is given.
+    """Return which of the tests pass over these files; a script decides for all tests.
 
-    Raises WorldError where the sandbox breaks, UserError where pytest is not installed.
+    Raises WorldError if the sandbox fails, UserError if pytest is not installed.
     """
     limits = replace(LIMITS, wall_s=timeout_s, cpu_s=timeout_s)
     place, word, canary = f".{secrets.token_hex(8)}", secrets.token_hex(16), secrets.token_hex(8)
     placed = {
-        f"{place}/tests/{path}": moved(
-            moved(data, "/tests", f"/box/{place}/tests"), "/logs/verifier", f"/box/{place}/logs/verifier"
+        f"{place}/tests/{path}": with_folder(
+            with_folder(data, "/tests", f"/box/{place}/tests"), "/logs/verifier", f"/box/{place}/logs/verifier"
         )
         for path, data in tests.items()
     }
@@ -146,10 +146,10 @@ async def judge_tests(
 
 
 def _reports(text: str, word: str) -> list[list[str]]:
-    """What the driver said behind its word: node, phase and outcome of each report."""
-    told = [line.removeprefix(word) for line in text.split("\n") if line.startswith(word)]
+    """Return the driver's reports after its nonce: node, phase and outcome."""
+    sent = [line.removeprefix(word) for line in text.split("\n") if line.startswith(word)]
     try:
-        value = read_json(told[0]) if len(told) == 1 else None
+        value = read_json(sent[0]) if len(sent) == 1 else None
     except NotJson:
         return []
     rows = value if isinstance(value, list) else []
@@ -157,7 +157,7 @@ def _reports(text: str, word: str) -> list[list[str]]:
 
 
 def _passed(reports: Sequence[Sequence[str]]) -> dict[str, bool]:
-    """Whether a test passed, all its parameters and phases, by its name without parameters."""
+    """Return whether each test passed with all its parameters and phases, by its name without parameters."""
     called: dict[str, bool] = {}
     for node, when, outcome in reports:
         name = node.partition("[")[0]
@@ -169,10 +169,7 @@ def _passed(reports: Sequence[Sequence[str]]) -> dict[str, bool]:
 
 @cache
 def pytest_archive() -> bytes:
-    """The installed pytest with all that it needs, as an archive from which it can be imported.
-
-    Raises UserError where it is not installed.
-    """
+    """Return the installed pytest and its dependencies as an importable archive. Raises UserError if not installed."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in _PACKAGES:

@@ -1,0 +1,108 @@
+"""The difficulty report: how many tasks differ, and how many are solved without skill.
+
+*No tool* ends the episode at once. *Majority* runs the commands that solve the most similar training task of the
+same topic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+
+from ludus.sandbox import Sandbox, open_sandbox
+from ludus.tools.workspace import LIMITS
+from ludus.worlds.terminal.checks import NOTHING_RUNS, Running
+from ludus.worlds.terminal.environment import SETTLE_S
+from ludus.worlds.terminal.job import JobDraft, TerminalJob
+from ludus.worlds.terminal.services import start_services
+from ludus.worlds.terminal.tasks import LEVELS, TOPICS, task_file
+
+Splits = Mapping[str, Sequence[TerminalJob]]
+
+
+def form_of(words: str) -> str:
+    """Return a text or a script without drawn names, words of files, and numbers."""
+    plain = _drawn().sub("W", words)
+    plain = re.sub(r"\b[0-9a-f]{7,40}\b", "N", plain)
+    plain = re.sub(r"-?\d+(?:[.:-]\d+)*", "N", plain)
+    plain = re.sub(r"\bW(?:[-._]W)*\b", "W", plain)
+    return re.sub(r"\b([\w'\";,=:$/-]+)(?:[ ,]+\1\b)+", r"\1", " ".join(plain.split()))
+
+
+@cache
+def _drawn() -> re.Pattern[str]:
+    return re.compile(rf"(?<![A-Za-z])(?:{'|'.join(task_file().words)})(?![A-Za-z])", re.I)
+
+
+def shape_of(draft: JobDraft) -> str:
+    """Return the solution without names and numbers."""
+    return form_of("\n".join(draft.steps))
+
+
+def distinct(jobs: Iterable[TerminalJob]) -> tuple[int, int, int]:
+    """Return the numbers of tasks, of different instructions, and of different solutions."""
+    all_ = list(jobs)
+    return len(all_), len({form_of(j.draft.text) for j in all_}), len({shape_of(j.draft) for j in all_})
+
+
+def nearest(job: TerminalJob, train: Sequence[TerminalJob]) -> TerminalJob:
+    """Return the training task, of the same topic if there is one, that shares the most words with this one."""
+    words = Counter(form_of(job.text).split())
+    pool = [one for one in train if one.topic == job.topic] or train
+    return max(pool, key=lambda one: (Counter(form_of(one.text).split()) & words).total())
+
+
+async def solves(job: TerminalJob, steps: Sequence[str], sandbox: Sandbox) -> bool:
+    """Return whether these commands solve the task."""
+    session = await sandbox.session("shell", files=job.start.files, limits=LIMITS)
+    running = NOTHING_RUNS
+    try:
+        await session.restore(job.start)
+        began = await start_services(session, job.services, job.afterwards) if job.services else {}
+        for step in steps:
+            await session.run(step)
+        if job.services:
+            await asyncio.sleep(SETTLE_S)
+            running = Running(began, await session.processes())
+        state = await session.snapshot()
+    finally:
+        await session.close()
+    return all((await job.grade(state, sandbox, running)).values())
+
+
+async def majority(splits: Splits, split: str) -> tuple[int, int]:
+    """Return how many tasks of a split *majority* solves, and how many there are."""
+    sandbox, jobs = open_sandbox(), splits[split]
+    try:
+        solved = [await solves(job, nearest(job, splits["train"]).draft.steps, sandbox) for job in jobs]
+    finally:
+        await sandbox.close()
+    return sum(solved), len(jobs)
+
+
+def report(splits: Splits) -> str:
+    """Return tables of the tasks by topic and level, of different ones, of splits and baselines; takes a minute."""
+    solved, num = asyncio.run(majority(splits, "test"))
+    return f"{tables(splits)}\nmajority: test {solved} of {num}\n"
+
+
+def tables(splits: Splits) -> str:
+    """Return the report without *majority*, which has to run commands."""
+    jobs = [job for found in splits.values() for job in found]
+    by_topic: dict[str, Counter[int]] = defaultdict(Counter)
+    for job in jobs:
+        by_topic[job.topic][job.level] += 1
+    lines = ["topic     " + "".join(f"{f'level {level}':>9}" for level in LEVELS)]
+    counts = {topic: "".join(f"{by_topic[topic][level]:9}" for level in LEVELS) for topic in (*TOPICS, "pairs")}
+    lines += [f"{topic:10}{row}" for topic, row in counts.items()]
+    lines += ["", "level  tasks  requests  solutions"]
+    for level in LEVELS:
+        num, forms, shapes = distinct(job for job in jobs if job.level == level)
+        lines.append(f"{level:5}  {num:5}  {forms:8}  {shapes:9}")
+    lines += ["", ", ".join(f"{split} {len(found)}" for split, found in splits.items()), ""]
+    idle = {split: sum(not job.suite.fail_to_pass for job in found) for split, found in splits.items()}
+    lines.append("no tool: " + ", ".join(f"{split} {n} of {len(splits[split])}" for split, n in idle.items()))
+    return "\n".join(lines)

@@ -1,0 +1,94 @@
+"""Read tasks from JSON-lines files; errors name the file and the line."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from ludus.errors import UserError
+from ludus.rewards.extract import NotJson, read_json
+from ludus.tools.lines import json_lines
+from ludus.types import JSON, Task
+
+SPLITS: Final = ("train", "validation", "test")
+Record = Mapping[str, JSON]
+"""One line of a file."""
+
+
+class RecordError(Exception):
+    """A record is not a valid task; the text ends the sentence "line 3 is not a task: ..."."""
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines that are not blank with their numbers from 1; the name of a compressed file ends in `.gz`.
+
+    Raises UserError if the file cannot be read.
+    """
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}.", "Check env.settings.data.") from error
+    yield from ((number, line) for number, line in enumerate(json_lines(text), 1) if line.strip())
+
+
+def parse_record(text: str, parse: Callable[[str], JSON] = read_json) -> dict[str, JSON]:
+    """Return the JSON object in a line. Raises RecordError."""
+    try:
+        record = parse(text)
+    except (NotJson, ValueError, RecursionError) as error:
+        raise RecordError(f"it is not JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise RecordError("it is not a JSON object")
+    return record
+
+
+def load_tasks(
+    path: Path,
+    read: Callable[[Record, int], Task],
+    hint: str,
+    *,
+    parse: Callable[[str], JSON] = read_json,
+    identity: Callable[[Task], str] = lambda task: f"id {task.id!r}",
+) -> dict[str, tuple[Task, ...]]:
+    """Return the tasks of a file by split, which is their tag `split`.
+
+    `read` makes a task of a record and its line number, or raises RecordError. No two tasks may share their
+    `identity`, a text such as "id 'x'". Raises UserError, with the line and `hint`, for an invalid record, an
+    unknown split, or a file without tasks.
+    """
+    tasks: dict[str, list[Task]] = {split: [] for split in SPLITS}
+    seen: dict[str, int] = {}
+    for number, line in read_lines(path):
+        try:
+            task = read(parse_record(line, parse), number)
+            name, split = identity(task), task.tags["split"]
+            if name in seen:
+                raise RecordError(f"its {name} is that of line {seen[name]}")
+            if split not in SPLITS:
+                raise RecordError(f'"split" is {split!r}, not one of {", ".join(SPLITS)}')
+        except RecordError as error:
+            raise UserError(f"{path}, line {number}, is not a task: {error}.", hint) from None
+        seen[name] = number
+        tasks[split].append(task)
+    if not seen:
+        raise UserError(f"{path} holds no tasks.", hint)
+    return {split: tuple(found) for split, found in tasks.items()}
+
+
+def text_field(record: Record, key: str) -> str:
+    """Return a text of a record. Raises RecordError if it is missing or has another type."""
+    value = record.get(key)
+    if not isinstance(value, str):
+        raise RecordError(f'"{key}" is not a text')
+    return value
+
+
+def split_by_hash(text: str) -> str:
+    """Return the split of a task from a hash of its text: 8 : 1 : 1."""
+    share = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[0] / 256
+    return "train" if share < 0.8 else "validation" if share < 0.9 else "test"
