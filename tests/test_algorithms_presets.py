@@ -1,5 +1,6 @@
 """Presets and the checks of a configuration, which need no torch."""
 
+import inspect
 import subprocess
 import sys
 import warnings
@@ -7,17 +8,15 @@ from dataclasses import fields
 
 import pytest
 
-from ludus.algorithms.aggregate import AGGREGATIONS
-from ludus.algorithms.kl import FULL_KLS, KLS
+from ludus.algorithms.advantages import ADVANTAGES as ADVANTAGE_SPECS
+from ludus.algorithms.batch import Outcomes, TokenBatch
+from ludus.algorithms.corrections import CORRECTIONS as CORRECTION_SPECS
+from ludus.algorithms.kl import FULL_KL_NAMES, FULL_KLS
+from ludus.algorithms.losses import LOSSES as LOSS_SPECS
 from ludus.algorithms.spec import algorithm
-from ludus.algorithms.spec.advantages import ADVANTAGES as ADVANTAGE_SPECS
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.compatibility import check_binary_rewards
-from ludus.algorithms.spec.corrections import CORRECTIONS as CORRECTION_SPECS
-from ludus.algorithms.spec.losses import LOSSES as LOSS_SPECS
-from ludus.algorithms.spec.parts import loaded
 from ludus.algorithms.spec.presets import PRESETS
-from ludus.algorithms.spec.resolve import algorithm_of, check_placement, resolve
+from ludus.algorithms.spec.resolve import algorithm_of, check_binary_rewards, check_placement, resolve
 from ludus.config.load import load_config
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.config.sections.rewards import RewardsConfig
@@ -31,20 +30,21 @@ def refused(**settings):
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("names", "registry"), [(algorithm.AGGREGATION_NAMES, AGGREGATIONS), (algorithm.KL_NAMES, KLS | FULL_KLS)]
-)
-def test_the_names_are_those_of_the_registry(names, registry):
-    assert set(names) == set(registry)
-    assert len(names) == len(registry)
+def test_every_divergence_of_whole_distributions_has_a_name():
+    assert set(FULL_KL_NAMES) == set(FULL_KLS)
+    assert len(FULL_KL_NAMES) == len(FULL_KLS)
 
 
 @pytest.mark.parametrize("spec", [*ADVANTAGE_SPECS.values(), *LOSS_SPECS.values(), *CORRECTION_SPECS.values()])
-def test_the_functions_of_a_spec_can_be_imported(spec):
-    assert callable(spec.load())
-    for name in ("cut", "choose", "keep"):
-        path = getattr(spec, name, "")
-        assert not path or callable(loaded(path))
+def test_every_required_parameter_of_a_part_is_passed(spec):
+    record = Outcomes if spec.name in ADVANTAGE_SPECS else TokenBatch
+    known = {*spec.options, *(field.name for field in fields(record)), *algorithm.SETTING_PARAMETERS}
+    for name in ("function", "cut", "choose", "finish"):
+        function = getattr(spec, name, None)
+        required = inspect.signature(function).parameters.values() if function else ()
+        missing = {p.name for p in required if p.default is p.empty} - known
+        allowed = {"choose": {"covariance", "seed"}, "finish": {"advantages"}}
+        assert missing <= allowed.get(name, set())
 
 
 def test_checking_a_configuration_loads_no_torch():

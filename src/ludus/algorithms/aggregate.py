@@ -11,9 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
 
-from torch import Tensor
-
-from ludus.algorithms.masking import check_shapes, select
+from ludus.algorithms.tensors import Tensor, check_shapes, select
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from torch import Tensor
-
-from ludus.algorithms.masking import check_shapes
+from ludus.algorithms.tensors import Tensor, check_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +52,17 @@ class Outcomes:
     trains: Tensor | None = None
 
 
+NEUTRAL = {
+    "values": 0.0,
+    "prm_logprobs": 0.0,
+    "ref_logprobs": 0.0,
+    "outcome_probs": 1.0,
+    "old_logprobs": 0.0,
+    "behavior_logprobs": 0.0,
+}
+"""What functions that require an estimate [N, L] get before a model has computed it."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """One microbatch, all [N, L]; column `t` speaks of token `t` itself. Raises ValueError on unequal shapes.
@@ -94,3 +104,15 @@ class TokenBatch:
             check_shapes(self.mask, ref_logprobs=self.ref_logprobs)
         if self.entropy is not None:
             check_shapes(self.mask, entropy=self.entropy)
+
+
+class Cut(NamedTuple):
+    """The tokens [N, L] bool whose policy gradient a clip cuts off.
+
+    `high` (A > 0 and the ratio above the interval), `low` (A < 0 and the ratio below it), `dual` (A < 0 and
+    the ratio above `dual_clip`).
+    """
+
+    low: Tensor
+    high: Tensor
+    dual: Tensor

@@ -8,12 +8,11 @@ reverse KL, `k3` that of the forward KL. `resolve.check_placement` warns of the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Protocol
 
-import torch
-from torch import Tensor
-
-from ludus.algorithms.masking import check_shapes, clamped_ratio, select
+from ludus.algorithms.parts import Option
+from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select, torch
 
 
 def k1(*, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -150,9 +149,18 @@ class KLFn(Protocol):
     def __call__(self, *, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor: ...
 
 
-abs = absolute
-"""The name of the field; within this module nothing else is called so."""
-
 KLS: dict[str, KLFn] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute, "k3_k2grad": k3_k2grad}
 FULL_KLS = {"full_reverse": full_reverse, "full_forward": full_forward}
-"""Those of whole distributions: the learner computes them in chunks (`training.learner.full_kl`)."""
+"""Divergences of whole distributions: the learner computes them in chunks (`training.learner.full_kl`)."""
+FULL_KL_NAMES: tuple[Literal["full_reverse", "full_forward"], ...] = ("full_reverse", "full_forward")
+KL_NAMES = (*KLS, *FULL_KL_NAMES)
+PLACEMENTS = ("loss", "reward", "advantage")
+GRANULARITIES: tuple[Literal["token", "trajectory"], ...] = ("token", "trajectory")
+IMPORTANCES: tuple[Literal["none", "ratio"], ...] = ("none", "ratio")
+KL_OPTIONS: Mapping[str, Option] = {
+    "granularity": Option(
+        "subtract at each token, or the mean of the trajectory", choices=GRANULARITIES, default="token"
+    ),
+    "importance": Option("weigh the term in the loss by the ratio, or do not", choices=IMPORTANCES, default="none"),
+}
+"""The options of every KL estimator."""

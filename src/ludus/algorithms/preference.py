@@ -11,13 +11,28 @@ Names: `chosen_logprobs`, `rejected_logprobs` under the policy, `ref_...` under 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid, relu
+from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 
-from ludus.algorithms.masking import check_shapes, select
+
+@dataclass(frozen=True, slots=True)
+class PreferenceSpec:
+    """What a preference loss needs.
+
+    `reference`: log-probabilities of a reference. `mismatched`: answers of other pairs, for an estimate of
+    the KL. `running_mean`: the mean of all implicit rewards so far. `per_token`: margins are means over
+    tokens. `beta` is the default of `preference.beta`, `baseline_metric` the name of what it compares with.
+    """
+
+    reference: bool = True
+    mismatched: bool = False
+    running_mean: bool = False
+    per_token: bool = False
+    beta: float = 0.1
+    baseline_metric: str = ""
 
 
 class PairInputs(TypedDict):
@@ -138,7 +153,7 @@ def hinge(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
     SLiC's hinge (arXiv:2305.10425) in the normalised form of arXiv:2309.06657; TRL's `hinge`.
     """
     chosen, rejected = _log_ratios(pair)
-    return relu(1 - beta * (chosen - rejected))
+    return torch.relu(1 - beta * (chosen - rejected))
 
 
 def exo(*, beta: float = 0.1, label_smoothing: float = 1e-3, **pair: Unpack[PairInputs]) -> Tensor:
@@ -151,8 +166,8 @@ def exo(*, beta: float = 0.1, label_smoothing: float = 1e-3, **pair: Unpack[Pair
         raise ValueError(f"label_smoothing = {label_smoothing} must be above 0 and below 1 for exo")
     chosen, rejected = _log_ratios(pair)
     logits = beta * (chosen - rejected)
-    kept = logits.sigmoid() * (logsigmoid(logits) - math.log1p(-label_smoothing))
-    return kept + (-logits).sigmoid() * (logsigmoid(-logits) - math.log(label_smoothing))
+    kept = logits.sigmoid() * (_logsigmoid(logits) - math.log1p(-label_smoothing))
+    return kept + (-logits).sigmoid() * (_logsigmoid(-logits) - math.log(label_smoothing))
 
 
 def nca(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
@@ -162,7 +177,7 @@ def nca(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
     anchored to the reference, and not their difference alone.
     """
     chosen, rejected = (beta * ratio for ratio in _log_ratios(pair))
-    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+    return -_logsigmoid(chosen) - 0.5 * _logsigmoid(-chosen) - 0.5 * _logsigmoid(-rejected)
 
 
 def sppo(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
@@ -187,8 +202,8 @@ def discopop(*, beta: float = 0.05, tau: float = 0.05, **pair: Unpack[PairInputs
     logits = beta * (chosen - rejected)
     gate = torch.sigmoid(logits / tau)
     # exp(-x) is read only where the gate is open, x above about 0; far below it the product is 0, not inf 0.
-    exponential = (-logits + logsigmoid(logits / tau)).exp()
-    return -(1 - gate) * logsigmoid(logits) + exponential
+    exponential = (-logits + _logsigmoid(logits / tau)).exp()
+    return -(1 - gate) * _logsigmoid(logits) + exponential
 
 
 def apo_zero(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
@@ -222,18 +237,22 @@ def bco(
     if desirable.shape != mask.shape[:1]:
         raise ValueError(f"desirable must be [{mask.shape[0]}], not {list(desirable.shape)}")
     shifted = beta * _log_ratio(logprobs, ref_logprobs, mask) - _constant(delta)
-    return -logsigmoid(torch.where(desirable.bool(), shifted, -shifted))
+    return -_logsigmoid(torch.where(desirable.bool(), shifted, -shifted))
 
 
 def bco_pair(*, delta: Tensor | float, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
     """The sum of `bco` over the two trajectories of a pair, [N]; TRL's `bco_pair`."""
     chosen, rejected = (beta * ratio - _constant(delta) for ratio in _log_ratios(pair))
-    return -logsigmoid(chosen) - logsigmoid(-rejected)
+    return -_logsigmoid(chosen) - _logsigmoid(-rejected)
 
 
 def implicit_rewards(*, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, beta: float = 0.1) -> Tensor:
     """`beta sum_t m (lp - ref)`, [N] without gradient: what the running mean of `bco` is over."""
     return beta * _log_ratio(logprobs, ref_logprobs, mask).detach()
+
+
+def _logsigmoid(values: Tensor) -> Tensor:
+    return torch.nn.functional.logsigmoid(values)
 
 
 def _total(logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -254,7 +273,7 @@ def _log_ratios(pair: PairInputs) -> tuple[Tensor, Tensor]:
 
 
 def _constant(value: Tensor | float) -> Tensor | float:
-    return value.detach() if isinstance(value, Tensor) else value
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _mean(totals: Tensor, mask: Tensor) -> Tensor:
@@ -262,10 +281,24 @@ def _mean(totals: Tensor, mask: Tensor) -> Tensor:
 
 
 def _smoothed(logits: Tensor, label_smoothing: float, robust: bool) -> Tensor:
-    kept, flipped = -(1 - label_smoothing) * logsigmoid(logits), label_smoothing * logsigmoid(-logits)
+    kept, flipped = -(1 - label_smoothing) * _logsigmoid(logits), label_smoothing * _logsigmoid(-logits)
     return (kept + flipped) / (1 - 2 * label_smoothing) if robust else kept - flipped
 
 
 def _check_smoothing(label_smoothing: float, robust: bool) -> None:
     if not 0 <= label_smoothing < (0.5 if robust else 1.0):
         raise ValueError(f"label_smoothing = {label_smoothing} must be at least 0 and below 0.5 (robust) or 1")
+
+
+_PLAIN = PreferenceSpec()
+_BCO = PreferenceSpec(running_mean=True, baseline_metric="preference/bco_delta")
+
+PREFERENCES: Mapping[str, PreferenceSpec] = {
+    **dict.fromkeys(("dpo", "robust", "hinge", "exo", "nca", "sppo", "discopop"), _PLAIN),
+    **dict.fromkeys(("apo_zero", "apo_down"), _PLAIN),
+    **dict.fromkeys(("bco", "bco_pair"), _BCO),
+    "ipo": PreferenceSpec(per_token=True),
+    "simpo": PreferenceSpec(reference=False, per_token=True, beta=2.0),
+    "kto": PreferenceSpec(mismatched=True, baseline_metric="preference/kto_baseline"),
+}
+"""The losses that `preference.loss` may name."""

@@ -10,11 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from ludus.algorithms.grouping import group_rewards
-from ludus.algorithms.spec.schedules import Schedule
+from ludus.algorithms.groups import group_rewards
+from ludus.algorithms.tensors import Tensor, torch
 from ludus.errors import ConfigError
 
 _FITS = 0.9
@@ -120,11 +117,6 @@ def weighted_sum(*, parts: Tensor, weights: Sequence[float]) -> Tensor:
         if weight != 0:
             total = total + weight * parts[:, k]
     return total
-
-
-def scheduled_sum(*, parts: Tensor, schedules: Sequence[Schedule], step: int) -> Tensor:
-    """`weighted_sum` with the weights that `schedules` have at `step`, [N] from `parts` [N, K]."""
-    return weighted_sum(parts=parts, weights=[schedule.at(step) for schedule in schedules])
 
 
 def gated(*, gate: Tensor, rewards: Tensor, threshold: float = 0.0, closed: float = 0.0) -> Tensor:

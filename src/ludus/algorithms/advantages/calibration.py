@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from ludus.algorithms.advantages.rows import numbers
-from ludus.algorithms.advantages.token_rewards import turns_of
+from ludus.algorithms.advantages.action_tokens import turns_of
+from ludus.algorithms.groups import numbers
+from ludus.algorithms.tensors import Tensor, torch
 
 
 @dataclass(frozen=True, slots=True)

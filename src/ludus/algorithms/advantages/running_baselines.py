@@ -10,11 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor
-
-from ludus.algorithms.advantages.rows import check_group, float_dtype, numbers, on_actions
-from ludus.algorithms.grouping import rounding
+from ludus.algorithms.advantages.group_relative import remax
+from ludus.algorithms.groups import check_group, float_dtype, numbers, on_actions, rounding
+from ludus.algorithms.parts import FRACTION, AdvantageSpec, Need, Option
+from ludus.algorithms.tensors import Tensor, torch
 
 RoleKey = tuple[str, str]
 """An environment and a role in it."""
@@ -74,6 +73,16 @@ def rae(
     given = numbers("rewards", rewards, mask)
     before = baselines.read(roles, given).to(given.device)
     return on_actions(given - before, mask, float_dtype(rewards))
+
+
+@AdvantageSpec(
+    name="rae",
+    help="rewards minus the running average of the role",
+    needs={Need.ROLE_BASELINES},
+    options={"decay": Option("decay of the running average of a role", FRACTION, default=0.95)},
+)
+def _rae(*, rewards: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
+    return remax(rewards=rewards, greedy_rewards=baselines, mask=mask)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 `turn` [N, L] integers counts from 0 on action tokens (None: each run of action tokens is a turn);
 `turn_rewards` [N, K] is read up to a row's last turn.
-A *normalised* number is `(x - mean) / (std + eps)` over those it is compared with (`scale="none"`: `x -
-mean`), with the `ddof` of `grpo`, exactly 0 where they are equal up to rounding or where there is one alone.
-A turn is reached by the members that have an action token in it. All return [N, L] in the widest float type
-of the rewards. ValueError: shapes, numbers that are not finite (naming the row), a row alone in its group.
+A *normalised* number is `(x - mean) / (std + eps)` over those it is compared with (`scale="none"`: `x - mean`),
+with the `ddof` of `grpo`, exactly 0 if they are equal up to rounding or if there is only one. A turn is reached by
+the members that have an action token in it. All return [N, L] in the widest float type of the rewards. They raise
+ValueError for shapes, numbers that are not finite (naming the row), and a row alone in its group.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from ludus.algorithms.advantages.reverse_scan import scan_back
-from ludus.algorithms.advantages.rows import float_dtype, groups_to_compare
-from ludus.algorithms.advantages.token_rewards import Turns, rewards_of_turns, turns_of
-from ludus.algorithms.grouping import rounding
-from ludus.algorithms.masking import select
+from ludus.algorithms.advantages.action_tokens import Turns, rewards_of_turns, scan_back, turns_of
+from ludus.algorithms.groups import float_dtype, groups_to_compare, rounding
+from ludus.algorithms.parts import FRACTION, NOT_NEGATIVE, AdvantageSpec, Need, Option
+from ludus.algorithms.tensors import Tensor, select, torch
 
 Scale = Literal["std", "none"]
+SCALES = ("std", "none")
+COMPARES_TURNS = {Need.GROUP, Need.STD, Need.TURN_REWARDS, Need.OPTIONAL_TURN_REWARDS, Need.ADVANTAGE_OF_EQUAL_REWARDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +65,14 @@ class _Normaliser:
         return found
 
 
+@AdvantageSpec(
+    help="turn rewards and outcomes, each compared in the group",
+    needs=COMPARES_TURNS,
+    options={
+        "turn_weight": Option("weight of the turn-level term", NOT_NEGATIVE),
+        "outcome_weight": Option("weight of the outcome", NOT_NEGATIVE),
+    },
+)
 def turn_grpo(
     *,
     rewards: Tensor,
@@ -96,6 +102,11 @@ def turn_grpo(
     return _on_tokens(turns, credit, rewards, turn_rewards)
 
 
+@AdvantageSpec(
+    help="returns of turns, compared in the group",
+    needs=COMPARES_TURNS,
+    options={"gamma": Option("discount", FRACTION)},
+)
 def turn_return(
     *,
     turn_rewards: Tensor | None = None,
@@ -120,6 +131,11 @@ def turn_return(
     return _on_tokens(turns, norm.per_turn(returns, group.to(mask.device), turns), turn_rewards, rewards)
 
 
+@AdvantageSpec(
+    help="returns of turns and the outcome, compared in the group",
+    needs=COMPARES_TURNS,
+    options={"gamma": Option("discount", FRACTION), "outcome_weight": Option("weight of the outcome", NOT_NEGATIVE)},
+)
 def turn_return_hybrid(
     *,
     rewards: Tensor,
@@ -185,6 +201,52 @@ def gigpo(
     return _on_tokens(turns, norm.rows(outcome, ids)[:, None] + weight * local, rewards, turn_rewards)
 
 
+@AdvantageSpec(
+    name="gigpo",
+    help="episode-level and state-level comparison",
+    needs={Need.GROUP, Need.STD, Need.OPTIONAL_TURN_REWARDS, Need.STATE_KEYS, Need.ADVANTAGE_OF_EQUAL_REWARDS},
+    options={
+        "gamma": Option("discount", FRACTION, default=0.95),
+        "weight": Option("weight of the step-level term", NOT_NEGATIVE, default=1.0),
+        "scale": Option("divide by the standard deviation, or do not", choices=SCALES, default="std"),
+    },
+)
+def _gigpo(
+    *,
+    rewards: Tensor,
+    anchors: Tensor,
+    group: Tensor,
+    mask: Tensor,
+    turn: Tensor,
+    turn_rewards: Tensor,
+    gamma: float,
+    weight: float,
+    scale: Scale,
+    ddof: int,
+) -> Tensor:
+    """Call `gigpo` with the reward added to that of each row's last turn."""
+    last = torch.where(mask.bool(), turn, -1).amax(1)
+    columns = torch.arange(turn_rewards.shape[1], device=last.device)
+    outcome = torch.where(columns == last[:, None], rewards[:, None].to(last.device), 0.0)
+    return gigpo(
+        rewards=rewards,
+        anchors=anchors,
+        group=group,
+        mask=mask,
+        turn=turn,
+        turn_rewards=turn_rewards + outcome,
+        gamma=gamma,
+        weight=weight,
+        scale=scale,
+        ddof=ddof,
+    )
+
+
+@AdvantageSpec(
+    help="branches of a fork compared with each other",
+    needs={Need.GROUP, Need.STD, Need.BRANCHES},
+    options={"scale": Option("divide by the standard deviation, or do not", choices=SCALES)},
+)
 def siblings(
     *,
     rewards: Tensor,

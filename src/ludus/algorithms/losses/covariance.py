@@ -10,13 +10,12 @@ random choice are those of the microbatch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
-import torch
-from torch import Tensor
+from ludus.algorithms.losses.clipped import ppo_clip, token_cut, token_ratio
+from ludus.algorithms.parts import NOT_NEGATIVE, LossSpec, Need, Option, OptionBounds
+from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 
-from ludus.algorithms.losses.clipped import ClipOptions, ppo_clip, token_ratio
-from ludus.algorithms.masking import check_shapes, select
+_SHARE = OptionBounds(0, 1, above=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +99,18 @@ def choose_highest(*, covariance: Tensor, mask: Tensor, share: float = 2e-4) -> 
     return _smallest(-covariance, mask.bool(), _count(share, mask))
 
 
+@LossSpec(
+    help="PPO without the gradient of some tokens of high covariance",
+    needs={Need.CLIP, Need.DUAL_CLIP, Need.TOKEN_CHOICE},
+    options={
+        "share": Option("fraction of the tokens that is chosen", _SHARE, default=2e-4),
+        "low": Option("lower bound of the covariance", default=1.0),
+        "high": Option("upper bound of the covariance", default=5.0),
+    },
+    ratio_part="The clip",
+    cut=token_cut,
+    choose=choose_between,
+)
 def clip_cov(
     *,
     logprobs: Tensor,
@@ -107,7 +118,9 @@ def clip_cov(
     advantages: Tensor,
     mask: Tensor,
     chosen: Tensor | None = None,
-    **clip: Unpack[ClipOptions],
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    dual_clip: float | None = None,
 ) -> Tensor:
     """`ppo_clip`, and 0 with no gradient on the tokens of `chosen`, [N, L] (arXiv:2505.22617).
 
@@ -118,10 +131,28 @@ def clip_cov(
         covariance = _covariance(old_logprobs, advantages, mask)
         chosen = choose_between(covariance=covariance, mask=mask, seed=0)
     check_shapes(mask, chosen=chosen)
-    loss = ppo_clip(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, **clip)
+    loss = ppo_clip(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        mask=mask,
+        eps_low=eps_low,
+        eps_high=eps_high,
+        dual_clip=dual_clip,
+    )
     return select(loss, ~chosen.bool())
 
 
+@LossSpec(
+    help="a KL on the tokens of the highest covariance",
+    needs={Need.TOKEN_CHOICE},
+    options={
+        "share": Option("fraction of the tokens that is chosen", _SHARE, default=2e-4),
+        "coef": Option("coefficient of the KL of chosen tokens", NOT_NEGATIVE),
+    },
+    ratio_part="The KL of the chosen tokens",
+    choose=choose_highest,
+)
 def kl_cov(
     *,
     logprobs: Tensor,

@@ -6,14 +6,13 @@ over tokens of their own, and so carry a normaliser of their own and give [].
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from ludus.algorithms.kl import full_reverse
 from ludus.algorithms.losses.clipped import token_ratio
-from ludus.algorithms.masking import check_shapes, select
+from ludus.algorithms.parts import LossSpec, Need
+from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 
 
+@LossSpec(help="the policy gradient without a ratio")
 def reinforce(*, logprobs: Tensor, advantages: Tensor, mask: Tensor, old_logprobs: Tensor | None = None) -> Tensor:
     """`-A logprobs`, [N, L] (Williams 1992). `old_logprobs` are not read: it has no ratio."""
     check_shapes(mask, logprobs=logprobs, advantages=advantages)
@@ -69,6 +68,7 @@ def value_loss(*, values: Tensor, old_values: Tensor, returns: Tensor, mask: Ten
     return select(0.5 * error, mask)
 
 
+@LossSpec(help="reverse KL from a teacher, on sampled tokens", needs={Need.TEACHER})
 def distill(
     *,
     logprobs: Tensor,
@@ -109,6 +109,17 @@ def distill_full(*, logits: Tensor, teacher_logits: Tensor, mask: Tensor, temper
     )
     empty = torch.zeros(mask.shape, dtype=divergence.dtype, device=divergence.device)
     return empty.masked_scatter(actions, divergence)
+
+
+@LossSpec(
+    name="distill_full",
+    help="reverse KL from a teacher, over the vocabulary",
+    needs={Need.TEACHER, Need.TEACHER_DISTRIBUTION},
+    off_policy=True,
+)
+def _distill_full(*, teacher_kl: Tensor, mask: Tensor) -> Tensor:
+    """Return `teacher_kl` [N, L], which the learner computes in chunks, on action tokens."""
+    return select(teacher_kl, mask)
 
 
 def _mean_nll(logprobs: Tensor, tokens: Tensor, num_tokens: int | None) -> Tensor:

@@ -1,18 +1,79 @@
 """Losses whose ratio belongs to the whole trajectory: the geometric mean of token ratios, or their product.
 
-`A_i`, the advantage of a trajectory, is the mean of `advantages` over its action tokens: the advantage itself
-where all tokens carry the same. A trajectory without action tokens gives 0.
+`A_i`, the advantage of a trajectory, is the mean of `advantages` over its action tokens: the advantage itself if all
+tokens carry the same. A trajectory without action tokens gets 0.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from ludus.algorithms.batch import Cut
+from ludus.algorithms.losses.clipped import ClipRange, ppo_cut
+from ludus.algorithms.parts import LossSpec, Need
+from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select, torch
 
-from ludus.algorithms.losses.clipped import ClipRange
-from ludus.algorithms.masking import check_shapes, clamped_ratio, select
+
+def trajectory_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """The mean of `values` [N, L] over the action tokens of each trajectory, [N]; 0 without action tokens."""
+    return select(values, mask).sum(1) / mask.bool().sum(1).clamp(min=1)
 
 
+def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """`exp(mean_t (logprobs - old))` over the action tokens, the exponent clamped to +-20, [N]."""
+    return clamped_ratio(trajectory_mean(select(logprobs, mask) - select(old_logprobs, mask).detach(), mask))
+
+
+def product_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """`exp(sum_t (logprobs - old))` over the action tokens, the exponent clamped to +-20, [N]."""
+    return clamped_ratio((select(logprobs, mask) - select(old_logprobs, mask).detach()).sum(1))
+
+
+def _sequence_cut(
+    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float
+) -> Cut:
+    """Return what is cut off by one ratio and one advantage for all tokens of a trajectory."""
+    ratio = sequence_ratio(logprobs, old_logprobs, mask)
+    return _cut_of_rows(ratio, trajectory_mean(advantages, mask)[:, None], mask, ClipRange(eps_low, eps_high))
+
+
+def _product_cut(
+    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float
+) -> Cut:
+    """Return what is cut off by the product of a trajectory's ratios, and one advantage."""
+    ratio = product_ratio(logprobs, old_logprobs, mask)
+    return _cut_of_rows(ratio, trajectory_mean(advantages, mask)[:, None], mask, ClipRange(eps_low, eps_high))
+
+
+def _sequence_cut_by_token(
+    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float
+) -> Cut:
+    """Return what is cut off by one ratio for all tokens of a trajectory, and each token's own advantage."""
+    ratio = sequence_ratio(logprobs, old_logprobs, mask)
+    return _cut_of_rows(ratio, advantages, mask, ClipRange(eps_low, eps_high))
+
+
+def _cut_of_rows(ratio: Tensor, advantages: Tensor, mask: Tensor, clip: ClipRange) -> Cut:
+    """Return what the clip cuts off at one ratio [N] a trajectory; `advantages` [N, L] or [N, 1]."""
+    ratio, advantages = ratio[:, None].expand(mask.shape), advantages.expand(mask.shape)
+    return ppo_cut(ratio=ratio, advantages=advantages, mask=mask, clip=clip)
+
+
+def _log_ratio_cut(
+    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float
+) -> Cut:
+    """Return what is cut off token by token, by the log-ratio and the token's advantage."""
+    gap = select(logprobs, mask) - select(old_logprobs, mask)
+    scores, actions = select(advantages, mask), mask.bool()
+    low, high = actions & (scores < 0) & (gap < -eps_low), actions & (scores > 0) & (gap > eps_high)
+    return Cut(low, high, torch.zeros_like(actions))
+
+
+@LossSpec(
+    help="the geometric mean of the ratios, clipped",
+    needs={Need.CLIP},
+    ratio_part="The clip",
+    per_trajectory=True,
+    cut=_sequence_cut,
+)
 def gspo(
     *,
     logprobs: Tensor,
@@ -33,6 +94,13 @@ def gspo(
     return bounds.surrogate(ratio, trajectory_mean(advantages, mask).detach())
 
 
+@LossSpec(
+    help="PPO with the ratio of the whole trajectory",
+    needs={Need.CLIP},
+    ratio_part="The clip",
+    per_trajectory=True,
+    cut=_product_cut,
+)
 def ppo_sequence(
     *,
     logprobs: Tensor,
@@ -53,6 +121,9 @@ def ppo_sequence(
     return bounds.surrogate(ratio, trajectory_mean(advantages, mask).detach())
 
 
+@LossSpec(
+    help="GSPO with the advantage of each token", needs={Need.CLIP}, ratio_part="The clip", cut=_sequence_cut_by_token
+)
 def gspo_token(
     *,
     logprobs: Tensor,
@@ -75,6 +146,13 @@ def gspo_token(
     return select(bounds.surrogate(carried, select(advantages, mask).detach()), mask)
 
 
+@LossSpec(
+    help="the geometric mean of clipped ratios",
+    needs={Need.CLIP},
+    ratio_part="The clip",
+    per_trajectory=True,
+    cut=_log_ratio_cut,
+)
 def gmpo(
     *,
     logprobs: Tensor,
@@ -98,18 +176,3 @@ def gmpo(
     log_ratio = select(logprobs, mask) - select(old_logprobs, mask).detach()
     kept = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-eps_low, eps_high))
     return -scores * clamped_ratio(trajectory_mean(kept, mask))
-
-
-def trajectory_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of `values` [N, L] over the action tokens of each trajectory, [N]; 0 without action tokens."""
-    return select(values, mask).sum(1) / mask.bool().sum(1).clamp(min=1)
-
-
-def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """`exp(mean_t (logprobs - old))` over the action tokens, the exponent clamped to +-20, [N]."""
-    return clamped_ratio(trajectory_mean(select(logprobs, mask) - select(old_logprobs, mask).detach(), mask))
-
-
-def product_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """`exp(sum_t (logprobs - old))` over the action tokens, the exponent clamped to +-20, [N]."""
-    return clamped_ratio((select(logprobs, mask) - select(old_logprobs, mask).detach()).sum(1))

@@ -1,41 +1,15 @@
-"""Losses that look at who sampled the token: the engine's policy (`dppo`) or an expert (`mixed_policy`)."""
+"""Losses that depend on who sampled the token: the engine's policy (`dppo`) or an expert (`mixed_policy`)."""
 
 from __future__ import annotations
 
-from typing import Literal, Unpack
+from typing import Literal
 
-import torch
-from torch import Tensor
+from ludus.algorithms.batch import Cut
+from ludus.algorithms.losses.clipped import ppo_clip, token_cut, token_ratio
+from ludus.algorithms.parts import NOT_NEGATIVE, POSITIVE, LossSpec, Need, Option
+from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 
-from ludus.algorithms.losses.clipped import ClipOptions, ppo_clip, token_ratio
-from ludus.algorithms.masking import check_shapes, select
-
-
-def dppo(
-    *,
-    logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    bound: float = 0.2,
-    divergence: Literal["tv", "kl"] = "tv",
-    old_logprobs: Tensor | None = None,
-) -> Tensor:
-    """`-rho A` with `rho = exp(logprobs - behavior)`, 0 where a step would leave the trust region, [N, L].
-
-    A token has weight 0 where `A > 0, rho > 1` or `A < 0, rho < 1`, and its divergence passes `bound`: of
-    the two distributions "this token or another", `tv` is `|exp(logprobs) - exp(behavior)|`, `kl` is
-    `KL(behavior || current)`. arXiv:2602.04879. Two policies only: `old_logprobs` are not read,
-    and there is no other correction beside it. `bound` 0.2 as verl's default; for `kl` it is in nats. verl
-    truncates a detached `rho` at 20 and multiplies `logprobs`, which has the same gradient below 20.
-    """
-    check_shapes(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages)
-    if divergence not in ("tv", "kl"):
-        raise ValueError(f"divergence = {divergence!r} is neither 'tv' nor 'kl'")
-    scores = select(advantages, mask).detach()
-    current, behavior = select(logprobs, mask), select(behavior_logprobs, mask).detach()
-    low, high = dppo_blocked(current.detach(), behavior, scores, bound, divergence)
-    return select(-token_ratio(logprobs, behavior_logprobs, mask) * scores, mask.bool() & ~(low | high))
+DIVERGENCES = ("tv", "kl")
 
 
 def dppo_blocked(
@@ -64,6 +38,90 @@ def binary_kl(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
     return behavior * (behavior_logprobs - logprobs) + rest
 
 
+def _log_complement(logprobs: Tensor) -> Tensor:
+    """`log(1 - exp(x))` for x <= 0 (a rounding error above 0 counts as 0)."""
+    below = logprobs.clamp(max=0.0)
+    return torch.where(below > -0.6931, torch.log(-torch.expm1(below)), torch.log1p(-below.exp()))
+
+
+def _trust_region_cut(
+    *, logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, mask: Tensor, bound: float, divergence: str
+) -> Cut:
+    """Return the tokens that a step would move further out of the trust region."""
+    current, behavior, scores = (select(one, mask) for one in (logprobs, behavior_logprobs, advantages))
+    low, high = dppo_blocked(current, behavior, scores, bound, divergence)
+    return Cut(low, high, torch.zeros_like(low))
+
+
+def _own_token_cut(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None = None,
+    expert: Tensor | None = None,
+) -> Cut:
+    """Return what the clip cuts off of the policy's own tokens; those of experts are not clipped."""
+    own = mask.bool() if expert is None else mask.bool() & ~expert.bool()[:, None]
+    return token_cut(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        mask=own,
+        eps_low=eps_low,
+        eps_high=eps_high,
+        dual_clip=dual_clip,
+    )
+
+
+@LossSpec(
+    help="a trust region on the divergence from the behaviour policy",
+    needs={Need.BEHAVIOR_RATIO},
+    options={
+        "bound": Option("bound of the divergence from the behaviour policy", NOT_NEGATIVE),
+        "divergence": Option("total variation, or KL", choices=DIVERGENCES),
+    },
+    ratio_part="The trust region",
+    off_policy=True,
+    cut=_trust_region_cut,
+)
+def dppo(
+    *,
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    bound: float = 0.2,
+    divergence: Literal["tv", "kl"] = "tv",
+    old_logprobs: Tensor | None = None,
+) -> Tensor:
+    """`-rho A` with `rho = exp(logprobs - behavior)`, 0 where a step would leave the trust region, [N, L].
+
+    A token has weight 0 where `A > 0, rho > 1` or `A < 0, rho < 1`, and its divergence passes `bound`: of
+    the two distributions "this token or another", `tv` is `|exp(logprobs) - exp(behavior)|`, `kl` is
+    `KL(behavior || current)`. arXiv:2602.04879. Two policies only: `old_logprobs` are not read,
+    and there is no other correction beside it. `bound` 0.2 as verl's default; for `kl` it is in nats. verl
+    truncates a detached `rho` at 20 and multiplies `logprobs`, which has the same gradient below 20.
+    """
+    check_shapes(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages)
+    if divergence not in DIVERGENCES:
+        raise ValueError(f"divergence = {divergence!r} is neither 'tv' nor 'kl'")
+    scores = select(advantages, mask).detach()
+    current, behavior = select(logprobs, mask), select(behavior_logprobs, mask).detach()
+    low, high = dppo_blocked(current.detach(), behavior, scores, bound, divergence)
+    return select(-token_ratio(logprobs, behavior_logprobs, mask) * scores, mask.bool() & ~(low | high))
+
+
+@LossSpec(
+    help="PPO on own rollouts, a shaped ratio on demonstrations",
+    needs={Need.CLIP, Need.DUAL_CLIP, Need.DEMONSTRATIONS},
+    options={"gamma": Option("shaping constant of the demonstrations", POSITIVE)},
+    ratio_part="The clip",
+    cut=_own_token_cut,
+)
 def mixed_policy(
     *,
     logprobs: Tensor,
@@ -72,7 +130,9 @@ def mixed_policy(
     mask: Tensor,
     expert: Tensor,
     gamma: float = 0.1,
-    **clip: Unpack[ClipOptions],
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    dual_clip: float | None = None,
 ) -> Tensor:
     """`ppo_clip` on the policy's own tokens, `-f(p) A` with `f(p) = p / (p + gamma)` on an expert's, [N, L].
 
@@ -88,13 +148,15 @@ def mixed_policy(
     foreign = expert.bool()[:, None].expand(mask.shape) if expert.ndim == 1 else expert.bool()
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, expert=foreign)
     own, foreign = mask.bool() & ~foreign, mask.bool() & foreign
-    on_policy = ppo_clip(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=own, **clip)
+    on_policy = ppo_clip(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        mask=own,
+        eps_low=eps_low,
+        eps_high=eps_high,
+        dual_clip=dual_clip,
+    )
     probability = select(logprobs, foreign).exp()
     shaped = probability / (probability + gamma)
     return on_policy - select(shaped * select(advantages, foreign).detach(), foreign)
-
-
-def _log_complement(logprobs: Tensor) -> Tensor:
-    """`log(1 - exp(x))` for x <= 0 (a rounding error above 0 counts as 0)."""
-    below = logprobs.clamp(max=0.0)
-    return torch.where(below > -0.6931, torch.log(-torch.expm1(below)), torch.log1p(-below.exp()))

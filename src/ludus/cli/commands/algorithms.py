@@ -11,11 +11,13 @@ from dataclasses import asdict
 
 from rich.table import Table
 
-from ludus.algorithms.spec.advantages import ADVANTAGES
-from ludus.algorithms.spec.algorithm import AGGREGATION_NAMES, KL_NAMES, Algorithm, Part
-from ludus.algorithms.spec.corrections import CORRECTIONS, KL_OPTIONS
-from ludus.algorithms.spec.losses import LOSSES
-from ludus.algorithms.spec.parts import Option, PartSpec
+from ludus.algorithms.advantages import ADVANTAGES
+from ludus.algorithms.aggregate import AGGREGATIONS
+from ludus.algorithms.corrections import CORRECTIONS
+from ludus.algorithms.kl import KL_NAMES, KL_OPTIONS
+from ludus.algorithms.losses import LOSSES
+from ludus.algorithms.parts import Option, PartSpec
+from ludus.algorithms.spec.algorithm import Algorithm, Part
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
 from ludus.cli.arguments import no_settings
@@ -58,7 +60,7 @@ def without_preset() -> Iterator[tuple[str, list[str]]]:
     parts = (
         ("advantage", ADVANTAGES, {one.advantage for one in presets}),
         ("loss", LOSSES, {one.loss for one in presets}),
-        ("aggregation", AGGREGATION_NAMES, {one.aggregation for one in presets}),
+        ("aggregation", AGGREGATIONS, {one.aggregation for one in presets}),
         ("kl", KL_NAMES, {one.kl for one in presets if one.kl_coef > 0}),
         ("correction", CORRECTIONS, {one.correction for one in presets}),
     )
@@ -88,7 +90,7 @@ def describe_part(name: str) -> Iterator[str]:
     if name in KL_NAMES:
         yield f"{name} is a part of presets: --algorithm.kl {name}"
         yield from _options("kl", KL_OPTIONS, {})
-    if name in AGGREGATION_NAMES:
+    if name in AGGREGATIONS:
         yield f"{name} is a part of presets: --algorithm.aggregation {name}"
 
 

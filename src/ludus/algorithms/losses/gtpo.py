@@ -8,21 +8,36 @@ other algorithms.)
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
 
 from ludus.algorithms.losses.clipped import token_ratio
 from ludus.algorithms.losses.sequence import trajectory_mean
-from ludus.algorithms.masking import check_shapes, select
+from ludus.algorithms.parts import NOT_NEGATIVE, POSITIVE, SWITCH, LossSpec, Need, Option
+from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 
 
-def gtpo(*, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
-    """`-w ratio A`, [N, L], with `w` from `conflict_weights` (arXiv:2508.03772).
+@LossSpec(
+    help="REINFORCE with weights of conflict tokens",
+    needs={Need.CONFLICT_WEIGHTS},
+    options={
+        "amplify": Option("weight of conflict tokens of solved attempts", NOT_NEGATIVE, default=2.0),
+        "contiguous": Option("1: conflict tokens are a common prefix or suffix", SWITCH, default=1.0),
+        "entropy_bound": Option("entropy (nats) above which an attempt does not train", POSITIVE, default=math.log(2)),
+        "entropy_penalty": Option("coefficient of the entropy penalty", NOT_NEGATIVE, default=0.1),
+    },
+)
+def gtpo(
+    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """`-w ratio A`, [N, L], with `w` from `conflict_weights` (arXiv:2508.03772); None: `advantages` contain it.
 
     The authors run one step per batch, where the ratio is 1 and only its gradient counts.
     """
-    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, weights=weights)
-    scores = select(weights, mask).detach() * select(advantages, mask).detach()
+    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    scores = select(advantages, mask).detach()
+    if weights is not None:
+        check_shapes(mask, weights=weights)
+        scores = select(weights, mask).detach() * scores
     return select(-token_ratio(logprobs, old_logprobs, mask) * scores, mask)
 
 
