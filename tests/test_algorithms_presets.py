@@ -7,12 +7,14 @@ import warnings
 from dataclasses import fields
 
 import pytest
+import torch
 
 from ludus.algorithms.advantages import ADVANTAGES as ADVANTAGE_SPECS
 from ludus.algorithms.batch import Outcomes, TokenBatch
 from ludus.algorithms.corrections import CORRECTIONS as CORRECTION_SPECS
 from ludus.algorithms.kl import FULL_KL_NAMES, FULL_KLS
 from ludus.algorithms.losses import LOSSES as LOSS_SPECS
+from ludus.algorithms.parts import AdvantageSpec, Need, declared_in, modules_of, publish
 from ludus.algorithms.spec import algorithm
 from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.presets import PRESETS
@@ -317,3 +319,48 @@ def test_k1_in_the_loss_warns_and_elsewhere_does_not():
         check_placement("k2", "loss")
     with pytest.raises(ConfigError, match="kl_placement = 'los'"):
         check_placement("k2", "los")
+
+
+MINE = '''
+"""A part in one file."""
+
+from ludus.algorithms.parts import AdvantageSpec, Need, Option, OptionBounds
+
+
+@AdvantageSpec(help="doubled", needs={Need.GROUP}, options={"factor": Option("factor", OptionBounds(1, whole=True))})
+def mine(*, rewards, mask, factor=2):
+    return factor * rewards[:, None] * mask
+
+
+def helper():
+    """Not a part."""
+'''
+
+
+def test_a_file_in_the_folder_is_a_new_advantage(tmp_path, monkeypatch):
+    (tmp_path / "new_parts").mkdir()
+    (tmp_path / "new_parts" / "mine.py").write_text(MINE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = modules_of("new_parts", [str(tmp_path / "new_parts")])
+    found = declared_in(AdvantageSpec, modules)
+    assert list(found) == ["mine"]
+    assert found["mine"].options["factor"].default == 2
+    assert found["mine"].has(Need.GROUP)
+    assert publish("new_parts", modules) == ["helper", "mine"]
+    import new_parts
+
+    assert new_parts.mine is found["mine"].function
+
+
+def test_a_plug_in_may_take_the_whole_batch_and_must_not_ask_for_what_is_unknown(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def whole(outcomes, algorithm):\n    return 0 * outcomes.mask\n\n\ndef odd(rewards, colour): ...\n"
+    )
+    outcomes = Outcomes(torch.ones(2), torch.zeros(2, dtype=torch.long), torch.ones(2, 3))
+    chosen = resolve(AlgorithmConfig(advantage=f"{file}:whole"))
+    assert chosen.compute("advantage", outcomes).tolist() == [[0.0] * 3] * 2
+    with pytest.raises(ConfigError, match="parameter 'colour'"):
+        resolve(AlgorithmConfig(advantage=f"{file}:odd"))
+    with pytest.raises(ConfigError, match="not a function"):
+        resolve(AlgorithmConfig(advantage=f"{file}:__name__"))

@@ -93,6 +93,21 @@ def icepop(
 
 
 @CorrectionSpec(
+    help="weights of token ratios up to a cap",
+    needs={Need.LIMITED_RATIO, Need.BEHAVIOR_RATIO},
+    options={"cap": Option("upper bound of the ratio", POSITIVE)},
+)
+def decoupled(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float = 5.0) -> Tensor:
+    """`min(exp(old - behavior), cap)`, [N, L]: with `ppo_clip` around `old`, the decoupled PPO objective.
+
+    AReaL (arXiv:2505.24298): the clip is around the proximal policy, the weight leads from the
+    behaviour policy to it. The numbers are those of `tis` with a wider cap (AReaL's `behav_imp_weight_cap`,
+    5; its code drops tokens beyond it).
+    """
+    return tis(old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs, mask=mask, cap=cap)
+
+
+@CorrectionSpec(
     help="trajectories or tokens out of bounds do not train",
     needs={Need.REJECTION},
     options={
@@ -194,21 +209,6 @@ def opsm(*, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Te
     gap = (select(old_logprobs, mask) - select(logprobs, mask)).detach().sum(1, keepdim=True)
     far = gap / mask.bool().sum(1, keepdim=True).clamp(min=1) > delta
     return (mask.bool() & ~(far & (advantages < 0))).to(logprobs.dtype)
-
-
-@CorrectionSpec(
-    help="weights of token ratios up to a cap",
-    needs={Need.LIMITED_RATIO, Need.BEHAVIOR_RATIO},
-    options={"cap": Option("upper bound of the ratio", POSITIVE)},
-)
-def decoupled(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float = 5.0) -> Tensor:
-    """`min(exp(old - behavior), cap)`, [N, L]: with `ppo_clip` around `old`, the decoupled PPO objective.
-
-    AReaL (arXiv:2505.24298): the clip is around the proximal policy, the weight leads from the
-    behaviour policy to it. The numbers are those of `tis` with a wider cap (AReaL's `behav_imp_weight_cap`,
-    5; its code drops tokens beyond it).
-    """
-    return tis(old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs, mask=mask, cap=cap)
 
 
 def importance_ratios(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, level: Level) -> Tensor:
