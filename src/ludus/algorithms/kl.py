@@ -159,7 +159,7 @@ GRANULARITIES: tuple[Literal["token", "trajectory"], ...] = ("token", "trajector
 IMPORTANCES: tuple[Literal["none", "ratio"], ...] = ("none", "ratio")
 KL_OPTIONS: Mapping[str, Option] = {
     "granularity": Option(
-        "subtract at each token, or the mean of the trajectory", choices=GRANULARITIES, default="token"
+        "penalty of each token, or its sum over the trajectory", choices=GRANULARITIES, default="token"
     ),
     "importance": Option("weigh the term in the loss by the ratio, or do not", choices=IMPORTANCES, default="none"),
 }
