@@ -108,7 +108,7 @@ def test_numbers_of_a_part_reach_the_algorithm():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"options": {"loss": {"bound": 0.1}}}, "loss.bound is nothing that the loss ppo_clip has"),
+        ({"options": {"loss": {"bound": 0.1}}}, "loss.bound is not an option of the loss ppo_clip"),
         ({"preset": "dppo", "options": {"loss": {"bond": 0.1}}}, "'bound'"),
         ({"preset": "dppo", "options": {"loss": {"divergence": "js"}}}, "divergence = 'js'"),
         ({"preset": "dppo", "options": {"loss": {"bound": "wide"}}}, "bound = 'wide' is not a number"),

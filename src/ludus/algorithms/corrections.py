@@ -2,7 +2,7 @@
 
 Every correction returns weights [N, L] without gradient, 0 where `mask` is 0, which multiply the policy loss. They
 do not change its normaliser, except for `reject_sequence` and `m2po`, which are filters and narrow the mask.
-`resolve.check_corrections` says which parts exclude each other. A new correction is one decorated function here.
+`resolve.check_corrections` raises for parts that exclude each other. A new correction is one decorated function here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LENGTH_BOUNDS = tuple(2**exponent for exponent in range(9, 18))
 
 @CorrectionSpec(help="none")
 def none(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """1 on every action token: sampler and learner are taken to agree."""
+    """Return 1 on every action token: no correction."""
     check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
     return mask.bool().to(old_logprobs.dtype)
 
@@ -51,7 +51,7 @@ def tis(
     low: float = 0.0,
     level: Level = "token",
 ) -> Tensor:
-    """`max(low, min(w, cap))`, truncated importance sampling, [N, L].
+    """Return `max(low, min(w, cap))`, truncated importance sampling, [N, L].
 
     `w` is, by `level`: `token` `exp(old - behavior)`; `sequence` `exp(sum_t (old - behavior))`, unbiased and
     of high variance; `geometric` `exp(mean_t (old - behavior))`. The last two are the same on all action
@@ -81,7 +81,7 @@ def icepop(
     high: float = 5.0,
     level: Level = "token",
 ) -> Tensor:
-    """`w` where `low <= w <= high`, else 0, [N, L]: a ratio out of bounds is dropped, not truncated.
+    """Return `w` where `low <= w <= high`, else 0, [N, L]: a ratio out of bounds is dropped, not truncated.
 
     arXiv:2510.18855 (Ring-1T; 0.5 and 5). `level` as in `tis`; `sequence` is the masked importance sampling
     of "When Speed Kills Stability" (Liu et al. 2025), TRL's default. Dropped tokens stay in the
@@ -98,7 +98,7 @@ def icepop(
     options={"cap": Option("upper bound of the ratio", POSITIVE)},
 )
 def decoupled(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float = 5.0) -> Tensor:
-    """`min(exp(old - behavior), cap)`, [N, L]: with `ppo_clip` around `old`, the decoupled PPO objective.
+    """Return `min(exp(old - behavior), cap)`, [N, L]: with `ppo_clip` around `old`, the decoupled PPO objective.
 
     AReaL (arXiv:2505.24298): the clip is around the proximal policy, the weight leads from the
     behaviour policy to it. The numbers are those of `tis` with a wider cap (AReaL's `behav_imp_weight_cap`,
@@ -129,7 +129,7 @@ def reject_sequence(
     veto: float = 0.0,
     measure: Literal["ratio", "k2", "k3"] = "ratio",
 ) -> Tensor:
-    """1 on the action tokens whose ratio lies in `[low, high]`, else 0, [N, L].
+    """Return 1 on the action tokens whose ratio lies in `[low, high]`, else 0, [N, L].
 
     The ratio is, by `by`, that of the trajectory: `geometric`, `exp(mean_t (old - behavior))`; `sequence`,
     `exp(sum_t (old - behavior))`; the `largest` of its tokens; or with `token` each token's own. A trajectory
@@ -138,7 +138,7 @@ def reject_sequence(
     With `measure` `k2` or `k3` the bound `high` is on `g^2 / 2` or `exp(g) - 1 - g`, `g = old - behavior`:
     their mean, sum or maximum over the trajectory, or each token's own; `low` is not read.
 
-    A filter, so what it drops leaves the normaliser: meant to narrow the mask. verl's `rollout_rs` (token,
+    A filter, so dropped tokens leave the normaliser: use it to narrow the mask. verl's `rollout_rs` (token,
     sequence, geometric; `seq_mean_k3` and its like) has 2 and its inverse; the geometric form is often held
     far tighter (0.999 to 1.001 in verl's examples), and its `rollout_token_veto_threshold` is `veto` (1e-4).
     """
@@ -161,8 +161,9 @@ def reject_sequence(
 
 
 def _summary(values: Tensor, mask: Tensor, by: str) -> Tensor:
-    """Mean, sum or maximum of values [N, L], 0 off the mask, over the actions of each trajectory, [N, 1]; by
-    token the values."""
+    """Return the mean, sum or maximum of `values` [N, L] over the actions of each trajectory, [N, 1].
+
+    `values` are 0 off the mask. By token they are returned as they are."""
     if by == "largest":
         return values.amax(1, keepdim=True) if values.shape[1] else values
     if by == "token":
@@ -177,11 +178,11 @@ def _summary(values: Tensor, mask: Tensor, by: str) -> Tensor:
     options={"bound": Option("bound of the mean squared log-ratio", POSITIVE)},
 )
 def m2po(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, bound: float = 0.04) -> Tensor:
-    """1 on the action tokens that stay, 0 on those of largest `(old - behavior)^2`, [N, L].
+    """Return 1 on the action tokens that train, 0 on those of largest `(old - behavior)^2`, [N, L].
 
-    Second-moment trust policy optimisation (arXiv:2510.01161, `bound` 0.04): as few tokens as possible go, in
-    descending order, so that the mean of the square over the others is below `bound`; one stays in any case,
-    as in AReaL. Over the whole batch of the step, so all of it belongs here. A filter, as `reject_sequence`.
+    Second-moment trust policy optimisation (arXiv:2510.01161, `bound` 0.04): as few tokens as possible are
+    removed, in descending order, so that the mean of the square over the others is below `bound`; one always stays, as
+    in AReaL. Takes the whole batch of the step. A filter, as `reject_sequence`.
     """
     check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
     actions = mask.bool()
@@ -198,11 +199,11 @@ def m2po(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, bound
 
 
 def opsm(*, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float = 1e-4) -> Tensor:
-    """0 where `A < 0` and `mean_t (old - logprobs)` of the trajectory is above `delta`, else 1, [N, L].
+    """Return 0 where `A < 0` and `mean_t (old - logprobs)` of the trajectory is above `delta`, else 1, [N, L].
 
     Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556; `old` is the policy that sampled, and here
-    the settings give that; slime's `use-opsm`, `delta` 1e-4, takes the learner's unless told otherwise): what
-    failed and has become unlikely does not push further. It multiplies the policy loss, beside any
+    the settings pass that; slime's `use-opsm`, `delta` 1e-4, takes the learner's by default): failed trajectories
+    that have become unlikely have no policy loss. It multiplies the loss in addition to any
     correction; `logprobs` are those being trained, without gradient.
     """
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
@@ -233,8 +234,8 @@ def _check_bounds(low: float, high: float) -> None:
 class Mismatch:
     """Sums over action tokens; `+` joins microbatches.
 
-    `w` is the ratio `exp(old - behavior)` over what the correction takes it (each token, unless it says
-    otherwise), before truncation; `truncated` and `dropped` count tokens by what the correction did to it.
+    `w` is the ratio `exp(old - behavior)` at the level of the correction (each token by
+    default), before truncation; `truncated` and `dropped` count tokens by what the correction did to it.
     """
 
     tokens: int
@@ -314,7 +315,7 @@ def mismatch(
     ratios: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Mismatch:
-    """How far learner and engine are apart on the action tokens, and what a correction does about it.
+    """Return how far learner and engine are apart on the action tokens, and what a correction does about it.
 
     `ratios` and `weights` [N, L] are the correction's before and after its limits. None: the ratios of
     tokens, and no limits.
@@ -335,9 +336,9 @@ def mismatch_by_length(
     positions: Tensor | None = None,
     bounds: Sequence[int] = LENGTH_BOUNDS,
 ) -> MismatchByLength:
-    """`mismatch` by the token's place in its sequence, counted with prompt and observations.
+    """Return `mismatch` by the token's place in its sequence, counted with prompt and observations.
 
-    `positions` [N, L] integers from 0 (a packed batch gives its own); None: the column. Masked positions do
+    `positions` [N, L] integers from 0 (a packed batch passes its own); None: the column. Masked positions do
     not matter. `bounds` ascend. Raises ValueError for bounds that do not and for unfit shapes.
     """
     ends = tuple(bounds)
@@ -357,7 +358,7 @@ def mismatch_by_length(
 
 
 def _sums(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, ratios: Tensor, weights: Tensor) -> Tensor:
-    """The fields of `Mismatch` in their order, [8] float64."""
+    """Return the fields of `Mismatch` in their order, [8] float64."""
     old = select(old_logprobs, mask).detach().double()
     behavior = select(behavior_logprobs, mask).detach().double()
     before, after = select(ratios, mask).detach().double(), select(weights, mask).detach().double()

@@ -13,7 +13,7 @@ class GroupedRewards:
     """Rewards with their groups. `K` groups are numbered by ascending id.
 
     `rewards` [N] float64; `index` [N] the group number of each row; `member` [K, N] bool; `equal` [K] bool,
-    set where the rewards of a group differ by rounding at most (a group with one member is equal).
+    set if the rewards of a group differ by rounding at most (a group with one member is equal).
     """
 
     rewards: Tensor
@@ -27,27 +27,27 @@ class GroupedRewards:
         return self.member.sum(1).double()
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum of `values` [N] over each group, [K]."""
+        """Return sum of `values` [N] over each group, [K]."""
         return torch.where(self.member, values, 0.0).sum(1)
 
     def mean(self) -> Tensor:
-        """Mean reward of each group, [K]."""
+        """Return mean reward of each group, [K]."""
         return self.sum(self.rewards) / self.sizes
 
     def std(self, ddof: int) -> Tensor:
-        """Standard deviation of each group's rewards, [K]; 0 for a group of one."""
+        """Return standard deviation of each group's rewards, [K]; 0 for a group of one."""
         squares = self.sum((self.rewards - self.mean()[self.index]) ** 2)
         return (squares / (self.sizes - ddof).clamp(min=1)).sqrt()
 
     def minus(self, baseline: Tensor) -> Tensor:
-        """`rewards` minus their group's `baseline` [K], [N]; exactly 0 in groups of equal rewards."""
+        """Return `rewards` minus their group's `baseline` [K], [N]; exactly 0 in groups of equal rewards."""
         return torch.where(self.equal[self.index], 0.0, self.rewards - baseline[self.index])
 
 
 def group_rewards(rewards: Tensor | Sequence[float], group: Tensor | Sequence[int]) -> GroupedRewards:
     """Group `rewards` [N] by the ids `group` [N] (any integers, in any order).
 
-    Raises ValueError where a reward is not finite (naming the row) or the shapes do not fit.
+    Raises ValueError if a reward is not finite (naming the row) or the shapes do not fit.
     """
     given = torch.as_tensor(rewards, dtype=None if isinstance(rewards, torch.Tensor) else torch.float64).detach()
     ids = torch.as_tensor(group, device=given.device)
@@ -66,7 +66,7 @@ def group_rewards(rewards: Tensor | Sequence[float], group: Tensor | Sequence[in
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """The relative difference that rounding may leave between rewards of `dtype` that are meant as equal.
+    """Return the relative difference that rounding may leave between rewards of `dtype` that are meant as equal.
 
     64 units of float64, or 4 of float32. Neighbours among floats of 16 bits are far apart, and are meant as
     different: for them and for integers, whose sums are float64 here, float64's.
@@ -86,7 +86,7 @@ def _equal(rewards: Tensor, member: Tensor, noise: float) -> Tensor:
 
 
 def groups_to_compare(rewards: Tensor, group: Tensor, mask: Tensor) -> GroupedRewards:
-    """`rewards` [N] by `group` [N]. ValueError where a row is alone in its group, or does not fit `mask`."""
+    """Return `rewards` [N] by `group` [N]. Raises ValueError if a row is alone in its group, or does not fit `mask`."""
     grouped = group_rewards(rewards, group)
     check_rows(len(grouped.rewards), mask)
     alone = (grouped.sizes == 1)[grouped.index].nonzero()
@@ -97,13 +97,13 @@ def groups_to_compare(rewards: Tensor, group: Tensor, mask: Tensor) -> GroupedRe
 
 
 def check_rows(num_rows: int, mask: Tensor) -> None:
-    """ValueError unless `mask` is [num_rows, L]."""
+    """Raise ValueError unless `mask` is [num_rows, L]."""
     if mask.ndim != 2 or mask.shape[0] != num_rows:
         raise ValueError(f"mask must be [{num_rows}, L], not {list(mask.shape)}")
 
 
 def check_group(group: Tensor | None, mask: Tensor) -> None:
-    """ValueError unless `group` is None or [N] integers: for the advantages that do not compare."""
+    """Raise ValueError unless `group` is None or [N] integers: for the advantages that do not compare."""
     if group is None:
         return
     if group.shape != mask.shape[:1]:
@@ -113,9 +113,9 @@ def check_group(group: Tensor | None, mask: Tensor) -> None:
 
 
 def numbers(name: str, values: Tensor, mask: Tensor) -> Tensor:
-    """`values` [N] in float64, on the device of `mask`, without gradient.
+    """Return `values` [N] in float64, on the device of `mask`, without gradient.
 
-    ValueError where they are not [N], or not finite (naming the row).
+    Raises ValueError if they are not [N], or not finite (naming the row).
     """
     if values.shape != mask.shape[:1]:
         raise ValueError(f"{name} must be [{mask.shape[0]}], not {list(values.shape)}")
@@ -128,9 +128,9 @@ def numbers(name: str, values: Tensor, mask: Tensor) -> Tensor:
 
 
 def cells(name: str, values: Tensor, where: Tensor) -> Tensor:
-    """`values` [N, X] in float64 where `where` [N, X] is set, 0 elsewhere, without gradient.
+    """Return `values` [N, X] in float64 where `where` [N, X] is set, 0 elsewhere, without gradient.
 
-    ValueError where the shapes differ, or a set position is not finite (naming the row).
+    Raises ValueError if the shapes differ, or a set position is not finite (naming the row).
     """
     if values.shape != where.shape:
         raise ValueError(f"{name} must be {list(where.shape)}, not {list(values.shape)}")
@@ -143,12 +143,12 @@ def cells(name: str, values: Tensor, where: Tensor) -> Tensor:
 
 
 def on_actions(scores: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """`scores` [N] on every action token of its row, in `dtype`, [N, L]."""
+    """Return `scores` [N] on every action token of its row, in `dtype`, [N, L]."""
     return select(scores.to(mask.device, dtype)[:, None].expand(mask.shape), mask)
 
 
 def float_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """The widest float type among the tensors; float32 where none is a float."""
+    """Return the widest float type among the tensors; float32 if none is a float."""
     found = [t.dtype for t in tensors if t is not None and t.is_floating_point()]
     widest = found[0] if found else torch.float32
     for dtype in found[1:]:

@@ -31,11 +31,11 @@ from ludus.algorithms.tensors import Tensor, select, torch
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Sums of one microbatch; `+` joins microbatches. Numbers of action tokens stand in `clip.tokens`.
+    """Sums of one microbatch; `+` joins microbatches. `clip.tokens` is the number of action tokens.
 
     `loss` and its part `policy_loss` are normalised already (their sums are those of the whole batch);
     `by_length` is `mismatch` by the place of the token; `kl_sum` and `entropy_sum` are plain sums over action
-    tokens, None where the batch has no reference or entropy; `teacher_sum` is that of `logprobs - teacher`,
+    tokens, None if the batch has no reference or entropy; `teacher_sum` is that of `logprobs - teacher`,
     `chosen_sum` counts the tokens that the loss treats apart.
     `terms` are the added terms as they enter the loss, normalised already.
     """
@@ -87,11 +87,11 @@ class Statistics:
 
 
 def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -> tuple[Tensor, Statistics]:
-    """The loss [] to call `backward` on, and its statistics.
+    """Return the loss [] to call `backward` on, and its statistics.
 
     `normaliser` holds the counts of the whole batch. The correction weighs the policy loss alone. A KL
     placed in the reward or the advantage is not added here (`batch.advantages` has it already) but still
-    reported. Raises ValueError where the algorithm needs `ref_logprobs` or `entropy` and the batch has none.
+    reported. Raises ValueError if the algorithm needs `ref_logprobs` or `entropy` and the batch has none.
     """
     if batch.chosen is None and algorithm.loss_spec.has(Need.TOKEN_CHOICE):
         raise ValueError(f"the loss {algorithm.loss} needs a choice of tokens over the whole batch, which has none")
@@ -148,9 +148,9 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -
 
 
 def added_terms(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -> dict[str, Tensor]:
-    """The terms [] of one microbatch by name, times their coefficients, to be added to its loss.
+    """Return the terms [] of one microbatch by name, times their coefficients, to be added to its loss.
 
-    Raises ValueError where the batch does not say which tokens a term is about.
+    Raises ValueError if the batch lacks the tokens of a term.
     """
     return {
         name: _term(name, coef, batch, normaliser)
@@ -162,10 +162,10 @@ def added_terms(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer)
 def _term(name: str, coef: float, batch: TokenBatch, normaliser: Normalizer) -> Tensor:
     if name == "echo":
         if batch.observed is None:
-            raise ValueError("echo is above 0 and the batch does not say which tokens are observations")
+            raise ValueError("echo is above 0 and the batch has no observed")
         return echo(logprobs=batch.logprobs, observations=batch.observed, coef=coef, num_tokens=normaliser.observed)
     if batch.positive is None:
-        raise ValueError("positive_nll is above 0 and the batch does not say which trajectories are positive")
+        raise ValueError("positive_nll is above 0 and the batch has no positive")
     return positive_nll(
         logprobs=batch.logprobs, positive=batch.positive, mask=batch.mask, coef=coef, num_tokens=normaliser.positive
     )
@@ -181,7 +181,7 @@ def _weights(batch: TokenBatch, algorithm: Algorithm) -> Tensor:
 def _policy_loss(batch: TokenBatch, weights: Tensor, algorithm: Algorithm, normaliser: Normalizer) -> Tensor:
     loss = algorithm.compute("loss", batch)
     scores = batch.advantages
-    if loss.ndim == 1:  # one term a trajectory, and `resolve` has seen to it that it has one weight
+    if loss.ndim == 1:  # one term per trajectory; `resolve` has checked that it has one weight
         scores = trajectory_mean(scores, batch.mask)[:, None].expand(batch.mask.shape)
     if algorithm.opsm_delta is not None:
         weights = weights * opsm(
@@ -259,7 +259,7 @@ def _sum(values: Tensor | None, mask: Tensor) -> Tensor | None:
 
 
 def _read(numbers: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Those that are there, by their names: one transfer from the device for all of them."""
+    """Return the numbers that are not None: one transfer from the device for all of them."""
     there = {name: value.detach().double() for name, value in numbers.items() if value is not None}
     return dict(zip(there, torch.stack(list(there.values())).tolist(), strict=True))
 

@@ -1,7 +1,7 @@
 """Torch, imported at its first use, and what each function does first: check shapes, select masked positions.
 
-Specs stand next to their functions, and a configuration is checked against them without torch. So the modules of
-this folder import `torch` and `Tensor` from here: `Tensor` is for annotations, `torch.Tensor` for `isinstance`.
+Specs are declared next to their functions, and a configuration is checked against them without torch. So the modules
+of this folder import `torch` and `Tensor` from here: `Tensor` is for annotations, `torch.Tensor` for `isinstance`.
 
 `x * mask` keeps NaN and infinity alive, in the value or in the gradient; selecting before the arithmetic does not.
 """

@@ -1,10 +1,10 @@
 """Advantages: from the rewards of a whole batch to one number per action token.
 
-Every function takes its tensors by keyword and returns [N, L]: `rewards` [N] (or `turn_rewards` [N, K] with
-`turn` [N, L]), `group` [N] integers, `mask` [N, L], and what else it names. 0 stands where the mask is 0, also over
+Every function takes its tensors by keyword and returns [N, L]: `rewards` [N] (or `turn_rewards` [N, K] with `turn`
+[N, L]), `group` [N] integers, `mask` [N, L], and what else it names. The result is 0 where the mask is 0, also over
 NaN. They compute in float64. A number that is not finite at a position that is read, and a group with one member
-whose members are compared, raise ValueError naming the row. Equal rewards that are compared give exactly 0, rounding
-noise notwithstanding.
+whose members are compared, raise ValueError naming the row. Equal rewards that are compared result in exactly 0,
+rounding noise notwithstanding.
 
 | module | compares or sums |
 |---|---|

@@ -75,7 +75,7 @@ def gae(
     gamma: float = 1.0,
     lam: float | Tensor = 1.0,
 ) -> Tensor:
-    """`A_t = delta_t + gamma lam A_next`, `delta_t = r_t + gamma V_next - V_t`, arXiv:1506.02438 (GAE).
+    """Return `A_t = delta_t + gamma lam A_next`, `delta_t = r_t + gamma V_next - V_t`, arXiv:1506.02438 (GAE).
 
     "Next" is the next action token: an observation is neither a step nor a discount. `gamma` and `lam` 1 as
     in verl and OpenRLHF; TRL takes `lam` 0.95. `lam` may be [N], one a row. With `turn_rewards` this is
@@ -118,10 +118,10 @@ def vapo(
     gamma: float = 1.0,
     alpha: float = 0.05,
 ) -> Tensor:
-    """`gae` with `lam = 1 - 1 / (alpha n_i)` clamped to [0, 1], `n_i` the row's action tokens,
+    """Return `gae` with `lam = 1 - 1 / (alpha n_i)` clamped to [0, 1], `n_i` the row's action tokens,
     arXiv:2504.05118.
 
-    The clamp matters below `1 / alpha` tokens (20), where the paper's formula is negative. This is the
+    The clamp matters below `1 / alpha` tokens (20): the paper's formula is negative there. This is the
     policy's advantage; the critic learns from `lam = 1`: `value_targets` of `gae(lam=1.0)`.
     """
     lengths = mask.bool().sum(1).double()
@@ -142,7 +142,7 @@ def vapo(
 
 
 def value_targets(*, advantages: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """What a critic learns, [N, L]: `A_t + V_t` on action tokens, 0 elsewhere, without gradient.
+    """Return what a critic learns, [N, L]: `A_t + V_t` on action tokens, 0 elsewhere, without gradient.
 
     For the advantages of `gae`, `step_gae` and `turn_gae`, before whitening. (`step_gae` reads V at the first
     action token of each turn alone: train its critic there.) `vtrace_targets` is that of V-trace.
@@ -173,7 +173,7 @@ def step_gae(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> Tensor:
-    """GAE whose step is a turn, one advantage for all its tokens, arXiv:2512.17008 (turn-PPO).
+    """Return GAE whose step is a turn, one advantage for all its tokens, arXiv:2512.17008 (turn-PPO).
 
     With `V_k` the value at the first action token of turn `k`: `delta_k = r_k + gamma V_{k+1} - V_k`,
     `A_k = delta_k + gamma lam A_{k+1}`; a turn pays the KL penalty of all its tokens. `gamma` and `lam` 1;
@@ -215,7 +215,7 @@ def turn_gae(
     gamma_token: float = 1.0,
     lam_token: float = 1.0,
 ) -> Tensor:
-    """Bi-level GAE: over turns first, then back through the tokens of each, arXiv:2510.16907 (VAGEN).
+    """Return bi-level GAE: over turns first, then back through the tokens of each, arXiv:2510.16907 (VAGEN).
 
     Turns as in `step_gae`, with `gamma_turn` and `lam_turn`. The last token of turn `k` gets `A_k`; an
     earlier one `gamma_token V_{t+1} - V_t + gamma_token lam_token A_{t+1}`. A turn's reward enters once, at
@@ -257,7 +257,7 @@ def vtrace(
     rho_bar: float = 1.0,
     c_bar: float = 1.0,
 ) -> Tensor:
-    """`A_t = rho_t (r_t + gamma v_next - V_t)`, arXiv:1802.01561 (IMPALA), [N, L].
+    """Return `A_t = rho_t (r_t + gamma v_next - V_t)`, arXiv:1802.01561 (IMPALA), [N, L].
 
     `rho = min(rho_bar, w)`, `c = min(c_bar, w)`; `v` are the `vtrace_targets`, and `v_next` behind the last
     action token is the bootstrap. Both bounds 1 as in the paper. Where `w = 1` it equals `gae(gamma, 1)`.
@@ -292,7 +292,7 @@ def retrace(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> Tensor:
-    """`A_t = sum_{s >= t} gamma^(s-t) (prod_{u=t+1..s} lam min(1, w_u)) delta_s`, arXiv:1606.02647 (Retrace).
+    """Return `A_t = sum_{s >= t} gamma^(s-t) (prod_{u=t+1..s} lam min(1, w_u)) delta_s`, arXiv:1606.02647 (Retrace).
 
     `delta_s = r_s + gamma V_next - V_s`; a token's own temporal difference has no weight. `lam` 1 as in the
     paper. Where `w >= 1` it equals `gae(gamma, lam)`.
@@ -331,7 +331,7 @@ def vtrace_targets(
     rho_bar: float = 1.0,
     c_bar: float = 1.0,
 ) -> Tensor:
-    """`v_t = V_t + delta_t + gamma c_t (v_next - V_next)`, arXiv:1802.01561: what V-trace's critic learns.
+    """Return `v_t = V_t + delta_t + gamma c_t (v_next - V_next)`, arXiv:1802.01561: what V-trace's critic learns.
 
     `delta_t = rho_t (r_t + gamma V_next - V_t)`; `v_next = V_next` (the bootstrap) behind the last action
     token.
@@ -346,7 +346,7 @@ def vtrace_targets(
 
 
 def values_and_next(tokens: ActionTokens, values: Tensor, bootstrap_values: Tensor | None) -> tuple[Tensor, Tensor]:
-    """V before each action token, and before the next one, both [N, T]."""
+    """Return V before each action token, and before the next one, both [N, T]."""
     current = tokens.take("values", values)
     if bootstrap_values is None:
         after = current.new_zeros(current.shape[0])
@@ -358,7 +358,7 @@ def values_and_next(tokens: ActionTokens, values: Tensor, bootstrap_values: Tens
 def _over_turns(
     turns: Turns, reward: Tensor, values: Tensor, bootstrap_values: Tensor | None, gamma_and_lam: tuple[float, float]
 ) -> Tensor:
-    """GAE with a turn as the step, [N, K]; 0 for turns not reached."""
+    """Return GAE with a turn as the step, [N, K]; 0 for turns not reached."""
     gamma, lam = gamma_and_lam
     current = turns.at_opening(turns.tokens.take("values", values))
     if bootstrap_values is None:
@@ -371,6 +371,6 @@ def _over_turns(
 
 
 def _weights(tokens: ActionTokens, old_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
-    """`w` at the action tokens, [N, T], 0 past the end of a row."""
+    """Return `w` at the action tokens, [N, T], 0 past the end of a row."""
     log_ratio = tokens.take("old_logprobs", old_logprobs) - tokens.take("behavior_logprobs", behavior_logprobs)
     return select(clamped_ratio(log_ratio), tokens.present)

@@ -49,7 +49,7 @@ def grpo(
     std_floor: float = 0.0,
     std_over: Literal["group", "batch"] = "group",
 ) -> Tensor:
-    """`(r - mean_g) / (std_g + eps)`, arXiv:2402.03300 (section 4.1.2).
+    """Return `(r - mean_g) / (std_g + eps)`, arXiv:2402.03300 (section 4.1.2).
 
     `std_over` `batch` divides by the deviation of all rewards given instead (arXiv:2508.08221; TRL's
     `scale_rewards="batch"`, with `eps` 1e-4), so that a group of small differences is not blown up.
@@ -67,7 +67,7 @@ def grpo(
 
 @AdvantageSpec(help="rewards minus the mean of the group", needs={Need.GROUP})
 def dr_grpo(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """`r - mean_g`, arXiv:2503.20783 (Dr. GRPO)."""
+    """Return `r - mean_g`, arXiv:2503.20783 (Dr. GRPO)."""
     grouped = groups_to_compare(rewards, group, mask)
     return on_actions(grouped.minus(grouped.mean()), mask, float_dtype(rewards))
 
@@ -78,9 +78,9 @@ def dr_grpo(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     options={"counted": Option("count attempts of groups that vary, or rewards that are not 0", choices=COUNTS)},
 )
 def gpg(*, rewards: Tensor, group: Tensor, mask: Tensor, counted: Literal["varying", "nonzero"] = "varying") -> Tensor:
-    """`N / M (r - mean_g)`, arXiv:2504.02546 (GPG), its `F_norm` 1.
+    """Return `N / M (r - mean_g)`, arXiv:2504.02546 (GPG), its `F_norm` 1.
 
-    `M` counts the rows whose group has rewards that differ, so that the groups which teach nothing do not
+    `M` counts the rows whose group has rewards that differ, so that groups of equal rewards do not
     shrink the batch's gradient; with `nonzero`, as verl has it, the rows whose reward is not 0. At least 1.
     """
     if counted not in COUNTS:
@@ -93,7 +93,7 @@ def gpg(*, rewards: Tensor, group: Tensor, mask: Tensor, counted: Literal["varyi
 
 @AdvantageSpec(help="rewards minus the mean of the other attempts", needs={Need.GROUP})
 def rloo(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """`r - mean of the others in the group` = `G/(G-1) (r - mean_g)`, arXiv:2402.14740."""
+    """Return `r - mean of the others in the group` = `G/(G-1) (r - mean_g)`, arXiv:2402.14740."""
     grouped = groups_to_compare(rewards, group, mask)
     factor = grouped.sizes / (grouped.sizes - 1)
     return on_actions(grouped.minus(grouped.mean()) * factor[grouped.index], mask, float_dtype(rewards))
@@ -101,7 +101,7 @@ def rloo(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
 
 @AdvantageSpec(help="rewards minus the length-weighted mean of the group", needs={Need.GROUP})
 def opo(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """`r - sum_j n_j r_j / sum_j n_j` over the group, `n` the action tokens, arXiv:2505.23585."""
+    """Return `r - sum_j n_j r_j / sum_j n_j` over the group, `n` the action tokens, arXiv:2505.23585."""
     grouped = groups_to_compare(rewards, group, mask)
     lengths = mask.bool().sum(1).double().to(grouped.rewards.device)
     baseline = grouped.sum(lengths * grouped.rewards) / grouped.sum(lengths).clamp(min=1)
@@ -110,7 +110,7 @@ def opo(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
 
 @AdvantageSpec(help="rewards minus the mean of the group, over the mean", needs={Need.GROUP})
 def maxrl(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """`(r - mean_g) / mean_g`, 0 where the mean is not positive, arXiv:2602.02710 (MaxRL).
+    """Return `(r - mean_g) / mean_g`, 0 if the mean is not positive, arXiv:2602.02710 (MaxRL).
 
     With rewards 0 and 1 this weighs hard tasks up: `1/p - 1` for a success, `-1` for a failure. A mean that
     is positive by rounding alone counts as not positive.
@@ -125,9 +125,9 @@ def maxrl(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
 
 @AdvantageSpec(help="the best attempt of a group alone", needs={Need.GROUP, Need.NON_NEGATIVE})
 def best_of_group(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """`max - second max` to the best of the group, 0 to the others, arXiv:2503.19595 (best-of-k objective).
+    """Return `max - second max` for the best of the group, 0 for the others, arXiv:2503.19595 (best-of-k objective).
 
-    Two members that share the maximum leave nothing to give.
+    If two members share the maximum, all get 0.
     """
     grouped = groups_to_compare(rewards, group, mask)
     if not grouped.rewards.numel():
@@ -144,11 +144,11 @@ def best_of_group(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     options={"k": Option("attempts that pass@k counts", OptionBounds(1, whole=True), default=4)},
 )
 def pass_at_k(*, rewards: Tensor, group: Tensor, mask: Tensor, k: int) -> Tensor:
-    """The analytic advantage of pass@k for rewards 0 and 1, arXiv:2508.10751 (Pass@k Training).
+    """Return the analytic advantage of pass@k for rewards 0 and 1, arXiv:2508.10751 (Pass@k Training).
 
     With `R = 1 - C(G_neg, k) / C(G, k)`, `s = sqrt(R (1 - R))`: successes get `(1 - R) / s`, failures
-    `(1 - R - C(G_neg - 1, k - 1) / C(G - 1, k - 1)) / s`, all 0 where `s = 0`. `k` 1 is `grpo` with `ddof` 0
-    and no eps. ValueError for another reward (naming the row), and for `k` outside [1, G].
+    `(1 - R - C(G_neg - 1, k - 1) / C(G - 1, k - 1)) / s`, all 0 if `s = 0`. `k` 1 is `grpo` with `ddof` 0
+    and no eps. Raises ValueError for another reward (naming the row), and for `k` outside [1, G].
     """
     grouped = groups_to_compare(rewards, group, mask)
     odd = ((grouped.rewards != 0) & (grouped.rewards != 1)).nonzero()
@@ -167,7 +167,7 @@ def pass_at_k(*, rewards: Tensor, group: Tensor, mask: Tensor, k: int) -> Tensor
 
 
 def _pass_at_k_pair(size: int, failed: int, k: int) -> tuple[float, float]:
-    """The advantage of a success and of a failure, in a group of `size` with `failed` failures."""
+    """Return the advantage of a success and of a failure, in a group of `size` with `failed` failures."""
     lost = comb(failed, k) / comb(size, k)
     scale = (lost * (1 - lost)) ** 0.5
     if scale == 0:
@@ -176,7 +176,7 @@ def _pass_at_k_pair(size: int, failed: int, k: int) -> tuple[float, float]:
 
 
 def role_groups(*, group: Tensor, proposer: Tensor, proposer_group: Tensor | None = None) -> Tensor:
-    """Comparison groups [N] for self-play with proposed tasks: solvers and proposers never share one.
+    """Return comparison groups [N] for self-play with proposed tasks: solvers and proposers never share one.
 
     `group` [N]: the proposed task that a solver works on; `proposer` [N] bool. Solvers are compared within
     one proposed task, proposers across proposals: all of the batch together, or by `proposer_group` [N]
@@ -201,7 +201,7 @@ def hierarchical(
     proposer_group: Tensor | None = None,
     ddof: int = 1,
 ) -> Tensor:
-    """`grpo` within the groups of `role_groups`: solvers within a proposed task, proposers across proposals.
+    """Return `grpo` within the groups of `role_groups`: solvers within a proposed task, proposers across proposals.
 
     Proposer and solver as in arXiv:2505.03335 (Absolute Zero), whose baselines are per task and role. For
     another advantage than `grpo` pass it the ids of `role_groups`.
@@ -225,7 +225,7 @@ def _hierarchical(*, rewards: Tensor, proposals: Tensor, proposer: Tensor, mask:
 
 
 def remax(*, rewards: Tensor, greedy_rewards: Tensor, mask: Tensor, group: Tensor | None = None) -> Tensor:
-    """`r - r(greedy)`, arXiv:2310.10505 (ReMax).
+    """Return `r - r(greedy)`, arXiv:2310.10505 (ReMax).
 
     `greedy_rewards` [N]: the reward of the greedy trajectory of each row's task. `group` is not read.
     """
@@ -245,7 +245,7 @@ def _remax(*, rewards: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
 
 @AdvantageSpec(help="the reward itself")
 def raw(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """`r` itself, no baseline (Williams 1992). The groups do not matter; equal rewards are not 0 here."""
+    """Return `r` itself, no baseline (Williams 1992). The groups do not matter; equal rewards are not 0 here."""
     grouped = group_rewards(rewards, group)
     check_rows(len(grouped.rewards), mask)
     return on_actions(grouped.rewards, mask, float_dtype(rewards))
@@ -255,7 +255,7 @@ def raw(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(*, values: Tensor, mask: Tensor, trains: Tensor | None = None, ddof: int = 1) -> Tensor:
-    """`(x - mean) / sqrt(var + 1e-8)` on the masked positions of `values` [N, L], 0 elsewhere.
+    """Return `(x - mean) / sqrt(var + 1e-8)` on the masked positions of `values` [N, L], 0 elsewhere.
 
     Mean and variance are over those masked positions that are set in `trains` [N, L] as well (None: all):
     what a filter keeps from training is in neither. With no more than `ddof` of them the variance is 0.
@@ -288,7 +288,7 @@ def reinforce_pp(
     trains: Tensor | None = None,
     ddof: int = 1,
 ) -> Tensor:
-    """`R_t = r_t + gamma R_next` over the action tokens, whitened over the batch, arXiv:2501.03262
+    """Return `R_t = r_t + gamma R_next` over the action tokens, whitened over the batch, arXiv:2501.03262
     (REINFORCE++).
 
     `gamma` 1 as in the paper, verl and OpenRLHF; `ddof` 1 as in verl, 0 as in OpenRLHF; `trains` as in
@@ -316,7 +316,7 @@ def reinforce_pp(
 def reinforce_pp_baseline(
     *, rewards: Tensor, group: Tensor, mask: Tensor, trains: Tensor | None = None, ddof: int = 1
 ) -> Tensor:
-    """`r - mean_g`, whitened over the action tokens of the batch, arXiv:2501.03262 (REINFORCE++-baseline).
+    """Return `r - mean_g`, whitened over the action tokens of the batch, arXiv:2501.03262 (REINFORCE++-baseline).
 
     `ddof` 1 as in verl, 0 as in OpenRLHF. `trains` as in `whiten`; the mean is over all members of a group.
     """
@@ -345,7 +345,7 @@ def optimal_token_baseline(
     turn: Tensor | None = None,
     zero_tail: bool = True,
 ) -> Tensor:
-    """`R_t - sum_j W_jt R_jt / sum_j W_jt` over the group, [N, L]; `R_t` the return from token `t` on.
+    """Return `R_t - sum_j W_jt R_jt / sum_j W_jt` over the group, [N, L]; `R_t` the return from token `t` on.
 
     `W_t = sum_{s <= t} (1 - 2 exp(old_s) + sum_pi_squared_s)` is what the scores of the tokens so far add to
     the variance; tokens are compared by their place among the action tokens of a row. `sum_pi_squared`
@@ -370,7 +370,7 @@ def optimal_token_baseline(
 
 
 def _energy(tokens: ActionTokens, old: Tensor | None, sum_pi_squared: Tensor | None, weights: Tensor | None) -> Tensor:
-    """`W` [N, T]."""
+    """Return `W` [N, T]."""
     added = tokens.present.double()
     if old is not None and sum_pi_squared is not None:
         chances = tokens.take("old_logprobs", old).exp()
@@ -381,7 +381,7 @@ def _energy(tokens: ActionTokens, old: Tensor | None, sum_pi_squared: Tensor | N
 
 
 def _above_baseline(returns: Tensor, energy: Tensor, present: Tensor, zero_tail: bool) -> Tensor:
-    """`returns` of one group minus their baseline, all [G, T]; equal returns leave exactly 0."""
+    """Return `returns` of one group minus their baseline, all [G, T]; equal returns leave exactly 0."""
     lowest = torch.where(present, returns, torch.inf).amin(0)
     above = torch.where(present, returns - lowest, 0.0)
     weights = torch.where(present, energy, 0.0)

@@ -24,7 +24,7 @@ def prime(
     beta: float = 0.05,
     gamma: float = 1.0,
 ) -> Tensor:
-    """Implicit process rewards with the outcome, arXiv:2502.01456 (PRIME).
+    """Return implicit process rewards with the outcome, arXiv:2502.01456 (PRIME).
 
     With `q_t = beta (prm_logprobs - ref_logprobs)_t` and `b_i` the mean, over the other members of the group,
     of their mean `q` over action tokens (a member without any is left out; 0 when none is left):
@@ -48,10 +48,10 @@ def prime(
 def coderl(
     *, rewards: Tensor, greedy_rewards: Tensor, outcome_probs: Tensor, mask: Tensor, group: Tensor | None = None
 ) -> Tensor:
-    """`q_t (r - r(greedy))`, arXiv:2207.01780 (CodeRL).
+    """Return `q_t (r - r(greedy))`, arXiv:2207.01780 (CodeRL).
 
     `outcome_probs` [N, L]: at each token, the critic's probability of the outcome that the tests then had
-    (compile error, runtime error, failed or passed). `greedy_rewards` [N] as in `remax`. ValueError for a
+    (compile error, runtime error, failed or passed). `greedy_rewards` [N] as in `remax`. Raises ValueError for a
     probability outside [0, 1] (naming the row).
     """
     check_group(group, mask)

@@ -33,7 +33,7 @@ class _Normaliser:
     noise: float
 
     def __call__(self, values: Tensor, ids: Tensor) -> Tensor:
-        """`values` [P] among those with the same row of `ids` [P, D], [P]."""
+        """Return `values` [P] among those with the same row of `ids` [P, D], [P]."""
         if not values.numel():
             return values
         unique, index = torch.unique(ids, dim=0, return_inverse=True)
@@ -50,16 +50,16 @@ class _Normaliser:
         return torch.where(equal[index], 0.0, centred)
 
     def rows(self, values: Tensor, group: Tensor) -> Tensor:
-        """`values` [N] within each group, [N]."""
+        """Return `values` [N] within each group, [N]."""
         return self(values, group[:, None])
 
     def per_turn(self, values: Tensor, group: Tensor, turns: Turns) -> Tensor:
-        """`values` [N, K] of each turn among the group's members that reached it, [N, K]."""
+        """Return `values` [N, K] of each turn among the group's members that reached it, [N, K]."""
         number = torch.arange(values.shape[1], device=values.device).expand(values.shape)
         return self.cells(values, torch.stack([group[:, None].expand(values.shape), number], -1), turns.reached)
 
     def cells(self, values: Tensor, ids: Tensor, where: Tensor) -> Tensor:
-        """`values` [N, K] where `where` [N, K] is set, by `ids` [N, K, D]; 0 elsewhere."""
+        """Return `values` [N, K] where `where` [N, K] is set, by `ids` [N, K, D]; 0 elsewhere."""
         found = torch.zeros_like(values)
         found[where] = self(values[where], ids[where])
         return found
@@ -85,7 +85,7 @@ def turn_grpo(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Turn reward plus outcome, each normalised in the group, arXiv:2505.11821 (MT-GRPO).
+    """Return turn reward plus outcome, each normalised in the group, arXiv:2505.11821 (MT-GRPO).
 
     Turn `k` of trajectory `i` gets `turn_weight norm(r[:, k])_i + outcome_weight norm(rewards)_i`; its own
     last turn the outcome term alone. Turn `k` is compared among all members that reached it, those for which
@@ -118,7 +118,7 @@ def turn_return(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Tensor:
-    """`R[i, k] = sum_{j >= k} gamma^(j-k) r[i, j]`, normalised over the group's members that reached turn
+    """Return `R[i, k] = sum_{j >= k} gamma^(j-k) r[i, j]`, normalised over the group's members that reached turn
     `k`.
 
     arXiv:2511.14846 (group turn policy optimisation, whose GTPO is not that of arXiv:2508.03772), which takes
@@ -148,10 +148,10 @@ def turn_return_hybrid(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Tensor:
-    """`norm_k(sum_{j=k..K-1} gamma^(j-k) r[i, j] + gamma^(K-k) o_i) + outcome_weight norm(o)_i`.
+    """Return `norm_k(sum_{j=k..K-1} gamma^(j-k) r[i, j] + gamma^(K-k) o_i) + outcome_weight norm(o)_i`.
 
     The hybrid of arXiv:2604.02869, equation 2, with its damping 0.3 and `gamma` 0.9. `o` is `rewards`, `K`
-    the row's own number of turns: the outcome stands one step behind the last turn. `norm_k` as in
+    the row's own number of turns: the outcome is placed one step behind the last turn. `norm_k` as in
     `turn_return`.
     """
     outcome = _checked(rewards, group, mask)
@@ -178,10 +178,10 @@ def gigpo(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Tensor:
-    """`norm(r)_i + weight norm_over_equal_anchors(R[i, k])`, arXiv:2505.10978 (GiGPO).
+    """Return `norm(r)_i + weight norm_over_equal_anchors(R[i, k])`, arXiv:2505.10978 (GiGPO).
 
     `anchors` [N, K] integers: the hash of the environment's state before each turn. Turns of one group with
-    the same anchor are compared, several of one trajectory among them; an anchor with one turn gives 0. `R`
+    the same anchor are compared, several of one trajectory among them; an anchor with one turn gets 0. `R`
     is the return of `turn_return` with `gamma`, from `turn_rewards`, or without them from `rewards` on the
     last turn. `gamma` 0.95, `weight` 1 and both terms divided by the deviation, as in the paper;
     `scale="none"` only centres, which its example runs also use.
@@ -258,9 +258,9 @@ def siblings(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Tensor:
-    """The value of each branch among those of its siblings, normalised.
+    """Return the value of each branch among those of its siblings, normalised.
 
-    Rows are paths of trees; `nodes` [N, K] integers, read up to a row's last turn, are equal where rows of a
+    Rows are paths of trees; `nodes` [N, K] integers, read up to a row's last turn, are equal if rows of a
     group share a turn's action. The value of an action is the mean of `rewards` over the rows through it. Its
     siblings are the distinct actions of the group with the same turns before them; those of first turns are
     all first actions of the group. An action without siblings belongs to the branch of the one before it and
@@ -297,15 +297,15 @@ def siblings(
 
 
 def _checked(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """The rewards [N] in float64 on the device of the mask; refused as `grpo` refuses them."""
+    """Return the rewards [N] in float64 on the device of the mask; refused as `grpo` refuses them."""
     return groups_to_compare(rewards, group, mask).rewards.to(mask.device)
 
 
 def _on_tokens(turns: Turns, credit: Tensor, *rewards: Tensor | None) -> Tensor:
-    """`credit` [N, K] on the action tokens of each turn, [N, L]."""
+    """Return `credit` [N, K] on the action tokens of each turn, [N, L]."""
     return turns.tokens.spread(turns.spread(credit), float_dtype(*rewards))
 
 
 def _noise(*rewards: Tensor | None) -> float:
-    """The relative difference that rounding may leave: the largest of the types given."""
+    """Return the relative difference that rounding may leave: the largest of the types given."""
     return max((rounding(t.dtype) for t in rewards if t is not None), default=0.0)

@@ -1,9 +1,9 @@
 """Policy losses per token or per trajectory, to be aggregated, and the terms that are added to them.
 
-Every function takes padded tensors [N, L] by keyword and returns [N, L], 0 where `mask` is 0, or [N] if its
-docstring says so. The gradient flows through `logprobs` alone; all else is constant. What stands at masked positions
-never matters, NaN and infinity included. What needs the whole batch (a choice of tokens, weights, a count) is an
-argument, computed once for the batch, so that microbatches add up to the same gradient.
+Every function takes padded tensors [N, L] by keyword and returns [N, L], 0 where `mask` is 0, or [N] if its docstring
+says so. The gradient flows through `logprobs` alone; all else is constant. Masked positions never matter, NaN and
+infinity included. What needs the whole batch (a choice of tokens, weights, a count) is an argument, computed once for
+the batch, so that microbatches add up to the same gradient.
 
 The losses on pairs (`dpo` and its kin) are in `algorithms.preference` and have its shapes; they are names of this
 package too. A new loss is one decorated function in a module here (`parts.LossSpec`), a new or an old one.

@@ -28,7 +28,7 @@ class ClipRange:
             raise ValueError(f"dual_clip must be above 1, not {self.dual_clip}")
 
     def surrogate(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """`-min(ratio A, clip(ratio) A)`, and not above `-dual_clip A` where `A < 0`; any one shape."""
+        """Return `-min(ratio A, clip(ratio) A)`, and not above `-dual_clip A` if `A < 0`; any one shape."""
         clipped = ratio.clamp(1 - self.eps_low, 1 + self.eps_high)
         loss = -torch.minimum(ratio * advantages, clipped * advantages)
         if self.dual_clip is None:
@@ -37,7 +37,7 @@ class ClipRange:
 
 
 def ppo_cut(*, ratio: Tensor, advantages: Tensor, mask: Tensor, clip: ClipRange) -> Cut:
-    """What the clip of PPO cuts off at these ratios, all [N, L]."""
+    """Return what the clip of PPO cuts off at these ratios, all [N, L]."""
     check_shapes(mask, ratio=ratio, advantages=advantages)
     positive, negative = mask.bool() & (advantages > 0), mask.bool() & (advantages < 0)
     dual = torch.inf if clip.dual_clip is None else clip.dual_clip
@@ -45,7 +45,7 @@ def ppo_cut(*, ratio: Tensor, advantages: Tensor, mask: Tensor, clip: ClipRange)
 
 
 def token_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """`exp(logprobs - old_logprobs)` with the exponent clamped to +-20, 1 where the mask is 0, [N, L]."""
+    """Return `exp(logprobs - old_logprobs)` with the exponent clamped to +-20, 1 where the mask is 0, [N, L]."""
     return clamped_ratio(select(logprobs, mask) - select(old_logprobs, mask).detach())
 
 
@@ -82,7 +82,7 @@ def ppo_clip(
     eps_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """`-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A)`, `ratio = exp(logprobs - old_logprobs)`.
+    """Return `-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A)`, `ratio = exp(logprobs - old_logprobs)`.
 
     arXiv:1707.06347 (eq. 7); two bounds as in DAPO (arXiv:2503.14476). With `dual_clip = c`, if `A < 0`:
     `min(that, -c A)` (arXiv:1912.09729).
@@ -105,7 +105,7 @@ def cispo(
     eps_low: float = 1.0,
     eps_high: float = 0.28,
 ) -> Tensor:
-    """`-stop_grad(clip(ratio, 1 - eps_low, 1 + eps_high)) A logprobs`, [N, L]: no token loses its gradient.
+    """Return `-stop_grad(clip(ratio, 1 - eps_low, 1 + eps_high)) A logprobs`, [N, L]: no token loses its gradient.
 
     arXiv:2506.13585 (MiniMax-M1), which leaves the weight without a lower bound (`eps_low = 1`) and
     names no upper one; 0.28 is Trinity's. verl takes the clip range of PPO for both, TRL and ScaleRL
@@ -135,9 +135,9 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> Tensor:
-    """`-A (4 / tau) sigmoid(tau (ratio - 1))`, [N, L]: a soft gate in place of the clip.
+    """Return `-A (4 / tau) sigmoid(tau (ratio - 1))`, [N, L]: a soft gate in place of the clip.
 
-    arXiv:2511.20347 with its temperatures: `tau_pos` where `A > 0`, the larger `tau_neg` elsewhere, so that
+    arXiv:2511.20347 with its temperatures: `tau_pos` if `A > 0`, else the larger `tau_neg`, so that
     negative tokens fade faster. At ratio 1 the gradient is that of `-A ratio`. TRL has the same defaults.
     """
     if tau_pos <= 0 or tau_neg <= 0:
@@ -153,8 +153,8 @@ def sapo(
 class ClipStats:
     """Counts and sums over action tokens; `+` joins microbatches.
 
-    A token is clipped as `Cut` says, by the ratio that its loss takes. `ratio_sum` and `ratio_max` are of the
-    tokens' own ratios, whatever the loss.
+    A token is clipped as in `Cut`, by the ratio that its loss takes. `ratio_sum` and `ratio_max` are of the
+    ratios of tokens, also for losses on other ratios.
     """
 
     tokens: int
@@ -186,7 +186,7 @@ class ClipStats:
 
 
 def clip_stats(*, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cut: Cut | None) -> ClipStats:
-    """How far the policy moved from `old_logprobs` on action tokens; `cut` None counts none as clipped."""
+    """Return how far the policy moved from `old_logprobs` on action tokens; `cut` None counts none as clipped."""
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     actions = mask.bool()
     ratio = select(token_ratio(logprobs.detach(), old_logprobs, mask), mask).double()

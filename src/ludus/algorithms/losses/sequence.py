@@ -13,17 +13,17 @@ from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select
 
 
 def trajectory_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of `values` [N, L] over the action tokens of each trajectory, [N]; 0 without action tokens."""
+    """Return the mean of `values` [N, L] over the action tokens of each trajectory, [N]; 0 without action tokens."""
     return select(values, mask).sum(1) / mask.bool().sum(1).clamp(min=1)
 
 
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """`exp(mean_t (logprobs - old))` over the action tokens, the exponent clamped to +-20, [N]."""
+    """Return `exp(mean_t (logprobs - old))` over the action tokens, the exponent clamped to +-20, [N]."""
     return clamped_ratio(trajectory_mean(select(logprobs, mask) - select(old_logprobs, mask).detach(), mask))
 
 
 def product_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """`exp(sum_t (logprobs - old))` over the action tokens, the exponent clamped to +-20, [N]."""
+    """Return `exp(sum_t (logprobs - old))` over the action tokens, the exponent clamped to +-20, [N]."""
     return clamped_ratio((select(logprobs, mask) - select(old_logprobs, mask).detach()).sum(1))
 
 
@@ -83,7 +83,7 @@ def gspo(
     eps_low: float = 3e-4,
     eps_high: float = 4e-4,
 ) -> Tensor:
-    """`-min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)` with `s = exp(mean_t (logprobs - old))`, [N].
+    """Return `-min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)` with `s = exp(mean_t (logprobs - old))`, [N].
 
     arXiv:2507.18071 (clip range of its section 5.1). One term per trajectory; `aggregate` takes
     their mean over the trajectories. With one action token in each this is `ppo_clip`.
@@ -110,10 +110,10 @@ def ppo_sequence(
     eps_low: float = 0.2,
     eps_high: float = 0.2,
 ) -> Tensor:
-    """`-min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)` with `s = exp(sum_t (logprobs - old))`, [N].
+    """Return `-min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)` with `s = exp(sum_t (logprobs - old))`, [N].
 
     PPO with a trajectory as the action, as TRL's RLOO trainer has it (arXiv:2402.14740): the ratio is the
-    product over the tokens, which leaves the range soon where trajectories are long.
+    product over the tokens, which soon leaves the range if trajectories are long.
     """
     bounds = ClipRange(eps_low, eps_high)
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
@@ -133,7 +133,7 @@ def gspo_token(
     eps_low: float = 3e-4,
     eps_high: float = 4e-4,
 ) -> Tensor:
-    """`gspo` with an advantage per token: the value of `s`, each token's own gradient, [N, L].
+    """Return `gspo` with an advantage per token: the value of `s`, each token's own gradient, [N, L].
 
     `s_t = stop_grad(s) exp(logprobs - stop_grad(logprobs))` (arXiv:2507.18071). With one advantage
     per trajectory and the aggregation `seq_mean_token_mean` value and gradient are those of `gspo`.
@@ -162,7 +162,7 @@ def gmpo(
     eps_low: float = 0.4,
     eps_high: float = 0.4,
 ) -> Tensor:
-    """`-A exp(mean_t g min(g d, g clip(d, -eps_low, eps_high)))`, `d = logprobs - old`, `g = sign(A)`, [N].
+    """Return `-A exp(mean_t g min(g d, g clip(d, -eps_low, eps_high)))`, `d = logprobs - old`, `g = sign(A)`, [N].
 
     Geometric-mean policy optimisation (arXiv:2507.20673, range (exp(-0.4), exp(0.4))); the bounds are
     those of the log-ratio, each token is clipped before the mean, by the sign of its own advantage; the `A`

@@ -15,7 +15,7 @@ DIVERGENCES = ("tv", "kl")
 def dppo_blocked(
     logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, bound: float, divergence: str
 ) -> tuple[Tensor, Tensor]:
-    """Tokens beyond `bound` that a step would move further out, any shape: those with A < 0, with A > 0."""
+    """Return tokens beyond `bound` that a step would move further out, any shape: those with A < 0, with A > 0."""
     measure = binary_tv if divergence == "tv" else binary_kl
     far = measure(logprobs, behavior_logprobs) > bound
     apart = logprobs - behavior_logprobs
@@ -23,14 +23,14 @@ def dppo_blocked(
 
 
 def binary_tv(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
-    """`|exp(logprobs) - exp(behavior)|`, any shape: total variation between "this token or another"."""
+    """Return `|exp(logprobs) - exp(behavior)|`, any shape: total variation between "this token or another"."""
     return (logprobs.exp() - behavior_logprobs.exp()).abs()
 
 
 def binary_kl(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
-    """`b log(b/p) + (1 - b) log((1 - b)/(1 - p))` with `p, b` the two probabilities, any shape, nats.
+    """Return `b log(b/p) + (1 - b) log((1 - b)/(1 - p))` with `p, b` the two probabilities, any shape, nats.
 
-    Infinite where the current policy leaves no probability to other tokens and the behaviour policy did.
+    Infinite if the current policy leaves no probability to other tokens and the behaviour policy did.
     """
     behavior = behavior_logprobs.exp()
     other, behavior_other = _log_complement(logprobs), _log_complement(behavior_logprobs)
@@ -39,7 +39,7 @@ def binary_kl(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
 
 
 def _log_complement(logprobs: Tensor) -> Tensor:
-    """`log(1 - exp(x))` for x <= 0 (a rounding error above 0 counts as 0)."""
+    """Return `log(1 - exp(x))` for x <= 0 (a rounding error above 0 counts as 0)."""
     below = logprobs.clamp(max=0.0)
     return torch.where(below > -0.6931, torch.log(-torch.expm1(below)), torch.log1p(-below.exp()))
 
@@ -98,12 +98,12 @@ def dppo(
     divergence: Literal["tv", "kl"] = "tv",
     old_logprobs: Tensor | None = None,
 ) -> Tensor:
-    """`-rho A` with `rho = exp(logprobs - behavior)`, 0 where a step would leave the trust region, [N, L].
+    """Return `-rho A` with `rho = exp(logprobs - behavior)`, 0 if a step would leave the trust region, [N, L].
 
-    A token has weight 0 where `A > 0, rho > 1` or `A < 0, rho < 1`, and its divergence passes `bound`: of
+    A token has weight 0 if `A > 0, rho > 1` or `A < 0, rho < 1`, and its divergence passes `bound`: of
     the two distributions "this token or another", `tv` is `|exp(logprobs) - exp(behavior)|`, `kl` is
     `KL(behavior || current)`. arXiv:2602.04879. Two policies only: `old_logprobs` are not read,
-    and there is no other correction beside it. `bound` 0.2 as verl's default; for `kl` it is in nats. verl
+    and no other correction is allowed. `bound` 0.2 as verl's default; for `kl` it is in nats. verl
     truncates a detached `rho` at 20 and multiplies `logprobs`, which has the same gradient below 20.
     """
     check_shapes(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages)
@@ -134,12 +134,12 @@ def mixed_policy(
     eps_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """`ppo_clip` on the policy's own tokens, `-f(p) A` with `f(p) = p / (p + gamma)` on an expert's, [N, L].
+    """Return `ppo_clip` on the policy's own tokens, `-f(p) A` with `f(p) = p / (p + gamma)` on an expert's, [N, L].
 
     LUFFY (arXiv:2504.14945, `gamma` 0.1): expert trajectories sit inside the group and share
     its advantages; the shaping keeps a gradient on tokens that the policy finds unlikely, `gamma p / (p +
     gamma)^2` times that of `logprobs`. `expert` is [N] or [N, L] bool; `old_logprobs` are not read there.
-    LUFFY's scripts do not clip the own tokens (wide `eps_low`, `eps_high` give that).
+    LUFFY's scripts do not clip the own tokens (set `eps_low` and `eps_high` wide).
     """
     if gamma <= 0:
         raise ValueError(f"gamma must be above 0, not {gamma}")

@@ -112,7 +112,7 @@ Measure = Literal["sequence", "action_tokens"]
 
 @dataclass(frozen=True, slots=True)
 class PartOptions:
-    """What each part has to itself."""
+    """The options of each part that are set."""
 
     advantage: Options = field(default_factory=dict)
     loss: Options = field(default_factory=dict)
@@ -123,11 +123,10 @@ class PartOptions:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One algorithm. The fields mean what they mean in `AlgorithmConfig`; `summary` is one line,
-    `source` where it is from.
+    """One algorithm. The fields are those of `AlgorithmConfig`; `summary` is one line, `source` names the paper.
 
     `minibatches` is what `training.minibatches` is unless set: a clip needs several updates a batch.
-    `kl_coef` 0 is no KL term. The C of the aggregation `constant` is not here: it is the token budget of a
+    `kl_coef` 0: there is no KL term. The C of the aggregation `constant` is not here: it is the token budget of a
     trajectory and comes with the `Normalizer`.
     """
 
@@ -211,7 +210,7 @@ class Algorithm:
         """Call a function of a part, each parameter by its name: an option of the part, an input, or a setting.
 
         An input that is None and has no default is replaced by its neutral value (`batch.NEUTRAL`). Raises
-        ValueError if it has none.
+        Raises ValueError if it has none.
         """
         known = self.options_of(part)[1]
         given: dict[str, object] = {}

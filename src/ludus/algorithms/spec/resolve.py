@@ -23,7 +23,7 @@ TOP_P = 0.9
 
 
 def resolve(config: AlgorithmConfig) -> Algorithm:
-    """The preset with the configured changes. Raises ConfigError for unknown names and contradictions."""
+    """Return the preset with the configured changes. Raises ConfigError for unknown names and contradictions."""
     _check_name("preset", config.preset, PRESETS)
     preset = PRESETS[config.preset]
     changes = config.model_dump(exclude_none=True, exclude={"preset", "options"})
@@ -66,12 +66,13 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
 
 
 def algorithm_of(config: Config) -> Algorithm:
-    """The algorithm of a run: off policy it corrects by truncated importance sampling, unless told otherwise.
+    """Return the algorithm of a run: off policy it corrects by truncated importance sampling, unless a correction is
+    set.
 
-    What a server samples that repeats nothing (`rollout.reproducible` is off) counts as off policy too: its
-    numbers are not the learner's. So do partial rollouts, whose tokens are of several versions. A correction,
-    a loss or an advantage that reads the behaviour policy by itself stays as it is; a loss with one term per
-    trajectory gets one weight per trajectory.
+    Samples of a server without `rollout.reproducible` count as off policy too, since its numbers differ from the
+    learner's. So do partial rollouts, whose tokens are of several versions. A correction that is set stays, and a loss
+    or an advantage that contains the behaviour ratio gets none. A loss with one term per trajectory gets one weight
+    per trajectory.
     """
     algorithm = resolve(config.algorithm)
     if algorithm.kl_coef == 0 and config.kl_control.kind != "constant":
@@ -96,7 +97,7 @@ def algorithm_of(config: Config) -> Algorithm:
 
 
 def minibatches_of(config: Config) -> int:
-    """Optimiser steps in one pass over a batch: those of the settings, or else the preset's."""
+    """Return the optimiser steps in one pass over a batch: the setting, or the preset's."""
     return config.training.minibatches or resolve(config.algorithm).minibatches
 
 
@@ -108,13 +109,13 @@ def _check_options(algorithm: Algorithm, part: Part, name: str) -> None:
             guess = did_you_mean(key, known, cutoff=0.5)
             have = ", ".join(known) or "none"
             raise ConfigError(
-                f"algorithm.options.{part}.{key} is nothing that the {part} {name} has.", f"{guess}It has: {have}."
+                f"algorithm.options.{part}.{key} is not an option of the {part} {name}.", f"{guess}It has: {have}."
             )
         known[key].check(f"algorithm.options.{part}.{key}", value)
 
 
 def _check_sequence_weights(algorithm: Algorithm) -> None:
-    """A loss with one term a trajectory takes one weight a trajectory."""
+    """Raise ConfigError if token weights meet a loss with one term per trajectory."""
     correction = algorithm.correction_spec
     if not algorithm.loss_spec.per_trajectory or not correction.has(Need.LIMITED_RATIO):
         return
@@ -127,7 +128,7 @@ def _check_sequence_weights(algorithm: Algorithm) -> None:
 
 
 def _options(given: PartOptionsConfig, preset: Algorithm, algorithm: Algorithm) -> PartOptions:
-    """The preset's numbers with those given; a part that is replaced brings none of the preset's."""
+    """Return the preset's options with those given; a part that is replaced has none of the preset's."""
     own = preset.options
     return PartOptions(
         advantage=(own.advantage if algorithm.advantage == preset.advantage else {}) | given.advantage,
@@ -139,7 +140,7 @@ def _options(given: PartOptionsConfig, preset: Algorithm, algorithm: Algorithm) 
 
 
 def check_placement(kl: str, placement: str) -> None:
-    """Warn of an estimator that does nothing where it is placed; ConfigError for unknown names."""
+    """Warn of an estimator that has no effect at its placement; raise ConfigError for unknown names."""
     _check_name("kl", kl, KL_NAMES)
     _check_name("kl_placement", placement, PLACEMENTS)
     if kl == "k1" and placement == "loss":
@@ -151,7 +152,7 @@ def check_placement(kl: str, placement: str) -> None:
 
 
 def _refuse_idle_settings(config: AlgorithmConfig, algorithm: Algorithm) -> None:
-    """A setting that nothing would read is a mistake. A coefficient of 0 that is spelled out is not."""
+    """Raise ConfigError for a setting that has no effect. A coefficient of 0 that is spelled out is allowed."""
     if not algorithm.loss_spec.has(Need.CLIP):
         _refuse("clip_low", config.clip_low, f"the loss {algorithm.loss} does not clip")
         _refuse("clip_high", config.clip_high, f"the loss {algorithm.loss} does not clip")
@@ -166,22 +167,22 @@ def _refuse_idle_settings(config: AlgorithmConfig, algorithm: Algorithm) -> None
         _refuse("overlong_measure", config.overlong_measure, reason)
         _refuse("overlong_length", config.overlong_length, reason)
     if algorithm.kl_coef == 0 and config.kl_coef is None:
-        reason = "algorithm.kl_coef is 0 (write it where kl_control raises it, also as 0)"
+        reason = "algorithm.kl_coef is 0 (write it if kl_control raises it, also as 0)"
         _refuse("kl", config.kl, reason)
         _refuse("kl_placement", config.kl_placement, reason)
         _refuse("options.kl.granularity", config.options.kl.get("granularity"), reason)
         _refuse("options.kl.importance", config.options.kl.get("importance"), reason)
     if algorithm.kl_placement == "reward":
-        reason = "a KL in the reward adds up over the trajectory by itself"
+        reason = "a KL in the reward is already summed over the trajectory"
         _refuse("options.kl.granularity", config.options.kl.get("granularity"), reason)
 
 
 def _refuse_unread_parts(config: AlgorithmConfig, algorithm: Algorithm) -> None:
-    """A part that the loss or the advantage does not read."""
+    """Raise ConfigError for a part that the loss or the advantage does not read."""
     loss, in_loss = algorithm.loss, algorithm.kl_placement == "loss"
     penalised = algorithm.kl_coef > 0
     if algorithm.loss_spec.per_trajectory and algorithm.entropy_coef == 0 and not (penalised and in_loss):
-        _refuse("aggregation", config.aggregation, f"the loss {loss} is a mean over trajectories by itself")
+        _refuse("aggregation", config.aggregation, f"the loss {loss} is already a mean over trajectories")
     if algorithm.loss_spec.has(Need.TEACHER):
         reason = f"the loss {loss} reads a teacher and no reward"
         _refuse("opsm_delta", algorithm.opsm_delta, reason)
@@ -200,25 +201,25 @@ def _refuse_unread_parts(config: AlgorithmConfig, algorithm: Algorithm) -> None:
 
 
 def _check_importance(algorithm: Algorithm) -> None:
-    """ConfigError for a ratio on a KL that is exact at each state, or detached."""
+    """Raise ConfigError for a ratio on a KL that is exact at each state, or detached."""
     if algorithm.options.kl.get("importance", "none") == "none":
         return
     if algorithm.kl in FULL_KL_NAMES:
         raise ConfigError(
             f"algorithm.options.kl.importance corrects for the sampled token, and algorithm.kl = "
             f"{algorithm.kl!r} reads whole distributions.",
-            "Set kl = 'k3', or leave importance out.",
+            "Set kl = 'k3', or unset importance.",
         )
     if algorithm.kl_placement != "loss":
         raise ConfigError(
             f"algorithm.options.kl.importance acts in the loss, and algorithm.kl_placement is "
             f"{algorithm.kl_placement!r}.",
-            "Set kl_placement = 'loss', or leave importance out.",
+            "Set kl_placement = 'loss', or unset importance.",
         )
 
 
 def _check_rewards_stay(algorithm: Algorithm) -> None:
-    """ConfigError where something is added to rewards that have to be 0 or 1."""
+    """Raise ConfigError if something is added to rewards that must be 0 or 1."""
     if not algorithm.advantage_spec.has(Need.BINARY_REWARDS):
         return
     penalised = algorithm.kl_coef > 0 and algorithm.kl_placement == "reward"
@@ -231,7 +232,7 @@ def _check_rewards_stay(algorithm: Algorithm) -> None:
 
 
 def _check_group_size(algorithm: Algorithm) -> None:
-    """ConfigError for groups of one where the attempts of a group are compared."""
+    """Raise ConfigError for groups of one if the attempts of a group are compared."""
     compares = {
         f"the advantage {algorithm.advantage}": algorithm.advantage_spec.has(Need.GROUP),
         "algorithm.filter_zero_variance": algorithm.filter_zero_variance,
@@ -250,7 +251,7 @@ def _refuse(key: str, value: object, reason: str) -> None:
     if value is not None:
         raise ConfigError(
             f"algorithm.{key} = {value} would have no effect: {reason}.",
-            f"Unset {key}, or change what ignores it; where the preset sets it, switch it off.",
+            f"Unset {key}, or change what ignores it; if the preset sets it, switch it off.",
         )
 
 
@@ -313,7 +314,7 @@ def check_together(algorithm: Algorithm) -> None:
 
 
 def check_observations(algorithm: Algorithm, mask_observations: bool) -> None:
-    """ConfigError where observations would train twice: by the term echo, and as if they were actions."""
+    """Raise ConfigError if observations would train twice: by the term echo, and as actions."""
     if not mask_observations and algorithm.number("terms", "echo") > 0:
         raise ConfigError(
             "training.mask_observations = false trains observations already, and so does algorithm.options.terms.echo.",
@@ -322,8 +323,9 @@ def check_observations(algorithm: Algorithm, mask_observations: bool) -> None:
 
 
 def check_binary_rewards(algorithm: Algorithm, settings: RewardsConfig, parts: Sequence[Reward]) -> None:
-    """ConfigError where the advantage takes rewards of 0 and 1 alone and the settings make others of the
-    `parts` that train."""
+    """Raise ConfigError if the advantage takes rewards of 0 and 1 alone and the settings make others of the
+    `parts` that train.
+    """
     if not algorithm.advantage_spec.has(Need.BINARY_REWARDS):
         return
     for what, remedy in _not_binary(settings, parts):
@@ -334,14 +336,14 @@ def check_binary_rewards(algorithm: Algorithm, settings: RewardsConfig, parts: S
 
 
 def _not_binary(settings: RewardsConfig, parts: Sequence[Reward]) -> Iterator[tuple[str, str]]:
-    """What makes other rewards than 0 and 1 of outcomes of 0 and 1, and what to do about it."""
+    """Yield what turns outcomes of 0 and 1 into other rewards, and how to prevent it."""
     for part in parts:
         start = settings.weights.get(part.name, part.weight)
         wanted = (0.0, 1.0) if part.outcome else (0.0,)
         for weight in (start, settings.weights_end.get(part.name, start)):
             if weight not in wanted:
-                said = f"the part {part.name} has the weight {weight:g}"
-                yield said, f"Set rewards.weights.{part.name} = {wanted[-1]:g} throughout"
+                what = f"the part {part.name} has the weight {weight:g}"
+                yield what, f"Set rewards.weights.{part.name} = {wanted[-1]:g} throughout"
     others = {
         "length.kind": settings.length.kind if settings.length.kind != "none" else None,
         "aggregation": settings.aggregation if settings.aggregation == "pareto" else None,
@@ -350,4 +352,4 @@ def _not_binary(settings: RewardsConfig, parts: Sequence[Reward]) -> Iterator[tu
     }
     for key, value in others.items():
         if value is not None:
-            yield f"rewards.{key} = {value!r} makes others", f"Leave out rewards.{key}"
+            yield f"rewards.{key} = {value!r} makes others", f"Unset rewards.{key}"
