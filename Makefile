@@ -160,6 +160,7 @@ async-correction: $(VENV)/.ready
 # The API reference, from docstrings.
 docs: $(VENV)/.ready
 	$(PY) -m generators.api_reference
+	$(PY) -m generators.algorithm_tables
 
 # Before a change of structure with DIGESTS=--write, after it without: the results must be equal.
 DIGESTS ?= --check

@@ -12,7 +12,7 @@ import algorithms_oracle_advantages as oracle
 from algorithm_parts import ADVANTAGE_OPTIONS, ADVANTAGES, FUNCTIONS
 from algorithms_oracle import TOLERANCE
 from ludus.algorithms import advantages as adv
-from ludus.algorithms.advantages import RoleBaselines
+from ludus.algorithms.advantages.running_baselines import RoleBaselines
 from ludus.algorithms.batch import Outcomes
 from ludus.algorithms.spec.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS

@@ -183,6 +183,6 @@ def test_sampling_beside_the_learner_has_the_speed_of_the_whole_step():
     said = (Message(role="assistant", content="x"),)
     one = Trajectory("t", 0, (Segment("action", tuple(range(40))),), said, StopReason.ANSWERED)
     speeds = [
-        StepTimings(seconds, beside=beside).metrics([one])["speed/sampled_tokens_per_s"] for beside in (True, False)
+        StepTimings(seconds, concurrent=beside).metrics([one])["speed/sampled_tokens_per_s"] for beside in (True, False)
     ]
     assert speeds == pytest.approx([40 / 4.0001, 400_000])

@@ -1,39 +1,38 @@
-"""The KL divergence from a reference, per token, and the three places where it enters.
+"""The KL divergence from a reference, per token, and the three places at which it enters.
 
 With `d = logprobs - ref_logprobs` on tokens sampled from the policy (http://joschu.net/blog/kl-approx.html).
-In the *reward* `k1` gives the unbiased gradient of the reverse KL. In the *loss* the estimator itself is
+In the *reward* `k1` has the unbiased gradient of the reverse KL. In the *loss* the estimator itself is
 differentiated: `k1` has gradient 0 in expectation and regularises nothing, `k2` has the gradient of the
 reverse KL, `k3` that of the forward KL. `resolve.check_placement` warns of the first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Protocol
 
-import torch
-from torch import Tensor
-
-from ludus.algorithms.masking import check_shapes, clamped_ratio, select
+from ludus.algorithms.parts import Option
+from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select, torch
 
 
 def k1(*, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """`d`: unbiased, may be negative; any shape, as all estimators here."""
+    """Return `d`: unbiased, may be negative; any shape, as all estimators here."""
     return logprobs - ref_logprobs
 
 
 def k2(*, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """`d^2 / 2`: biased, its gradient is that of the reverse KL."""
+    """Return `d^2 / 2`: biased, its gradient is that of the reverse KL."""
     return (logprobs - ref_logprobs).square() / 2
 
 
 def k3(*, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """`exp(-d) + d - 1`: unbiased, never negative; the exponent is clamped to +-20."""
+    """Return `exp(-d) + d - 1`: unbiased, never negative; the exponent is clamped to +-20."""
     difference = logprobs - ref_logprobs
     return clamped_ratio(-difference) + difference - 1
 
 
 def absolute(*, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """`|d|`, under the name `abs`."""
+    """Return `|d|`, under the name `abs`."""
     return (logprobs - ref_logprobs).abs()
 
 
@@ -41,18 +40,18 @@ abs = absolute
 
 
 def k3_k2grad(*, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """The value of `k3` with the gradient of `k2` (straight-through)."""
+    """Return the value of `k3` with the gradient of `k2` (straight-through)."""
     value = k3(logprobs=logprobs, ref_logprobs=ref_logprobs).detach()
     gradient = k2(logprobs=logprobs, ref_logprobs=ref_logprobs)
     return value + (gradient - gradient.detach())
 
 
 def full_reverse(*, logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """`KL(policy || reference) = sum_v p (log p - log q)` of the tempered distributions, nats.
+    """Return `KL(policy || reference) = sum_v p (log p - log q)` of the tempered distributions, nats.
 
-    `logits`, `ref_logits` [..., V] give [...]; no sampling noise. Each position stands alone: long inputs
+    [...] from `logits`, `ref_logits` [..., V]; no sampling noise. Positions are independent: long inputs
     can be given in pieces, and only action positions should be given at all. A token that the policy forbids
-    (logit -inf) counts 0; one that only the reference forbids makes the divergence infinite. Half precision
+    (logit -inf) counts 0; a token that only the reference forbids makes the divergence infinite. Half precision
     is computed and returned in float32. The gradient flows through both.
     """
     policy, reference = _log_softmax(logits, temperature), _log_softmax(ref_logits, temperature)
@@ -60,13 +59,13 @@ def full_reverse(*, logits: Tensor, ref_logits: Tensor, temperature: float = 1.0
 
 
 def full_forward(*, logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """`KL(reference || policy) = sum_v q (log q - log p)`; otherwise as `full_reverse`."""
+    """Return `KL(reference || policy) = sum_v q (log q - log p)`; otherwise as `full_reverse`."""
     policy, reference = _log_softmax(logits, temperature), _log_softmax(ref_logits, temperature)
     return _divergence(reference, policy)
 
 
 def penalised_rewards(*, rewards: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
-    """`r_i - coef sum_t m kl`, [N]: placement `reward` for advantages of whole trajectories, as in verl.
+    """Return `r_i - coef sum_t m kl`, [N]: placement `reward` for advantages of whole trajectories, as in verl.
 
     `rewards` [N], `kl` and `mask` [N, L]. Goes before the groups are normalised; no gradient flows.
     """
@@ -78,7 +77,7 @@ def penalised_rewards(*, rewards: Tensor, kl: Tensor, mask: Tensor, coef: float)
 
 
 def penalised_token_rewards(*, token_rewards: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
-    """`r_t - coef kl_t` on action tokens, 0 elsewhere, [N, L]: placement `reward` for advantages per token.
+    """Return `r_t - coef kl_t` on action tokens, 0 elsewhere, [N, L]: placement `reward` for advantages per token.
 
     For `reinforce_pp` and the GAE family (arXiv:2203.02155, as in verl and OpenRLHF). No gradient flows.
     """
@@ -87,7 +86,7 @@ def penalised_token_rewards(*, token_rewards: Tensor, kl: Tensor, mask: Tensor, 
 
 
 def importance_weighted(*, kl: Tensor, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """`ratio kl` with `ratio = exp(logprobs - old_logprobs)`, [N, L], 0 where the mask is 0, with gradient.
+    """Return `ratio kl` with `ratio = exp(logprobs - old_logprobs)`, [N, L], 0 where the mask is 0, with gradient.
 
     For the placement `loss`. The gradient flows through the ratio too, so that with `k3` it is unbiased for
     the reverse KL, and on tokens of an older policy the value is as well (DeepSeek-V3.2, arXiv:2512.02556;
@@ -99,7 +98,7 @@ def importance_weighted(*, kl: Tensor, logprobs: Tensor, old_logprobs: Tensor, m
 
 
 def trajectory_kl(*, kl: Tensor, mask: Tensor) -> Tensor:
-    """`sum_t m kl`, [N], with gradient: granularity `trajectory` for the placement `loss`.
+    """Return `sum_t m kl`, [N], with gradient: granularity `trajectory` for the placement `loss`.
 
     `aggregate` takes its mean over the trajectories.
     """
@@ -116,7 +115,7 @@ def penalised_advantages(
     granularity: Literal["token", "trajectory"] = "token",
     trains: Tensor | None = None,
 ) -> Tensor:
-    """`A - coef (kl - mean of kl over the action tokens)`, [N, L]: placement `advantage`.
+    """Return `A - coef (kl - mean of kl over the action tokens)`, [N, L]: placement `advantage`.
 
     All tensors [N, L], of the whole batch: the mean is global, over those action tokens that are set in
     `trains` (None: all). With `trajectory` each token carries the sum of `kl` over its trajectory. 0 where
@@ -150,9 +149,18 @@ class KLFn(Protocol):
     def __call__(self, *, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor: ...
 
 
-abs = absolute
-"""The name of the field; within this module nothing else is called so."""
-
 KLS: dict[str, KLFn] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute, "k3_k2grad": k3_k2grad}
 FULL_KLS = {"full_reverse": full_reverse, "full_forward": full_forward}
-"""Those of whole distributions: the learner computes them in chunks (`training.learner.full_kl`)."""
+"""Divergences of whole distributions: the learner computes them in chunks (`training.learner.full_kl`)."""
+FULL_KL_NAMES: tuple[Literal["full_reverse", "full_forward"], ...] = ("full_reverse", "full_forward")
+KL_NAMES = (*KLS, *FULL_KL_NAMES)
+PLACEMENTS = ("loss", "reward", "advantage")
+GRANULARITIES: tuple[Literal["token", "trajectory"], ...] = ("token", "trajectory")
+IMPORTANCES: tuple[Literal["none", "ratio"], ...] = ("none", "ratio")
+KL_OPTIONS: Mapping[str, Option] = {
+    "granularity": Option(
+        "penalty of each token, or its sum over the trajectory", choices=GRANULARITIES, default="token"
+    ),
+    "importance": Option("weigh the term in the loss by the ratio, or do not", choices=IMPORTANCES, default="none"),
+}
+"""The options of every KL estimator."""

@@ -1,7 +1,7 @@
 """The KL coefficient over a run: a schedule or a controller, and the guard that pauses the run. No torch.
 
-`control_of` makes it of the settings; `KlControl.coef` is read before a step and `KlControl.update` called
-after it. What it learns on the way is a `KlState`, which a checkpoint keeps.
+`control_of` builds it from the settings; `KlControl.coef` is read before a step and `KlControl.update` called after
+it. A checkpoint saves its state as a `KlState`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.schedules import Schedule
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import KlControlConfig
 from ludus.errors import ConfigError, LearnerError
@@ -30,8 +29,37 @@ _GUARD_DECAY, _GUARD_WARMUP = 0.9, 20
 
 
 @dataclass(frozen=True, slots=True)
+class Schedule:
+    """From `start` to `end` over `num_steps` steps, then `end`.
+
+    `constant` stays at `start`; `linear` is `start + (end - start) f`; `cosine` is
+    `end + (start - end) (1 + cos(pi f)) / 2`, with `f = min(step / num_steps, 1)` (arXiv:1608.03983).
+    """
+
+    kind: Literal["constant", "linear", "cosine"]
+    start: float
+    end: float = 0.0
+    num_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("constant", "linear", "cosine"):
+            raise ValueError(f"kind = {self.kind!r} is none of constant, linear, cosine")
+        if self.kind != "constant" and self.num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, not {self.num_steps}")
+
+    def at(self, step: int) -> float:
+        """Return the value at `step`, counted from 0."""
+        if self.kind == "constant":
+            return self.start
+        share = min(max(step / self.num_steps, 0.0), 1.0)
+        if self.kind == "linear":
+            return self.start + (self.end - self.start) * share
+        return self.end + (self.start - self.end) * (1 + math.cos(math.pi * share)) / 2
+
+
+@dataclass(frozen=True, slots=True)
 class KlState:
-    """What a controller and a guard have learned, and under which `kind` and `base`."""
+    """The saved state of a controller and a guard, with their `kind` and `base`."""
 
     kind: str = "constant"
     base: float = 0.0
@@ -46,7 +74,7 @@ class KlState:
 
 @dataclass(frozen=True, slots=True)
 class KlControl:
-    """The rule of the coefficient, which starts at `base`, and the guard. Each step makes a new one."""
+    """The rule of the coefficient, which starts at `base`, and the guard. Each step returns a new one."""
 
     kind: ControlKind
     base: float
@@ -64,7 +92,7 @@ class KlControl:
         return self.acts or self.guard is not None
 
     def coef(self, step: int) -> float:
-        """The coefficient of a training step, counted from 1."""
+        """Return the coefficient of a training step, counted from 1."""
         match self.rule:
             case Schedule():
                 return self.rule.at(step - 1)
@@ -73,7 +101,7 @@ class KlControl:
         return self.rule.value
 
     def update(self, kl: float, num: int) -> KlControl:
-        """The control after a step with `num` trajectories and a mean KL of `kl` nats per token.
+        """Return the control after a step with `num` trajectories and a mean KL of `kl` nats per token.
 
         Raises LearnerError for a controller that is given no finite number.
         """
@@ -87,7 +115,7 @@ class KlControl:
         return replace(self, rule=rule, guard=None if self.guard is None else self.guard.update(kl))
 
     def verdict(self, kl: float) -> str:
-        """Why a step with this KL pauses the run, as a sentence; empty where it does not."""
+        """Return why a step with this KL pauses the run, as a sentence; empty if it does not."""
         guard = self.guard
         if guard is None or not guard.pauses(kl):
             return ""
@@ -99,7 +127,7 @@ class KlControl:
 
     @property
     def state(self) -> KlState:
-        """What a checkpoint keeps."""
+        """The state that a checkpoint saves."""
         state = KlState(self.kind, self.base)
         if (guard := self.guard) is not None:
             state = replace(
@@ -112,7 +140,7 @@ class KlControl:
         return state
 
     def restored(self, state: KlState) -> KlControl:
-        """This control with what was learned; a rule of another kind or another base begins anew."""
+        """Return this control with a saved state; a rule of another kind or another base starts from its settings."""
         rule, guard = self.rule, self.guard
         if (state.kind, state.base) == (self.kind, self.base):
             if isinstance(rule, AdaptiveKL) and state.coef is not None:
@@ -131,7 +159,7 @@ class KlControl:
 
 
 def control_of(config: Config, algorithm: Algorithm) -> KlControl:
-    """The control that the settings ask for. Raises ConfigError for what contradicts or has no effect."""
+    """Return the control of the settings. Raises ConfigError for what contradicts or has no effect."""
     settings, base = config.kl_control, algorithm.kl_coef
     _refuse_idle(settings)
     kind = settings.kind
@@ -140,7 +168,7 @@ def control_of(config: Config, algorithm: Algorithm) -> KlControl:
         if base == 0:
             raise ConfigError(
                 'kl_control.kind = "adaptive" multiplies the KL coefficient, and algorithm.kl_coef is 0.',
-                "Set algorithm.kl_coef above 0, or leave kl_control out.",
+                "Set algorithm.kl_coef above 0, or unset kl_control.",
             )
         rule = AdaptiveKL(base, _target(settings), settings.horizon or 10_000.0)
     elif kind == "pid":
@@ -151,7 +179,7 @@ def control_of(config: Config, algorithm: Algorithm) -> KlControl:
             raise ConfigError(
                 f'kl_control.kind = "{kind}" goes from algorithm.kl_coef = {base:g} to kl_control.end ='
                 f" {end:g}: nothing changes.",
-                "Set algorithm.kl_coef, kl_control.end, or leave kl_control out.",
+                "Set algorithm.kl_coef, kl_control.end, or unset kl_control.",
             )
         rule = Schedule(kind, base, end, settings.steps or config.training.steps)
     return KlControl(kind, base, rule, _guard(settings))
@@ -162,7 +190,7 @@ def _pid(settings: KlControlConfig, base: float) -> PIDKL:
     most = 1.0 if settings.max_coef is None else settings.max_coef
     if not any(gains):
         raise ConfigError(
-            'kl_control.kind = "pid" has no gain: nothing moves the coefficient.',
+            'kl_control.kind = "pid" has no gain: the coefficient would never change.',
             "Set kl_control.kp, kl_control.ki or kl_control.kd above 0.",
         )
     if base > most:
@@ -176,7 +204,7 @@ def _pid(settings: KlControlConfig, base: float) -> PIDKL:
 def _target(settings: KlControlConfig) -> float:
     if settings.target is None:
         raise ConfigError(
-            f'kl_control.kind = "{settings.kind}" needs a KL to hold.', "Set kl_control.target, such as 0.01."
+            f'kl_control.kind = "{settings.kind}" needs a target.', "Set kl_control.target, such as 0.01."
         )
     return settings.target
 
@@ -192,7 +220,7 @@ def _guard(settings: KlControlConfig) -> KLGuard | None:
 
 
 def _refuse_idle(settings: KlControlConfig) -> None:
-    """A setting that neither the kind nor the guard reads is a mistake."""
+    """Raise ConfigError for a setting that neither the kind nor the guard reads."""
     given = settings.model_dump(exclude_none=True, exclude={"kind", "guard_factor"})
     for name, value in given.items():
         if name in _READS[settings.kind]:
@@ -206,8 +234,7 @@ def _refuse_idle(settings: KlControlConfig) -> None:
             known = settings.guard_factor > 0
             reason = "kl_control.guard_expected stays" if known else "kl_control.guard_factor is 0"
         raise ConfigError(
-            f"kl_control.{name} = {value} would have no effect: {reason}.",
-            f"Leave {name} out, or change what ignores it.",
+            f"kl_control.{name} = {value} would have no effect: {reason}.", f"Unset {name}, or change what ignores it."
         )
 
 
@@ -228,7 +255,7 @@ class AdaptiveKL:
             raise ValueError("target and horizon must be above 0, coef not below")
 
     def update(self, kl: float, num: int) -> AdaptiveKL:
-        """The state after a step with `num` trajectories and a mean of `kl`. ValueError unless finite."""
+        """Return the state after a step with `num` trajectories and a mean of `kl`. Raises ValueError unless finite."""
         error = min(max(_finite(kl) / self.target - 1, -0.2), 0.2)
         return replace(self, coef=max(self.coef * (1 + error * num / self.horizon), 0.0))
 
@@ -237,7 +264,7 @@ class AdaptiveKL:
 class PIDKL:
     """`coef = clip(base + kp e + ki sum(e) + kd (e - previous e), 0, most)` with `e = kl - target`.
 
-    The integral is held where the coefficient stands at a bound and the error would push it further
+    The integral stays unchanged if the coefficient is at a bound and the error would push it further
     (anti-windup). `base` is the coefficient at zero error; the first step has no derivative. Form of
     arXiv:2007.03964 (PID Lagrangian methods).
     """
@@ -262,7 +289,7 @@ class PIDKL:
         return self.base if self.coef is None else self.coef
 
     def update(self, kl: float) -> PIDKL:
-        """The state after a step with a mean of `kl`. ValueError unless finite."""
+        """Return the state after a step with a mean of `kl`. Raises ValueError unless finite."""
         error = _finite(kl) - self.target
         slope = 0.0 if self.previous is None else error - self.previous
         integral = self.integral + error
@@ -273,19 +300,19 @@ class PIDKL:
 
 
 WINDOW = 5
-"""Steps whose mean a guard compares that learns what to expect."""
+"""Steps whose mean a guard with `decay` compares."""
 
 
 @dataclass(frozen=True, slots=True)
 class KLGuard:
-    """Pauses a run whose `kl` exceeds `factor` times its expected value, or is not finite.
+    """Pause a run if its `kl` exceeds `factor` times its expected value, or is not finite.
 
-    Without `decay` the expected value is given and stays, and each step is compared. With it the mean of the
-    last `WINDOW` steps (`recent`) is compared with what the steps before them predict: `expected` is their
-    average, `expected = d expected + (1 - d) kl`, those that paused included, at the step `expected_step`,
-    which is the average of their numbers. A run leaves its reference, at most in proportion to its steps, so
-    that `expected` times the ratio of the steps is predicted. The first `warmup` steps (`seen`) never pause.
-    An expected value below `least` counts as `least`.
+    Without `decay` the expected value is fixed, and each step is compared. With it the mean of the last `WINDOW`
+    steps (`recent`) is compared with what the steps before them predict: `expected` is their average, `expected = d
+    expected + (1 - d) kl`, those that paused included, at the step `expected_step`, which is the average of their
+    numbers. A run moves away from its reference at most in proportion to its steps, so the prediction is `expected`
+    times the ratio of the steps. The first `warmup` steps (`seen`) never pause. An expected value below `least`
+    counts as `least`.
     """
 
     expected: float | None
@@ -304,7 +331,7 @@ class KLGuard:
             raise ValueError("factor must be above 0, decay at least 0 and below 1")
 
     def compared(self, kl: float) -> float:
-        """What is compared with the predicted value in a step with a mean of `kl`."""
+        """Return what is compared with the predicted value in a step with a mean of `kl`."""
         return kl if self.decay is None else math.fsum(self._window(kl)) / len(self._window(kl))
 
     @property
@@ -318,7 +345,7 @@ class KLGuard:
         return max(self.expected * growth, self.least)
 
     def pauses(self, kl: float) -> bool:
-        """Whether a step with a mean of `kl` pauses the run."""
+        """Return whether a step with a mean of `kl` pauses the run."""
         if not math.isfinite(kl):
             return True
         if self.expected is None or (self.decay is not None and self.seen < self.warmup):
@@ -326,7 +353,7 @@ class KLGuard:
         return self.compared(kl) > self.factor * self.predicted
 
     def update(self, kl: float) -> KLGuard:
-        """The state after a step; unchanged by a KL that is not finite."""
+        """Return the state after a step; unchanged by a KL that is not finite."""
         if self.decay is None or not math.isfinite(kl):
             return self
         found = replace(self, recent=self._window(kl), seen=self.seen + 1)

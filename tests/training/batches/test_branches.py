@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ludus.algorithms.greso import GresoState
+from ludus.algorithms.filters import GresoState
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import LengthConfig, RewardsConfig

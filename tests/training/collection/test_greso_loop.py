@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ludus.algorithms.greso import GresoState
+from ludus.algorithms.filters import GresoState
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.cli.main import main
 from ludus.config.schema import Config

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ludus.algorithms import advantages
-from ludus.algorithms.advantages import RoleBaselines
+from ludus.algorithms.advantages.running_baselines import RoleBaselines
 from ludus.algorithms.spec.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.cli.main import main

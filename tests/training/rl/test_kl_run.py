@@ -90,7 +90,7 @@ def test_the_guard_follows_the_run_unless_it_is_told_what_to_expect():
     ("settings", "words"),
     [
         ({"kind": "adaptive", "target": 0.1, "kl_coef": 0.0}, "algorithm.kl_coef is 0"),
-        ({"kind": "adaptive"}, "needs a KL to hold"),
+        ({"kind": "adaptive"}, "needs a target"),
         ({"target": 0.1}, 'kl_control.target = 0.1 would have no effect: kl_control.kind is "constant"'),
         ({"kind": "pid", "target": 0.1}, "no gain"),
         ({"kind": "pid", "target": 0.1, "kp": 1.0, "max_coef": 0.1}, "above kl_control.max_coef"),

@@ -17,10 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.compatibility import check_binary_rewards
-from ludus.algorithms.spec.parts import Need
-from ludus.algorithms.spec.resolve import algorithm_of
+from ludus.algorithms.spec.resolve import algorithm_of, check_binary_rewards
 from ludus.cli.arguments import model_settings
 from ludus.config.load import load_config
 from ludus.config.schema import Config

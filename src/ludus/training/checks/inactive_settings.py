@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.parts import Need
 from ludus.algorithms.spec.resolve import algorithm_of, minibatches_of
 from ludus.config.schema import Config
 from ludus.envs.base import World

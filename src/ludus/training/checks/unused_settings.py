@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from ludus.algorithms.spec.parts import Need
+from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.config.sections.cluster import ClusterConfig

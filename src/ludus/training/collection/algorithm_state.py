@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 
-from ludus.algorithms.advantages import RoleBaselines
-from ludus.algorithms.greso import GresoState
+from ludus.algorithms.advantages.running_baselines import RoleBaselines
+from ludus.algorithms.filters import GresoState
+from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.parts import Need
 
 
 @dataclass(frozen=True, slots=True)

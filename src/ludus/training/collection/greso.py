@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from ludus.algorithms.greso import GresoSettings, Visit
+from ludus.algorithms.filters import GresoSettings, Visit
 from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.tasks.order import TaskSequence
 from ludus.training.collection.algorithm_state import AlgorithmState

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ludus.algorithms.advantages import RoleBaselines
+from ludus.algorithms.advantages.running_baselines import RoleBaselines
 from ludus.algorithms.filters import variance_top, variance_top_p
 from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.rollout.ledger import RolloutOutcome

@@ -16,14 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ludus.algorithms.advantages import advantages_that_need
 from ludus.algorithms.advantages.running_baselines import DomainMoments, domain_normalised
+from ludus.algorithms.kl_controller import Schedule
+from ludus.algorithms.parts import Need
 from ludus.algorithms.shaping import ShapingRange, check_shaping, dominance_violations, gated, pareto, weighted_sum
-from ludus.algorithms.spec.advantages import advantages_that_need
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.compatibility import check_binary_rewards
-from ludus.algorithms.spec.parts import Need
-from ludus.algorithms.spec.resolve import resolve
-from ludus.algorithms.spec.schedules import Schedule
+from ludus.algorithms.spec.resolve import check_binary_rewards, resolve
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.engines.models.loading import load_tokenizer

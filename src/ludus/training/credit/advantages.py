@@ -11,12 +11,11 @@ from torch import Tensor
 
 from ludus.algorithms.batch import Outcomes
 from ludus.algorithms.filters import mean_entropy, overlong_mask, zero_variance
-from ludus.algorithms.kl import penalised_advantages, penalised_rewards
-from ludus.algorithms.losses import conflict_weights
+from ludus.algorithms.kl import GRANULARITIES, penalised_advantages, penalised_rewards
+from ludus.algorithms.losses.gtpo import conflict_weights
+from ludus.algorithms.parts import Need
 from ludus.algorithms.shaping import soft_overlong
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.parts import Need
-from ludus.algorithms.spec.words import GRANULARITIES
 from ludus.errors import LearnerError
 from ludus.rewards.base import Reward
 from ludus.rollout.ledger import Ledger, RolloutOutcome
@@ -335,7 +334,7 @@ def _of_chains(
     given = replace(outcomes, rewards=rewards)
     if algorithm.kl_placement != "reward":
         given = replace(given, kl=None)
-    found: Tensor = algorithm.advantage_spec.load()(given, algorithm)
+    found = algorithm.compute("advantage", given)
     if penalty is not None and algorithm.kl_placement == "advantage":
         found = penalised_advantages(
             advantages=found,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ludus.algorithms.advantages import tier_advantages
+from ludus.algorithms.advantages.calibration import tier_advantages
+from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.parts import Need
 from ludus.algorithms.spec.presets import TURN_LEVEL
 from ludus.rollout.scheduler import Episode
 from ludus.training.credit.advantages import assign_credit, turns_of_actions

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ludus.algorithms.advantages import TierCalibration, calibrate_tiers
+from ludus.algorithms.advantages.calibration import TierCalibration, calibrate_tiers
 from ludus.algorithms.shaping import ShapingRange, length_linear, length_sigmoid
 from ludus.config.sections.rewards import PROGRESS, LengthConfig, RewardsConfig
 from ludus.rewards.code.turns import turn_of_call

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.aggregate import Normalizer
-from ludus.algorithms.aux_losses import coefficient
 from ludus.algorithms.batch import TokenBatch
-from ludus.algorithms.kl import KLS
-from ludus.algorithms.losses import CovarianceMeans, token_covariance
+from ludus.algorithms.kl import FULL_KL_NAMES, KLS
+from ludus.algorithms.losses.covariance import CovarianceMeans, token_covariance
 from ludus.algorithms.objective import Statistics, objective
-from ludus.algorithms.spec.algorithm import FULL_KL_NAMES, Algorithm
-from ludus.algorithms.spec.parts import Need, loaded
+from ludus.algorithms.parts import Need
+from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP
 from ludus.errors import LearnerError
 from ludus.training.batches.chunked_lm_head import Entropy
@@ -386,7 +385,7 @@ class Learner:
 
 def _asked(part: Microbatch, algorithm: Algorithm) -> Tensor:
     """Return the mask of tokens that the policy scores, `[B, L]`."""
-    return part.trains | part.observed if coefficient(algorithm, "echo") > 0 else part.trains
+    return part.trains | part.observed if algorithm.number("terms", "echo") > 0 else part.trains
 
 
 def _said(batch: TokenBatch) -> dict[str, Tensor | None]:
@@ -416,7 +415,8 @@ def choose_tokens(
 
     The selection does not depend on the order of rows.
     """
-    if not algorithm.loss_spec.has(Need.TOKEN_CHOICE):
+    choose = algorithm.loss_spec.choose
+    if choose is None:
         return None
     order = sorted(range(len(rows)), key=lambda i: (rows[i].name, rows[i].tokens, rows[i].advantages))
     width = max(len(row.tokens) for row in rows)
@@ -431,7 +431,7 @@ def choose_tokens(
     mask = _scored(mask)
     means = CovarianceMeans.of(old_logprobs=old, advantages=advantages, mask=mask)
     covariance = token_covariance(old_logprobs=old, advantages=advantages, mask=mask, means=means)
-    chosen = loaded(algorithm.loss_spec.choose)(covariance, mask, seed, algorithm)
+    chosen = algorithm.call(choose, "loss", {"covariance": covariance, "mask": mask, "seed": seed})
     of_row = {i: chosen[place, : len(rows[i].tokens)] for place, i in enumerate(order)}
     return [of_row[i] for i in range(len(rows))]
 

@@ -11,8 +11,8 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.parts import Need
 from ludus.config.schema import Config
 from ludus.errors import ConfigError
 from ludus.rollout.build import sampling_params

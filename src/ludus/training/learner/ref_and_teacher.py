@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ludus.algorithms.spec.algorithm import FULL_KL_NAMES, Algorithm
-from ludus.algorithms.spec.parts import Need
+from ludus.algorithms.kl import FULL_KL_NAMES
+from ludus.algorithms.parts import Need
+from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.training.batches.chunked_lm_head import CHUNK_LOGITS, Entropy
 from ludus.training.batches.rows import Microbatch
 from ludus.training.learner.full_kl import Divergence, DivergenceTarget, HiddenStates

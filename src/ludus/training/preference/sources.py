@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ludus.algorithms.spec.preferences import PREFERENCES
+from ludus.algorithms.preference import PREFERENCES
 from ludus.config.sections.stages import UNPAIRED_LOSSES
 from ludus.errors import UserError
 from ludus.rollout.ledger import RolloutOutcome

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms import preference as losses
-from ludus.algorithms.spec.preferences import PREFERENCES
+from ludus.algorithms.preference import PREFERENCES
 from ludus.config.sections.stages import PreferenceConfig
 from ludus.diagnostics.trackers import Tracker
 from ludus.errors import LearnerError

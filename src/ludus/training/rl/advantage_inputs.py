@@ -13,11 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ludus.algorithms.corrections import MismatchByLength, mismatch_by_length
+from ludus.algorithms.corrections import MismatchByLength, mismatch, mismatch_by_length
 from ludus.algorithms.filters import entropy_bound
-from ludus.algorithms.spec.algorithm import FULL_KL_NAMES, Algorithm
-from ludus.algorithms.spec.parts import Need, loaded
-from ludus.algorithms.train_inference_mismatch import mismatch
+from ludus.algorithms.kl import FULL_KL_NAMES
+from ludus.algorithms.parts import Need
+from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.errors import SyncError
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.training.batches.rows import Row, row_of_trajectory
@@ -163,8 +163,8 @@ def _rejected(credits: list[TrainingSample], learner: Learner) -> list[TrainingS
 
 def _kept_tokens(old: Tensor, behavior: Tensor, mask: Tensor, algorithm: Algorithm) -> Tensor:
     """Return the mask of action tokens that pass the correction's filter, [N, L] bool."""
-    kept: Tensor = loaded(algorithm.correction_spec.keep)(old, behavior, mask, algorithm)
-    return kept
+    inputs = {"old_logprobs": old, "behavior_logprobs": behavior, "mask": mask}
+    return algorithm.call(algorithm.correction_spec.function, "correction", inputs).bool()
 
 
 def _narrowed(credit: TrainingSample, keep: Tensor) -> tuple[bool, ...]:

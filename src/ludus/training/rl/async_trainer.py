@@ -80,7 +80,7 @@ async def run_one_step(loop: SyncTrainer, done: int) -> None:
     try:
         credits = await loop.sampler.sample(done + 1, order)
         for step in range(done + 1, last + 1):
-            clock = StepTimings(beside=True)
+            clock = StepTimings(concurrent=True)
             loop.sampled = loop.sampler.state
             await counted(loop.engine)
             if step < last:
@@ -224,7 +224,7 @@ class AsyncTrainer:
 
     async def step(self, step: int) -> None:
         """Wait for a batch, train on it and send the weights."""
-        loop, clock = self.loop, StepTimings(beside=True)
+        loop, clock = self.loop, StepTimings(concurrent=True)
         await counted(loop.engine)
         loop.reporter.phase(f"step {step}: waiting for episodes", None, loop.engine)
         ready = self.stream.admission.num_ready / loop.session.config.training.prompts_per_step

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ludus.algorithms.kl_controller import KlControl, control_of
+from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.compatibility import check_observations
-from ludus.algorithms.spec.parts import Need
-from ludus.algorithms.spec.resolve import algorithm_of, minibatches_of, resolve
+from ludus.algorithms.spec.resolve import algorithm_of, check_observations, minibatches_of, resolve
 from ludus.config.schema import Config
 from ludus.diagnostics.metrics import step_metrics
 from ludus.diagnostics.trackers import Tracker, find_tracker, make_tracker, read_metrics

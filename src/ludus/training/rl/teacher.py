@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.parts import Need
 from ludus.config.schema import Config
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.errors import ConfigError

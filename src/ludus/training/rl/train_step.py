@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from ludus.algorithms.kl_controller import KlControl
-from ludus.algorithms.spec.parts import Need
+from ludus.algorithms.parts import Need
 from ludus.rollout.ledger import Ledger
 from ludus.training.batches.rows import Row
 from ludus.training.collection.rollout_collector import overlong_limit

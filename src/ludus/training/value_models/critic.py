@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ludus.algorithms.losses import value_loss
+from ludus.algorithms.losses.likelihood import value_loss
 from ludus.training.batches.rows import Row
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, merged
 from ludus.training.distributed.fsdp import put

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.parts import Need
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import CriticConfig, PrimeConfig

@@ -1,20 +1,79 @@
-"""Where rewards stand among the action tokens, and what a turn is.
+"""Action tokens without the gaps between them: sums that run back over them, their turns, and their rewards.
 
-`turn` [N, L] integers is read on action tokens alone: turns count from 0 in each row, without gaps, and do
-not decrease. Where `turn` is None each run of action tokens is a turn, as it is where something is observed
-between any two of them. `turn_rewards` [N, K]: what stands past a row's last turn (NaN too) is not read.
+An observation is neither a step nor a discount: returns and temporal differences are defined on the subsequence of
+action tokens. `ActionTokens` moves it to the left of each row ([N, T], T the longest row) and back.
+
+`turn` [N, L] integers is read on action tokens alone: turns count from 0 in each row, without gaps, and do not
+decrease. If `turn` is None, each run of action tokens is a turn. `turn_rewards` [N, K] is read up to a row's last
+turn; what follows (NaN too) is ignored.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from ludus.algorithms.groups import cells, numbers
+from ludus.algorithms.tensors import Tensor, select, torch
 
-from ludus.algorithms.advantages.reverse_scan import ActionTokens, action_tokens, shifted
-from ludus.algorithms.advantages.rows import cells, numbers
-from ludus.algorithms.masking import select
+
+@dataclass(frozen=True, slots=True)
+class ActionTokens:
+    """Where the action tokens of `mask` [N, L] are.
+
+    `columns` [N, T] int: the column of each row's t-th action token; `present` [N, T] bool: whether it has
+    one.
+    """
+
+    mask: Tensor
+    columns: Tensor
+    present: Tensor
+
+    @property
+    def last(self) -> Tensor:
+        """[N, T] bool, set on the last action token of each row."""
+        return self.present & ~shifted(self.present, False)
+
+    def take(self, name: str, values: Tensor) -> Tensor:
+        """Return `values` [N, L] at the action tokens, [N, T] float64, 0 past the end of a row.
+
+        Other positions (NaN too) are not read. Raises ValueError for a wrong shape or a number not finite.
+        """
+        return cells(name, values, self.mask).gather(1, self.columns)
+
+    def spread(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the inverse: `values` [N, T] at their columns, [N, L] in `dtype`, 0 elsewhere."""
+        empty = torch.zeros(self.mask.shape, dtype=torch.float64, device=self.mask.device)
+        return empty.scatter(1, self.columns, select(values, self.present)).to(dtype)
+
+    def following(self, values: Tensor, after: Tensor) -> Tensor:
+        """Return `values` [N, T] of the next action token; `after` [N] at each row's last one."""
+        return torch.where(self.last, after[:, None], select(shifted(values, 0.0), self.present))
+
+
+def action_tokens(mask: Tensor) -> ActionTokens:
+    """Return the action tokens of `mask` [N, L]. Raises ValueError unless it has two axes."""
+    if mask.ndim != 2:
+        raise ValueError(f"mask must be [N, L], not {list(mask.shape)}")
+    chosen = mask.bool()
+    counts = chosen.sum(1)
+    longest = int(counts.max()) if counts.numel() else 0
+    columns = torch.sort((~chosen).long(), dim=1, stable=True).indices[:, :longest]
+    return ActionTokens(chosen, columns, torch.arange(longest, device=mask.device) < counts[:, None])
+
+
+def shifted(values: Tensor, fill: float | bool) -> Tensor:
+    """Return `values` [N, X] of the next position; `fill` in the last column."""
+    return torch.cat([values[:, 1:], torch.full_like(values[:, :1], fill)], 1)
+
+
+def scan_back(terms: Tensor, decay: Tensor) -> Tensor:
+    """Return `y_t = terms_t + decay_t y_{t+1}`, from the right; both [N, X], and so is the result."""
+    found = torch.empty_like(terms)
+    running = terms.new_zeros(terms.shape[0])
+    for t in range(terms.shape[1] - 1, -1, -1):
+        running = terms[:, t] + decay[:, t] * running
+        found[:, t] = running
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +96,11 @@ class Turns:
         return self.reached & ~shifted(self.reached, False)
 
     def at_opening(self, values: Tensor) -> Tensor:
-        """`values` [N, T] at the first action token of each turn, [N, K]; 0 for a turn not reached."""
+        """Return `values` [N, T] at the first action token of each turn, [N, K]; 0 for a turn not reached."""
         return self._gathered(values, self.opens)
 
     def summed(self, values: Tensor) -> Tensor:
-        """`values` [N, T] summed over the action tokens of each turn, [N, K]."""
+        """Return `values` [N, T] summed over the action tokens of each turn, [N, K]."""
         return self._gathered(values, self.tokens.present)
 
     def _gathered(self, values: Tensor, where: Tensor) -> Tensor:
@@ -49,14 +108,14 @@ class Turns:
         return empty.scatter_add(1, self.index, select(values, where))
 
     def spread(self, scores: Tensor) -> Tensor:
-        """`scores` [N, K] on every action token of their turn, [N, T]."""
+        """Return `scores` [N, K] on every action token of their turn, [N, T]."""
         return select(scores.gather(1, self.index), self.tokens.present)
 
 
 def turns_of(turn: Tensor | None, mask: Tensor, num_turns: int | None = None) -> Turns:
-    """The turns of `turn` [N, L]; `num_turns` is K, by default the most turns of a row.
+    """Return the turns of `turn` [N, L]; `num_turns` is K, by default the most turns of a row.
 
-    ValueError (naming the row) where turns do not count up from 0, or a row has more than K.
+    Raises ValueError (naming the row) if turns do not count up from 0, or a row has more than K.
     """
     tokens = action_tokens(mask)
     if turn is None:
@@ -84,7 +143,7 @@ def turns_of(turn: Tensor | None, mask: Tensor, num_turns: int | None = None) ->
 
 
 def _runs(mask: Tensor) -> Tensor:
-    """The number of the run of action tokens that each one of `mask` [N, L] bool belongs to, from 0."""
+    """Return, for each action token of `mask` [N, L] bool, the number of its run of action tokens, from 0."""
     begins = mask.clone()
     begins[:, 1:] &= ~mask[:, :-1]
     return begins.cumsum(1) - 1
@@ -93,10 +152,10 @@ def _runs(mask: Tensor) -> Tensor:
 def rewards_of_turns(
     mask: Tensor, turn: Tensor | None, turn_rewards: Tensor | None, rewards: Tensor | None
 ) -> tuple[Turns, Tensor]:
-    """The turns, and the reward of each, [N, K] float64: `turn_rewards` [N, K], and `rewards` [N] on the
+    """Return the turns, and the reward of each, [N, K] float64: `turn_rewards` [N, K], and `rewards` [N] on the
     last.
 
-    ValueError for numbers that are not finite (naming the row), or without any reward.
+    Raises ValueError for numbers that are not finite (naming the row), or without any reward.
     """
     if turn_rewards is None and rewards is None:
         raise ValueError("rewards or turn_rewards must be given")
@@ -120,12 +179,12 @@ def token_rewards(
     kl: Tensor | None = None,
     kl_coef: float = 0.0,
 ) -> Tensor:
-    """The reward of each action token, [N, L] float64, 0 elsewhere; what `reinforce_pp` and `gae` start from.
+    """Return the reward of each action token, [N, L] float64, 0 elsewhere; the input of `reinforce_pp` and `gae`.
 
     `rewards` [N] on the last action token of a row (a row without any has no place for it); `turn_rewards`
-    [N, K] on the last action token of each turn of `turn` [N, L] (MT-PPO, arXiv:2505.11821), added where both
+    [N, K] on the last action token of each turn of `turn` [N, L] (MT-PPO, arXiv:2505.11821), added if both
     are given; `-kl_coef kl` [N, L] on every action token (KL placed in the reward, as in verl and OpenRLHF;
-    no gradient flows). ValueError for a number that is not finite (naming the row), or without any reward.
+    no gradient flows). Raises ValueError for a number that is not finite (naming the row), or without any reward.
     """
     tokens = action_tokens(mask)
     if turn_rewards is not None:

@@ -1,23 +1,30 @@
-"""Specs: what an advantage, a loss or a correction is called with, takes as options, and needs. No torch.
+"""Advantages, losses and corrections as parts: their options, what they need, and how they are found. No torch.
 
-The trainer reads `needs`, never a name. A spec of your own is named in a setting as `path/to/file.py:name`.
+A part is a pure function by keyword with its spec as the decorator, in one file:
+
+    @AdvantageSpec(help="rewards over their mean", needs={Need.GROUP}, options={"power": Option("exponent", FRACTION)})
+    def mine(*, rewards: Tensor, group: Tensor, mask: Tensor, power: float = 1.0) -> Tensor: ...
+
+`Algorithm.compute` passes each parameter by its name: an option of the part, a field of the batch (`Outcomes` or
+`TokenBatch`), the batch (`outcomes` or `batch`), the `algorithm`, or a setting (`algorithm.SETTING_PARAMETERS`).
+The trainer reads `needs`, never a name.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeVar, cast
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import TypeVar
 
+from ludus.algorithms.batch import Cut
+from ludus.algorithms.tensors import Tensor
 from ludus.errors import ConfigError
-from ludus.plugins import import_object
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +60,15 @@ SWITCH = OptionBounds(0, 1, whole=True)
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a part: a number within `bounds`, or, with `choices`, one of these words."""
+    """One option of a part: a number within `bounds`, or, with `choices`, one of these words.
 
-    default: float | str
+    The default is that of the function's parameter, unless `default` is set.
+    """
+
     help: str
     bounds: OptionBounds = ANY
     choices: tuple[str, ...] = ()
+    default: float | str = ""
 
     def check(self, key: str, value: float | str) -> None:
         """Raise ConfigError unless `value` is allowed; `key` is the setting that the message names."""
@@ -70,6 +80,12 @@ class Option:
             raise ConfigError(f"{name} = {value!r} is not a number.")
         elif not self.bounds.hold(value):
             raise ConfigError(f"{key} is {value:g}, but must be {self.bounds}.")
+
+    def argument(self, value: float | str) -> float | str:
+        """Return `value` as the function takes it: a switch as a bool, a whole number as an int."""
+        if isinstance(value, str) or not self.bounds.whole:
+            return value
+        return bool(value) if self.bounds == SWITCH else int(value)
 
 
 class Need(StrEnum):
@@ -140,21 +156,34 @@ class Need(StrEnum):
     """Removes tokens from the batch before the step (`CorrectionSpec.keep`)."""
 
 
+F = TypeVar("F", bound=Callable[..., Tensor])
+S = TypeVar("S", bound="PartSpec")
+
+
+def _undeclared() -> Tensor:
+    raise TypeError("a spec is a decorator: write it above a function")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSpec:
-    """What all parts have.
-
-    `function` is a function or its import path, `module:name`, imported when it is first called.
-    """
+    """What all parts have. `name` is the name in settings, that of the function unless set."""
 
     help: str
-    function: Callable[..., Tensor] | str
+    name: str = ""
     options: Mapping[str, Option] = field(default_factory=dict)
-    needs: frozenset[Need] = frozenset()
+    needs: Set[Need] = frozenset()
+    function: Callable[..., Tensor] = _undeclared
 
-    def load(self) -> Callable[..., Tensor]:
-        """Return the function."""
-        return loaded(self.function)
+    def __call__(self, function: F) -> F:
+        """Declare `function` as the part, and return it as it is."""
+        parameters = inspect.signature(function).parameters
+        options = dict(self.options)
+        for key, option in options.items():
+            if option.default == "":
+                default = parameters[key].default
+                options[key] = replace(option, default=float(default) if isinstance(default, bool) else default)
+        _SPECS[function] = replace(self, name=self.name or function.__name__, function=function, options=options)
+        return function
 
     def has(self, need: Need) -> bool:
         """Return whether the part has this need."""
@@ -163,40 +192,77 @@ class PartSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageSpec(PartSpec):
-    """An advantage: `function(outcomes: Outcomes, algorithm: Algorithm) -> Tensor` of shape [N, L].
+    """An advantage: [N, L] from the fields of `Outcomes`.
 
     `critic_targets` names the advantage that, added to the values, is what the critic learns; empty: itself.
+    `finish` is applied to the result, its parameter `advantages`. `selectable`: settings may name it.
     """
 
     critic_targets: str = ""
+    finish: Callable[..., Tensor] | None = None
+    selectable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec(PartSpec):
-    """A loss: `function(batch: TokenBatch, algorithm: Algorithm) -> Tensor` of shape [N, L] or [N].
+    """A loss: [N, L], or [N] with `per_trajectory`, from the fields of `TokenBatch`.
 
-    `ratio_part` names what acts only where the ratio is not 1. `per_trajectory`: one term a trajectory.
-    `off_policy`: no correction is needed. `cut` returns what a clip cuts off (`Cut`), and `choose` the
-    tokens of `Need.TOKEN_CHOICE`.
+    `ratio_part` names what acts only where the ratio is not 1. `off_policy`: no correction is needed. `cut`
+    returns what a clip cuts off (`Cut`). `choose` returns the tokens of `Need.TOKEN_CHOICE`, [N, L] bool, from
+    `covariance`, `mask` and `seed`.
     """
 
     ratio_part: str = ""
     per_trajectory: bool = False
     off_policy: bool = False
-    cut: Callable[..., object] | str = ""
-    choose: Callable[..., Tensor] | str = ""
+    cut: Callable[..., Cut] | None = None
+    choose: Callable[..., Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionSpec(PartSpec):
-    """A correction: `function(batch: TokenBatch, algorithm: Algorithm) -> Tensor`, weights [N, L].
+    """A correction: weights [N, L] from the fields of `TokenBatch`.
 
-    `keep(old_logprobs, behavior_logprobs, mask, algorithm)` returns the tokens that train, [N, L] bool.
+    With `Need.REJECTION` it is a filter instead: it is applied once before the step, to `old_logprobs`,
+    `behavior_logprobs` and `mask` of the whole batch, and tokens of weight 0 do not train.
     """
 
-    keep: Callable[..., Tensor] | str = ""
+
+_SPECS: dict[Callable[..., Tensor], PartSpec] = {}
+"""The specs of declared functions."""
 
 
-def loaded(function: Callable[..., R] | str) -> Callable[..., R]:
-    """Return a function that is given as one or by its import path."""
-    return cast(Callable[..., R], import_object(function)) if isinstance(function, str) else function
+def spec_of(kind: type[S], found: object) -> S | None:
+    """Return the spec of a declared function, a bare one for another function, None for anything else."""
+    if not callable(found):
+        return None
+    if found not in _SPECS:
+        kind(help=(found.__doc__ or f"{found}").strip().splitlines()[0])(found)
+    spec = _SPECS[found]
+    return spec if isinstance(spec, kind) else None
+
+
+def modules_of(package: str, path: Iterable[str]) -> tuple[ModuleType, ...]:
+    """Return the modules of a folder, imported, by name. `path` is the package's `__path__`."""
+    return tuple(import_module(f"{package}.{module.name}") for module in iter_modules(path))
+
+
+def declared_in(kind: type[S], modules: Iterable[ModuleType]) -> dict[str, S]:
+    """Return the specs of a kind that the modules declare, by name, in their order."""
+    found = (_SPECS.get(one) for module in modules for one in vars(module).values() if inspect.isfunction(one))
+    return {spec.name: spec for spec in found if isinstance(spec, kind)}
+
+
+def publish(package: str, modules: Iterable[ModuleType]) -> list[str]:
+    """Make the public functions and classes of modules names of a package, before modules of that name.
+
+    Return the names.
+    """
+    found = {name: one for module in modules for name, one in vars(module).items() if _is_public(module, name, one)}
+    vars(import_module(package)).update(found)
+    return sorted(found)
+
+
+def _is_public(module: ModuleType, name: str, one: object) -> bool:
+    defined = inspect.isfunction(one) or inspect.isclass(one)
+    return defined and vars(one).get("__module__", module.__name__) == module.__name__ and not name.startswith("_")
