@@ -225,7 +225,7 @@ def test_the_architecture_page_lists_the_folders_in_their_order():
 
 
 def test_there_are_pages():
-    assert {"docs/README.md", "docs/start/quick_start.md", "docs/understand/way_of_a_task.md"} <= set(PAGES)
+    assert {"docs/README.md", "docs/start/quick_start.md", "docs/understand/task_to_gradient.md"} <= set(PAGES)
     assert sum(len(blocks(page, "python")) for page in PAGES) > 30
 
 
