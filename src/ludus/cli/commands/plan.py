@@ -6,7 +6,7 @@
 
 The simulation plays the stream, the admission and the scheduler of training on a clock of its own; beside it
 stands the closed form, and what it says that the step waits for. A number that is given replaces a fitted
-one. docs/use/scaling.md says what the model holds and what not.
+one. docs/use/planning.md says what the model holds and what not.
 """
 
 from __future__ import annotations

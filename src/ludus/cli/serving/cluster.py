@@ -3,7 +3,7 @@
 RUN is the folder of a run that was started with --cluster. `ludus cluster list RUN` shows its engines;
 `ludus cluster add-engine RUN` starts one more, which gets the current weights before any episode begins on
 it; `ludus cluster remove-engine RUN` ends the least busy one, or the one with --number, once its work has
-ended. docs/use/scaling.md has more.
+ended. docs/use/cluster.md has more.
 """
 
 from __future__ import annotations
