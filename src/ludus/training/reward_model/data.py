@@ -139,7 +139,7 @@ def _check(examples: Sequence[RewardExample], session: TrainingSession) -> None:
         what = "pair" if settings.kind == "pairwise" else "attempt"
         raise UserError(
             f"{where} has no {what} of at most {session.config.rollout.max_seq_len} tokens.",
-            "See docs/use/rewards.md, or raise rollout.max_seq_len.",
+            "See docs/use/reward_models.md, or raise rollout.max_seq_len.",
         )
     targets = {target for example in examples for arm in example.arms for target in arm.targets}
     if len(targets) == 1:
