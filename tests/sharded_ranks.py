@@ -13,13 +13,13 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.engines.models.loading import load_tokenizer
 from ludus.errors import LearnerError
 from ludus.rollout.ledger import Ledger
-from ludus.training.checks import memory_check as dry_run_module
-from ludus.training.checks.memory_check import dry_run
 from ludus.training.distributed.collectives import SharedBatch, SingleProcess
 from ludus.training.distributed.fsdp import is_sharded, whole
 from ludus.training.learner.learner import CachedLogprobs, Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
+from ludus.training.rl import memory_check as dry_run_module
+from ludus.training.rl.memory_check import dry_run
 from ludus.training.run.checkpoint import Extra, TrainerState, load_part, load_trainer, load_weights, save_checkpoint
 from ludus.training.run.sharded_checkpoint import SHARDS, save_shards
 from ludus.training.value_models.base import StateSettings

@@ -16,7 +16,7 @@ from ludus.rollout.trees import paths
 from ludus.training.collection.staleness import mask_over_age
 from ludus.training.credit.advantages import assign_credit, training_rows, with_estimates
 from ludus.training.credit.estimates import Estimates
-from ludus.training.rl.advantage_inputs import refine
+from ludus.training.rl.train_step import refine
 from ludus.types import StopReason
 from test_branches import episodes as branching
 from test_branches import tree

@@ -13,7 +13,7 @@ from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.training.batches.trajectory_tree import last_actions
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.learner.logprobs import own_types
-from ludus.training.rl.advantage_inputs import refine
+from ludus.training.rl.train_step import refine
 from ludus.training.value_models.factory import train_judge
 from ludus.types import StopReason
 from test_branches import episodes as episodes_of

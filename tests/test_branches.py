@@ -36,7 +36,7 @@ from ludus.training.credit.advantages import assign_credit, training_rows
 from ludus.training.learner.learner import LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.moe_routing_replay import RoutingReplay
-from ludus.training.rl.advantage_inputs import refine
+from ludus.training.rl.train_step import refine
 from ludus.training.value_models.factory import train_judge
 from ludus.types import Group, Segment, StopReason, Task, Trajectory
 from test_critic import critic

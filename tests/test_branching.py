@@ -25,10 +25,9 @@ from ludus.rollout.branching import play_tree
 from ludus.rollout.chat_session import RestoreError
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.trees import attempts, paths
-from ludus.training.checks.inactive_settings import inactive_parts
 from ludus.training.collection.reward_mixing import RewardMixer, plan_parts
-from ludus.training.collection.rollout_collector import check_branch
 from ludus.training.credit.advantages import assign_credit
+from ludus.training.rl.validate import check_branch, inactive_parts
 from ludus.types import Group, Message, Segment, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from small_runs import lasting_files
 from test_branches import episodes

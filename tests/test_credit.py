@@ -30,9 +30,8 @@ from ludus.training.collection.algorithm_state import AlgorithmState
 from ludus.training.collection.rollout_collector import overlong_limit
 from ludus.training.credit.advantages import assign_credit, training_rows, with_estimates
 from ludus.training.credit.estimates import Estimates
-from ludus.training.rl.advantage_inputs import check_parity, refine, rejected_share, with_entropy_filter
 from ludus.training.rl.sync_trainer import SyncTrainer
-from ludus.training.rl.train_step import TrainStep
+from ludus.training.rl.train_step import TrainStep, check_parity, refine, rejected_share, with_entropy_filter
 from ludus.types import Failure, Segment, StopReason, Task, Trajectory
 from test_learner import learner, tiny_model
 

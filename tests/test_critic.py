@@ -24,13 +24,14 @@ from ludus.training.credit.advantages import assign_credit
 from ludus.training.learner.learner import Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.rl.advantage_inputs import refine
 from ludus.training.rl.build import train
+from ludus.training.rl.train_step import refine
+from ludus.training.rl.validate import check_critic
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import open_session
 from ludus.training.value_models.base import StateSettings, batches
 from ludus.training.value_models.critic import Critic, CriticSettings
-from ludus.training.value_models.factory import check_critic, make_judge, planned_warmup, train_judge, warmup_steps
+from ludus.training.value_models.factory import make_judge, planned_warmup, train_judge, warmup_steps
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from test_credit import group, real_group
 from test_judges import outcome_critic

@@ -16,7 +16,7 @@ from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import assign_credit, with_estimates
 from ludus.training.credit.estimates import Estimates
 from ludus.training.learner.logprobs import LogprobScorer
-from ludus.training.rl.advantage_inputs import refine
+from ludus.training.rl.train_step import refine
 from ludus.training.value_models.factory import at_openings, make_judge, train_judge
 from ludus.types import Segment, StopReason, Trajectory
 from test_credit import group, inputs, real_group

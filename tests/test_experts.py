@@ -25,10 +25,11 @@ from ludus.rollout.build import episode_limits
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.rollout_files import read_rollouts
 from ludus.rollout.scheduler import Episode
-from ludus.training.collection.demonstrations import Demonstrations, check_experts, make_experts
+from ludus.training.collection.demonstrations import Demonstrations, make_experts
 from ludus.training.credit.advantages import EXPERT, assign_credit, settle, training_rows
-from ludus.training.rl.advantage_inputs import refine
 from ludus.training.rl.build import train
+from ludus.training.rl.train_step import refine
+from ludus.training.rl.validate import check_experts
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import open_session
 from ludus.worlds.functions.gold_calls import truth_of

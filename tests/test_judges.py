@@ -18,8 +18,8 @@ from ludus.rollout.ledger import RolloutOutcome
 from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.learner.optimizer import OptimizerSettings
-from ludus.training.rl.advantage_inputs import refine
 from ludus.training.rl.build import train
+from ludus.training.rl.train_step import refine
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import open_session, with_adapters
 from ludus.training.value_models.base import StateSettings

@@ -12,7 +12,7 @@ from ludus.training.credit.advantages import assign_credit, training_rows
 from ludus.training.learner.learner import CachedLogprobs, LearnerSettings
 from ludus.training.learner.logprob_cache import LogprobCache
 from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens
-from ludus.training.rl.advantage_inputs import refine
+from ludus.training.rl.train_step import refine
 from test_credit import group, real_group
 from test_learner import learner, random_rows, tiny_model
 

@@ -13,8 +13,8 @@ from ludus.config.load import load_config
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.errors import ConfigError
 from ludus.training.credit.advantages import assign_credit, training_rows
-from ludus.training.learner.old_logprobs import check_old_logprobs
-from ludus.training.rl.advantage_inputs import refine
+from ludus.training.rl.train_step import refine
+from ludus.training.rl.validate import check_old_logprobs
 from ludus.training.value_models.factory import train_judge
 from test_credit import real_group
 from test_critic import critic

@@ -13,9 +13,9 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import ConfigError
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path, write_rollouts
-from ludus.training.collection.replay_buffer import TO_REPLAY, check_replay
-from ludus.training.rl.async_trainer import StreamRunner
-from ludus.training.rl.replay_sources import refuse_far
+from ludus.training.collection.replay_buffer import TO_REPLAY
+from ludus.training.rl.async_trainer import StreamRunner, refuse_far
+from ludus.training.rl.validate import check_replay
 from test_async_run import BOUND, records, run, words
 from test_replay import ALGORITHM, buffer, counts, draw, group
 from tiny_run import refused

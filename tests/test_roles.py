@@ -27,8 +27,8 @@ from ludus.training.collection.group_filters import as_one_batch, with_role_base
 from ludus.training.collection.replay_buffer import ReplayBuffer
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import assign_credit
-from ludus.training.credit.self_play_roles import check_roles
 from ludus.training.rl.build import train
+from ludus.training.rl.validate import check_roles
 from ludus.training.run.checkpoint import checkpoint_path
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import open_session

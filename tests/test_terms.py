@@ -24,9 +24,9 @@ from ludus.training.credit.advantages import assign_credit, training_rows
 from ludus.training.learner.learner import LearnerSettings
 from ludus.training.learner.logprobs import own_types
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.rl.advantage_inputs import refine
-from ludus.training.rl.build import check, doubts, train
-from ludus.training.rl.teacher import load_teacher
+from ludus.training.rl.build import load_teacher, train
+from ludus.training.rl.train_step import refine
+from ludus.training.rl.validate import check, config_warnings
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import open_session
 from ludus.training.value_models.factory import train_judge
@@ -177,15 +177,15 @@ def test_contradictions_are_refused_before_anything_is_loaded(settings, words):
 
 def test_vapo_without_a_warm_up_of_its_critic_is_doubted():
     cold = {"algorithm": {"preset": "vapo"}, "critic": {"warmup_steps": 0}}
-    assert any("critic.warmup_steps" in text for text in doubts(Config.model_validate(cold)))
-    assert doubts(Config.model_validate({"algorithm": {"preset": "vapo"}})) == []
+    assert any("critic.warmup_steps" in text for text in config_warnings(Config.model_validate(cold)))
+    assert config_warnings(Config.model_validate({"algorithm": {"preset": "vapo"}})) == []
 
 
 def test_a_critic_that_learns_alone_in_all_steps_is_doubted():
     short = {"algorithm": {"preset": "ppo"}, "training": {"steps": 2}, "critic": {"warmup_steps": 2}}
-    assert any("The policy is never trained" in text for text in doubts(Config.model_validate(short)))
+    assert any("The policy is never trained" in text for text in config_warnings(Config.model_validate(short)))
     short["training"]["steps"] = 3
-    assert doubts(Config.model_validate(short)) == []
+    assert config_warnings(Config.model_validate(short)) == []
 
 
 def run(folder, reporter=None, **changes):

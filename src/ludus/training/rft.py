@@ -43,15 +43,9 @@ from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import TrainingSample, settle
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.rl.build import (
-    Comparison,
-    check_trackers,
-    forget_after,
-    kept_evaluation,
-    make_trackers,
-    probe_tokens,
-)
+from ludus.training.rl.build import Comparison, forget_after, kept_evaluation, make_trackers, probe_tokens
 from ludus.training.rl.sync_trainer import Reporter
+from ludus.training.rl.validate import check_trackers
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import (
     TrainerState,

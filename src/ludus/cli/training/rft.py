@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def ready(config: Config, new: bool) -> Callable[[RunFolder], None]:
     """Check a configuration and load its model. Raises UserError and its children."""
     from ludus.training.rft import check_rft
-    from ludus.training.rl.build import check_plays
+    from ludus.training.rl.validate import check_rollouts
     from ludus.training.run.session import open_session
 
     del new
@@ -33,7 +33,7 @@ def ready(config: Config, new: bool) -> Callable[[RunFolder], None]:
         )
     session = open_session(config)
     check_rft(config, session.world)
-    check_plays(config, session.world)
+    check_rollouts(config, session.world)
     return lambda folder: train(session, folder)
 
 

@@ -27,11 +27,11 @@ def ready(config: Config, new: bool) -> Callable[[RunFolder], None]:
     """Check a configuration and load its model, unless that is yet to be made."""
     check_rewards(config, algorithm_of(config))  # before torch is imported, which takes seconds
     from ludus.cli.ui import progress
-    from ludus.training.rl.build import prepare
+    from ludus.training.rl.validate import open_validated_session
 
     del new
     with bars(make_console(), passing=True) as console:
-        session = prepare(config, CheckBar(console))
+        session = open_validated_session(config, CheckBar(console))
     return lambda folder: progress.train(config, folder, session)
 
 

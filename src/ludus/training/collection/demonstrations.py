@@ -17,11 +17,8 @@ from pathlib import Path
 from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.parts import Need
 from ludus.chat.render import Renderer
-from ludus.config.schema import Config
-from ludus.config.sections.algorithm import DemonstrationsConfig
 from ludus.engines.models.loading import num_positions
-from ludus.envs.base import World
-from ludus.errors import ConfigError, UserError
+from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.rollout.build import rollout_for, scheduler
 from ludus.rollout.ledger import Ledger, RolloutKey
@@ -189,27 +186,6 @@ class Demonstrations:
         world = self.session.world
         shown = world.expert(task)
         return () if shown is None else (_said(shown.messages, task.prompt),)
-
-
-def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
-    """Raise ConfigError if the loss needs experts and has none, or configured experts are unused."""
-    path, reads = config.experts.path, algorithm.loss_spec.has(Need.DEMONSTRATIONS)
-    if path is not None and not reads:
-        raise ConfigError(
-            f"experts.path = {path} would have no effect: the loss {algorithm.loss} uses no experts.",
-            "Unset it, or set algorithm.preset = 'mixed_policy'.",
-        )
-    if config.experts.per_group != DemonstrationsConfig().per_group and not reads:
-        raise ConfigError(
-            f"experts.per_group = {config.experts.per_group} would have no effect: the loss {algorithm.loss} "
-            "uses no experts.",
-            "Unset it, or set algorithm.preset = 'mixed_policy'.",
-        )
-    if reads and path is None and not world.implements("expert"):
-        raise ConfigError(
-            f"The loss {algorithm.loss} needs experts, but the world {world.name!r} has none.",
-            "Set experts.path to a file of dialogues with task ids (docs/use/data.md).",
-        )
 
 
 def make_experts(session: TrainingSession, algorithm: Algorithm) -> Demonstrations | None:

@@ -15,9 +15,8 @@ from typing import Final
 
 from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.parts import Need
-from ludus.config.schema import Config
 from ludus.config.sections.staleness import ReplayConfig
-from ludus.errors import ConfigError, StorageError
+from ludus.errors import StorageError
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import leaf_rewards
@@ -29,25 +28,6 @@ TO_REPLAY: Final = "to_replay"
 """Drop reason of an episode past the staleness bound that moved to the buffer."""
 REPLAY_FILE: Final = "replay.jsonl"
 """File name of the buffer in a checkpoint's trainer folder."""
-
-
-def check_replay(config: Config, algorithm: Algorithm) -> None:
-    """Raise ConfigError if tokens beyond the staleness bound would train without a correction."""
-    bound, replays = config.staleness.max_staleness, config.staleness.replay
-    corrects = algorithm.correction != "none" or algorithm.loss_spec.off_policy
-    mode = config.training.mode
-    why = f" (with training.mode = {mode!r}, none is the default)" if mode == "sync" else ""
-    if replays.share and replays.sources and not corrects:
-        raise ConfigError(
-            f"staleness.replay.sources are off-policy rollouts, and algorithm.correction is 'none'{why}.",
-            "Set algorithm.correction (tis).",
-        )
-    if replays.share and replays.max_age > bound and not corrects:
-        raise ConfigError(
-            f"staleness.replay.max_age ({replays.max_age}) replays tokens beyond staleness.max_staleness "
-            f"({bound}), and algorithm.correction is 'none'{why}.",
-            "Set algorithm.correction (tis), or a max_age within the bound.",
-        )
 
 
 @dataclass

@@ -159,7 +159,7 @@ def _check_task(settings: RewardsConfig, task: Task) -> None:
         )
 
 
-def reward_doubts(config: Config) -> list[str]:
+def reward_warnings(config: Config) -> list[str]:
     """Return warnings for reward settings that are valid but probably unintended."""
     settings, found = config.rewards, []
     if settings.aggregation == "pareto":

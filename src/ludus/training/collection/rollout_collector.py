@@ -18,7 +18,7 @@ from ludus.config.schema import Config
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import Engine
 from ludus.envs.base import World
-from ludus.errors import ConfigError, WorldError
+from ludus.errors import WorldError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
 from ludus.rollout.build import SamplingPlan
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
@@ -334,57 +334,6 @@ def step_budget(config: Config) -> StepBudget:
     """Return the budget of `rollout.partial`."""
     partial = config.rollout.partial
     return StepBudget(partial.tokens or None, partial.seconds or None, longest_wait(config))
-
-
-def check_partial(config: Config, world: World) -> None:
-    """Raise ConfigError if rollout.partial is set but no episode could wait for the next step."""
-    if not config.rollout.partial.is_set or config.training.streams:
-        return
-    if longest_wait(config) < 1:
-        raise ConfigError(
-            f"rollout.partial makes episodes wait for the next step, but staleness.max_staleness "
-            f"({config.staleness.max_staleness}) forbids this (training.mode = {config.training.mode!r}).",
-            f"Set staleness.max_staleness to {2 if config.training.mode == 'one_step' else 1} or more.",
-        )
-    if config.cluster.kind != "none":
-        raise ConfigError(
-            "rollout.partial needs episodes that run in the learner's process.",
-            "With --cluster set training.mode = 'async', which streams episodes.",
-        )
-    if (room := room_for_sessions(world)) is not None and room < 2:
-        raise ConfigError(
-            "rollout.partial needs at least two sandbox sessions: one may belong to an episode that waits.",
-            "Raise sandbox.sessions or unset rollout.partial.",
-        )
-
-
-def check_branch(config: Config) -> None:
-    """Raise ConfigError if training episodes cannot branch."""
-    rollout = config.rollout
-    if not rollout.branch.branches:
-        return
-    if rollout.partial.is_set:
-        raise ConfigError(
-            "rollout.branch cannot be combined with rollout.partial: waiting episodes do not support forks.",
-            "Unset one of them.",
-        )
-    if rollout.temperature == 0:
-        raise ConfigError(
-            "rollout.branch needs sampling: at rollout.temperature = 0 all branches are identical.",
-            "Set rollout.temperature above 0 or unset rollout.branch.",
-        )
-    if late := [turn for turn in rollout.branch.turns if turn >= rollout.max_turns]:
-        raise ConfigError(
-            f"rollout.branch.turns has turn {late[0]}, but episodes have turns 0 to "
-            f"{rollout.max_turns - 1} (rollout.max_turns).",
-            "Choose an earlier turn.",
-        )
-    if config.training.learner.replay_routing:
-        raise ConfigError(
-            "rollout.branch cannot be combined with training.learner.replay_routing: the routing of a tree "
-            "is not recorded.",
-            "Unset one of them.",
-        )
 
 
 def overlong_limit(config: Config, algorithm: Algorithm) -> int:

@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ludus.config.schema import Config
-from ludus.config.sections.section import changed
 from ludus.config.sections.staleness import StalenessConfig
 from ludus.diagnostics.metrics import MEAN_AGE
 from ludus.rollout.ledger import RolloutOutcome
@@ -22,8 +20,6 @@ from ludus.types import Trajectory
 
 ESS = "is/ess"
 """Learner metric of the effective sample share."""
-OF_EVERY_MODE = ("min_ess", "ess_patience")
-"""Settings of `staleness` that apply in every training mode."""
 OVER_AGE = "over_age"
 """Mask reason of an episode whose tokens are all older than the bound."""
 
@@ -79,19 +75,6 @@ def _without_old(credit: TrainingSample, oldest: int) -> TrainingSample:
     if not any(young):
         return replace(credit, outcome=RolloutOutcome.MASKED, reason=OVER_AGE)
     return replace(credit, trains=young)
-
-
-def staleness_doubts(config: Config) -> list[str]:
-    """Return a warning for each `staleness` setting that the training mode does not use."""
-    if config.training.streams:
-        return []
-    mode = config.training.mode
-    read = OF_EVERY_MODE + (("max_staleness",) if config.rollout.partial.is_set else ())
-    return [
-        f"staleness.{key} = {value} has no effect: training.mode is {mode}, and it needs async."
-        for key, value in changed(config.staleness).items()
-        if key not in read
-    ]
 
 
 def staleness_metrics(

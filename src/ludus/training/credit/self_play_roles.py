@@ -11,10 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.parts import Need
-from ludus.envs.base import World
-from ludus.errors import ConfigError
 from ludus.types import Task
 
 ROLE, PROPOSAL, PROPOSER = "role", "proposal", "proposer"
@@ -32,15 +28,3 @@ def role_tables(tasks: Sequence[Task]) -> tuple[Tensor, Tensor]:
     numbers: dict[str, int] = {}
     names = [task.tags.get(PROPOSAL, task.id) for task in tasks]
     return proposer, torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
-
-
-def check_roles(algorithm: Algorithm, world: World) -> None:
-    """Raise ConfigError if the algorithm needs proposers and solvers and no task has roles."""
-    if not algorithm.advantage_spec.has(Need.PROPOSALS):
-        return
-    if not any(ROLE in task.tags for task in world.tasks("train")):
-        raise ConfigError(
-            f"The advantage {algorithm.advantage} compares proposers and solvers, but no task of the world "
-            f"{world.name!r} has the tag {ROLE!r}.",
-            "Give tasks the tags role (proposer or solver) and proposal, or use grpo.",
-        )

@@ -15,7 +15,8 @@ from ludus.rollout.build import SamplingPlan
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.scheduler import Episode, RolloutRequest
 from ludus.training.collection.rollout_collector import EpisodeReporter
-from ludus.training.rl.build import check_plays, probe_tokens
+from ludus.training.rl.build import probe_tokens
+from ludus.training.rl.validate import check_rollouts
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.session import TrainingSession, make_engine, session_scheduler
 
@@ -45,7 +46,7 @@ def sample_attempts(
 
     Raises ConfigError where the world pays for cheating, EngineError and WorldError as the scheduler does.
     """
-    check_plays(session.config, session.world)
+    check_rollouts(session.config, session.world)
     engine = make_engine(session)
     try:
         return asyncio.run(_sample(session, wanted, engine, watch or SilentReporter()))

@@ -1,28 +1,31 @@
-"""One-step-off-policy and asynchronous training.
+"""Asynchronous training on streamed episodes, optionally with replay of earlier groups.
 
-`run_one_step` samples the next batch while the learner trains on the current one. Each batch is sampled by
-one version, one step old, so runs are as reproducible as synchronous ones. `AsyncTrainer` streams episodes:
-the learner takes a batch when the staleness controller admits it. New weights are loaded between two forward
+The learner takes a batch when the staleness controller admits it. New weights are loaded between two forward
 passes; if episodes must finish on the version they started with, each of several engines is updated once it
-has drained. In both modes the learner runs on its own thread; the event loop, the ledger and the episodes
-stay on the caller's.
+has drained. The learner runs on its own thread; the event loop, the ledger and the episodes stay on the
+caller's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from ludus.config.schema import Config
 from ludus.diagnostics.timings import StepTimings
 from ludus.engines.base import Engine, RemoteStats, RollingUpdate, SupportsRollingUpdate, Throttleable, counted
-from ludus.rollout.ledger import RolloutOutcome
+from ludus.errors import ConfigError
+from ludus.rollout.ledger import RolloutKey, RolloutOutcome
+from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
 from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler
 from ludus.rollout.streaming.concurrency_control import ConcurrencyController, first_in_flight
 from ludus.rollout.streaming.group_queue import GroupBatch, GroupQueue
@@ -33,81 +36,16 @@ from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.collection.staleness import staleness_metrics
 from ludus.training.collection.stream_checkpoint import STREAM_FILE, StreamState
 from ludus.training.credit.advantages import TrainingSample
-from ludus.training.rl.learner_thread import LearnerThread
-from ludus.training.rl.replay_sources import load_sources, refuse_far
-from ludus.training.rl.sync_trainer import SyncTrainer, Texts, proof_metrics, task_order
+from ludus.training.learner.learner import Learner
+from ludus.training.rl.sync_trainer import SyncTrainer, Texts, task_order
+from ludus.training.rl.train_step import LearnerThread, cancel_and_wait, effective_share
 from ludus.training.rl.weight_sync import SyncProof
 from ludus.training.run.checkpoint import checkpoint_path, load_text
 from ludus.training.run.session import keeps_adapter_versions
+from ludus.types import Task
 
 TOO_LATE = "too_late"
 """Drop reason of an episode from before a resume, sampled for settings that have changed."""
-
-
-async def run(loop: SyncTrainer, done: int, before: StreamState, waiting: StreamState) -> None:
-    """Train from step `done` to the last in the configured `training.mode`.
-
-    `before` and `waiting` are the restored stream and the restored leftover episodes. They are dropped if the
-    mode does not use them.
-    """
-    mode, ledger = loop.session.config.training.mode, loop.sampler.ledger
-    gone = waiting if mode == "async" else before
-    if gone.num_ended:
-        ledger.drop_kept(done + 1, gone.num_ended, TOO_LATE)
-    if mode == "async":
-        await AsyncTrainer.of(loop, done, before).run(done, before)
-        return
-    late = [group.jobs[0] for group in before.groups if group.jobs[0].key.step <= done]
-    memory = loop.sampler.memory
-    loop.sampler.memory = replace(memory, owed=(*memory.owed, *(job.task.id for job in late)))
-    loop.sampler.go_on_with(waiting.groups)
-    try:
-        await (loop.run(done) if mode == "sync" else run_one_step(loop, done))
-    finally:
-        if loop.sampler.partial is not None:
-            await loop.sampler.partial.close()
-
-
-async def run_one_step(loop: SyncTrainer, done: int) -> None:
-    """Train on each batch while the next one is sampled; sync weights after both."""
-    last = loop.session.config.training.steps
-    order = task_order(loop.session.config, loop.session.world)
-    await loop.sync.publish(done)
-    if done >= last:
-        return
-    thread = LearnerThread(torch.get_num_threads())
-    sampling: asyncio.Task[list[TrainingSample]] | None = None
-    try:
-        credits = await loop.sampler.sample(done + 1, order)
-        for step in range(done + 1, last + 1):
-            clock = StepTimings(beside=True)
-            loop.sampled = loop.sampler.state
-            await counted(loop.engine)
-            if step < last:
-                sampling = asyncio.create_task(loop.sampler.sample(step + 1, order))
-            with clock.phase("train"):
-                credits, learned = await loop.learning.learn(step, credits, thread)
-            with clock.phase("rollout"):
-                following = await sampling if sampling is not None else []
-            clock.engine = (await counted(loop.engine)).metrics()
-            with clock.phase("sync"):
-                proof = await loop.sync.publish(step)
-            learned |= proof_metrics(proof)
-            metrics = await loop.report(step, credits, learned, clock)
-            await loop.end_step(step, metrics)
-            credits, sampling = following, None
-    finally:
-        await _end(sampling)
-        thread.close()
-
-
-async def _end(task: asyncio.Task[list[TrainingSample]] | asyncio.Task[None] | None) -> None:
-    """Cancel a task and wait for it, ignoring its errors."""
-    if task is not None:
-        task.cancel()
-        await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()
 
 
 @dataclass
@@ -217,8 +155,8 @@ class AsyncTrainer:
             for step in range(done + 1, loop.session.config.training.steps + 1):
                 await self.step(step)
         finally:
-            await _end(following)
-            await _end(self.sending)
+            await cancel_and_wait(following)
+            await cancel_and_wait(self.sending)
             await self.stream.close()
             self.thread.close()
 
@@ -401,3 +339,87 @@ async def follow(stream: GroupQueue, engines: RollingUpdate, version: int) -> No
 def rolling_engines(engine: Engine) -> SupportsRollingUpdate | None:
     """Return the engines if there are several and each supports rolling updates."""
     return engine if isinstance(engine, SupportsRollingUpdate) and engine.can_roll else None
+
+
+_CHECKED = 16
+"""Groups per source that are checked before the first step, evenly spaced."""
+_CHECKPOINT = re.compile(r"step-(\d{6,})")
+
+
+def load_sources(
+    replay: ReplayBuffer, tasks: Mapping[str, Task], learner: Learner, vocab_size: int, min_share: float
+) -> None:
+    """Add the groups of `staleness.replay.sources` to the buffer.
+
+    Raises ConfigError if a source has no usable rollouts or its effective sample share under the learner's
+    policy is below `min_share`; UserError if a file cannot be read.
+    """
+    for source in replay.config.sources:
+        groups = _groups(source, tasks, vocab_size)
+        if not groups:
+            raise ConfigError(
+                f"{source} has no usable rollouts. Needed: groups of two or more, of tasks in "
+                "this world's train split, with log-probabilities, in this model's vocabulary.",
+                "Remove it from staleness.replay.sources.",
+            )
+        chosen = groups[:: -(-len(groups) // _CHECKED)]
+        share = effective_share([one.trajectory for group in chosen for one in group], learner)
+        if share < min_share:
+            raise ConfigError(
+                f"The rollouts of {source} are too far from this policy to train on: their effective sample "
+                f"share is {share:.2g}, below staleness.min_ess = {min_share:g}.",
+                "Remove it from staleness.replay.sources, or start from weights that are closer to it.",
+            )
+        replay.add_source(source, groups)
+
+
+def check_sources(config: Config) -> None:
+    """Raise ConfigError for a source of `staleness.replay` without rollouts."""
+    if config.training.streams and config.staleness.replay.share:
+        for source in config.staleness.replay.sources:
+            _files(source)
+
+
+def refuse_far(replay: ReplayBuffer, groups: Sequence[list[Episode]], learner: Learner, least: float) -> int:
+    """Exclude the groups whose effective sample share is below `least`; return their number."""
+    far = [group for group in groups if effective_share([e.trajectory for e in group], learner) < least]
+    for group in far:
+        replay.refuse(group)
+    return len(far)
+
+
+def _files(source: str) -> list[Path]:
+    """Return the rollout files of a run, of a run up to a checkpoint, or a single file."""
+    path = Path(source)
+    if path.is_file():
+        return [path]
+    match = _CHECKPOINT.fullmatch(path.name)
+    run, last = (path.parent.parent, int(match[1])) if match and path.is_dir() else (path, None)
+    found = sorted((run / "rollouts").glob("step-*.jsonl.gz"))
+    found = [one for one in found if last is None or int(one.name.split("-")[1].split(".")[0]) <= last]
+    if not found:
+        raise ConfigError(
+            f"{source} has no rollouts to replay.",
+            "staleness.replay.sources takes run folders, checkpoints of runs and files step-*.jsonl.gz.",
+        )
+    return found
+
+
+def _groups(source: str, tasks: Mapping[str, Task], vocab_size: int) -> list[list[Episode]]:
+    found: dict[tuple[Path, int, str], list[Episode]] = {}
+    for path in _files(source):
+        for record in read_rollouts(path):
+            if record.group in tasks and _can_train(record, vocab_size):
+                key = RolloutKey(record.step, record.group, record.trajectory.sample, record.attempt)
+                group = found.setdefault((path, record.step, record.group), [])
+                group.append(Episode(key, tasks[record.group], record.trajectory))
+    return [group for group in found.values() if len(group) > 1]
+
+
+def _can_train(record: RolloutRecord, vocab_size: int) -> bool:
+    """Return whether a rollout has the fields that corrections need, and tokens of this model."""
+    segments = record.trajectory.segments
+    actions = [segment for segment in segments if segment.kind == "action"]
+    whole = all(len(s.logprobs) == len(s.versions) == len(s.tokens) for s in actions)
+    known = all(0 <= token < vocab_size for segment in segments for token in segment.tokens)
+    return record.trajectory.failure is None and bool(actions) and whole and known

@@ -23,7 +23,6 @@ from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.engines.models.loading import hide_progress
 from ludus.errors import LearnerError
-from ludus.training.checks.memory_check import dry_run
 from ludus.training.distributed.fsdp import gathered
 from ludus.training.distributed.launcher import (
     DryRun,
@@ -42,6 +41,7 @@ from ludus.training.distributed.launcher import (
 from ludus.training.distributed.rendezvous import Rendezvous
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.rl.build import LearnerParts, make_parts
+from ludus.training.rl.memory_check import dry_run
 from ludus.training.rl.weight_sync import probe_logprobs
 from ludus.training.run.checkpoint import list_checkpoints
 from ludus.training.run.run_dir import RunFolder, log_into

@@ -2,8 +2,8 @@
 
 Each step samples all of its episodes, trains on them, and sends the weights; sampling resumes only after the
 engine's weights were checked. Writes one line of metrics a step, and checkpoints. The other modes are in
-`async_trainer`. In reproducible mode all output except timings is bit-identical for the same seed, also
-across a kill and resume.
+`one_step_trainer` and `async_trainer`. In reproducible mode all output except timings is bit-identical for
+the same seed, also across a kill and resume.
 """
 
 from __future__ import annotations

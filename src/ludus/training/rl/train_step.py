@@ -1,29 +1,41 @@
 """One training step: from training samples to updated weights.
 
-Independent of environment and engine. `ComputeDispatch` chooses the compute thread; the ledger is only used
-on the caller's thread.
+Before the first gradient of a batch: filters and the model-based inputs of advantages (KL, values, rejection,
+entropy filter, parity check), each only if the algorithm needs it. Independent of environment and engine.
+`ComputeDispatch` chooses the compute thread; the ledger is only used on the caller's thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
+from ludus.algorithms.corrections import MismatchByLength, mismatch_by_length
+from ludus.algorithms.filters import entropy_bound
 from ludus.algorithms.kl_controller import KlControl
-from ludus.algorithms.spec.parts import Need
-from ludus.rollout.ledger import Ledger
-from ludus.training.batches.rows import Row
+from ludus.algorithms.spec.algorithm import FULL_KL_NAMES, Algorithm
+from ludus.algorithms.spec.parts import Need, loaded
+from ludus.algorithms.train_inference_mismatch import mismatch
+from ludus.errors import SyncError
+from ludus.rollout.ledger import Ledger, RolloutOutcome
+from ludus.training.batches.rows import Row, row_of_trajectory
 from ludus.training.collection.rollout_collector import overlong_limit
 from ludus.training.collection.staleness import age_metrics, mask_over_age, on_policy
-from ludus.training.credit.advantages import TrainingSample, settle, training_rows
-from ludus.training.learner.learner import Learner
-from ludus.training.rl.advantage_inputs import compared_entropies, refine, rejected_share, with_entropy_filter
+from ludus.training.credit.advantages import TrainingSample, settle, training_rows, with_estimates
+from ludus.training.credit.estimates import Estimates
+from ludus.training.learner.learner import SUM_PI_SQUARED, Learner
 from ludus.training.run.session import TrainingSession
-from ludus.training.value_models.factory import Judge, train_judge
+from ludus.training.value_models.factory import Judge, at_actions, judged, train_judge
+from ludus.types import Trajectory
 
 log = logging.getLogger("ludus.learning")
 
@@ -32,6 +44,14 @@ ENTROPY_FILTER_OFF = (
     "The entropy filter of gtpo is off: the policy's mean entropy on the first batch is %.3g nats per token, "
     "not below algorithm.options.loss.entropy_bound."
 )
+REJECTED = "rejected"
+"""Mask reason of a trajectory whose ratio to the engine is out of bounds."""
+PARITY_ROWS = 8
+"""Rows compared before the first step, evenly spread by length."""
+PARITY_NATS = 0.05
+"""Largest mean log-probability difference between engine and learner at which training starts."""
+ENGINE_PARITY_NATS = 1e-3
+"""The same bound if the engine's log-probabilities replace the learner's."""
 
 
 class ComputeDispatch(Protocol):
@@ -45,6 +65,59 @@ class ComputeDispatch(Protocol):
 async def here(work: Callable[[], T]) -> T:
     """Run `work` on the caller's thread."""
     return work()
+
+
+class LearnerThread:
+    """Single worker thread with `threads` compute threads, on which the learner runs work serially.
+
+    Work must not touch the event loop's state: the ledger and the episodes in flight. `busy_s` is the total busy
+    time.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.busy_s = 0.0
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._executor = ThreadPoolExecutor(1, "ludus-learner", _begin, (threads, device))
+
+    async def __call__(self, work: Callable[[], T]) -> T:
+        """Run `work` and wait for its result. Started work is never abandoned, even on cancellation."""
+        future = asyncio.get_running_loop().run_in_executor(self._executor, self._timed, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait({future})
+            raise
+
+    def close(self) -> None:
+        """Wait for running work and end the thread."""
+        self._executor.shutdown()
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        begin = time.perf_counter()
+        try:
+            return work()
+        finally:
+            self.busy_s += time.perf_counter() - begin
+
+
+def _begin(threads: int, device: int | None) -> None:
+    """Set the compute threads and the GPU of this thread.
+
+    OpenMP counts threads per thread, and torch sets its own number on first use.
+    """
+    torch.zeros(1).sum()
+    torch.set_num_threads(threads)
+    if device is not None:
+        torch.cuda.set_device(device)
+
+
+async def cancel_and_wait(task: asyncio.Task[list[TrainingSample]] | asyncio.Task[None] | None) -> None:
+    """Cancel a task and wait for it, ignoring its errors."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()
 
 
 @dataclass
@@ -119,3 +192,204 @@ class TrainStep:
             metrics["is/mask_frac"] = rejected_share(credits)
         metrics |= age_metrics(credits, step)
         return metrics | ({"kl/coef": self.kl.coef(step)} if self.kl.acts else {})
+
+
+def refine(
+    credits: Sequence[TrainingSample],
+    learner: Learner,
+    max_length: int,
+    judge: Judge | None = None,
+    *,
+    check: bool = False,
+    version: int | None = None,
+) -> list[TrainingSample]:
+    """Return the samples with filters and model estimates applied.
+
+    If `check` is set, engine and learner are compared first, on samples generated entirely by `version`
+    (None: on all). Raises SyncError if they disagree.
+    """
+    found = list(credits)
+    if check:
+        trained = [c for c in found if c.outcome is RolloutOutcome.TRAINED and not c.expert]
+        check_parity([_row(credit) for credit in trained if _is_of(credit, version)], learner)
+    algorithm, entropies = learner.algorithm, None
+    if algorithm.correction_spec.has(Need.REJECTION):
+        found = _rejected(found, learner)
+    if algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
+        entropies = compared_entropies(found, learner)
+        found = _without_the_uncertain(found, entropies, algorithm)
+    # Last, so that batch means cover only the remaining samples.
+    penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
+    whitened = algorithm.advantage_spec.has(Need.BATCH_STATISTICS)
+    compares_probabilities = algorithm.advantage_spec.has(Need.DISTRIBUTIONS)
+    if judge is not None or penalised or whitened or compares_probabilities or entropies is not None:
+        found = _estimated(found, learner, judge, max_length, Estimates(entropies=entropies))
+    return found
+
+
+def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | None:
+    """Compare recorded log-probabilities with the learner's, bucketed by position.
+
+    Returns the measurement, None without rows. Raises SyncError if any bucket exceeds `PARITY_NATS`, or
+    `ENGINE_PARITY_NATS` if ratios divide by the engine's log-probabilities.
+    """
+    if not rows:
+        return None
+    ranked = sorted(rows, key=lambda row: len(row.tokens))
+    places = {round(i * (len(ranked) - 1) / max(1, PARITY_ROWS - 1)) for i in range(PARITY_ROWS)}
+    chosen = [ranked[place] for place in sorted(places)]
+    old, behavior, mask = _table(chosen, learner.score(chosen))
+    from_engine = learner.settings.old_logprobs == "engine"
+    bound = ENGINE_PARITY_NATS if from_engine else PARITY_NATS
+    measured = mismatch_by_length(old_logprobs=old, behavior_logprobs=behavior, mask=mask)
+    apart = [
+        f"{bucket.gap_mean:.3g} at positions {label}"
+        for label, bucket in zip(measured.labels, measured.buckets, strict=True)
+        if not bucket.gap_mean <= bound
+    ]
+    if apart:
+        why = "Check that both use the same weights, temperature and precision. Nothing was trained."
+        raise SyncError(
+            f"Engine and learner differ in the log-probabilities of sampled tokens by {', '.join(apart)} "
+            f"nats on average (at most {bound:g}).",
+            "Set training.learner.old_logprobs = 'recomputed': the engine's are not precise enough."
+            if from_engine
+            else why,
+        )
+    return measured
+
+
+def effective_share(trajectories: Sequence[Trajectory], learner: Learner) -> float:
+    """Return the effective sample share of trajectories under the learner's policy, over their tokens."""
+    rows = [row_of_trajectory(trajectory, 0.0) for trajectory in trajectories]
+    old, behavior, mask = _table(rows, learner.score(rows))
+    return mismatch(old_logprobs=old, behavior_logprobs=behavior, mask=mask).effective_share
+
+
+def _is_of(credit: TrainingSample, version: int | None) -> bool:
+    segments = credit.episode.trajectory.segments
+    return version is None or all(v == version for segment in segments for v in segment.versions)
+
+
+def _row(credit: TrainingSample) -> Row:
+    return row_of_trajectory(credit.episode.trajectory, 0.0)
+
+
+def _estimated(
+    credits: list[TrainingSample], learner: Learner, judge: Judge | None, max_length: int, known: Estimates
+) -> list[TrainingSample]:
+    """Return the samples with `known` and the other model estimates that the algorithm needs."""
+    compared = [credit for credit in credits if credit.advantages is not None]
+    rows = [_row(credit) for credit in compared]
+    if not rows:
+        return credits
+    algorithm, estimates = learner.algorithm, known
+    if judge is not None:
+        estimates = replace(judged(judge, compared, rows, learner), entropies=known.entropies)
+    penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
+    weighs_tokens = algorithm.advantage_spec.has(Need.DISTRIBUTIONS)
+    compared_to_engine = algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO) or weighs_tokens
+    sampled_alone = penalised and algorithm.kl not in FULL_KL_NAMES
+    old = learner.score(rows, keep=True) if sampled_alone or compared_to_engine else []
+    if penalised:
+        estimates = replace(estimates, kl=at_actions(learner.penalties(rows, old), rows))
+    if compared_to_engine:
+        estimates = replace(estimates, old_logprobs=at_actions(old, rows))
+    if weighs_tokens:
+        sums = [scores.logprobs for scores in learner.ask(SUM_PI_SQUARED, rows)]
+        estimates = replace(estimates, sum_pi_squared=at_actions(sums, rows))
+    return with_estimates(credits, algorithm, max_length, estimates)
+
+
+def _rejected(credits: list[TrainingSample], learner: Learner) -> list[TrainingSample]:
+    trained = [c for c in credits if c.outcome is RolloutOutcome.TRAINED and not c.expert]
+    if not trained:
+        return credits
+    rows = [_row(credit) for credit in trained]
+    old, behavior, mask = _table(rows, learner.score(rows, keep=True))
+    keep = _kept_tokens(old, behavior, mask, learner.algorithm)
+    thinned = {
+        id(credit): replace(credit, trains=_narrowed(credit, row[inside]))
+        for credit, row, inside in zip(trained, keep, mask, strict=True)
+        if row.any() and not row[inside].all()
+    }
+    found = [thinned.get(id(credit), credit) for credit in credits]
+    left = [thinned.get(id(credit), credit) for credit in trained]
+    return _masked(found, left, keep.any(1), REJECTED)
+
+
+def _kept_tokens(old: Tensor, behavior: Tensor, mask: Tensor, algorithm: Algorithm) -> Tensor:
+    """Return the mask of action tokens that pass the correction's filter, [N, L] bool."""
+    kept: Tensor = loaded(algorithm.correction_spec.keep)(old, behavior, mask, algorithm)
+    return kept
+
+
+def _narrowed(credit: TrainingSample, keep: Tensor) -> tuple[bool, ...]:
+    """Return the training mask of a sample's action tokens, intersected with `keep` [n_i]."""
+    kept: list[bool] = keep.tolist()
+    before = credit.trains or (True,) * len(kept)
+    return tuple(a and b for a, b in zip(before, kept, strict=True))
+
+
+def rejected_share(credits: Sequence[TrainingSample]) -> float:
+    """Return the fraction of trainable action tokens that were rejected; 0 if there are none.
+
+    Tokens masked by another filter (`training.collection.staleness`) count as rejected.
+    """
+    trained = [c for c in credits if c.outcome is RolloutOutcome.TRAINED and not c.expert]
+    rejected = [c for c in credits if c.reason == REJECTED]
+    everything = sum(c.episode.trajectory.num_action_tokens for c in (*trained, *rejected))
+    kept = sum(c.episode.trajectory.num_action_tokens if c.trains is None else sum(c.trains) for c in trained)
+    return (everything - kept) / max(everything, 1)
+
+
+def compared_entropies(credits: Sequence[TrainingSample], learner: Learner) -> list[Tensor]:
+    """Return the policy's entropies at the action tokens of samples with advantages, `[n_i]` each."""
+    rows = [_row(credit) for credit in credits if credit.advantages is not None]
+    return at_actions(learner.entropies(rows), rows) if rows else []
+
+
+def with_entropy_filter(algorithm: Algorithm, initial: float) -> Algorithm:
+    """Return the algorithm, without GTPO's entropy filter if the `initial` mean entropy reaches its bound.
+
+    At such an entropy the filter would remove every sample (arXiv:2508.03772).
+    """
+    if initial < algorithm.number("loss", "entropy_bound"):
+        return algorithm
+    options = replace(algorithm.options, loss=algorithm.options.loss | {"entropy_bound": math.inf})
+    return replace(algorithm, options=options)
+
+
+def _without_the_uncertain(
+    credits: list[TrainingSample], entropies: Sequence[Tensor], algorithm: Algorithm
+) -> list[TrainingSample]:
+    bound = algorithm.number("loss", "entropy_bound")
+    compared = [credit for credit in credits if credit.advantages is not None]
+    pairs = [
+        (credit, bool(entropy_bound(entropy=row[None], mask=torch.ones(1, len(row)), bound=bound)))
+        for credit, row in zip(compared, entropies, strict=True)
+        if credit.outcome is RolloutOutcome.TRAINED
+    ]
+    return _masked(credits, [c for c, _ in pairs], torch.tensor([kept for _, kept in pairs]), "entropy")
+
+
+def _masked(
+    credits: list[TrainingSample], judged: list[TrainingSample], keep: Tensor, reason: str
+) -> list[TrainingSample]:
+    fate = dict(zip(map(id, judged), keep.tolist(), strict=True))
+    return [
+        credit if fate.get(id(credit), True) else replace(credit, outcome=RolloutOutcome.MASKED, reason=reason)
+        for credit in credits
+    ]
+
+
+def _table(rows: Sequence[Row], values: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad `values`, the engine's log-probabilities and the action mask to `[N, L]` on the CPU."""
+    width = max(len(row.tokens) for row in rows)
+    table, behavior = torch.zeros(2, len(rows), width, dtype=torch.float64)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        table[i, : len(row.tokens)] = values[i].double().cpu()
+        behavior[i, : len(row.tokens)] = torch.tensor(row.behavior, dtype=torch.float64)
+        mask[i, 1 : len(row.tokens)] = torch.tensor(row.sampled)[1:]
+    return table, behavior, mask

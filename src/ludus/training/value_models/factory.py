@@ -13,8 +13,6 @@ from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.parts import Need
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
-from ludus.config.sections.algorithm import CriticConfig, PrimeConfig
-from ludus.errors import ConfigError
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.trees import paths
 from ludus.training.batches.rows import Row, row_of_trajectory, without_masked
@@ -71,38 +69,6 @@ def make_judge(
         settings = CriticSettings(critic.epochs, critic.minibatches, critic.clip or None, states, turns)
         return Critic(model, optimiser, settings, ranks)
     return None
-
-
-def check_critic(config: Config, algorithm: Algorithm) -> None:
-    """Raise ConfigError for unused critic settings, and for a critic head on sharded weights."""
-    read, reason = _read_of_critic(algorithm)
-    given, plain = config.critic.model_dump(), CriticConfig().model_dump()
-    idle = [key for key, value in given.items() if value != plain[key] and key not in read]
-    if idle:
-        raise ConfigError(
-            f"critic.{idle[0]} = {given[idle[0]]} would have no effect: {reason}.",
-            "Unset it, or use an algorithm that reads it (ludus algorithms).",
-        )
-    if config.critic.model == "head" and config.training.learner.shard:
-        raise ConfigError(
-            "critic.model = head reads the policy's states, and training.learner.shard shards its weights.",
-            "Unset one of them.",
-        )
-
-
-def _read_of_critic(algorithm: Algorithm) -> tuple[set[str], str]:
-    """Return the `critic` settings that an algorithm uses, and why it ignores the others."""
-    of_critics = {key for key, f in CriticConfig.model_fields.items() if f.annotation is not PrimeConfig}
-    name, spec = algorithm.advantage, algorithm.advantage_spec
-    if spec.has(Need.PROCESS_REWARD_MODEL):
-        reason = f"the advantage {name} has a process reward model (critic.prime) and no critic"
-        return set(CriticConfig.model_fields) - of_critics, reason
-    if spec.has(Need.OUTCOME_CRITIC):
-        reason = f"the critic of {name} predicts outcomes and has no values"
-        return of_critics - {"clip"}, reason
-    if spec.has(Need.CRITIC):
-        return of_critics, f"the advantage {name} has no process reward model"
-    return set(), f"the advantage {name} has no critic"
 
 
 def part_name(judge: Judge) -> str:
