@@ -38,9 +38,8 @@ import async_work
 from ludus.cluster.cluster import open_cluster
 from ludus.config.schema import Config
 from ludus.planning.costs import RunLayout
-from ludus.rollout.build import SamplingPlan
 from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.scheduler import Episode, RolloutRequest
+from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan
 from ludus.training.batches.rows import Row
 from ludus.training.learner.learner import Learner
 from ludus.training.rl.build import train

@@ -36,11 +36,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.sections.rollout import BranchConfig
-from ludus.rollout.branching import play_tree
-from ludus.rollout.trees import paths
+from ludus.rollout.trees import paths, play_tree
 from ludus.training.batches import prefix_packing
-from ludus.training.batches.rows import Row, row_of_trajectory
-from ludus.training.batches.trajectory_tree import BREAK
+from ludus.training.batches.rows import BREAK, Row, row_of_trajectory
 from ludus.training.learner.learner import Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings

@@ -24,8 +24,7 @@ from ludus.cli.ui.load_run import open_weights
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.evaluation.evaluate import EvaluationPlan, evaluate
-from ludus.rollout.build import SamplingPlan
-from ludus.rollout.scheduler import Episode
+from ludus.rollout.scheduler import Episode, SamplingPlan
 from ludus.worlds.functions.gold_calls import truth_of
 
 ARMS = {"with negatives": {}, "without negatives": {"sft.classes.negatives": 0}}

@@ -20,8 +20,16 @@ from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.rl import memory_check as dry_run_module
 from ludus.training.rl.memory_check import dry_run
-from ludus.training.run.checkpoint import Extra, TrainerState, load_part, load_trainer, load_weights, save_checkpoint
-from ludus.training.run.sharded_checkpoint import SHARDS, save_shards
+from ludus.training.run.checkpoint import (
+    SHARDS,
+    Extra,
+    TrainerState,
+    load_part,
+    load_trainer,
+    load_weights,
+    save_checkpoint,
+    save_shards,
+)
 from ludus.training.value_models.base import StateSettings
 from ludus.training.value_models.critic import Critic, CriticSettings
 from ludus.training.value_models.factory import say, teach

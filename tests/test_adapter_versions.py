@@ -11,7 +11,7 @@ from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.engines.models.loading import load_model
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import RemoteEngineSettings
-from ludus.rollout.streaming.group_queue import GroupQueue
+from ludus.rollout.group_queue import GroupQueue
 from ludus.types import SamplingParams
 from served import COLD_START
 from test_async_run import records, run

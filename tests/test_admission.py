@@ -16,16 +16,14 @@ from hypothesis import strategies as st
 
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.sections.staleness import StalenessConfig
+from ludus.rollout.group_queue import GroupQueue, StreamedGroup
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.scheduler import Episode, RolloutRequest
-from ludus.rollout.streaming.concurrency_control import EngineLoad, next_in_flight
-from ludus.rollout.streaming.group_queue import GroupQueue, StreamedGroup
-from ludus.rollout.streaming.staleness_control import StalenessController, StalenessSchedule
+from ludus.rollout.stream_control import EngineLoad, StalenessController, StalenessSchedule, next_in_flight
 from ludus.tasks.order import TaskOrder
-from ludus.training.collection.prompt_stream import PromptStream
+from ludus.training.collection.filters import ages, mask_over_age, staleness_metrics
+from ludus.training.collection.prompt_stream import PromptStream, StreamState
 from ludus.training.collection.rollout_collector import RolloutCollector
-from ludus.training.collection.staleness import ages, mask_over_age, staleness_metrics
-from ludus.training.collection.stream_checkpoint import StreamState
 from ludus.training.credit.advantages import TrainingSample, training_rows
 from ludus.types import Failure, Segment, StopReason, Task, Trajectory
 

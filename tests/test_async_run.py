@@ -25,8 +25,8 @@ from ludus.rewards.registry import NAMED, RegisteredReward
 from ludus.rollout.ledger import AccountingError, Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode, SchedulerLimits
+from ludus.training.collection.filters import ESS, EssGuard, mask_over_age, staleness_metrics
 from ludus.training.collection.rollout_collector import RolloutCollector
-from ludus.training.collection.staleness import ESS, EssGuard, mask_over_age, staleness_metrics
 from ludus.training.credit.advantages import TrainingSample, training_rows
 from ludus.training.rl import build, validate
 from ludus.training.rl.async_trainer import StreamRunner

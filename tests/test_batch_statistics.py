@@ -13,9 +13,8 @@ from ludus.algorithms.kl import penalised_advantages
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.trees import paths
-from ludus.training.collection.staleness import mask_over_age
-from ludus.training.credit.advantages import assign_credit, training_rows, with_estimates
-from ludus.training.credit.estimates import Estimates
+from ludus.training.collection.filters import mask_over_age
+from ludus.training.credit.advantages import Estimates, assign_credit, training_rows, with_estimates
 from ludus.training.rl.train_step import refine
 from ludus.types import StopReason
 from test_branches import episodes as branching

@@ -10,7 +10,7 @@ import torch
 from algorithm_parts import CRITIC_ADVANTAGES
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.sections.algorithm import AlgorithmConfig
-from ludus.training.batches.trajectory_tree import last_actions
+from ludus.training.batches.rows import last_actions
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.learner.logprobs import own_types
 from ludus.training.rl.train_step import refine

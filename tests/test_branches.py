@@ -23,15 +23,11 @@ from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_li
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import paths
 from ludus.tasks.order import TaskOrder
-from ludus.training.batches.rows import microbatches, row_of_trajectory
-from ludus.training.batches.trajectory_tree import BREAK, new_actions, num_distinct
-from ludus.training.collection.algorithm_state import AlgorithmState
-from ludus.training.collection.greso import after_visits
-from ludus.training.collection.group_filters import keep_most_varied
+from ludus.training.batches.rows import BREAK, microbatches, new_actions, num_distinct, row_of_trajectory
+from ludus.training.collection.filters import AlgorithmState, after_visits, keep_most_varied, mask_over_age
 from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.replay_buffer import ReplayBuffer
 from ludus.training.collection.reward_mixing import RewardMixer, plan_parts
-from ludus.training.collection.staleness import mask_over_age
 from ludus.training.credit.advantages import assign_credit, training_rows
 from ludus.training.learner.learner import LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer

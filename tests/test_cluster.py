@@ -46,9 +46,8 @@ from ludus.engines.base import EngineStats, Request, combined
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import HttpRefusal, RemoteEngineSettings
 from ludus.errors import ConfigError, EngineError, SyncError, UserError, WorldError
-from ludus.rollout.build import SamplingPlan
 from ludus.rollout.ledger import RolloutKey
-from ludus.rollout.scheduler import RolloutRequest
+from ludus.rollout.scheduler import RolloutRequest, SamplingPlan
 from ludus.types import SamplingParams, StopReason, Task, Trajectory
 from served import COLD_START
 from test_engine_server import Fake, serving

@@ -26,10 +26,9 @@ from ludus.rewards.base import Reward
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.scheduler import Episode
 from ludus.training.batches.rows import row_of_trajectory
-from ludus.training.collection.algorithm_state import AlgorithmState
+from ludus.training.collection.filters import AlgorithmState
 from ludus.training.collection.rollout_collector import overlong_limit
-from ludus.training.credit.advantages import assign_credit, training_rows, with_estimates
-from ludus.training.credit.estimates import Estimates
+from ludus.training.credit.advantages import Estimates, assign_credit, training_rows, with_estimates
 from ludus.training.rl.sync_trainer import SyncTrainer
 from ludus.training.rl.train_step import TrainStep, check_parity, refine, rejected_share, with_entropy_filter
 from ludus.types import Failure, Segment, StopReason, Task, Trajectory

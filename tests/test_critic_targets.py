@@ -13,8 +13,7 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.config.load import load_config
 from ludus.training.batches.rows import row_of_trajectory
-from ludus.training.credit.advantages import assign_credit, with_estimates
-from ludus.training.credit.estimates import Estimates
+from ludus.training.credit.advantages import Estimates, assign_credit, with_estimates
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.rl.train_step import refine
 from ludus.training.value_models.factory import at_openings, make_judge, train_judge

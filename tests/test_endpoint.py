@@ -18,7 +18,6 @@ from ludus.errors import ConfigError, EngineError, UserError
 from ludus.evaluation.evaluate import EvaluationPlan, evaluate
 from ludus.rewards.base import Reward
 from ludus.rewards.exact_match import ExpectedAnswers, exact_match, well_formed
-from ludus.rollout.build import SamplingPlan, scheduler
 from ludus.rollout.chat_session import ChatSession
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.rollout.ledger import Ledger, RolloutKey
@@ -30,7 +29,7 @@ from ludus.rollout.openai_client import (
     endpoint_conversations,
     read_answer,
 )
-from ludus.rollout.scheduler import RolloutRequest
+from ludus.rollout.scheduler import RolloutRequest, SamplingPlan, scheduler
 from ludus.tools.search import PassageIndex, search_tool
 from ludus.types import SamplingParams, StopReason, Task, ToolStatus
 

@@ -21,10 +21,9 @@ from ludus.envs.registry import WORLDS, build_world, closing
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.env_audit import CheckPlan, play
 from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
-from ludus.rollout.build import episode_limits
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.rollout_files import read_rollouts
-from ludus.rollout.scheduler import Episode
+from ludus.rollout.scheduler import Episode, episode_limits
 from ludus.training.collection.demonstrations import Demonstrations, make_experts
 from ludus.training.credit.advantages import EXPERT, assign_credit, settle, training_rows
 from ludus.training.rl.build import train

@@ -13,11 +13,10 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.cli.main import main
 from ludus.config.schema import Config
 from ludus.recipes import recipe_folder
+from ludus.rollout.group_queue import StreamedGroup
 from ludus.rollout.ledger import Ledger
-from ludus.rollout.streaming.group_queue import StreamedGroup
 from ludus.tasks.order import TaskOrder
-from ludus.training.collection.algorithm_state import AlgorithmState
-from ludus.training.collection.greso import SETTINGS, GresoDraw, after_visits, choose
+from ludus.training.collection.filters import SETTINGS, AlgorithmState, GresoDraw, after_visits, choose
 from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import assign_credit

@@ -23,8 +23,8 @@ from ludus.training.rl.train_step import refine
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import open_session, with_adapters
 from ludus.training.value_models.base import StateSettings
+from ludus.training.value_models.critic import OutcomeCritic, OutcomeCriticSettings
 from ludus.training.value_models.factory import say, teach, train_judge
-from ludus.training.value_models.outcome_critic import OutcomeCritic, OutcomeCriticSettings
 from ludus.training.value_models.prime import ProcessReward, ProcessRewardSettings
 from small_runs import SMALLEST, Cut, Cutting, config, lasting_files
 from test_baselines import run

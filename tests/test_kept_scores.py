@@ -9,8 +9,7 @@ import torch
 
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.training.credit.advantages import assign_credit, training_rows
-from ludus.training.learner.learner import CachedLogprobs, LearnerSettings
-from ludus.training.learner.logprob_cache import LogprobCache
+from ludus.training.learner.learner import CachedLogprobs, LearnerSettings, LogprobCache
 from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens
 from ludus.training.rl.train_step import refine
 from test_credit import group, real_group

@@ -16,9 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.sections.model import LoraConfig
 from ludus.errors import LearnerError
-from ludus.training.learner.learner import LearnerSettings
+from ludus.training.learner.learner import LearnerSettings, out_of_memory
 from ludus.training.learner.logprobs import LogprobScorer, own_types
-from ludus.training.learner.microbatch_budget import out_of_memory
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.rl import memory_check as dry_runs
 from ludus.training.rl.build import train

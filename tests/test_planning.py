@@ -23,14 +23,8 @@ from ludus.planning.devices import DevicePool, Overlap, SimEngine, SimLearner
 from ludus.planning.estimate import estimate, model_seconds, running_of, slowest_of
 from ludus.planning.fit import EngineCalls, fit, measured, tool_cost
 from ludus.planning.simulate import simulate
-from ludus.rollout.streaming import group_queue
-from ludus.rollout.streaming.concurrency_control import (
-    ConcurrencyController,
-    EngineLoad,
-    PassTimeModel,
-    PassTimes,
-    StreamThroughput,
-)
+from ludus.rollout import group_queue
+from ludus.rollout.stream_control import ConcurrencyController, EngineLoad, PassTimeModel, PassTimes, StreamThroughput
 from ludus.training.run.run_dir import RunFolder
 from tiny_run import ludus, refused
 

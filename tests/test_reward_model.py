@@ -16,15 +16,14 @@ from ludus.config.schema import Config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import UserError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rollout.build import SamplingPlan, engine_scheduler
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
-from ludus.rollout.scheduler import RolloutRequest
+from ludus.rollout.scheduler import RolloutRequest, SamplingPlan, engine_scheduler
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.reward_model.data import examples_of_rollouts, hold_out, load_examples
-from ludus.training.reward_model.mc_rollouts import play_on
+from ludus.training.reward_model.data import examples_of_rollouts, hold_out, load_examples, play_on
 from ludus.training.reward_model.train import auc, losses, measure, reward_step
 from ludus.training.run.session import make_engine, open_session
+from ludus.training.value_models.base import HeadModel
 from ludus.training.value_models.reward_model import (
     RewardExample,
     RewardModel,
@@ -32,7 +31,6 @@ from ludus.training.value_models.reward_model import (
     load_reward_model,
     parts,
 )
-from ludus.training.value_models.scalar_head import HeadModel
 from ludus.types import Segment, StopReason, Trajectory
 from small_runs import lasting_files, words
 from test_learner import tiny_model

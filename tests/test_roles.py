@@ -22,8 +22,7 @@ from ludus.errors import ConfigError
 from ludus.recipes import recipe_folder
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.training.collection.algorithm_state import AlgorithmState
-from ludus.training.collection.group_filters import as_one_batch, with_role_baselines
+from ludus.training.collection.filters import AlgorithmState, as_one_batch, with_role_baselines
 from ludus.training.collection.replay_buffer import ReplayBuffer
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import assign_credit

@@ -14,11 +14,17 @@ from ludus.engines.base import Request
 from ludus.engines.scripted import Faults, ScriptedEngine
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError, WorldError
-from ludus.rollout.build import SamplingPlan, engine_scheduler, episodes_at_once
 from ludus.rollout.episode import EpisodeLimits
 from ludus.rollout.ledger import Ledger, RolloutOutcome
-from ludus.rollout.lockstep_engine import LockstepEngine
-from ludus.rollout.scheduler import FailureBudget, SchedulerLimits, episode_name
+from ludus.rollout.scheduler import (
+    FailureBudget,
+    LockstepEngine,
+    SamplingPlan,
+    SchedulerLimits,
+    engine_scheduler,
+    episode_name,
+    episodes_at_once,
+)
 from ludus.sandbox import NamespacesSandbox
 from ludus.types import Group, SamplingParams, StopReason, Task
 from worlds import (

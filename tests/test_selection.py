@@ -19,7 +19,7 @@ from ludus.config.load import load_config
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.rollout.ledger import Ledger, RolloutOutcome
 from ludus.tasks.order import TaskOrder
-from ludus.training.collection.group_filters import EmptyBatchGuard, as_one_batch, keep_most_varied
+from ludus.training.collection.filters import EmptyBatchGuard, as_one_batch, keep_most_varied
 from ludus.training.collection.rollout_collector import RolloutCollector, num_training_groups
 from ludus.training.credit.advantages import assign_credit, settle, training_rows
 from ludus.types import StopReason, Task

@@ -13,7 +13,7 @@ from ludus.engines.base import EngineStats, Request, counted
 from ludus.engines.remote import metrics
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.metrics import MetricsReading, PolledServer, reading_of
-from ludus.rollout.streaming.concurrency_control import ConcurrencyController, StreamThroughput
+from ludus.rollout.stream_control import ConcurrencyController, StreamThroughput
 from ludus.types import Message, SamplingParams, Segment, StopReason, Trajectory
 from test_engine_server import QUICK, Fake, serving
 from waiting import until

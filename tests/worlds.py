@@ -17,8 +17,7 @@ from ludus.rewards.base import Reward
 from ludus.rollout.chat_session import EngineChatSession
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.lockstep_engine import LockstepEngine
-from ludus.rollout.scheduler import RolloutRequest, Scheduler, SchedulerLimits, episode_name
+from ludus.rollout.scheduler import LockstepEngine, RolloutRequest, Scheduler, SchedulerLimits, episode_name
 from ludus.tools.base import Tool, tool
 from ludus.types import Message, SamplingParams, Task
 

@@ -23,7 +23,7 @@ from ludus.engines.base import EngineStats, WeightCheck
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.rolling_update import RollingUpdates
 from ludus.errors import EngineError, LudusError, UserError, WorldError
-from ludus.rollout.build import engine_name
+from ludus.rollout.scheduler import engine_name
 from ludus.rollout.trees import of_each_path
 from ludus.types import Trajectory
 

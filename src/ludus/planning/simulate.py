@@ -19,11 +19,17 @@ from ludus.planning.costs import Costs, RunLayout
 from ludus.planning.devices import DevicePool, Overlap, SimEngine, SimLearner
 from ludus.planning.episodes import Draws, NoRewards, SimWorld, ages, sampled
 from ludus.rollout.episode import EpisodeLimits
+from ludus.rollout.group_queue import GroupQueue
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, SchedulerLimits
-from ludus.rollout.streaming.concurrency_control import ConcurrencyController, EngineLoad, PassTimes, first_in_flight
-from ludus.rollout.streaming.group_queue import GroupQueue
-from ludus.rollout.streaming.staleness_control import StalenessController, StalenessSchedule
+from ludus.rollout.stream_control import (
+    ConcurrencyController,
+    EngineLoad,
+    PassTimes,
+    StalenessController,
+    StalenessSchedule,
+    first_in_flight,
+)
 
 _NO_LIMIT_S = 1e9
 

@@ -38,9 +38,8 @@ from ludus.engines.base import seed_for
 from ludus.envs.base import World
 from ludus.errors import ConfigError, EngineError, UserError
 from ludus.rollout.accepted_fields import REASONING, REFUSED, AcceptedFields
-from ludus.rollout.build import SamplingPlan, rollout_for, sampling_params
 from ludus.rollout.chat_session import ChatSession
-from ludus.rollout.scheduler import ConversationFactory, RolloutRequest
+from ludus.rollout.scheduler import ConversationFactory, RolloutRequest, SamplingPlan, rollout_for, sampling_params
 from ludus.tools.base import Tool, ToolSchema
 from ludus.types import (
     JSON,

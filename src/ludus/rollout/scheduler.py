@@ -1,33 +1,155 @@
-"""Schedule many episodes concurrently.
+"""Lockstep engine: batches depend on the episodes alone, never on timing.
 
-Returns one `Episode` per request, in order; one with a permanent infrastructure failure has the stop reason
-`failed`. Concurrency is bounded. Infrastructure failures, and only those, are retried in a fresh environment
-with the same seed. Raises the first `WorldError` or `EngineError` once more episodes have failed than
-`max_failure_rate` allows; then, and on cancellation, all running episodes are closed first. Every attempt and
-every wall-clock limit that fired is recorded in the ledger.
+Collects requests until every joined episode is waiting or has left, then sends the round as one batch,
+ordered by episode; errors of the engine reach every episode of the round. A slow tool delays all episodes,
+which is the cost of reproducibility.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from ludus.config.sections.rollout import BranchConfig
-from ludus.engines.base import seed_for
+from ludus.chat.render import Renderer
+from ludus.config.sections.rollout import BranchConfig, RolloutConfig
+from ludus.engines.base import ContinuesActions, Engine, EngineStats, RemoteStats, Request, seed_for
 from ludus.envs.base import World
 from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
-from ludus.rollout.branching import play_tree
 from ludus.rollout.chat_session import ChatSession, EngineChatSession, RestoreError
 from ludus.rollout.episode import EpisodeLimits, fresh_environment, is_being_cancelled, play_episode
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
-from ludus.rollout.lockstep_engine import LockstepEngine
 from ludus.rollout.reward_executor import RewardExecutor, ThreadRewardExecutor, waited
-from ludus.rollout.trees import attempts
-from ludus.types import Failure, Segment, StopReason, Task, ToolStatus, Trajectory
+from ludus.rollout.trees import attempts, play_tree
+from ludus.types import Completion, Failure, SamplingParams, Segment, StopReason, Task, ToolStatus, Trajectory
+
+if TYPE_CHECKING:
+    import torch
+
+
+_Entry = tuple[Request, "asyncio.Future[Completion]"]
+"""Request of an episode and the future that it waits on."""
+
+
+@dataclass
+class LockstepEngine:
+    """Engine whose batches are rounds of all joined episodes."""
+
+    inner: Engine
+    _joined: set[str] = field(init=False, default_factory=set)
+    _waiting: dict[str, _Entry] = field(init=False, default_factory=dict)
+    _rounds: set[asyncio.Task[None]] = field(init=False, default_factory=set)
+
+    @property
+    def context_tokens(self) -> int:
+        """The context length of the inner engine."""
+        return self.inner.context_tokens
+
+    @property
+    def version(self) -> int:
+        """The version of the inner engine."""
+        return self.inner.version
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the inner engine is batch-invariant."""
+        return self.inner.batch_invariant
+
+    @property
+    def continues_actions(self) -> bool:
+        """Whether the inner engine can continue actions."""
+        return isinstance(self.inner, ContinuesActions) and self.inner.continues_actions
+
+    async def measure(self) -> None:
+        """Refresh the inner engine's statistics."""
+        if isinstance(self.inner, RemoteStats):
+            await self.inner.measure()
+
+    def stats(self, *, reset: bool = False) -> EngineStats:
+        """Return the inner engine's statistics."""
+        return self.inner.stats(reset=reset)
+
+    def swap(self, leaving: str | None, joining: str | None) -> None:
+        """Replace an episode by another atomically, so that no round starts in between."""
+        if leaving is not None:
+            self._joined.discard(leaving)
+        if joining is not None:
+            self._joined.add(joining)
+        self._start_round_if_complete()
+
+    async def generate(self, request: Request) -> Completion:
+        """Wait for the round and return the result. Raises ValueError for an episode that has not joined."""
+        if request.episode not in self._joined:
+            raise ValueError(f"episode {request.episode} has not joined")
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting[request.episode] = (request, future)
+        self._start_round_if_complete()
+        return await future
+
+    async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
+        """Call the inner engine."""
+        return await self.inner.generate_batch(requests)
+
+    def release(self, episode: str) -> None:
+        """Call the inner engine."""
+        self.inner.release(episode)
+
+    async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Call the inner engine."""
+        await self.inner.load_weights(version, state)
+
+    async def fingerprint(self) -> str | None:
+        """Return the inner engine's fingerprint."""
+        return await self.inner.fingerprint()
+
+    async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
+        """Call the inner engine."""
+        return await self.inner.score(token_ids, adapter=adapter)
+
+    async def close(self) -> None:
+        """Cancel the running rounds and close the inner engine."""
+        rounds = tuple(self._rounds)
+        for task in rounds:
+            task.cancel()
+        await asyncio.gather(*rounds, return_exceptions=True)
+        await self.inner.close()
+
+    def _start_round_if_complete(self) -> None:
+        self._waiting = {e: w for e, w in self._waiting.items() if e in self._joined and not w[1].done()}
+        if not self._waiting or set(self._waiting) != self._joined:
+            return
+        entries = [self._waiting[episode] for episode in sorted(self._waiting)]
+        self._waiting = {}
+        task = asyncio.get_running_loop().create_task(self._round(entries))
+        self._rounds.add(task)
+        task.add_done_callback(lambda ended: self._end(ended, entries))
+
+    async def _round(self, entries: list[_Entry]) -> None:
+        try:
+            completions = await self.inner.generate_batch([request for request, _ in entries])
+            if len(completions) != len(entries):
+                raise EngineError(f"The engine answered {len(completions)} of {len(entries)} requests.")
+        except Exception as error:  # boundary: raised in every waiting episode
+            self._fail(entries, error)
+            return
+        for (_, future), completion in zip(entries, completions, strict=True):
+            if not future.done():
+                future.set_result(completion)
+
+    def _end(self, ended: asyncio.Task[None], entries: list[_Entry]) -> None:
+        self._rounds.discard(ended)
+        self._fail(entries, EngineError("The round was cancelled before the engine answered."))
+
+    @staticmethod
+    def _fail(entries: list[_Entry], error: Exception) -> None:
+        """Raise an error in the episodes that still wait."""
+        for _, future in entries:
+            if not future.done():
+                future.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,3 +379,101 @@ class Scheduler:
             run.joined.add(joining)
         if self.lockstep is not None:
             self.lockstep.swap(leaving, joining)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """Purpose of a round of episodes; determines seeds and temperature.
+
+    `branches`: episodes branch according to `rollout.branch`.
+    """
+
+    purpose: str
+    temperature: float
+    seed: int
+    branches: bool = False
+
+
+def engine_name(play: SamplingPlan, key: RolloutKey) -> str:
+    """Return the episode's id for the engine; a task may be trained and evaluated at the same time."""
+    return f"{play.purpose}/{episode_name(key)}"
+
+
+def sampling_params(rollout: RolloutConfig, temperature: float) -> SamplingParams:
+    """Return the sampling parameters of an action, without stops and seed."""
+    return SamplingParams(
+        temperature=temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        max_new_tokens=rollout.max_tokens_per_turn,
+    )
+
+
+def episode_limits(rollout: RolloutConfig) -> EpisodeLimits:
+    """Return the limits of an episode."""
+    return EpisodeLimits(
+        max_turns=rollout.max_turns,
+        max_tool_errors=rollout.max_tool_errors,
+        timeout_s=rollout.episode_timeout_s,
+        environment_timeout_s=rollout.environment_timeout_s,
+    )
+
+
+def rollout_for(world: World, rollout: RolloutConfig, task: Task) -> RolloutConfig:
+    """Return the world's rollout settings for a task, otherwise the run's."""
+    return world.rollout_of(task) or rollout
+
+
+def episodes_at_once(world: World, concurrency: int) -> int:
+    """Return the concurrency, capped by the sandbox's sessions."""
+    room = world.episodes_at_once
+    return concurrency if room is None else min(concurrency, room)
+
+
+def engine_scheduler(
+    world: World, engine: Engine, renderer: Renderer, rollout: RolloutConfig, play: SamplingPlan, ledger: Ledger
+) -> Scheduler:
+    """Return a scheduler of episodes that sample from `engine`.
+
+    If runs are reproducible and the engine is not batch-invariant, episodes advance turn by turn in lockstep.
+    """
+    lockstep = LockstepEngine(engine) if rollout.reproducible and not engine.batch_invariant else None
+    if rollout.guided_tools:
+        renderer.guide(())
+
+    def converse(job: RolloutRequest) -> ChatSession:
+        key, own = job.key, rollout_for(world, rollout, job.task)
+        return EngineChatSession(
+            engine=lockstep or engine,
+            renderer=renderer,
+            params=sampling_params(own, 0.0 if job.greedy else play.temperature),
+            max_tokens=own.max_seq_len,
+            episode=episode_name(key) if lockstep else engine_name(play, key),
+            seed=seed_for(play.seed, play.purpose, key.step, key.task_id, key.sample),
+            guided=rollout.guided_tools,
+        )
+
+    made = scheduler(world, converse, rollout, ledger, lockstep)
+    if play.branches and rollout.branch.branches:
+        made.branch = rollout.branch
+    return made
+
+
+def scheduler(
+    world: World,
+    converse: ConversationFactory,
+    rollout: RolloutConfig,
+    ledger: Ledger,
+    lockstep: LockstepEngine | None = None,
+) -> Scheduler:
+    """Return a scheduler with the configured limits, for any kind of chat session."""
+    return Scheduler(
+        world=world,
+        converse=converse,
+        episode_limits=episode_limits(rollout),
+        limits=SchedulerLimits(episodes_at_once(world, rollout.concurrency), rollout.retries, rollout.max_failure_rate),
+        ledger=ledger,
+        lockstep=lockstep,
+        limits_of=lambda task: episode_limits(rollout_for(world, rollout, task)),
+    )

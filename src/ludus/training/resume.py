@@ -12,8 +12,7 @@ from ludus.errors import StorageError, UserError
 from ludus.evaluation.evaluate import plans
 from ludus.training.preference.train import steps_of_run
 from ludus.training.reward_model.train import planned_steps
-from ludus.training.run.checkpoint import list_checkpoints
-from ludus.training.run.manifest import check_manifest
+from ludus.training.run.checkpoint import check_manifest, list_checkpoints
 from ludus.training.run.run_dir import Kind, RunFolder, kind_of, resume_command
 
 _KEPT = ("model.", "env.", "run.seed", "run.dir")

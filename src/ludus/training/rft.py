@@ -34,11 +34,10 @@ from ludus.evaluation.evaluate import (
     save_evaluation,
 )
 from ludus.rewards.base import success
-from ludus.rollout.build import SamplingPlan
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.reward_executor import places
 from ludus.rollout.rollout_files import rollouts_path, write_rollouts
-from ludus.rollout.scheduler import Episode, RolloutRequest
+from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan
 from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import TrainingSample, settle
 from ludus.training.learner.logprobs import LogprobScorer

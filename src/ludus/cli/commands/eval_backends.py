@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.errors import ConfigError
-from ludus.rollout.build import SamplingPlan, engine_scheduler, scheduler
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.openai_client import OpenAIClient, OpenAIClientSettings, endpoint_conversations
 from ludus.rollout.reward_executor import ProcessRewardExecutor
-from ludus.rollout.scheduler import Scheduler
+from ludus.rollout.scheduler import SamplingPlan, Scheduler, engine_scheduler, scheduler
 
 if TYPE_CHECKING:
     from ludus.cli.ui.load_run import LoadedRun

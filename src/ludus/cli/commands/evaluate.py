@@ -232,7 +232,7 @@ async def play(player: EvalBackend, plan: EvaluationPlan, console: Console) -> t
     from ludus.cli.ui.tables import how_sampled
     from ludus.cli.ui.terminal import bars, say
     from ludus.evaluation.evaluate import evaluate, short_split
-    from ludus.rollout.build import SamplingPlan
+    from ludus.rollout.scheduler import SamplingPlan
 
     scheduler = player.scheduler(SamplingPlan("evaluate", plan.temperature, plan.seed))
     with bars(console) as progress:

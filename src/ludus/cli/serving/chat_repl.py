@@ -17,8 +17,8 @@ from ludus.cli.ui.transcripts import calls, outcome_text
 from ludus.envs.base import Environment
 from ludus.envs.toolbox import describe_error
 from ludus.errors import LudusError, WorldError
-from ludus.rollout.build import sampling_params
 from ludus.rollout.chat_session import EngineChatSession
+from ludus.rollout.scheduler import sampling_params
 from ludus.types import Action, Message, StopReason, Task, ToolOutcome
 
 Result = TypeVar("Result")

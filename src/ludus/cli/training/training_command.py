@@ -70,7 +70,7 @@ class TrainingStage:
 
     def start(self, config: Config, name: str, recipe: str | None) -> None:
         """Train in a new folder, once everything that can be checked before it is."""
-        from ludus.training.learner.microbatch_budget import naming_what_to_change
+        from ludus.training.learner.learner import naming_what_to_change
         from ludus.training.run.run_dir import locked, new_run
 
         silence_libraries()
@@ -81,7 +81,7 @@ class TrainingStage:
 
     def resume(self, folder: RunFolder, overrides: Sequence[str]) -> int:
         """Go on with a run, unless it is complete."""
-        from ludus.training.learner.microbatch_budget import naming_what_to_change
+        from ludus.training.learner.learner import naming_what_to_change
         from ludus.training.resume import check_kind, check_resume, is_complete, place_of
         from ludus.training.run.run_dir import locked
 

@@ -20,9 +20,8 @@ from ludus.chat.render import Renderer
 from ludus.engines.models.loading import num_positions
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
-from ludus.rollout.build import rollout_for, scheduler
 from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.scheduler import Episode, RolloutRequest
+from ludus.rollout.scheduler import Episode, RolloutRequest, rollout_for, scheduler
 from ludus.tools.base import Tool
 from ludus.training.credit.advantages import EXPERT
 from ludus.training.datasets.files import read_dialogues

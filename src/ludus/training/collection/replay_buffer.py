@@ -20,7 +20,7 @@ from ludus.errors import StorageError
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import leaf_rewards
-from ludus.training.collection.stream_checkpoint import episode_line, read_episode
+from ludus.training.collection.prompt_stream import episode_line, read_episode
 from ludus.training.credit.advantages import TrainingSample, assign_credit
 from ludus.types import Task
 

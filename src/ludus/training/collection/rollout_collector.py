@@ -20,17 +20,21 @@ from ludus.engines.base import Engine
 from ludus.envs.base import World
 from ludus.errors import WorldError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
-from ludus.rollout.build import SamplingPlan
+from ludus.rollout.group_queue import StreamedGroup
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
+from ludus.rollout.partial import PartialRollouts, StepBudget
 from ludus.rollout.reward_executor import RewardFault
-from ludus.rollout.scheduler import CANCELLED, Attempt, Episode, FailureBudget, RolloutRequest, Scheduler
-from ludus.rollout.streaming.group_queue import StreamedGroup
-from ludus.rollout.streaming.partial import PartialRollouts, StepBudget
+from ludus.rollout.scheduler import CANCELLED, Attempt, Episode, FailureBudget, RolloutRequest, SamplingPlan, Scheduler
 from ludus.tasks.order import TaskSequence
-from ludus.training.collection.algorithm_state import AlgorithmState
 from ludus.training.collection.demonstrations import Demonstrations
-from ludus.training.collection.greso import GresoDraw, after_visits, choose
-from ludus.training.collection.group_filters import as_one_batch, with_role_baselines
+from ludus.training.collection.filters import (
+    AlgorithmState,
+    GresoDraw,
+    after_visits,
+    as_one_batch,
+    choose,
+    with_role_baselines,
+)
 from ludus.training.collection.reward_mixing import RewardMixer, one_with_added, with_added
 from ludus.training.credit.advantages import TrainingSample, assign_credit, compared_again, is_experts
 from ludus.training.run.session import TrainingSession, session_scheduler

@@ -1,10 +1,15 @@
-"""Credit assignment: decide which episodes train and compute their advantages."""
+"""Credit assignment: decide which episodes train and compute their advantages.
+
+In self-play the task tag `role` is the policy's role (default "policy"); the tag `proposal` is the proposed
+task that it attempts (default: its own id).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +28,85 @@ from ludus.rollout.ledger import Ledger, RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import Path, attempts, leaf_rewards, paths
-from ludus.training.batches.finite_checks import check_estimates, check_trajectories
-from ludus.training.batches.rows import Row, row_of_trajectory, transitions_of, without_masked
-from ludus.training.batches.trajectory_tree import new_actions, turn_nodes, where_any
-from ludus.training.credit.estimates import UNKNOWN, Estimates
-from ludus.training.credit.self_play_roles import role_tables
-from ludus.types import StopReason, Trajectory
+from ludus.training.batches.rows import (
+    Row,
+    check_estimates,
+    check_trajectories,
+    new_actions,
+    row_of_trajectory,
+    transitions_of,
+    turn_nodes,
+    where_any,
+    without_masked,
+)
+from ludus.types import StopReason, Task, Trajectory
+
+
+class Estimates(NamedTuple):
+    """Model estimates of the compared samples, in order, per action token `[n_i]`.
+
+    `kl` to the reference, `values` of the critic, `outcome_probs` of an outcome critic, `prm_logprobs` of the
+    process reward model with `ref_logprobs` of its reference; `old_logprobs`, `entropies` and
+    `sum_pi_squared` (sum of squared probabilities) of the policy at the start of the step; `bootstrap` [one
+    per path], the critic's value after the last action token, 0 for episodes that terminated. None if the
+    algorithm does not use it.
+    """
+
+    kl: Sequence[Tensor] | None = None
+    values: Sequence[Tensor] | None = None
+    outcome_probs: Sequence[Tensor] | None = None
+    prm_logprobs: Sequence[Tensor] | None = None
+    ref_logprobs: Sequence[Tensor] | None = None
+    old_logprobs: Sequence[Tensor] | None = None
+    entropies: Sequence[Tensor] | None = None
+    sum_pi_squared: Sequence[Tensor] | None = None
+    bootstrap: Sequence[Tensor] | None = None
+
+    def along(self, split: Sequence[Sequence[Path]]) -> Estimates:
+        """Return the estimates for each path of each trajectory."""
+
+        def spread(rows: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
+            if rows is None:
+                return None
+            return [row[list(path.places)] for row, own in zip(rows, split, strict=True) for path in own]
+
+        *per_token, bootstrap = self
+        of_paths = None if bootstrap is None else [value[None] for own in bootstrap for value in own]
+        return Estimates._make([*map(spread, per_token), of_paths])
+
+
+ESTIMATE_NAMES = (
+    "KL to the reference",
+    "value of the critic",
+    "probability of the outcome",
+    "log-probability under the process reward model",
+    "log-probability under the reference",
+    "log-probability at the start of the step",
+    "entropy at the start of the step",
+    "sum of squared probabilities",
+    "value of the critic at the end",
+)
+"""Names of the estimates in messages, in the order of `Estimates`."""
+UNKNOWN = Estimates()
+"""No estimates."""
+
+
+ROLE, PROPOSAL, PROPOSER = "role", "proposal", "proposer"
+PLAIN_ROLE = "policy"
+
+
+def role_of(task: Task) -> str:
+    """Return the policy's role in a task."""
+    return task.tags.get(ROLE, PLAIN_ROLE)
+
+
+def role_tables(tasks: Sequence[Task]) -> tuple[Tensor, Tensor]:
+    """Return whether the policy proposes in each task, `[N]` bool, and the proposal's number, `[N]`."""
+    proposer = torch.tensor([role_of(task) == PROPOSER for task in tasks], dtype=torch.bool)
+    numbers: dict[str, int] = {}
+    names = [task.tags.get(PROPOSAL, task.id) for task in tasks]
+    return proposer, torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
+
 
 EXPERT = "expert"
 """Agent name of segments that the policy did not sample."""
@@ -176,7 +254,9 @@ def with_estimates(
     `reference`. Raises LearnerError if an estimate is not finite.
     """
     compared = [credit for credit in credits if credit.advantages is not None]
-    check_estimates(estimates.named, [credit.episode.trajectory.name for credit in compared])
+    check_estimates(
+        dict(zip(ESTIMATE_NAMES, estimates, strict=True)), [credit.episode.trajectory.name for credit in compared]
+    )
     advantages = _advantages(compared, algorithm, max_length, estimates)
     found = [replace(credit, advantages=a) for credit, a in zip(compared, advantages, strict=True)]
     if estimates.ref_logprobs is not None:
@@ -227,7 +307,7 @@ def _compare(credits: Sequence[TrainingSample], algorithm: Algorithm, max_length
     for credit in credits:
         ends = [one.stop_reason in CUT_OFF for one in attempts(credit.episode.trajectory)]
         whole = overlong_mask(truncated=ends)
-        outcome, reason = _fate(credit.episode, kept[credit.group], bool(whole.any()), algorithm)
+        outcome, reason = _training_status(credit.episode, kept[credit.group], bool(whole.any()), algorithm)
         found.append(replace(credit, outcome=outcome, reason=reason))
         if algorithm.overlong_mask and whole.any() and not whole.all():
             trains = where_any(paths(credit.episode.trajectory), whole.tolist())
@@ -275,7 +355,7 @@ def equal_groups(credits: Sequence[TrainingSample], algorithm: Algorithm) -> dic
     return {number: not varies for number, varies in varied.items()}
 
 
-def _fate(episode: Episode, varied: bool, whole: bool, algorithm: Algorithm) -> tuple[RolloutOutcome, str]:
+def _training_status(episode: Episode, varied: bool, whole: bool, algorithm: Algorithm) -> tuple[RolloutOutcome, str]:
     if algorithm.filter_zero_variance and not varied:
         return RolloutOutcome.DROPPED, "zero_variance"
     if algorithm.overlong_mask and not whole:
@@ -416,16 +496,10 @@ def _behavior(credits: Sequence[TrainingSample], old: Sequence[Tensor] | None, w
     """Return the engine's log-probabilities, `[N, width]`; for experts the policy's."""
     if old is None:
         return None
-    recorded = [
-        row if credit.expert else _recorded(credit.episode.trajectory) for credit, row in zip(credits, old, strict=True)
-    ]
-    return _table(recorded, width)
-
-
-def _recorded(trajectory: Trajectory) -> Tensor:
-    """Return the engine's log-probabilities of the action tokens, `[n_i]`."""
-    lps = [lp for action in new_actions(trajectory) for lp in action.logprobs]
-    return torch.tensor(lps, dtype=torch.float64)
+    actions = [new_actions(credit.episode.trajectory) for credit in credits]
+    recorded = [torch.tensor([lp for one in own for lp in one.logprobs], dtype=torch.float64) for own in actions]
+    found = [row if credit.expert else mine for credit, row, mine in zip(credits, old, recorded, strict=True)]
+    return _table(found, width)
 
 
 def _anchors(trajectories: Sequence[Trajectory], width: int) -> Tensor:

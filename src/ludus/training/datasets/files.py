@@ -1,7 +1,8 @@
 """Files of dialogues, labelled or not, of preference pairs and of rollouts: read for training, or checked.
 
-JSON lines (`.gz` if need be), or a local folder that Hugging Face `datasets` wrote. docs/use/data.md has the
-formats. A file holds records of one kind.
+Formats: JSON lines (`.gz` if compressed), or a local folder of Hugging Face `datasets`, whose package comes with
+the extra `datasets`; see docs/use/data.md. A file holds records of one kind. Also the artifacts of a run
+folder: gzip-compressed JSON lines, one record per line.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
-from ludus.errors import UserError
-from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line
+from ludus.errors import StorageError, UserError
+from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line, write_lines
 from ludus.tools.base import Tool
-from ludus.training.datasets.hf_datasets import read_rows
 from ludus.training.datasets.messages import (
     as_text,
     as_words,
@@ -29,6 +29,73 @@ from ludus.training.datasets.messages import (
     read_train_flags,
 )
 from ludus.types import DataClass, Message
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def read_rows(path: Path) -> Iterator[object]:
+    """The rows of a folder that `Dataset.save_to_disk` wrote; of several splits the one called train.
+
+    Raises UserError for another folder, and where the package is missing.
+    """
+    try:
+        from datasets import DatasetDict, load_from_disk
+    except ImportError as error:
+        raise UserError(
+            f"{path} is a folder, and reading a dataset needs the package datasets.",
+            "Install it: pip install 'ludus[datasets]', or give a file of JSON lines.",
+        ) from error
+    try:
+        found = load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} is not a dataset: {str(error).splitlines()[0]}.",
+            "Give a folder that Dataset.save_to_disk wrote, or a file of JSON lines.",
+        ) from error
+    if isinstance(found, DatasetDict):
+        if "train" not in found:
+            raise UserError(f"{path} has no split train, but {', '.join(found)}.", "Give one split's folder.")
+        found = found["train"]
+    yield from found
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> None:
+    """Write rows that have the same keys as a new folder, which `Dataset.load_from_disk` reads.
+
+    Raises UserError where `path` is there already or the package is missing, StorageError where the disk
+    refuses.
+    """
+    if path.exists():
+        raise UserError(f"{path} is there already.", "Choose another folder.")
+    try:
+        from datasets import Dataset
+    except ImportError as error:
+        raise UserError(
+            "Writing a dataset needs the package datasets.", "Install it: pip install 'ludus[datasets]'."
+        ) from error
+    try:
+        Dataset.from_list(list(rows)).save_to_disk(str(path))
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error}.", "Remove what is there of it.") from error
+
+
+T = TypeVar("T")
+
+
+def write_records(path: Path, records: Iterable[DataclassInstance]) -> None:
+    """Write all at once or not at all; equal records make equal bytes. Raises StorageError."""
+    write_lines(path, (json.dumps(asdict(r), allow_nan=False, separators=(",", ":")) for r in records))
+
+
+def load_records(path: Path, parse: Callable[[bytes], T]) -> list[T]:
+    """Read what `write_records` wrote; `parse` makes a record of a line. Raises StorageError otherwise."""
+    try:
+        with gzip.open(path, "rb") as lines:
+            return [parse(line) for line in lines]
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{path} cannot be read: {error}.", "Start a new run.") from error
+
 
 DataKind = Literal["dialogue", "labelled dialogue", "pair", "rollout"]
 

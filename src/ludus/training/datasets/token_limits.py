@@ -15,7 +15,7 @@ from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.models.loading import num_positions
 from ludus.envs.base import Demonstration, World
 from ludus.errors import UserError
-from ludus.rollout.build import rollout_for
+from ludus.rollout.scheduler import rollout_for
 from ludus.tasks.order import permutation
 from ludus.tools.base import Tool
 from ludus.training.datasets.sources import dialogue_segments, first_dialogues, sources_of, words_of

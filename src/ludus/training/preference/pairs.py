@@ -20,8 +20,7 @@ from ludus.errors import UserError
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
 from ludus.rollout.trees import paths
 from ludus.training.batches.rows import Row, microbatches
-from ludus.training.datasets.files import FileLabelled, FilePair, read_pairs, read_preferences
-from ludus.training.datasets.jsonl import load_records
+from ludus.training.datasets.files import FileLabelled, FilePair, load_records, read_pairs, read_preferences
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.types import Message
 

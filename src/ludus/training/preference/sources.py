@@ -1,17 +1,23 @@
-"""Where the pairs of preference training come from: a file, rollouts of a run, attempts sampled for them."""
+"""Sources of preference pairs: a file, the rollouts of a run, or attempts sampled for the purpose.
+
+The sampled tasks and attempts depend on the seed alone, so an interrupted command samples the same again.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ludus.algorithms.spec.preferences import PREFERENCES
 from ludus.config.sections.stages import UNPAIRED_LOSSES
+from ludus.engines.base import Engine
+from ludus.envs.registry import closing
 from ludus.errors import UserError
-from ludus.rollout.ledger import RolloutOutcome
+from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord
-from ludus.rollout.scheduler import Episode
+from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan
 from ludus.rollout.trees import paths
 from ludus.training.collection.rollout_collector import EpisodeReporter
 from ludus.training.credit.advantages import TrainingSample
@@ -25,10 +31,66 @@ from ludus.training.preference.pairs import (
     rollout_files,
     with_others,
 )
-from ludus.training.preference.sampling import SampledAttempts, sample_attempts
+from ludus.training.rl.build import probe_tokens
+from ludus.training.rl.validate import check_rollouts
+from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.run_dir import RunFolder
-from ludus.training.run.session import TrainingSession
-from ludus.training.run.tokenizer_check import check_tokenizer, check_vocabulary
+from ludus.training.run.session import (
+    TrainingSession,
+    check_tokenizer,
+    check_vocabulary,
+    make_engine,
+    session_scheduler,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledAttempts:
+    """How many are sampled: `samples` at each of `tasks` tasks, or of all where there are fewer."""
+
+    tasks: int
+    samples: int
+
+
+class SilentReporter:
+    """A reporter for episodes that nobody watches."""
+
+    def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
+        """Nothing is shown."""
+
+    def episode(self, episode: Episode) -> None:
+        """Nothing is shown."""
+
+
+def sample_attempts(
+    session: TrainingSession, wanted: SampledAttempts, watch: EpisodeReporter | None = None
+) -> list[Episode]:
+    """Play them under the session's present weights; the attempts at a task follow one another.
+
+    Raises ConfigError where the world pays for cheating, EngineError and WorldError as the scheduler does.
+    """
+    check_rollouts(session.config, session.world)
+    engine = make_engine(session)
+    try:
+        return asyncio.run(_sample(session, wanted, engine, watch or SilentReporter()))
+    finally:
+        asyncio.run(engine.close())
+
+
+async def _sample(
+    session: TrainingSession, wanted: SampledAttempts, engine: Engine, watch: EpisodeReporter
+) -> list[Episode]:
+    config, world = session.config, session.world
+    num = min(wanted.tasks, len(world.tasks("train")))
+    tasks = world.order(config.run.seed, num, 1).take(0, num)
+    jobs = [RolloutRequest(RolloutKey(0, task.id, i), task) for task in tasks for i in range(wanted.samples)]
+    play = SamplingPlan("attempts", config.rollout.temperature, config.run.seed)
+    async with closing(world):
+        sync = WeightSync.of(config, session.model, engine, probe_tokens(session))
+        await sync.publish(0)
+        scheduler = session_scheduler(session, engine, play, Ledger())
+        watch.phase("attempts", len(jobs), engine)
+        return await scheduler.run(jobs, watch.episode)
 
 
 @dataclass(frozen=True)

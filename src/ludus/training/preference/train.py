@@ -26,9 +26,8 @@ from ludus.diagnostics.trackers import Tracker
 from ludus.errors import LearnerError
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.rollout_files import rollouts_path, write_rollouts
-from ludus.training.batches.epoch_sampler import batch_of_step, num_steps
-from ludus.training.batches.rows import microbatches
-from ludus.training.datasets.jsonl import write_records
+from ludus.training.batches.rows import batch_of_step, microbatches, num_steps
+from ludus.training.datasets.files import write_records
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.preference.pairs import PAIRS_FILE, PairSide, PreferencePair, arms_of, load_pairs, with_reference

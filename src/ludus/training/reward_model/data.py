@@ -1,11 +1,14 @@
-"""What a reward model learns from: attempts as token ids, where they are judged, and what should come out.
+"""Training examples of a reward model: attempts as token ids, scored positions and their targets.
 
-Made once for a run folder and kept in `examples.jsonl.gz`, so that a resumed run trains on exactly the same.
-Attempts of a run are the ids that its engine sampled: nothing is turned into tokens again.
+Examples are gathered once and stored in `examples.jsonl.gz` of the run folder, so that a resumed run trains on
+the same ones. Attempts of a run are the ids that its engine sampled and are never re-tokenized. Targets of a
+process model come from Monte Carlo rollouts that continue recorded attempts: the recorded actions are
+replayed in a fresh environment, which must respond equally to equal actions.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
@@ -13,18 +16,89 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ludus.errors import UserError
+from ludus.envs.registry import closing
+from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward, success
+from ludus.rollout.chat_session import ChatSession, EngineChatSession
+from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
-from ludus.training.datasets.files import read_rollout_file
-from ludus.training.datasets.jsonl import load_records
+from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan
+from ludus.training.datasets.files import load_records, read_rollout_file
 from ludus.training.preference.pairs import PairSide, is_usable, pairs_of_file, pairs_of_rollouts, rollout_files
-from ludus.training.reward_model.mc_rollouts import play_on
 from ludus.training.run.run_dir import RunFolder
-from ludus.training.run.session import TrainingSession
-from ludus.training.run.tokenizer_check import check_tokenizer, check_vocabulary
+from ludus.training.run.session import (
+    TrainingSession,
+    check_tokenizer,
+    check_vocabulary,
+    make_engine,
+    session_scheduler,
+)
 from ludus.training.value_models.reward_model import RewardExample, ScoredSequence, action_ends
-from ludus.types import Trajectory
+from ludus.types import Segment, Task, Trajectory
+
+Told = tuple[Segment, ...]
+"""The segments of an attempt up to and including an action."""
+
+
+def play_on(session: TrainingSession, records: Sequence[tuple[str, RolloutRecord]], num: int) -> list[Trajectory]:
+    """`num` rollouts from after each action of the attempts but each one's last, equal histories once.
+
+    The session's model plays them at `rollout.temperature`. Raises UserError where the world has no such
+    task, and WorldError where it does not answer as it did.
+    """
+    if session.config.engine.url:
+        raise ConfigError(
+            "reward_model.rollouts are played by the model that becomes the reward model, in this process.",
+            "Leave engine.url out.",
+        )
+    told = {key: value for _, record in records for key, value in _beginnings(record.trajectory).items()}
+    tasks = {task.id: task for task in session.world.tasks("train")}
+    jobs, beginnings = [], {}
+    for number, ((task_id, _), segments) in enumerate(told.items(), start=1):
+        for sample in range(num):
+            key = RolloutKey(number, task_id, sample)
+            jobs.append(RolloutRequest(key, _task(tasks, task_id)))
+            beginnings[number] = segments
+    episodes = asyncio.run(_run_rollouts(session, jobs, beginnings))
+    return [e.trajectory for e in episodes if e.trajectory.failure is None]
+
+
+def _beginnings(trajectory: Trajectory) -> dict[tuple[str, tuple[int, ...]], Told]:
+    """The attempt up to each action but its last, by task and tokens."""
+    actions = [i for i, segment in enumerate(trajectory.chain) if segment.kind == "action"]
+    found = {}
+    for i in actions[:-1]:
+        told = trajectory.chain[: i + 1]
+        found[trajectory.task_id, tuple(t for segment in told for t in segment.tokens)] = told
+    return found
+
+
+def _task(tasks: dict[str, Task], task_id: str) -> Task:
+    if task_id not in tasks:
+        raise UserError(f"The world has no task {task_id} to play on.", "Take the recipe and the settings of that run.")
+    return tasks[task_id]
+
+
+async def _run_rollouts(
+    session: TrainingSession, jobs: Sequence[RolloutRequest], beginnings: dict[int, Told]
+) -> list[Episode]:
+    config, engine = session.config, make_engine(session)
+    play = SamplingPlan("play on", config.rollout.temperature, config.run.seed)
+    scheduler = session_scheduler(session, engine, play, Ledger())
+    converse = scheduler.converse
+
+    def go_on(job: RolloutRequest) -> ChatSession:
+        conversation = converse(job)
+        assert isinstance(conversation, EngineChatSession)
+        return replace(conversation, told=beginnings[job.key.step])
+
+    scheduler.converse = go_on
+    try:
+        async with closing(session.world):
+            return await scheduler.run(jobs)
+    finally:
+        await engine.close()
+
 
 EXAMPLES_FILE = "examples.jsonl.gz"
 

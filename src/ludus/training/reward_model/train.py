@@ -19,8 +19,8 @@ from ludus.config.schema import Config
 from ludus.diagnostics.trackers import Tracker
 from ludus.errors import LearnerError
 from ludus.rollout.ledger import Ledger
-from ludus.training.batches.epoch_sampler import batch_of_step, num_steps
-from ludus.training.datasets.jsonl import write_records
+from ludus.training.batches.rows import batch_of_step, num_steps
+from ludus.training.datasets.files import write_records
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.reward_model.data import EXAMPLES_FILE, gather_examples, load_examples
 from ludus.training.run.checkpoint import (

@@ -24,17 +24,15 @@ from ludus.config.schema import Config
 from ludus.diagnostics.timings import StepTimings
 from ludus.engines.base import Engine, RemoteStats, RollingUpdate, SupportsRollingUpdate, Throttleable, counted
 from ludus.errors import ConfigError
+from ludus.rollout.group_queue import GroupBatch, GroupQueue
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
 from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler
-from ludus.rollout.streaming.concurrency_control import ConcurrencyController, first_in_flight
-from ludus.rollout.streaming.group_queue import GroupBatch, GroupQueue
-from ludus.rollout.streaming.staleness_control import StalenessController, StalenessSchedule
-from ludus.training.collection.prompt_stream import PromptStream
+from ludus.rollout.stream_control import ConcurrencyController, StalenessController, StalenessSchedule, first_in_flight
+from ludus.training.collection.filters import staleness_metrics
+from ludus.training.collection.prompt_stream import STREAM_FILE, PromptStream, StreamState
 from ludus.training.collection.replay_buffer import REPLAY_FILE, ReplayBuffer
 from ludus.training.collection.rollout_collector import RolloutCollector
-from ludus.training.collection.staleness import staleness_metrics
-from ludus.training.collection.stream_checkpoint import STREAM_FILE, StreamState
 from ludus.training.credit.advantages import TrainingSample
 from ludus.training.learner.learner import Learner
 from ludus.training.rl.sync_trainer import SyncTrainer, Texts, task_order

@@ -26,22 +26,19 @@ from ludus.envs.registry import closing
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
-from ludus.training.batches.chunked_lm_head import Entropy
-from ludus.training.collection.algorithm_state import AlgorithmState
+from ludus.training.batches.chunked_lm_head import Entropy, HiddenStates
 from ludus.training.collection.demonstrations import make_experts
-from ludus.training.collection.prompt_stream import PromptStream
+from ludus.training.collection.filters import AlgorithmState
+from ludus.training.collection.prompt_stream import STREAM_FILE, WAITING_FILE, PromptStream, StreamState
 from ludus.training.collection.reward_mixing import make_combiner
 from ludus.training.collection.rollout_collector import RemoteSampler, RolloutCollector
-from ludus.training.collection.stream_checkpoint import STREAM_FILE, WAITING_FILE, StreamState
 from ludus.training.datasets.token_limits import rollout_warnings
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, same_weights
 from ludus.training.distributed.launcher import StartRanks, leading
-from ludus.training.learner.full_kl import HiddenStates
 from ludus.training.learner.learner import Learner, LearnerSettings
-from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens
+from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens, TokenScorer
 from ludus.training.learner.moe_routing_replay import RoutingReplay
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.learner.ref_and_teacher import TokenScorer
 from ludus.training.rl.async_trainer import TOO_LATE, AsyncTrainer
 from ludus.training.rl.memory_check import dry_run_of
 from ludus.training.rl.one_step_trainer import run_one_step
@@ -51,6 +48,7 @@ from ludus.training.rl.validate import config_warnings, inactive_parts, updates_
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import (
     TrainerState,
+    broken,
     checkpoint_path,
     list_checkpoints,
     load_part,
@@ -59,7 +57,6 @@ from ludus.training.run.checkpoint import (
     load_weights,
     read_state,
 )
-from ludus.training.run.manifest import broken
 from ludus.training.run.run_dir import RunFolder, save_config
 from ludus.training.run.session import TrainingSession, busy_warning, make_engine
 from ludus.training.value_models.factory import Judge, make_judge, part_name, warmup_steps

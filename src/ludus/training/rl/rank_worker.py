@@ -43,10 +43,9 @@ from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.rl.build import LearnerParts, make_parts
 from ludus.training.rl.memory_check import dry_run
 from ludus.training.rl.weight_sync import probe_logprobs
-from ludus.training.run.checkpoint import list_checkpoints
+from ludus.training.run.checkpoint import list_checkpoints, save_shards
 from ludus.training.run.run_dir import RunFolder, log_into
 from ludus.training.run.session import TrainingSession, open_session
-from ludus.training.run.sharded_checkpoint import save_shards
 from ludus.training.value_models.factory import part_name, say, teach
 
 _LOOK_S = 1.0

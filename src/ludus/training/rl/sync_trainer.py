@@ -27,11 +27,9 @@ from ludus.rollout.reward_executor import places
 from ludus.rollout.rollout_files import rollouts_path, write_rollouts
 from ludus.rollout.scheduler import Episode
 from ludus.tasks.order import TaskSequence
-from ludus.training.collection.greso import greso_metrics
-from ludus.training.collection.group_filters import EmptyBatchGuard
+from ludus.training.collection.filters import EmptyBatchGuard, EssGuard, greso_metrics
+from ludus.training.collection.prompt_stream import waiting_texts
 from ludus.training.collection.rollout_collector import CollectorState, EpisodeReporter, RolloutCollector
-from ludus.training.collection.staleness import EssGuard
-from ludus.training.collection.stream_checkpoint import waiting_texts
 from ludus.training.credit.advantages import TrainingSample, equal_groups
 from ludus.training.rl.train_step import ComputeDispatch, TrainStep, here
 from ludus.training.rl.weight_sync import SyncProof, WeightSync

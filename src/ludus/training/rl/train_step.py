@@ -28,10 +28,9 @@ from ludus.algorithms.train_inference_mismatch import mismatch
 from ludus.errors import SyncError
 from ludus.rollout.ledger import Ledger, RolloutOutcome
 from ludus.training.batches.rows import Row, row_of_trajectory
+from ludus.training.collection.filters import age_metrics, mask_over_age, on_policy
 from ludus.training.collection.rollout_collector import overlong_limit
-from ludus.training.collection.staleness import age_metrics, mask_over_age, on_policy
-from ludus.training.credit.advantages import TrainingSample, settle, training_rows, with_estimates
-from ludus.training.credit.estimates import Estimates
+from ludus.training.credit.advantages import Estimates, TrainingSample, settle, training_rows, with_estimates
 from ludus.training.learner.learner import SUM_PI_SQUARED, Learner
 from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.factory import Judge, at_actions, judged, train_judge
@@ -285,19 +284,19 @@ def _estimated(
         return credits
     algorithm, estimates = learner.algorithm, known
     if judge is not None:
-        estimates = replace(judged(judge, compared, rows, learner), entropies=known.entropies)
+        estimates = judged(judge, compared, rows, learner)._replace(entropies=known.entropies)
     penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
     weighs_tokens = algorithm.advantage_spec.has(Need.DISTRIBUTIONS)
     compared_to_engine = algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO) or weighs_tokens
     sampled_alone = penalised and algorithm.kl not in FULL_KL_NAMES
     old = learner.score(rows, keep=True) if sampled_alone or compared_to_engine else []
     if penalised:
-        estimates = replace(estimates, kl=at_actions(learner.penalties(rows, old), rows))
+        estimates = estimates._replace(kl=at_actions(learner.penalties(rows, old), rows))
     if compared_to_engine:
-        estimates = replace(estimates, old_logprobs=at_actions(old, rows))
+        estimates = estimates._replace(old_logprobs=at_actions(old, rows))
     if weighs_tokens:
         sums = [scores.logprobs for scores in learner.ask(SUM_PI_SQUARED, rows)]
-        estimates = replace(estimates, sum_pi_squared=at_actions(sums, rows))
+        estimates = estimates._replace(sum_pi_squared=at_actions(sums, rows))
     return with_estimates(credits, algorithm, max_length, estimates)
 
 

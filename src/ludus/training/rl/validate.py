@@ -27,11 +27,11 @@ from ludus.errors import ConfigError
 from ludus.evaluation.env_audit import AuditProgress, CheckPlan, SilentProgress, refuse_cheats
 from ludus.evaluation.evaluate import check_evaluation
 from ludus.rewards.registry import judges_more
-from ludus.rollout.build import episode_limits, sampling_params
 from ludus.rollout.reward_executor import ProcessRewardExecutor
+from ludus.rollout.scheduler import episode_limits, sampling_params
 from ludus.training.collection.reward_mixing import check_reward_settings, reward_warnings
 from ludus.training.collection.rollout_collector import longest_wait, room_for_sessions
-from ludus.training.credit.self_play_roles import ROLE
+from ludus.training.credit.advantages import ROLE
 from ludus.training.datasets.token_limits import check_prompts
 from ludus.training.rl.async_trainer import check_sources
 from ludus.training.rl.sync_trainer import task_order

@@ -15,18 +15,15 @@ from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.trees import paths
-from ludus.training.batches.rows import Row, row_of_trajectory, without_masked
-from ludus.training.batches.trajectory_tree import laid, last_actions
-from ludus.training.credit.advantages import CUT_OFF, TrainingSample
-from ludus.training.credit.estimates import Estimates
+from ludus.training.batches.rows import Row, laid, last_actions, row_of_trajectory, without_masked
+from ludus.training.credit.advantages import CUT_OFF, Estimates, TrainingSample
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives
 from ludus.training.distributed.launcher import EvaluateValues, TrainValues
 from ludus.training.learner.learner import Learner
 from ludus.training.learner.logprobs import own_types
 from ludus.training.learner.optimizer import OptimizerSettings
 from ludus.training.value_models.base import StateSettings
-from ludus.training.value_models.critic import Critic, CriticSettings
-from ludus.training.value_models.outcome_critic import OutcomeCritic, OutcomeCriticSettings
+from ludus.training.value_models.critic import Critic, CriticSettings, OutcomeCritic, OutcomeCriticSettings
 from ludus.training.value_models.prime import ProcessReward, ProcessRewardSettings
 from ludus.types import Trajectory
 

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from ludus.training.batches.rows import Row
+from ludus.training.batches.rows import Row, scored_mask
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, merged
-from ludus.training.learner.data_parallel import DataParallelSplitter
-from ludus.training.learner.logprobs import LogprobScorer
+from ludus.training.learner.logprobs import LogprobScorer, pad_rows
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.value_models.base import blank_state_of, load_state_of, padded, scored, state_of
+from ludus.training.value_models.base import DataParallelSplitter, blank_state_of, load_state_of, state_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -101,8 +100,8 @@ class ProcessReward:
             if not part.index:
                 torch.autograd.backward(0.0 * scores.sum())
                 continue
-            ratio = scores - padded(references, part, scores)
-            logits = self.settings.beta * torch.where(scored(part), ratio, 0.0).sum(1)
+            ratio = scores - pad_rows(references, part, scores)
+            logits = self.settings.beta * torch.where(scored_mask(part.trains), ratio, 0.0).sum(1)
             labels = torch.tensor([float(solved[i]) for i in part.index]).to(logits)
             loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum") / len(rows)
             if not torch.isfinite(loss):

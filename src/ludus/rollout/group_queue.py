@@ -19,8 +19,7 @@ from typing import Protocol
 from ludus.errors import LudusError
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import Episode, RolloutRequest
-from ludus.rollout.streaming.concurrency_control import StreamThroughput
-from ludus.rollout.streaming.staleness_control import StalenessController
+from ludus.rollout.stream_control import StalenessController, StreamThroughput
 from ludus.types import Segment
 
 REST = 1.0

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ludus.rollout.chat_session import ChatSession, EngineChatSession, Grant
+from ludus.rollout.group_queue import StartedEpisode, StreamedGroup
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, episode_name
-from ludus.rollout.streaming.group_queue import StartedEpisode, StreamedGroup
 from ludus.sandbox.local.pausable_timeout import episode_waits
 
 NOTHING = Grant(0)
