@@ -36,7 +36,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.sections.rollout import BranchConfig
-from ludus.rollout.trees import paths, play_tree
+from ludus.rollout.trees import paths, run_tree
 from ludus.training.batches import prefix_packing
 from ludus.training.batches.rows import BREAK, Row, row_of_trajectory
 from ludus.training.learner.learner import Learner, LearnerSettings
@@ -272,7 +272,7 @@ async def branched(settings: BranchConfig, seed: int) -> Trajectory:
     async def play(told: tuple[Segment, ...], number: int) -> Trajectory:
         return episode(rng, told)
 
-    return await play_tree(settings, play)
+    return await run_tree(settings, play)
 
 
 TREES = {

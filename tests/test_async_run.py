@@ -672,7 +672,7 @@ def test_failures_are_counted_among_all_episodes_that_began_since_the_last_batch
     player = StreamRunner(RolloutCollector(None, None, PRESETS["grpo"], None, scheduler.ledger), scheduler, 10)
 
     async def play():
-        return await asyncio.gather(*(player.play(job) for job in make_jobs(40)))
+        return await asyncio.gather(*(player.run_one(job) for job in make_jobs(40)))
 
     if stops:
         with pytest.raises(WorldError, match="episodes failed for good"):

@@ -23,7 +23,7 @@ from ludus.errors import ConfigError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rollout.chat_session import RestoreError
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.rollout.trees import attempts, paths, play_tree
+from ludus.rollout.trees import attempts, paths, run_tree
 from ludus.training.collection.reward_mixing import RewardMixer, plan_parts
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.rl.validate import check_branch, inactive_parts
@@ -70,7 +70,7 @@ def grow(play=played, **settings) -> tuple[Trajectory, list[Trajectory]]:
         chains.append(play(told, number))
         return chains[-1]
 
-    return asyncio.run(play_tree(BranchConfig(**settings), path)), chains
+    return asyncio.run(run_tree(BranchConfig(**settings), path)), chains
 
 
 def firsts(tree: Trajectory) -> list[list[int]]:

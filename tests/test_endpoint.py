@@ -161,10 +161,10 @@ def evaluated(script, rollout):
     async def run(server):
         where = OpenAIClientSettings(server.url, "m", concurrency=2, retries=0, timeout_s=60)
         async with httpx.AsyncClient() as client, OpenAIClient(where, client) as endpoint:
-            converse = endpoint_conversations(endpoint, rollout, SamplingPlan("eval", 0.5, seed=3))
+            make_chat = endpoint_conversations(endpoint, rollout, SamplingPlan("eval", 0.5, seed=3))
             world = SmallWorld()
             plan = EvaluationPlan("test", 3, 2, 0.5, seed=3)
-            result, episodes = await evaluate(scheduler(world, converse, rollout, Ledger()), world.tasks("test"), plan)
+            result, episodes = await evaluate(scheduler(world, make_chat, rollout, Ledger()), world.tasks("test"), plan)
             return result, episodes, endpoint.usage
 
     with serving(script) as server:
@@ -639,14 +639,14 @@ def test_an_unknown_parser_is_refused_and_the_key_is_not_shown():
 
 
 def test_the_factory_names_the_seed_of_a_job_by_all_but_its_attempt():
-    converse = endpoint_conversations(
+    make_chat = endpoint_conversations(
         OpenAIClient(OpenAIClientSettings("http://h", "m")),
         RolloutConfig(max_seq_len=99),
         SamplingPlan("eval", 0.0, 1),
         "hermes",
     )
     first, again, other = (
-        converse(RolloutRequest(RolloutKey(0, "t", sample, attempt), task()))
+        make_chat(RolloutRequest(RolloutKey(0, "t", sample, attempt), task()))
         for sample, attempt in ((0, 0), (0, 1), (1, 0))
     )
     assert first.seed == again.seed != other.seed

@@ -20,9 +20,9 @@ from ludus.types import Completion, Group, Message, StepResult, StopReason, Tool
 from worlds import (
     WatchedWorld,
     call,
-    converse,
     echo,
     end_token,
+    make_chat,
     make_task,
     play,
     renderer,
@@ -400,7 +400,7 @@ def test_cancelling_closes_environment_and_conversation(what):
 
     async def cancel():
         env = world.environment(make_task())
-        running = asyncio.create_task(run_episode(make_task(), 0, env, converse(engine), EpisodeLimits()))
+        running = asyncio.create_task(run_episode(make_task(), 0, env, make_chat(engine), EpisodeLimits()))
         await until(lambda: engine.requests if what == "act" else what in env.events)
         running.cancel()
         await running
@@ -461,7 +461,7 @@ class Loop:
 
     def play(self, script, max_turns=3):
         world = WatchedWorld(limits=ToolLimits(max_output=200))
-        conversation = converse(scripted(script), max_tokens=700, max_new_tokens=200)
+        conversation = make_chat(scripted(script), max_tokens=700, max_new_tokens=200)
         env = world.environment(None)
         limits = EpisodeLimits(max_turns=max_turns)
         return self.runner.run(run_episode(make_task(), 0, env, conversation, limits))

@@ -11,7 +11,7 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.training.credit.advantages import assign_credit, training_rows
 from ludus.training.learner.learner import CachedLogprobs, LearnerSettings, LogprobCache
 from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens
-from ludus.training.rl.train_step import refine
+from ludus.training.rl.train_step import filter_and_estimate
 from test_credit import group, real_group
 from test_learner import learner, random_rows, tiny_model
 
@@ -93,11 +93,11 @@ def step(kept: bool, **settings):
     algorithm = replace(PRESETS["reinforce_pp"], correction="none")
     one = learner(model, algorithm, LearnerSettings(**settings), {"reference": reference})
     one.scorer.score = policy.score
-    credits = refine(assign_credit([episodes], algorithm), one, 0)
+    credits = filter_and_estimate(assign_credit([episodes], algorithm), one, 0)
     if not kept:
-        one._kept.clear()
+        one._cache.clear()
     one.train(training_rows(credits, mask_observations=True), seed=0)
-    assert not one._kept._found
+    assert not one._cache._found
     return weights(model), sum(policy.passes), sum(reference.passes)
 
 

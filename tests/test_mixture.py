@@ -301,7 +301,7 @@ def test_each_world_has_its_own_bounds(world, recipe):
     scheduler = engine_scheduler(world, Engine(), None, config.rollout, play, Ledger())
     found = {}
     for task in (price, game):
-        conversation = scheduler.converse(RolloutRequest(RolloutKey(1, task.id, 0), task))
+        conversation = scheduler.make_chat(RolloutRequest(RolloutKey(1, task.id, 0), task))
         assert isinstance(conversation, EngineChatSession)
         limits = scheduler.limits_of(task)
         found[task.tags["world"]] = (limits.max_turns, conversation.params.max_new_tokens, conversation.max_tokens)

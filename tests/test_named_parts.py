@@ -18,7 +18,7 @@ from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.scheduler import Episode, FailureBudget
 from ludus.training.collection.reward_mixing import check_reward_settings, combiner_of, with_added
 from ludus.training.collection.rollout_collector import RolloutCollector
-from ludus.training.credit.advantages import settle
+from ludus.training.credit.advantages import record_outcomes
 from ludus.training.run.session import TrainingSession
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from tiny_run import ludus, refused
@@ -110,8 +110,8 @@ def test_an_episode_whose_part_fails_is_a_failed_one_and_the_ledger_knows():
         ledger.start(episode.key)
     one = combiner_of(config, world, takes_turns=False)
     sampler = RolloutCollector(session, None, PRESETS["grpo"], None, ledger, combiner=one)
-    credits = asyncio.run(sampler.credit(1, [[good, odd]]))
-    settle(ledger, credits)
+    credits = asyncio.run(sampler.make_samples(1, [[good, odd]]))
+    record_outcomes(ledger, credits)
     counts = ledger.close(1, trained=0)
     assert (counts.failed, counts.dropped) == (1, 1)
     assert "expected ExpectedAnswers" in credits[1].episode.trajectory.failure.error
@@ -130,8 +130,8 @@ def test_where_one_episode_alone_lacked_its_parts_its_failure_is_one_among_all_o
     sampler.ledger.start(odd.key)
 
     async def credit():
-        ended = [await sampler.add_parts(episode, FailureBudget(3)) for episode in good]
-        return await sampler.credit(1, [[odd, *ended]])
+        ended = [await sampler.add_extra_parts(episode, FailureBudget(3)) for episode in good]
+        return await sampler.make_samples(1, [[odd, *ended]])
 
     failed = [credit.episode.trajectory.failure is not None for credit in asyncio.run(credit())]
     assert failed == [True, False, False]

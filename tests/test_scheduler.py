@@ -184,7 +184,7 @@ def test_a_job_that_begins_with_a_later_attempt_has_all_its_retries():
     (job,) = make_jobs(1)
     later = replace(job, key=replace(job.key, attempt=3))
     scheduler = make_scheduler(scripted(answers, faults=Faults(fail_at={0, 1})), WatchedWorld())
-    episode = asyncio.run(scheduler.play(later, FailureBudget(1)))
+    episode = asyncio.run(scheduler.run_one(later, FailureBudget(1)))
     assert (episode.trajectory.answer, episode.key.attempt) == ("Paris", 5)
 
 
@@ -341,7 +341,7 @@ def test_an_episode_whose_environment_ignores_that_it_is_cancelled_is_none():
     scheduler = make_scheduler(scripted(answers), world)
 
     async def cancel():
-        playing = asyncio.create_task(scheduler.play(*make_jobs(1), FailureBudget(1)))
+        playing = asyncio.create_task(scheduler.run_one(*make_jobs(1), FailureBudget(1)))
         await until(lambda: any("step" in env.events for env in world.made))
         playing.cancel()
         await asyncio.wait({playing}, timeout=10)
@@ -683,7 +683,7 @@ def test_episodes_that_are_started_one_by_one_wait_for_room_too():
 
     async def all_at_once():
         budget = FailureBudget(9)
-        return await asyncio.gather(*(scheduler.play(job, budget) for job in make_jobs(9)))
+        return await asyncio.gather(*(scheduler.run_one(job, budget) for job in make_jobs(9)))
 
     assert len(asyncio.run(all_at_once())) == 9
     assert (world.most, world.open) == (2, 0)

@@ -161,7 +161,7 @@ class SimWorld(World):
             del self._begun[task.id]
         return SimEnvironment(iter(self.draws.calls(group, member)))
 
-    def converse(self, pool: DevicePool, job: RolloutRequest) -> SimChatSession:
+    def make_chat(self, pool: DevicePool, job: RolloutRequest) -> SimChatSession:
         """The conversation of a job."""
         actions = self.draws.actions(int(job.task.id), job.key.sample)
         return SimChatSession(pool, actions, self.draws.shape.read)

@@ -188,7 +188,7 @@ class _Run:
         ledger = Ledger(spanning=True)
         scheduler = Scheduler(
             world=world,
-            converse=partial(world.converse, pool),
+            make_chat=partial(world.make_chat, pool),
             episode_limits=EpisodeLimits(max_turns=10**9, environment_timeout_s=_NO_LIMIT_S),
             limits=SchedulerLimits(setup.most),
             ledger=ledger,
@@ -236,7 +236,7 @@ class _Run:
         stream = GroupQueue(
             admission=StalenessController(StalenessSchedule(setup.groups, setup.max_staleness, setup.steps)),
             source=self.source,
-            play=lambda job: self.scheduler.play(job, budget),
+            run_request=lambda job: self.scheduler.run_one(job, budget),
             in_flight=setup.in_flight or limit.now,
         )
         stream.start()
@@ -247,7 +247,7 @@ class _Run:
             batch = await stream.take()
             episodes = [episode for group in batch.groups for episode in group.episodes]
             clock.mark()
-            with self._unhurried(stream):
+            with self._throttled(stream):
                 await self._learn(episodes)
             clock.mark()
             await sending
@@ -259,7 +259,7 @@ class _Run:
                 await self._send(step)
                 stream.published(step)
             clock.mark()
-            stream.forget_ended()
+            stream.pop_ended()
             done, passes = self._close(step, episodes, clock, stream.in_flight)
             if not setup.in_flight:
                 load = EngineLoad(
@@ -274,11 +274,11 @@ class _Run:
         await stream.close()
         return self.steps
 
-    def _unhurried(self, stream: GroupQueue) -> AbstractContextManager[None]:
+    def _throttled(self, stream: GroupQueue) -> AbstractContextManager[None]:
         """An engine in the learner's process rests: a single one, to which weights need no transfer."""
         if self.setup.engines > 1 or self.costs.transfer_s:
             return nullcontext()
-        return stream.unhurried(self.learner.overlap.rest)
+        return stream.throttled(self.learner.overlap.rest)
 
     async def _send(self, step: int) -> None:
         """Have the engines take new weights, and wait for them."""

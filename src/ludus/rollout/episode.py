@@ -75,11 +75,11 @@ async def run_episode(
     task: Task, sample: int, environment: Environment, conversation: ChatSession, limits: EpisodeLimits
 ) -> Trajectory:
     """Run one episode to its end and score it."""
-    trajectory = await play_episode(task, sample, environment, conversation, limits)
+    trajectory = await run_unscored(task, sample, environment, conversation, limits)
     return scored(environment.rewards, task, trajectory)
 
 
-async def play_episode(
+async def run_unscored(
     task: Task, sample: int, environment: Environment, conversation: ChatSession, limits: EpisodeLimits
 ) -> Trajectory:
     """Run one episode to its end without scoring, except for turn rewards."""

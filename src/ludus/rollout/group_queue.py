@@ -78,17 +78,17 @@ class GroupBatch:
 class GroupQueue:
     """Plays groups. `needed` members of a group are enough (0: all); the others are then cancelled.
 
-    `next_number` is that of the next group; `kept` are groups from before the run was resumed. One of them
+    `next_number` is that of the next group; `restored` are groups from before the run was resumed. One of them
     that came too late is played anew, as soon as there is room.
     """
 
     admission: StalenessController
     source: GroupSource
-    play: Callable[[RolloutRequest], Awaitable[Episode]]
+    run_request: Callable[[RolloutRequest], Awaitable[Episode]]
     in_flight: int
     needed: int = 0
     next_number: int = 0
-    kept: Sequence[StreamedGroup] = ()
+    restored: Sequence[StreamedGroup] = ()
     on_done: Callable[[Episode], None] | None = None
     late: list[Episode] = field(default_factory=list, init=False)
     """Finished episodes from before a resume whose groups are sampled again."""
@@ -97,7 +97,7 @@ class GroupQueue:
     held: bool = field(default=False, init=False)
     """Whether the last batch waited for a group that was due although enough others were complete."""
     _groups: dict[int, StreamedGroup] = field(default_factory=dict, init=False)
-    _anew: deque[StreamedGroup] = field(default_factory=deque, init=False)
+    _restarts: deque[StreamedGroup] = field(default_factory=deque, init=False)
     _others: list[StreamedGroup] = field(default_factory=list, init=False)
     _pending: deque[tuple[StreamedGroup, int]] = field(default_factory=deque, init=False)
     _running: dict[asyncio.Task[None], tuple[StreamedGroup, int]] = field(default_factory=dict, init=False)
@@ -114,14 +114,14 @@ class GroupQueue:
 
         Returns the restored finished episodes.
         """
-        for group in self.kept:
+        for group in self.restored:
             if not group.counts:
                 self._others.append(group)
-            elif self.admission.admit_again(group.number, group.version):
+            elif self.admission.readmit(group.number, group.version):
                 self._enter(group)
             else:
                 self.late += [e for e in group.episodes if e.trajectory.failure is None]
-                self._anew.append(_to_play_anew(group))
+                self._restarts.append(_restart_group(group))
         going = (*self._groups.values(), *self._others)
         going_on = [episode for group in going for episode in group.episodes]
         for group in tuple(self._groups.values()):
@@ -151,14 +151,14 @@ class GroupQueue:
         return GroupBatch(groups, others)
 
     @contextmanager
-    def unhurried(self, rest: Callable[[float], None]) -> Iterator[None]:
+    def throttled(self, rest: Callable[[float], None]) -> Iterator[None]:
         """In the block, in which the learner computes, let the engine rest while the next batch is there.
 
         Not where the last one waited for a group that was due: then episodes are in a hurry. `rest` takes
         how many times the length of a pass the engine is to wait after it; 0 at the end.
         """
         self._rest = rest
-        self._tell_rest()
+        self._update_rest()
         try:
             yield
         finally:
@@ -212,13 +212,13 @@ class GroupQueue:
         """Return whether the concurrency limit keeps episodes from starting."""
         return bool(self._pending) or self.admission.room > 0
 
-    def on_their_way(self) -> list[StreamedGroup]:
+    def in_progress(self) -> list[StreamedGroup]:
         """Return copies of the unfinished and untaken groups, by number."""
         every = (*self._groups.values(), *self._others)
         going = [replace(group, done=dict(group.done)) for group in every]
-        return sorted([*going, *self._anew], key=lambda group: group.number)
+        return sorted([*going, *self._restarts], key=lambda group: group.number)
 
-    def forget_ended(self) -> list[Episode]:
+    def pop_ended(self) -> list[Episode]:
         """Return and clear the episodes that ended since the last call."""
         ended, self.ended = self.ended, []
         return ended
@@ -236,7 +236,7 @@ class GroupQueue:
         self._flown_s += len(self._running) * (now - self._since)
         self._since = now
 
-    def _tell_rest(self) -> None:
+    def _update_rest(self) -> None:
         if self._rest is not None:
             self._rest(REST if self.admission.batches_ready and not self.held else 0.0)
 
@@ -249,14 +249,14 @@ class GroupQueue:
                 return
             group, place = self._pending.popleft()
             self._count()
-            task = asyncio.get_running_loop().create_task(self._play(group, place))
+            task = asyncio.get_running_loop().create_task(self._run(group, place))
             self._running[task] = (group, place)
             task.add_done_callback(self._after)
 
     def _admit(self) -> None:
         """Admit the next group."""
-        if self._anew:
-            number, jobs = self._anew[0].number, self._anew.popleft().jobs
+        if self._restarts:
+            number, jobs = self._restarts[0].number, self._restarts.popleft().jobs
         else:
             number, self.next_number = self.next_number, self.next_number + 1
             jobs = self.source.jobs(number)
@@ -267,8 +267,8 @@ class GroupQueue:
         places = (place for place in range(len(group.jobs)) if place not in group.done)
         self._pending.extend((group, place) for place in places)
 
-    async def _play(self, group: StreamedGroup, place: int) -> None:
-        episode = group.done[place] = await self.play(group.jobs[place])
+    async def _run(self, group: StreamedGroup, place: int) -> None:
+        episode = group.done[place] = await self.run_request(group.jobs[place])
         self.ended.append(episode)
         if self.on_done is not None:
             self.on_done(episode)
@@ -285,7 +285,7 @@ class GroupQueue:
         if self.source.counts(group.episodes):
             self.admission.ready(group.number)
             self._num_ready += 1
-            self._tell_rest()
+            self._update_rest()
         else:
             self.admission.discard(group.number)
             group.counts = False
@@ -322,7 +322,7 @@ class GroupQueue:
         self._changed.set()
 
 
-def _to_play_anew(group: StreamedGroup) -> StreamedGroup:
+def _restart_group(group: StreamedGroup) -> StreamedGroup:
     """A group with nothing done; the members that had ended are other attempts now than those."""
     jobs = [
         replace(job, key=replace(job.key, attempt=group.done[i].key.attempt + 1)) if i in group.done else job

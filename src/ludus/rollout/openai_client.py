@@ -39,7 +39,7 @@ from ludus.envs.base import World
 from ludus.errors import ConfigError, EngineError, UserError
 from ludus.rollout.accepted_fields import REASONING, REFUSED, AcceptedFields
 from ludus.rollout.chat_session import ChatSession
-from ludus.rollout.scheduler import ConversationFactory, RolloutRequest, SamplingPlan, rollout_for, sampling_params
+from ludus.rollout.scheduler import ChatSessionFactory, RolloutRequest, SamplingPlan, rollout_for, sampling_params
 from ludus.tools.base import Tool, ToolSchema
 from ludus.types import (
     JSON,
@@ -402,8 +402,8 @@ class OpenAIChatSession:
 
 
 def endpoint_conversations(
-    endpoint: OpenAIClient, rollout: RolloutConfig, play: SamplingPlan, parser: str = "", world: World | None = None
-) -> ConversationFactory:
+    endpoint: OpenAIClient, rollout: RolloutConfig, plan: SamplingPlan, parser: str = "", world: World | None = None
+) -> ChatSessionFactory:
     """What a scheduler needs to play against an endpoint, with the seeds that an engine would get.
 
     `parser` is empty or one of `PARSERS`, for servers that leave tool calls in the text. Raises ConfigError
@@ -412,18 +412,18 @@ def endpoint_conversations(
     if parser and parser not in PARSERS:
         raise ConfigError(f"There is no tool parser {parser!r}.", f"Parsers: {', '.join(PARSERS)}.")
 
-    def converse(job: RolloutRequest) -> ChatSession:
+    def make_chat(job: RolloutRequest) -> ChatSession:
         key = job.key
         own = rollout if world is None else rollout_for(world, rollout, job.task)
         return OpenAIChatSession(
             endpoint=endpoint,
-            params=sampling_params(own, play.temperature),
-            seed=seed_for(play.seed, play.purpose, key.step, key.task_id, key.sample),
+            params=sampling_params(own, plan.temperature),
+            seed=seed_for(plan.seed, plan.purpose, key.step, key.task_id, key.sample),
             max_tokens=own.max_seq_len,
             parser=PARSERS[parser] if parser else None,
         )
 
-    return converse
+    return make_chat
 
 
 class _ReplyCall(BaseModel):

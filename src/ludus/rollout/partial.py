@@ -67,7 +67,7 @@ class _Member:
         """So many tokens have been sampled."""
         self.spent += tokens
 
-    def settle(self) -> int:
+    def take_spent(self) -> int:
         """The tokens sampled under the grant, which is used up."""
         spent, self.spent, self.grant = self.spent, 0, NOTHING
         return spent
@@ -117,8 +117,8 @@ class PartialRollouts:
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def __post_init__(self) -> None:
-        converse = self.scheduler.converse
-        self.scheduler.converse = lambda job: self._converse(job, converse(job))
+        make_chat = self.scheduler.make_chat
+        self.scheduler.make_chat = lambda job: self._converse(job, make_chat(job))
         for group in self.kept:
             self._enter(group.jobs, dict(group.done), dict(group.begun))
             for episode in group.episodes:
@@ -146,7 +146,7 @@ class PartialRollouts:
         seconds = self.budget.seconds
         self._until = None if seconds is None else time.monotonic() + seconds
 
-    async def play(self, groups: Sequence[Sequence[RolloutRequest]]) -> list[list[Episode]]:
+    async def run(self, groups: Sequence[Sequence[RolloutRequest]]) -> list[list[Episode]]:
         """Begin these groups and go on with the others; gives all that are complete."""
         for jobs in groups:
             self._enter(jobs, {}, {})
@@ -154,7 +154,7 @@ class PartialRollouts:
         try:
             while self._may_go_on():
                 self._grant_shares()
-                await self._settled()
+                await self._wait_until_idle()
         except BaseException:
             await self.close()
             raise
@@ -215,13 +215,13 @@ class PartialRollouts:
     def _grant_of(self, number: int) -> Grant:
         return UNBOUNDED if self._is_due(number) else self._share
 
-    async def _settled(self) -> None:
+    async def _wait_until_idle(self) -> None:
         """Wait until every open episode waits, and take what they have sampled off the budget."""
         while self._failure is None and any(not one.waits for one in self._open.values()):
             self._changed.clear()
             await self._changed.wait()
         for one in self._open.values():
-            self._count(one.settle())
+            self._count(one.take_spent())
 
     def _count(self, tokens: int) -> None:
         self.num_sampled += tokens
@@ -254,14 +254,14 @@ class PartialRollouts:
         """Play an episode to its end, over as many steps as that takes, and begin the next one."""
         one = self._open[number, place]
         try:
-            episode = await self.scheduler.play(job, self._failures, self._swap)
+            episode = await self.scheduler.run_one(job, self._failures, self._swap)
             self._groups[number].done[place] = episode
             if self.on_done is not None:
                 self.on_done(episode)
-        except Exception as error:  # boundary: `play` raises it
+        except Exception as error:  # boundary: `run` raises it
             self._failure = self._failure or error
         finally:
-            self._count(one.settle())
+            self._count(one.take_spent())
             del self._open[number, place]
             if self._failure is None:
                 self._begin()

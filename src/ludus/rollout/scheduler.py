@@ -21,10 +21,10 @@ from ludus.envs.base import World
 from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
 from ludus.rollout.chat_session import ChatSession, EngineChatSession, RestoreError
-from ludus.rollout.episode import EpisodeLimits, fresh_environment, is_being_cancelled, play_episode
+from ludus.rollout.episode import EpisodeLimits, fresh_environment, is_being_cancelled, run_unscored
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.reward_executor import RewardExecutor, ThreadRewardExecutor, waited
-from ludus.rollout.trees import attempts, play_tree
+from ludus.rollout.trees import attempts, run_tree
 from ludus.types import Completion, Failure, SamplingParams, Segment, StopReason, Task, ToolStatus, Trajectory
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class SchedulerLimits:
     max_failure_rate: float = 0.2
 
 
-ConversationFactory = Callable[[RolloutRequest], ChatSession]
+ChatSessionFactory = Callable[[RolloutRequest], ChatSession]
 """Makes the conversation of one attempt; a lock-step knows its episode as `episode_name(job.key)`."""
 
 Attempt = Callable[[RolloutRequest], Awaitable[Trajectory]]
@@ -232,19 +232,19 @@ class _Run:
 class Scheduler:
     """Plays jobs. `lockstep`, where given, is the engine that the conversations speak to.
 
-    `limits_of`, where given, says the bounds of an episode in the place of `episode_limits`. `elsewhere`,
+    `limits_of`, where given, says the bounds of an episode in the place of `episode_limits`. `remote`,
     where given, plays the attempts; account and retries stay here. `scoring` gives the trajectories their
     rewards; without `scores` somebody else does. With `branch` an episode that is not greedy is a tree.
     """
 
     world: World
-    converse: ConversationFactory
+    make_chat: ChatSessionFactory
     episode_limits: EpisodeLimits
     limits: SchedulerLimits
     ledger: Ledger
     lockstep: LockstepEngine | None = None
     limits_of: Callable[[Task], EpisodeLimits] | None = None
-    elsewhere: Attempt | None = None
+    remote: Attempt | None = None
     scores: bool = True
     scoring: RewardExecutor = field(default_factory=ThreadRewardExecutor)
     branch: BranchConfig | None = None
@@ -276,12 +276,12 @@ class Scheduler:
             def joins(leaving: str, joining: str) -> None:
                 self._swap(run, leaving, joining)
 
-            episode = run.done[position] = await self.play(job, run.budget, joins)
+            episode = run.done[position] = await self.run_one(job, run.budget, joins)
             if on_done is not None:
                 on_done(episode)
             taken = self._take(run, episode_name(episode.key))
 
-    async def play(
+    async def run_one(
         self, job: RolloutRequest, budget: FailureBudget, on_retry: Callable[[str, str], None] | None = None
     ) -> Episode:
         """Play a job until an attempt succeeds or they have run out; then it is a failure of `budget`.
@@ -328,18 +328,18 @@ class Scheduler:
     async def _attempt(self, job: RolloutRequest) -> Trajectory:
         if self.branch is None or job.greedy:
             return await self._path(job, (), 0)
-        return await play_tree(self.branch, lambda told, number: self._path(job, told, number))
+        return await run_tree(self.branch, lambda told, number: self._path(job, told, number))
 
     async def _path(self, job: RolloutRequest, told: tuple[Segment, ...], number: int) -> Trajectory:
         """Play a path of the episode's tree; 0 is the whole episode."""
-        conversation = self.converse(job)
+        conversation = self.make_chat(job)
         if number:
             assert isinstance(conversation, EngineChatSession)
             seed = seed_for(conversation.seed, "branch", number)
             conversation = replace(conversation, told=told, seed=seed)
         environment = fresh_environment(self.world, job.task)
         limits = self.episode_limits if self.limits_of is None else self.limits_of(job.task)
-        played = await play_episode(job.task, job.key.sample, environment, conversation, limits)
+        played = await run_unscored(job.task, job.key.sample, environment, conversation, limits)
         if self.scores:
             begin = time.perf_counter()
             found = await self.scoring.scored(self.world, environment, job.task, played)
@@ -348,7 +348,7 @@ class Scheduler:
         return played
 
     async def _play(self, job: RolloutRequest) -> Trajectory:
-        trajectory = await (self.elsewhere or self.attempt)(job)
+        trajectory = await (self.remote or self.attempt)(job)
         every = attempts(trajectory)
         late = any(outcome.status is ToolStatus.TIMED_OUT for one in every for outcome in one.outcomes)
         if late or any(one.stop_reason is StopReason.TIMEOUT for one in every):
@@ -394,9 +394,9 @@ class SamplingPlan:
     branches: bool = False
 
 
-def engine_name(play: SamplingPlan, key: RolloutKey) -> str:
+def engine_name(plan: SamplingPlan, key: RolloutKey) -> str:
     """Return the episode's id for the engine; a task may be trained and evaluated at the same time."""
-    return f"{play.purpose}/{episode_name(key)}"
+    return f"{plan.purpose}/{episode_name(key)}"
 
 
 def sampling_params(rollout: RolloutConfig, temperature: float) -> SamplingParams:
@@ -432,7 +432,7 @@ def episodes_at_once(world: World, concurrency: int) -> int:
 
 
 def engine_scheduler(
-    world: World, engine: Engine, renderer: Renderer, rollout: RolloutConfig, play: SamplingPlan, ledger: Ledger
+    world: World, engine: Engine, renderer: Renderer, rollout: RolloutConfig, plan: SamplingPlan, ledger: Ledger
 ) -> Scheduler:
     """Return a scheduler of episodes that sample from `engine`.
 
@@ -442,27 +442,27 @@ def engine_scheduler(
     if rollout.guided_tools:
         renderer.guide(())
 
-    def converse(job: RolloutRequest) -> ChatSession:
+    def make_chat(job: RolloutRequest) -> ChatSession:
         key, own = job.key, rollout_for(world, rollout, job.task)
         return EngineChatSession(
             engine=lockstep or engine,
             renderer=renderer,
-            params=sampling_params(own, 0.0 if job.greedy else play.temperature),
+            params=sampling_params(own, 0.0 if job.greedy else plan.temperature),
             max_tokens=own.max_seq_len,
-            episode=episode_name(key) if lockstep else engine_name(play, key),
-            seed=seed_for(play.seed, play.purpose, key.step, key.task_id, key.sample),
+            episode=episode_name(key) if lockstep else engine_name(plan, key),
+            seed=seed_for(plan.seed, plan.purpose, key.step, key.task_id, key.sample),
             guided=rollout.guided_tools,
         )
 
-    made = scheduler(world, converse, rollout, ledger, lockstep)
-    if play.branches and rollout.branch.branches:
+    made = scheduler(world, make_chat, rollout, ledger, lockstep)
+    if plan.branches and rollout.branch.branches:
         made.branch = rollout.branch
     return made
 
 
 def scheduler(
     world: World,
-    converse: ConversationFactory,
+    make_chat: ChatSessionFactory,
     rollout: RolloutConfig,
     ledger: Ledger,
     lockstep: LockstepEngine | None = None,
@@ -470,7 +470,7 @@ def scheduler(
     """Return a scheduler with the configured limits, for any kind of chat session."""
     return Scheduler(
         world=world,
-        converse=converse,
+        make_chat=make_chat,
         episode_limits=episode_limits(rollout),
         limits=SchedulerLimits(episodes_at_once(world, rollout.concurrency), rollout.retries, rollout.max_failure_rate),
         ledger=ledger,

@@ -64,7 +64,7 @@ class StalenessController:
         return self.version + 1 + self.learning
 
     @property
-    def on_their_way(self) -> tuple[GroupTicket, ...]:
+    def in_progress(self) -> tuple[GroupTicket, ...]:
         """Return the admitted groups that are neither taken nor discarded, by number."""
         return tuple(self._tickets[number] for number in sorted(self._tickets))
 
@@ -88,7 +88,7 @@ class StalenessController:
         ticket = self._tickets[number] = GroupTicket(number, self.begins)
         return ticket
 
-    def admit_again(self, number: int, version: int) -> bool:
+    def readmit(self, number: int, version: int) -> bool:
         """Whether a group that was admitted at `version`, before the run was resumed, goes on.
 
         It does unless it cannot train in time any more, the pace being another one now. Where nothing is

@@ -183,16 +183,16 @@ def _sum_of(timings: Iterable[Timings]) -> Timings:
     )
 
 
-PlayPath = Callable[[tuple[Segment, ...], int], Awaitable[Trajectory]]
+RunPath = Callable[[tuple[Segment, ...], int], Awaitable[Trajectory]]
 """Run the path of a number (0: trunk) from these segments to its end."""
 
 
-async def play_tree(settings: BranchConfig, play: PlayPath) -> Trajectory:
+async def run_tree(settings: BranchConfig, run_path: RunPath) -> Trajectory:
     """Run a trunk, then branches at its chosen turns, then branches of branches.
 
     Stops at `settings.max_leaves` leaves or when no chosen turn is left.
     """
-    grafts = [TrajectoryBranch(await play((), 0))]
+    grafts = [TrajectoryBranch(await run_path((), 0))]
     number = 0
     while number < len(grafts):
         one = grafts[number]
@@ -200,16 +200,16 @@ async def play_tree(settings: BranchConfig, play: PlayPath) -> Trajectory:
             for _ in range(settings.branches):
                 if len(grafts) >= settings.max_leaves:
                     return grafted(grafts)
-                grafts.append(await _branch(play, one.chain, fork, number, len(grafts)))
+                grafts.append(await _branch(run_path, one.chain, fork, number, len(grafts)))
         number += 1
     return grafted(grafts)
 
 
-async def _branch(play: PlayPath, chain: Trajectory, fork: int, of: int, number: int) -> TrajectoryBranch:
+async def _branch(run_path: RunPath, chain: Trajectory, fork: int, of: int, number: int) -> TrajectoryBranch:
     """Run the path `number`, which forks from `chain`, the path `of`, before its segment `fork`."""
     told = chain.segments[:fork]
     try:
-        found = await play(told, number)
+        found = await run_path(told, number)
     except RestoreError as error:
         raise _no_repeat(chain, error.message) from error
     if len(found.segments) <= fork or any(

@@ -83,8 +83,8 @@ class OpenAIBackend:
         """The same limits as for an engine."""
         rollout, parser = self.config.rollout, self.config.env.tool_parser
         named = "" if parser == "auto" else parser
-        converse = endpoint_conversations(self.endpoint, rollout, play, named, self.world)
-        return replace(scheduler(self.world, converse, rollout, Ledger()), scoring=self.scoring)
+        make_chat = endpoint_conversations(self.endpoint, rollout, play, named, self.world)
+        return replace(scheduler(self.world, make_chat, rollout, Ledger()), scoring=self.scoring)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -162,12 +162,12 @@ async def _evaluate(
 @asynccontextmanager
 async def leaving_no_empty(folder: RunFolder, run: Path | None) -> AsyncIterator[None]:
     """An evaluation that fails before it has a result leaves no folder of its own."""
-    from ludus.training.run.run_dir import forget_unbegun
+    from ludus.training.run.run_dir import remove_unstarted
 
     try:
         yield
     except LudusError as error:
-        if folder.path != run and forget_unbegun(folder):
+        if folder.path != run and remove_unstarted(folder):
             error.hint = f"{error.hint}\nNothing was played to its end: the folder {folder.path} is removed."
         raise
 

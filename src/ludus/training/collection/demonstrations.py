@@ -147,12 +147,12 @@ class Demonstrations:
         session, rollout = self.session, self.session.config.rollout
         positions = num_positions(session.model) or rollout.max_seq_len
 
-        def converse(job: RolloutRequest) -> DemonstrationSession:
+        def make_chat(job: RolloutRequest) -> DemonstrationSession:
             budget = min(positions, rollout_for(session.world, rollout, job.task).max_seq_len)
             _, said = dialogues[replace(job.key, attempt=0)]
             return DemonstrationSession(session.renderer, said, budget)
 
-        made = scheduler(session.world, converse, rollout, Ledger())
+        made = scheduler(session.world, make_chat, rollout, Ledger())
         limits = replace(made.limits, max_failure_rate=1.0)
         player = replace(made, limits=limits, scoring=session.scoring)
         episodes = await player.run([RolloutRequest(key, task) for key, (task, _) in dialogues.items()])

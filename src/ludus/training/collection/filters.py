@@ -51,7 +51,7 @@ class AlgorithmState:
     greso: GresoState = field(default_factory=GresoState)
     position: int = 0
     initial_entropy: float | None = None
-    owed: tuple[str, ...] = ()
+    untrained_tasks: tuple[str, ...] = ()
 
     @classmethod
     def start(cls, algorithm: Algorithm, text: str = "") -> AlgorithmState:
@@ -61,8 +61,8 @@ class AlgorithmState:
         decay = algorithm.number("advantage", "decay") if algorithm.advantage_spec.has(Need.ROLE_BASELINES) else 0.95
         greso = GresoState(**saved.get("greso", {}))
         entropy = saved.get("initial_entropy")
-        owed = tuple(map(str, saved.get("owed", ())))
-        return cls(replace(averages, decay=decay), greso, saved.get("position", 0), entropy, owed)
+        untrained_tasks = tuple(map(str, saved.get("owed", ())))
+        return cls(replace(averages, decay=decay), greso, saved.get("position", 0), entropy, untrained_tasks)
 
     def to_json(self) -> str:
         """Serialize the state to one line, as read by `start`."""
@@ -70,8 +70,8 @@ class AlgorithmState:
         parts = {"averages": self.averages.to_json(), "greso": greso, "position": self.position}
         if self.initial_entropy is not None:
             parts["initial_entropy"] = self.initial_entropy
-        if self.owed:
-            parts["owed"] = list(self.owed)
+        if self.untrained_tasks:
+            parts["owed"] = list(self.untrained_tasks)
         return json.dumps(parts, sort_keys=True)
 
 
@@ -79,7 +79,7 @@ SETTINGS = GresoSettings()
 
 
 @dataclass(frozen=True, slots=True)
-class GresoChoice:
+class GresoTasks:
     """Tasks to sample, number of skipped tasks, and the state with its new place in the order."""
 
     tasks: tuple[Task, ...]
@@ -95,9 +95,9 @@ class GresoDraw:
     step: int
 
 
-def choose(
+def choose_tasks(
     order: TaskSequence, num: int, memory: AlgorithmState, taken: Collection[str], draw: GresoDraw
-) -> GresoChoice:
+) -> GresoTasks:
     """Return the next `num` tasks that are neither skipped nor in `taken`.
 
     Scans at most one epoch, or until it finds a task outside `taken`, which does not cover all tasks. If all
@@ -118,25 +118,25 @@ def choose(
         (skipped if skips else found).append(task)
     if not found:
         found, skipped = skipped[:num], skipped[num:]
-    return GresoChoice(tuple(found), len(skipped), replace(memory, position=position))
+    return GresoTasks(tuple(found), len(skipped), replace(memory, position=position))
 
 
-def after_visits(
-    memory: AlgorithmState, credits: Sequence[TrainingSample], success: str, algorithm: Algorithm
+def record_greso_visits(
+    memory: AlgorithmState, samples: Sequence[TrainingSample], success: str, algorithm: Algorithm
 ) -> AlgorithmState:
     """Return the state updated with the groups of a step. `success` names the outcome reward part.
 
     A zero-variance group is easy if all members solved the task. Partial groups are ignored.
     """
-    compared = [credit for credit in credits if credit.advantages is not None]
+    compared = [sample for sample in samples if sample.advantages is not None]
     if not compared:
         return memory
     varied = varied_groups(compared, algorithm)
     visits: dict[str, Visit] = {}
-    for credit in compared:
-        task = credit.episode.task.id
-        solved = credit.episode.trajectory.rewards.get(success, 0.0) >= 1
-        before = visits.get(task, Visit(task, not varied[credit.group], easy=True))
+    for sample in compared:
+        task = sample.episode.task.id
+        solved = sample.episode.trajectory.rewards.get(success, 0.0) >= 1
+        before = visits.get(task, Visit(task, not varied[sample.group], easy=True))
         visits[task] = replace(before, easy=before.easy and solved)
     return replace(memory, greso=memory.greso.update(list(visits.values()), SETTINGS))
 
@@ -146,27 +146,27 @@ def greso_metrics(memory: AlgorithmState, skipped: int) -> dict[str, float]:
     return {"greso/skipped": float(skipped), "greso/p_easy": memory.greso.p_easy, "greso/p_hard": memory.greso.p_hard}
 
 
-def as_one_batch(credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
+def filter_batch(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
     """Return the samples after the variance filter, with advantages recomputed over the kept groups."""
-    kept = keep_most_varied(credits, algorithm)
-    if not any(credit.advantages is not None for credit in kept):
+    kept = filter_low_variance(samples, algorithm)
+    if not any(sample.advantages is not None for sample in kept):
         return kept
     return with_estimates(kept, algorithm, max_length, Estimates())
 
 
-def keep_most_varied(credits: Sequence[TrainingSample], algorithm: Algorithm) -> list[TrainingSample]:
+def filter_low_variance(samples: Sequence[TrainingSample], algorithm: Algorithm) -> list[TrainingSample]:
     """Drop the groups of least variance: StarPO-S keeps a fraction of groups, RAGEN-2 of total deviation.
 
     Dropped groups are excluded from all comparisons, also over the batch; an earlier drop reason is kept.
     """
-    compared = [credit for credit in credits if credit.advantages is not None]
+    compared = [sample for sample in samples if sample.advantages is not None]
     if not algorithm.filters_groups or not compared:
-        return list(credits)
+        return list(samples)
     rewards, groups = compared_rewards(compared, algorithm)
     keeps = variance_top_p if algorithm.variance_filter == "top_p" else variance_top
     keep = keeps(rewards=rewards, group=groups, p=algorithm.top_variance_fraction).tolist()
     doomed = {group for group, kept in zip(groups, keep, strict=True) if not kept}
-    return [_dropped(c) if c.advantages is not None and c.group in doomed else c for c in credits]
+    return [_dropped(c) if c.advantages is not None and c.group in doomed else c for c in samples]
 
 
 EMPTY_BATCHES = 5
@@ -197,25 +197,25 @@ class EmptyBatchGuard:
 
 
 def with_role_baselines(
-    credits: Sequence[TrainingSample], environment: str, averages: RoleBaselines
+    samples: Sequence[TrainingSample], environment: str, averages: RoleBaselines
 ) -> tuple[list[TrainingSample], RoleBaselines]:
     """Return the samples with their role's average as baseline, and the updated averages.
 
     In order, each compared trajectory reads the average before its own reward is added.
     """
-    compared = [credit for credit in credits if credit.advantages is not None]
-    tasks = [credit.episode.task for credit in compared]
+    compared = [sample for sample in samples if sample.advantages is not None]
+    tasks = [sample.episode.task for sample in compared]
     roles = [(task.tags.get(WORLD_TAG, environment), role_of(task)) for task in tasks]
     rewards = torch.tensor([c.episode.trajectory.reward for c in compared], dtype=torch.float64)
     read = iter(averages.read(roles, rewards).tolist())
-    found = [c if c.advantages is None else replace(c, baseline=next(read)) for c in credits]
+    found = [c if c.advantages is None else replace(c, baseline=next(read)) for c in samples]
     return found, averages.updated(roles, rewards)
 
 
-def _dropped(credit: TrainingSample) -> TrainingSample:
-    if credit.outcome is RolloutOutcome.DROPPED:
-        return replace(credit, advantages=None)
-    return replace(credit, outcome=RolloutOutcome.DROPPED, reason="variance_top", advantages=None)
+def _dropped(sample: TrainingSample) -> TrainingSample:
+    if sample.outcome is RolloutOutcome.DROPPED:
+        return replace(sample, advantages=None)
+    return replace(sample, outcome=RolloutOutcome.DROPPED, reason="variance_top", advantages=None)
 
 
 ESS = "is/ess"
@@ -229,56 +229,56 @@ def ages(trajectory: Trajectory, step: int) -> list[int]:
     return [step - 1 - version for s in trajectory.segments for version in s.versions]
 
 
-def on_policy(credits: Sequence[TrainingSample], step: int) -> list[TrainingSample]:
+def on_policy(samples: Sequence[TrainingSample], step: int) -> list[TrainingSample]:
     """Return the training samples whose tokens were all sampled by the weights that `step` updates."""
-    trained = (credit for credit in credits if credit.outcome is RolloutOutcome.TRAINED and not credit.expert)
-    return [credit for credit in trained if not any(ages(credit.episode.trajectory, step))]
+    trained = (sample for sample in samples if sample.outcome is RolloutOutcome.TRAINED and not sample.expert)
+    return [sample for sample in trained if not any(ages(sample.episode.trajectory, step))]
 
 
-def age_metrics(credits: Sequence[TrainingSample], step: int) -> dict[str, float]:
+def age_metrics(samples: Sequence[TrainingSample], step: int) -> dict[str, float]:
     """Return mean, maximum and histogram of the ages of trained tokens."""
-    counted: Counter[int] = Counter()
-    for credit in credits:
-        if credit.outcome is RolloutOutcome.TRAINED and not credit.expert:
-            actions = new_actions(credit.episode.trajectory)
+    counts: Counter[int] = Counter()
+    for sample in samples:
+        if sample.outcome is RolloutOutcome.TRAINED and not sample.expert:
+            actions = new_actions(sample.episode.trajectory)
             own = [step - 1 - version for action in actions for version in action.versions]
-            trains = credit.trains or (True,) * len(own)
-            counted.update(age for age, kept in zip(own, trains, strict=True) if kept)
-    return _histogram(counted, max(counted, default=0))
+            trains = sample.trains or (True,) * len(own)
+            counts.update(age for age, kept in zip(own, trains, strict=True) if kept)
+    return _age_histogram(counts, max(counts, default=0))
 
 
-def _histogram(counted: Mapping[int, int], most: int) -> dict[str, float]:
+def _age_histogram(counts: Mapping[int, int], most: int) -> dict[str, float]:
     """Return mean and maximum of ages weighted by token counts, and the share of each age up to `most`."""
-    total = sum(counted.values())
-    shares = {f"staleness/age_{age}": counted.get(age, 0) / max(total, 1) for age in range(most + 1)}
-    mean = sum(age * n for age, n in counted.items()) / total if total else 0.0
-    return {MEAN_AGE: mean, "staleness/max": float(max(counted, default=0))} | shares
+    total = sum(counts.values())
+    shares = {f"staleness/age_{age}": counts.get(age, 0) / max(total, 1) for age in range(most + 1)}
+    mean = sum(age * n for age, n in counts.items()) / total if total else 0.0
+    return {MEAN_AGE: mean, "staleness/max": float(max(counts, default=0))} | shares
 
 
-def mask_over_age(credits: Sequence[TrainingSample], step: int, bound: int) -> list[TrainingSample]:
+def mask_over_age(samples: Sequence[TrainingSample], step: int, bound: int) -> list[TrainingSample]:
     """Mask tokens older than `bound`; mask the whole sample if no token is left."""
     return [
-        _without_old(credit, step - 1 - bound) if credit.outcome is RolloutOutcome.TRAINED else credit
-        for credit in credits
+        _mask_old_tokens(sample, step - 1 - bound) if sample.outcome is RolloutOutcome.TRAINED else sample
+        for sample in samples
     ]
 
 
-def _without_old(credit: TrainingSample, oldest: int) -> TrainingSample:
+def _mask_old_tokens(sample: TrainingSample, oldest: int) -> TrainingSample:
     """Mask tokens of versions before `oldest`; expert tokens have no version."""
-    actions = new_actions(credit.episode.trajectory)
+    actions = new_actions(sample.episode.trajectory)
     versions = (v for action in actions for v in (action.versions or (oldest,) * len(action.tokens)))
     young = tuple(version >= oldest for version in versions)
-    if credit.trains is not None:
-        young = tuple(a and b for a, b in zip(young, credit.trains, strict=True))
+    if sample.trains is not None:
+        young = tuple(a and b for a, b in zip(young, sample.trains, strict=True))
     if all(young):
-        return credit
+        return sample
     if not any(young):
-        return replace(credit, outcome=RolloutOutcome.MASKED, reason=OVER_AGE)
-    return replace(credit, trains=young)
+        return replace(sample, outcome=RolloutOutcome.MASKED, reason=OVER_AGE)
+    return replace(sample, trains=young)
 
 
 def staleness_metrics(
-    credits: Sequence[TrainingSample], step: int, config: StalenessConfig, ended: Sequence[Episode], success: str
+    samples: Sequence[TrainingSample], step: int, config: StalenessConfig, ended: Sequence[Episode], success: str
 ) -> dict[str, float]:
     """Return token ages, and statistics of sampled and of trained episodes.
 
@@ -287,20 +287,20 @@ def staleness_metrics(
     last step, `trained/...` those that train now, so that starvation of slow tasks is visible. Means over
     nothing are omitted.
     """
-    own = [credit for credit in credits if not (credit.replayed or credit.expert)]
-    trained = [credit.episode for credit in own if credit.outcome is RolloutOutcome.TRAINED]
-    masked = [credit.episode for credit in own if credit.reason == OVER_AGE]
+    own = [sample for sample in samples if not (sample.replayed or sample.expert)]
+    trained = [sample.episode for sample in own if sample.outcome is RolloutOutcome.TRAINED]
+    masked = [sample.episode for sample in own if sample.reason == OVER_AGE]
     bound, masks = config.max_staleness, config.on_stale == "mask"
-    again = [c.episode for c in credits if c.replayed and c.outcome is RolloutOutcome.TRAINED]
+    again = [c.episode for c in samples if c.replayed and c.outcome is RolloutOutcome.TRAINED]
     every = Counter(age for one in (*trained, *masked, *again) for age in ages(one.trajectory, step))
     late = sum(count for age, count in every.items() if age > bound)
-    counted = {age: n for age, n in every.items() if not masks or age <= bound}
+    counts = {age: n for age, n in every.items() if not masks or age <= bound}
     most = max(bound, config.replay.max_age if config.replay.share else 0)
-    metrics = _histogram(counted, most) | {"staleness/over_age_tokens": float(late)}
-    return metrics | _compared("sampled", ended, success) | _compared("trained", trained, success)
+    metrics = _age_histogram(counts, most) | {"staleness/over_age_tokens": float(late)}
+    return metrics | _episode_metrics("sampled", ended, success) | _episode_metrics("trained", trained, success)
 
 
-def _compared(name: str, episodes: Sequence[Episode], success: str) -> dict[str, float]:
+def _episode_metrics(name: str, episodes: Sequence[Episode], success: str) -> dict[str, float]:
     whole = [e.trajectory for e in episodes if e.trajectory.failure is None and not e.greedy]
     count = len(whole)
     if not count:

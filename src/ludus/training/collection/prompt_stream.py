@@ -153,7 +153,7 @@ class PromptStream:
         """Return the rollout requests of a new group."""
         if self.sampler.algorithm.greso:
             step = self._step(number)
-            (task,) = self.sampler.choose(step, self.order, 1, set(self._recent))
+            (task,) = self.sampler.choose_tasks(step, self.order, 1, set(self._recent))
         else:
             (task,) = self.order.take(number, 1)
         self._recent.append(task.id)

@@ -70,38 +70,38 @@ class ReplayBuffer:
         rate = self.groups_per_step * share / (1 - share) + 1e-9
         return int(step * rate) - int((step - 1) * rate)
 
-    def add(self, credits: Sequence[TrainingSample]) -> None:
+    def add(self, samples: Sequence[TrainingSample]) -> None:
         """Add the groups of a step that were trained at least in part."""
         if not self.config.share:
             return
         groups: dict[int, list[Episode]] = {}
-        trained = {c.group for c in credits if c.outcome is RolloutOutcome.TRAINED and not c.replayed}
-        for credit in credits:
-            if credit.group in trained and not credit.replayed and not credit.expert:
-                groups.setdefault(credit.group, []).append(credit.episode)
+        trained = {c.group for c in samples if c.outcome is RolloutOutcome.TRAINED and not c.replayed}
+        for sample in samples:
+            if sample.group in trained and not sample.replayed and not sample.expert:
+                groups.setdefault(sample.group, []).append(sample.episode)
         self._kept += [_Kept(episodes, _oldest(episodes)) for episodes in groups.values()]
         self._drop_beyond()
 
-    def take_late(self, credits: Sequence[TrainingSample], step: int, bound: int) -> list[TrainingSample]:
+    def take_late(self, samples: Sequence[TrainingSample], step: int, bound: int) -> list[TrainingSample]:
         """Move groups with a token older than `bound` to the buffer and return the samples.
 
         The moved ones are marked as dropped; they train from the buffer and leave the ledger.
         """
-        old = {c.group for c in credits if step - 1 - _oldest([c.episode], step) > bound and not c.expert}
-        late = {c.group for c in credits if c.group in old and c.outcome is RolloutOutcome.TRAINED}
+        old = {c.group for c in samples if step - 1 - _oldest([c.episode], step) > bound and not c.expert}
+        late = {c.group for c in samples if c.group in old and c.outcome is RolloutOutcome.TRAINED}
 
-        def goes(credit: TrainingSample) -> bool:
-            return credit.group in late and credit.outcome is not RolloutOutcome.FAILED and not credit.expert
+        def goes(sample: TrainingSample) -> bool:
+            return sample.group in late and sample.outcome is not RolloutOutcome.FAILED and not sample.expert
 
         groups: dict[int, list[Episode]] = {}
-        for credit in filter(goes, credits):
-            groups.setdefault(credit.group, []).append(credit.episode)
+        for sample in filter(goes, samples):
+            groups.setdefault(sample.group, []).append(sample.episode)
         self.late += len(groups)
         self._kept += [_Kept(episodes, _oldest(episodes)) for episodes in groups.values()]
         self._drop_beyond()
         return [
-            replace(credit, outcome=RolloutOutcome.DROPPED, reason=TO_REPLAY) if goes(credit) else credit
-            for credit in credits
+            replace(sample, outcome=RolloutOutcome.DROPPED, reason=TO_REPLAY) if goes(sample) else sample
+            for sample in samples
         ]
 
     def add_source(self, source: str, groups: Sequence[list[Episode]]) -> None:
@@ -121,7 +121,7 @@ class ReplayBuffer:
     def draw(self, step: int, algorithm: Algorithm, max_length: int, first_group: int) -> list[TrainingSample]:
         """Return the samples of the groups that `step` replays, numbered from `first_group`.
 
-        `RolloutCollector.again` makes a batch of them.
+        `RolloutCollector.replay_samples` makes a batch of them.
         """
         chosen = self._chosen(step, algorithm)
         fit = [kept for kept in self._kept if self._fits(kept, step, algorithm)]
@@ -132,17 +132,17 @@ class ReplayBuffer:
         self._drop_used()
         oldest = step - 1 - self.config.max_age
         groups = [[_as_of(one, oldest) for one in kept.episodes] if kept.source else kept.episodes for kept in chosen]
-        credits = assign_credit(groups, algorithm, max_length, first_group)
-        return [replace(credit, replayed=True) for credit in credits]
+        samples = assign_credit(groups, algorithm, max_length, first_group)
+        return [replace(sample, replayed=True) for sample in samples]
 
-    def metrics(self, credits: Sequence[TrainingSample]) -> dict[str, float]:
+    def metrics(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
         """Return the replay metrics of a step; empty if replay is unused."""
         if not self.config.share:
             return {}
-        again = [credit for credit in credits if credit.replayed]
+        again = [sample for sample in samples if sample.replayed]
         return {
-            "replay/groups": float(len({credit.group for credit in again})),
-            "replay/trained": float(sum(credit.outcome is RolloutOutcome.TRAINED for credit in again)),
+            "replay/groups": float(len({sample.group for sample in again})),
+            "replay/trained": float(sum(sample.outcome is RolloutOutcome.TRAINED for sample in again)),
             "replay/kept": float(len(self._kept)),
             "replay/expired": float(self.expired),
             "replay/late": float(self.late),

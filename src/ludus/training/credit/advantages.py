@@ -143,7 +143,7 @@ class TrainingSample:
     @property
     def expert(self) -> bool:
         """Whether an expert produced it; experts are excluded from ledger and episode metrics."""
-        return is_experts(self.episode)
+        return is_expert(self.episode)
 
     @property
     def advantage(self) -> float | None:
@@ -170,7 +170,7 @@ class TrainingSample:
         )
 
 
-def is_experts(episode: Episode) -> bool:
+def is_expert(episode: Episode) -> bool:
     """Return whether an expert produced the episode."""
     return any(segment.agent == EXPERT for segment in episode.trajectory.segments)
 
@@ -186,33 +186,33 @@ def assign_credit(
     tokens of `algorithm.overlong_measure`. Raises LearnerError if a reward or log-probability is not finite,
     or the advantage does not support a reward.
     """
-    credits: list[TrainingSample] = []
+    samples: list[TrainingSample] = []
     compared: list[TrainingSample] = []
     for place, group in enumerate(groups, start=first_group):
         if any(episode.trajectory.failure for episode in group):
-            credits += [_of_partial_group(episode, place) for episode in group]
+            samples += [_of_partial_group(episode, place) for episode in group]
         else:
             check_trajectories([episode.trajectory for episode in group])
             if algorithm.advantage_spec.has(Need.BINARY_REWARDS):
                 _check_binary([episode.trajectory for episode in group], algorithm)
-            credits += [TrainingSample(one, RolloutOutcome.MASKED, BASELINE, place) for one in group if one.greedy]
+            samples += [TrainingSample(one, RolloutOutcome.MASKED, BASELINE, place) for one in group if one.greedy]
             compared += _members(group, algorithm, max_length, place)
-    return credits + _compare(compared, algorithm, max_length)
+    return samples + _compare(compared, algorithm, max_length)
 
 
-def compared_again(credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
+def compared_again(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
     """Recompute the samples of a batch whose rewards have changed since `assign_credit`.
 
     Baselines, filters and advantages are recomputed; groups keep their numbers.
     """
     greedy = {
         c.group: c.episode.trajectory.reward + _punishment(c.episode.trajectory, algorithm, max_length)
-        for c in credits
+        for c in samples
         if c.reason == BASELINE
     }
-    compared = [replace(c, baseline=greedy.get(c.group, c.baseline)) for c in credits if c.advantages is not None]
+    compared = [replace(c, baseline=greedy.get(c.group, c.baseline)) for c in samples if c.advantages is not None]
     following = iter(_compare(compared, algorithm, max_length))
-    return [credit if credit.advantages is None else next(following) for credit in credits]
+    return [sample if sample.advantages is None else next(following) for sample in samples]
 
 
 def _members(group: Sequence[Episode], algorithm: Algorithm, max_length: int, place: int) -> list[TrainingSample]:
@@ -246,34 +246,34 @@ def _check_binary(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> N
 
 
 def with_estimates(
-    credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int, estimates: Estimates
+    samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int, estimates: Estimates
 ) -> list[TrainingSample]:
     """Return the samples with advantages that include the KL, as placed by `algorithm`, and the critic.
 
     If there are values, sets `values` and `targets`; if there are reference log-probabilities, sets
     `reference`. Raises LearnerError if an estimate is not finite.
     """
-    compared = [credit for credit in credits if credit.advantages is not None]
+    compared = [sample for sample in samples if sample.advantages is not None]
     check_estimates(
-        dict(zip(ESTIMATE_NAMES, estimates, strict=True)), [credit.episode.trajectory.name for credit in compared]
+        dict(zip(ESTIMATE_NAMES, estimates, strict=True)), [sample.episode.trajectory.name for sample in compared]
     )
     advantages = _advantages(compared, algorithm, max_length, estimates)
-    found = [replace(credit, advantages=a) for credit, a in zip(compared, advantages, strict=True)]
+    found = [replace(sample, advantages=a) for sample, a in zip(compared, advantages, strict=True)]
     if estimates.ref_logprobs is not None:
         found = [
-            replace(credit, reference=tuple(row.tolist()))
-            for credit, row in zip(found, estimates.ref_logprobs, strict=True)
+            replace(sample, reference=tuple(row.tolist()))
+            for sample, row in zip(found, estimates.ref_logprobs, strict=True)
         ]
     if estimates.values is not None:
         raw = _advantages(compared, _of_critic(algorithm), max_length, estimates)
         values = [v.double().cpu() for v in estimates.values]
         targets = [torch.tensor(a, dtype=v.dtype) + v for a, v in zip(raw, values, strict=True)]
         found = [
-            replace(credit, values=tuple(v.tolist()), targets=tuple(t.tolist()))
-            for credit, v, t in zip(found, values, targets, strict=True)
+            replace(sample, values=tuple(v.tolist()), targets=tuple(t.tolist()))
+            for sample, v, t in zip(found, values, targets, strict=True)
         ]
     following = iter(found)
-    return [credit if credit.advantages is None else next(following) for credit in credits]
+    return [sample if sample.advantages is None else next(following) for sample in samples]
 
 
 def _of_critic(algorithm: Algorithm) -> Algorithm:
@@ -299,30 +299,30 @@ def _of_partial_group(episode: Episode, place: int) -> TrainingSample:
     return TrainingSample(episode, RolloutOutcome.DROPPED, "partial_group", place)
 
 
-def _compare(credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
-    if not credits:
+def _compare(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
+    if not samples:
         return []
-    kept = varied_groups(credits, algorithm)
+    kept = varied_groups(samples, algorithm)
     found = []
-    for credit in credits:
-        ends = [one.stop_reason in CUT_OFF for one in attempts(credit.episode.trajectory)]
+    for sample in samples:
+        ends = [one.stop_reason in CUT_OFF for one in attempts(sample.episode.trajectory)]
         whole = overlong_mask(truncated=ends)
-        outcome, reason = _training_status(credit.episode, kept[credit.group], bool(whole.any()), algorithm)
-        found.append(replace(credit, outcome=outcome, reason=reason))
+        outcome, reason = _training_status(sample.episode, kept[sample.group], bool(whole.any()), algorithm)
+        found.append(replace(sample, outcome=outcome, reason=reason))
         if algorithm.overlong_mask and whole.any() and not whole.all():
-            trains = where_any(paths(credit.episode.trajectory), whole.tolist())
+            trains = where_any(paths(sample.episode.trajectory), whole.tolist())
             found[-1] = replace(found[-1], trains=trains)
     advantages = _advantages(found, algorithm, max_length)
-    return [replace(credit, advantages=a) for credit, a in zip(found, advantages, strict=True)]
+    return [replace(sample, advantages=a) for sample, a in zip(found, advantages, strict=True)]
 
 
-def compared_rewards(credits: Sequence[TrainingSample], algorithm: Algorithm) -> tuple[Tensor, list[int]]:
+def compared_rewards(samples: Sequence[TrainingSample], algorithm: Algorithm) -> tuple[Tensor, list[int]]:
     """Return rewards [P, C] of each path of each trajectory, and the group of each path.
 
     Column 0 is the reward; other columns are turn rewards, if the advantage uses them. Length punishment is
     excluded, since DAPO's dynamic sampling is based on correctness.
     """
-    chains = [(path.trajectory, credit.group) for credit in credits for path in paths(credit.episode.trajectory)]
+    chains = [(path.trajectory, sample.group) for sample in samples for path in paths(sample.episode.trajectory)]
     reads_turns = algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS)
     turns = [list(t.turn_rewards[: t.num_turns]) if reads_turns else [] for t, _ in chains]
     most = max(map(len, turns), default=0)
@@ -330,27 +330,27 @@ def compared_rewards(credits: Sequence[TrainingSample], algorithm: Algorithm) ->
     return torch.tensor(rows, dtype=torch.float64), [group for _, group in chains]
 
 
-def varied_groups(credits: Sequence[TrainingSample], algorithm: Algorithm) -> dict[int, bool]:
+def varied_groups(samples: Sequence[TrainingSample], algorithm: Algorithm) -> dict[int, bool]:
     """Return whether the advantage distinguishes each group's members, by group number.
 
     Rewards count if they differ as the advantage reads them; for advantages with other inputs, a nonzero
     advantage also counts.
     """
-    table, index = compared_rewards(credits, algorithm)
+    table, index = compared_rewards(samples, algorithm)
     wider = algorithm.advantage_spec.has(Need.ADVANTAGE_OF_EQUAL_REWARDS)
     varied = zero_variance(rewards=table[:, 0] if wider else table, group=index).tolist()
     found = dict(zip(index, varied, strict=True))
     if wider:
         plain = replace(algorithm.without_token_weights(), kl_coef=0.0, overlong_buffer=0.0)
-        rows = _advantages(credits, plain, 0)
-        for credit, row in zip(credits, rows, strict=True):
-            found[credit.group] |= any(row)
+        rows = _advantages(samples, plain, 0)
+        for sample, row in zip(samples, rows, strict=True):
+            found[sample.group] |= any(row)
     return found
 
 
-def equal_groups(credits: Sequence[TrainingSample], algorithm: Algorithm) -> dict[int, bool]:
+def equal_groups(samples: Sequence[TrainingSample], algorithm: Algorithm) -> dict[int, bool]:
     """Return whether each compared group has zero variance, as the filter `zero_variance`; by number."""
-    compared = [credit for credit in credits if credit.advantages is not None]
+    compared = [sample for sample in samples if sample.advantages is not None]
     varied = varied_groups(compared, algorithm) if compared else {}
     return {number: not varies for number, varies in varied.items()}
 
@@ -366,24 +366,24 @@ def _training_status(episode: Episode, varied: bool, whole: bool, algorithm: Alg
 
 
 def _advantages(
-    credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int, estimates: Estimates = UNKNOWN
+    samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int, estimates: Estimates = UNKNOWN
 ) -> list[tuple[float, ...]]:
     """Return one value per action token of each trajectory.
 
     Paths of a tree are compared as separate attempts; a token gets the mean over its paths.
     """
-    split = [paths(credit.episode.trajectory) for credit in credits]
+    split = [paths(sample.episode.trajectory) for sample in samples]
     if all(len(own) == 1 for own in split):
-        return _of_chains(credits, algorithm, max_length, estimates, split)
-    chains = [_along(credit, path) for credit, own in zip(credits, split, strict=True) for path in own]
+        return _of_chains(samples, algorithm, max_length, estimates, split)
+    chains = [_along(sample, path) for sample, own in zip(samples, split, strict=True) for path in own]
     found = iter(_of_chains(chains, algorithm, max_length, estimates.along(split), split))
     return [_mean_of_paths(own, [next(found) for _ in own]) for own in split]
 
 
-def _along(credit: TrainingSample, path: Path) -> TrainingSample:
-    trains = None if credit.trains is None else tuple(credit.trains[place] for place in path.places)
-    episode = replace(credit.episode, trajectory=path.trajectory)
-    return replace(credit, episode=episode, trains=trains)
+def _along(sample: TrainingSample, path: Path) -> TrainingSample:
+    trains = None if sample.trains is None else tuple(sample.trains[place] for place in path.places)
+    episode = replace(sample.episode, trajectory=path.trajectory)
+    return replace(sample, episode=episode, trains=trains)
 
 
 def _mean_of_paths(own: Sequence[Path], values: Sequence[Sequence[float]]) -> tuple[float, ...]:
@@ -396,17 +396,17 @@ def _mean_of_paths(own: Sequence[Path], values: Sequence[Sequence[float]]) -> tu
 
 
 def _of_chains(
-    credits: Sequence[TrainingSample],
+    samples: Sequence[TrainingSample],
     algorithm: Algorithm,
     max_length: int,
     estimates: Estimates,
     split: Sequence[Sequence[Path]],
 ) -> list[tuple[float, ...]]:
-    outcomes = _outcomes(credits, estimates)
+    outcomes = _outcomes(samples, estimates)
     if algorithm.advantage_spec.has(Need.BRANCHES):
         outcomes = replace(outcomes, nodes=turn_nodes(split))
     rewards = outcomes.rewards
-    punished = [_punishment(credit.episode.trajectory, algorithm, max_length) for credit in credits]
+    punished = [_punishment(sample.episode.trajectory, algorithm, max_length) for sample in samples]
     rewards = rewards + torch.tensor(punished, dtype=torch.float64)
     penalty = outcomes.kl
     token_level = algorithm.advantage_spec.has(Need.TOKEN_KL)
@@ -426,7 +426,7 @@ def _of_chains(
             trains=outcomes.trains,
         )
     if algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
-        weights = _spared(credits, outcomes, found, algorithm)
+        weights = _spared(samples, outcomes, found, algorithm)
         found = weights * (found - _entropy_penalty(estimates, outcomes.mask, algorithm))
     rows = found.tolist()
     return [tuple(row[:n]) for row, n in zip(rows, outcomes.mask.sum(1).tolist(), strict=True)]
@@ -443,14 +443,14 @@ def _punishment(one: Trajectory, algorithm: Algorithm, max_length: int) -> float
     return float(soft_overlong(lengths=torch.tensor(length), max_length=max_length, cache=cache))
 
 
-def _outcomes(credits: Sequence[TrainingSample], estimates: Estimates) -> Outcomes:
+def _outcomes(samples: Sequence[TrainingSample], estimates: Estimates) -> Outcomes:
     """Return the batch of action tokens: column `j` is a trajectory's j-th action token."""
-    trajectories = [credit.episode.trajectory for credit in credits]
+    trajectories = [sample.episode.trajectory for sample in samples]
     lengths = torch.tensor([t.num_action_tokens for t in trajectories])
     width = max(1, int(lengths.max()))
     turns = [turns_of_actions(t) for t in trajectories]
     most = max((max(row, default=0) + 1 for row in turns), default=1)
-    proposer, proposals = role_tables([credit.episode.task for credit in credits])
+    proposer, proposals = role_tables([sample.episode.task for sample in samples])
     turn = torch.zeros(len(turns), width, dtype=torch.int64)
     turn_rewards = torch.zeros(len(turns), most, dtype=torch.float64)
     for i, row in enumerate(turns):
@@ -460,9 +460,9 @@ def _outcomes(credits: Sequence[TrainingSample], estimates: Estimates) -> Outcom
     mask = torch.arange(width)[None, :] < lengths[:, None]
     return Outcomes(
         rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
-        group=torch.tensor([credit.group for credit in credits]),
+        group=torch.tensor([sample.group for sample in samples]),
         mask=mask,
-        trains=_training_tokens(credits, mask),
+        trains=_training_tokens(samples, mask),
         turn=turn,
         turn_rewards=turn_rewards,
         kl=_table(estimates.kl, width),
@@ -472,33 +472,33 @@ def _outcomes(credits: Sequence[TrainingSample], estimates: Estimates) -> Outcom
         prm_logprobs=_table(estimates.prm_logprobs, width),
         ref_logprobs=_table(estimates.ref_logprobs, width),
         old_logprobs=_table(estimates.old_logprobs, width),
-        behavior_logprobs=_behavior(credits, estimates.old_logprobs, width),
+        behavior_logprobs=_behavior(samples, estimates.old_logprobs, width),
         sum_pi_squared=_table(estimates.sum_pi_squared, width),
-        baselines=_baselines(credits),
+        baselines=_baselines(samples),
         anchors=_anchors(trajectories, most),
         proposer=proposer,
         proposals=proposals,
     )
 
 
-def _training_tokens(credits: Sequence[TrainingSample], mask: Tensor) -> Tensor | None:
+def _training_tokens(samples: Sequence[TrainingSample], mask: Tensor) -> Tensor | None:
     """Return which action tokens in `mask` [N, L] train, or None if none does."""
     found = mask.clone()
-    for i, credit in enumerate(credits):
-        if credit.outcome is not RolloutOutcome.TRAINED:
+    for i, sample in enumerate(samples):
+        if sample.outcome is not RolloutOutcome.TRAINED:
             found[i] = False
-        elif credit.trains is not None:
-            found[i, : len(credit.trains)] &= torch.tensor(credit.trains, dtype=torch.bool)
+        elif sample.trains is not None:
+            found[i, : len(sample.trains)] &= torch.tensor(sample.trains, dtype=torch.bool)
     return found if found.any() else None
 
 
-def _behavior(credits: Sequence[TrainingSample], old: Sequence[Tensor] | None, width: int) -> Tensor | None:
+def _behavior(samples: Sequence[TrainingSample], old: Sequence[Tensor] | None, width: int) -> Tensor | None:
     """Return the engine's log-probabilities, `[N, width]`; for experts the policy's."""
     if old is None:
         return None
-    actions = [new_actions(credit.episode.trajectory) for credit in credits]
+    actions = [new_actions(sample.episode.trajectory) for sample in samples]
     recorded = [torch.tensor([lp for one in own for lp in one.logprobs], dtype=torch.float64) for own in actions]
-    found = [row if credit.expert else mine for credit, row, mine in zip(credits, old, recorded, strict=True)]
+    found = [row if sample.expert else mine for sample, row, mine in zip(samples, old, recorded, strict=True)]
     return _table(found, width)
 
 
@@ -515,10 +515,10 @@ def _anchors(trajectories: Sequence[Trajectory], width: int) -> Tensor:
     return table
 
 
-def _baselines(credits: Sequence[TrainingSample]) -> Tensor | None:
+def _baselines(samples: Sequence[TrainingSample]) -> Tensor | None:
     """Return the baselines `[N]`, or None unless all samples have one."""
-    found = [credit.baseline for credit in credits if credit.baseline is not None]
-    return torch.tensor(found, dtype=torch.float64) if len(found) == len(credits) else None
+    found = [sample.baseline for sample in samples if sample.baseline is not None]
+    return torch.tensor(found, dtype=torch.float64) if len(found) == len(samples) else None
 
 
 def _table(values: Sequence[Tensor] | None, width: int) -> Tensor | None:
@@ -538,11 +538,11 @@ def turns_of_actions(trajectory: Trajectory) -> list[int]:
     return [numbers[turn] for turn in of_actions]
 
 
-def _spared(credits: Sequence[TrainingSample], outcomes: Outcomes, advantages: Tensor, algorithm: Algorithm) -> Tensor:
+def _spared(samples: Sequence[TrainingSample], outcomes: Outcomes, advantages: Tensor, algorithm: Algorithm) -> Tensor:
     """Return GTPO's weights of conflict tokens."""
     ids = torch.zeros(outcomes.mask.shape, dtype=torch.int64)
-    for i, credit in enumerate(credits):
-        trajectory = credit.episode.trajectory
+    for i, sample in enumerate(samples):
+        trajectory = sample.episode.trajectory
         actions = [token for token, action in zip(trajectory.token_ids, trajectory.action_mask, strict=True) if action]
         ids[i, : len(actions)] = torch.tensor(actions, dtype=torch.int64)
     return conflict_weights(
@@ -567,15 +567,15 @@ def _entropy_penalty(estimates: Estimates, mask: Tensor, algorithm: Algorithm) -
     return coef * mean_entropy(entropy=entropy, mask=mask)[:, None]
 
 
-def settle(ledger: Ledger, credits: Sequence[TrainingSample]) -> None:
+def record_outcomes(ledger: Ledger, samples: Sequence[TrainingSample]) -> None:
     """Record outcomes in the ledger, except failed and replayed samples (already recorded) and experts."""
-    for credit in credits:
-        if credit.outcome is not RolloutOutcome.FAILED and not (credit.expert or credit.replayed):
-            ledger.finish(credit.episode.key, credit.outcome, credit.reason)
+    for sample in samples:
+        if sample.outcome is not RolloutOutcome.FAILED and not (sample.expert or sample.replayed):
+            ledger.finish(sample.episode.key, sample.outcome, sample.reason)
 
 
 def training_rows(
-    credits: Sequence[TrainingSample],
+    samples: Sequence[TrainingSample],
     *,
     mask_observations: bool,
     rewards: Sequence[Reward] = (),
@@ -586,14 +586,14 @@ def training_rows(
     Without `rewards` the weighted sum is used. With `transitions` each turn is a row.
     """
     found = []
-    for credit in credits:
-        if credit.outcome is RolloutOutcome.TRAINED:
-            one = credit.episode.trajectory
-            row = row_of_trajectory(one, credit.advantages or (), mask_observations=mask_observations)
-            row = without_masked(row, credit.trains)
+    for sample in samples:
+        if sample.outcome is RolloutOutcome.TRAINED:
+            one = sample.episode.trajectory
+            row = row_of_trajectory(one, sample.advantages or (), mask_observations=mask_observations)
+            row = without_masked(row, sample.trains)
             parts = [one.rewards.get(reward.name, 0.0) for reward in rewards if reward.outcome]
-            sampled = (False,) * len(row.tokens) if credit.expert else row.sampled
+            sampled = (False,) * len(row.tokens) if sample.expert else row.sampled
             positive = max(parts, default=one.reward) > 0
-            row = replace(row, sampled=sampled, positive=positive, expert=credit.expert)
+            row = replace(row, sampled=sampled, positive=positive, expert=sample.expert)
             found += transitions_of(row, one) if transitions else [row]
     return found

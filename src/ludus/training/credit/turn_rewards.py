@@ -173,13 +173,13 @@ def measure(groups: Sequence[Sequence[Episode]], rewards: Mapping[str, float], a
         ]
         for group in groups
     ]
-    credits = [credit for credit in assign_credit(played, algorithm) if credit.advantages]
-    if not credits:
+    samples = [sample for sample in assign_credit(played, algorithm) if sample.advantages]
+    if not samples:
         return Alignment(rewards, {})
-    trajectories = [credit.episode.trajectory for credit in credits]
+    trajectories = [sample.episode.trajectory for sample in samples]
     own = [events_of(trajectory) for trajectory in trajectories]
     names = sorted({event for events in own for event in events})
-    advantages = _pad_rows([list(credit.advantages or ()) for credit in credits], 0.0)
+    advantages = _pad_rows([list(sample.advantages or ()) for sample in samples], 0.0)
     turn = _pad_rows([turns_of_actions(trajectory) for trajectory in trajectories], 0)
     lengths = torch.tensor([trajectory.num_action_tokens for trajectory in trajectories])
     found = tier_advantages(

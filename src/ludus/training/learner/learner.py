@@ -75,7 +75,7 @@ def out_of_memory(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def naming_what_to_change() -> Iterator[None]:
+def explain_out_of_memory() -> Iterator[None]:
     """Convert an out-of-memory error of a whole stage into an error with a hint."""
     try:
         yield
@@ -152,7 +152,7 @@ class LogprobCache:
 
     _found: deque[tuple[_RowKeys, list[Tensor]]] = field(default_factory=lambda: deque(maxlen=_MAX_CACHED))
 
-    def keep(self, name: str, rows: Sequence[Row], logprobs: Sequence[Tensor]) -> None:
+    def add(self, name: str, rows: Sequence[Row], logprobs: Sequence[Tensor]) -> None:
         """Cache a scorer's values of the rows."""
         self._found.append((_row_keys(name, rows), list(logprobs)))
 
@@ -177,7 +177,7 @@ OLD_FROM_ENGINE: Final = "policy/old_from_engine"
 
 FULL_KL = "full_kl"
 SUM_PI_SQUARED = "sum_pi_squared"
-"""Name under which `ask` returns the sum of squared probabilities."""
+"""Name under which `score_with` returns the sum of squared probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +233,8 @@ class Learner:
     scorers: Mapping[str, TokenScorer] = field(default_factory=dict)
     ranks: Collectives = field(default_factory=current_ranks)
     budget: TokenBudget = field(init=False)
-    _kept: LogprobCache = field(default_factory=LogprobCache, init=False)
-    _watch: FiniteChecks = field(default_factory=FiniteChecks, init=False)
+    _cache: LogprobCache = field(default_factory=LogprobCache, init=False)
+    _finite: FiniteChecks = field(default_factory=FiniteChecks, init=False)
 
     def __post_init__(self) -> None:
         self._sharded = is_sharded(self.scorer.model)
@@ -246,21 +246,21 @@ class Learner:
 
         With `keep` the next `train` on the same rows reuses them; the weights must not change in between.
         """
-        return [scores.logprobs for scores in self.ask("", rows, keep=keep)]
+        return [scores.logprobs for scores in self.score_with("", rows, keep=keep)]
 
     def entropies(self, rows: Sequence[Row]) -> list[Tensor]:
         """Return entropies `[T]` in nats at each row's training tokens under the current weights."""
-        found = self.ask("", rows, "value")
+        found = self.score_with("", rows, "value")
         return [scores.logprobs if scores.entropy is None else scores.entropy for scores in found]
 
-    def ask(
+    def score_with(
         self, name: str, rows: Sequence[Row], entropy: Entropy = "none", *, keep: bool = False
     ) -> list[ScoredTokens]:
         """Return the scores `[T]` of each row by the policy ("") or another scorer; `keep` as in `score`."""
         with self.ranks.together(ScoreRows(name, rows, entropy, keep)):
             found = self._score_all(rows, self._scorer_of(name), entropy)[0]
             if keep:
-                self._kept.keep(name, rows, [scores.logprobs for scores in found])
+                self._cache.add(name, rows, [scores.logprobs for scores in found])
             return found
 
     def _scorer_of(self, name: str) -> TokenScorer:
@@ -270,7 +270,7 @@ class Learner:
         if name in ("reference", FULL_KL) and "reference" not in self.scorers:
             raise LearnerError("There is no reference model.")
         if name == FULL_KL:
-            return FullKl(self.scorer, self._beside)
+            return FullKl(self.scorer, self._aux)
         return self.scorers[name] if name else self.scorer
 
     def reference(self, rows: Sequence[Row]) -> list[Tensor]:
@@ -278,7 +278,7 @@ class Learner:
 
         Raises LearnerError without a reference.
         """
-        return [scores.logprobs for scores in self.ask("reference", rows, keep=True)]
+        return [scores.logprobs for scores in self.score_with("reference", rows, keep=True)]
 
     def penalties(self, rows: Sequence[Row], proximal: Sequence[Tensor]) -> list[Tensor]:
         """Return the KL estimate to the reference `[T]` of each row, 0 off its training tokens.
@@ -286,7 +286,7 @@ class Learner:
         Raises LearnerError without a reference.
         """
         if self.algorithm.kl in FULL_KL_NAMES:
-            return [scores.logprobs for scores in self.ask(FULL_KL, rows)]
+            return [scores.logprobs for scores in self.score_with(FULL_KL, rows)]
         references = self.reference(rows)
         estimate = KLS[self.algorithm.kl]
         return [estimate(logprobs=own, ref_logprobs=theirs) for own, theirs in zip(proximal, references, strict=True)]
@@ -303,7 +303,7 @@ class Learner:
             try:
                 return self._train(rows, seed)
             finally:
-                self._kept.clear()
+                self._cache.clear()
 
     def _train(self, rows: Sequence[Row], seed: int) -> dict[str, float]:
         if not any(self.ranks.gather(len(rows))):
@@ -330,7 +330,7 @@ class Learner:
 
     def _start(self, rows: Sequence[Row], seed: int) -> CachedLogprobs:
         """Compute what the updates need from the weights at the start of the step."""
-        settings, experts, others = self.settings, None, self._said_by_others(rows)
+        settings, experts, others = self.settings, None, self._aux_logprobs(rows)
         if settings.old_logprobs == "engine":
             proximal = [torch.tensor(row.behavior, dtype=torch.float64) for row in rows]
         elif settings.epochs * settings.minibatches > 1 or self.algorithm.loss_spec.has(Need.TOKEN_CHOICE):
@@ -346,18 +346,18 @@ class Learner:
         return CachedLogprobs(proximal, chosen, experts, others)
 
     @property
-    def _beside(self) -> AuxScorers:
+    def _aux(self) -> AuxScorers:
         return AuxScorers(self.algorithm, self.scorers)
 
     def _known(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
         """Return a scorer's cached values if every rank has them."""
-        found = self._kept.get(name, rows)
+        found = self._cache.get(name, rows)
         return found if all(self.ranks.gather(found is not None)) else None
 
-    def _said_by_others(self, rows: Sequence[Row]) -> dict[str, Sequence[Tensor]]:
+    def _aux_logprobs(self, rows: Sequence[Row]) -> dict[str, Sequence[Tensor]]:
         """Return values of frozen scorers that are cached or needed several times."""
         found: dict[str, Sequence[Tensor]] = {}
-        for name in self._beside.by_token:
+        for name in self._aux.per_token:
             known = self._known(name, rows)
             if known is None and self.settings.epochs > 1:
                 known = [scores.logprobs for scores in self._score_all(rows, self.scorers[name])[0]]
@@ -389,17 +389,17 @@ class Learner:
             if part.index:
                 found.append(statistics)
 
-        def forget() -> None:
+        def undo() -> None:
             found.clear()
-            self._watch.clear()
+            self._finite.clear()
             self.optimiser.clear()
 
-        self._watch.clear()
+        self._finite.clear()
         self._check_finite(fault_of_rows(rows))
         with own_types(self.scorer.model):
-            self.budget.each(lambda limit: self._split(rows, limit), backward, forget, self.ranks)
-        self._check_finite(self._watch.fault)
-        self._watch.clear()
+            self.budget.each(lambda limit: self._split(rows, limit), backward, undo, self.ranks)
+        self._check_finite(self._finite.fault)
+        self._finite.clear()
         sum_gradients(self.optimiser.parameters, self.ranks)
         everything = [statistics for part in self.ranks.gather(found) for statistics in part]
         if not everything:
@@ -441,13 +441,13 @@ class Learner:
         }
 
     def _backward(self, part: Microbatch, normaliser: Normalizer, known: CachedLogprobs) -> Statistics:
-        others = self._beside.say(part, known.others, _asked(part, self.algorithm))
+        others = self._aux.score(part, known.others, _scored_tokens(part, self.algorithm))
         replay: AbstractContextManager[None] = nullcontext()
         if self.scorer.routing is not None and known.experts is not None:
             replay = self.scorer.routing.following([known.experts[i] for i in part.index])
         with replay:
             loss, statistics = self._loss(part, normaliser, known, others)
-            self._watch.loss(loss)
+            self._finite.loss(loss)
             if loss.requires_grad:
                 torch.autograd.backward(loss)
         return statistics
@@ -456,11 +456,11 @@ class Learner:
         self, part: Microbatch, normaliser: Normalizer, known: CachedLogprobs, others: AuxLogprobs
     ) -> tuple[Tensor, Statistics]:
         entropy: Entropy = "gradient" if self.algorithm.entropy_coef > 0 else "value"
-        asked, divergences = _asked(part, self.algorithm), dict[str, Tensor]()
+        scored, divergences = _scored_tokens(part, self.algorithm), dict[str, Tensor]()
         if others.against:
-            scores, divergences = self.scorer.compare(part.tokens, asked, entropy, others.against)
+            scores, divergences = self.scorer.compare(part.tokens, scored, entropy, others.against)
         else:
-            scores = self.scorer.score(part.tokens, asked, entropy)
+            scores = self.scorer.score(part.tokens, scored, entropy)
         old = scores.logprobs.detach()
         if known.proximal is not None:
             old = pad_rows(known.proximal, part, old)
@@ -480,7 +480,7 @@ class Learner:
             positive=part.positive,
             expert=part.expert,
         )
-        self._watch.numbers(part, scored_mask(asked), _said(batch))
+        self._finite.numbers(part, scored_mask(scored), _named_outputs(batch))
         loss, statistics = objective(batch, self.algorithm, normaliser)
         if self._sharded and not (loss.requires_grad and part.index):
             loss = 0.0 * scores.logprobs.sum()
@@ -513,12 +513,12 @@ class Learner:
         return [found[i] for i in range(len(rows))], [experts[i] for i in range(len(rows))] if experts else None
 
 
-def _asked(part: Microbatch, algorithm: Algorithm) -> Tensor:
+def _scored_tokens(part: Microbatch, algorithm: Algorithm) -> Tensor:
     """Return the mask of tokens that the policy scores, `[B, L]`."""
     return part.trains | part.observed if coefficient(algorithm, "echo") > 0 else part.trains
 
 
-def _said(batch: TokenBatch) -> dict[str, Tensor | None]:
+def _named_outputs(batch: TokenBatch) -> dict[str, Tensor | None]:
     """Return the model outputs of a batch, `[B, L]` each, by their names in messages."""
     return {
         "log-probability": batch.logprobs,

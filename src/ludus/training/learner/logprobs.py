@@ -159,22 +159,22 @@ class LogprobScorer:
         """Whether rows are packed as a forest; otherwise they are padded."""
         return self._planted
 
-    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> ScoredTokens:
-        """Return log-probabilities (natural, float32 or better) of the tokens `[B, L]` marked in `asked`.
+    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
+        """Return log-probabilities (natural, float32 or better) of the tokens `[B, L]` marked in `scored`.
 
         The first token of a row has no context and scores 0. Tokens after a row's last marked one are
         ignored. `entropy` adds the entropy of the full distribution, in nats.
         """
-        return self.compare(tokens, asked, entropy, {})[0]
+        return self.compare(tokens, scored, entropy, {})[0]
 
     def compare(
-        self, tokens: Tensor, asked: Tensor, entropy: Entropy, against: Mapping[str, DivergenceTarget]
+        self, tokens: Tensor, scored: Tensor, entropy: Entropy, against: Mapping[str, DivergenceTarget]
     ) -> tuple[ScoredTokens, dict[str, Tensor]]:
         """Return the scores, and by name the divergences `[B, L]` from other models at the same positions.
 
         Raises LearnerError for divergences if the model's hidden states are unavailable.
         """
-        rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
+        rows, columns = torch.nonzero(scored[:, 1:], as_tuple=True)
         self._check_routing(tokens)
         if rows.numel() == 0:
             if self.routing is not None:
@@ -194,13 +194,13 @@ class LogprobScorer:
         return ScoredTokens(_placed(scores.logprobs, at, tokens), spread), divergences
 
     @torch.no_grad()
-    def distributions(self, tokens: Tensor, asked: Tensor) -> HiddenStates:
-        """Return the states that predict the tokens marked in `asked`, in row-major order.
+    def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
+        """Return the states that predict the tokens marked in `scored`, in row-major order.
 
         Raises LearnerError if the model's hidden states are unavailable.
         """
         head = self._whole_head()
-        rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
+        rows, columns = torch.nonzero(scored[:, 1:], as_tuple=True)
         if rows.numel() == 0:
             return HiddenStates(head.weight.new_zeros(0, head.weight.shape[1]), head)
         return HiddenStates(self.states(tokens, (rows, columns)), head)
@@ -249,13 +249,13 @@ class LogprobScorer:
             pairs = torch.stack([states, targets])
             (states, targets), back = torch.unique(pairs, dim=1, return_inverse=True)
 
-        def scored() -> TokenScores:
+        def score_hidden() -> TokenScores:
             assert self._head is not None
             head = LmHead(self._head.weight, self._head.bias, self.temperature)
             found = head.score(self._hidden(forest)[states], targets, entropy)
             return TokenScores(found.logprobs.clone(), found.entropy)  # hooks may not return a view
 
-        scores = within(self.model, scored)
+        scores = within(self.model, score_hidden)
         if back is None:
             return scores
         return TokenScores(scores.logprobs[back], None if scores.entropy is None else scores.entropy[back])
@@ -381,7 +381,7 @@ def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
     return head if type(head) in (nn.Linear, OneDnnLinear) else None
 
 
-OTHERS = ("reference", "teacher")
+FROZEN_SCORERS = ("reference", "teacher")
 """Frozen scorers."""
 
 
@@ -391,9 +391,9 @@ class TokenScorer(Protocol):
     `distributions` returns full distributions at the scored tokens.
     """
 
-    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> ScoredTokens: ...
+    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens: ...
 
-    def distributions(self, tokens: Tensor, asked: Tensor) -> HiddenStates: ...
+    def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,7 +416,7 @@ class AuxScorers:
     scorers: Mapping[str, TokenScorer]
 
     @property
-    def compared_whole(self) -> dict[str, Divergence]:
+    def full_divergences(self) -> dict[str, Divergence]:
         """Return the scorers that are compared over full distributions, with their divergence."""
         found: dict[str, Divergence] = {}
         if self.algorithm.loss_spec.has(Need.TEACHER_DISTRIBUTION) and "teacher" in self.scorers:
@@ -427,27 +427,27 @@ class AuxScorers:
         return found
 
     @property
-    def by_token(self) -> list[str]:
+    def per_token(self) -> list[str]:
         """Return the scorers that are read token by token."""
-        return [name for name in OTHERS if name in self.scorers and name not in self.compared_whole]
+        return [name for name in FROZEN_SCORERS if name in self.scorers and name not in self.full_divergences]
 
-    def against(self, tokens: Tensor, asked: Tensor) -> dict[str, DivergenceTarget]:
+    def against(self, tokens: Tensor, scored: Tensor) -> dict[str, DivergenceTarget]:
         """Return the divergence targets at the scored tokens."""
         return {
-            name: DivergenceTarget(self.scorers[name].distributions(tokens, asked), which)
-            for name, which in self.compared_whole.items()
+            name: DivergenceTarget(self.scorers[name].distributions(tokens, scored), which)
+            for name, which in self.full_divergences.items()
         }
 
-    def say(self, part: Microbatch, known: Mapping[str, Sequence[Tensor]], asked: Tensor) -> AuxLogprobs:
+    def score(self, part: Microbatch, known: Mapping[str, Sequence[Tensor]], scored: Tensor) -> AuxLogprobs:
         """Return the scores of a microbatch; `known` holds cached ones, `[T]` a row."""
         found: dict[str, Tensor] = {}
-        for name in self.by_token:
+        for name in self.per_token:
             if name in known:
                 found[name] = pad_rows(known[name], part, part.advantages)
             else:
                 with torch.no_grad():
                     found[name] = self.scorers[name].score(part.tokens, part.trains).logprobs
-        return AuxLogprobs(found.get("reference"), found.get("teacher"), self.against(part.tokens, asked))
+        return AuxLogprobs(found.get("reference"), found.get("teacher"), self.against(part.tokens, scored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,16 +455,16 @@ class FullKl:
     """Scorer that returns the full KL to the reference instead of log-probabilities."""
 
     policy: LogprobScorer
-    beside: AuxScorers
+    aux: AuxScorers
 
-    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> ScoredTokens:
+    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
         """Return the divergence at each scored token."""
-        found, apart = self.policy.compare(tokens, asked, entropy, self.beside.against(tokens, asked))
+        found, apart = self.policy.compare(tokens, scored, entropy, self.aux.against(tokens, scored))
         return ScoredTokens(apart["reference"], found.entropy)
 
-    def distributions(self, tokens: Tensor, asked: Tensor) -> HiddenStates:
+    def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
         """Return the policy's distributions."""
-        return self.policy.distributions(tokens, asked)
+        return self.policy.distributions(tokens, scored)
 
 
 def pad_rows(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor:
@@ -482,10 +482,10 @@ class SumPiSquared:
     policy: LogprobScorer
 
     @torch.no_grad()
-    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> ScoredTokens:
+    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
         """Return the sum at each scored token."""
-        states = self.policy.distributions(tokens, asked)
-        rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
+        states = self.policy.distributions(tokens, scored)
+        rows, columns = torch.nonzero(scored[:, 1:], as_tuple=True)
         size = max(1, CHUNK_LOGITS // states.head.weight.shape[0])
         parts = torch.split(states.hidden, size)
         sums = [torch.softmax(states.head.logits(part), -1).square().sum(-1) for part in parts]
@@ -493,6 +493,6 @@ class SumPiSquared:
         found[rows, columns + 1] = torch.cat(sums)
         return ScoredTokens(found, None)
 
-    def distributions(self, tokens: Tensor, asked: Tensor) -> HiddenStates:
+    def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
         """Return the policy's distributions."""
-        return self.policy.distributions(tokens, asked)
+        return self.policy.distributions(tokens, scored)

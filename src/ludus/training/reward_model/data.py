@@ -85,14 +85,14 @@ async def _run_rollouts(
     config, engine = session.config, make_engine(session)
     play = SamplingPlan("play on", config.rollout.temperature, config.run.seed)
     scheduler = session_scheduler(session, engine, play, Ledger())
-    converse = scheduler.converse
+    make_chat = scheduler.make_chat
 
     def go_on(job: RolloutRequest) -> ChatSession:
-        conversation = converse(job)
+        conversation = make_chat(job)
         assert isinstance(conversation, EngineChatSession)
         return replace(conversation, told=beginnings[job.key.step])
 
-    scheduler.converse = go_on
+    scheduler.make_chat = go_on
     try:
         async with closing(session.world):
             return await scheduler.run(jobs)

@@ -65,11 +65,11 @@ class StreamRunner:
         """Reset the failure budget."""
         self.budget = FailureBudget(self.num_jobs)
 
-    async def play(self, job: RolloutRequest) -> Episode:
+    async def run_one(self, job: RolloutRequest) -> Episode:
         """Run a request to its end, rewards included."""
         budget = self.budget
         budget.begun += 1
-        return await self.sampler.add_parts(await self.scheduler.play(job, budget), budget)
+        return await self.sampler.add_extra_parts(await self.scheduler.run_one(job, budget), budget)
 
 
 @dataclass
@@ -79,10 +79,10 @@ class AsyncTrainer:
     loop: SyncTrainer
     stream: GroupQueue
     source: PromptStream
-    player: StreamRunner
+    runner: StreamRunner
     thread: LearnerThread
     limit: ConcurrencyController
-    several: SupportsRollingUpdate | None = None
+    engines: SupportsRollingUpdate | None = None
     """The engines, if episodes keep their starting version and engines are updated one by one."""
     rolling: RollingUpdate | None = field(default=None, init=False)
     proofs: list[SyncProof] = field(default_factory=list)
@@ -108,42 +108,42 @@ class AsyncTrainer:
         order = task_order(config, loop.session.world)
         tasks = [group.jobs[0].task.id for group in before.groups]
         source = PromptStream(sampler, order, pace.groups_per_step, staleness.oversample, tasks)
-        player = StreamRunner(sampler, sampler.scheduler(), pace.groups_per_step * sampler.group_size)
+        runner = StreamRunner(sampler, sampler.scheduler(), pace.groups_per_step * sampler.group_size)
         limit = ConcurrencyController(
-            first_in_flight(player.num_jobs),
+            first_in_flight(runner.num_jobs),
             min(sampler.group_size, config.rollout.concurrency),
             config.rollout.concurrency,
         )
         stream = GroupQueue(
             admission=StalenessController(pace, done),
             source=source,
-            play=player.play,
+            run_request=runner.run_one,
             in_flight=staleness.max_concurrent_rollouts or limit.now,
             needed=sampler.algorithm.group_size,
             next_number=before.next_number,
-            kept=before.groups,
+            restored=before.groups,
             on_done=loop.reporter.episode,
         )
-        several = None if staleness.in_flight_weight_updates else rolling_engines(loop.engine)
-        made = cls(loop, stream, source, player, LearnerThread(torch.get_num_threads()), limit, several)
+        engines = None if staleness.in_flight_weight_updates else rolling_update_engines(loop.engine)
+        trainer = cls(loop, stream, source, runner, LearnerThread(torch.get_num_threads()), limit, engines)
         text = load_text(checkpoint_path(loop.folder.checkpoints, done), REPLAY_FILE) if done else None
         known = {task.id: task for task in order.tasks}
         if text is not None and staleness.replay.share:
-            made.replay.restore(text, known)
+            trainer.replay.restore(text, known)
         elif staleness.replay.share:
             vocab_size = len(loop.session.tokenizer)
-            load_sources(made.replay, known, loop.learning.learner, vocab_size, staleness.min_ess)
-        return made
+            load_sources(trainer.replay, known, loop.learning.learner, vocab_size, staleness.min_ess)
+        return trainer
 
     async def run(self, done: int, before: StreamState) -> None:
         """Train from step `done` to the last; `before` is the restored stream."""
         loop = self.loop
         await loop.sync.publish(done)
-        following: asyncio.Task[None] | None = None
+        tracking: asyncio.Task[None] | None = None
         try:
-            if self.several is not None:
-                self.rolling = await self.several.roll(self.stream.admission.pace.max_staleness // 2)
-                following = asyncio.create_task(follow(self.stream, self.rolling, done))
+            if self.engines is not None:
+                self.rolling = await self.engines.roll(self.stream.admission.pace.max_staleness // 2)
+                tracking = asyncio.create_task(track_version(self.stream, self.rolling, done))
             for episode in self.stream.start():
                 if episode.trajectory.failure is None:  # failed episodes are in the totals
                     loop.sampler.ledger.start(episode.key)
@@ -153,7 +153,7 @@ class AsyncTrainer:
             for step in range(done + 1, loop.session.config.training.steps + 1):
                 await self.step(step)
         finally:
-            await cancel_and_wait(following)
+            await cancel_and_wait(tracking)
             await cancel_and_wait(self.sending)
             await self.stream.close()
             self.thread.close()
@@ -166,56 +166,56 @@ class AsyncTrainer:
         ready = self.stream.admission.num_ready / loop.session.config.training.prompts_per_step
         with clock.phase("rollout"):
             batch = await self.stream.take()
-            credits = await self._credit(step, batch)
-        with clock.phase("train"), self._unhurried():
-            credits, learned = await loop.learning.learn(step, credits, self.thread)
+            samples = await self._make_samples(step, batch)
+        with clock.phase("train"), self._throttled():
+            samples, learned = await loop.learning.learn(step, samples, self.thread)
         with clock.phase("sync"):
             now = await self._publish(step)
             if step % loop.session.config.evaluation.every == 0:
-                await (self._arrived() if self.rolling is None else self.rolling.catch_up())
-        learned |= self._proved(now)
-        self.replay.add(credits)
-        learned |= self._staleness(step, credits) | self.replay.metrics(credits)
-        clock.engine = await self._engine_load() | self._queues() | self._transfers()
-        self._adjust(clock, ready)
-        metrics = await loop.report(step, credits, learned, clock, self.thread)
+                await (self._wait_for_transfer() if self.rolling is None else self.rolling.catch_up())
+        learned |= self._proof_metrics(now)
+        self.replay.add(samples)
+        learned |= self._staleness_metrics(step, samples) | self.replay.metrics(samples)
+        clock.engine = await self._engine_metrics() | self._queue_metrics() | self._transfer_metrics()
+        self._adjust_concurrency(clock, ready)
+        metrics = await loop.report(step, samples, learned, clock, self.thread)
         loop.sampled = loop.sampler.state
         await loop.end_step(step, metrics, self.thread, self.texts())
 
-    def _unhurried(self) -> AbstractContextManager[None]:
+    def _throttled(self) -> AbstractContextManager[None]:
         """Throttle an engine in this process while the learner trains and batches are waiting.
 
         Not used if episodes must finish before the engine takes new weights.
         """
         engine, interruptible = self.loop.engine, self.loop.session.config.staleness.in_flight_weight_updates
         return (
-            self.stream.unhurried(engine.rest) if isinstance(engine, Throttleable) and interruptible else nullcontext()
+            self.stream.throttled(engine.rest) if isinstance(engine, Throttleable) and interruptible else nullcontext()
         )
 
     def texts(self) -> Texts:
         """Return the serializers of the stream and the replay buffer in their present state."""
-        stream = StreamState(self.stream.next_number, tuple(self.stream.on_their_way()))
+        stream = StreamState(self.stream.next_number, tuple(self.stream.in_progress()))
         return lambda: {STREAM_FILE: stream.to_text(), REPLAY_FILE: self.replay.to_text()}
 
-    async def _credit(self, step: int, batch: GroupBatch) -> list[TrainingSample]:
+    async def _make_samples(self, step: int, batch: GroupBatch) -> list[TrainingSample]:
         groups = [group.episodes for group in (*batch.groups, *batch.others)]
         sampler = self.loop.sampler
-        credits = sampler.normalised(await sampler.credit(step, groups))
+        samples = sampler.normalize_batch(await sampler.make_samples(step, groups))
         if (staleness := self.loop.session.config.staleness).on_stale == "replay":
-            credits = self.replay.take_late(credits, step, staleness.max_staleness)
-        credits = sampler.as_batch(credits)
+            samples = self.replay.take_late(samples, step, staleness.max_staleness)
+        samples = sampler.apply_batch_filters(samples)
         self.loop.sampled = sampler.state
         self.source.begin_step()
-        self.player.begin_step()
-        await self._refuse_far(step)
+        self.runner.begin_step()
+        await self._exclude_far(step)
         drawn = self.replay.draw(step, sampler.algorithm, sampler.overlong_limit, len(groups))
-        return credits + sampler.again(drawn)
+        return samples + sampler.replay_samples(drawn)
 
-    async def _refuse_far(self, step: int) -> None:
+    async def _exclude_far(self, step: int) -> None:
         """Remove replay groups of other runs that are now too far from the policy."""
         least, learner = self.loop.session.config.staleness.min_ess, self.loop.learning.learner
         while foreign := self.replay.foreign(step, self.loop.sampler.algorithm):
-            if not await self.thread(partial(refuse_far, self.replay, foreign, learner, least)):
+            if not await self.thread(partial(exclude_far_groups, self.replay, foreign, learner, least)):
                 return
 
     async def _publish(self, step: int) -> tuple[SyncProof, ...]:
@@ -230,40 +230,42 @@ class AsyncTrainer:
         ):
             await self.stream.drain()  # at the end, so that cancelled group members are counted
         else:
-            await (self._send_beside if isinstance(self.loop.engine, RemoteStats) else self._prove_beside)(step)
+            await (
+                self._send_in_background if isinstance(self.loop.engine, RemoteStats) else self._check_in_background
+            )(step)
             return ()
-        await self._arrived()
-        proof = await sync.prove(await sync.hand_over(step, self.thread))
+        await self._wait_for_transfer()
+        proof = await sync.check(await sync.send_in_flight(step, self.thread))
         self.stream.published(step)
         return (proof,)
 
-    async def _send_beside(self, step: int) -> None:
+    async def _send_in_background(self, step: int) -> None:
         """Send a copy of the weights to a remote engine in the background.
 
         Episodes start on the previous version until it arrives. The next transfer waits for this one.
         """
-        await self._arrived()
-        kept = await self.loop.sync.keep(step, self.thread)
+        await self._wait_for_transfer()
+        copied = await self.loop.sync.copy_weights(step, self.thread)
         self.stream.published(step, everywhere=False)
 
         async def send() -> SyncProof:
             begin = time.perf_counter()
-            proof = await self.loop.sync.deliver(kept)
+            proof = await self.loop.sync.send_copy(copied)
             self.transfers_s.append(time.perf_counter() - begin)
             self.stream.serves(step)
             return proof
 
-        self.sending = asyncio.create_task(self._beside(send))
+        self.sending = asyncio.create_task(self._run_in_background(send))
 
-    async def _prove_beside(self, step: int) -> None:
+    async def _check_in_background(self, step: int) -> None:
         """Load the weights into the engine of this process and check them in the background."""
-        await self._arrived()
-        expected = await self.loop.sync.hand_over(step, self.thread)
+        await self._wait_for_transfer()
+        expected = await self.loop.sync.send_in_flight(step, self.thread)
         self.stream.published(step)
 
-        self.sending = asyncio.create_task(self._beside(partial(self.loop.sync.prove, expected)))
+        self.sending = asyncio.create_task(self._run_in_background(partial(self.loop.sync.check, expected)))
 
-    async def _beside(self, proving: Callable[[], Awaitable[SyncProof]]) -> None:
+    async def _run_in_background(self, proving: Callable[[], Awaitable[SyncProof]]) -> None:
         """Record a check that completes during the next step, whose batch raises its error."""
         try:
             self.proofs.append(await proving())
@@ -271,12 +273,12 @@ class AsyncTrainer:
             self.stream.fail(error)
             raise
 
-    async def _arrived(self) -> None:
+    async def _wait_for_transfer(self) -> None:
         """Wait until the last transfer is complete and checked. Raises its error."""
         if self.sending is not None:
             await self.sending
 
-    def _proved(self, now: tuple[SyncProof, ...]) -> dict[str, float]:
+    def _proof_metrics(self, now: tuple[SyncProof, ...]) -> dict[str, float]:
         """Return the largest probe difference since the last step and the number of engines updated one by
         one."""
         before, self.proofs[:] = tuple(self.proofs), ()
@@ -285,18 +287,18 @@ class AsyncTrainer:
             found["sync/probe_gap"] = max(proof.probe_gap for proof in (*before, *now))
         return found
 
-    def _staleness(self, step: int, credits: list[TrainingSample]) -> dict[str, float]:
+    def _staleness_metrics(self, step: int, samples: list[TrainingSample]) -> dict[str, float]:
         session = self.loop.session
         return staleness_metrics(
-            credits, step, session.config.staleness, self.stream.forget_ended(), session.world.rewards[0].name
+            samples, step, session.config.staleness, self.stream.pop_ended(), session.world.rewards[0].name
         )
 
-    def _transfers(self) -> dict[str, float]:
+    def _transfer_metrics(self) -> dict[str, float]:
         """Return the mean duration of the background transfers since the last step."""
         found, self.transfers_s = self.transfers_s, []
         return {"sync/transfer_s": statistics.fmean(found)} if found else {}
 
-    async def _engine_load(self) -> dict[str, float]:
+    async def _engine_metrics(self) -> dict[str, float]:
         """Return engine metrics since the last step.
 
         An engine of this process without a forward pass was idle.
@@ -305,18 +307,18 @@ class AsyncTrainer:
         known = stats.steps or isinstance(self.loop.engine, RemoteStats)
         return stats.metrics() if known else {"engine/busy_s": 0.0}
 
-    def _queues(self) -> dict[str, float]:
+    def _queue_metrics(self) -> dict[str, float]:
         stream = self.stream
         return {
             "queue/in_flight": float(stream.num_in_flight),
             "queue/in_flight_limit": float(stream.in_flight),
             "queue/waiting": float(stream.num_waiting),
             "queue/groups_ready": float(stream.admission.num_ready),
-            "queue/groups_on_their_way": float(len(stream.admission.on_their_way)),
+            "queue/groups_on_their_way": float(len(stream.admission.in_progress)),
             "queue/room": float(stream.admission.room),
         }
 
-    def _adjust(self, clock: StepTimings, ready: float) -> None:
+    def _adjust_concurrency(self, clock: StepTimings, ready: float) -> None:
         """Adjust the number of concurrent episodes if it is set automatically."""
         if self.loop.session.config.staleness.max_concurrent_rollouts:
             return
@@ -324,7 +326,7 @@ class AsyncTrainer:
         self.stream.in_flight = self.limit.after_step(clock.metrics([]), ready, self.stream.flow(), limited)
 
 
-async def follow(stream: GroupQueue, engines: RollingUpdate, version: int) -> None:
+async def track_version(stream: GroupQueue, engines: RollingUpdate, version: int) -> None:
     """Keep a stream informed of the version that new episodes use, and of transfer errors."""
     try:
         while True:
@@ -334,7 +336,7 @@ async def follow(stream: GroupQueue, engines: RollingUpdate, version: int) -> No
         stream.fail(error)
 
 
-def rolling_engines(engine: Engine) -> SupportsRollingUpdate | None:
+def rolling_update_engines(engine: Engine) -> SupportsRollingUpdate | None:
     """Return the engines if there are several and each supports rolling updates."""
     return engine if isinstance(engine, SupportsRollingUpdate) and engine.can_roll else None
 
@@ -353,7 +355,7 @@ def load_sources(
     policy is below `min_share`; UserError if a file cannot be read.
     """
     for source in replay.config.sources:
-        groups = _groups(source, tasks, vocab_size)
+        groups = _read_groups(source, tasks, vocab_size)
         if not groups:
             raise ConfigError(
                 f"{source} has no usable rollouts. Needed: groups of two or more, of tasks in "
@@ -375,10 +377,10 @@ def check_sources(config: Config) -> None:
     """Raise ConfigError for a source of `staleness.replay` without rollouts."""
     if config.training.streams and config.staleness.replay.share:
         for source in config.staleness.replay.sources:
-            _files(source)
+            _rollout_files(source)
 
 
-def refuse_far(replay: ReplayBuffer, groups: Sequence[list[Episode]], learner: Learner, least: float) -> int:
+def exclude_far_groups(replay: ReplayBuffer, groups: Sequence[list[Episode]], learner: Learner, least: float) -> int:
     """Exclude the groups whose effective sample share is below `least`; return their number."""
     far = [group for group in groups if effective_share([e.trajectory for e in group], learner) < least]
     for group in far:
@@ -386,7 +388,7 @@ def refuse_far(replay: ReplayBuffer, groups: Sequence[list[Episode]], learner: L
     return len(far)
 
 
-def _files(source: str) -> list[Path]:
+def _rollout_files(source: str) -> list[Path]:
     """Return the rollout files of a run, of a run up to a checkpoint, or a single file."""
     path = Path(source)
     if path.is_file():
@@ -403,18 +405,18 @@ def _files(source: str) -> list[Path]:
     return found
 
 
-def _groups(source: str, tasks: Mapping[str, Task], vocab_size: int) -> list[list[Episode]]:
+def _read_groups(source: str, tasks: Mapping[str, Task], vocab_size: int) -> list[list[Episode]]:
     found: dict[tuple[Path, int, str], list[Episode]] = {}
-    for path in _files(source):
+    for path in _rollout_files(source):
         for record in read_rollouts(path):
-            if record.group in tasks and _can_train(record, vocab_size):
+            if record.group in tasks and _is_trainable(record, vocab_size):
                 key = RolloutKey(record.step, record.group, record.trajectory.sample, record.attempt)
                 group = found.setdefault((path, record.step, record.group), [])
                 group.append(Episode(key, tasks[record.group], record.trajectory))
     return [group for group in found.values() if len(group) > 1]
 
 
-def _can_train(record: RolloutRecord, vocab_size: int) -> bool:
+def _is_trainable(record: RolloutRecord, vocab_size: int) -> bool:
     """Return whether a rollout has the fields that corrections need, and tokens of this model."""
     segments = record.trajectory.segments
     actions = [segment for segment in segments if segment.kind == "action"]

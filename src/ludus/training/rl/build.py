@@ -59,7 +59,7 @@ from ludus.training.run.checkpoint import (
 )
 from ludus.training.run.run_dir import RunFolder, save_config
 from ludus.training.run.session import TrainingSession, busy_warning, make_engine
-from ludus.training.value_models.factory import Judge, make_judge, part_name, warmup_steps
+from ludus.training.value_models.factory import ValueModel, make_value_model, part_name, warmup_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,15 +89,15 @@ class AdapterOff:
     model: PreTrainedModel
     temperature: float
 
-    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> ScoredTokens:
+    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
         """Score as `LogprobScorer.score`, under the base weights."""
         with self.model.disable_adapter():
-            return self._scorer.score(tokens, asked, entropy)
+            return self._scorer.score(tokens, scored, entropy)
 
-    def distributions(self, tokens: Tensor, asked: Tensor) -> HiddenStates:
+    def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
         """Return `LogprobScorer.distributions` under the base weights."""
         with self.model.disable_adapter():
-            return self._scorer.distributions(tokens, asked)
+            return self._scorer.distributions(tokens, scored)
 
     @cached_property
     def _scorer(self) -> LogprobScorer:
@@ -105,11 +105,11 @@ class AdapterOff:
 
 
 def train(
-    session: TrainingSession, folder: RunFolder, reporter: Reporter, elsewhere: RemoteSampler | None = None
+    session: TrainingSession, folder: RunFolder, reporter: Reporter, remote: RemoteSampler | None = None
 ) -> list[Comparison]:
     """Run or resume the training in `folder` and return the evaluations before and after.
 
-    Episodes run in this process unless `elsewhere` is set.
+    Episodes run in this process unless `remote` is set.
     """
     config = session.config
     algorithm = algorithm_of(config)
@@ -118,7 +118,7 @@ def train(
         log.warning(text)
         reporter.alarm(text)
     with leading(config, next(session.model.parameters()).device) as ranks:
-        loop, done = build_loop(session, folder, algorithm, reporter, ranks, elsewhere)
+        loop, done = build_loop(session, folder, algorithm, reporter, ranks, remote)
         with _closing(loop):
             dry_run_of(config, loop.learning.learner)
             return asyncio.run(_run(loop, done, stream_before(loop, done), waiting_before(loop, done)))
@@ -158,7 +158,7 @@ def build_loop(
     algorithm: Algorithm,
     reporter: Reporter,
     ranks: Collectives = ONE_PROCESS,
-    elsewhere: RemoteSampler | None = None,
+    remote: RemoteSampler | None = None,
 ) -> tuple[SyncTrainer, int]:
     """Build the trainer and restore the newest checkpoint; return both the trainer and its step.
 
@@ -173,8 +173,8 @@ def build_loop(
     spanning = config.training.streams or config.rollout.partial.is_set or waits
     done, ledger, memory = 0, Ledger(spanning=spanning), AlgorithmState.start(algorithm)
     engine = None
-    if elsewhere is not None:
-        engine = elsewhere.engine()
+    if remote is not None:
+        engine = remote.engine()
     elif ranks.count > 1:  # before the weights are sharded
         engine = make_engine(session)
     with ranks.together(StartRanks(config, folder.path, found[-1][1] if found else None)):
@@ -192,17 +192,17 @@ def build_loop(
     engine = engine or make_engine(session)
     probe = probe_tokens(session)
     save_config(folder, config)
-    forget_after(folder, done)
-    warmup = warmup_steps(parts.judge, config, None if stored is None else stored.warmup)
+    remove_after(folder, done)
+    warmup = warmup_steps(parts.value_model, config, None if stored is None else stored.warmup)
     if warmup > done:
         log.info("only the critic is trained until step %d (critic.warmup_steps)", warmup)
     bound, entropy = over_age_bound(config), memory.initial_entropy
-    sampler = RolloutCollector(session, engine, algorithm, reporter, ledger, memory, combiner, experts, elsewhere)
+    sampler = RolloutCollector(session, engine, algorithm, reporter, ledger, memory, combiner, experts, remote)
     loop = SyncTrainer(
         session=session,
         folder=folder,
         sampler=sampler,
-        learning=TrainStep(session, parts.learner, control, ledger, parts.judge, bound, warmup, entropy),
+        learning=TrainStep(session, parts.learner, control, ledger, parts.value_model, bound, warmup, entropy),
         origins=parts.origins,
         sync=WeightSync.of(config, model, engine, probe, ranks),
         trackers=make_trackers(config, folder, done),
@@ -223,7 +223,7 @@ class LearnerParts:
     """The trained parts of a run and the restored trainer state (None without a checkpoint)."""
 
     learner: Learner
-    judge: Judge | None
+    value_model: ValueModel | None
     stored: TrainerState | None
     origins: Mapping[str, str] = field(default_factory=dict)
     """On rank 0: digests of models and data outside the checkpoint."""
@@ -240,7 +240,7 @@ def make_parts(
     same_weights(model, ranks)
     scorers = _scorers(session, algorithm, control_of(config, algorithm))
     origins = origins_of(session, scorers) if ranks.rank == 0 else {}
-    judge = make_judge(config, algorithm, model, session.world.rewards[0].name, ranks)
+    value_model = make_value_model(config, algorithm, model, session.world.rewards[0].name, ranks)
     if resumed is not None:
         load_weights(resumed, model)
     ranks.split(model)
@@ -253,10 +253,10 @@ def make_parts(
     stored = None
     if resumed is not None:
         stored = load_trainer(resumed, optimiser)
-        if judge is not None:
-            part = load_part(resumed, part_name(judge), judge.blank_state())
-            judge.load_state(part, stored.judge_steps)
-    return LearnerParts(make_learner(session, algorithm, optimiser, scorers), judge, stored, origins)
+        if value_model is not None:
+            part = load_part(resumed, part_name(value_model), value_model.blank_state())
+            value_model.load_state(part, stored.judge_steps)
+    return LearnerParts(make_learner(session, algorithm, optimiser, scorers), value_model, stored, origins)
 
 
 def make_learner(
@@ -295,7 +295,7 @@ async def _run(loop: SyncTrainer, done: int, before: StreamState, waiting: Strea
                 await _evaluate_once(loop, plan)
         await run_trainer(loop, done, before, waiting)
         after = [await _evaluate_once(loop, plan) for plan in plans(config, config.training.steps)]
-    untrained = [kept_evaluation(loop.folder, plan) for plan in plans(config, 0)]
+    untrained = [stored_evaluation(loop.folder, plan) for plan in plans(config, 0)]
     return [Comparison(b, a) for b, a in zip(untrained, after, strict=True)]
 
 
@@ -308,14 +308,14 @@ async def run_trainer(loop: SyncTrainer, done: int, before: StreamState, waiting
     mode, ledger = loop.session.config.training.mode, loop.sampler.ledger
     gone = waiting if mode == "async" else before
     if gone.num_ended:
-        ledger.drop_kept(done + 1, gone.num_ended, TOO_LATE)
+        ledger.drop_restored(done + 1, gone.num_ended, TOO_LATE)
     if mode == "async":
         await AsyncTrainer.of(loop, done, before).run(done, before)
         return
     late = [group.jobs[0] for group in before.groups if group.jobs[0].key.step <= done]
     memory = loop.sampler.memory
-    loop.sampler.memory = replace(memory, owed=(*memory.owed, *(job.task.id for job in late)))
-    loop.sampler.go_on_with(waiting.groups)
+    loop.sampler.memory = replace(memory, untrained_tasks=(*memory.untrained_tasks, *(job.task.id for job in late)))
+    loop.sampler.restore_partial(waiting.groups)
     try:
         await (loop.run(done) if mode == "sync" else run_one_step(loop, done))
     finally:
@@ -325,14 +325,14 @@ async def run_trainer(loop: SyncTrainer, done: int, before: StreamState, waiting
 
 async def _evaluate_once(loop: SyncTrainer, plan: EvaluationPlan) -> Evaluation:
     """Run an evaluation plan unless an evaluation of that name exists."""
-    kept = kept_evaluation(loop.folder, plan)
+    kept = stored_evaluation(loop.folder, plan)
     if kept is None:
         return await loop.evaluate(plan)
     log.info("evaluation %s already exists, skipping it", plan.name)
     return kept
 
 
-def kept_evaluation(folder: RunFolder, plan: EvaluationPlan) -> Evaluation | None:
+def stored_evaluation(folder: RunFolder, plan: EvaluationPlan) -> Evaluation | None:
     """Return the stored evaluation of a plan, or None."""
     path = folder.evaluations / f"{plan.name}.json"
     return load_evaluation(path) if path.is_file() else None
@@ -359,7 +359,7 @@ def probe_tokens(session: TrainingSession) -> tuple[int, ...]:
     return session.renderer.prompt(task.prompt, ())[:PROBE_TOKENS]
 
 
-def forget_after(folder: RunFolder, done: int) -> None:
+def remove_after(folder: RunFolder, done: int) -> None:
     """Remove rollouts and evaluations of steps after `done`."""
     for path in [*folder.rollouts.glob("step-*"), *folder.evaluations.glob("step-*")]:
         if int(path.name.split("-")[1].split(".")[0]) > done:

@@ -27,7 +27,7 @@ async def run_one_step(loop: SyncTrainer, done: int) -> None:
     thread = LearnerThread(torch.get_num_threads())
     sampling: asyncio.Task[list[TrainingSample]] | None = None
     try:
-        credits = await loop.sampler.sample(done + 1, order)
+        samples = await loop.sampler.sample(done + 1, order)
         for step in range(done + 1, last + 1):
             clock = StepTimings(beside=True)
             loop.sampled = loop.sampler.state
@@ -35,16 +35,16 @@ async def run_one_step(loop: SyncTrainer, done: int) -> None:
             if step < last:
                 sampling = asyncio.create_task(loop.sampler.sample(step + 1, order))
             with clock.phase("train"):
-                credits, learned = await loop.learning.learn(step, credits, thread)
+                samples, learned = await loop.learning.learn(step, samples, thread)
             with clock.phase("rollout"):
                 following = await sampling if sampling is not None else []
             clock.engine = (await counted(loop.engine)).metrics()
             with clock.phase("sync"):
                 proof = await loop.sync.publish(step)
             learned |= proof_metrics(proof)
-            metrics = await loop.report(step, credits, learned, clock)
+            metrics = await loop.report(step, samples, learned, clock)
             await loop.end_step(step, metrics)
-            credits, sampling = following, None
+            samples, sampling = following, None
     finally:
         await cancel_and_wait(sampling)
         thread.close()

@@ -46,7 +46,7 @@ from ludus.training.rl.weight_sync import probe_logprobs
 from ludus.training.run.checkpoint import list_checkpoints, save_shards
 from ludus.training.run.run_dir import RunFolder, log_into
 from ludus.training.run.session import TrainingSession, open_session
-from ludus.training.value_models.factory import part_name, say, teach
+from ludus.training.value_models.factory import part_name, score_values, train_on_tables
 
 _LOOK_S = 1.0
 
@@ -89,17 +89,17 @@ def _follow(meeting: Rendezvous, device: torch.device) -> None:
 
 def obey(command: object, session: TrainingSession, learning: LearnerParts) -> None:
     """Execute this rank's part of a command."""
-    learner, judge = learning.learner, learning.judge
+    learner, judge = learning.learner, learning.value_model
     match command:
         case ScoreRows(name, rows, entropy, keep):
-            learner.ask(name, rows, entropy, keep=keep)
+            learner.score_with(name, rows, entropy, keep=keep)
         case TrainRows(rows, seed, algorithm):
             learner.algorithm = algorithm
             learner.train(rows, seed)
         case EvaluateValues(rows, solved, after) if judge is not None:
-            say(judge, rows, solved, after)
+            score_values(judge, rows, solved, after)
         case TrainValues(rows, tables, solved) if judge is not None:
-            teach(judge, rows, tables, solved)
+            train_on_tables(judge, rows, tables, solved)
         case ProbeTokens(tokens):
             probe_logprobs(LogprobScorer(session.model), tokens)
         case GatherWeights():

@@ -30,10 +30,10 @@ from ludus.rollout.ledger import Ledger, RolloutOutcome
 from ludus.training.batches.rows import Row, row_of_trajectory
 from ludus.training.collection.filters import age_metrics, mask_over_age, on_policy
 from ludus.training.collection.rollout_collector import overlong_limit
-from ludus.training.credit.advantages import Estimates, TrainingSample, settle, training_rows, with_estimates
+from ludus.training.credit.advantages import Estimates, TrainingSample, record_outcomes, training_rows, with_estimates
 from ludus.training.learner.learner import SUM_PI_SQUARED, Learner
 from ludus.training.run.session import TrainingSession
-from ludus.training.value_models.factory import Judge, at_actions, judged, train_judge
+from ludus.training.value_models.factory import ValueModel, at_actions, estimate_values, train_value_model
 from ludus.types import Trajectory
 
 log = logging.getLogger("ludus.learning")
@@ -61,7 +61,7 @@ class ComputeDispatch(Protocol):
         ...
 
 
-async def here(work: Callable[[], T]) -> T:
+async def run_inline(work: Callable[[], T]) -> T:
     """Run `work` on the caller's thread."""
     return work()
 
@@ -132,18 +132,18 @@ class TrainStep:
     learner: Learner
     kl: KlControl
     ledger: Ledger
-    judge: Judge | None = None
+    value_model: ValueModel | None = None
     bound: int | None = None
     warmup: int = 0
     initial_entropy: float | None = None
     _checked: bool = field(default=False, init=False)
 
     async def learn(
-        self, step: int, credits: Sequence[TrainingSample], work: ComputeDispatch = here
+        self, step: int, samples: Sequence[TrainingSample], work: ComputeDispatch = run_inline
     ) -> tuple[list[TrainingSample], dict[str, float]]:
         """Record outcomes and train; return the final samples and the metrics."""
-        found = await work(lambda: self._prepare(step, credits))
-        settle(self.ledger, found)
+        found = await work(lambda: self._prepare(step, samples))
+        record_outcomes(self.ledger, found)
         rows = training_rows(
             found,
             mask_observations=self.session.config.training.mask_observations,
@@ -161,43 +161,43 @@ class TrainStep:
         self.kl = self.kl.update(kl, round(metrics["ledger/trained"]))
         return verdict
 
-    def _prepare(self, step: int, credits: Sequence[TrainingSample]) -> list[TrainingSample]:
+    def _prepare(self, step: int, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the samples after masking and refinement."""
         if self.kl.acts:
             self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl.coef(step))
         if self.learner.algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
-            self._set_entropy_filter(credits)
+            self._set_entropy_filter(samples)
         if self.bound is not None:
-            credits = mask_over_age(credits, step, self.bound)
+            samples = mask_over_age(samples, step, self.bound)
         limit = overlong_limit(self.session.config, self.learner.algorithm)
-        check = not self._checked and bool(on_policy(credits, step))
+        check = not self._checked and bool(on_policy(samples, step))
         self._checked = self._checked or check
-        return refine(credits, self.learner, limit, self.judge, check=check, version=step - 1)
+        return filter_and_estimate(samples, self.learner, limit, self.value_model, check=check, version=step - 1)
 
-    def _set_entropy_filter(self, credits: Sequence[TrainingSample]) -> None:
+    def _set_entropy_filter(self, samples: Sequence[TrainingSample]) -> None:
         """Measure the initial entropy on the first batch; switch GTPO's entropy filter off if it is high."""
-        if self.initial_entropy is None and (found := compared_entropies(credits, self.learner)):
+        if self.initial_entropy is None and (found := compared_entropies(samples, self.learner)):
             self.initial_entropy = float(torch.cat(found).mean())
             if with_entropy_filter(self.learner.algorithm, self.initial_entropy) != self.learner.algorithm:
                 log.warning(ENTROPY_FILTER_OFF, self.initial_entropy)
         if self.initial_entropy is not None:
             self.learner.algorithm = with_entropy_filter(self.learner.algorithm, self.initial_entropy)
 
-    def _train(self, step: int, credits: Sequence[TrainingSample], rows: Sequence[Row]) -> dict[str, float]:
-        metrics = {} if self.judge is None else train_judge(self.judge, credits)
+    def _train(self, step: int, samples: Sequence[TrainingSample], rows: Sequence[Row]) -> dict[str, float]:
+        metrics = {} if self.value_model is None else train_value_model(self.value_model, samples)
         if step > self.warmup:
             metrics |= self.learner.train(rows, seed=step)
         if self.learner.algorithm.correction_spec.has(Need.REJECTION):
-            metrics["is/mask_frac"] = rejected_share(credits)
-        metrics |= age_metrics(credits, step)
+            metrics["is/mask_frac"] = rejected_share(samples)
+        metrics |= age_metrics(samples, step)
         return metrics | ({"kl/coef": self.kl.coef(step)} if self.kl.acts else {})
 
 
-def refine(
-    credits: Sequence[TrainingSample],
+def filter_and_estimate(
+    samples: Sequence[TrainingSample],
     learner: Learner,
     max_length: int,
-    judge: Judge | None = None,
+    value_model: ValueModel | None = None,
     *,
     check: bool = False,
     version: int | None = None,
@@ -207,10 +207,10 @@ def refine(
     If `check` is set, engine and learner are compared first, on samples generated entirely by `version`
     (None: on all). Raises SyncError if they disagree.
     """
-    found = list(credits)
+    found = list(samples)
     if check:
         trained = [c for c in found if c.outcome is RolloutOutcome.TRAINED and not c.expert]
-        check_parity([_row(credit) for credit in trained if _is_of(credit, version)], learner)
+        check_parity([_row(sample) for sample in trained if _is_of(sample, version)], learner)
     algorithm, entropies = learner.algorithm, None
     if algorithm.correction_spec.has(Need.REJECTION):
         found = _rejected(found, learner)
@@ -221,8 +221,8 @@ def refine(
     penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
     whitened = algorithm.advantage_spec.has(Need.BATCH_STATISTICS)
     compares_probabilities = algorithm.advantage_spec.has(Need.DISTRIBUTIONS)
-    if judge is not None or penalised or whitened or compares_probabilities or entropies is not None:
-        found = _estimated(found, learner, judge, max_length, Estimates(entropies=entropies))
+    if value_model is not None or penalised or whitened or compares_probabilities or entropies is not None:
+        found = _estimated(found, learner, value_model, max_length, Estimates(entropies=entropies))
     return found
 
 
@@ -265,26 +265,26 @@ def effective_share(trajectories: Sequence[Trajectory], learner: Learner) -> flo
     return mismatch(old_logprobs=old, behavior_logprobs=behavior, mask=mask).effective_share
 
 
-def _is_of(credit: TrainingSample, version: int | None) -> bool:
-    segments = credit.episode.trajectory.segments
+def _is_of(sample: TrainingSample, version: int | None) -> bool:
+    segments = sample.episode.trajectory.segments
     return version is None or all(v == version for segment in segments for v in segment.versions)
 
 
-def _row(credit: TrainingSample) -> Row:
-    return row_of_trajectory(credit.episode.trajectory, 0.0)
+def _row(sample: TrainingSample) -> Row:
+    return row_of_trajectory(sample.episode.trajectory, 0.0)
 
 
 def _estimated(
-    credits: list[TrainingSample], learner: Learner, judge: Judge | None, max_length: int, known: Estimates
+    samples: list[TrainingSample], learner: Learner, value_model: ValueModel | None, max_length: int, known: Estimates
 ) -> list[TrainingSample]:
     """Return the samples with `known` and the other model estimates that the algorithm needs."""
-    compared = [credit for credit in credits if credit.advantages is not None]
-    rows = [_row(credit) for credit in compared]
+    compared = [sample for sample in samples if sample.advantages is not None]
+    rows = [_row(sample) for sample in compared]
     if not rows:
-        return credits
+        return samples
     algorithm, estimates = learner.algorithm, known
-    if judge is not None:
-        estimates = judged(judge, compared, rows, learner)._replace(entropies=known.entropies)
+    if value_model is not None:
+        estimates = estimate_values(value_model, compared, rows, learner)._replace(entropies=known.entropies)
     penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
     weighs_tokens = algorithm.advantage_spec.has(Need.DISTRIBUTIONS)
     compared_to_engine = algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO) or weighs_tokens
@@ -295,25 +295,25 @@ def _estimated(
     if compared_to_engine:
         estimates = estimates._replace(old_logprobs=at_actions(old, rows))
     if weighs_tokens:
-        sums = [scores.logprobs for scores in learner.ask(SUM_PI_SQUARED, rows)]
+        sums = [scores.logprobs for scores in learner.score_with(SUM_PI_SQUARED, rows)]
         estimates = estimates._replace(sum_pi_squared=at_actions(sums, rows))
-    return with_estimates(credits, algorithm, max_length, estimates)
+    return with_estimates(samples, algorithm, max_length, estimates)
 
 
-def _rejected(credits: list[TrainingSample], learner: Learner) -> list[TrainingSample]:
-    trained = [c for c in credits if c.outcome is RolloutOutcome.TRAINED and not c.expert]
+def _rejected(samples: list[TrainingSample], learner: Learner) -> list[TrainingSample]:
+    trained = [c for c in samples if c.outcome is RolloutOutcome.TRAINED and not c.expert]
     if not trained:
-        return credits
-    rows = [_row(credit) for credit in trained]
+        return samples
+    rows = [_row(sample) for sample in trained]
     old, behavior, mask = _table(rows, learner.score(rows, keep=True))
     keep = _kept_tokens(old, behavior, mask, learner.algorithm)
     thinned = {
-        id(credit): replace(credit, trains=_narrowed(credit, row[inside]))
-        for credit, row, inside in zip(trained, keep, mask, strict=True)
+        id(sample): replace(sample, trains=_narrowed(sample, row[inside]))
+        for sample, row, inside in zip(trained, keep, mask, strict=True)
         if row.any() and not row[inside].all()
     }
-    found = [thinned.get(id(credit), credit) for credit in credits]
-    left = [thinned.get(id(credit), credit) for credit in trained]
+    found = [thinned.get(id(sample), sample) for sample in samples]
+    left = [thinned.get(id(sample), sample) for sample in trained]
     return _masked(found, left, keep.any(1), REJECTED)
 
 
@@ -323,28 +323,28 @@ def _kept_tokens(old: Tensor, behavior: Tensor, mask: Tensor, algorithm: Algorit
     return kept
 
 
-def _narrowed(credit: TrainingSample, keep: Tensor) -> tuple[bool, ...]:
+def _narrowed(sample: TrainingSample, keep: Tensor) -> tuple[bool, ...]:
     """Return the training mask of a sample's action tokens, intersected with `keep` [n_i]."""
     kept: list[bool] = keep.tolist()
-    before = credit.trains or (True,) * len(kept)
+    before = sample.trains or (True,) * len(kept)
     return tuple(a and b for a, b in zip(before, kept, strict=True))
 
 
-def rejected_share(credits: Sequence[TrainingSample]) -> float:
+def rejected_share(samples: Sequence[TrainingSample]) -> float:
     """Return the fraction of trainable action tokens that were rejected; 0 if there are none.
 
     Tokens masked by another filter (`training.collection.staleness`) count as rejected.
     """
-    trained = [c for c in credits if c.outcome is RolloutOutcome.TRAINED and not c.expert]
-    rejected = [c for c in credits if c.reason == REJECTED]
+    trained = [c for c in samples if c.outcome is RolloutOutcome.TRAINED and not c.expert]
+    rejected = [c for c in samples if c.reason == REJECTED]
     everything = sum(c.episode.trajectory.num_action_tokens for c in (*trained, *rejected))
     kept = sum(c.episode.trajectory.num_action_tokens if c.trains is None else sum(c.trains) for c in trained)
     return (everything - kept) / max(everything, 1)
 
 
-def compared_entropies(credits: Sequence[TrainingSample], learner: Learner) -> list[Tensor]:
+def compared_entropies(samples: Sequence[TrainingSample], learner: Learner) -> list[Tensor]:
     """Return the policy's entropies at the action tokens of samples with advantages, `[n_i]` each."""
-    rows = [_row(credit) for credit in credits if credit.advantages is not None]
+    rows = [_row(sample) for sample in samples if sample.advantages is not None]
     return at_actions(learner.entropies(rows), rows) if rows else []
 
 
@@ -360,25 +360,25 @@ def with_entropy_filter(algorithm: Algorithm, initial: float) -> Algorithm:
 
 
 def _without_the_uncertain(
-    credits: list[TrainingSample], entropies: Sequence[Tensor], algorithm: Algorithm
+    samples: list[TrainingSample], entropies: Sequence[Tensor], algorithm: Algorithm
 ) -> list[TrainingSample]:
     bound = algorithm.number("loss", "entropy_bound")
-    compared = [credit for credit in credits if credit.advantages is not None]
+    compared = [sample for sample in samples if sample.advantages is not None]
     pairs = [
-        (credit, bool(entropy_bound(entropy=row[None], mask=torch.ones(1, len(row)), bound=bound)))
-        for credit, row in zip(compared, entropies, strict=True)
-        if credit.outcome is RolloutOutcome.TRAINED
+        (sample, bool(entropy_bound(entropy=row[None], mask=torch.ones(1, len(row)), bound=bound)))
+        for sample, row in zip(compared, entropies, strict=True)
+        if sample.outcome is RolloutOutcome.TRAINED
     ]
-    return _masked(credits, [c for c, _ in pairs], torch.tensor([kept for _, kept in pairs]), "entropy")
+    return _masked(samples, [c for c, _ in pairs], torch.tensor([kept for _, kept in pairs]), "entropy")
 
 
 def _masked(
-    credits: list[TrainingSample], judged: list[TrainingSample], keep: Tensor, reason: str
+    samples: list[TrainingSample], estimate_values: list[TrainingSample], keep: Tensor, reason: str
 ) -> list[TrainingSample]:
-    fate = dict(zip(map(id, judged), keep.tolist(), strict=True))
+    fate = dict(zip(map(id, estimate_values), keep.tolist(), strict=True))
     return [
-        credit if fate.get(id(credit), True) else replace(credit, outcome=RolloutOutcome.MASKED, reason=reason)
-        for credit in credits
+        sample if fate.get(id(sample), True) else replace(sample, outcome=RolloutOutcome.MASKED, reason=reason)
+        for sample in samples
     ]
 
 

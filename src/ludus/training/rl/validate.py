@@ -30,7 +30,7 @@ from ludus.rewards.registry import judges_more
 from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.scheduler import episode_limits, sampling_params
 from ludus.training.collection.reward_mixing import check_reward_settings, reward_warnings
-from ludus.training.collection.rollout_collector import longest_wait, room_for_sessions
+from ludus.training.collection.rollout_collector import max_sessions, max_waits_of
 from ludus.training.credit.advantages import ROLE
 from ludus.training.datasets.token_limits import check_prompts
 from ludus.training.rl.async_trainer import check_sources
@@ -285,7 +285,7 @@ def check_partial(config: Config, world: World) -> None:
     """Raise ConfigError if rollout.partial is set but no episode could wait for the next step."""
     if not config.rollout.partial.is_set or config.training.streams:
         return
-    if longest_wait(config) < 1:
+    if max_waits_of(config) < 1:
         raise ConfigError(
             f"rollout.partial makes episodes wait for the next step, but staleness.max_staleness "
             f"({config.staleness.max_staleness}) forbids this (training.mode = {config.training.mode!r}).",
@@ -296,7 +296,7 @@ def check_partial(config: Config, world: World) -> None:
             "rollout.partial needs episodes that run in the learner's process.",
             "With --cluster set training.mode = 'async', which streams episodes.",
         )
-    if (room := room_for_sessions(world)) is not None and room < 2:
+    if (room := max_sessions(world)) is not None and room < 2:
         raise ConfigError(
             "rollout.partial needs at least two sandbox sessions: one may belong to an episode that waits.",
             "Raise sandbox.sessions or unset rollout.partial.",

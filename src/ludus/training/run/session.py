@@ -136,11 +136,11 @@ def model_path(config: Config) -> str:
 
 
 def session_scheduler(
-    session: TrainingSession, engine: Engine, play: SamplingPlan, ledger: Ledger, rollout: RolloutConfig | None = None
+    session: TrainingSession, engine: Engine, plan: SamplingPlan, ledger: Ledger, rollout: RolloutConfig | None = None
 ) -> Scheduler:
     """Return the scheduler of the session's episodes; `rollout` overrides the session's settings."""
     how = rollout or session.config.rollout
-    made = engine_scheduler(session.world, engine, session.renderer, how, play, ledger)
+    made = engine_scheduler(session.world, engine, session.renderer, how, plan, ledger)
     return replace(made, scoring=session.scoring)
 
 

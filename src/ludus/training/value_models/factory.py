@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 CRITIC_RATE = 2.0
 """Default learning rate of a critic as a multiple of the policy's."""
 
-Judge = Critic | OutcomeCritic | ProcessReward
+ValueModel = Critic | OutcomeCritic | ProcessReward
 
 
-def make_judge(
+def make_value_model(
     config: Config, algorithm: Algorithm, model: PreTrainedModel, success: str, ranks: Collectives = ONE_PROCESS
-) -> Judge | None:
+) -> ValueModel | None:
     """Build the critic or process reward model of the algorithm, or None; `ranks` train it together.
 
     `success` is the reward part that defines task success.
@@ -68,17 +68,17 @@ def make_judge(
     return None
 
 
-def part_name(judge: Judge) -> str:
+def part_name(value_model: ValueModel) -> str:
     """Return the name of its part of a checkpoint."""
-    return "process_reward" if isinstance(judge, ProcessReward) else "critic"
+    return "process_reward" if isinstance(value_model, ProcessReward) else "critic"
 
 
-def warmup_steps(judge: Judge | None, config: Config, started: int | None = None) -> int:
+def warmup_steps(value_model: ValueModel | None, config: Config, started: int | None = None) -> int:
     """Return the number of initial steps that train only the critic; default: a tenth of the run.
 
     A resumed run keeps the `started` value, so that extending a run does not pause the policy again.
     """
-    return planned_warmup(config, started) if isinstance(judge, Critic | OutcomeCritic) else 0
+    return planned_warmup(config, started) if isinstance(value_model, Critic | OutcomeCritic) else 0
 
 
 def planned_warmup(config: Config, started: int | None = None) -> int:
@@ -90,36 +90,38 @@ def planned_warmup(config: Config, started: int | None = None) -> int:
     return config.training.steps // 10 if started is None else started
 
 
-def judged(judge: Judge, credits: Sequence[TrainingSample], rows: Sequence[Row], learner: Learner) -> Estimates:
+def estimate_values(
+    value_model: ValueModel, samples: Sequence[TrainingSample], rows: Sequence[Row], learner: Learner
+) -> Estimates:
     """Return the estimates for the samples' rows, before training on them.
 
     Raises LearnerError if a reference is needed and missing.
     """
-    solved = [] if isinstance(judge, Critic) else _solved(credits, judge.settings.success)
-    with judge.optimiser.ranks.together(EvaluateValues(rows, solved)):
-        said = at_actions(say(judge, rows, solved), rows)
-    match judge:
+    solved = [] if isinstance(value_model, Critic) else _solved(samples, value_model.settings.success)
+    with value_model.optimiser.ranks.together(EvaluateValues(rows, solved)):
+        said = at_actions(score_values(value_model, rows, solved), rows)
+    match value_model:
         case Critic():
             asked = learner.algorithm.number("advantage", "bootstrap") != 0
-            return Estimates(values=said, bootstrap=bootstraps(judge, credits, rows) if asked else None)
+            return Estimates(values=said, bootstrap=bootstraps(value_model, samples, rows) if asked else None)
         case OutcomeCritic():
             return Estimates(outcome_probs=said)
         case ProcessReward():
             return Estimates(prm_logprobs=said, ref_logprobs=at_actions(learner.reference(rows), rows))
 
 
-def bootstraps(judge: Critic, credits: Sequence[TrainingSample], rows: Sequence[Row]) -> list[Tensor]:
+def bootstraps(value_model: Critic, samples: Sequence[TrainingSample], rows: Sequence[Row]) -> list[Tensor]:
     """Return V after the last action token of each path, 0 unless a token limit truncated the episode."""
-    found = [torch.zeros(len(credit.episode.trajectory.rows), dtype=torch.float64) for credit in credits]
+    found = [torch.zeros(len(sample.episode.trajectory.rows), dtype=torch.float64) for sample in samples]
     places: dict[int, dict[int, int]] = {}
-    for i, trajectory in enumerate(credit.episode.trajectory for credit in credits):
+    for i, trajectory in enumerate(sample.episode.trajectory for sample in samples):
         ended = [path.trajectory.stop_reason for path in paths(trajectory)]
         cut = {n: place for n, place in last_actions(trajectory).items() if ended[n] in CUT_OFF}
         if cut:
             places[i] = cut
     ends = [replace(rows[i], trains=_marked(len(rows[i].tokens), own.values())) for i, own in places.items()]
-    with judge.optimiser.ranks.together(EvaluateValues(ends, [], True)):
-        said = say(judge, ends, [], True) if ends else []
+    with value_model.optimiser.ranks.together(EvaluateValues(ends, [], True)):
+        said = score_values(value_model, ends, [], True) if ends else []
     for i, values in zip(places, said, strict=True):
         for path, place in places[i].items():
             found[i][path] = values[place]
@@ -131,58 +133,60 @@ def _marked(length: int, places: Iterable[int]) -> tuple[bool, ...]:
     return tuple(i in chosen for i in range(length))
 
 
-def say(judge: Judge, rows: Sequence[Row], solved: Sequence[bool], after: bool = False) -> list[Tensor]:
+def score_values(
+    value_model: ValueModel, rows: Sequence[Row], solved: Sequence[bool], after: bool = False
+) -> list[Tensor]:
     """Return the value model's output per token, `[T]`; `solved` are the outcomes, for an outcome critic.
 
     A critic scores the states before the tokens, or `after` them.
     """
-    with own_types(judge.model):
-        match judge:
+    with own_types(value_model.model):
+        match value_model:
             case Critic():
-                return judge.values(rows, after=after)
+                return value_model.values(rows, after=after)
             case OutcomeCritic():
-                return judge.probabilities(rows, solved)
+                return value_model.probabilities(rows, solved)
             case ProcessReward():
-                return judge.logprobs(rows)
+                return value_model.logprobs(rows)
 
 
-def train_judge(judge: Judge, credits: Sequence[TrainingSample]) -> dict[str, float]:
+def train_value_model(value_model: ValueModel, samples: Sequence[TrainingSample]) -> dict[str, float]:
     """Train on all trained trajectories; return metrics.
 
     A critic trains at training tokens; outcome predictors use the whole trajectory.
     """
-    trained = [credit for credit in credits if credit.outcome is RolloutOutcome.TRAINED]
-    rows = [row_of_trajectory(credit.episode.trajectory, 0.0) for credit in trained]
+    trained = [sample for sample in samples if sample.outcome is RolloutOutcome.TRAINED]
+    rows = [row_of_trajectory(sample.episode.trajectory, 0.0) for sample in trained]
     if not rows:
         return {}
-    if isinstance(judge, Critic):
-        if judge.settings.turns:
-            trajectories = [credit.episode.trajectory for credit in trained]
+    if isinstance(value_model, Critic):
+        if value_model.settings.turns:
+            trajectories = [sample.episode.trajectory for sample in trained]
             rows = [at_openings(row, one) for row, one in zip(rows, trajectories, strict=True)]
-        rows = [without_masked(row, credit.trains) for row, credit in zip(rows, trained, strict=True)]
-    solved = [] if isinstance(judge, Critic) else _solved(trained, judge.settings.success)
+        rows = [without_masked(row, sample.trains) for row, sample in zip(rows, trained, strict=True)]
+    solved = [] if isinstance(value_model, Critic) else _solved(trained, value_model.settings.success)
     given: list[list[tuple[float, ...] | None]] = []
-    if isinstance(judge, Critic):
-        given = [[credit.targets for credit in trained], [credit.values for credit in trained]]
-    elif isinstance(judge, ProcessReward):
-        given = [[credit.reference for credit in trained]]
+    if isinstance(value_model, Critic):
+        given = [[sample.targets for sample in trained], [sample.values for sample in trained]]
+    elif isinstance(value_model, ProcessReward):
+        given = [[sample.reference for sample in trained]]
     tables = tuple([_spread(v, row) for v, row in zip(values, rows, strict=True)] for values in given)
-    with judge.optimiser.ranks.together(TrainValues(rows, tables, solved)):
-        return teach(judge, rows, tables, solved)
+    with value_model.optimiser.ranks.together(TrainValues(rows, tables, solved)):
+        return train_on_tables(value_model, rows, tables, solved)
 
 
-def teach(
-    judge: Judge, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
+def train_on_tables(
+    value_model: ValueModel, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
 ) -> dict[str, float]:
     """Train on `tables` of numbers `[T]` a row, as taken by its `train`, or on the outcomes."""
-    with own_types(judge.model):
-        match judge:
+    with own_types(value_model.model):
+        match value_model:
             case Critic():
-                return judge.train(rows, tables[0], tables[1])
+                return value_model.train(rows, tables[0], tables[1])
             case OutcomeCritic():
-                return judge.train(rows, solved)
+                return value_model.train(rows, solved)
             case ProcessReward():
-                return judge.train(rows, tables[0], solved)
+                return value_model.train(rows, tables[0], solved)
 
 
 def at_actions(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:
@@ -204,8 +208,8 @@ def at_openings(row: Row, trajectory: Trajectory) -> Row:
     return replace(row, trains=tuple(opens))
 
 
-def _solved(credits: Sequence[TrainingSample], success: str) -> list[bool]:
-    return [credit.episode.trajectory.rewards.get(success, 0.0) >= 1 for credit in credits]
+def _solved(samples: Sequence[TrainingSample], success: str) -> list[bool]:
+    return [sample.episode.trajectory.rewards.get(success, 0.0) >= 1 for sample in samples]
 
 
 def _spread(values: Sequence[float] | None, row: Row) -> Tensor:
