@@ -26,7 +26,7 @@ from ludus.rollout.openai_client import (
     OpenAIClient,
     OpenAIClientSettings,
     TokenUsage,
-    endpoint_conversations,
+    endpoint_chat_factory,
     read_answer,
 )
 from ludus.rollout.scheduler import RolloutRequest, SamplingPlan, scheduler
@@ -161,7 +161,7 @@ def evaluated(script, rollout):
     async def run(server):
         where = OpenAIClientSettings(server.url, "m", concurrency=2, retries=0, timeout_s=60)
         async with httpx.AsyncClient() as client, OpenAIClient(where, client) as endpoint:
-            make_chat = endpoint_conversations(endpoint, rollout, SamplingPlan("eval", 0.5, seed=3))
+            make_chat = endpoint_chat_factory(endpoint, rollout, SamplingPlan("eval", 0.5, seed=3))
             world = SmallWorld()
             plan = EvaluationPlan("test", 3, 2, 0.5, seed=3)
             result, episodes = await evaluate(scheduler(world, make_chat, rollout, Ledger()), world.tasks("test"), plan)
@@ -635,11 +635,11 @@ def test_an_unknown_parser_is_refused_and_the_key_is_not_shown():
     where = OpenAIClientSettings("http://h/v1", "m", "sk-secret")
     assert "sk-secret" not in repr(OpenAIClient(where))
     with pytest.raises(ConfigError, match="no tool parser 'xml'"):
-        endpoint_conversations(OpenAIClient(where), RolloutConfig(), SamplingPlan("eval", 0.0, 0), "xml")
+        endpoint_chat_factory(OpenAIClient(where), RolloutConfig(), SamplingPlan("eval", 0.0, 0), "xml")
 
 
 def test_the_factory_names_the_seed_of_a_job_by_all_but_its_attempt():
-    make_chat = endpoint_conversations(
+    make_chat = endpoint_chat_factory(
         OpenAIClient(OpenAIClientSettings("http://h", "m")),
         RolloutConfig(max_seq_len=99),
         SamplingPlan("eval", 0.0, 1),

@@ -327,8 +327,8 @@ def test_errors_of_the_family_pass_as_they_are():
 @pytest.mark.parametrize(
     ("what", "value", "words"),
     [
-        ("start", 3, "start gave int, not list"),
-        ("step", "done", "step gave str, not StepResult"),
+        ("start", 3, "start returned int, not list"),
+        ("step", "done", "step returned str, not StepResult"),
         ("step", StepResult(reward=math.nan), "step returned the reward nan"),
         ("start", [Message(role="user", content=None)], "cannot be rendered"),
         ("start", [{"content": "no role"}], "cannot be rendered"),

@@ -1,10 +1,9 @@
-"""Groups of episodes as a stream: they start as there is room, and batches of whole groups come out.
+"""Stream of episode groups: groups start as slots become free, and batches of complete groups come out.
 
-Takes a source of groups and something that plays a job. Gives batches: `take` waits until the admission lets
-one go. Waits with at most `in_flight` episodes; the next one starts when one ends, oldest group first. Never
-gives a part of a group, never drops one silently: a group that does not count (a member failed for good, or
-a filter takes it out) comes out beside the batch, and another one is admitted in its place. Raises in `take`
-what an episode raised. `close` ends all that is in flight.
+`take` waits until the staleness controller admits a batch. At most `in_flight` episodes run; when one ends,
+the next starts, oldest group first. Groups are never split or dropped silently: a group that does not count (a
+member failed permanently, or a filter removed it) is returned next to the batch, and another group is admitted
+instead. `take` raises errors of episodes; `close` cancels all running ones.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class StreamedGroup:
 
     @property
     def episodes(self) -> list[Episode]:
-        """Return the finished episodes by index."""
         return [self.done[place] for place in sorted(self.done)]
 
 
@@ -76,10 +74,10 @@ class GroupBatch:
 
 @dataclass
 class GroupQueue:
-    """Plays groups. `needed` members of a group are enough (0: all); the others are then cancelled.
+    """Run groups of requests. `needed` members of a group suffice (0: all); the others are then cancelled.
 
-    `next_number` is that of the next group; `restored` are groups from before the run was resumed. One of them
-    that came too late is played anew, as soon as there is room.
+    `next_number` is the number of the next group; `restored` are groups from before a resume. One that became too
+    stale is sampled again as soon as there is room.
     """
 
     admission: StalenessController
@@ -93,7 +91,7 @@ class GroupQueue:
     late: list[Episode] = field(default_factory=list, init=False)
     """Finished episodes from before a resume whose groups are sampled again."""
     ended: list[Episode] = field(default_factory=list, init=False)
-    """Episodes that have ended since `forget_ended`."""
+    """Episodes that ended since the last `pop_ended`."""
     held: bool = field(default=False, init=False)
     """Whether the last batch waited for a group that was due although enough others were complete."""
     _groups: dict[int, StreamedGroup] = field(default_factory=dict, init=False)
@@ -126,14 +124,14 @@ class GroupQueue:
         going_on = [episode for group in going for episode in group.episodes]
         for group in tuple(self._groups.values()):
             self._end_group(group)
-        self._num_ready = 0  # of those nothing has flown
+        self._num_ready = 0  # restored groups do not count as throughput
         self._fill()
         return going_on
 
     async def take(self) -> GroupBatch:
         """Wait for the next batch that the staleness controller admits."""
         self.held = False
-        self._fill()  # more may be in flight than before
+        self._fill()  # the limit may have been raised
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -152,10 +150,10 @@ class GroupQueue:
 
     @contextmanager
     def throttled(self, rest: Callable[[float], None]) -> Iterator[None]:
-        """In the block, in which the learner computes, let the engine rest while the next batch is there.
+        """Throttle the engine within the block, in which the learner computes, while the next batch is ready.
 
-        Not where the last one waited for a group that was due: then episodes are in a hurry. `rest` takes
-        how many times the length of a pass the engine is to wait after it; 0 at the end.
+        Not throttled if the last batch waited for a group that was due. `rest` receives the pause after a pass as a
+        multiple of its duration; 0 at the end.
         """
         self._rest = rest
         self._update_rest()
@@ -199,7 +197,6 @@ class GroupQueue:
 
     @property
     def num_in_flight(self) -> int:
-        """Return the number of running episodes."""
         return len(self._running)
 
     @property
@@ -219,7 +216,6 @@ class GroupQueue:
         return sorted([*going, *self._restarts], key=lambda group: group.number)
 
     def pop_ended(self) -> list[Episode]:
-        """Return and clear the episodes that ended since the last call."""
         ended, self.ended = self.ended, []
         return ended
 
@@ -280,7 +276,7 @@ class GroupQueue:
             return
         if len(group.done) < len(group.jobs):
             self._stop_rest(group)
-        if self._has_needed(group):  # what failed has been replaced, and the ledger has it
+        if self._has_needed(group):  # failures were retried and are in the ledger
             group.done = {i: e for i, e in group.done.items() if e.trajectory.failure is None}
         if self.source.counts(group.episodes):
             self.admission.ready(group.number)
@@ -323,7 +319,7 @@ class GroupQueue:
 
 
 def _restart_group(group: StreamedGroup) -> StreamedGroup:
-    """A group with nothing done; the members that had ended are other attempts now than those."""
+    """Return the group without results; finished members become new attempts."""
     jobs = [
         replace(job, key=replace(job.key, attempt=group.done[i].key.attempt + 1)) if i in group.done else job
         for i, job in enumerate(group.jobs)

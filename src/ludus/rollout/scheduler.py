@@ -1,8 +1,10 @@
-"""Lockstep engine: batches depend on the episodes alone, never on timing.
+"""Schedule many episodes concurrently, and build schedulers from settings.
 
-Collects requests until every joined episode is waiting or has left, then sends the round as one batch,
-ordered by episode; errors of the engine reach every episode of the round. A slow tool delays all episodes,
-which is the cost of reproducibility.
+Returns one `Episode` per request, in order; one with a permanent infrastructure failure has the stop reason
+`failed`. Concurrency is bounded. Infrastructure failures, and only those, are retried in a fresh environment
+with the same seed. Raises the first `WorldError` or `EngineError` once more episodes have failed than
+`max_failure_rate` allows; then, and on cancellation, all running episodes are closed first. Every attempt and
+every wall-clock limit that fired is recorded in the ledger.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ _Entry = tuple[Request, "asyncio.Future[Completion]"]
 
 @dataclass
 class LockstepEngine:
-    """Engine whose batches are rounds of all joined episodes."""
+    """Engine whose batches are rounds of all joined episodes, so that they never depend on timing.
+
+    Collects requests until every joined episode is waiting or has left, then sends the round as one batch,
+    ordered by episode; errors of the engine reach every episode of the round. A slow tool delays all episodes,
+    which is the cost of reproducibility.
+    """
 
     inner: Engine
     _joined: set[str] = field(init=False, default_factory=set)
@@ -46,31 +53,25 @@ class LockstepEngine:
 
     @property
     def context_tokens(self) -> int:
-        """The context length of the inner engine."""
         return self.inner.context_tokens
 
     @property
     def version(self) -> int:
-        """The version of the inner engine."""
         return self.inner.version
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether the inner engine is batch-invariant."""
         return self.inner.batch_invariant
 
     @property
     def continues_actions(self) -> bool:
-        """Whether the inner engine can continue actions."""
         return isinstance(self.inner, ContinuesActions) and self.inner.continues_actions
 
     async def measure(self) -> None:
-        """Refresh the inner engine's statistics."""
         if isinstance(self.inner, RemoteStats):
             await self.inner.measure()
 
     def stats(self, *, reset: bool = False) -> EngineStats:
-        """Return the inner engine's statistics."""
         return self.inner.stats(reset=reset)
 
     def swap(self, leaving: str | None, joining: str | None) -> None:
@@ -91,23 +92,18 @@ class LockstepEngine:
         return await future
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
-        """Call the inner engine."""
         return await self.inner.generate_batch(requests)
 
     def release(self, episode: str) -> None:
-        """Call the inner engine."""
         self.inner.release(episode)
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Call the inner engine."""
         await self.inner.load_weights(version, state)
 
     async def fingerprint(self) -> str | None:
-        """Return the inner engine's fingerprint."""
         return await self.inner.fingerprint()
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
-        """Call the inner engine."""
         return await self.inner.score(token_ids, adapter=adapter)
 
     async def close(self) -> None:
@@ -181,10 +177,10 @@ class SchedulerLimits:
 
 
 ChatSessionFactory = Callable[[RolloutRequest], ChatSession]
-"""Makes the conversation of one attempt; a lock-step knows its episode as `episode_name(job.key)`."""
+"""Build the chat session of an attempt, whose episode in a lockstep is `episode_name(job.key)`."""
 
 Attempt = Callable[[RolloutRequest], Awaitable[Trajectory]]
-"""Plays one attempt at a job, somewhere. Raises WorldError or EngineError where the infrastructure fails."""
+"""Run one attempt at a request. Raises WorldError or EngineError if the infrastructure fails."""
 
 InfrastructureError = WorldError | EngineError
 
@@ -199,7 +195,7 @@ def episode_name(key: RolloutKey) -> str:
 
 @dataclass
 class FailureBudget:
-    """The failures for good among `num_jobs` jobs; where `begun` are more, among those."""
+    """Permanent failures among `num_jobs` requests, or among the `begun` ones if these are more."""
 
     num_jobs: int
     failures: list[InfrastructureError] = field(default_factory=list)
@@ -220,7 +216,7 @@ class FailureBudget:
 
 @dataclass
 class _Run:
-    """The state of one call of `run`. `joined` are the names that the lock-step knows."""
+    """State of one call of `run`. `joined` are the names of the episodes in the lockstep."""
 
     pending: Iterator[tuple[int, RolloutRequest]]
     budget: FailureBudget
@@ -230,11 +226,11 @@ class _Run:
 
 @dataclass
 class Scheduler:
-    """Plays jobs. `lockstep`, where given, is the engine that the conversations speak to.
+    """Run rollout requests. `lockstep`, if set, is the engine of the chat sessions.
 
-    `limits_of`, where given, says the bounds of an episode in the place of `episode_limits`. `remote`,
-    where given, plays the attempts; account and retries stay here. `scoring` gives the trajectories their
-    rewards; without `scores` somebody else does. With `branch` an episode that is not greedy is a tree.
+    `limits_of`, if set, replaces `episode_limits` for a task. `remote`, if set, runs the attempts; ledger and
+    retries stay in this process. `scoring` computes the rewards, unless `scores` is off. With `branch`, episodes
+    that are not greedy become trees.
     """
 
     world: World
@@ -284,17 +280,17 @@ class Scheduler:
     async def run_one(
         self, job: RolloutRequest, budget: FailureBudget, on_retry: Callable[[str, str], None] | None = None
     ) -> Episode:
-        """Play a job until an attempt succeeds or they have run out; then it is a failure of `budget`.
+        """Run a request until an attempt succeeds or retries are exhausted, which counts as a failure of `budget`.
 
-        `on_retry` is told the names of the attempt that failed and of the next one. An attempt that is
-        cancelled ends in the ledger as dropped.
+        `on_retry` receives the names of the failed attempt and of the next one. A cancelled attempt is recorded in
+        the ledger as dropped.
         """
         last = planned = job.key.attempt + self.limits.retries
         while True:
             self.ledger.start(job.key)
             try:
                 played = await self._play(job)
-                if is_being_cancelled():  # and the world has kept that to itself
+                if is_being_cancelled():  # and the world suppressed it
                     raise asyncio.CancelledError
                 return Episode(job.key, job.task, played, job.greedy)
             except asyncio.CancelledError:
@@ -302,7 +298,7 @@ class Scheduler:
                 raise
             except (WorldError, EngineError) as error:
                 self._note_failure(job.key, error)
-                last = max(last, planned + isinstance(error, RestoreError))  # to begin again once is no retry
+                last = max(last, planned + isinstance(error, RestoreError))  # one restart is not a retry
                 if is_being_cancelled():
                     raise asyncio.CancelledError from error
                 if job.key.attempt >= last:
@@ -318,8 +314,10 @@ class Scheduler:
             return await self._attempt(job)
 
     def _room(self) -> AbstractAsyncContextManager[None]:
-        """A place among the episodes that may be open at once, however they are started. Those of `run` are
-        never more: in lock-step one that waits here would be waited for."""
+        """Return a slot among the episodes that may be open at once.
+
+        `run` never exceeds the limit itself: in lockstep, an episode that waits here would block the round.
+        """
         if self.world.episodes_at_once is None:
             return nullcontext()
         self._places = self._places or asyncio.Semaphore(self.limits.concurrency)
@@ -328,15 +326,15 @@ class Scheduler:
     async def _attempt(self, job: RolloutRequest) -> Trajectory:
         if self.branch is None or job.greedy:
             return await self._path(job, (), 0)
-        return await run_tree(self.branch, lambda told, number: self._path(job, told, number))
+        return await run_tree(self.branch, lambda recorded, number: self._path(job, recorded, number))
 
-    async def _path(self, job: RolloutRequest, told: tuple[Segment, ...], number: int) -> Trajectory:
-        """Play a path of the episode's tree; 0 is the whole episode."""
+    async def _path(self, job: RolloutRequest, recorded: tuple[Segment, ...], number: int) -> Trajectory:
+        """Run a path of the episode's tree; 0 is the whole episode."""
         conversation = self.make_chat(job)
         if number:
             assert isinstance(conversation, EngineChatSession)
             seed = seed_for(conversation.seed, "branch", number)
-            conversation = replace(conversation, told=told, seed=seed)
+            conversation = replace(conversation, recorded=recorded, seed=seed)
         environment = fresh_environment(self.world, job.task)
         limits = self.episode_limits if self.limits_of is None else self.limits_of(job.task)
         played = await run_unscored(job.task, job.key.sample, environment, conversation, limits)
@@ -368,7 +366,7 @@ class Scheduler:
         return Episode(job.key, job.task, nothing, job.greedy)
 
     def _take(self, run: _Run, leaving: str | None) -> tuple[int, RolloutRequest] | None:
-        """The next job; it joins the lock-step in the same instant as the last one leaves."""
+        """Return the next request; its episode joins the lockstep as the previous one leaves."""
         taken = next(run.pending, None)
         self._swap(run, leaving, episode_name(taken[1].key) if taken else None)
         return taken

@@ -1,15 +1,17 @@
-"""How many groups may start, and which of them train next: bounded staleness by admission.
+"""Control of streamed groups: bounded staleness by admission, and automatic concurrency.
 
-Takes what happens to groups (`admit`, `ready`, `discard`) and to weights (`published`). Gives the room for
-new groups, and the groups of the next batch. Knows no clock, no engine and no event loop, so that a
-simulation runs the same code as training. Never throws a slow group away: what is admitted is taken, unless
-it is discarded by name.
+`StalenessController` decides how many groups may start and which of them train next. A group admitted while
+episodes start on version `v` has no token older than `v`, and step `s` trains the weights of version `s - 1`.
+With the bound `k` the group is therefore due at step `v + k + 1`. A step takes a fixed number of groups, those
+due first, so it suffices that for every step `d` from the next one on, no more groups are due until `d` than
+the steps until `d` take. Admission preserves this condition, and `take` waits for a group that would violate
+it. Slow groups are never dropped: an admitted group is taken unless it is discarded explicitly.
 
-A group that is admitted while episodes begin on version `v` holds no token older than `v`, and step `s`
-trains the weights of version `s - 1`. With the bound `k` the group is therefore due at step `v + k + 1`. A
-step takes a fixed number of groups, those that are due first; so it is enough that for every step `d` from
-the next one on, no more groups are due until `d` than the steps until `d` take. Admission never breaks that,
-and `take` waits for a group that would.
+`ConcurrencyController` finds the smallest number of episodes that keeps learner and engine busy, by the rule
+`next_in_flight`. It estimates the speedup of larger batches from a linear fit of the duration of engine passes,
+and the concurrency that the learner needs by Little's law.
+
+Neither uses a clock, an engine or an event loop, so that simulations run the same code.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from dataclasses import dataclass, field, replace
 class StalenessSchedule:
     """`groups_per_step` groups train in each step, up to `last_step`.
 
-    No token is older than `max_staleness` versions: with `hold` the learner waits for what is due, without it
-    tokens may come later and are then to be masked.
+    With `hold`, the learner waits for groups that are due, so that no token is older than `max_staleness`
+    versions; otherwise tokens may be older and must be masked.
     """
 
     groups_per_step: int
@@ -44,9 +46,9 @@ class GroupTicket:
 
 @dataclass
 class StalenessController:
-    """The groups on their way. `version` is that of the last step that is done.
+    """Admitted groups. `version` is that of the last completed step.
 
-    `begins` is the version of the engine; of several, the oldest one on which an episode may begin.
+    `begins` is the oldest engine version on which an episode may start.
     """
 
     pace: StalenessSchedule
@@ -60,7 +62,6 @@ class StalenessController:
 
     @property
     def next_step(self) -> int:
-        """Return the next step to take."""
         return self.version + 1 + self.learning
 
     @property
@@ -70,7 +71,6 @@ class StalenessController:
 
     @property
     def num_ready(self) -> int:
-        """Return the number of groups that wait for the learner."""
         return sum(ticket.ready for ticket in self._tickets.values())
 
     @property
@@ -89,10 +89,9 @@ class StalenessController:
         return ticket
 
     def readmit(self, number: int, version: int) -> bool:
-        """Whether a group that was admitted at `version`, before the run was resumed, goes on.
+        """Readmit a group that was admitted at `version` before a resume; return whether it continues.
 
-        It does unless it cannot train in time any more, the pace being another one now. Where nothing is
-        held back for it, it goes on however late it is.
+        It does not if it cannot train in time under the current schedule. Without `hold` it always continues.
         """
         self._tickets[number] = GroupTicket(number, version)
         if not self.pace.hold or self._feasible(self._tickets.values(), self.next_step):
@@ -123,7 +122,7 @@ class StalenessController:
 
     @property
     def batches_ready(self) -> int:
-        """Whole batches that wait for the learner; none where it would wait for a group that is due."""
+        """The number of complete batches; 0 if the learner would wait for a group that is due."""
         return 0 if self._next_batch() is None else self.num_ready // self.pace.groups_per_step
 
     @property
@@ -149,7 +148,7 @@ class StalenessController:
         self.begins = max(self.begins, version)
 
     def _next_batch(self) -> list[int] | None:
-        """What the next step may train of what is ready now, oldest first."""
+        """Return the groups that the next step may train, oldest first, or None."""
         if self.num_ready < self.pace.groups_per_step:
             return None
         ready = sorted((t for t in self._tickets.values() if t.ready), key=lambda t: (t.version, t.number))
@@ -195,7 +194,7 @@ FADE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class StreamThroughput:
-    """What a stream did in a step: seconds of all episodes in flight, and groups made ready, in batches."""
+    """Throughput of a step: total seconds of episodes in flight, and groups made ready, in batches."""
 
     flown_s: float
     batches: float
@@ -203,13 +202,11 @@ class StreamThroughput:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What a step measured: idle shares in [0, 1], requests waiting for each that ran, and how many batches
-    were ready when the learner came back.
+    """Measurements of a step: idle fractions in [0, 1], waiting requests per running one, and ready batches.
 
-    `needed` are the episodes in flight that bring batches at the learner's pace, None where that is not
-    known. `gain` is by how much the engine would sample faster with `MORE` times the sequences. `limited`
-    says whether it was this limit that kept more episodes from starting, and not the bound on staleness;
-    `seconds` is what the step took.
+    `needed` is the concurrency that matches the learner's pace (None: unknown). `gain` is the engine's speedup
+    with `MORE` times the sequences. `limited`: this limit, not the staleness bound, kept episodes from starting.
+    `seconds` is the duration of the step.
     """
 
     learner_idle: float
@@ -223,12 +220,12 @@ class EngineLoad:
 
 
 def next_in_flight(now: int, load: EngineLoad, least: int, most: int, more: float = MORE) -> int:
-    """The number for the next step, from `least` to `most`; `more` is the factor by which it grows.
+    """Return the concurrency of the next step, from `least` to `most`; `more` is its growth factor.
 
-    More where both wait: then it is tools that everyone waits for; and where the learner waits for an engine
-    that gets faster by it. Fewer where episodes only grow old in the engine's queue. What the learner's pace
-    needs where it does not wait, with a little less the more batches wait for it. The same where it waits for
-    a group that is due, and no more where the bound on staleness lets no more start.
+    It grows if learner and engine both wait (for tools), or if the learner waits for an engine that larger batches
+    speed up. It shrinks if episodes only age in the engine's queue. If the learner does not wait, it follows
+    `needed`, reduced the more batches are ready. It stays if the learner waits for a group that is due, and does
+    not grow if the staleness bound limits admission.
     """
     wanted = float(now)
     if load.engine_queue > QUEUED:
@@ -268,9 +265,9 @@ class PassTimeModel:
         self._sums = [FADE * old + new for old, new in zip(self._sums, (1.0, x, y, x * x, x * y), strict=True)]
 
     def gain(self, running: float) -> float:
-        """By how much the engine samples faster with `MORE` times as many sequences as `running`.
+        """Return the engine's speedup with `MORE` times as many sequences as `running`.
 
-        Where all steps had the same number, nothing is known yet, and all of a pass may be shared.
+        If all steps had the same number, the fit is undetermined and a pass is assumed to be fully shared.
         """
         count, x, y, xx, xy = self._sums
         spread = xx * count - x * x
@@ -324,9 +321,9 @@ class ThroughputAverage:
 
 @dataclass
 class ConcurrencyController:
-    """The limit on episodes in flight: `now`, from `least` to `most`.
+    """Limit on episodes in flight: `now`, from `least` to `most`.
 
-    It grows by `FIRST` from step to step until it need not for the first time, and by `MORE` from then on.
+    Grows by `FIRST` per step until concurrency suffices for the first time, then by `MORE`.
     """
 
     now: int
@@ -337,16 +334,15 @@ class ConcurrencyController:
     flown: ThroughputAverage = field(default_factory=ThroughputAverage)
     _more: float = FIRST
     _fills: bool = True
-    """Whether the first step is yet to come, in which the learner waits for the stream to fill."""
+    """Whether this is the first step, in which the learner waits for the stream to fill."""
 
     def __post_init__(self) -> None:
         self.now = max(self.least, min(self.most, self.now))
 
     def after_step(self, timings: Mapping[str, float], ready: float, flow: StreamThroughput, limited: bool) -> int:
-        """The limit after a step with these timings; the same where they say nothing of the engine.
+        """Return the limit after a step with these timings; unchanged without engine metrics.
 
-        An engine's idle share that is not known steers nothing: where the learner waits, what larger batches
-        gain decides then.
+        An unknown idle fraction of the engine is ignored; if the learner waits, `gain` then decides.
         """
         if "engine/requests_running" not in timings:
             return self.now
@@ -359,14 +355,14 @@ class ConcurrencyController:
             limited=limited,
             seconds=timings.get("time/step_s", 0.0),
         )
-        passes = PassTimes(running, running / speed) if speed else None  # each gives a token for each sequence
+        passes = PassTimes(running, running / speed) if speed else None  # each pass samples a token per sequence
         return self.after(load, passes, flow)
 
     def after(self, load: EngineLoad, passes: PassTimes | None, flow: StreamThroughput | None = None) -> int:
-        """The limit after a step; `passes` is None where the engine does not tell, else gives `load.gain`.
+        """Return the limit after a step. `passes` (None: unknown) determines `load.gain`.
 
-        Where learner and engine share cores a pass takes longer while the learner works, and that is no
-        fault of larger batches: seconds of a pass are compared as if the learner cost the engine its half.
+        If learner and engine share cores, a pass takes longer while the learner works, independently of the batch
+        size, so durations are compared as if the learner cost the engine half of its time.
         """
         if flow is not None:
             load = replace(load, needed=self.flown.add(flow, load))

@@ -9,7 +9,7 @@ from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.errors import ConfigError
 from ludus.rollout.ledger import Ledger
-from ludus.rollout.openai_client import OpenAIClient, OpenAIClientSettings, endpoint_conversations
+from ludus.rollout.openai_client import OpenAIClient, OpenAIClientSettings, endpoint_chat_factory
 from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.scheduler import SamplingPlan, Scheduler, engine_scheduler, scheduler
 
@@ -83,7 +83,7 @@ class OpenAIBackend:
         """The same limits as for an engine."""
         rollout, parser = self.config.rollout, self.config.env.tool_parser
         named = "" if parser == "auto" else parser
-        make_chat = endpoint_conversations(self.endpoint, rollout, play, named, self.world)
+        make_chat = endpoint_chat_factory(self.endpoint, rollout, play, named, self.world)
         return replace(scheduler(self.world, make_chat, rollout, Ledger()), scoring=self.scoring)
 
     async def close(self) -> None:

@@ -34,7 +34,7 @@ from ludus.rewards.presets import PUBLISHED
 from ludus.rewards.registry import MODEL_PART, check_fed, check_names, judges_more, parts_that_train
 from ludus.rollout.reward_executor import ProcessRewardExecutor, waited
 from ludus.rollout.scheduler import Episode
-from ludus.rollout.trees import attempts, of_each_path, with_chains
+from ludus.rollout.trees import attempts, map_paths, with_chains
 from ludus.training.credit.turn_rewards import LENGTH_PART, shaping_ranges, with_length, with_turn_rewards
 from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.reward_model import (
@@ -231,7 +231,7 @@ async def one_with_added(
         return episode
     begin = time.perf_counter()
     try:
-        scored = await of_each_path(episode.trajectory, lambda path: scoring.with_added(world, episode.task, path))
+        scored = await map_paths(episode.trajectory, lambda path: scoring.with_added(world, episode.task, path))
         return replace(episode, trajectory=waited(scored, time.perf_counter() - begin))
     except WorldError as error:
         on_error(error)

@@ -90,7 +90,7 @@ async def _run_rollouts(
     def go_on(job: RolloutRequest) -> ChatSession:
         conversation = make_chat(job)
         assert isinstance(conversation, EngineChatSession)
-        return replace(conversation, told=beginnings[job.key.step])
+        return replace(conversation, recorded=beginnings[job.key.step])
 
     scheduler.make_chat = go_on
     try:
