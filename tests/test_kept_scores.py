@@ -113,7 +113,7 @@ def test_what_credit_asked_is_not_asked_again(epochs, policy, reference):
 def test_only_the_same_rows_are_known():
     rows = random_rows(3)
     kept = LogprobCache()
-    kept.keep("", rows, [torch.zeros(1)] * 3)
+    kept.add("", rows, [torch.zeros(1)] * 3)
     assert kept.get("", rows) is not None
     assert kept.get("reference", rows) is None
     assert kept.get("", rows[:2]) is None

@@ -189,30 +189,38 @@ def batches(num_rows: int, epochs: int, minibatches: int, seed: int) -> Iterator
             yield order[part::minibatches]
 
 
-def state_of(model: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
-    """Return the trained weights and their moments for a checkpoint."""
-    weights = {f"model/{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    return weights | {f"optimiser/{name}": tensor for name, tensor in optimiser.state().items()}
+class TrainedModel:
+    """Model that trains next to the policy; `name` is used in messages."""
 
+    name: str
+    model: nn.Module
+    optimiser: Optimizer
 
-def blank_state_of(model: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
-    """Return zeros in the shapes, types and sharding of `state_of` after a step."""
-    weights = {f"model/{name}": torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
-    return weights | {f"optimiser/{name}": tensor for name, tensor in optimiser.blank_state().items()}
+    def state(self) -> dict[str, Tensor]:
+        """Return the trained weights and their moments for a checkpoint."""
+        return self._state({name: p.detach() for name, p in self._trained()}, self.optimiser.state())
 
+    def blank_state(self) -> dict[str, Tensor]:
+        """Return zeros in the shapes, types and sharding of `state` after a step."""
+        return self._state({name: torch.zeros_like(p) for name, p in self._trained()}, self.optimiser.blank_state())
 
-def load_state_of(
-    model: nn.Module, optimiser: Optimizer, state: Mapping[str, Tensor], num_steps: int, name: str
-) -> None:
-    """Restore `state_of`. Raises LearnerError if the model differs; `name` is used in the message."""
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            stored = state.get(f"model/{key}")
-            if stored is None or stored.shape != parameter.shape:
-                raise LearnerError(f"The checkpoint's {name} does not match: {key}.")
-            put(parameter, stored)
-    prefix = "optimiser/"
-    moments = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
-    optimiser.load_state(moments, num_steps)
+    def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
+        """Restore `state`. Raises LearnerError if the model differs."""
+        with torch.no_grad():
+            for key, parameter in self._trained():
+                stored = state.get(f"model/{key}")
+                if stored is None or stored.shape != parameter.shape:
+                    raise LearnerError(f"The checkpoint's {self.name} does not match: {key}.")
+                put(parameter, stored)
+        prefix = "optimiser/"
+        moments = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+        self.optimiser.load_state(moments, num_steps)
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    @staticmethod
+    def _state(weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {f"model/{name}": t for name, t in weights.items()} | {
+            f"optimiser/{name}": t for name, t in moments.items()
+        }

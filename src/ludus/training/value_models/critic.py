@@ -11,7 +11,7 @@ error, failed test and passed. Worlds have one outcome reward, so there are two 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, mer
 from ludus.training.distributed.fsdp import put
 from ludus.training.learner.logprobs import pad_rows
 from ludus.training.learner.optimizer import OptimizerSettings
-from ludus.training.value_models.base import StateModel, StateSettings, batches, blank_state_of, load_state_of, state_of
+from ludus.training.value_models.base import StateModel, StateSettings, TrainedModel, batches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,8 +46,10 @@ class CriticSettings:
     turns: bool = False
 
 
-class Critic:
+class Critic(TrainedModel):
     """Value model of states, with its training."""
+
+    name = "critic"
 
     def __init__(
         self,
@@ -92,18 +94,6 @@ class Critic:
             "critic/explained_variance": _explained(rows, targets, old),
             "critic/value_mean": _mean(_trained(old, rows)),
         }
-
-    def state(self) -> dict[str, Tensor]:
-        """Return weights and moments for a checkpoint."""
-        return state_of(self.model, self.optimiser)
-
-    def blank_state(self) -> dict[str, Tensor]:
-        """Return zeros in the shape of `state` after a step."""
-        return blank_state_of(self.model, self.optimiser)
-
-    def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
-        """Restore `state`. Raises LearnerError if the critic differs."""
-        load_state_of(self.model, self.optimiser, state, num_steps, "critic")
 
     def _step(self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> None:
         tokens, fault = sum(sum(row.trains[1:]) for row in rows), ""
@@ -158,8 +148,10 @@ class OutcomeCriticSettings:
     states: StateSettings = field(default_factory=StateSettings)
 
 
-class OutcomeCritic:
+class OutcomeCritic(TrainedModel):
     """Outcome classifier at the states after action tokens, with its training."""
+
+    name = "critic"
 
     def __init__(
         self,
@@ -203,18 +195,6 @@ class OutcomeCritic:
         first = steps[: len(steps) // settings.epochs]
         loss, right = (sum(column) for column in zip(*first, strict=True))
         return {"critic/loss": loss / tokens, "critic/accuracy": right / tokens}
-
-    def state(self) -> dict[str, Tensor]:
-        """Return weights and moments for a checkpoint."""
-        return state_of(self.model, self.optimiser)
-
-    def blank_state(self) -> dict[str, Tensor]:
-        """Return zeros in the shape of `state` after a step."""
-        return blank_state_of(self.model, self.optimiser)
-
-    def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
-        """Restore `state`. Raises LearnerError if the critic differs."""
-        load_state_of(self.model, self.optimiser, state, num_steps, "critic")
 
     def _step(self, rows: Sequence[Row], solved: Sequence[bool]) -> tuple[float, int]:
         """Take one gradient step; return the sum of losses before it and the number of correct tokens."""

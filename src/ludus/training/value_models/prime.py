@@ -7,7 +7,7 @@ it with cross-entropy on the outcome yields token rewards without labels (arXiv:
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from ludus.training.batches.rows import Row, scored_mask
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, merged
 from ludus.training.learner.logprobs import LogprobScorer, pad_rows
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.value_models.base import DataParallelSplitter, blank_state_of, load_state_of, state_of
+from ludus.training.value_models.base import DataParallelSplitter, TrainedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,8 +40,10 @@ class ProcessRewardSettings:
     recompute: bool = False
 
 
-class ProcessReward:
+class ProcessReward(TrainedModel):
     """Process reward model with its training. If there are adapters, only they train."""
+
+    name = "process reward model"
 
     def __init__(
         self,
@@ -80,18 +82,6 @@ class ProcessReward:
         for _ in range(1, self.settings.epochs):
             self._step(rows, references, solved)
         return {"prime/loss": loss, "prime/accuracy": right / len(rows)}
-
-    def state(self) -> dict[str, Tensor]:
-        """Return weights and moments for a checkpoint."""
-        return state_of(self.model, self.optimiser)
-
-    def blank_state(self) -> dict[str, Tensor]:
-        """Return zeros in the shape of `state` after a step."""
-        return blank_state_of(self.model, self.optimiser)
-
-    def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
-        """Restore `state`. Raises LearnerError if the model differs."""
-        load_state_of(self.model, self.optimiser, state, num_steps, "process reward model")
 
     def _step(self, rows: Sequence[Row], references: Sequence[Tensor], solved: Sequence[bool]) -> tuple[float, int]:
         total, right, fault = 0.0, 0, ""
