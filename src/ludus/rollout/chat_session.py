@@ -200,7 +200,7 @@ class EngineChatSession:
                 self.allowance.spend(len(more.tokens))
             if more.finish_reason == "abort" and not (parts and grant.is_over):
                 _check(more, self.episode)
-            self._part = part = _joined(self._part, more)
+            self._part = part = _join_parts(self._part, more)
             ended = more.finish_reason == "length" and (most == left or len(more.tokens) < most)
             if more.finish_reason == "stop" or ended:
                 self._part = NOTHING
@@ -247,7 +247,7 @@ class EngineChatSession:
         self._tokens.extend(segment.tokens)
 
 
-def _joined(part: Completion, more: Completion) -> Completion:
+def _join_parts(part: Completion, more: Completion) -> Completion:
     """Join two parts of an action."""
     return Completion(
         part.tokens + more.tokens, part.logprobs + more.logprobs, part.versions + more.versions, more.finish_reason

@@ -204,7 +204,7 @@ class OpenAIClient:
         if response.status_code in _LENGTH_STATUS and _TOO_LONG.search(response.text):
             return None
         if response.status_code != httpx.codes.OK:
-            raise self._refusal(response)
+            raise self._response_error(response)
         try:
             answer = read_answer(response.content, turn, parser)
         except EngineError as error:
@@ -309,7 +309,7 @@ class OpenAIClient:
             "Check that the server runs and that the URL is right.",
         )
 
-    def _refusal(self, response: httpx.Response) -> EngineError | UserError:
+    def _response_error(self, response: httpx.Response) -> EngineError | UserError:
         """Convert an error response."""
         status, target, model = response.status_code, self.settings.target, self.settings.model
         said = f"{status}: {_error_message(response)}"

@@ -124,7 +124,7 @@ class ThreadRewardExecutor:
     async def scored(
         self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
     ) -> Trajectory:
-        verifiers = Verifiers(_rewards(world, environment))
+        verifiers = Verifiers(_rewards_of(world, environment))
         return _with(trajectory, await self.judged(verifiers, ScoreRequest(task, trajectory)))
 
     async def judged(self, verifiers: Verifiers, asked: ScoreRequest) -> ScoredEpisode:
@@ -138,7 +138,7 @@ class ThreadRewardExecutor:
             raise _late(asked.task, self.timeout_s) from TimeoutError()
 
 
-def _rewards(world: World, environment: Environment | None) -> Sequence[Reward]:
+def _rewards_of(world: World, environment: Environment | None) -> Sequence[Reward]:
     return world.rewards if environment is None else environment.rewards
 
 
@@ -319,13 +319,15 @@ class ProcessRewardExecutor:
     async def scored(
         self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
     ) -> Trajectory:
-        rewards, why = _rewards(world, environment), ""
+        rewards, why = _rewards_of(world, environment), ""
         if environment is not None:
             try:
                 check_scored_elsewhere(world.rewards, rewards, environment)
             except ConfigError as error:
                 why = error.message
-        return _with(trajectory, await self._judged(world, Verifiers(rewards), ScoreRequest(task, trajectory), why))
+        return _with(
+            trajectory, await self._run_verifiers(world, Verifiers(rewards), ScoreRequest(task, trajectory), why)
+        )
 
     async def with_added(self, world: World, task: Task, trajectory: Trajectory) -> Trajectory:
         """Return the trajectory with the parts and turn progress that the `rewards` settings add (`added_verifiers`).
@@ -333,11 +335,13 @@ class ProcessRewardExecutor:
         The sum of the added parts replaces the reward. Raises as `RewardExecutor.scored`.
         """
         verifiers = added_verifiers(self.place.rewards, world)
-        found = await self._judged(world, verifiers, ScoreRequest(task, trajectory, added=True))
+        found = await self._run_verifiers(world, verifiers, ScoreRequest(task, trajectory, added=True))
         parts = {**trajectory.rewards, **found.parts}
         return replace(_with(trajectory, found), rewards=parts, turn_progress=found.turns)
 
-    async def _judged(self, world: World, verifiers: Verifiers, asked: ScoreRequest, why: str = "") -> ScoredEpisode:
+    async def _run_verifiers(
+        self, world: World, verifiers: Verifiers, asked: ScoreRequest, why: str = ""
+    ) -> ScoredEpisode:
         """Return the result of the verifiers; `why` they must run in this process, or an empty string."""
         reply = await self._reply(world, asked) if self.processes and not why else UnreadableRequest(why)
         match reply:

@@ -209,7 +209,7 @@ def judge(groups: Sequence[Sequence[Episode]], session: TrainingSession) -> list
     kept: Counter[str] = Counter()
     samples = []
     for episode, is_solved, is_fresh in zip(episodes, solved, fresh, strict=True):
-        sample = TrainingSample(episode, *_fate(episode, is_solved, is_fresh))
+        sample = TrainingSample(episode, *_training_status(episode, is_solved, is_fresh))
         if sample.outcome is RolloutOutcome.TRAINED:
             kept[episode.task.id] += 1
             if limit is not None and kept[episode.task.id] > limit:
@@ -218,7 +218,7 @@ def judge(groups: Sequence[Sequence[Episode]], session: TrainingSession) -> list
     return samples
 
 
-def _fate(episode: Episode, is_solved: bool, is_fresh: bool) -> tuple[RolloutOutcome, str]:
+def _training_status(episode: Episode, is_solved: bool, is_fresh: bool) -> tuple[RolloutOutcome, str]:
     failure = episode.trajectory.failure
     if failure is not None:
         return RolloutOutcome.FAILED, failure.part

@@ -263,12 +263,12 @@ def divergence(own: HiddenStates, against: DivergenceTarget, *, rows: int | None
     head = own.head
     if rows is None:
         rows = max(1, CHUNK_LOGITS // head.weight.shape[0])
-    how = _DivergenceArgs(head.temperature, rows, DivergenceTarget(_plain(against.states), against.which))
+    how = _DivergenceArgs(head.temperature, rows, DivergenceTarget(_detach(against.states), against.which))
     (found,) = apply(_Divergence, own.hidden, head.weight, head.bias, how)
     return found
 
 
-def _plain(states: HiddenStates) -> HiddenStates:
+def _detach(states: HiddenStates) -> HiddenStates:
     """Detach the states."""
     head = states.head
     bias = None if head.bias is None else head.bias.detach()

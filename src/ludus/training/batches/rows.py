@@ -36,7 +36,7 @@ Positions = tuple[Tensor, Tensor]
 """Row and column indices of a table."""
 
 
-def laid(trajectory: Trajectory) -> Iterator[tuple[Segment, bool]]:
+def row_segments(trajectory: Trajectory) -> Iterator[tuple[Segment, bool]]:
     """Yield the segments of the row in order, each with whether it is new, and the separators.
 
     Raises ValueError if a path after the first starts with an action, whose first token has no context.
@@ -54,13 +54,13 @@ def laid(trajectory: Trajectory) -> Iterator[tuple[Segment, bool]]:
 
 def new_actions(trajectory: Trajectory) -> list[Segment]:
     """Return the distinct actions in row order."""
-    return [segment for segment, new in laid(trajectory) if new and segment.kind == "action"]
+    return [segment for segment, new in row_segments(trajectory) if new and segment.kind == "action"]
 
 
 def last_actions(trajectory: Trajectory) -> dict[int, int]:
     """Return the row index of each path's last action token, for paths that have one."""
     found, path, place = {}, 0, 0
-    for segment, _ in laid(trajectory):
+    for segment, _ in row_segments(trajectory):
         place += len(segment.tokens)
         if segment is _GAP:
             path += 1
@@ -109,7 +109,7 @@ def _spans(tokens: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip([0, *(i + 1 for i in gaps)], [*gaps, len(tokens)], strict=True))
 
 
-def apart(tokens: Tensor, at: Positions) -> tuple[Tensor, Positions]:
+def split_paths(tokens: Tensor, at: Positions) -> tuple[Tensor, Positions]:
     """Split the rows `[B, L]` into one row per path; also return the positions `at` in the new rows."""
     gaps = tokens == BREAK
     if not bool(gaps.any()):
@@ -185,7 +185,7 @@ def row_of_trajectory(
     `advantage` is one number, or one per action token. If `mask_observations` is False, observation tokens
     also train, with the advantage of the preceding action.
     """
-    parts = list(laid(trajectory))
+    parts = list(row_segments(trajectory))
     sampled = tuple(new and s.kind == "action" for s, new in parts for _ in s.tokens)
     trains = sampled
     if not mask_observations:
@@ -193,7 +193,7 @@ def row_of_trajectory(
     if isinstance(advantage, float | int):
         advantages = tuple(float(advantage) if t else 0.0 for t in trains)
     else:
-        advantages = _spread(advantage, sampled, trains)
+        advantages = _scatter_advantages(advantage, sampled, trains)
     observed = tuple(new and s.kind == "observation" for s, new in parts for _ in s.tokens)
     tokens = tuple(token for s, _ in parts for token in s.tokens)
     behavior = tuple(lp for s, _ in parts for lp in (s.logprobs or (0.0,) * len(s.tokens)))
@@ -217,18 +217,18 @@ def transitions_of(row: Row, trajectory: Trajectory) -> list[Row]:
     """
     spans: list[tuple[int, int, int]] = []
     path, begin, place = 0, 0, 0
-    for segment, new in laid(trajectory):
+    for segment, new in row_segments(trajectory):
         if segment.tokens == (BREAK,):
-            spans = _to_the_end(spans, path, place)
+            spans = _extend_last_span(spans, path, place)
             path = begin = place + 1
         place += len(segment.tokens)
         if new and segment.kind == "action" and segment.tokens:
             spans.append((path, begin, place))
             begin = place
-    return [_only(row, *span) for span in _to_the_end(spans, path, place)]
+    return [_cut_row(row, *span) for span in _extend_last_span(spans, path, place)]
 
 
-def _to_the_end(spans: list[tuple[int, int, int]], path: int, end: int) -> list[tuple[int, int, int]]:
+def _extend_last_span(spans: list[tuple[int, int, int]], path: int, end: int) -> list[tuple[int, int, int]]:
     """Extend the last span of a path to its end."""
     if not spans or spans[-1][0] != path:
         return spans
@@ -242,7 +242,7 @@ def scored_mask(trains: Tensor) -> Tensor:
     return mask
 
 
-def _only(row: Row, path: int, start: int, end: int) -> Row:
+def _cut_row(row: Row, path: int, start: int, end: int) -> Row:
     """Return the tokens from `path` to `end`; only those from `start` on keep their training fields."""
     context = start - path
     return replace(
@@ -256,7 +256,7 @@ def _only(row: Row, path: int, start: int, end: int) -> Row:
     )
 
 
-def _spread(values: Sequence[float], sampled: Sequence[bool], trains: Sequence[bool]) -> tuple[float, ...]:
+def _scatter_advantages(values: Sequence[float], sampled: Sequence[bool], trains: Sequence[bool]) -> tuple[float, ...]:
     """Map action token values to the row; other trained tokens get the value of the preceding action."""
     given = iter(values)
     found, current = [], 0.0
@@ -301,7 +301,7 @@ def balanced(rows: Sequence[Row], count: int, *, shared: bool = True) -> list[li
     return [sorted(part) for part in parts]
 
 
-def blank(device: torch.device, dtype: torch.dtype) -> Microbatch:
+def blank_microbatch(device: torch.device, dtype: torch.dtype) -> Microbatch:
     """Return a microbatch without rows: one unscored token."""
     return _pad([Row((0,), (False,), (False,), (0.0,), (0.0,))], (), device, dtype)
 
@@ -378,7 +378,7 @@ def check_trajectories(trajectories: Sequence[Trajectory]) -> None:
         recorded = tuple(lp for segment in one.segments for lp in segment.logprobs)
         given = {"reward": (one.reward, *one.leaf_rewards), "reward of a turn": one.turn_rewards, RECORDED: recorded}
         for what, values in given.items():
-            if fault := fault_of(what, values, one.name):
+            if fault := describe_fault(what, values, one.name):
                 raise LearnerError(fault, HINT)
 
 
@@ -386,17 +386,17 @@ def check_estimates(estimates: Mapping[str, Sequence[Tensor] | None], names: Seq
     """Raise LearnerError if a model estimate is not finite."""
     for what, tables in estimates.items():
         for values, name in zip(tables, names, strict=True) if tables is not None else ():
-            if fault := fault_of(what, values.tolist(), name):
+            if fault := describe_fault(what, values.tolist(), name):
                 raise LearnerError(fault, HINT)
 
 
-def fault_of_rows(rows: Sequence[Row]) -> str:
+def find_row_fault(rows: Sequence[Row]) -> str:
     """Describe the first row with a non-finite advantage or log-probability; "" if there is none."""
     for place, row in enumerate(rows):
         for what, values in (("advantage", row.advantages), (RECORDED, row.behavior)):
             if not math.isfinite(sum(values)):
                 trained = [v for v, trains in zip(values, row.trains, strict=True) if trains]
-                if fault := fault_of(what, trained, row.name or f"row {place}"):
+                if fault := describe_fault(what, trained, row.name or f"row {place}"):
                     return fault
     return ""
 
@@ -416,7 +416,7 @@ class FiniteChecks:
     def numbers(self, part: Microbatch, mask: Tensor, given: Mapping[str, Tensor | None]) -> None:
         """Add numbers `[B, L]` of a microbatch, by their names in messages; only those in `mask` count."""
         there = {what: values.detach() for what, values in given.items() if values is not None}
-        self._odd.append((mask & _odd_of(there).any(0)).any())
+        self._odd.append((mask & _non_finite(there).any(0)).any())
         self._seen.append((part, mask, there))
 
     def loss(self, loss: Tensor) -> None:
@@ -436,22 +436,22 @@ class FiniteChecks:
         if not self._odd or not bool(torch.stack(self._odd).any()):
             return ""
         for part, mask, there in self._seen:
-            odd = (mask & _odd_of(there)).nonzero()
+            odd = (mask & _non_finite(there)).nonzero()
             if len(odd):
                 field_number, place, column = odd[0].tolist()
                 what, values = list(there.items())[field_number]
                 name = part.names[place] or f"row {part.index[place]}"
-                return fault_of(what, [float(values[place, column])], name)
+                return describe_fault(what, [float(values[place, column])], name)
         odd_loss = next(float(loss) for loss in self._losses if not loss.isfinite())
         return f"The loss is {odd_loss}."
 
 
-def _odd_of(given: Mapping[str, Tensor]) -> Tensor:
+def _non_finite(given: Mapping[str, Tensor]) -> Tensor:
     """Return where the values are not finite, `[K, B, L]`."""
     return torch.stack([~values.isfinite() for values in given.values()])
 
 
-def fault_of(what: str, values: Sequence[float], name: str) -> str:
+def describe_fault(what: str, values: Sequence[float], name: str) -> str:
     """Describe the first non-finite value; "" if there is none."""
     if math.isfinite(sum(values)):
         return ""
@@ -469,11 +469,11 @@ def batch_of_step(step: int, num_pairs: int, batch_size: int, seed: int) -> list
     """Return the indices of a step's examples; each epoch is shuffled separately."""
     size = min(batch_size, num_pairs)
     places = range((step - 1) * size, step * size)
-    return [_lap(num_pairs, seed, place // num_pairs)[place % num_pairs] for place in places]
+    return [_shuffled_epoch(num_pairs, seed, place // num_pairs)[place % num_pairs] for place in places]
 
 
 @lru_cache(maxsize=4)
-def _lap(num_pairs: int, seed: int, lap: int) -> tuple[int, ...]:
+def _shuffled_epoch(num_pairs: int, seed: int, lap: int) -> tuple[int, ...]:
     order = list(range(num_pairs))
     random.Random(f"pairs:{seed}:{lap}").shuffle(order)
     return tuple(order)

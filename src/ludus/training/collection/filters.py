@@ -166,7 +166,7 @@ def filter_low_variance(samples: Sequence[TrainingSample], algorithm: Algorithm)
     keeps = variance_top_p if algorithm.variance_filter == "top_p" else variance_top
     keep = keeps(rewards=rewards, group=groups, p=algorithm.top_variance_fraction).tolist()
     doomed = {group for group, kept in zip(groups, keep, strict=True) if not kept}
-    return [_dropped(c) if c.advantages is not None and c.group in doomed else c for c in samples]
+    return [_drop_sample(c) if c.advantages is not None and c.group in doomed else c for c in samples]
 
 
 EMPTY_BATCHES = 5
@@ -212,7 +212,7 @@ def with_role_baselines(
     return found, averages.updated(roles, rewards)
 
 
-def _dropped(sample: TrainingSample) -> TrainingSample:
+def _drop_sample(sample: TrainingSample) -> TrainingSample:
     if sample.outcome is RolloutOutcome.DROPPED:
         return replace(sample, advantages=None)
     return replace(sample, outcome=RolloutOutcome.DROPPED, reason="variance_top", advantages=None)

@@ -53,13 +53,13 @@ class StreamState:
         lines = [json.dumps({"next_number": self.next_number})]
         for group in self.groups:
             task = group.jobs[0].task.id
-            ended = [i for i in sorted(group.done) if _stays(group, i)]
+            ended = [i for i in sorted(group.done) if _is_stored(group, i)]
             head = {"group": group.number, "task": task, "version": group.version, "ended": ended}
             members, step = sum(not job.greedy for job in group.jobs), group.jobs[0].key.step
             head |= {"counts": group.counts, "members": members, "step": step, "begun": sorted(group.begun)}
             lines.append(json.dumps(head))
             lines += [episode_line(group.done[place]) for place in ended]
-            lines += [_begun_line(group.begun[place], task) for place in sorted(group.begun)]
+            lines += [_started_line(group.begun[place], task) for place in sorted(group.begun)]
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -97,12 +97,12 @@ def waiting_texts(groups: Sequence[StreamedGroup]) -> dict[str, str]:
     return {WAITING_FILE: StreamState(0, tuple(groups)).to_text()} if groups else {}
 
 
-def _stays(group: StreamedGroup, place: int) -> bool:
+def _is_stored(group: StreamedGroup, place: int) -> bool:
     """Return whether a finished episode is kept; failed ones are retried if the group continues."""
     return not group.counts or group.done[place].trajectory.failure is None
 
 
-def _begun_line(begun: StartedEpisode, task_id: str) -> str:
+def _started_line(begun: StartedEpisode, task_id: str) -> str:
     """Serialize a waiting episode (an unfinished attempt) to a line of JSON."""
     key = begun.key
     so_far = Trajectory(task_id, key.sample, begun.segments, (), StopReason.TRUNCATED)
@@ -170,11 +170,11 @@ class PromptStream:
         They can collide if an earlier run had a different group count per step or task order.
         """
         first = [group.jobs[0] for group in groups]
-        if all(self._would_play(job, group.number) for job, group in zip(first, groups, strict=True)):
+        if all(self._would_request(job, group.number) for job, group in zip(first, groups, strict=True)):
             return number
         return max(number, *(job.key.step * self.per_step for job in first))
 
-    def _would_play(self, job: RolloutRequest, number: int) -> bool:
+    def _would_request(self, job: RolloutRequest, number: int) -> bool:
         """Return whether a group of that number would have this request; under GRESO any group may."""
         same = self.sampler.algorithm.greso or self.order.take(number, 1)[0].id == job.key.task_id
         return same and job.key.step == self._step(number)

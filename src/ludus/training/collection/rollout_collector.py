@@ -35,7 +35,7 @@ from ludus.training.collection.filters import (
     record_greso_visits,
     with_role_baselines,
 )
-from ludus.training.collection.reward_mixing import RewardMixer, one_with_added, with_added
+from ludus.training.collection.reward_mixing import RewardMixer, add_extra_parts, add_extra_parts_to
 from ludus.training.credit.advantages import TrainingSample, assign_credit, compared_again, is_expert
 from ludus.training.run.session import TrainingSession, session_scheduler
 from ludus.types import Task
@@ -249,7 +249,7 @@ class RolloutCollector:
             return groups
         session, lacking = self.session, [[e for e in group if self._needs_extra_parts(e)] for group in groups]
         most = session.config.rollout.max_failure_rate * sum(map(len, groups))
-        following = chain(*await with_added(session.scoring, session.world, lacking, most))
+        following = chain(*await add_extra_parts(session.scoring, session.world, lacking, most))
         found = [[next(following) if self._needs_extra_parts(one) else one for one in group] for group in groups]
         for before, after in zip(chain(*groups), chain(*found), strict=True):
             self._note_failure(before, after)
@@ -276,7 +276,7 @@ class RolloutCollector:
             return episode
         session, errors = self.session, list[WorldError]()
         try:
-            found = await one_with_added(session.scoring, session.world, episode, errors.append)
+            found = await add_extra_parts_to(session.scoring, session.world, episode, errors.append)
         except asyncio.CancelledError:
             self.ledger.finish(episode.key, RolloutOutcome.DROPPED, CANCELLED)
             raise

@@ -190,7 +190,7 @@ def assign_credit(
     compared: list[TrainingSample] = []
     for place, group in enumerate(groups, start=first_group):
         if any(episode.trajectory.failure for episode in group):
-            samples += [_of_partial_group(episode, place) for episode in group]
+            samples += [_drop_partial_group(episode, place) for episode in group]
         else:
             check_trajectories([episode.trajectory for episode in group])
             if algorithm.advantage_spec.has(Need.BINARY_REWARDS):
@@ -265,7 +265,7 @@ def with_estimates(
             for sample, row in zip(found, estimates.ref_logprobs, strict=True)
         ]
     if estimates.values is not None:
-        raw = _advantages(compared, _of_critic(algorithm), max_length, estimates)
+        raw = _advantages(compared, _critic_algorithm(algorithm), max_length, estimates)
         values = [v.double().cpu() for v in estimates.values]
         targets = [torch.tensor(a, dtype=v.dtype) + v for a, v in zip(raw, values, strict=True)]
         found = [
@@ -276,7 +276,7 @@ def with_estimates(
     return [sample if sample.advantages is None else next(following) for sample in samples]
 
 
-def _of_critic(algorithm: Algorithm) -> Algorithm:
+def _critic_algorithm(algorithm: Algorithm) -> Algorithm:
     """Return the algorithm whose advantages plus values are the critic's targets: unwhitened, own lambda.
 
     A KL in the reward is part of the targets; a KL in the advantage and GTPO's conflict weights are not.
@@ -292,7 +292,7 @@ def _of_critic(algorithm: Algorithm) -> Algorithm:
     return replace(algorithm.without_token_weights(), options=replace(algorithm.options, advantage=own))
 
 
-def _of_partial_group(episode: Episode, place: int) -> TrainingSample:
+def _drop_partial_group(episode: Episode, place: int) -> TrainingSample:
     failure = episode.trajectory.failure
     if failure is not None:
         return TrainingSample(episode, RolloutOutcome.FAILED, failure.part, place)
@@ -374,13 +374,13 @@ def _advantages(
     """
     split = [paths(sample.episode.trajectory) for sample in samples]
     if all(len(own) == 1 for own in split):
-        return _of_chains(samples, algorithm, max_length, estimates, split)
-    chains = [_along(sample, path) for sample, own in zip(samples, split, strict=True) for path in own]
-    found = iter(_of_chains(chains, algorithm, max_length, estimates.along(split), split))
+        return _chain_advantages(samples, algorithm, max_length, estimates, split)
+    chains = [_path_sample(sample, path) for sample, own in zip(samples, split, strict=True) for path in own]
+    found = iter(_chain_advantages(chains, algorithm, max_length, estimates.along(split), split))
     return [_mean_of_paths(own, [next(found) for _ in own]) for own in split]
 
 
-def _along(sample: TrainingSample, path: Path) -> TrainingSample:
+def _path_sample(sample: TrainingSample, path: Path) -> TrainingSample:
     trains = None if sample.trains is None else tuple(sample.trains[place] for place in path.places)
     episode = replace(sample.episode, trajectory=path.trajectory)
     return replace(sample, episode=episode, trains=trains)
@@ -395,14 +395,14 @@ def _mean_of_paths(own: Sequence[Path], values: Sequence[Sequence[float]]) -> tu
     return tuple(math.fsum(through[place]) / len(through[place]) for place in sorted(through))
 
 
-def _of_chains(
+def _chain_advantages(
     samples: Sequence[TrainingSample],
     algorithm: Algorithm,
     max_length: int,
     estimates: Estimates,
     split: Sequence[Sequence[Path]],
 ) -> list[tuple[float, ...]]:
-    outcomes = _outcomes(samples, estimates)
+    outcomes = _make_outcomes(samples, estimates)
     if algorithm.advantage_spec.has(Need.BRANCHES):
         outcomes = replace(outcomes, nodes=turn_nodes(split))
     rewards = outcomes.rewards
@@ -426,7 +426,7 @@ def _of_chains(
             trains=outcomes.trains,
         )
     if algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
-        weights = _spared(samples, outcomes, found, algorithm)
+        weights = _conflict_token_weights(samples, outcomes, found, algorithm)
         found = weights * (found - _entropy_penalty(estimates, outcomes.mask, algorithm))
     rows = found.tolist()
     return [tuple(row[:n]) for row, n in zip(rows, outcomes.mask.sum(1).tolist(), strict=True)]
@@ -443,7 +443,7 @@ def _punishment(one: Trajectory, algorithm: Algorithm, max_length: int) -> float
     return float(soft_overlong(lengths=torch.tensor(length), max_length=max_length, cache=cache))
 
 
-def _outcomes(samples: Sequence[TrainingSample], estimates: Estimates) -> Outcomes:
+def _make_outcomes(samples: Sequence[TrainingSample], estimates: Estimates) -> Outcomes:
     """Return the batch of action tokens: column `j` is a trajectory's j-th action token."""
     trajectories = [sample.episode.trajectory for sample in samples]
     lengths = torch.tensor([t.num_action_tokens for t in trajectories])
@@ -538,7 +538,9 @@ def turns_of_actions(trajectory: Trajectory) -> list[int]:
     return [numbers[turn] for turn in of_actions]
 
 
-def _spared(samples: Sequence[TrainingSample], outcomes: Outcomes, advantages: Tensor, algorithm: Algorithm) -> Tensor:
+def _conflict_token_weights(
+    samples: Sequence[TrainingSample], outcomes: Outcomes, advantages: Tensor, algorithm: Algorithm
+) -> Tensor:
     """Return GTPO's weights of conflict tokens."""
     ids = torch.zeros(outcomes.mask.shape, dtype=torch.int64)
     for i, sample in enumerate(samples):

@@ -36,8 +36,8 @@ from ludus.training.batches.rows import (
     Microbatch,
     Row,
     balanced,
-    blank,
-    fault_of_rows,
+    blank_microbatch,
+    find_row_fault,
     microbatches,
     scored_mask,
 )
@@ -395,7 +395,7 @@ class Learner:
             self.optimiser.clear()
 
         self._finite.clear()
-        self._check_finite(fault_of_rows(rows))
+        self._check_finite(find_row_fault(rows))
         with own_types(self.scorer.model):
             self.budget.each(lambda limit: self._split(rows, limit), backward, undo, self.ranks)
         self._check_finite(self._finite.fault)
@@ -419,7 +419,7 @@ class Learner:
         if not self._sharded:
             return parts
         most = max(self.ranks.gather(len(parts)))
-        return parts + [blank(device, dtype)] * (most - len(parts))
+        return parts + [blank_microbatch(device, dtype)] * (most - len(parts))
 
     def _check_finite(self, fault: str) -> None:
         """Raise LearnerError on all ranks if one has a fault; gradients are cleared."""

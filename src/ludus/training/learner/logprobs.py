@@ -39,7 +39,7 @@ from ludus.training.batches.chunked_lm_head import (
     divergence,
     logits_to_scores,
 )
-from ludus.training.batches.rows import BREAK, Microbatch, Positions, apart
+from ludus.training.batches.rows import BREAK, Microbatch, Positions, split_paths
 from ludus.training.distributed.fsdp import is_sharded, within
 from ludus.training.learner.moe_routing_replay import RoutingReplay
 
@@ -151,7 +151,7 @@ class LogprobScorer:
         forests.register()
         use_onednn(self.model)
         self._body = _body(self.model)
-        self._head = _plain_head(self.model)
+        self._head = _linear_head(self.model)
         self._planted = self._body is not None and self._head is not None and self._trial()
 
     @property
@@ -189,9 +189,9 @@ class LogprobScorer:
         else:
             score = self._planted_scores if self._planted else self._padded_scores
             scores, found = score(tokens, (rows, columns), entropy), {}
-        spread = None if scores.entropy is None else _placed(scores.entropy, at, tokens)
-        divergences = {name: _placed(values, at, tokens) for name, values in found.items()}
-        return ScoredTokens(_placed(scores.logprobs, at, tokens), spread), divergences
+        spread = None if scores.entropy is None else _scatter(scores.entropy, at, tokens)
+        divergences = {name: _scatter(values, at, tokens) for name, values in found.items()}
+        return ScoredTokens(_scatter(scores.logprobs, at, tokens), spread), divergences
 
     @torch.no_grad()
     def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
@@ -276,7 +276,7 @@ class LogprobScorer:
 
     def _plant(self, tokens: Tensor, at: tuple[Tensor, Tensor]) -> tuple[Tensor, forests.PrefixForest]:
         """Return the forest of the rows up to the last scored position, and the positions in it."""
-        tokens, (rows, columns) = apart(tokens, at)
+        tokens, (rows, columns) = split_paths(tokens, at)
         lengths = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
         lengths.scatter_reduce_(0, rows, columns + 1, "amax")
         given = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
@@ -302,7 +302,7 @@ class LogprobScorer:
 
     def _padded_scores(self, tokens: Tensor, at: tuple[Tensor, Tensor], entropy: Entropy = "none") -> TokenScores:
         targets = tokens[at[0], at[1] + 1]
-        tokens, (rows, columns) = apart(tokens, at)
+        tokens, (rows, columns) = split_paths(tokens, at)
         used = int(columns.max()) + 1
         if self.routing is not None:
             every = torch.arange(tokens.shape[0] * used, device=tokens.device)
@@ -363,7 +363,7 @@ def score_dtype(model: nn.Module) -> torch.dtype:
     return torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
 
 
-def _placed(values: Tensor, at: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
+def _scatter(values: Tensor, at: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
     empty = torch.zeros(like.shape, dtype=values.dtype, device=values.device)
     return empty.index_put(at, values)
 
@@ -375,7 +375,7 @@ def _body(model: PreTrainedModel) -> nn.Module | None:
     return None if body is inner else body
 
 
-def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
+def _linear_head(model: PreTrainedModel) -> nn.Linear | None:
     """Return the output layer if it is a plain linear layer, otherwise None."""
     head = model.get_output_embeddings()
     return head if type(head) in (nn.Linear, OneDnnLinear) else None
@@ -459,8 +459,8 @@ class FullKl:
 
     def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
         """Return the divergence at each scored token."""
-        found, apart = self.policy.compare(tokens, scored, entropy, self.aux.against(tokens, scored))
-        return ScoredTokens(apart["reference"], found.entropy)
+        found, divergences = self.policy.compare(tokens, scored, entropy, self.aux.against(tokens, scored))
+        return ScoredTokens(divergences["reference"], found.entropy)
 
     def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
         """Return the policy's distributions."""

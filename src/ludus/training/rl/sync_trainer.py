@@ -50,7 +50,7 @@ class PauseReason:
     """Reason to pause a run and the settings to change before resuming."""
 
     reason: str
-    way_on: str
+    remedy: str
 
 
 class Reporter(EpisodeReporter, Protocol):
@@ -163,8 +163,8 @@ class SyncTrainer:
             found["experts/trained"] = float(sum(c.outcome is RolloutOutcome.TRAINED for c in foreign))
         trained = sum(sample.outcome is RolloutOutcome.TRAINED for sample in samples)
         counts = sampler.ledger.close(step, trained=trained)
-        groups = _groups(samples)
-        known = [equal.get(number) for number in _numbers(samples)]
+        groups = _metric_groups(samples)
+        known = [equal.get(number) for number in _group_numbers(samples)]
         metrics = rollout_metrics(groups, self.session.world.rewards[0].name, known)
         for metric in step_metrics(self.session.config.run.metrics):
             metrics |= metric(groups)
@@ -184,7 +184,7 @@ class SyncTrainer:
         Raises LearnerError if a guard on the KL or the effective sample share pauses the run.
         """
         training = self.session.config.training
-        verdict = self._judged(step, metrics)
+        verdict = self._pause_reason(step, metrics)
         if verdict is not None or step % training.checkpoint_every == 0 or step == training.steps:
             state = self.trainer_state(step)
             waiting = waiting_texts(self.sampled.waiting)
@@ -192,10 +192,10 @@ class SyncTrainer:
         if verdict is not None:
             raise LearnerError(
                 f"{verdict.reason} Run paused after step {step}.",
-                f"Resume with {verdict.way_on}: {resume_command(self.folder)}",
+                f"Resume with {verdict.remedy}: {resume_command(self.folder)}",
             )
 
-    def _judged(self, step: int, metrics: Mapping[str, float]) -> PauseReason | None:
+    def _pause_reason(self, step: int, metrics: Mapping[str, float]) -> PauseReason | None:
         """Return the first pause reason of the guards. Every guard receives the metrics."""
         warning = self.guard.warning(metrics)
         if warning:
@@ -286,12 +286,12 @@ def task_order(config: Config, world: World) -> TaskSequence:
     return world.order(config.run.seed, chunk, config.training.steps)
 
 
-def _numbers(samples: Sequence[TrainingSample]) -> list[int]:
+def _group_numbers(samples: Sequence[TrainingSample]) -> list[int]:
     """Return the ids of the groups of `_groups`."""
     return list(dict.fromkeys(sample.group for sample in samples if not sample.episode.greedy))
 
 
-def _groups(samples: Sequence[TrainingSample]) -> list[Group]:
+def _metric_groups(samples: Sequence[TrainingSample]) -> list[Group]:
     """Return the episodes grouped for the metrics, without greedy baselines."""
     by_group: dict[int, list[Episode]] = {}
     for sample in samples:

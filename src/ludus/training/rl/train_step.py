@@ -210,19 +210,19 @@ def filter_and_estimate(
     found = list(samples)
     if check:
         trained = [c for c in found if c.outcome is RolloutOutcome.TRAINED and not c.expert]
-        check_parity([_row(sample) for sample in trained if _is_of(sample, version)], learner)
+        check_parity([_sample_row(sample) for sample in trained if _sampled_by(sample, version)], learner)
     algorithm, entropies = learner.algorithm, None
     if algorithm.correction_spec.has(Need.REJECTION):
-        found = _rejected(found, learner)
+        found = _reject_samples(found, learner)
     if algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
         entropies = compared_entropies(found, learner)
-        found = _without_the_uncertain(found, entropies, algorithm)
+        found = _filter_uncertain(found, entropies, algorithm)
     # Last, so that batch means cover only the remaining samples.
     penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
     whitened = algorithm.advantage_spec.has(Need.BATCH_STATISTICS)
     compares_probabilities = algorithm.advantage_spec.has(Need.DISTRIBUTIONS)
     if value_model is not None or penalised or whitened or compares_probabilities or entropies is not None:
-        found = _estimated(found, learner, value_model, max_length, Estimates(entropies=entropies))
+        found = _add_estimates(found, learner, value_model, max_length, Estimates(entropies=entropies))
     return found
 
 
@@ -237,7 +237,7 @@ def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | No
     ranked = sorted(rows, key=lambda row: len(row.tokens))
     places = {round(i * (len(ranked) - 1) / max(1, PARITY_ROWS - 1)) for i in range(PARITY_ROWS)}
     chosen = [ranked[place] for place in sorted(places)]
-    old, behavior, mask = _table(chosen, learner.score(chosen))
+    old, behavior, mask = _pad_scores(chosen, learner.score(chosen))
     from_engine = learner.settings.old_logprobs == "engine"
     bound = ENGINE_PARITY_NATS if from_engine else PARITY_NATS
     measured = mismatch_by_length(old_logprobs=old, behavior_logprobs=behavior, mask=mask)
@@ -261,25 +261,25 @@ def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | No
 def effective_share(trajectories: Sequence[Trajectory], learner: Learner) -> float:
     """Return the effective sample share of trajectories under the learner's policy, over their tokens."""
     rows = [row_of_trajectory(trajectory, 0.0) for trajectory in trajectories]
-    old, behavior, mask = _table(rows, learner.score(rows))
+    old, behavior, mask = _pad_scores(rows, learner.score(rows))
     return mismatch(old_logprobs=old, behavior_logprobs=behavior, mask=mask).effective_share
 
 
-def _is_of(sample: TrainingSample, version: int | None) -> bool:
+def _sampled_by(sample: TrainingSample, version: int | None) -> bool:
     segments = sample.episode.trajectory.segments
     return version is None or all(v == version for segment in segments for v in segment.versions)
 
 
-def _row(sample: TrainingSample) -> Row:
+def _sample_row(sample: TrainingSample) -> Row:
     return row_of_trajectory(sample.episode.trajectory, 0.0)
 
 
-def _estimated(
+def _add_estimates(
     samples: list[TrainingSample], learner: Learner, value_model: ValueModel | None, max_length: int, known: Estimates
 ) -> list[TrainingSample]:
     """Return the samples with `known` and the other model estimates that the algorithm needs."""
     compared = [sample for sample in samples if sample.advantages is not None]
-    rows = [_row(sample) for sample in compared]
+    rows = [_sample_row(sample) for sample in compared]
     if not rows:
         return samples
     algorithm, estimates = learner.algorithm, known
@@ -300,30 +300,30 @@ def _estimated(
     return with_estimates(samples, algorithm, max_length, estimates)
 
 
-def _rejected(samples: list[TrainingSample], learner: Learner) -> list[TrainingSample]:
+def _reject_samples(samples: list[TrainingSample], learner: Learner) -> list[TrainingSample]:
     trained = [c for c in samples if c.outcome is RolloutOutcome.TRAINED and not c.expert]
     if not trained:
         return samples
-    rows = [_row(sample) for sample in trained]
-    old, behavior, mask = _table(rows, learner.score(rows, keep=True))
-    keep = _kept_tokens(old, behavior, mask, learner.algorithm)
+    rows = [_sample_row(sample) for sample in trained]
+    old, behavior, mask = _pad_scores(rows, learner.score(rows, keep=True))
+    keep = _accepted_tokens(old, behavior, mask, learner.algorithm)
     thinned = {
-        id(sample): replace(sample, trains=_narrowed(sample, row[inside]))
+        id(sample): replace(sample, trains=_intersect_mask(sample, row[inside]))
         for sample, row, inside in zip(trained, keep, mask, strict=True)
         if row.any() and not row[inside].all()
     }
     found = [thinned.get(id(sample), sample) for sample in samples]
     left = [thinned.get(id(sample), sample) for sample in trained]
-    return _masked(found, left, keep.any(1), REJECTED)
+    return _mask_samples(found, left, keep.any(1), REJECTED)
 
 
-def _kept_tokens(old: Tensor, behavior: Tensor, mask: Tensor, algorithm: Algorithm) -> Tensor:
+def _accepted_tokens(old: Tensor, behavior: Tensor, mask: Tensor, algorithm: Algorithm) -> Tensor:
     """Return the mask of action tokens that pass the correction's filter, [N, L] bool."""
     kept: Tensor = loaded(algorithm.correction_spec.keep)(old, behavior, mask, algorithm)
     return kept
 
 
-def _narrowed(sample: TrainingSample, keep: Tensor) -> tuple[bool, ...]:
+def _intersect_mask(sample: TrainingSample, keep: Tensor) -> tuple[bool, ...]:
     """Return the training mask of a sample's action tokens, intersected with `keep` [n_i]."""
     kept: list[bool] = keep.tolist()
     before = sample.trains or (True,) * len(kept)
@@ -344,7 +344,7 @@ def rejected_share(samples: Sequence[TrainingSample]) -> float:
 
 def compared_entropies(samples: Sequence[TrainingSample], learner: Learner) -> list[Tensor]:
     """Return the policy's entropies at the action tokens of samples with advantages, `[n_i]` each."""
-    rows = [_row(sample) for sample in samples if sample.advantages is not None]
+    rows = [_sample_row(sample) for sample in samples if sample.advantages is not None]
     return at_actions(learner.entropies(rows), rows) if rows else []
 
 
@@ -359,7 +359,7 @@ def with_entropy_filter(algorithm: Algorithm, initial: float) -> Algorithm:
     return replace(algorithm, options=options)
 
 
-def _without_the_uncertain(
+def _filter_uncertain(
     samples: list[TrainingSample], entropies: Sequence[Tensor], algorithm: Algorithm
 ) -> list[TrainingSample]:
     bound = algorithm.number("loss", "entropy_bound")
@@ -369,10 +369,10 @@ def _without_the_uncertain(
         for sample, row in zip(compared, entropies, strict=True)
         if sample.outcome is RolloutOutcome.TRAINED
     ]
-    return _masked(samples, [c for c, _ in pairs], torch.tensor([kept for _, kept in pairs]), "entropy")
+    return _mask_samples(samples, [c for c, _ in pairs], torch.tensor([kept for _, kept in pairs]), "entropy")
 
 
-def _masked(
+def _mask_samples(
     samples: list[TrainingSample], estimate_values: list[TrainingSample], keep: Tensor, reason: str
 ) -> list[TrainingSample]:
     fate = dict(zip(map(id, estimate_values), keep.tolist(), strict=True))
@@ -382,7 +382,7 @@ def _masked(
     ]
 
 
-def _table(rows: Sequence[Row], values: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _pad_scores(rows: Sequence[Row], values: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Pad `values`, the engine's log-probabilities and the action mask to `[N, L]` on the CPU."""
     width = max(len(row.tokens) for row in rows)
     table, behavior = torch.zeros(2, len(rows), width, dtype=torch.float64)

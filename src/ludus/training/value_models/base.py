@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ludus.errors import LearnerError, UserError
-from ludus.training.batches.rows import Microbatch, Row, balanced, blank, microbatches
+from ludus.training.batches.rows import Microbatch, Row, balanced, blank_microbatch, microbatches
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives
 from ludus.training.distributed.fsdp import is_sharded, put, within
 from ludus.training.learner.logprobs import LogprobScorer, score_dtype
@@ -112,7 +112,7 @@ class DataParallelSplitter:
         ]
         if is_sharded(self.model):
             most = max(self.ranks.gather(len(found)))
-            found += [blank(device, dtype)] * (most - len(found))
+            found += [blank_microbatch(device, dtype)] * (most - len(found))
         return found
 
 

@@ -15,7 +15,7 @@ from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.trees import paths
-from ludus.training.batches.rows import Row, laid, last_actions, row_of_trajectory, without_masked
+from ludus.training.batches.rows import Row, last_actions, row_of_trajectory, row_segments, without_masked
 from ludus.training.credit.advantages import CUT_OFF, Estimates, TrainingSample
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives
 from ludus.training.distributed.launcher import EvaluateValues, TrainValues
@@ -97,7 +97,7 @@ def estimate_values(
 
     Raises LearnerError if a reference is needed and missing.
     """
-    solved = [] if isinstance(value_model, Critic) else _solved(samples, value_model.settings.success)
+    solved = [] if isinstance(value_model, Critic) else _is_solved(samples, value_model.settings.success)
     with value_model.optimiser.ranks.together(EvaluateValues(rows, solved)):
         said = at_actions(score_values(value_model, rows, solved), rows)
     match value_model:
@@ -119,7 +119,7 @@ def bootstraps(value_model: Critic, samples: Sequence[TrainingSample], rows: Seq
         cut = {n: place for n, place in last_actions(trajectory).items() if ended[n] in CUT_OFF}
         if cut:
             places[i] = cut
-    ends = [replace(rows[i], trains=_marked(len(rows[i].tokens), own.values())) for i, own in places.items()]
+    ends = [replace(rows[i], trains=_mask_of_positions(len(rows[i].tokens), own.values())) for i, own in places.items()]
     with value_model.optimiser.ranks.together(EvaluateValues(ends, [], True)):
         said = score_values(value_model, ends, [], True) if ends else []
     for i, values in zip(places, said, strict=True):
@@ -128,7 +128,7 @@ def bootstraps(value_model: Critic, samples: Sequence[TrainingSample], rows: Seq
     return found
 
 
-def _marked(length: int, places: Iterable[int]) -> tuple[bool, ...]:
+def _mask_of_positions(length: int, places: Iterable[int]) -> tuple[bool, ...]:
     chosen = set(places)
     return tuple(i in chosen for i in range(length))
 
@@ -164,13 +164,13 @@ def train_value_model(value_model: ValueModel, samples: Sequence[TrainingSample]
             trajectories = [sample.episode.trajectory for sample in trained]
             rows = [at_openings(row, one) for row, one in zip(rows, trajectories, strict=True)]
         rows = [without_masked(row, sample.trains) for row, sample in zip(rows, trained, strict=True)]
-    solved = [] if isinstance(value_model, Critic) else _solved(trained, value_model.settings.success)
+    solved = [] if isinstance(value_model, Critic) else _is_solved(trained, value_model.settings.success)
     given: list[list[tuple[float, ...] | None]] = []
     if isinstance(value_model, Critic):
         given = [[sample.targets for sample in trained], [sample.values for sample in trained]]
     elif isinstance(value_model, ProcessReward):
         given = [[sample.reference for sample in trained]]
-    tables = tuple([_spread(v, row) for v, row in zip(values, rows, strict=True)] for values in given)
+    tables = tuple([_scatter_to_row(v, row) for v, row in zip(values, rows, strict=True)] for values in given)
     with value_model.optimiser.ranks.together(TrainValues(rows, tables, solved)):
         return train_on_tables(value_model, rows, tables, solved)
 
@@ -198,7 +198,7 @@ def at_openings(row: Row, trajectory: Trajectory) -> Row:
     """Return the row with only the first action token of each turn trained."""
     opens: list[bool] = []
     turn: int | None = None
-    for segment, new in laid(trajectory):
+    for segment, new in row_segments(trajectory):
         action = segment.kind == "action" and bool(segment.tokens)
         opens += [new and action and segment.turn != turn and i == 0 for i in range(len(segment.tokens))]
         if action:
@@ -208,11 +208,11 @@ def at_openings(row: Row, trajectory: Trajectory) -> Row:
     return replace(row, trains=tuple(opens))
 
 
-def _solved(samples: Sequence[TrainingSample], success: str) -> list[bool]:
+def _is_solved(samples: Sequence[TrainingSample], success: str) -> list[bool]:
     return [sample.episode.trajectory.rewards.get(success, 0.0) >= 1 for sample in samples]
 
 
-def _spread(values: Sequence[float] | None, row: Row) -> Tensor:
+def _scatter_to_row(values: Sequence[float] | None, row: Row) -> Tensor:
     """Map action token values to the row, `[T]`."""
     spread = torch.zeros(len(row.tokens), dtype=torch.float64)
     spread[torch.tensor(row.sampled)] = torch.tensor(values or (), dtype=torch.float64)
