@@ -112,7 +112,6 @@ EXPERT = "expert"
 """Agent name of segments that the policy did not sample."""
 CUT_OFF = frozenset({StopReason.TRUNCATED, StopReason.MAX_TOKENS})
 """Stop reasons caused by a token limit, as used by the overlong filter."""
-
 BASELINE = "baseline"
 """Drop reason of a greedy baseline episode."""
 
@@ -293,8 +292,7 @@ def _critic_algorithm(algorithm: Algorithm) -> Algorithm:
 
 
 def _drop_partial_group(episode: Episode, place: int) -> TrainingSample:
-    failure = episode.trajectory.failure
-    if failure is not None:
+    if (failure := episode.trajectory.failure) is not None:
         return TrainingSample(episode, RolloutOutcome.FAILED, failure.part, place)
     return TrainingSample(episode, RolloutOutcome.DROPPED, "partial_group", place)
 

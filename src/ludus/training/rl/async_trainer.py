@@ -22,7 +22,7 @@ import torch
 
 from ludus.config.schema import Config
 from ludus.diagnostics.timings import StepTimings
-from ludus.engines.base import Engine, RemoteStats, RollingUpdate, SupportsRollingUpdate, Throttleable, counted
+from ludus.engines.base import Engine, RemoteStats, RollingUpdate, SupportsRollingUpdate, Throttleable, drain_stats
 from ludus.errors import ConfigError
 from ludus.rollout.group_queue import GroupBatch, GroupQueue
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
@@ -161,7 +161,7 @@ class AsyncTrainer:
     async def step(self, step: int) -> None:
         """Wait for a batch, train on it and send the weights."""
         loop, clock = self.loop, StepTimings(beside=True)
-        await counted(loop.engine)
+        await drain_stats(loop.engine)
         loop.reporter.phase(f"step {step}: waiting for episodes", None, loop.engine)
         ready = self.stream.admission.num_ready / loop.session.config.training.prompts_per_step
         with clock.phase("rollout"):
@@ -303,7 +303,7 @@ class AsyncTrainer:
 
         An engine of this process without a forward pass was idle.
         """
-        stats = await counted(self.loop.engine)
+        stats = await drain_stats(self.loop.engine)
         known = stats.steps or isinstance(self.loop.engine, RemoteStats)
         return stats.metrics() if known else {"engine/busy_s": 0.0}
 

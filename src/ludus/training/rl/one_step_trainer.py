@@ -11,7 +11,7 @@ import asyncio
 import torch
 
 from ludus.diagnostics.timings import StepTimings
-from ludus.engines.base import counted
+from ludus.engines.base import drain_stats
 from ludus.training.credit.advantages import TrainingSample
 from ludus.training.rl.sync_trainer import SyncTrainer, proof_metrics, task_order
 from ludus.training.rl.train_step import LearnerThread, cancel_and_wait
@@ -31,14 +31,14 @@ async def run_one_step(loop: SyncTrainer, done: int) -> None:
         for step in range(done + 1, last + 1):
             clock = StepTimings(beside=True)
             loop.sampled = loop.sampler.state
-            await counted(loop.engine)
+            await drain_stats(loop.engine)
             if step < last:
                 sampling = asyncio.create_task(loop.sampler.sample(step + 1, order))
             with clock.phase("train"):
                 samples, learned = await loop.learning.learn(step, samples, thread)
             with clock.phase("rollout"):
                 following = await sampling if sampling is not None else []
-            clock.engine = (await counted(loop.engine)).metrics()
+            clock.engine = (await drain_stats(loop.engine)).metrics()
             with clock.phase("sync"):
                 proof = await loop.sync.publish(step)
             learned |= proof_metrics(proof)
