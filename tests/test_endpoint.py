@@ -464,7 +464,7 @@ def test_the_token_budget_is_kept_by_the_servers_count(replies, budget, stop, as
 def test_nonsense_is_an_engine_error_with_an_excerpt(body):
     failed, server = fails([Reply(body)])
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    assert "no chat completion" in str(failed)
+    assert "not a chat completion" in str(failed)
     assert (raw[:20].decode("utf-8", "replace") or "an empty body") in str(failed)
     assert server.url in str(failed)
     assert len(str(failed)) < 600
