@@ -37,9 +37,8 @@ import torch
 import async_work
 from ludus.cluster.cluster import open_cluster
 from ludus.config.schema import Config
-from ludus.rollout.build import SamplingPlan
 from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.scheduler import Episode, RolloutRequest
+from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan
 from ludus.simulator.costs import RunLayout
 from ludus.training.batches.rows import Row
 from ludus.training.learner.learner import Learner

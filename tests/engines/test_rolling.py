@@ -29,12 +29,12 @@ from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import RemoteEngineSettings, Replica
 from ludus.engines.remote.rolling_update import EpisodePin, Placement, RollingUpdates
 from ludus.errors import EngineError, SyncError
+from ludus.rollout.group_queue import GroupQueue
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode, episode_name
-from ludus.rollout.streaming.group_queue import GroupQueue
-from ludus.rollout.streaming.staleness_control import StalenessController, StalenessSchedule
-from ludus.training.rl.async_trainer import follow
+from ludus.rollout.stream_control import StalenessController, StalenessSchedule
+from ludus.training.rl.async_trainer import track_version
 from ludus.types import Segment, StopReason, Trajectory
 from tests.cluster.test_cluster import JOB, QUICK, FakeLauncher, ask, plan, views
 from tests.engines.test_engine_server import Fake, serving
@@ -199,7 +199,7 @@ def train(fleet: Fleet, pace: StalenessSchedule, in_flight=8, learning=1.0, eval
     async def run():
         stream = GroupQueue(StalenessController(pace), fleet, fleet.play, in_flight)
         stream.start()
-        following = asyncio.create_task(follow(stream, fleet.rolling, 0))
+        following = asyncio.create_task(track_version(stream, fleet.rolling, 0))
         trained = []
         for step in range(1, pace.last_step + 1):
             batch = await stream.take()
@@ -268,7 +268,7 @@ def test_whatever_a_transfer_meets_reaches_a_learner_that_waits_for_weights():
         fleet = Losing(0)
         stream = GroupQueue(StalenessController(StalenessSchedule(1, 0, 4)), fleet, fleet.play, 4)
         stream.start()
-        following = asyncio.create_task(follow(stream, fleet.rolling, 0))
+        following = asyncio.create_task(track_version(stream, fleet.rolling, 0))
         await stream.take()
         await fleet.offer(1)
         stream.published(1, everywhere=False)

@@ -24,9 +24,9 @@ from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line
 from ludus.rollout.scheduler import Episode
 from ludus.sandbox import open_sandbox
-from ludus.training.checks.inactive_settings import inactive_parts
 from ludus.training.collection.reward_mixing import check_reward_settings, combiner_of
 from ludus.training.credit.turn_rewards import events_of, with_turn_rewards
+from ludus.training.rl.validate import inactive_parts
 from ludus.types import (
     Action,
     Message,

@@ -217,7 +217,7 @@ def test_what_another_process_cannot_know_is_scored_here_aloud(scoring, caplog):
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert "Its episodes have others" in said
     assert "Task t cannot be sent to another process" in said
-    assert "has other rewards than the one that is played" in said
+    assert "has different rewards from the run" in said
 
 
 def test_a_reward_on_a_thread_has_its_deadline_too():

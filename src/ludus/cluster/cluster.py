@@ -26,9 +26,8 @@ from ludus.engines.remote.http_client import RemoteEngineSettings
 from ludus.engines.remote.rolling_update import RollingUpdates
 from ludus.envs.base import World
 from ludus.errors import ConfigError, UserError
-from ludus.rollout.build import SamplingPlan, rollout_for
 from ludus.rollout.reward_executor import START_S
-from ludus.rollout.scheduler import Attempt, RolloutRequest
+from ludus.rollout.scheduler import Attempt, RolloutRequest, SamplingPlan, rollout_for
 from ludus.training.run.session import TrainingSession, server_engine, server_settings
 from ludus.types import Completion, Task, Trajectory
 

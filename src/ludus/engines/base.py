@@ -171,7 +171,7 @@ class RemoteStats(Protocol):
         ...
 
 
-async def counted(engine: Engine) -> EngineStats:
+async def drain_stats(engine: Engine) -> EngineStats:
     """Fetch an engine's counters since the last call and reset them."""
     if isinstance(engine, RemoteStats):
         await engine.measure()

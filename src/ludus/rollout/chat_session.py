@@ -88,7 +88,7 @@ class EngineChatSession:
     """Token-level dialogue with an engine.
 
     `max_tokens` and the engine's context bound the whole trajectory. `seed` and the turn determine the
-    randomness of an action. The recorded actions in `told` are replayed as the first turns; one without a
+    randomness of an action. The recorded actions in `recorded` are replayed as the first turns; one without a
     `finish_reason` is a partial turn. Raises RestoreError if the world's responses differ. With an
     `allowance` an action may be sampled in several parts, each under the current weights; if the engine
     cannot continue a partial action with stop strings or a guide, the episode only pauses between actions.
@@ -103,7 +103,7 @@ class EngineChatSession:
     episode: str
     seed: int
     guided: bool = False
-    told: tuple[Segment, ...] = ()
+    recorded: tuple[Segment, ...] = ()
     allowance: Allowance | None = None
     _part: Completion = field(init=False, default=NOTHING)
     _segments: list[Segment] = field(init=False, default_factory=list)
@@ -117,7 +117,7 @@ class EngineChatSession:
 
     @property
     def so_far(self) -> tuple[Segment, ...]:
-        """The segments with a partial action, as taken by `told`."""
+        """The segments including a partial action, as taken by `recorded`."""
         part = self._part
         if not part.tokens:
             return self.segments
@@ -150,7 +150,7 @@ class EngineChatSession:
             stop_token_ids=self.renderer.stop_token_ids,
             seed=seed_for(self.seed, self._turn),
         )
-        completion = self._told_action()
+        completion = self._recorded_action()
         if completion is None:
             completion = await self._sample(params)
         _check(completion, self.episode)
@@ -200,7 +200,7 @@ class EngineChatSession:
                 self.allowance.spend(len(more.tokens))
             if more.finish_reason == "abort" and not (parts and grant.is_over):
                 _check(more, self.episode)
-            self._part = part = _joined(self._part, more)
+            self._part = part = _join_parts(self._part, more)
             ended = more.finish_reason == "length" and (most == left or len(more.tokens) < most)
             if more.finish_reason == "stop" or ended:
                 self._part = NOTHING
@@ -217,25 +217,25 @@ class EngineChatSession:
         goes_on = isinstance(self.engine, ContinuesActions) and self.engine.continues_actions
         return params.seed if goes_on or not begun else seed_for(params.seed, begun)
 
-    def _told_action(self) -> Completion | None:
+    def _recorded_action(self) -> Completion | None:
         """Return the complete recorded action of this turn, or None.
 
         A partial one becomes the start of the turn. Raises RestoreError.
         """
-        places = [place for place, segment in enumerate(self.told) if segment.kind == "action"]
+        places = [place for place, segment in enumerate(self.recorded) if segment.kind == "action"]
         if self._turn > len(places) or not places:
             return None
-        place = places[self._turn] if self._turn < len(places) else len(self.told)
-        history = [token for segment in self.told[:place] for token in segment.tokens]
-        whole = place < len(self.told) or self.told[-1].kind != "action"
+        place = places[self._turn] if self._turn < len(places) else len(self.recorded)
+        history = [token for segment in self.recorded[:place] for token in segment.tokens]
+        whole = place < len(self.recorded) or self.recorded[-1].kind != "action"
         if history != (self._tokens if whole else self._tokens[: len(history)]):
             raise RestoreError(
                 f"The world is not deterministic: turn {self._turn} of episode {self.episode} differs from its record.",
                 "Restoring an episode needs a world that responds equally to equal actions.",
             )
-        if place == len(self.told):
+        if place == len(self.recorded):
             return None
-        action = self.told[place]
+        action = self.recorded[place]
         made = Completion(action.tokens, action.logprobs, action.versions, action.finish_reason or "stop")
         if self.allowance is None or action.finish_reason is not None:
             return made
@@ -247,7 +247,7 @@ class EngineChatSession:
         self._tokens.extend(segment.tokens)
 
 
-def _joined(part: Completion, more: Completion) -> Completion:
+def _join_parts(part: Completion, more: Completion) -> Completion:
     """Join two parts of an action."""
     return Completion(
         part.tokens + more.tokens, part.logprobs + more.logprobs, part.versions + more.versions, more.finish_reason

@@ -1,6 +1,6 @@
 """Run one episode: the model acts and the environment responds until a stop reason.
 
-Returns a scored `Trajectory`, or one to be scored elsewhere, whatever the model and its tools do. Each
+Returns a `Trajectory`, scored or to be scored by a reward executor, whatever the model and its tools do. Each
 environment call times out after `environment_timeout_s` (unless it blocks the event loop or ignores
 cancellation); waiting for a sandbox session does not count. Raises `WorldError` or `EngineError` for
 infrastructure failures only, never because of model output. Always closes session and environment, also on
@@ -72,29 +72,29 @@ def fresh_environment(world: World, task: Task) -> Environment:
 
 
 async def run_episode(
-    task: Task, sample: int, environment: Environment, conversation: ChatSession, limits: EpisodeLimits
+    task: Task, sample: int, environment: Environment, chat: ChatSession, limits: EpisodeLimits
 ) -> Trajectory:
     """Run one episode to its end and score it."""
-    trajectory = await play_episode(task, sample, environment, conversation, limits)
+    trajectory = await run_unscored(task, sample, environment, chat, limits)
     return scored(environment.rewards, task, trajectory)
 
 
-async def play_episode(
-    task: Task, sample: int, environment: Environment, conversation: ChatSession, limits: EpisodeLimits
+async def run_unscored(
+    task: Task, sample: int, environment: Environment, chat: ChatSession, limits: EpisodeLimits
 ) -> Trajectory:
     """Run one episode to its end without scoring, except for turn rewards."""
     record = _Record()
     begin = time.perf_counter()
     try:
-        stop = await _play_in_time(task, environment, conversation, limits, record)
+        stop = await _run_within_timeout(task, environment, chat, limits, record)
     except BaseException as error:
         try:
-            await _close(environment, conversation, limits)
+            await _close(environment, chat, limits)
         except LudusError as second:
             error.add_note(f"Closing failed as well: {second}")
         raise
-    await _close(environment, conversation, limits)
-    segments = conversation.segments
+    await _close(environment, chat, limits)
+    segments = chat.segments
     return Trajectory(
         task_id=task.id,
         sample=sample,
@@ -111,16 +111,16 @@ async def play_episode(
     )
 
 
-async def _play_in_time(
-    task: Task, environment: Environment, conversation: ChatSession, limits: EpisodeLimits, record: _Record
+async def _run_within_timeout(
+    task: Task, environment: Environment, chat: ChatSession, limits: EpisodeLimits, record: _Record
 ) -> StopReason:
     try:
         async with asyncio.timeout(limits.timeout_s) as deadline:
             limit_s = math.inf if limits.timeout_s is None else limits.timeout_s
-            clock = PausableClock(limit_s, lambda left_s: _move(deadline, left_s))
+            clock = PausableClock(limit_s, lambda left_s: _reschedule(deadline, left_s))
             try:
                 with episode_clock(clock):
-                    return await _play(task, environment, conversation, limits, record)
+                    return await _run_turns(task, environment, chat, limits, record)
             finally:
                 record.waited_s = clock.stood_s
     except TimeoutError:
@@ -129,16 +129,16 @@ async def _play_in_time(
         return StopReason.TIMEOUT
 
 
-async def _play(
-    task: Task, environment: Environment, conversation: ChatSession, limits: EpisodeLimits, record: _Record
+async def _run_turns(
+    task: Task, environment: Environment, chat: ChatSession, limits: EpisodeLimits, record: _Record
 ) -> StopReason:
     record.messages += await _world("start", lambda: environment.start(task), list, limits)
     record.shown = tuple(record.messages)
-    stop = _shown(lambda: conversation.open(record.messages, environment.tools))
+    stop = _render(lambda: chat.open(record.messages, environment.tools))
     turn = 0
     while stop is None:
         record.anchors.append(await _anchor(environment, record, limits))
-        action = await _timed_act(conversation, record)
+        action = await _timed_act(chat, record)
         if isinstance(action, StopReason):
             return action
         record.messages.append(action.message)
@@ -148,7 +148,7 @@ async def _play(
             return StopReason.EMPTY_ANSWER
         result = await _timed_step(environment, action, limits, record)
         turn += 1
-        stop = _stop_after(result, turn, limits, record) or _observed(conversation, result)
+        stop = _stop_after(result, turn, limits, record) or _observe(chat, result)
     return stop
 
 
@@ -187,10 +187,10 @@ def _is_empty(action: Action) -> bool:
     return not (action.calls or action.errors or action.message["content"].strip())
 
 
-async def _timed_act(conversation: ChatSession, record: _Record) -> Action | StopReason:
+async def _timed_act(chat: ChatSession, record: _Record) -> Action | StopReason:
     begin = time.perf_counter()
     try:
-        return await conversation.act()
+        return await chat.act()
     except asyncio.CancelledError as error:
         if is_being_cancelled():
             raise
@@ -210,7 +210,7 @@ async def _world(what: str, call: Callable[[], Awaitable[T]], expected: type[T],
     """Call the environment; its errors become WorldError with the original message."""
     try:
         async with asyncio.timeout(limits.environment_timeout_s) as deadline:
-            with under(PausableClock(limits.environment_timeout_s, lambda left_s: _move(deadline, left_s))):
+            with under(PausableClock(limits.environment_timeout_s, lambda left_s: _reschedule(deadline, left_s))):
                 result = await call()
     except LudusError:
         raise
@@ -226,22 +226,22 @@ async def _world(what: str, call: Callable[[], Awaitable[T]], expected: type[T],
             ) from error
         raise WorldError(f"The environment's {what} raised {describe_error(error)}") from error
     if not isinstance(result, expected):
-        raise WorldError(f"The environment's {what} gave {type(result).__name__}, not {expected.__name__}.")
+        raise WorldError(f"The environment's {what} returned {type(result).__name__}, not {expected.__name__}.")
     return result
 
 
-def _move(deadline: asyncio.Timeout, left_s: float | None) -> None:
+def _reschedule(deadline: asyncio.Timeout, left_s: float | None) -> None:
     """Reschedule a deadline in seconds from now (None: no deadline), unless it has expired."""
     if not deadline.expired():
         when = None if left_s is None or left_s == math.inf else asyncio.get_running_loop().time() + left_s
         deadline.reschedule(when)
 
 
-def _observed(conversation: ChatSession, result: StepResult) -> StopReason | None:
-    return _shown(lambda: conversation.observe(result.messages))
+def _observe(chat: ChatSession, result: StepResult) -> StopReason | None:
+    return _render(lambda: chat.observe(result.messages))
 
 
-def _shown(show: Callable[[], StopReason | None]) -> StopReason | None:
+def _render(show: Callable[[], StopReason | None]) -> StopReason | None:
     """Show environment messages to the policy; raise WorldError if they cannot be rendered."""
     try:
         return show()
@@ -251,9 +251,9 @@ def _shown(show: Callable[[], StopReason | None]) -> StopReason | None:
         raise WorldError(f"The environment's messages cannot be rendered: {describe_error(error)}") from error
 
 
-async def _close(environment: Environment, conversation: ChatSession, limits: EpisodeLimits) -> None:
+async def _close(environment: Environment, chat: ChatSession, limits: EpisodeLimits) -> None:
     try:
-        conversation.close()
+        chat.close()
     finally:
         await _world("close", environment.close, object, limits)
 
@@ -273,7 +273,7 @@ def scored(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Tra
         raise WorldError(f"A reward of task {task.id} raised {describe_error(error)}") from error
 
 
-def shares_of_turns(verifier: TurnVerifier, task: Task, trajectory: Trajectory) -> tuple[float, ...]:
+def score_turns(verifier: TurnVerifier, task: Task, trajectory: Trajectory) -> tuple[float, ...]:
     """Return a turn verifier's result (`turn_shares`); empty for a branching trajectory.
 
     Raises WorldError with its error.

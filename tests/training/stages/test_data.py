@@ -257,7 +257,7 @@ def test_what_is_written_as_a_dataset_reads_as_the_file_did(tmp_path, records):
     before, after = (list(map(row_of, read_records(path))) for path in (file, folder))
     assert before == after
     assert len(after) == len(records)
-    assert "is there already" in refused("data", "convert", file, folder)
+    assert "exists" in refused("data", "convert", file, folder)
 
 
 def test_a_file_that_cannot_be_converted_leaves_nothing(tmp_path, monkeypatch):

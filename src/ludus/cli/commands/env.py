@@ -32,8 +32,8 @@ from ludus.evaluation.scripted_agents import AgentKind
 from ludus.evaluation.verifier_report import ScorecardVerdict, problems_in, scorecard, verdicts
 from ludus.recipes import list_recipes
 from ludus.rewards.registry import added_parts, check_fed, judges_more
-from ludus.rollout.build import episode_limits
 from ludus.rollout.reward_executor import ProcessRewardExecutor
+from ludus.rollout.scheduler import episode_limits
 from ludus.types import Task, Trajectory
 
 

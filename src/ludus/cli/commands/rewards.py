@@ -41,7 +41,7 @@ from ludus.rewards.presets import training_parts
 from ludus.rewards.registry import judges_more
 from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
-from ludus.rollout.trees import of_each_path
+from ludus.rollout.trees import map_paths
 from ludus.types import Task, Trajectory
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ async def _scores(
             found = await scoring.scored(world, None, task, blank)
             return await scoring.with_added(world, task, found) if trains else found
 
-        return await of_each_path(record.trajectory, path)
+        return await map_paths(record.trajectory, path)
 
     found = {}
     for file, records in read.items():

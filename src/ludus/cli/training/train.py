@@ -27,10 +27,10 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     """Check the configuration and load the model, unless the run has to create it."""
     check_rewards(config, algorithm_of(config))  # before torch is imported, which takes seconds
     from ludus.cli.ui import progress
-    from ludus.training.rl import build
+    from ludus.training.rl.validate import open_validated_session
 
     with bars(make_console(), transient=True) as console:
-        session = build.prepare(config, AuditBar(console))
+        session = open_validated_session(config, AuditBar(console))
     return lambda folder: progress.train(config, folder, session)
 
 

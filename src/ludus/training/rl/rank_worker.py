@@ -19,7 +19,6 @@ from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.engines.models.loading import hide_progress
 from ludus.errors import LearnerError
-from ludus.training.checks.memory_check import dry_run
 from ludus.training.distributed.fsdp import gathered
 from ludus.training.distributed.launcher import (
     DryRun,
@@ -37,12 +36,12 @@ from ludus.training.distributed.launcher import (
 from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.rl.build import LearnerParts, make_parts
+from ludus.training.rl.memory_check import dry_run
 from ludus.training.rl.weight_sync import probe_logprobs
-from ludus.training.run.checkpoint import list_checkpoints
+from ludus.training.run.checkpoint import list_checkpoints, save_shards
 from ludus.training.run.run_dir import RunFolder, log_into
 from ludus.training.run.session import TrainingSession, open_session
-from ludus.training.run.sharded_checkpoint import save_shards
-from ludus.training.value_models.factory import part_name, say, teach
+from ludus.training.value_models.factory import part_name, score_values, train_on_tables
 
 _LOOK_S = 1.0
 
@@ -84,17 +83,17 @@ def _follow(rendezvous: Rendezvous, device: torch.device) -> None:
 
 def obey(command: object, session: TrainingSession, learning: LearnerParts) -> None:
     """Execute this rank's part of a command."""
-    learner, judge = learning.learner, learning.judge
+    learner, judge = learning.learner, learning.value_model
     match command:
         case ScoreRows(name, rows, entropy, keep):
-            learner.ask(name, rows, entropy, keep=keep)
+            learner.score_with(name, rows, entropy, keep=keep)
         case TrainRows(rows, seed, algorithm):
             learner.algorithm = algorithm
             learner.train(rows, seed)
         case EvaluateValues(rows, solved, after) if judge is not None:
-            say(judge, rows, solved, after)
+            score_values(judge, rows, solved, after)
         case TrainValues(rows, tables, solved) if judge is not None:
-            teach(judge, rows, tables, solved)
+            train_on_tables(judge, rows, tables, solved)
         case ProbeTokens(tokens):
             probe_logprobs(LogprobScorer(session.model), tokens)
         case GatherWeights():

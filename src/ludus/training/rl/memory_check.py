@@ -24,8 +24,7 @@ from ludus.training.batches.rows import Row
 from ludus.training.distributed.collectives import Collectives, raise_together
 from ludus.training.distributed.fsdp import local
 from ludus.training.distributed.launcher import DryRun
-from ludus.training.learner.learner import CachedLogprobs, Learner
-from ludus.training.learner.microbatch_budget import REMEDY
+from ludus.training.learner.learner import REMEDY, CachedLogprobs, Learner
 
 log = logging.getLogger("ludus.learner")
 

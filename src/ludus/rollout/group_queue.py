@@ -1,10 +1,9 @@
-"""Groups of episodes as a stream: they start as there is room, and batches of whole groups come out.
+"""Stream of episode groups: groups start as slots become free, and batches of complete groups come out.
 
-Takes a source of groups and something that plays a job. Gives batches: `take` waits until the admission lets
-one go. Waits with at most `in_flight` episodes; the next one starts when one ends, oldest group first. Never
-gives a part of a group, never drops one silently: a group that does not count (a member failed for good, or
-a filter takes it out) comes out beside the batch, and another one is admitted in its place. Raises in `take`
-what an episode raised. `close` ends all that is in flight.
+`take` waits until the staleness controller admits a batch. At most `in_flight` episodes run; when one ends,
+the next starts, oldest group first. Groups are never split or dropped silently: a group that does not count (a
+member failed permanently, or a filter removed it) is returned next to the batch, and another group is admitted
+instead. `take` raises errors of episodes; `close` cancels all running ones.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from typing import Protocol
 from ludus.errors import LudusError
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import Episode, RolloutRequest
-from ludus.rollout.streaming.concurrency_control import StreamThroughput
-from ludus.rollout.streaming.staleness_control import StalenessController
+from ludus.rollout.stream_control import StalenessController, StreamThroughput
 from ludus.types import Segment
 
 REST = 1.0
@@ -51,7 +49,6 @@ class StreamedGroup:
 
     @property
     def episodes(self) -> list[Episode]:
-        """Return the finished episodes by index."""
         return [self.done[place] for place in sorted(self.done)]
 
 
@@ -77,28 +74,28 @@ class GroupBatch:
 
 @dataclass
 class GroupQueue:
-    """Plays groups. `needed` members of a group are enough (0: all); the others are then cancelled.
+    """Run groups of requests. `needed` members of a group suffice (0: all); the others are then cancelled.
 
-    `next_number` is that of the next group; `kept` are groups from before the run was resumed. One of them
-    that came too late is played anew, as soon as there is room.
+    `next_number` is the number of the next group; `restored` are groups from before a resume. One that became too
+    stale is sampled again as soon as there is room.
     """
 
     admission: StalenessController
     source: GroupSource
-    play: Callable[[RolloutRequest], Awaitable[Episode]]
+    run_request: Callable[[RolloutRequest], Awaitable[Episode]]
     in_flight: int
     needed: int = 0
     next_number: int = 0
-    kept: Sequence[StreamedGroup] = ()
+    restored: Sequence[StreamedGroup] = ()
     on_done: Callable[[Episode], None] | None = None
     late: list[Episode] = field(default_factory=list, init=False)
     """Finished episodes from before a resume whose groups are sampled again."""
     ended: list[Episode] = field(default_factory=list, init=False)
-    """Episodes that have ended since `forget_ended`."""
+    """Episodes that ended since the last `pop_ended`."""
     held: bool = field(default=False, init=False)
     """Whether the last batch waited for a group that was due although enough others were complete."""
     _groups: dict[int, StreamedGroup] = field(default_factory=dict, init=False)
-    _anew: deque[StreamedGroup] = field(default_factory=deque, init=False)
+    _restarts: deque[StreamedGroup] = field(default_factory=deque, init=False)
     _others: list[StreamedGroup] = field(default_factory=list, init=False)
     _pending: deque[tuple[StreamedGroup, int]] = field(default_factory=deque, init=False)
     _running: dict[asyncio.Task[None], tuple[StreamedGroup, int]] = field(default_factory=dict, init=False)
@@ -115,26 +112,26 @@ class GroupQueue:
 
         Returns the restored finished episodes.
         """
-        for group in self.kept:
+        for group in self.restored:
             if not group.counts:
                 self._others.append(group)
-            elif self.admission.admit_again(group.number, group.version):
+            elif self.admission.readmit(group.number, group.version):
                 self._enter(group)
             else:
                 self.late += [e for e in group.episodes if e.trajectory.failure is None]
-                self._anew.append(_to_play_anew(group))
+                self._restarts.append(_restart_group(group))
         going = (*self._groups.values(), *self._others)
         going_on = [episode for group in going for episode in group.episodes]
         for group in tuple(self._groups.values()):
             self._end_group(group)
-        self._num_ready = 0  # of those nothing has flown
+        self._num_ready = 0  # restored groups do not count as throughput
         self._fill()
         return going_on
 
     async def take(self) -> GroupBatch:
         """Wait for the next batch that the staleness controller admits."""
         self.held = False
-        self._fill()  # more may be in flight than before
+        self._fill()  # the limit may have been raised
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -152,14 +149,14 @@ class GroupQueue:
         return GroupBatch(groups, others)
 
     @contextmanager
-    def unhurried(self, rest: Callable[[float], None]) -> Iterator[None]:
-        """In the block, in which the learner computes, let the engine rest while the next batch is there.
+    def throttled(self, rest: Callable[[float], None]) -> Iterator[None]:
+        """Throttle the engine within the block, in which the learner computes, while the next batch is ready.
 
-        Not where the last one waited for a group that was due: then episodes are in a hurry. `rest` takes
-        how many times the length of a pass the engine is to wait after it; 0 at the end.
+        Not throttled if the last batch waited for a group that was due. `rest` receives the pause after a pass as a
+        multiple of its duration; 0 at the end.
         """
         self._rest = rest
-        self._tell_rest()
+        self._update_rest()
         try:
             yield
         finally:
@@ -200,7 +197,6 @@ class GroupQueue:
 
     @property
     def num_in_flight(self) -> int:
-        """Return the number of running episodes."""
         return len(self._running)
 
     @property
@@ -213,14 +209,13 @@ class GroupQueue:
         """Return whether the concurrency limit keeps episodes from starting."""
         return bool(self._pending) or self.admission.room > 0
 
-    def on_their_way(self) -> list[StreamedGroup]:
+    def in_progress(self) -> list[StreamedGroup]:
         """Return copies of the unfinished and untaken groups, by number."""
         every = (*self._groups.values(), *self._others)
         going = [replace(group, done=dict(group.done)) for group in every]
-        return sorted([*going, *self._anew], key=lambda group: group.number)
+        return sorted([*going, *self._restarts], key=lambda group: group.number)
 
-    def forget_ended(self) -> list[Episode]:
-        """Return and clear the episodes that ended since the last call."""
+    def pop_ended(self) -> list[Episode]:
         ended, self.ended = self.ended, []
         return ended
 
@@ -237,7 +232,7 @@ class GroupQueue:
         self._flown_s += len(self._running) * (now - self._since)
         self._since = now
 
-    def _tell_rest(self) -> None:
+    def _update_rest(self) -> None:
         if self._rest is not None:
             self._rest(REST if self.admission.batches_ready and not self.held else 0.0)
 
@@ -250,14 +245,14 @@ class GroupQueue:
                 return
             group, place = self._pending.popleft()
             self._count()
-            task = asyncio.get_running_loop().create_task(self._play(group, place))
+            task = asyncio.get_running_loop().create_task(self._run(group, place))
             self._running[task] = (group, place)
             task.add_done_callback(self._after)
 
     def _admit(self) -> None:
         """Admit the next group."""
-        if self._anew:
-            number, jobs = self._anew[0].number, self._anew.popleft().jobs
+        if self._restarts:
+            number, jobs = self._restarts[0].number, self._restarts.popleft().jobs
         else:
             number, self.next_number = self.next_number, self.next_number + 1
             jobs = self.source.jobs(number)
@@ -268,8 +263,8 @@ class GroupQueue:
         places = (place for place in range(len(group.jobs)) if place not in group.done)
         self._pending.extend((group, place) for place in places)
 
-    async def _play(self, group: StreamedGroup, place: int) -> None:
-        episode = group.done[place] = await self.play(group.jobs[place])
+    async def _run(self, group: StreamedGroup, place: int) -> None:
+        episode = group.done[place] = await self.run_request(group.jobs[place])
         self.ended.append(episode)
         if self.on_done is not None:
             self.on_done(episode)
@@ -281,12 +276,12 @@ class GroupQueue:
             return
         if len(group.done) < len(group.jobs):
             self._stop_rest(group)
-        if self._has_needed(group):  # what failed has been replaced, and the ledger has it
+        if self._has_needed(group):  # failures were retried and are in the ledger
             group.done = {i: e for i, e in group.done.items() if e.trajectory.failure is None}
         if self.source.counts(group.episodes):
             self.admission.ready(group.number)
             self._num_ready += 1
-            self._tell_rest()
+            self._update_rest()
         else:
             self.admission.discard(group.number)
             group.counts = False
@@ -323,8 +318,8 @@ class GroupQueue:
         self._changed.set()
 
 
-def _to_play_anew(group: StreamedGroup) -> StreamedGroup:
-    """A group with nothing done; the members that had ended are other attempts now than those."""
+def _restart_group(group: StreamedGroup) -> StreamedGroup:
+    """Return the group without results; finished members become new attempts."""
     jobs = [
         replace(job, key=replace(job.key, attempt=group.done[i].key.attempt + 1)) if i in group.done else job
         for i, job in enumerate(group.jobs)

@@ -1,11 +1,10 @@
-"""Partial rollouts: what has not ended when a step's budget is spent waits, and goes on in the next step.
+"""Partial rollouts: episodes that exceed a step's budget pause and continue in the next step.
 
-Takes groups of jobs, step by step. Gives the groups all of whose episodes have ended, the oldest first.
-Waits until each episode has ended or has used what it was granted. A budget of tokens is shared equally among
-the unfinished episodes; what those leave that end early is shared again, until too little is left: so what
-is sampled depends on numbers of tokens alone, and not on the clock. A group that has waited as long as
-staleness allows is due: its episodes are played to their end, whatever the budget. An episode that waits
-keeps its environment, its task of the event loop and its tokens; it holds a place of those in flight.
+Takes groups of requests step by step and returns complete groups, oldest first. A token budget is split
+equally among the unfinished episodes; what early finishers leave is split again until too little is left, so
+results depend on token counts alone and not on the clock. A group that has waited as long as staleness allows
+is due: its episodes run to their end regardless of the budget. A waiting episode keeps its environment, its
+asyncio task and its tokens, and occupies a concurrency slot.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ludus.rollout.chat_session import ChatSession, EngineChatSession, Grant
+from ludus.rollout.group_queue import StartedEpisode, StreamedGroup
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, episode_name
-from ludus.rollout.streaming.group_queue import StartedEpisode, StreamedGroup
 from ludus.sandbox.local.pausable_timeout import episode_waits
 
 NOTHING = Grant(0)
@@ -28,7 +27,7 @@ UNBOUNDED = Grant()
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
-    """Tokens and seconds of a step (None: no bound); a group that began `max_waits` steps ago is due."""
+    """Tokens and seconds of a step (None: unbounded). A group is due `max_waits` steps after its start."""
 
     tokens: int | None = None
     seconds: float | None = None
@@ -37,9 +36,9 @@ class StepBudget:
 
 @dataclass
 class _Member:
-    """An episode that has begun: its allowance, and the conversation of its present attempt.
+    """Running or waiting episode: its allowance, and the chat session of its current attempt.
 
-    `on_change` is told when it begins to wait (True) and when it goes on (False).
+    `on_change` is called when it starts to wait (True) and when it continues (False).
     """
 
     job: RolloutRequest
@@ -53,7 +52,7 @@ class _Member:
     _granted: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def granted(self) -> Grant:
-        """What may be sampled now; waits while that is nothing."""
+        """Return the current grant, waiting while it is empty."""
         while self._is_used_up:
             self.waits = True
             self._granted.clear()
@@ -64,16 +63,15 @@ class _Member:
         return replace(self.grant, tokens=None if tokens is None else tokens - self.spent)
 
     def spend(self, tokens: int) -> None:
-        """So many tokens have been sampled."""
         self.spent += tokens
 
-    def settle(self) -> int:
-        """The tokens sampled under the grant, which is used up."""
+    def take_spent(self) -> int:
+        """Return the tokens sampled under the grant, and clear the grant."""
         spent, self.spent, self.grant = self.spent, 0, NOTHING
         return spent
 
     def allow(self, grant: Grant) -> None:
-        """What may be sampled from now on; where that is something, the episode goes on."""
+        """Set the grant; if it is not empty, the episode continues."""
         self.grant = grant
         if self.waits and not self._is_used_up:
             self.waits = False
@@ -81,9 +79,9 @@ class _Member:
             self._granted.set()
 
     def state(self) -> StartedEpisode | None:
-        """The attempt so far, None before its first token."""
-        told = () if self.conversation is None else self.conversation.so_far
-        return StartedEpisode(self.job.key, told) if told else self.begun
+        """Return the attempt so far, None before its first token."""
+        recorded = () if self.conversation is None else self.conversation.so_far
+        return StartedEpisode(self.job.key, recorded) if recorded else self.begun
 
     @property
     def _is_used_up(self) -> bool:
@@ -93,7 +91,7 @@ class _Member:
 
 @dataclass
 class PartialRollouts:
-    """The unfinished episodes of a run. `scheduler` plays them; `kept` are groups from before a resume."""
+    """Unfinished episodes of a run. `scheduler` runs them; `kept` are groups from before a resume."""
 
     scheduler: Scheduler
     budget: StepBudget
@@ -102,7 +100,7 @@ class PartialRollouts:
     num_sampled: int = field(default=0, init=False)
     """Tokens sampled in this step."""
     num_continued: int = field(default=0, init=False)
-    """Episodes of earlier steps that were unfinished as this one began."""
+    """Unfinished episodes of earlier steps at the start of this one."""
     _groups: dict[int, StreamedGroup] = field(default_factory=dict, init=False)
     _pending: deque[tuple[int, int]] = field(default_factory=deque, init=False)
     _open: dict[tuple[int, int], _Member] = field(default_factory=dict, init=False)
@@ -117,8 +115,8 @@ class PartialRollouts:
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def __post_init__(self) -> None:
-        converse = self.scheduler.converse
-        self.scheduler.converse = lambda job: self._converse(job, converse(job))
+        make_chat = self.scheduler.make_chat
+        self.scheduler.make_chat = lambda job: self._resume_session(job, make_chat(job))
         for group in self.kept:
             self._enter(group.jobs, dict(group.done), dict(group.begun))
             for episode in group.episodes:
@@ -126,35 +124,35 @@ class PartialRollouts:
 
     @property
     def num_unfinished(self) -> int:
-        """Episodes that have begun, or are to begin, and have not ended."""
+        """The number of episodes that have not ended, including those that have not started."""
         return len(self._open) + len(self._pending)
 
     @property
     def num_open(self) -> int:
-        """Episodes that have begun and not ended; each has an environment."""
+        """The number of started, unfinished episodes; each has an environment."""
         return len(self._open)
 
     @property
     def is_spent(self) -> bool:
-        """Whether the budget of the step leaves nothing for another round."""
+        """Whether the step's budget is too small for another round."""
         return self._is_late or (self._left is not None and self._left < max(1, self.num_unfinished))
 
     def begin_step(self, step: int, *, last: bool) -> None:
-        """A step with a budget of its own; in the `last` one every episode is played to its end."""
+        """Reset the budget for a step; in the `last` step every episode runs to its end."""
         self._step, self._last, self._left = step, last, self.budget.tokens
         self.num_sampled, self.num_continued = 0, self.num_unfinished
         seconds = self.budget.seconds
         self._until = None if seconds is None else time.monotonic() + seconds
 
-    async def play(self, groups: Sequence[Sequence[RolloutRequest]]) -> list[list[Episode]]:
-        """Begin these groups and go on with the others; gives all that are complete."""
+    async def run(self, groups: Sequence[Sequence[RolloutRequest]]) -> list[list[Episode]]:
+        """Start these groups and continue the others; return all complete groups."""
         for jobs in groups:
             self._enter(jobs, {}, {})
         self._failures = FailureBudget(self.num_unfinished)
         try:
-            while self._may_go_on():
+            while self._can_continue():
                 self._grant_shares()
-                await self._settled()
+                await self._wait_until_idle()
         except BaseException:
             await self.close()
             raise
@@ -162,7 +160,7 @@ class PartialRollouts:
         return [self._groups.pop(number).episodes for number in complete]
 
     def waiting(self) -> tuple[StreamedGroup, ...]:
-        """Copies of the groups that are not complete, with what has ended and what has begun of them."""
+        """Return copies of the incomplete groups, with their finished and partial episodes."""
         found = []
         for number, group in sorted(self._groups.items()):
             open_ = {place: one.state() for (n, place), one in self._open.items() if n == number}
@@ -171,7 +169,7 @@ class PartialRollouts:
         return tuple(found)
 
     def metrics(self) -> dict[str, float]:
-        """What waits and what went on, of the step that has just been sampled."""
+        """Return the metrics of the step that was just sampled."""
         return {
             "partial/tokens": float(self.num_sampled),
             "partial/continued": float(self.num_continued),
@@ -180,7 +178,7 @@ class PartialRollouts:
         }
 
     async def close(self) -> None:
-        """End every episode that waits; the ledger has them as cancelled."""
+        """Cancel every waiting episode; the ledger records them as cancelled."""
         tasks = [one.task for one in self._open.values() if one.task is not None]
         self._pending.clear()
         for task in tasks:
@@ -194,8 +192,8 @@ class PartialRollouts:
     def _is_due(self, number: int) -> bool:
         return self._last or self._step - self._groups[number].jobs[0].key.step >= self.budget.max_waits
 
-    def _may_go_on(self) -> bool:
-        """Whether there is more to play in this step. Raises what an episode met."""
+    def _can_continue(self) -> bool:
+        """Return whether the step has more to sample. Raises errors of episodes."""
         if self._failure is not None:
             raise self._failure
         if self._is_late and self.num_unfinished:
@@ -205,7 +203,7 @@ class PartialRollouts:
         return self.num_unfinished > 0 and not self.is_spent
 
     def _grant_shares(self) -> None:
-        """Grant every unfinished episode an equal part of what is left, and begin those that have a place."""
+        """Grant every unfinished episode an equal share of the budget, and start those with a free slot."""
         tokens = None if self._left is None else max(0, self._left) // max(1, self.num_unfinished)
         self._share = Grant(tokens, self._until)
         for (number, _), one in sorted(self._open.items()):
@@ -215,13 +213,13 @@ class PartialRollouts:
     def _grant_of(self, number: int) -> Grant:
         return UNBOUNDED if self._is_due(number) else self._share
 
-    async def _settled(self) -> None:
-        """Wait until every open episode waits, and take what they have sampled off the budget."""
+    async def _wait_until_idle(self) -> None:
+        """Wait until every open episode waits, and subtract their tokens from the budget."""
         while self._failure is None and any(not one.waits for one in self._open.values()):
             self._changed.clear()
             await self._changed.wait()
         for one in self._open.values():
-            self._count(one.settle())
+            self._count(one.take_spent())
 
     def _count(self, tokens: int) -> None:
         self.num_sampled += tokens
@@ -236,7 +234,7 @@ class PartialRollouts:
         self._pending.extend((number, place) for place in range(len(jobs)) if place not in done)
 
     def _begin(self) -> None:
-        """Begin episodes, the oldest first, while places are free and they may sample."""
+        """Start episodes, oldest first, while slots are free and their grant is not empty."""
         while self._pending and len(self._open) < self.scheduler.limits.concurrency:
             number, place = self._pending[0]
             grant = self._grant_of(number)
@@ -246,38 +244,38 @@ class PartialRollouts:
             group = self._groups[number]
             begun = group.begun.pop(place, None)
             job = group.jobs[place] if begun is None else replace(group.jobs[place], key=begun.key)
-            one = self._open[number, place] = _Member(job, begun, grant, self._moved)
+            one = self._open[number, place] = _Member(job, begun, grant, self._update_lockstep)
             self._swap(None, episode_name(job.key))
-            one.task = asyncio.get_running_loop().create_task(self._play(number, place, job))
+            one.task = asyncio.get_running_loop().create_task(self._run_episode(number, place, job))
 
-    async def _play(self, number: int, place: int, job: RolloutRequest) -> None:
-        """Play an episode to its end, over as many steps as that takes, and begin the next one."""
+    async def _run_episode(self, number: int, place: int, job: RolloutRequest) -> None:
+        """Run an episode to its end, possibly over several steps, and start the next one."""
         one = self._open[number, place]
         try:
-            episode = await self.scheduler.play(job, self._failures, self._swap)
+            episode = await self.scheduler.run_one(job, self._failures, self._swap)
             self._groups[number].done[place] = episode
             if self.on_done is not None:
                 self.on_done(episode)
-        except Exception as error:  # boundary: `play` raises it
+        except Exception as error:  # boundary: `run` raises it
             self._failure = self._failure or error
         finally:
-            self._count(one.settle())
+            self._count(one.take_spent())
             del self._open[number, place]
             if self._failure is None:
                 self._begin()
             self._swap(episode_name(one.job.key), None)
             self._changed.set()
 
-    def _converse(self, job: RolloutRequest, conversation: ChatSession) -> ChatSession:
-        """The conversation of an attempt, with the allowance of its episode and what it said before."""
+    def _resume_session(self, job: RolloutRequest, conversation: ChatSession) -> ChatSession:
+        """Return the chat session of an attempt with its episode's allowance and recorded segments."""
         assert isinstance(conversation, EngineChatSession)
         one = next(o for o in self._open.values() if _same_episode(o.job.key, job.key))
-        told = one.begun.segments if one.begun is not None and one.begun.key == job.key else ()
-        one.job, one.conversation = job, replace(conversation, allowance=one, told=told)
+        recorded = one.begun.segments if one.begun is not None and one.begun.key == job.key else ()
+        one.job, one.conversation = job, replace(conversation, allowance=one, recorded=recorded)
         return one.conversation
 
-    def _moved(self, one: _Member, waits: bool) -> None:
-        """An episode that waits leaves the lock-step, and one that goes on joins it."""
+    def _update_lockstep(self, one: _Member, waits: bool) -> None:
+        """Remove a waiting episode from the lockstep, or add a continuing one."""
         name = episode_name(one.job.key)
         self._swap(name if waits else None, None if waits else name)
         self._changed.set()
@@ -288,5 +286,5 @@ class PartialRollouts:
 
 
 def _same_episode(one: RolloutKey, other: RolloutKey) -> bool:
-    """Whether two keys are of attempts at the same episode."""
+    """Return whether two keys are attempts at the same episode."""
     return (one.step, one.task_id, one.sample) == (other.step, other.task_id, other.sample)
