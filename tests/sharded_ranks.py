@@ -13,8 +13,7 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.engines.models.loading import load_tokenizer
 from ludus.errors import LearnerError
 from ludus.rollout.ledger import Ledger
-from ludus.training.distributed.collectives import SharedBatch, SingleProcess
-from ludus.training.distributed.fsdp import is_sharded, whole
+from ludus.training.distributed.collectives import SharedBatch, SingleProcess, is_sharded, whole
 from ludus.training.learner.learner import CachedLogprobs, Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings

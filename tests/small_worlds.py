@@ -11,11 +11,9 @@ from ludus.chat.tokenizer import train_tokenizer
 from ludus.engines.base import seed_for
 from ludus.engines.scripted import ScriptedEngine
 from ludus.envs.base import Environment, World
-from ludus.envs.tool_env import ToolEnv
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.rewards.base import Reward
-from ludus.rollout.chat_session import EngineChatSession
-from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.rollout.episode import EngineChatSession, EpisodeLimits, run_episode
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.scheduler import LockstepEngine, RolloutRequest, Scheduler, SchedulerLimits, episode_name
 from ludus.tools.base import Tool, tool

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import algorithms_oracle as oracle
 from ludus.algorithms.aggregate import AGGREGATIONS, Normalizer
-from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.objective import objective
 from ludus.algorithms.spec.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.tensors import TokenBatch
 
 quick = settings(max_examples=30, deadline=None, derandomize=True)
 CONSTANT = 11

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ludus.algorithms.advantages import ADVANTAGES as ADVANTAGE_SPECS
-from ludus.algorithms.batch import Outcomes, TokenBatch
 from ludus.algorithms.corrections import CORRECTIONS as CORRECTION_SPECS
 from ludus.algorithms.kl import FULL_KL_NAMES, FULL_KLS
 from ludus.algorithms.losses import LOSSES as LOSS_SPECS
@@ -19,6 +18,7 @@ from ludus.algorithms.spec import algorithm
 from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import algorithm_of, check_binary_rewards, check_placement, resolve
+from ludus.algorithms.tensors import Outcomes, TokenBatch
 from ludus.config.load import load_config
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.config.sections.rewards import RewardsConfig

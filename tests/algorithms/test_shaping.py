@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import algorithms_oracle as oracle
 from ludus.algorithms import filters, shaping
 from ludus.algorithms.filters import GresoSettings, GresoState, Visit
-from ludus.algorithms.kl_controller import Schedule
+from ludus.algorithms.kl import Schedule
 from ludus.errors import ConfigError
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)

@@ -15,7 +15,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from ludus.engines.base import Request
-from ludus.engines.embedded import compute_thread
+from ludus.engines.embedded import engine as engine_module
 from ludus.engines.embedded.engine import LocalEngine
 from ludus.training.run.session import engine_settings
 from ludus.types import SamplingParams
@@ -152,7 +152,7 @@ def test_a_request_whose_time_ends_during_a_rest_ends_then():
 
 def test_a_rest_that_ends_while_the_engine_makes_up_its_mind_is_over(monkeypatch):
     clock = itertools.count()  # a hundredth of a second passes whenever it is looked at
-    monkeypatch.setattr(compute_thread, "time", SimpleNamespace(monotonic=lambda: next(clock) / 100))
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: next(clock) / 100))
 
     async def run():
         engine = LocalEngine(build(), settings=replace(SMALL, threads=1))

@@ -16,13 +16,12 @@ from ludus.config import config_from_toml, load_config, to_toml
 from ludus.diagnostics.metrics import alarms, rollout_metrics
 from ludus.envs.mixture import MixedWorld, MixtureMember
 from ludus.envs.registry import build_world
-from ludus.envs.tool_env import ToolEnv
+from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import ToolWorld
-from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.evaluate import Conditions, load_evaluation
 from ludus.rewards.base import Reward, score, success
-from ludus.rollout.chat_session import EngineChatSession
+from ludus.rollout.episode import EngineChatSession
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan, engine_scheduler

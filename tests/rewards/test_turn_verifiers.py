@@ -14,7 +14,7 @@ from ludus.config.sections.rewards import RewardsConfig
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.base import Environment
 from ludus.envs.registry import build_world
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.code.turns import Progress, suite_progress, turn_report, turn_shares
 from ludus.rewards.code.unit_tests import Suite

@@ -21,7 +21,7 @@ from ludus.diagnostics.metrics import rollout_metrics
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rollout.chat_session import RestoreError
+from ludus.rollout.episode import RestoreError
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.trees import attempts, paths, run_tree
 from ludus.training.collection.reward_mixing import RewardMixer, plan_parts

@@ -18,8 +18,7 @@ from ludus.errors import ConfigError, EngineError, UserError
 from ludus.evaluation.evaluate import EvaluationPlan, evaluate
 from ludus.rewards.base import Reward
 from ludus.rewards.exact_match import ExpectedAnswers, exact_match, well_formed
-from ludus.rollout.chat_session import ChatSession
-from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.rollout.episode import ChatSession, EpisodeLimits, run_episode
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.openai_client import (
     OpenAIChatSession,

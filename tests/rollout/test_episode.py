@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.engines.scripted import Faults
-from ludus.envs.tool_env import ToolEnv
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.errors import EngineError, UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rollout.episode import EpisodeLimits, run_episode

@@ -15,9 +15,8 @@ import pytest
 import heartbeat
 from ludus.config import config_from_toml
 from ludus.envs import registry
-from ludus.envs.tool_env import ToolEnv
+from ludus.envs.tool_env import ToolEnv, ToolExecutor, ToolLimits
 from ludus.envs.tool_world import ToolWorld
-from ludus.envs.toolbox import ToolExecutor, ToolLimits
 from ludus.errors import ConfigError, ToolFault, UserError, WorldError
 from ludus.tools.mcp.client import McpServer, McpSettings, mcp_server
 from ludus.tools.mcp.messages import Screen

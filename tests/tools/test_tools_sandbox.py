@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from ludus.envs.base import World
-from ludus.envs.tool_env import ToolEnv
-from ludus.envs.toolbox import ToolExecutor, ToolLimits
+from ludus.envs.tool_env import ToolEnv, ToolExecutor, ToolLimits
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.rollout.episode import EpisodeLimits, run_episode

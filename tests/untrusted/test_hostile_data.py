@@ -15,7 +15,7 @@ import heartbeat
 from ludus.engines.remote.http_client import RemoteEngineSettings, Replica, ask_once
 from ludus.engines.remote.metrics import ServerStats
 from ludus.envs.git_objects import GitObjects, object_head
-from ludus.envs.toolbox import ToolExecutor
+from ludus.envs.tool_env import ToolExecutor
 from ludus.errors import LudusError, did_you_mean
 from ludus.rewards.code.sql_rows import Rows, read_rows, same_rows
 from ludus.rollout.openai_client import OpenAIClient, OpenAIClientSettings

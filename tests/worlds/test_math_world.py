@@ -23,7 +23,7 @@ from ludus.config.load import load_config
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.difficulty_report import variety
 from ludus.envs.registry import build_world, closing
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.recipes import recipe_folder
 from ludus.rewards.base import check_rewards, score, success

@@ -14,8 +14,7 @@ import random
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ludus.algorithms.groups import GroupedRewards, group_rewards
-from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
+from ludus.algorithms.tensors import GroupedRewards, Tensor, check_shapes, group_rewards, select, torch
 
 
 def zero_variance(*, rewards: Tensor | Sequence[float], group: Tensor | Sequence[int]) -> Tensor:

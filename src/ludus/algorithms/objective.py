@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ludus.algorithms.aggregate import Normalizer, aggregate
-from ludus.algorithms.batch import Cut, TokenBatch
 from ludus.algorithms.corrections import (
     LEVELS,
     Mismatch,
@@ -26,7 +25,7 @@ from ludus.algorithms.losses.likelihood import echo, positive_nll
 from ludus.algorithms.losses.sequence import trajectory_mean
 from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import TERM_OPTIONS, Algorithm, inputs_of
-from ludus.algorithms.tensors import Tensor, select, torch
+from ludus.algorithms.tensors import Cut, Tensor, TokenBatch, select, torch
 
 
 @dataclass(frozen=True, slots=True)

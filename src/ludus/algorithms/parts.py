@@ -22,8 +22,7 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import TypeVar
 
-from ludus.algorithms.batch import Cut
-from ludus.algorithms.tensors import Tensor
+from ludus.algorithms.tensors import Cut, Tensor
 from ludus.errors import ConfigError
 
 

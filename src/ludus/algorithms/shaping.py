@@ -10,8 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ludus.algorithms.groups import group_rewards
-from ludus.algorithms.tensors import Tensor, torch
+from ludus.algorithms.tensors import Tensor, group_rewards, torch
 from ludus.errors import ConfigError
 
 _FITS = 0.9

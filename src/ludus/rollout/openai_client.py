@@ -35,7 +35,7 @@ from ludus.engines.base import seed_for
 from ludus.envs.base import World
 from ludus.errors import ConfigError, EngineError, UserError
 from ludus.rollout.accepted_fields import REASONING, REFUSED, AcceptedFields
-from ludus.rollout.chat_session import ChatSession
+from ludus.rollout.episode import ChatSession
 from ludus.rollout.scheduler import ChatSessionFactory, RolloutRequest, SamplingPlan, rollout_for, sampling_params
 from ludus.tools.base import Tool, ToolSchema
 from ludus.types import (

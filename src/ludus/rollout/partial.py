@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ludus.rollout.chat_session import ChatSession, EngineChatSession, Grant
+from ludus.rollout.episode import ChatSession, EngineChatSession, Grant
 from ludus.rollout.group_queue import StartedEpisode, StreamedGroup
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, episode_name

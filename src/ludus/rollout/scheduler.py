@@ -22,8 +22,15 @@ from ludus.engines.base import ContinuesActions, Engine, EngineStats, RemoteStat
 from ludus.envs.base import World
 from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
-from ludus.rollout.chat_session import ChatSession, EngineChatSession, RestoreError
-from ludus.rollout.episode import EpisodeLimits, fresh_environment, is_being_cancelled, run_unscored
+from ludus.rollout.episode import (
+    ChatSession,
+    EngineChatSession,
+    EpisodeLimits,
+    RestoreError,
+    fresh_environment,
+    is_being_cancelled,
+    run_unscored,
+)
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.reward_executor import RewardExecutor, ThreadRewardExecutor, waited
 from ludus.rollout.trees import attempts, run_tree

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from ludus.config.sections.rollout import BranchConfig
 from ludus.errors import WorldError
-from ludus.rollout.chat_session import RestoreError
+from ludus.rollout.episode import RestoreError
 from ludus.types import Leaf, Segment, Timings, Trajectory
 
 T = TypeVar("T", str, float)

@@ -10,7 +10,7 @@
         \"\"\"
 
 The schema is built from the annotations, the descriptions from the docstring. Arguments are validated before
-the function runs; its exceptions become observations (`ludus.envs.toolbox`).
+the function runs; its exceptions become observations (`ludus.envs.tool_env`).
 """
 
 from __future__ import annotations

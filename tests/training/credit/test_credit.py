@@ -12,8 +12,7 @@ import torch
 from algorithm_parts import FUNCTIONS, GREEDY_ADVANTAGES, GROUP_ADVANTAGES, TURN_READING_ADVANTAGES
 from ludus.algorithms import advantages
 from ludus.algorithms.advantages import optimal_token_baseline
-from ludus.algorithms.kl import penalised_advantages, penalised_rewards
-from ludus.algorithms.kl_controller import control_of
+from ludus.algorithms.kl import control_of, penalised_advantages, penalised_rewards
 from ludus.algorithms.shaping import soft_overlong
 from ludus.algorithms.spec.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
@@ -432,7 +431,7 @@ def test_a_run_measures_the_initial_entropy_once_and_keeps_it(bound, filters):
     """The tiny model starts near ln 61; a bound below that would keep nothing, and is switched off."""
     episodes, one = real_group()
     one.algorithm = replace(PRESETS["gtpo"], options=PartOptions(loss={"entropy_bound": bound}))
-    control = control_of(load_config("guess", []), one.algorithm)
+    control = control_of(load_config("guess", []), one.algorithm.kl_coef)
     learning = TrainStep(SimpleNamespace(config=load_config("guess", [])), one, control, Ledger())
     credits = learning._prepare(1, assign_credit([episodes], one.algorithm))
     assert {c.outcome for c in credits} == {RolloutOutcome.TRAINED}

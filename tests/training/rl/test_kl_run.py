@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from ludus.algorithms.aggregate import Normalizer
-from ludus.algorithms.batch import TokenBatch
-from ludus.algorithms.kl_controller import KlState, control_of
+from ludus.algorithms.kl import KlState, control_of
 from ludus.algorithms.objective import objective
 from ludus.algorithms.spec.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
+from ludus.algorithms.tensors import TokenBatch
 from ludus.cli.main import main
 from ludus.config.schema import Config
 from ludus.errors import ConfigError, LearnerError
@@ -43,7 +43,7 @@ def control(kl_coef=0.5, steps=10, **settings):
     given = Config.model_validate(
         {"algorithm": {"kl_coef": kl_coef}, "training": {"steps": steps}, "kl_control": settings}
     )
-    return control_of(given, resolve(given.algorithm))
+    return control_of(given, resolve(given.algorithm).kl_coef)
 
 
 def test_a_schedule_follows_the_training_steps():

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ludus.algorithms.groups import cells, numbers
-from ludus.algorithms.tensors import Tensor, select, torch
+from ludus.algorithms.tensors import Tensor, cells, numbers, select, torch
 
 
 @dataclass(frozen=True, slots=True)

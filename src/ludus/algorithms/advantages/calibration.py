@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ludus.algorithms.advantages.action_tokens import turns_of
-from ludus.algorithms.groups import numbers
-from ludus.algorithms.tensors import Tensor, torch
+from ludus.algorithms.tensors import Tensor, numbers, torch
 
 
 @dataclass(frozen=True, slots=True)

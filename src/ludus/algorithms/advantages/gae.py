@@ -26,9 +26,17 @@ from ludus.algorithms.advantages.action_tokens import (
     token_rewards,
 )
 from ludus.algorithms.advantages.group_relative import whiten as whiten_tokens
-from ludus.algorithms.groups import check_group, float_dtype, numbers
 from ludus.algorithms.parts import FRACTION, POSITIVE, SWITCH, AdvantageSpec, Need, Option
-from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select, torch
+from ludus.algorithms.tensors import (
+    Tensor,
+    check_group,
+    check_shapes,
+    clamped_ratio,
+    float_dtype,
+    numbers,
+    select,
+    torch,
+)
 
 _CRITIC = {
     "whiten": Option("1: whiten over the batch", SWITCH, default=1.0),

@@ -11,18 +11,21 @@ from math import comb
 from typing import Literal
 
 from ludus.algorithms.advantages.action_tokens import ActionTokens, action_tokens, scan_back, token_rewards
-from ludus.algorithms.groups import (
+from ludus.algorithms.parts import FRACTION, NOT_NEGATIVE, SWITCH, AdvantageSpec, Need, Option, OptionBounds
+from ludus.algorithms.tensors import (
+    Tensor,
     check_group,
     check_rows,
+    check_shapes,
     float_dtype,
     group_rewards,
     groups_to_compare,
     numbers,
     on_actions,
     rounding,
+    select,
+    torch,
 )
-from ludus.algorithms.parts import FRACTION, NOT_NEGATIVE, SWITCH, AdvantageSpec, Need, Option, OptionBounds
-from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 
 SPREADS = ("group", "batch")
 COUNTS = ("varying", "nonzero")

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ludus.algorithms.batch import Cut
 from ludus.algorithms.parts import POSITIVE, LossSpec, Need, Option
-from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select, torch
+from ludus.algorithms.tensors import Cut, Tensor, check_shapes, clamped_ratio, select, torch
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,9 @@ tokens carry the same. A trajectory without action tokens gets 0.
 
 from __future__ import annotations
 
-from ludus.algorithms.batch import Cut
 from ludus.algorithms.losses.clipped import ClipRange, ppo_cut
 from ludus.algorithms.parts import LossSpec, Need
-from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select, torch
+from ludus.algorithms.tensors import Cut, Tensor, check_shapes, clamped_ratio, select, torch
 
 
 def trajectory_mean(values: Tensor, mask: Tensor) -> Tensor:

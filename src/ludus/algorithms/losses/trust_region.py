@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ludus.algorithms.batch import Cut
 from ludus.algorithms.losses.clipped import ppo_clip, token_cut, token_ratio
 from ludus.algorithms.parts import NOT_NEGATIVE, POSITIVE, LossSpec, Need, Option
-from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
+from ludus.algorithms.tensors import Cut, Tensor, check_shapes, select, torch
 
 DIVERGENCES = ("tv", "kl")
 

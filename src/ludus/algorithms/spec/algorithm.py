@@ -10,7 +10,6 @@ from operator import attrgetter
 from typing import Literal, TypeVar
 
 from ludus.algorithms.advantages import ADVANTAGES, TARGETS
-from ludus.algorithms.batch import NEUTRAL, Outcomes, TokenBatch
 from ludus.algorithms.corrections import CORRECTIONS
 from ludus.algorithms.kl import KL_OPTIONS
 from ludus.algorithms.losses import LOSSES
@@ -24,7 +23,7 @@ from ludus.algorithms.parts import (
     PartSpec,
     spec_of,
 )
-from ludus.algorithms.tensors import Tensor, torch
+from ludus.algorithms.tensors import NEUTRAL, Outcomes, Tensor, TokenBatch, torch
 from ludus.errors import ConfigError
 from ludus.plugins import find_plugin
 

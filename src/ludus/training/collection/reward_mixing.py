@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ludus.algorithms.advantages import advantages_that_need
 from ludus.algorithms.advantages.running_baselines import DomainMoments, domain_normalised
-from ludus.algorithms.kl_controller import Schedule
+from ludus.algorithms.kl import Schedule
 from ludus.algorithms.parts import Need
 from ludus.algorithms.shaping import ShapingRange, check_shaping, dominance_violations, gated, pareto, weighted_sum
 from ludus.algorithms.spec.algorithm import Algorithm

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.aggregate import Normalizer
-from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.kl import FULL_KL_NAMES, KLS
 from ludus.algorithms.losses.covariance import CovarianceMeans, token_covariance
 from ludus.algorithms.objective import Statistics, objective
 from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.tensors import TokenBatch
 from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP
 from ludus.errors import LearnerError
 from ludus.training.batches.chunked_lm_head import Entropy
@@ -44,11 +44,11 @@ from ludus.training.distributed.collectives import (
     ONE_PROCESS,
     Collectives,
     current_ranks,
+    is_sharded,
     merged,
     raise_together,
     sum_gradients,
 )
-from ludus.training.distributed.fsdp import is_sharded
 from ludus.training.distributed.launcher import ScoreRows, TrainRows
 from ludus.training.learner.logprobs import (
     AuxLogprobs,

@@ -41,7 +41,7 @@ from ludus.training.batches.chunked_lm_head import (
     logits_to_scores,
 )
 from ludus.training.batches.rows import BREAK, Microbatch, Positions, split_paths
-from ludus.training.distributed.fsdp import is_sharded, within
+from ludus.training.distributed.collectives import is_sharded, within
 from ludus.training.learner.moe_routing_replay import RoutingReplay
 
 if TYPE_CHECKING:

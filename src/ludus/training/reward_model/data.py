@@ -19,7 +19,7 @@ from pathlib import Path
 from ludus.envs.registry import closing
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward, success
-from ludus.rollout.chat_session import ChatSession, EngineChatSession
+from ludus.rollout.episode import ChatSession, EngineChatSession
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
 from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan

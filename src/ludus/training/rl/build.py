@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ludus.algorithms.kl_controller import KlControl, control_of
+from ludus.algorithms.kl import KlControl, control_of
 from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.resolve import algorithm_of, minibatches_of
@@ -165,7 +165,7 @@ def build_loop(
     The run folder is not changed until all parts are built.
     """
     config, model = session.config, session.model
-    control = control_of(config, algorithm)
+    control = control_of(config, algorithm.kl_coef)
     experts = make_experts(session, algorithm)
     combiner = make_combiner(session, algorithm)
     found = list_checkpoints(folder.checkpoints)
@@ -238,7 +238,7 @@ def make_parts(
     """
     config, model = session.config, session.model
     same_weights(model, ranks)
-    scorers = _scorers(session, algorithm, control_of(config, algorithm))
+    scorers = _scorers(session, algorithm, control_of(config, algorithm.kl_coef))
     origins = origins_of(session, scorers) if ranks.rank == 0 else {}
     value_model = make_value_model(config, algorithm, model, session.world.rewards[0].name, ranks)
     if resumed is not None:

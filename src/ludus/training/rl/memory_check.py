@@ -21,8 +21,7 @@ from ludus.config.schema import Config
 from ludus.engines.models.loading import num_positions
 from ludus.sandbox.local.run_process import peak_memory
 from ludus.training.batches.rows import Row
-from ludus.training.distributed.collectives import Collectives, raise_together
-from ludus.training.distributed.fsdp import local
+from ludus.training.distributed.collectives import Collectives, local, raise_together
 from ludus.training.distributed.launcher import DryRun
 from ludus.training.learner.learner import REMEDY, CachedLogprobs, Learner
 

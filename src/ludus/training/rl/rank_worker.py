@@ -19,7 +19,7 @@ from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.engines.models.loading import hide_progress
 from ludus.errors import LearnerError
-from ludus.training.distributed.fsdp import gathered
+from ludus.training.distributed.collectives import gathered
 from ludus.training.distributed.launcher import (
     DryRun,
     EvaluateValues,

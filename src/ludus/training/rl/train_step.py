@@ -21,8 +21,7 @@ from torch import Tensor
 
 from ludus.algorithms.corrections import MismatchByLength, mismatch, mismatch_by_length
 from ludus.algorithms.filters import entropy_bound
-from ludus.algorithms.kl import FULL_KL_NAMES
-from ludus.algorithms.kl_controller import KlControl
+from ludus.algorithms.kl import FULL_KL_NAMES, KlControl
 from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.errors import SyncError

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from ludus.algorithms.kl_controller import control_of
+from ludus.algorithms.kl import control_of
 from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.resolve import algorithm_of, check_observations, minibatches_of, resolve
@@ -80,7 +80,7 @@ def check_settings(config: Config, world: World) -> None:
     """Raise ConfigError and UserError for settings of the algorithm, rewards, trackers and splits."""
     algorithm = algorithm_of(config)
     check_roles(algorithm, world)
-    control_of(config, algorithm)
+    control_of(config, algorithm.kl_coef)
     check_teacher(config, algorithm)
     check_critic(config, algorithm)
     check_experts(config, algorithm, world)

@@ -21,8 +21,7 @@ from ludus.config.schema import Config
 from ludus.engines.base import Engine, RollingUpdate, WeightCheck
 from ludus.engines.models.fingerprint import fingerprint_gathered
 from ludus.errors import EngineError, SyncError
-from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, SingleProcess
-from ludus.training.distributed.fsdp import gathered, is_sharded
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, SingleProcess, gathered, is_sharded
 from ludus.training.distributed.launcher import GatherWeights, ProbeTokens
 from ludus.training.learner.logprobs import LogprobScorer
 

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError
 
-from ludus.algorithms.kl_controller import KlState
+from ludus.algorithms.kl import KlState
 from ludus.engines.models.loading import save_model
 from ludus.errors import StorageError, UserError
 from ludus.rollout.ledger import AccountingError, LedgerCounts, LedgerState, RolloutKey
-from ludus.training.distributed.fsdp import gathered, is_sharded
+from ludus.training.distributed.collectives import gathered, is_sharded
 from ludus.training.distributed.launcher import SaveShards
 from ludus.training.learner.optimizer import Optimizer
 from ludus.untrusted.pickles import load_pickle

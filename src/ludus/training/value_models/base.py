@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from ludus.errors import LearnerError, UserError
 from ludus.training.batches.rows import Microbatch, Row, balanced, blank_microbatch, microbatches
-from ludus.training.distributed.collectives import ONE_PROCESS, Collectives
-from ludus.training.distributed.fsdp import is_sharded, put, within
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, is_sharded, put, within
 from ludus.training.learner.logprobs import LogprobScorer, score_dtype
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 

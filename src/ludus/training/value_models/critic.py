@@ -21,8 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from ludus.algorithms.losses.likelihood import value_loss
 from ludus.training.batches.rows import Row, scored_mask
-from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, merged
-from ludus.training.distributed.fsdp import put
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, merged, put
 from ludus.training.learner.logprobs import pad_rows
 from ludus.training.learner.optimizer import OptimizerSettings
 from ludus.training.value_models.base import StateModel, StateSettings, TrainedModel, batches

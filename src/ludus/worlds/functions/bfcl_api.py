@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from ludus.envs.base import Environment
-from ludus.envs.tool_env import ToolEnv
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.errors import UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.unit_tests import Suite
