@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from ludus.algorithms.parts import Option
 from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select, torch
@@ -19,8 +19,6 @@ from ludus.config.schema import Config
 from ludus.config.sections.algorithm import KlControlConfig
 from ludus.errors import ConfigError, LearnerError
 
-if TYPE_CHECKING:
-    
 
 def k1(*, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return `d`: unbiased, may be negative; any shape, as all estimators here."""
@@ -317,7 +315,7 @@ class KlControl:
 
 
 def control_of(config: Config, kl_coef: float) -> KlControl:
-    """Return the control of the coefficient `kl_coef` by the settings. Raises ConfigError for what contradicts or has no effect."""
+    """Return the control of the coefficient. Raises ConfigError for settings that contradict or have no effect."""
     settings, base = config.kl_control, kl_coef
     _refuse_idle(settings)
     kind = settings.kind
