@@ -1,51 +1,28 @@
-"""The generated problems: a selection from the data files that `python -m generators.math` writes.
+"""Problems: a question, the steps that solve it, and the answer, computed in another way.
 
-A file has a header of groups (split, level, topic, number of problems) and one line of JSON per problem.
+A step is an expression of the calculator; `{0}` in it stands for the result of the first step. The answer is
+not computed from the steps, and a test compares the two.
 """
 
 from __future__ import annotations
 
-import json
-import lzma
 import random
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache
-from importlib.resources import files
-from itertools import islice, zip_longest
-from typing import TypedDict
 
-from ludus.errors import ConfigError
 from ludus.rewards.math.math_verify import Expression
 from ludus.tools.calculator import calculate, show
 
-SPLITS = ("train", "validation", "test", "composition")
-LEVELS = (1, 2, 3, 4, 5)
-DEFAULT_TOPICS = ("arithmetic", "ratios", "algebra", "numbers", "counting", "geometry", "stories", "links")
-"""`stories` are word problems of several steps, `links` combine numbers of several topics."""
-TOPICS = (*DEFAULT_TOPICS, "expressions")
-RECIPE_LEVELS, RECIPE_TOPICS = (1,), ("arithmetic", "ratios", "algebra", "geometry")
-"""The selection that has data files for itself: its tasks, and its demonstrations in several phrasings."""
-
-Group = tuple[str, int, str]
-"""Split, level and topic."""
-
-
-class _Row(TypedDict):
-    kind: str
-    question: str
-    steps: list[str]
-    answer: int | str | dict[str, str]
-    units: list[str]
+Value = int | Fraction
 
 
 @dataclass(frozen=True, slots=True)
 class MathProblem:
     """A question, the steps that solve it (expressions of the calculator, in which `{0}` stands for the result
-    of the first step), and the answer. `units` maps each unit that a number may carry to its size."""
+    of the first step), and the answer. `units` maps each unit that a number may carry to its size; `links` are the
+    pairs of parts that follow each other, in problems composed of parts."""
 
     kind: str
     topic: str
@@ -54,6 +31,7 @@ class MathProblem:
     steps: tuple[str, ...]
     answer: Fraction | Expression
     units: Mapping[str, float] = field(default_factory=dict)
+    links: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def form(self) -> str:
@@ -81,84 +59,80 @@ def _operand(value: Fraction) -> str:
     return text if text.isdigit() else f"({text})"
 
 
-def select(split: str, num: int, levels: Sequence[int], topics: Sequence[str], seed: int) -> tuple[MathProblem, ...]:
-    """Return `num` problems of a split, levels and topics in turn; fewer if a held-out split has fewer.
+@dataclass(slots=True)
+class WorkedSteps:
+    """The steps of a problem under construction."""
 
-    Seeds other than 0 shuffle the problems first. Raises ConfigError if there are too few for training.
-    """
-    groups = _read(_file(levels, topics, "recipe"))
+    steps: list[str] = field(default_factory=list)
 
-    def one_level(level: int) -> Iterator[MathProblem]:
-        chosen = [(split, level, topic) for topic in dict.fromkeys(topics)]
-        return _in_turn([_problems(groups.get(group, ()), group, seed) for group in chosen])
-
-    found = tuple(islice(_in_turn([one_level(level) for level in dict.fromkeys(levels)]), num))
-    if len(found) < num and split == "train":
-        raise ConfigError(
-            f"The levels and topics have {len(found)} different problems for training, not {num}.",
-            "Lower env.settings.num_tasks, or add levels or topics.",
-        )
-    return found
+    def do(self, expression: str) -> str:
+        """Add a step and return the placeholder of its result."""
+        self.steps.append(expression)
+        return f"{{{len(self.steps) - 1}}}"
 
 
-def draw_forever(rng: random.Random, levels: Sequence[int], topics: Sequence[str]) -> Iterator[MathProblem]:
-    """Yield training problems at random without end: levels in turn, topics and their kinds with equal probability.
+@dataclass(frozen=True, slots=True)
+class Phrase:
+    """A number in words ("the sum of 3 and 4"), its value, and the placeholder of its result."""
 
-    Raises ConfigError if the topics have no problems of the levels.
-    """
-    file = _file(levels, topics, "demonstrations")
-    groups = [[group for topic in topics if (group := ("train", level, topic)) in _read(file)] for level in levels]
-    groups = [of_level for of_level in groups if of_level]
-    if not groups:
-        raise ConfigError("The topics have no problems of these levels.", "Add topics or levels.")
-    while True:
-        for of_level in groups:
-            group = rng.choice(of_level)
-            yield _problem(rng.choice(rng.choice(_by_kind(file, group))), group)
+    text: str
+    mark: str
+    value: Fraction
+    units: Mapping[str, float] = field(default_factory=dict)
 
 
-def _in_turn(streams: Sequence[Iterator[MathProblem]]) -> Iterator[MathProblem]:
-    return (problem for row in zip_longest(*streams) for problem in row if problem is not None)
+@dataclass(frozen=True, slots=True)
+class ProblemDraft:
+    """A whole question, its value, and the units that an answer may carry."""
+
+    question: str
+    value: Value | Expression
+    units: Mapping[str, float] = field(default_factory=dict)
 
 
-def _problems(lines: Sequence[str], group: Group, seed: int) -> Iterator[MathProblem]:
-    if seed:
-        lines = random.Random(f"{seed}/{group}").sample(lines, len(lines))
-    return (_problem(line, group) for line in lines)
+@dataclass(frozen=True, slots=True)
+class ProblemKind:
+    """A generator of whole questions with its name and levels."""
+
+    name: str
+    levels: tuple[int, ...]
+    make: Callable[[random.Random, int, WorkedSteps], ProblemDraft]
+
+    def draft(self, rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
+        """Return a question."""
+        return self.make(rng, level, work)
 
 
-def _file(levels: Sequence[int], topics: Sequence[str], of_recipe: str) -> str:
-    recipe = tuple(levels) == RECIPE_LEVELS and tuple(topics) == RECIPE_TOPICS
-    return f"{of_recipe if recipe else 'problems'}.jsonl.xz"
+@dataclass(frozen=True, slots=True)
+class NamedQuantity:
+    """A generator of numbers in words, used as a question or as a part of a larger problem."""
+
+    name: str
+    levels: tuple[int, ...]
+    make: Callable[[random.Random, int, WorkedSteps], Phrase]
+
+    def draft(self, rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
+        """Return a question for the number."""
+        made = self.make(rng, level, work)
+        question = rng.choice(("What is {}?", "Work out {}.", "Find {}.")).format(made.text)
+        return ProblemDraft(question, made.value, made.units)
 
 
-@cache
-def _read(file: str) -> Mapping[Group, Sequence[str]]:
-    """Return the lines of a data file by group."""
-    packed = (files("ludus.worlds.math") / "data" / file).read_bytes()
-    head, *lines = lzma.decompress(packed).decode().removesuffix("\n").split("\n")
-    remaining = iter(lines)
-    return {(split, level, topic): list(islice(remaining, num)) for split, level, topic, num in json.loads(head)}
+def phrase(text: str, mark: str, value: Value, **units: float) -> Phrase:
+    """Return a phrase whose value is a fraction."""
+    return Phrase(text, mark, Fraction(value), units)
 
 
-@cache
-def _by_kind(file: str, group: Group) -> Sequence[Sequence[str]]:
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for line in _read(file)[group]:
-        kinds[json.loads(line)["kind"]].append(line)
-    return tuple(kinds.values())
+def signed(value: int) -> str:
+    """Return a term to be added: `+ 3` or `- 3`."""
+    return f"+ {value}" if value >= 0 else f"- {-value}"
 
 
-def _problem(line: str, group: Group) -> MathProblem:
-    row: _Row = json.loads(line)
-    _, level, topic = group
-    answer = row["answer"]
-    return MathProblem(
-        row["kind"],
-        topic,
-        level,
-        row["question"],
-        tuple(row["steps"]),
-        Expression(answer["expression"]) if isinstance(answer, dict) else Fraction(answer),
-        dict.fromkeys(row["units"], 1.0),
-    )
+def term(factor: int, name: str) -> str:
+    """Return a multiple of a variable: x, -x or 3x."""
+    return {1: name, -1: f"-{name}"}.get(factor, f"{factor}{name}")
+
+
+def nonzero(rng: random.Random, most: int) -> int:
+    """Return a whole number other than 0 between -most and most."""
+    return rng.choice((-1, 1)) * rng.randint(1, most)

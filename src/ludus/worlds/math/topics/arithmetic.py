@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from fractions import Fraction
 
-from generators.math.drafts import NamedQuantity, Phrase, ProblemDraft, ProblemKind, WorkedSteps, phrase
+from ludus.worlds.math.problems import NamedQuantity, Phrase, ProblemDraft, ProblemKind, WorkedSteps, phrase
 
 
 def _largest(level: int) -> int:

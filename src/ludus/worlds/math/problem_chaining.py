@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from generators.math.drafts import NamedQuantity, Phrase, WorkedSteps
+from ludus.worlds.math.problems import NamedQuantity, Phrase, WorkedSteps
 
 HELD_OUT = frozenset({("numbers", "counting"), ("counting", "geometry"), ("ratios", "numbers")})
 """Pairs of consecutive topics that only the split `composition` has."""

@@ -6,7 +6,7 @@ import math
 import random
 from functools import cache
 
-from generators.math.drafts import NamedQuantity, Phrase, ProblemDraft, ProblemKind, WorkedSteps, phrase
+from ludus.worlds.math.problems import NamedQuantity, Phrase, ProblemDraft, ProblemKind, WorkedSteps, phrase
 
 _PRIMES = (2, 3, 5, 7, 11, 13)
 _MODULI = (7, 11, 13, 17, 19, 23)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from fractions import Fraction
 
-from generators.math.drafts import NamedQuantity, Phrase, ProblemDraft, ProblemKind, WorkedSteps, phrase
+from ludus.worlds.math.problems import NamedQuantity, Phrase, ProblemDraft, ProblemKind, WorkedSteps, phrase
 
 PERCENT = {"%": 1.0}
 """An answer in percent may carry the sign."""

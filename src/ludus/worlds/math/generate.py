@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from generators.math import problem_chaining, word_problems
-from generators.math.drafts import DrawnProblem, NamedQuantity, ProblemDraft, ProblemKind, WorkedSteps
-from generators.math.topics import algebra, arithmetic, counting, expressions, geometry, numbers, ratios
 from ludus.errors import ConfigError
 from ludus.rewards.math.math_verify import Expression
+from ludus.worlds.math import problem_chaining, word_problems
+from ludus.worlds.math.problems import MathProblem, NamedQuantity, ProblemDraft, ProblemKind, WorkedSteps
+from ludus.worlds.math.topics import algebra, arithmetic, counting, expressions, geometry, numbers, ratios
 
+SPLITS = ("train", "validation", "test", "composition")
+LEVELS = (1, 2, 3, 4, 5)
 KINDS: Mapping[str, Sequence[ProblemKind | NamedQuantity]] = {
     "arithmetic": arithmetic.KINDS,
     "ratios": ratios.KINDS,
@@ -23,6 +26,9 @@ KINDS: Mapping[str, Sequence[ProblemKind | NamedQuantity]] = {
     "geometry": geometry.KINDS,
     "expressions": expressions.KINDS,
 }
+TOPICS = (*KINDS, "stories", "links")
+"""`stories` are word problems of several steps, `links` combine numbers of several topics."""
+DEFAULT_TOPICS = tuple(topic for topic in TOPICS if topic != "expressions")
 HELD_OUT_KINDS = frozenset(
     {"third_angle", "handshakes", "series", "before_change", "last_digits", "paths", "frame", "roots"}
 )
@@ -44,7 +50,7 @@ class ProblemMaker:
         """Return the topics that have problems of this level and split."""
         return tuple(topic for topic in self.topics if self._has(topic))
 
-    def draw(self, rng: random.Random, topic: str) -> DrawnProblem | None:
+    def draw(self, rng: random.Random, topic: str) -> MathProblem | None:
         """Return a problem of the topic, or None if the drawn one belongs to another split."""
         work = WorkedSteps()
         if topic in KINDS:
@@ -53,7 +59,7 @@ class ProblemMaker:
         else:
             make = self._story if topic == "stories" else self._link
             question, value, pairs = make(rng, work)
-            problem = DrawnProblem(topic, topic, self.level, question, tuple(work.steps), value, links=frozenset(pairs))
+            problem = MathProblem(topic, topic, self.level, question, tuple(work.steps), value, links=frozenset(pairs))
         return problem if split_of_problem(problem) == self.split else None
 
     def _has(self, topic: str) -> bool:
@@ -83,7 +89,7 @@ _PARTS: Mapping[str, Sequence[NamedQuantity]] = {
 """The kinds that links are composed of."""
 
 
-def split_of_problem(problem: DrawnProblem) -> str:
+def split_of_problem(problem: MathProblem) -> str:
     """Return `composition` for held-out problems, otherwise a split by a hash of the steps, 7 : 1 : 2."""
     if problem.kind in HELD_OUT_KINDS or problem.links & HELD_OUT_LINKS:
         return "composition"
@@ -93,7 +99,7 @@ def split_of_problem(problem: DrawnProblem) -> str:
 
 def make_problems(
     split: str, num: int, levels: Sequence[int], topics: Sequence[str], seed: int
-) -> tuple[DrawnProblem, ...]:
+) -> tuple[MathProblem, ...]:
     """Return problems with distinct steps, levels and topics in turn; fewer if a held-out split has fewer.
 
     Raises ConfigError if there are too few for training.
@@ -104,7 +110,7 @@ def make_problems(
         maker = ProblemMaker(level, split, tuple(topics))
         if maker.open_topics():
             streams.append(_stream(maker, random.Random(f"{seed}/{split}/{level}"), seen))
-    problems: list[DrawnProblem] = []
+    problems: list[MathProblem] = []
     while streams and len(problems) < num:
         given = [(stream, next(stream, None)) for stream in streams]
         streams = [stream for stream, problem in given if problem is not None]
@@ -117,7 +123,7 @@ def make_problems(
     return tuple(problems[:num])
 
 
-def _stream(maker: ProblemMaker, rng: random.Random, seen: set[tuple[str, ...]]) -> Iterator[DrawnProblem]:
+def _stream(maker: ProblemMaker, rng: random.Random, seen: set[tuple[str, ...]]) -> Iterator[MathProblem]:
     """Yield problems with steps that are not in `seen`, topics in turn, until all topics are exhausted."""
     topics = list(maker.open_topics())
     while topics:
@@ -132,6 +138,20 @@ def _stream(maker: ProblemMaker, rng: random.Random, seen: set[tuple[str, ...]])
                 topics.remove(topic)
 
 
-def _finished(kind: str, topic: str, level: int, draft: ProblemDraft, work: WorkedSteps) -> DrawnProblem:
+def draw_forever(rng: random.Random, levels: Sequence[int], topics: Sequence[str]) -> Iterator[MathProblem]:
+    """Yield training problems without end, levels in turn.
+
+    Raises ConfigError if the topics have no problems of the levels.
+    """
+    makers = [maker for level in levels if (maker := ProblemMaker(level, "train", tuple(topics))).open_topics()]
+    if not makers:
+        raise ConfigError("The topics have no problems of these levels.", "Add topics or levels.")
+    for maker in itertools.cycle(makers):
+        problem = maker.draw(rng, rng.choice(maker.open_topics()))
+        if problem is not None:
+            yield problem
+
+
+def _finished(kind: str, topic: str, level: int, draft: ProblemDraft, work: WorkedSteps) -> MathProblem:
     value = draft.value if isinstance(draft.value, Expression) else Fraction(draft.value)
-    return DrawnProblem(kind, topic, level, draft.question, tuple(work.steps), value, draft.units)
+    return MathProblem(kind, topic, level, draft.question, tuple(work.steps), value, draft.units)

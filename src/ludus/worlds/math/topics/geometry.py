@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from fractions import Fraction
 
-from generators.math.drafts import NamedQuantity, Phrase, ProblemDraft, ProblemKind, WorkedSteps
+from ludus.worlds.math.problems import NamedQuantity, Phrase, ProblemDraft, ProblemKind, WorkedSteps
 
 _TRIPLES = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29), (9, 40, 41), (12, 35, 37))
 CM, CM2, CM3, DEGREES = ({"cm": 1.0}, {"cm^2": 1.0, "cm²": 1.0}, {"cm^3": 1.0, "cm³": 1.0}, {"°": 1.0, "degrees": 1.0})

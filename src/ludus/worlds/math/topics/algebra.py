@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from fractions import Fraction
 
-from generators.math.drafts import ProblemDraft, ProblemKind, WorkedSteps, nonzero, signed, term
+from ludus.worlds.math.problems import ProblemDraft, ProblemKind, WorkedSteps, nonzero, signed, term
 
 
 def _name(rng: random.Random) -> str:

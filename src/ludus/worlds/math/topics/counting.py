@@ -9,7 +9,7 @@ from collections import Counter
 from fractions import Fraction
 from functools import cache
 
-from generators.math.drafts import NamedQuantity, Phrase, ProblemDraft, ProblemKind, WorkedSteps, phrase
+from ludus.worlds.math.problems import NamedQuantity, Phrase, ProblemDraft, ProblemKind, WorkedSteps, phrase
 
 _THINGS = ("books", "songs", "flags", "stamps", "lamps", "tiles", "photos", "cards")
 

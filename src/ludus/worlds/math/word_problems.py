@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from generators.math.drafts import WorkedSteps
+from ludus.worlds.math.problems import WorkedSteps
 
 PEOPLE = ("Ana", "Boris", "Chidi", "Dora", "Emil", "Fatima", "Goran", "Hana", "Ivo", "Jia", "Kofi", "Lena", "Mateo")
 THINGS = ("apples", "shells", "coins", "marbles", "stickers", "pencils", "beads", "buttons", "nuts", "stamps")

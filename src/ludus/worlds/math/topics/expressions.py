@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from fractions import Fraction
 
-from generators.math.drafts import ProblemDraft, ProblemKind, WorkedSteps, nonzero
 from ludus.rewards.math.math_verify import Expression
+from ludus.worlds.math.problems import ProblemDraft, ProblemKind, WorkedSteps, nonzero
 
 
 def derivative(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
