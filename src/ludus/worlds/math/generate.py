@@ -5,37 +5,48 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from functools import cache, partial
 
 from ludus.errors import ConfigError
 from ludus.rewards.math.math_verify import Expression
-from ludus.worlds.math import problem_chaining, word_problems
-from ludus.worlds.math.problems import MathProblem, NamedQuantity, ProblemDraft, ProblemKind, WorkedSteps
-from ludus.worlds.math.topics import algebra, arithmetic, counting, expressions, geometry, numbers, ratios
+from ludus.worlds.math.composed import HELD_OUT, Pairs, link, tell
+from ludus.worlds.math.drafts import Draft, tables
+from ludus.worlds.math.problems import MathProblem
+from ludus.worlds.math.topics import algebra, arithmetic, counting, geometry, numbers
 
 SPLITS = ("train", "validation", "test", "composition")
 LEVELS = (1, 2, 3, 4, 5)
-KINDS: Mapping[str, Sequence[ProblemKind | NamedQuantity]] = {
-    "arithmetic": arithmetic.KINDS,
-    "ratios": ratios.KINDS,
-    "algebra": algebra.KINDS,
-    "numbers": numbers.KINDS,
-    "counting": counting.KINDS,
-    "geometry": geometry.KINDS,
-    "expressions": expressions.KINDS,
-}
-TOPICS = (*KINDS, "stories", "links")
+DEFAULT_TOPICS = ("arithmetic", "ratios", "algebra", "numbers", "counting", "geometry", "stories", "links")
 """`stories` are word problems of several steps, `links` combine numbers of several topics."""
-DEFAULT_TOPICS = tuple(topic for topic in TOPICS if topic != "expressions")
-HELD_OUT_KINDS = frozenset(
-    {"third_angle", "handshakes", "series", "before_change", "last_digits", "paths", "frame", "roots"}
-)
-"""Kinds that only the split `composition` has."""
-HELD_OUT_LINKS = problem_chaining.HELD_OUT | word_problems.HELD_OUT
+TOPICS = (*DEFAULT_TOPICS[:-2], "expressions", *DEFAULT_TOPICS[-2:])
+_UNITS: Mapping[str, Sequence[str]] = {"": (), "cm^2": ("cm^2", "cm²"), "cm^3": ("cm^3", "cm³"), "°": ("°", "degrees")}
+"""Notations of a unit; a unit that is not here has one."""
 _MOST_DRAWS = 100
 """Consecutive failed draws after which a topic counts as exhausted."""
+_MAKERS: Mapping[str, Callable[[Draft], str]] = {
+    make.__name__: make for module in (algebra, arithmetic, counting, geometry, numbers) for make in module.MAKERS
+}
+
+
+def make_text(topic: str, kind: str, draft: Draft) -> str:
+    """Draw a problem of a kind and return its question, or the number in words if the kind is a part."""
+    return _MAKERS[kind](draft) if kind in _MAKERS else draft.fill(tables().kinds[topic][kind])
+
+
+@cache
+def _parts() -> Mapping[str, Sequence[tuple[int, Callable[[Draft], str]]]]:
+    """Return the kinds that links are composed of, with their levels, by topic."""
+    return {
+        topic: [
+            (min(kind["levels"]), partial(make_text, topic, name))
+            for name, kind in kinds.items()
+            if kind.get("part") and min(kind["levels"]) < 4
+        ]
+        for topic, kinds in tables().kinds.items()
+        if topic not in ("algebra", "expressions")
+    }
 
 
 @dataclass(frozen=True)
@@ -52,15 +63,25 @@ class ProblemMaker:
 
     def draw(self, rng: random.Random, topic: str) -> MathProblem | None:
         """Return a problem of the topic, or None if the drawn one belongs to another split."""
-        work = WorkedSteps()
-        if topic in KINDS:
-            kind = rng.choice(self._kinds(topic))
-            problem = _finished(kind.name, topic, self.level, kind.draft(rng, self.level, work), work)
+        draft, kind = Draft(rng, self.level), topic
+        pairs, held_out = Pairs(), self.split == "composition"
+        if topic == "stories":
+            question, pairs = tell(draft)
+            held_out = bool(pairs & HELD_OUT)
+        elif topic == "links":
+            question, pairs = link(draft, _parts())
+            held_out = bool(pairs & HELD_OUT)
         else:
-            make = self._story if topic == "stories" else self._link
-            question, value, pairs = make(rng, work)
-            problem = MathProblem(topic, topic, self.level, question, tuple(work.steps), value, links=frozenset(pairs))
-        return problem if split_of_problem(problem) == self.split else None
+            kind = rng.choice(self._kinds(topic))
+            question = make_text(topic, kind, draft)
+            if tables().kinds[topic][kind].get("part"):
+                question = rng.choice(("What is {}?", "Work out {}.", "Find {}.")).format(question)
+        steps = tuple(draft.steps)
+        if ("composition" if held_out else split_of_steps(steps)) != self.split:
+            return None
+        answer = Expression(draft.answer) if draft.answer else draft.value(draft.last)
+        units = dict.fromkeys(_UNITS.get(draft.unit, (draft.unit,)), 1.0)
+        return MathProblem(kind, topic, self.level, question, steps, answer, units, pairs)
 
     def _has(self, topic: str) -> bool:
         if topic == "stories":
@@ -69,31 +90,15 @@ class ProblemMaker:
             return self.level > 2
         return bool(self._kinds(topic))
 
-    def _kinds(self, topic: str) -> list[ProblemKind | NamedQuantity]:
+    def _kinds(self, topic: str) -> list[str]:
+        fitting = [name for name, kind in tables().kinds[topic].items() if self.level in kind["levels"]]
         held_out = self.split == "composition"
-        fitting = [kind for kind in KINDS[topic] if self.level in kind.levels]
-        return [kind for kind in fitting if (kind.name in HELD_OUT_KINDS) == held_out]
-
-    def _story(self, rng: random.Random, work: WorkedSteps) -> tuple[str, Fraction, frozenset[tuple[str, str]]]:
-        return word_problems.tell(rng, self.level, work)
-
-    def _link(self, rng: random.Random, work: WorkedSteps) -> tuple[str, Fraction, frozenset[tuple[str, str]]]:
-        return problem_chaining.link(rng, self.level, work, _PARTS)
+        return [name for name in fitting if tables().kinds[topic][name].get("held_out", False) == held_out]
 
 
-_PARTS: Mapping[str, Sequence[NamedQuantity]] = {
-    topic: [kind for kind in kinds if isinstance(kind, NamedQuantity) and min(kind.levels) < 4]
-    for topic, kinds in KINDS.items()
-    if topic not in ("algebra", "expressions")
-}
-"""The kinds that links are composed of."""
-
-
-def split_of_problem(problem: MathProblem) -> str:
-    """Return `composition` for held-out problems, otherwise a split by a hash of the steps, 7 : 1 : 2."""
-    if problem.kind in HELD_OUT_KINDS or problem.links & HELD_OUT_LINKS:
-        return "composition"
-    digest = hashlib.sha256("\n".join(problem.steps).encode()).digest()[0] / 256
+def split_of_steps(steps: Sequence[str]) -> str:
+    """Return the split of a problem that is not held out, by a hash of its steps, 7 : 1 : 2."""
+    digest = hashlib.sha256("\n".join(steps).encode()).digest()[0] / 256
     return "train" if digest < 0.7 else "validation" if digest < 0.8 else "test"
 
 
@@ -150,8 +155,3 @@ def draw_forever(rng: random.Random, levels: Sequence[int], topics: Sequence[str
         problem = maker.draw(rng, rng.choice(maker.open_topics()))
         if problem is not None:
             yield problem
-
-
-def _finished(kind: str, topic: str, level: int, draft: ProblemDraft, work: WorkedSteps) -> MathProblem:
-    value = draft.value if isinstance(draft.value, Expression) else Fraction(draft.value)
-    return MathProblem(kind, topic, level, draft.question, tuple(work.steps), value, draft.units)

@@ -18,6 +18,7 @@ from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 from ludus.sandbox import Limits, Sandbox, open_sandbox
+from ludus.tasks import files
 from ludus.tools.base import Tool
 from ludus.tools.calculator import exact_calculator_tool
 from ludus.tools.python import python_tool
@@ -73,7 +74,7 @@ class MathWorld(World):
     @property
     def splits(self) -> Sequence[str]:
         """Names of the splits; only generated problems have `composition`."""
-        return SPLITS if self._generated else records.SPLITS
+        return SPLITS if self._generated else files.SPLITS
 
     @property
     def rewards(self) -> tuple[Reward, ...]:

@@ -1,114 +1,96 @@
-"""Sums, products, expressions with brackets, series and means."""
+"""Expressions with brackets, means, fractions and percentages."""
 
 from __future__ import annotations
 
-import random
 from fractions import Fraction
 
-from ludus.worlds.math.problems import NamedQuantity, Phrase, ProblemDraft, ProblemKind, WorkedSteps, phrase
+from ludus.worlds.math.drafts import Draft, listed
 
 
-def _largest(level: int) -> int:
-    return (0, 50, 99, 200, 300, 500)[level]
-
-
-def plus(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
-    """A sum."""
-    a, b = (rng.randint(2, _largest(level)) for _ in range(2))
-    text = rng.choice((f"{a} + {b}", f"the sum of {a} and {b}", f"{a} plus {b}"))
-    return phrase(text, work.do(f"{a} + {b}"), sum((a, b)))
-
-
-def minus(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
-    """A difference."""
-    a, b = (rng.randint(2, _largest(level)) for _ in range(2))
-    text = rng.choice((f"{a} - {b}", f"the result of taking {b} from {a}", f"{a} minus {b}"))
-    return phrase(text, work.do(f"{a} - {b}"), a + -b)
-
-
-def times(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
-    """A product."""
-    a, b = rng.randint(2, _largest(level)), rng.randint(2, 30)
-    text = rng.choice((f"{a} * {b}", f"the product of {a} and {b}", f"{a} times {b}"))
-    return phrase(text, work.do(f"{a} * {b}"), sum([a] * b))
-
-
-def expression(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
+def expression(d: Draft) -> str:
     """An expression with `level` to `level + 1` operations; from level 4 on with powers."""
-    text, value, _ = _tree(rng, level + rng.randint(0, level > 1), level)
-    return phrase(text, work.do(text), value)
+    text, _ = _tree(d, d.level + d.randint(0, int(d.level > 1)))
+    d.do(text)
+    return text
 
 
-def _tree(rng: random.Random, operations: int, level: int) -> tuple[str, Fraction, int]:
-    """Text, value, and how tightly the outermost operation binds (4: a number)."""
+def _tree(d: Draft, operations: int) -> tuple[str, int]:
+    """Return an expression and the precedence of its outermost operation (4: a number)."""
     if operations == 0:
-        number = rng.randint(2, 20)
-        return str(number), Fraction(number), 4
-    if level > 3 and rng.random() < 0.2:
-        base, exponent = rng.randint(2, 9), rng.randint(2, 3)
-        text, value, _ = _tree(rng, operations - 1, level)
-        return f"{base} ** {exponent} + {text}", base**exponent + value, 1
-    left = rng.randrange(operations)
-    sign = rng.choice("+-*")
-    one, other = _tree(rng, left, level), _tree(rng, operations - 1 - left, level)
+        return str(d.randint(2, 20)), 4
+    if d.level > 3 and d.rng.random() < 0.2:
+        base, exponent = d.randint(2, 9), d.randint(2, 3)
+        return f"{base} ** {exponent} + {_tree(d, operations - 1)[0]}", 1
+    left = d.rng.randrange(operations)
+    sign = d.choice("+-*")
+    (one, before), (other, after) = _tree(d, left), _tree(d, operations - 1 - left)
     binds = 2 if sign == "*" else 1
-    shown = one[0] if one[2] >= binds else f"({one[0]})"
-    second = other[0] if other[2] > binds else f"({other[0]})"
-    value = {"+": one[1] + other[1], "-": one[1] - other[1], "*": one[1] * other[1]}[sign]
-    return f"{shown} {sign} {second}", value, binds
+    return f"{one if before >= binds else f'({one})'} {sign} {other if after > binds else f'({other})'}", binds
 
 
-def difference_of_products(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
+def difference_of_products(d: Draft) -> str:
     """By how much one product is larger than another."""
-    a, b, c, d = (rng.randint(3, 12 * level) for _ in range(4))
-    (a, b), (c, d) = sorted(((a, b), (c, d)), key=lambda pair: -pair[0] * pair[1])
-    first, second = work.do(f"{a} * {b}"), work.do(f"{c} * {d}")
-    work.do(f"{first} - {second}")
-    return ProblemDraft(f"By how much is {a} times {b} larger than {c} times {d}?", sum([a] * b) - sum([c] * d))
+    a, b, c, e = (d.randint(3, 12 * d.level) for _ in range(4))
+    (a, b), (c, e) = sorted(((a, b), (c, e)), key=lambda pair: -pair[0] * pair[1])
+    first, second = d.do(f"{a} * {b}"), d.do(f"{c} * {e}")
+    d.do(f"{first} - {second}")
+    return f"By how much is {a} times {b} larger than {c} times {e}?"
 
 
-def mean(rng: random.Random, level: int, work: WorkedSteps) -> Phrase:
+def mean(d: Draft) -> str:
     """The mean of several numbers."""
-    values = [rng.randint(2, 40 * level) for _ in range(level + 1)]
-    total = work.do(" + ".join(map(str, values)))
-    text = f"the mean of {', '.join(map(str, values[:-1]))} and {values[-1]}"
-    return phrase(text, work.do(f"{total} / {len(values)}"), Fraction(sum(values), len(values)))
+    values = [d.randint(2, 40 * d.level) for _ in range(d.level + 1)]
+    total = d.do(" + ".join(map(str, values)))
+    d.do(f"{total} / {len(values)}")
+    return f"the mean of {listed(values)}"
 
 
-def missing_value(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
+def missing_value(d: Draft) -> str:
     """A number, given the others and the mean."""
-    known = [rng.randint(2, 60) for _ in range(level)]
-    missing = rng.randint(2, 60)
-    whole = sum(known) + missing
-    missing += -whole % (level + 1)
-    average = (sum(known) + missing) // (level + 1)
-    total, have = work.do(f"{average} * {level + 1}"), work.do(" + ".join(map(str, known)))
-    work.do(f"{total} - {have}")
-    listed = ", ".join(map(str, known))
-    return ProblemDraft(
-        f"The mean of {level + 1} numbers is {average}. All but one are {listed}. What is the other one?", missing
-    )
+    known = [d.randint(2, 60) for _ in range(d.level)]
+    average = -(-(sum(known) + d.randint(2, 60)) // (d.level + 1))
+    total, have = d.do(f"{average} * {d.level + 1}"), d.do(" + ".join(map(str, known)))
+    d.do(f"{total} - {have}")
+    others = ", ".join(map(str, known))
+    return f"The mean of {d.level + 1} numbers is {average}. All but one are {others}. What is the other one?"
 
 
-def series(rng: random.Random, level: int, work: WorkedSteps) -> ProblemDraft:
-    """The sum of an arithmetic sequence."""
-    first, gap, num = rng.randint(1, 20), rng.randint(2, 9), rng.randint(6, 8 * level)
-    last = work.do(f"{first} + {num - 1} * {gap}")
-    ends = work.do(f"{first} + {last}")
-    work.do(f"{num} * {ends} / 2")
-    question = f"A sequence begins with {first}, and each term is {gap} more than the one before. "
-    return ProblemDraft(
-        question + f"What is the sum of its first {num} terms?", sum(first + gap * i for i in range(num))
-    )
+def fraction_sum(d: Draft) -> str:
+    """Two fractions and more, which are added, subtracted, and from level 3 on multiplied and divided."""
+    text = str(_fraction(d)) if d.level < 3 else f"({_fraction(d)})"
+    for index in range(max(d.level - 1, 1)):
+        sign, other = d.choice("+-" if d.level < 3 else "+-*/"), _fraction(d)
+        text = f"({text})" if index else text
+        text = f"{text} {sign} {other}" if d.level < 3 else f"{text} {sign} ({other})"
+    d.do(text)
+    return text
 
 
-KINDS: tuple[ProblemKind | NamedQuantity, ...] = (
-    NamedQuantity("plus", (1, 2), plus),
-    NamedQuantity("minus", (1, 2), minus),
-    NamedQuantity("times", (1, 2), times),
-    NamedQuantity("expression", (1, 2, 3, 4, 5), expression),
-    ProblemKind("difference_of_products", (2, 3), difference_of_products),
-    NamedQuantity("mean", (2, 3, 4), mean),
-    ProblemKind("missing_value", (3, 4, 5), missing_value),
-    ProblemKind("series", (3, 4, 5), series),
-)
+def _fraction(d: Draft) -> Fraction:
+    down = d.randint(2, 12)
+    return Fraction(d.choice([up for up in range(1, 2 * down) if up % down]), down)
+
+
+def several_changes(d: Draft) -> str:
+    """Changes in percent, one after the other."""
+    price, told = 100 * d.randint(2, 30), []
+    mark = str(price)
+    for _ in range(d.level - 1):
+        share, up = 10 * d.randint(1, 6), d.coin()
+        mark = d.do(f"{mark} * (100 {'+' if up else '-'} {share}) / 100")
+        told.append(f"{'rises' if up else 'falls'} by {share}%")
+    return f"A price of {price} {', then '.join(told)}. What is it in the end?"
+
+
+def share_in_ratio(d: Draft) -> str:
+    """One share of several in a ratio."""
+    parts = [d.randint(1, 9) for _ in range(min(d.level, 4))]
+    total, index = sum(parts) * d.randint(2, 30), d.rng.randrange(len(parts))
+    whole = d.do(" + ".join(map(str, parts)))
+    one = d.do(f"{total} / {whole}")
+    d.do(f"{one} * {parts[index]}")
+    ratio, place = " : ".join(map(str, parts)), ("first", "second", "third", "fourth")[index]
+    return f"{total} coins are shared in the ratio {ratio}. How many coins are in the {place} share?"
+
+
+MAKERS = (*(expression, difference_of_products, mean, missing_value), *(fraction_sum, several_changes, share_in_ratio))
