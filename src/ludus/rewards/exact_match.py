@@ -11,8 +11,8 @@ import unicodedata
 from collections import Counter
 from dataclasses import dataclass
 
-from ludus.rewards.answer_extraction import short_answers, without_invisible
 from ludus.rewards.base import truth_of
+from ludus.rewards.extract import short_answers, without_invisible
 from ludus.types import StopReason, Task, ToolStatus, Trajectory
 
 _KEPT = re.compile(

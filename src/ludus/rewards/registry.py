@@ -1,10 +1,10 @@
-"""Shaping parts by name, for settings to switch on in any world (`rewards.extra`)."""
+"""Rewards by name: shaping parts for any world (`rewards.extra`), and presets of a world's parts (`rewards.preset`)."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from ludus.config.sections.rewards import PartConfig, RewardsConfig
@@ -12,20 +12,22 @@ from ludus.errors import ConfigError, did_you_mean
 from ludus.plugins import find_plugin
 from ludus.rewards.base import Reward, RewardFunction
 from ludus.rewards.code.patches import Patch, patch_similarity
-from ludus.rewards.composite import extra_turns, format_score, think_format, tool_use
 from ludus.rewards.exact_match import ExpectedAnswers, token_f1, well_formed
 from ludus.rewards.extract import final_answer, last_output
 from ludus.rewards.json_match import MatchState, Schema, Value, json_schema, json_value, same_state
 from ludus.rewards.multiple_choice import Choice, multiple_choice
-from ludus.rewards.paper_rewards import format_kept
-from ludus.rewards.presets import PUBLISHED, training_parts
+from ludus.rewards.paper_rewards import ExpectedCalls, format_kept, retool, search_r1, toolrl
 from ludus.rewards.shaping import (
     citation_support,
     extra_calls,
+    extra_turns,
+    format_score,
     invalid_calls,
     language_consistency,
     long_answer,
     repeated_calls,
+    think_format,
+    tool_use,
 )
 from ludus.types import Task
 
@@ -77,6 +79,65 @@ NAMED: Mapping[str, RegisteredReward] = {
     "tool_use": RegisteredReward(lambda: tool_use, calls=True),
     "well_formed": RegisteredReward(lambda: well_formed),
 }
+
+
+TURN_COST = 0.05
+"""What a turn above the target costs in `composite`."""
+TARGET_TURNS, MAX_TURNS = 4, 7
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A preset: its parts, and the truth that its functions read.
+
+    `keeps_outcome`: the world's outcomes train as well, scaled so that the smallest weight is 1, and `parts`
+    has none. A part of `rewards.extra` then replaces the preset's of that name.
+    """
+
+    parts: Callable[[], tuple[Reward, ...]]
+    truth: type = object
+    keeps_outcome: bool = False
+
+
+def r1() -> tuple[Reward, ...]:
+    """Return DeepSeek-R1's format part (arXiv:2501.12948), for an accuracy of 0 or 1; the weight is ours."""
+    return (Reward("think_format", think_format, weight=0.2),)
+
+
+def composite() -> tuple[Reward, ...]:
+    """Return the parts of `outcome + 0.2 format + 0.1 tools - 0.05 turns above the target` (at most three turns
+    count).
+    """
+    turns = extra_turns(TARGET_TURNS, MAX_TURNS)
+    return (
+        Reward("format_score", format_score, weight=0.2),
+        Reward("tool_use", tool_use, weight=0.1),
+        Reward("extra_turns", turns, weight=TURN_COST * (MAX_TURNS - TARGET_TURNS)),
+    )
+
+
+PUBLISHED: Mapping[str, Published] = {
+    "composite": Published(composite, keeps_outcome=True),
+    "r1": Published(r1, keeps_outcome=True),
+    "retool": Published(retool, ExpectedAnswers),
+    "search_r1": Published(search_r1, ExpectedAnswers),
+    "toolrl": Published(toolrl, ExpectedCalls),
+}
+
+
+def training_parts(preset: str | None, own: Sequence[Reward]) -> Sequence[Reward]:
+    """Return the parts to train on: those of the preset, or else the world's `own`."""
+    if preset is None:
+        return own
+    published = PUBLISHED[preset]
+    return (*_outcomes(own), *published.parts()) if published.keeps_outcome else published.parts()
+
+
+def _outcomes(own: Sequence[Reward]) -> Sequence[Reward]:
+    """Return a world's outcomes, their weights scaled so that the smallest positive one is 1."""
+    found = [part for part in own if part.outcome]
+    least = min((part.weight for part in found if part.weight > 0), default=1.0)
+    return [replace(part, weight=part.weight / least) for part in found]
 
 
 def find_reward(name: str, source: str | None) -> RegisteredReward:

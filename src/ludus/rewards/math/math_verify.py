@@ -23,9 +23,9 @@ from fractions import Fraction
 from functools import cache, lru_cache
 
 from ludus.errors import WorldError
-from ludus.rewards.answer_extraction import candidates
 from ludus.rewards.base import truth_of
 from ludus.rewards.exact_match import normalise
+from ludus.rewards.extract import candidates
 from ludus.rewards.math.notation import ExpressionNode, NotationError, letters_of, plain_text, text_words
 from ludus.rewards.math.parser import read
 from ludus.rewards.math.regions import region_of

@@ -10,7 +10,7 @@ import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ludus.rewards.answer_extraction import plain_signs
+from ludus.rewards.extract import plain_signs
 
 MAX_CHARACTERS = 1_000
 """A longer expression is refused."""
