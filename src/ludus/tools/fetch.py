@@ -13,7 +13,6 @@ from urllib.parse import unquote, urldefrag
 
 from ludus.errors import UserError
 from ludus.tools.base import Tool, ToolError, Traits, tool
-from ludus.tools.lines import json_lines
 
 PAGE: Final = 1500
 """Characters per page; with its header a page stays below `rollout.max_tool_output`."""
@@ -87,6 +86,15 @@ def load_corpus(path: Path) -> dict[str, str]:
             raise UserError(f"{path}, line {number}: url and text must be strings, and each url unique.")
         corpus[url] = text
     return corpus
+
+
+def json_lines(text: str) -> list[str]:
+    """Split a JSON-lines file, keeping blank lines so that line numbers match the file.
+
+    Only a line feed ends a line: JSON text may contain U+2028, U+2029 and U+0085, at which `str.splitlines`
+    would split. A leading byte order mark is removed.
+    """
+    return text.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}").split("\n")
 
 
 def text_of_html(page: str) -> str:

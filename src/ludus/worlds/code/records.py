@@ -20,7 +20,7 @@ from pickle import UnpicklingError
 from typing import Final, Literal
 
 from ludus.errors import UserError
-from ludus.tools.lines import json_lines
+from ludus.tools.fetch import json_lines
 from ludus.types import JSON, Message, Task
 from ludus.untrusted.pickles import load_pickle
 from ludus.worlds.code.grader import CodeTruth, TestCase

@@ -16,8 +16,7 @@ from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.base import Reward
 from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.sandbox.base import Sandbox
-from ludus.tools.base import ToolError, ToolSchema
-from ludus.tools.described import described_tool
+from ludus.tools.base import ToolError, ToolSchema, described_tool
 from ludus.types import JSON, Action, FunctionCall, Message, MessageToolCall, StepResult, Task, ToolOutcome, ToolStatus
 from ludus.worlds.functions.api.apis import VERDICT, ApiTruth, compare, run_calls
 from ludus.worlds.functions.tool_distractors import CheckedTool

@@ -31,7 +31,7 @@ from typing import Final, Literal, TypeVar
 from ludus.errors import UserError
 from ludus.rewards.extract import NotJson, read_json
 from ludus.tools.base import ToolSchema
-from ludus.tools.lines import json_lines
+from ludus.tools.fetch import json_lines
 from ludus.types import JSON, Message, Task
 from ludus.worlds.functions.api.schemas import Fault, read_messages, read_schemas
 from ludus.worlds.functions.generate import SYSTEM

@@ -9,7 +9,7 @@ from pathlib import Path
 from ludus.errors import UserError
 from ludus.rewards.extract import NotJson, read_json
 from ludus.rewards.truth_records import TYPES, asked, read_truth
-from ludus.tools.lines import json_lines
+from ludus.tools.fetch import json_lines
 from ludus.types import JSON, Task
 from ludus.worlds.math.grader import opening
 
