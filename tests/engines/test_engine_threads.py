@@ -82,7 +82,7 @@ def test_the_engine_computes_with_its_number_and_the_caller_keeps_its_own(two_th
 def test_a_command_that_nobody_waits_for_any_more_is_not_done_and_the_engine_goes_on():
     async def run():
         engine, busy = LocalEngine(build(), settings=replace(SMALL, threads=1)), threading.Event()
-        engine._worker.post(busy.wait)
+        engine._worker.submit(busy.wait)
         task = asyncio.create_task(engine.relabel(7))
         await asyncio.sleep(0)
         task.cancel()

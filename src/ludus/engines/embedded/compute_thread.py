@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 class ComputeThread:
     """Drives a `BatchScheduler` on its own thread with `threads` compute threads (0: torch's default).
 
-    No other thread may touch the scheduler; `post` and `call` run functions between two passes.
+    No other thread may touch the scheduler; `submit` and `call` run functions between two passes.
     """
 
     def __init__(self, core: BatchScheduler, threads: int) -> None:
@@ -31,11 +31,11 @@ class ComputeThread:
         self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self.closed = self._paused = False
-        self._rest = self._took_s = self._ended = 0.0
+        self._throttle = self._took_s = self._ended = 0.0
         self._thread = threading.Thread(target=self._work, name="ludus-engine", daemon=True)
         self._thread.start()
 
-    def post(self, command: Callable[[], object]) -> None:
+    def submit(self, command: Callable[[], object]) -> None:
         """Run `command` on the thread between two passes. Raises EngineError if closed."""
         with self._wake:
             if self.closed:
@@ -58,7 +58,7 @@ class ComputeThread:
             except BaseException as error:  # boundary: the caller gets the cause
                 future.set_exception(error)
 
-        self.post(command)
+        self.submit(command)
         return await asyncio.wrap_future(future)
 
     def set_paused(self, paused: bool) -> None:
@@ -68,7 +68,7 @@ class ComputeThread:
     def rest(self, times: float) -> None:
         """Sleep after each pass for `times` its duration; 0 disables this."""
         with self._wake:
-            self._rest = times
+            self._throttle = times
             self._wake.notify()
 
     async def close(self) -> None:
@@ -80,7 +80,7 @@ class ComputeThread:
 
     def _work(self) -> None:
         """Run commands, then a pass, until closed."""
-        _take_threads(self._threads)
+        _set_num_threads(self._threads)
         while True:
             commands, closed = self._next()
             for command in commands:
@@ -89,19 +89,19 @@ class ComputeThread:
                 self._core.fail_all(EngineError("The engine is closed."))
                 return
             self._core.expire()
-            if self._has_work and not self._rest_s:
+            if self._has_work and not self._pause_s:
                 self._step()
 
     def _next(self) -> tuple[deque[Callable[[], object]], bool]:
         """Wait for a command, for work or for a deadline; return the pending commands and `closed`."""
         with self._wake:
             while not (self.closed or self._commands):
-                rest_s = self._rest_s
-                if self._has_work and not rest_s:
+                pause_s = self._pause_s
+                if self._has_work and not pause_s:
                     break
-                known = [left for left in (self._core.patience, rest_s or None) if left is not None]
+                known = [left for left in (self._core.next_timeout_s, pause_s or None) if left is not None]
                 self._wake.wait(min(known, default=None))
-                if self._core.patience == 0:
+                if self._core.next_timeout_s == 0:
                     break
             commands, self._commands = self._commands, deque()
             return commands, self.closed
@@ -111,9 +111,9 @@ class ComputeThread:
         return self._core.busy and not self._paused
 
     @property
-    def _rest_s(self) -> float:
+    def _pause_s(self) -> float:
         """Remaining seconds of sleep after the last pass, at least 0."""
-        return max(0.0, self._ended + self._rest * self._took_s - time.monotonic())
+        return max(0.0, self._ended + self._throttle * self._took_s - time.monotonic())
 
     def _step(self) -> None:
         """Run a pass. An error in one sequence fails that sequence; an error outside fails all."""
@@ -133,14 +133,14 @@ class ComputeThread:
 def compute_threads(threads: int) -> Iterator[None]:
     """Set the number of compute threads inside the block (0: torch's default)."""
     before = torch.get_num_threads()
-    _take_threads(threads)
+    _set_num_threads(threads)
     try:
         yield
     finally:
-        _take_threads(before)
+        _set_num_threads(before)
 
 
-def _take_threads(threads: int) -> None:
+def _set_num_threads(threads: int) -> None:
     """Set the calling thread's number of compute threads, which OpenMP keeps per thread."""
     if threads:
         torch.zeros(1).sum()  # torch applies its global number on first use, so trigger that first

@@ -36,7 +36,7 @@ from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_Place = tuple[scheduler.SequenceState, Future[Completion]]
+_Pending = tuple[scheduler.SequenceState, Future[Completion]]
 
 _PIECE_S = 0.02
 """Seconds between two pieces of a streamed action."""
@@ -104,7 +104,7 @@ class LocalEngine:
         self._guides: GuideCompiler | None = None
         adapted = is_peft(model)
         self._versions = AdapterVersions(DEFAULT if adapted else BASE, adapted and settings.adapter_versions)
-        self._counted = EngineStats()
+        self._drained = EngineStats()
         self._open: set[Future[Completion]] = set()
         self._settings = settings
         threads = settings.threads or torch.get_num_threads()
@@ -120,7 +120,7 @@ class LocalEngine:
         )
         self._core.version = version
         self._core.block = block
-        self._caches = SessionCache(self._core, outlive=not settings.recompute_on_update)
+        self._sessions = SessionCache(self._core, keep_on_update=not settings.recompute_on_update)
         self._worker = ComputeThread(self._core, settings.threads)
 
     @property
@@ -152,18 +152,18 @@ class LocalEngine:
         Raises RequestRefused for a request that can never be served, EngineBusy if too many are queued.
         """
         places = await self._sequences(requests)
-        self._worker.post(partial(_each, self._caches.add, places))
+        self._worker.submit(partial(_for_each, self._sessions.add, places))
         try:
             done = [await asyncio.wrap_future(future) for _, future in places]
         except (asyncio.CancelledError, EngineError):  # the others have no caller left
-            self._worker.post(partial(_each, self._core.abort, places))
+            self._worker.submit(partial(_for_each, self._core.abort, places))
             raise
         return done
 
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
         """Sample one action and yield its new tokens every 20 ms; the last piece has the finish reason."""
         ((sequence, future),) = await self._sequences([request])
-        self._worker.post(partial(self._caches.add, sequence))
+        self._worker.submit(partial(self._sessions.add, sequence))
         done, given = asyncio.wrap_future(future), 0
         try:
             while not done.done():
@@ -177,11 +177,11 @@ class LocalEngine:
         finally:
             if not done.done():
                 done.cancel()
-                self._worker.post(partial(self._core.abort, sequence))
+                self._worker.submit(partial(self._core.abort, sequence))
 
     def abort(self, episode: str) -> None:
         """End the episode's requests with the tokens so far and `finish_reason` "abort"."""
-        self._worker.post(partial(self._abort, episode))
+        self._worker.submit(partial(self._abort, episode))
 
     async def pause(self) -> None:
         """Pause computation until `resume`; requests stay queued. Returns between two passes."""
@@ -205,17 +205,17 @@ class LocalEngine:
 
     def forget_name(self, episode: str) -> None:
         """End the episode but keep its cache entries for others until evicted."""
-        self._over(episode, self._caches.forget_name)
+        self._forget_episode(episode, self._sessions.forget_name)
 
     def release(self, episode: str) -> None:
         """End the episode and free the cache entries that it shares with no other."""
-        self._over(episode, self._caches.release)
+        self._forget_episode(episode, self._sessions.release)
 
-    def _over(self, episode: str, forget: Callable[[str], object]) -> None:
+    def _forget_episode(self, episode: str, forget: Callable[[str], object]) -> None:
         if not self._worker.closed:
-            self._worker.post(partial(forget, episode))
+            self._worker.submit(partial(forget, episode))
             if (unused := self._versions.release(episode)) is not None:
-                self._worker.post(partial(self._unload_adapter, unused))
+                self._worker.submit(partial(self._unload_adapter, unused))
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Copy `state` (all or some parameters, by name) into the model between two passes.
@@ -235,8 +235,8 @@ class LocalEngine:
     async def fingerprint(self, *, adapter: str | None = None) -> str:
         """Return `fingerprint_module` of the current weights, with an adapter in PEFT's layout."""
         self._check_adapter(adapter)
-        asked = self._versions.current if adapter is None else adapter
-        return await self._worker.call(partial(self._fingerprint, asked))
+        name = self._versions.current if adapter is None else adapter
+        return await self._worker.call(partial(self._fingerprint, name))
 
     async def load_adapter(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
         """Load LoRA factors, named as in PEFT, as the adapter `name`; its tokens carry `version`.
@@ -270,7 +270,7 @@ class LocalEngine:
         params = SamplingParams(top_logprobs=num_top)
         sequence, future = self._sequence(Request("", tuple(token_ids), params, adapter=adapter))
         sequence.scores = [0.0]
-        self._worker.post(partial(self._caches.add, sequence))
+        self._worker.submit(partial(self._sessions.add, sequence))
         await asyncio.wrap_future(future)
         return sequence.scores, [(), *(sequence.top_logprobs or [()] * (len(token_ids) - 1))]
 
@@ -281,9 +281,9 @@ class LocalEngine:
 
     def stats(self, *, reset: bool = False) -> EngineStats:
         """Return the counters since the start or the last reset."""
-        now, before = self._core.stats, self._counted
+        now, before = self._core.stats, self._drained
         if reset:
-            self._counted = now
+            self._drained = now
         return now - before
 
     def _check(self, requests: Sequence[Request]) -> None:
@@ -300,7 +300,7 @@ class LocalEngine:
             known = ", ".join(sorted(self._forward.adapters.names)) or "none"
             raise RequestRefused(f"Adapter {adapter!r} is not loaded; loaded: {known}.")
 
-    async def _sequences(self, requests: Sequence[Request]) -> list[_Place]:
+    async def _sequences(self, requests: Sequence[Request]) -> list[_Pending]:
         """Create sequences for valid requests; guides are compiled on another thread."""
         self._check(requests)
         _check_room(len(self._open), len(requests), self._settings.max_requests)
@@ -312,7 +312,7 @@ class LocalEngine:
             _check_room(len(self._open), len(requests), self._settings.max_requests)
         return [self._sequence(request, guide) for request, guide in zip(requests, guides, strict=True)]
 
-    def _sequence(self, request: Request, guide: GuideState | None = None) -> _Place:
+    def _sequence(self, request: Request, guide: GuideState | None = None) -> _Pending:
         """Create a sequence whose end resolves the future, possibly on the worker thread."""
         future: Future[Completion] = Future()
         limit = min(request.params.max_new_tokens, self.context_tokens - len(request.token_ids))
@@ -324,7 +324,7 @@ class LocalEngine:
 
     def _ended(self, future: Future[Completion], sequence: scheduler.SequenceState) -> None:
         self._open.discard(future)
-        self._caches.ended(sequence)
+        self._sessions.ended(sequence)
         if not future.set_running_or_notify_cancel():
             return
         if sequence.error is not None:
@@ -369,7 +369,7 @@ class LocalEngine:
         self._core.forget_adapter(name)
 
 
-def _each(
+def _for_each(
     act: Callable[[scheduler.SequenceState], None], places: Sequence[tuple[scheduler.SequenceState, Future[Completion]]]
 ) -> None:
     for sequence, _ in places:
@@ -429,35 +429,35 @@ def _piece(sequence: scheduler.SequenceState, start: int, end: int, finish: Fini
 class SessionCache:
     """Cache entries of episodes by name, until release or eviction.
 
-    With `outlive` they stay valid across weight updates. Only the engine's worker calls this, between two
+    With `keep_on_update` they stay valid across weight updates. Only the engine's worker calls this, between two
     passes, so that no weight update falls between an episode's cache lookup and its first pass.
     """
 
     core: BatchScheduler
-    outlive: bool
+    keep_on_update: bool
     _histories: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
-    _shelves: dict[str, str] = field(default_factory=dict, init=False)
+    _cache_roots: dict[str, str] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         """Number of known episodes."""
-        return len(self._histories.keys() | self._shelves.keys())
+        return len(self._histories.keys() | self._cache_roots.keys())
 
     def add(self, sequence: SequenceState) -> None:
         """Queue a sequence on its episode's cache branch."""
-        episode, sequence.shelf = sequence.request.episode, sequence.adapter
-        if self.outlive and episode:  # separate from episodes that started under other weights
+        episode, sequence.cache_root = sequence.request.episode, sequence.adapter
+        if self.keep_on_update and episode:  # separate from episodes that started under other weights
             own = f"{sequence.adapter}{AT}{self.core.version_of(sequence.adapter)}"
-            sequence.shelf = self._shelves.setdefault(episode, own)
+            sequence.cache_root = self._cache_roots.setdefault(episode, own)
         self.core.add(sequence)
 
     def ended(self, sequence: SequenceState) -> None:
         """Record the computed history of the sequence; its last token was never computed."""
         if sequence.error is None and sequence.scores is None:
-            self._histories[sequence.request.episode] = (sequence.shelf, tuple(sequence.tokens[:-1]))
+            self._histories[sequence.request.episode] = (sequence.cache_root, tuple(sequence.tokens[:-1]))
 
     def forget_name(self, episode: str) -> tuple[str, tuple[int, ...]] | None:
         """Forget the episode; return its cache branch and tokens."""
-        self._shelves.pop(episode, None)
+        self._cache_roots.pop(episode, None)
         return self._histories.pop(episode, None)
 
     def release(self, episode: str) -> None:

@@ -150,7 +150,7 @@ def sample(
     best = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
     if rules.all_greedy and allowed is None:
         tokens = best.argmax(dim=-1)
-        plain = _at(logprobs, tokens)
+        plain = _gather(logprobs, tokens)
         return TokenDraw(tokens, plain, plain, top)
     probs = logprobs.exp()
     if allowed is not None:
@@ -160,10 +160,10 @@ def sample(
     tokens, total = _draw(probs, rules, steps)
     if rules.any_greedy:
         tokens = torch.where(rules.greedy, best.argmax(dim=-1), tokens)
-    plain = _at(logprobs, tokens)
+    plain = _gather(logprobs, tokens)
     if allowed is None and not rules.any_cut:
         return TokenDraw(tokens, plain, plain, top)
-    share = _at(probs, tokens).double() / total
+    share = _gather(probs, tokens).double() / total
     changed = rules.cut if allowed is None else rules.cut | ~allowed.all(dim=-1)
     return TokenDraw(tokens, plain, torch.where(changed, share.log().to(plain.dtype), plain), top)
 
@@ -174,8 +174,8 @@ def likeliest(logprobs: Tensor, nums: Sequence[int]) -> list[TopLogprobs]:
 
     Tokens of zero probability are omitted. The result of a row depends on that row only.
     """
-    asking = [row for row, num in enumerate(nums) if num > 0]
-    rows = logprobs if len(asking) == len(nums) else logprobs[asking]
+    requested = [row for row, num in enumerate(nums) if num > 0]
+    rows = logprobs if len(requested) == len(nums) else logprobs[requested]
     most = min(max(nums), rows.shape[1])
     values, tokens = rows.topk(most, dim=-1)
     # `topk` breaks ties at the end arbitrarily: take all tied tokens, then keep the lowest ids.
@@ -186,13 +186,13 @@ def likeliest(logprobs: Tensor, nums: Sequence[int]) -> list[TopLogprobs]:
     values, by_value = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
     tokens = tokens.gather(1, by_value)[:, :most]
     found: list[TopLogprobs] = [()] * len(nums)
-    for row, ids, given in zip(asking, tokens.tolist(), values[:, :most].tolist(), strict=True):
+    for row, ids, given in zip(requested, tokens.tolist(), values[:, :most].tolist(), strict=True):
         pairs = zip(ids[: nums[row]], given[: nums[row]], strict=True)
         found[row] = tuple((token, logprob) for token, logprob in pairs if logprob > -math.inf)
     return found
 
 
-def _at(values: Tensor, tokens: Tensor) -> Tensor:
+def _gather(values: Tensor, tokens: Tensor) -> Tensor:
     return values.gather(1, tokens[:, None])[:, 0]
 
 
