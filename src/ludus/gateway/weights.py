@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.engines.models.checksums import tensor_digest
+from ludus.engines.models.fingerprint import tensor_digest
 from ludus.engines.remote.gloo_broadcast import (
     TransferAddress,
     WeightManifest,

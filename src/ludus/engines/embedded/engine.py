@@ -22,7 +22,6 @@ import torch
 
 from ludus.engines.adapter_versions import AdapterVersions
 from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, check_num_top, check_params
-from ludus.engines.embedded import scheduler
 from ludus.engines.embedded.compute_thread import ComputeThread, compute_threads
 from ludus.engines.embedded.guided_decoding import GuideCompiler, GuideState
 from ludus.engines.embedded.kv_cache import AT, PAGE, RadixCache
@@ -36,7 +35,7 @@ from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_Pending = tuple[scheduler.SequenceState, Future[Completion]]
+_Pending = tuple[SequenceState, Future[Completion]]
 
 _PIECE_S = 0.02
 """Seconds between two pieces of a streamed action."""
@@ -105,7 +104,7 @@ class LocalEngine:
         adapted = is_peft(model)
         self._versions = AdapterVersions(DEFAULT if adapted else BASE, adapted and settings.adapter_versions)
         self._drained = EngineStats()
-        self._open: set[Future[Completion]] = set()
+        self._unfinished: set[Future[Completion]] = set()
         self._settings = settings
         threads = settings.threads or torch.get_num_threads()
         num_pages = max(-(-settings.kv_cache_tokens // PAGE), -(-settings.context_tokens // PAGE), 16)
@@ -151,12 +150,12 @@ class LocalEngine:
 
         Raises RequestRefused for a request that can never be served, EngineBusy if too many are queued.
         """
-        places = await self._sequences(requests)
-        self._worker.submit(partial(_for_each, self._sessions.add, places))
+        pending = await self._sequences(requests)
+        self._worker.submit(partial(_for_each, self._sessions.add, pending))
         try:
-            done = [await asyncio.wrap_future(future) for _, future in places]
+            done = [await asyncio.wrap_future(future) for _, future in pending]
         except (asyncio.CancelledError, EngineError):  # the others have no caller left
-            self._worker.submit(partial(_for_each, self._core.abort, places))
+            self._worker.submit(partial(_for_each, self._core.abort, pending))
             raise
         return done
 
@@ -236,7 +235,7 @@ class LocalEngine:
         """Return `fingerprint_module` of the current weights, with an adapter in PEFT's layout."""
         self._check_adapter(adapter)
         name = self._versions.current if adapter is None else adapter
-        return await self._worker.call(partial(self._fingerprint, name))
+        return await self._worker.call(lambda: fingerprint_adapted(self._model, self._forward.adapters.pairs(name)))
 
     async def load_adapter(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
         """Load LoRA factors, named as in PEFT, as the adapter `name`; its tokens carry `version`.
@@ -303,13 +302,13 @@ class LocalEngine:
     async def _sequences(self, requests: Sequence[Request]) -> list[_Pending]:
         """Create sequences for valid requests; guides are compiled on another thread."""
         self._check(requests)
-        _check_room(len(self._open), len(requests), self._settings.max_requests)
+        _check_room(len(self._unfinished), len(requests), self._settings.max_requests)
         guides: list[GuideState | None] = [None] * len(requests)
         if any(request.params.guide is not None for request in requests):
             assert self._tokenizer is not None
             self._guides = self._guides or GuideCompiler(self._tokenizer)
             guides = await asyncio.to_thread(self._guides.start_all, requests)
-            _check_room(len(self._open), len(requests), self._settings.max_requests)
+            _check_room(len(self._unfinished), len(requests), self._settings.max_requests)
         return [self._sequence(request, guide) for request, guide in zip(requests, guides, strict=True)]
 
     def _sequence(self, request: Request, guide: GuideState | None = None) -> _Pending:
@@ -318,12 +317,12 @@ class LocalEngine:
         limit = min(request.params.max_new_tokens, self.context_tokens - len(request.token_ids))
         adapter = self._versions.of(request.episode) if request.adapter is None else request.adapter
         ended = partial(self._ended, future)
-        sequence = scheduler.SequenceState(request, limit, ended, adapter, guide=guide)
-        self._open.add(future)
+        sequence = SequenceState(request, limit, ended, adapter, guide=guide)
+        self._unfinished.add(future)
         return sequence, future
 
-    def _ended(self, future: Future[Completion], sequence: scheduler.SequenceState) -> None:
-        self._open.discard(future)
+    def _ended(self, future: Future[Completion], sequence: SequenceState) -> None:
+        self._unfinished.discard(future)
         self._sessions.ended(sequence)
         if not future.set_running_or_notify_cancel():
             return
@@ -357,9 +356,6 @@ class LocalEngine:
         self._forward.adapters.load(name, state, scaling)
         self._core.new_weights(version, recompute=self._settings.recompute_on_update, adapter=name)
 
-    def _fingerprint(self, adapter: str) -> str:
-        return fingerprint_adapted(self._model, self._forward.adapters.pairs(adapter))
-
     def _unload_adapter(self, name: str) -> None:
         for sequence in [*self._core.running, *self._core.waiting]:
             if sequence.adapter == name:
@@ -369,10 +365,8 @@ class LocalEngine:
         self._core.forget_adapter(name)
 
 
-def _for_each(
-    act: Callable[[scheduler.SequenceState], None], places: Sequence[tuple[scheduler.SequenceState, Future[Completion]]]
-) -> None:
-    for sequence, _ in places:
+def _for_each(act: Callable[[SequenceState], None], pending: Sequence[_Pending]) -> None:
+    for sequence, _ in pending:
         act(sequence)
 
 
@@ -414,7 +408,7 @@ def _check_shapes(version: int, state: Mapping[str, torch.Tensor], own: Mapping[
             )
 
 
-def _piece(sequence: scheduler.SequenceState, start: int, end: int, finish: FinishReason | None) -> Piece:
+def _piece(sequence: SequenceState, start: int, end: int, finish: FinishReason | None) -> Piece:
     at = sequence.num_prompt
     return Piece(
         tokens=tuple(sequence.tokens[at + start : at + end]),

@@ -85,11 +85,6 @@ class RadixCache:
         """Number of pages that are free or can be evicted."""
         return len(self._free) + len(self._idle)
 
-    @property
-    def num_held(self) -> int:
-        """Number of pages held by running sequences."""
-        return self.num_pages - self.num_available
-
     def root(self, adapter: str) -> RadixNode:
         """Return the root of the prefixes computed with this adapter (or a version of it)."""
         return self._roots.setdefault(adapter, RadixNode(-1, (), None, ready=True, listed=True))

@@ -102,25 +102,6 @@ class SamplingRules:
             any_top=any(p.top_logprobs for p in params),
         )
 
-    def select(self, rows: Sequence[int]) -> SamplingRules:
-        """Return the rules of the given rows, in order."""
-        index = torch.tensor(rows, dtype=torch.int64, device=self.greedy.device)
-        return SamplingRules(
-            words=self.words[np.asarray(rows, dtype=np.int64)],
-            temperature=self.temperature[index],
-            top_k=self.top_k[index],
-            top_p=self.top_p[index],
-            min_p=self.min_p[index],
-            greedy=self.greedy[index],
-            cut=self.cut[index],
-            all_greedy=self.all_greedy,
-            any_greedy=self.any_greedy,
-            any_cut=self.any_cut,
-            any_tempered=self.any_tempered,
-            num_top=tuple(self.num_top[row] for row in rows),
-            any_top=any(self.num_top[row] for row in rows),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class TokenDraw:

@@ -29,18 +29,15 @@ from ludus.engines.embedded.kv_cache import PAGE, CacheMatch, RadixCache, RadixN
 from ludus.engines.embedded.model_runner import ROW_BLOCK, Chunk, RaggedForward
 from ludus.engines.embedded.sampler import SamplingRules, StopStrings, TokenDraw, likeliest, sample
 from ludus.errors import EngineError
-from ludus.types import Completion, FinishReason, TopLogprobs
+from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SCORE_CHUNK = 256
 """Tokens of one scoring chunk: each needs a row of logits as wide as the vocabulary."""
-
-
 _STOP_TAIL = 512
 """Number of last tokens searched for stop strings."""
-
 _STOP_CACHE_SIZE = 64
 """Number of sets of stop strings kept (least recently used are dropped)."""
 
@@ -170,7 +167,7 @@ class BatchScheduler:
         self._pass_tokens = pass_tokens
         self._table = np.zeros((slots[0], -(-slots[1] // PAGE)), dtype=np.int32)
         self._free_slots = deque(range(slots[0]))
-        self._params = SlotParams(slots[0], forward)
+        self._rules: tuple[list[SamplingParams], SamplingRules] | None = None
         self._reserved = 0
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
@@ -196,7 +193,8 @@ class BatchScheduler:
 
     def add(self, sequence: SequenceState) -> None:
         """Queue a sequence. It must fit an empty cache."""
-        sequence.stops = self._compile_stops(sequence.request.params.stop)
+        stop = sequence.request.params.stop
+        sequence.stops = self._stop_strings(stop) if stop and self._stop_strings is not None else None
         self.waiting.append(sequence)
 
     @torch.inference_mode()
@@ -331,7 +329,6 @@ class BatchScheduler:
     def _start(self, sequence: SequenceState, path: list[RadixNode], match: CacheMatch) -> None:
         """Assign a slot and the pages of its history to a sequence."""
         sequence.slot = self._free_slots.popleft()
-        self._params.put(sequence.slot, sequence.request)
         self._table[sequence.slot, : len(path)] = [node.page for node in path]
         sequence.path = path
         sequence.num_computed = sequence.num_committed = match.num_tokens
@@ -393,10 +390,16 @@ class BatchScheduler:
         computed = time.perf_counter()
         draw = None
         if rows:
-            slots = np.array([sequence.slot for sequence in rows])
             steps = np.array([sequence.num_drawn for sequence in rows], dtype=np.uint64)
-            draw = sample(logits[: len(rows)], self._params.rules(slots), steps, _guide_mask(rows, self._forward))
+            draw = sample(logits[: len(rows)], self._sampling_rules(rows), steps, _guide_mask(rows, self._forward))
         return Pass(plan, rows, logits, draw, computed - begin, time.perf_counter() - computed)
+
+    def _sampling_rules(self, rows: list[SequenceState]) -> SamplingRules:
+        """Return the rules of these rows; cached while the same requests sample."""
+        params = [sequence.request.params for sequence in rows]
+        if self._rules is None or self._rules[0] != params:
+            self._rules = params, SamplingRules.of(params, self._forward.vocab_size, self._forward.device)
+        return self._rules[1]
 
     def _finish_ended(self, plan: list[tuple[SequenceState, Chunk]]) -> None:
         for sequence, _ in plan:
@@ -440,31 +443,6 @@ class BatchScheduler:
         self._tree.release(sequence.path)
         self._reserved -= sequence.reserved
         sequence.path, sequence.slot, sequence.reserved = [], -1, 0
-
-    def _compile_stops(self, stop: tuple[str, ...]) -> StopStrings | None:
-        return self._stop_strings(stop) if stop and self._stop_strings is not None else None
-
-
-class SlotParams:
-    """Sampling parameters of the running sequences, by slot."""
-
-    def __init__(self, num_slots: int, forward: RaggedForward) -> None:
-        self._forward = forward
-        self._requests: list[Request | None] = [None] * num_slots
-        self._known: tuple[bytes, SamplingRules] | None = None
-
-    def put(self, slot: int, request: Request) -> None:
-        """Assign a request to the slot."""
-        self._requests[slot] = request
-        self._known = None
-
-    def rules(self, slots: np.ndarray) -> SamplingRules:
-        """Return the rules of these slots; cached while the same slots are requested."""
-        key = slots.tobytes()
-        if self._known is None or self._known[0] != key:
-            params = [request.params for slot in slots if (request := self._requests[slot]) is not None]
-            self._known = (key, SamplingRules.of(params, self._forward.vocab_size, self._forward.device))
-        return self._known[1]
 
 
 def _select_rows(plan: list[tuple[SequenceState, Chunk]]) -> tuple[np.ndarray, list[SequenceState]]:
