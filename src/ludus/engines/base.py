@@ -171,7 +171,7 @@ class RemoteStats(Protocol):
         ...
 
 
-async def counted(engine: Engine) -> EngineStats:
+async def drain_stats(engine: Engine) -> EngineStats:
     """Fetch an engine's counters since the last call and reset them."""
     if isinstance(engine, RemoteStats):
         await engine.measure()
@@ -191,8 +191,8 @@ class Sleepable(Protocol):
 class Throttleable(Protocol):
     """An engine in the learner's process that can yield cores and memory to it."""
 
-    def rest(self, times: float) -> None:
-        """Sleep after each pass for `times` its duration: fewer passes with larger batches."""
+    def throttle(self, factor: float) -> None:
+        """Sleep after each pass for `factor` times its duration: fewer passes with larger batches."""
         ...
 
 

@@ -19,7 +19,7 @@ from ludus.config.schema import Config
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.diagnostics.timings import StepTimings, write_timings
 from ludus.diagnostics.trackers import Tracker
-from ludus.engines.base import Engine, counted
+from ludus.engines.base import Engine, drain_stats
 from ludus.envs.base import World
 from ludus.envs.registry import closing
 from ludus.errors import ConfigError
@@ -110,10 +110,10 @@ class RftTrainer:
     async def round(self, number: int) -> dict[str, float]:
         """Run one round: sample, filter, train, publish, evaluate, save."""
         clock = StepTimings()
-        await counted(self.engine)
+        await drain_stats(self.engine)
         with clock.phase("rollout"):
             groups = await self.sample(number)
-        clock.engine = (await counted(self.engine)).metrics()
+        clock.engine = (await drain_stats(self.engine)).metrics()
         credits = judge(groups, self.session)
         settle(self.ledger, credits)
         self.reporter.phase(f"round {number}: training", None)

@@ -65,10 +65,10 @@ class ComputeThread:
         """Pause or resume computation. Must run on the thread itself, through `call`."""
         self._paused = paused
 
-    def rest(self, times: float) -> None:
-        """Sleep after each pass for `times` its duration; 0 disables this."""
+    def throttle(self, factor: float) -> None:
+        """Sleep after each pass for `factor` times its duration; 0 disables this."""
         with self._wake:
-            self._throttle = times
+            self._throttle = factor
             self._wake.notify()
 
     async def close(self) -> None:

@@ -190,9 +190,9 @@ class LocalEngine:
         """Resume computation."""
         await self._worker.call(partial(self._worker.set_paused, False))
 
-    def rest(self, times: float) -> None:
-        """Sleep after each pass for `times` its duration; 0 disables this."""
-        self._worker.rest(times)
+    def throttle(self, factor: float) -> None:
+        """Sleep after each pass for `factor` times its duration; 0 disables this."""
+        self._worker.throttle(factor)
 
     async def sleep(self) -> None:
         """Free the KV cache's memory until the next request. Raises EngineError if there are requests."""

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 
 from ludus.diagnostics.timings import StepTimings
-from ludus.engines.base import Engine, RemoteStats, RollingUpdate, SupportsRollingUpdate, Throttleable, counted
+from ludus.engines.base import Engine, RemoteStats, RollingUpdate, SupportsRollingUpdate, Throttleable, drain_stats
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler
 from ludus.rollout.streaming.concurrency_control import ConcurrencyController, first_in_flight
@@ -82,14 +82,14 @@ async def run_one_step(loop: SyncTrainer, done: int) -> None:
         for step in range(done + 1, last + 1):
             clock = StepTimings(beside=True)
             loop.sampled = loop.sampler.state
-            await counted(loop.engine)
+            await drain_stats(loop.engine)
             if step < last:
                 sampling = asyncio.create_task(loop.sampler.sample(step + 1, order))
             with clock.phase("train"):
                 credits, learned = await loop.learning.learn(step, credits, thread)
             with clock.phase("rollout"):
                 following = await sampling if sampling is not None else []
-            clock.engine = (await counted(loop.engine)).metrics()
+            clock.engine = (await drain_stats(loop.engine)).metrics()
             with clock.phase("sync"):
                 proof = await loop.sync.publish(step)
             learned |= proof_metrics(proof)
@@ -225,7 +225,7 @@ class AsyncTrainer:
     async def step(self, step: int) -> None:
         """Wait for a batch, train on it and send the weights."""
         loop, clock = self.loop, StepTimings(beside=True)
-        await counted(loop.engine)
+        await drain_stats(loop.engine)
         loop.reporter.phase(f"step {step}: waiting for episodes", None, loop.engine)
         ready = self.stream.admission.num_ready / loop.session.config.training.prompts_per_step
         with clock.phase("rollout"):
@@ -253,7 +253,9 @@ class AsyncTrainer:
         """
         engine, interruptible = self.loop.engine, self.loop.session.config.staleness.in_flight_weight_updates
         return (
-            self.stream.unhurried(engine.rest) if isinstance(engine, Throttleable) and interruptible else nullcontext()
+            self.stream.unhurried(engine.throttle)
+            if isinstance(engine, Throttleable) and interruptible
+            else nullcontext()
         )
 
     def texts(self) -> Texts:
@@ -365,7 +367,7 @@ class AsyncTrainer:
 
         An engine of this process without a forward pass was idle.
         """
-        stats = await counted(self.loop.engine)
+        stats = await drain_stats(self.loop.engine)
         known = stats.steps or isinstance(self.loop.engine, RemoteStats)
         return stats.metrics() if known else {"engine/busy_s": 0.0}
 

@@ -18,7 +18,7 @@ from ludus.config.schema import Config
 from ludus.diagnostics.metrics import AlarmLimits, alarms, rollout_metrics, step_metrics
 from ludus.diagnostics.timings import StepTimings, scoring_hint, write_timings
 from ludus.diagnostics.trackers import Tracker
-from ludus.engines.base import Engine, Sleepable, counted
+from ludus.engines.base import Engine, Sleepable, drain_stats
 from ludus.envs.base import World
 from ludus.errors import ConfigError, LearnerError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, name_in_run, plan_during, save_evaluation
@@ -113,11 +113,11 @@ class SyncTrainer:
     async def step(self, step: int, order: TaskSequence) -> dict[str, float]:
         """Run one step: sample, train, sync weights, report."""
         clock = StepTimings()
-        await counted(self.engine)
+        await drain_stats(self.engine)
         with clock.phase("rollout"):
             credits = await self.sampler.sample(step, order)
         self.sampled = self.sampler.state
-        clock.engine = (await counted(self.engine)).metrics()
+        clock.engine = (await drain_stats(self.engine)).metrics()
         self.reporter.phase(f"step {step}: training", None)
         if self.session.config.engine.sleep and isinstance(self.engine, Sleepable):
             await self.engine.sleep()
