@@ -95,17 +95,9 @@ def _region(node: ExpressionNode) -> Region:
             first, second = node.args
             without = _region(second if second.op in _REGIONS else ExpressionNode("set", (second,)))
             return _intersect([_region(first), Region(tuple(_complement(without.spans)))])
-        case "list" if node.name == "or":
-            return _unite([_region(_condition(arg)) for arg in node.args])
-        case "list" if node.name == "and":
-            return _intersect([_region(_condition(arg)) for arg in node.args])
+        case "list" if node.name in ("or", "and") and all(arg.op == "relation" for arg in node.args):
+            return (_unite if node.name == "or" else _intersect)([_region(arg) for arg in node.args])
     raise NotationError("no region")
-
-
-def _condition(node: ExpressionNode) -> ExpressionNode:
-    if node.op != "relation":
-        raise NotationError("no condition")
-    return node
 
 
 def _relation_region(node: ExpressionNode) -> Region:
@@ -177,19 +169,11 @@ def _unite(regions: Sequence[Region]) -> Region:
         if last is None or not _touch(last, span):
             found.append(span)
             continue
-        closed = _closed_low([last, span])
-        if approximate(span.high) > approximate(last.high) + _NEAR:
-            found[-1] = TextSpan(last.low, span.high, closed, span.high_closed)
-        elif _are_near(span.high, last.high):
-            found[-1] = TextSpan(last.low, last.high, closed, span.high_closed or last.high_closed)
-        else:
-            found[-1] = TextSpan(last.low, last.high, closed, last.high_closed)
+        low_closed = last.low_closed or (span.low_closed and _are_near(span.low, last.low))
+        end = span if approximate(span.high) > approximate(last.high) + _NEAR else last
+        high_closed = end.high_closed or (span.high_closed and _are_near(span.high, last.high))
+        found[-1] = TextSpan(last.low, end.high, low_closed, high_closed)
     return Region(tuple(found), _shared_variable(regions))
-
-
-def _closed_low(spans: Sequence[TextSpan]) -> bool:
-    """Whether the lower end of the first span belongs to one of them."""
-    return any(span.low_closed and _are_near(span.low, spans[0].low) for span in spans)
 
 
 def _touch(first: TextSpan, second: TextSpan) -> bool:
