@@ -172,7 +172,7 @@ def _unread(renderer: TemplateRenderer, message: Message, segment: Segment) -> t
     """Return the first part of a message that does not parse back, with both versions; or None."""
     text = decode_exactly(renderer.tokenizer, segment.tokens)
     read = renderer.parse(segment.tokens, segment.turn, "stop").message
-    thought, said = message.get("reasoning_content", ""), message["content"].strip()
+    thought, content = message.get("reasoning_content", ""), message["content"].strip()
     calls, read_calls = _called(message), _called(read)
     if thought != read.get("reasoning_content", ""):
         what = _fault("thinking", left_out=thought not in text)
@@ -182,8 +182,8 @@ def _unread(renderer: TemplateRenderer, message: Message, segment: Segment) -> t
         if [name for name, _ in calls] == [name for name, _ in read_calls]:
             what = "the template rewrites the arguments of this turn's calls"
         return what, str(calls)[:_EXCERPT], str(read_calls)[:_EXCERPT]
-    if said != read["content"]:
-        return _fault("text", left_out=said not in text), said[:_EXCERPT], read["content"][:_EXCERPT]
+    if content != read["content"]:
+        return _fault("text", left_out=content not in text), content[:_EXCERPT], read["content"][:_EXCERPT]
     return None
 
 

@@ -187,8 +187,8 @@ class TemplateRenderer:
         """Return what the template puts after an assistant turn: its tail, the messages, the generation
         prompt."""
         opening: list[Message] = [Message(role="user", content="q")]
-        said = Message(role="assistant", content=_MARK)
-        delta = self._after_turn(self.text([*opening, said, *messages], (), generate=True))
+        marked = Message(role="assistant", content=_MARK)
+        delta = self._after_turn(self.text([*opening, marked, *messages], (), generate=True))
         return self._encode_after(self._end[0], delta) if self._in_context else self._encode(delta)
 
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
@@ -202,11 +202,11 @@ class TemplateRenderer:
                 f"The chat template does not continue {fault}, when it renders an assistant turn.",
                 "Choose another template, or train without demonstrations.",
             )
-        said = whole[len(before) :]
+        added = whole[len(before) :]
         self._check_unended(message)
-        end = said.find(self._end[0])
-        said = said[: end + len(self._end[0])] if end >= 0 else said
-        return self._encode_after(before, said) if self._in_context else self._encode(said)
+        end = added.find(self._end[0])
+        added = added[: end + len(self._end[0])] if end >= 0 else added
+        return self._encode_after(before, added) if self._in_context else self._encode(added)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, generate: bool) -> str:
         """Return the template's text of a whole dialogue."""
@@ -335,28 +335,28 @@ def _write_calls(message: Message) -> Message:
         f'"arguments": {call["function"]["arguments"]}}}\n</tool_call>'
         for call in message.get("tool_calls", [])
     )
-    said = _write_thinking(message)["content"]
-    return Message(role=message["role"], content="\n".join(part for part in (said, calls) if part))
+    text = _write_thinking(message)["content"]
+    return Message(role=message["role"], content="\n".join(part for part in (text, calls) if part))
 
 
 def _write_thinking(message: Message) -> Message:
     """Move the message's thinking to the beginning of its content."""
     if not message.get("reasoning_content"):
         return message
-    said = message.copy()
-    thought = f"<think>\n{said.pop('reasoning_content')}\n</think>"
-    said["content"] = f"{thought}\n{message['content']}" if message["content"] else thought
-    return said
+    merged = message.copy()
+    thought = f"<think>\n{merged.pop('reasoning_content')}\n</think>"
+    merged["content"] = f"{thought}\n{message['content']}" if message["content"] else thought
+    return merged
 
 
 def _merge_system_message(messages: Sequence[Message]) -> list[Message]:
     """Merge a leading system message into the first user message."""
     if not messages or messages[0]["role"] != "system":
         return list(messages)
-    told, rest = messages[0]["content"], messages[1:]
+    system, rest = messages[0]["content"], messages[1:]
     if rest and rest[0]["role"] == "user":
-        return [Message(role="user", content=f"{told}\n\n{rest[0]['content']}"), *rest[1:]]
-    return [Message(role="user", content=told), *rest]
+        return [Message(role="user", content=f"{system}\n\n{rest[0]['content']}"), *rest[1:]]
+    return [Message(role="user", content=system), *rest]
 
 
 @lru_cache(maxsize=64)

@@ -166,9 +166,9 @@ def short_answers(text: str) -> tuple[str, ...]:
     if len(marks) > MAX_FRAMES or any(_is_doubted(text, mark.start()) for mark in marks):
         return ()
     ends = [*(mark.start() for mark in marks[1:]), len(text)][: len(marks)]
-    said = [text[mark.end() : end] for mark, end in zip(marks, ends, strict=True)]
-    early = [re.split(r"[.!?;\n]\s", f"{one.strip()} ")[0] for one in said[:-1]]
-    plain = filter(None, map(_before_frame, (*early, *said[-1:])))
+    texts = [text[mark.end() : end] for mark, end in zip(marks, ends, strict=True)]
+    early = [re.split(r"[.!?;\n]\s", f"{one.strip()} ")[0] for one in texts[:-1]]
+    plain = filter(None, map(_before_frame, (*early, *texts[-1:])))
     found = (*_outer(text, tags), *_outer(text, held), *plain) or (text,)
     stripped = tuple(_bare(_TEXT.sub(r"\1", _bare(one).strip("$")).strip()) for one in found)
     return stripped if all(stripped) else ()
@@ -194,8 +194,8 @@ def _is_denied(text: str, frames: Sequence[_Frame]) -> bool:
     for frame in frames:
         before = _CLAUSE.split(text[max(0, frame.start - _NEAR) : frame.start])[-1].split()[-_DENIED:]
         behind = _CLAUSE.split(text[frame.after : frame.after + _NEAR].lstrip("}$*_ "))[0]
-        said = " ".join(behind.split()[: _DENIED + 1]) if _IS_DENIED.search(behind) else ""
-        if any(_DOUBT.search(_CERTAIN.sub("", one)) for one in (" ".join(before), f"so {said}")):
+        denial = " ".join(behind.split()[: _DENIED + 1]) if _IS_DENIED.search(behind) else ""
+        if any(_DOUBT.search(_CERTAIN.sub("", one)) for one in (" ".join(before), f"so {denial}")):
             return True
     return False
 

@@ -71,7 +71,7 @@ def same_json(one: JSON, other: JSON, tolerance: float = 0.0, ignored: frozenset
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number and no truth value."""
+    """Whether a value is a number, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -102,7 +102,7 @@ def fits_schema(text: str, truth: Schema) -> bool:
     try:
         require_schema(truth.schema)
     except InvalidSchema as error:
-        raise ConfigError(f"A task's schema cannot be used: {error}.", "Mend the task.") from error
+        raise ConfigError(f"A task's schema cannot be used: {error}.", "Fix the task.") from error
     if len(text) > MAX_CHARACTERS:
         return False
     try:
@@ -118,7 +118,7 @@ def json_schema(task: Task, trajectory: Trajectory) -> float:
 
 def is_value(text: str, truth: Value) -> bool:
     """Whether the text, or its only fenced block, is the JSON value."""
-    return _reads(fenced(text), truth.value, truth.tolerance, frozenset())
+    return _is_json_value(fenced(text), truth.value, truth.tolerance, frozenset())
 
 
 def json_value(task: Task, trajectory: Trajectory) -> float:
@@ -127,8 +127,8 @@ def json_value(task: Task, trajectory: Trajectory) -> float:
 
 
 def is_state(text: str, truth: MatchState) -> bool:
-    """Whether the text is the JSON of the state that is due."""
-    return _reads(text, truth.value, truth.tolerance, truth.ignored)
+    """Whether the text is the JSON of the expected state."""
+    return _is_json_value(text, truth.value, truth.tolerance, truth.ignored)
 
 
 def same_state(read: Evidence = final_answer) -> RewardFunction:
@@ -143,7 +143,7 @@ def same_state(read: Evidence = final_answer) -> RewardFunction:
     return state_equality
 
 
-def _reads(text: str, value: JSON, tolerance: float, ignored: frozenset[str]) -> bool:
+def _is_json_value(text: str, value: JSON, tolerance: float, ignored: frozenset[str]) -> bool:
     try:
         return same_json(read_json(text), value, tolerance, ignored)
     except NotJson:

@@ -54,8 +54,8 @@ class RegisteredReward:
         return inspect.signature(self.make).parameters
 
 
-def _state_of(tool: str = "") -> RewardFunction:
-    """Of `same_state`: the state is the answer, or the last output of a tool or of the environment."""
+def _make_same_state(tool: str = "") -> RewardFunction:
+    """Create `same_state` of the answer, or of the last output of a tool or of the environment."""
     return same_state(last_output(tool) if tool else final_answer)
 
 
@@ -73,7 +73,7 @@ NAMED: Mapping[str, RegisteredReward] = {
     "multiple_choice": RegisteredReward(lambda: multiple_choice, truth=Choice),
     "patch_similarity": RegisteredReward(lambda: patch_similarity(), truth=Patch),
     "repeated_calls": RegisteredReward(repeated_calls, calls=True),
-    "same_state": RegisteredReward(_state_of, truth=MatchState),
+    "same_state": RegisteredReward(_make_same_state, truth=MatchState),
     "think_format": RegisteredReward(lambda: think_format),
     "token_f1": RegisteredReward(lambda: token_f1, truth=ExpectedAnswers),
     "tool_use": RegisteredReward(lambda: tool_use, calls=True),
@@ -176,10 +176,10 @@ def switched_on(settings: Mapping[str, PartConfig]) -> tuple[Reward, ...]:
 def added_parts(settings: RewardsConfig) -> tuple[Reward, ...]:
     """Return the parts that the section `rewards` adds to those of a world: a preset, and parts by name."""
     published = PUBLISHED[settings.preset].parts() if settings.preset is not None else ()
-    return (*_not_replaced(settings, published), *switched_on(settings.extra))
+    return (*_drop_replaced(settings, published), *switched_on(settings.extra))
 
 
-def _not_replaced(settings: RewardsConfig, parts: Sequence[Reward]) -> Sequence[Reward]:
+def _drop_replaced(settings: RewardsConfig, parts: Sequence[Reward]) -> Sequence[Reward]:
     """Return the parts of a preset; if it keeps the outcome, without those that `rewards.extra` sets."""
     if settings.preset is None or not PUBLISHED[settings.preset].keeps_outcome:
         return parts
@@ -196,7 +196,7 @@ def parts_that_train(settings: RewardsConfig, own: Sequence[Reward]) -> Sequence
 
     Raises ConfigError for an unknown or duplicate part.
     """
-    first = _not_replaced(settings, training_parts(settings.preset, own))
+    first = _drop_replaced(settings, training_parts(settings.preset, own))
     added = switched_on(settings.extra)
     if twice := {part.name for part in first} & {part.name for part in added}:
         name = min(twice)
@@ -219,8 +219,8 @@ def check_names(settings: RewardsConfig, parts: Sequence[Reward]) -> None:
         for name in used:
             if name not in names:
                 guess = did_you_mean(name, names)
-                said = f"rewards.{key} names {name!r}, which is not a part of the reward."
-                raise ConfigError(said, f"{guess}Parts: {', '.join(names)}.")
+                message = f"rewards.{key} names {name!r}, which is not a part of the reward."
+                raise ConfigError(message, f"{guess}Parts: {', '.join(names)}.")
 
 
 def check_fed(settings: Mapping[str, PartConfig], task: Task, num_tools: int) -> None:
@@ -231,11 +231,11 @@ def check_fed(settings: Mapping[str, PartConfig], task: Task, num_tools: int) ->
         if part.calls and not num_tools:
             raise ConfigError(
                 f"rewards.extra.{name} is about calls of tools, and task {task.id} has no tools.",
-                "Leave it out, or give the world its tools.",
+                "Remove it, or use a world with tools.",
             )
         if truth is not None and not isinstance(task.truth, truth):
             raise ConfigError(
                 f"rewards.extra.{name} reads a truth of the type {truth.__name__}, "
                 f"and that of task {task.id} is {type(task.truth).__name__}.",
-                "Leave it out, or take a world with such tasks.",
+                "Remove it, or use a world with such tasks.",
             )

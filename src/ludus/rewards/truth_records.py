@@ -92,7 +92,7 @@ def by_record(task: Task, trajectory: Trajectory) -> float:
     return float(is_right(trajectory.answer, task.truth))
 
 
-def asked(question: str, truth: Truth) -> str:
+def question_text(question: str, truth: Truth) -> str:
     """Return the question, with the options of a choice below it, one per line."""
     if not isinstance(truth, Choice):
         return question

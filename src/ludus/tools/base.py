@@ -92,7 +92,7 @@ def shared_by(num_processes: int) -> Iterator[None]:
 
 
 class ArgumentError(ValueError):
-    """The arguments do not match the tool's signature; the text tells the model which and why."""
+    """The arguments do not match the tool's signature; the text is shown to the model."""
 
 
 ToolFunction = Callable[..., str] | Callable[..., Awaitable[str]]
@@ -240,8 +240,8 @@ def _arguments_model(fn: ToolFunction, described: Mapping[str, str]) -> type[Bas
         if parameter.name not in hints:
             raise TypeError(f"tool {fn.__name__}: parameter {parameter.name!r} needs a type annotation")
         default = ... if parameter.default is parameter.empty else parameter.default
-        said = described.get(parameter.name)
-        info = Field(default=default) if said is None else Field(default=default, description=said)
+        text = described.get(parameter.name)
+        info = Field(default=default) if text is None else Field(default=default, description=text)
         fields[parameter.name] = (hints[parameter.name], info)
     config = ConfigDict(extra="forbid", strict=True)
     return create_model(f"{fn.__name__}_arguments", __config__=config, **fields)

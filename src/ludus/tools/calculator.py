@@ -163,7 +163,9 @@ def _round(value: Number, digits: Number = Fraction(0)) -> Number:
     places = int(digits)
     if not places:
         return Fraction(round(value))
-    return round(value, places) if isinstance(value, float) else round(value, places)
+    if isinstance(value, float):
+        return round(value, places)
+    return round(value, places)
 
 
 def _float_of(function: Callable[..., float]) -> Callable[..., Number]:

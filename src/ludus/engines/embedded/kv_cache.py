@@ -229,7 +229,7 @@ class RadixCache:
         ordered = sorted(self._idle, key=lambda n: n.used)
         count = max(1, len(ordered) // 8)
         while count and ordered:
-            kept = []
+            remaining = []
             for node in ordered:
                 if count and not node.children:
                     self._idle.pop(node)
@@ -237,10 +237,10 @@ class RadixCache:
                     self.num_evicted += 1
                     count -= 1
                 else:
-                    kept.append(node)
-            if len(kept) == len(ordered):
+                    remaining.append(node)
+            if len(remaining) == len(ordered):
                 return
-            ordered = kept
+            ordered = remaining
 
     def _free_page(self, node: RadixNode) -> None:
         self._unlist(node)

@@ -125,11 +125,11 @@ class _Linear(Function):
     @once_differentiable
     def backward(ctx: _Context, upstream: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
-        asked = ctx.needs_input_grad
+        needs_grad = ctx.needs_input_grad
         upstream = upstream.contiguous()
-        to_rows = product(upstream, weight) if asked[0] else None
-        to_weight = outer_sum(upstream, rows) if asked[1] else None
-        return to_rows, to_weight, upstream.sum(0) if asked[2] else None
+        to_rows = product(upstream, weight) if needs_grad[0] else None
+        to_weight = outer_sum(upstream, rows) if needs_grad[1] else None
+        return to_rows, to_weight, upstream.sum(0) if needs_grad[2] else None
 
 
 def _multiply_blocks(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -298,9 +298,9 @@ def _continued(body: str) -> Fraction:
         while digits.endswith(block * (times + 1)):
             times += 1
         if times >= 2 and times * size >= 3:
-            kept = digits[: len(digits) - size]
-            repeating = Fraction(int(block), (10**size - 1) * 10 ** len(kept))
-            return Fraction(f"{whole or 0}.{kept or 0}") + repeating
+            prefix = digits[: len(digits) - size]
+            repeating = Fraction(int(block), (10**size - 1) * 10 ** len(prefix))
+            return Fraction(f"{whole or 0}.{prefix or 0}") + repeating
     raise NotationError("digits that go on in an unknown way")
 
 

@@ -235,8 +235,8 @@ def _base(node: ExpressionNode) -> ExpressionNode:
 def _term_key(term: ExpressionNode) -> str:
     """Return a key shared by terms that can be added: everything but their coefficients."""
     above, below = _factors(_without_sign(term))
-    kept = (sorted(_key(factor) for factor in side if _rational(factor) is None) for side in (above, below))
-    return "/".join("*".join(side) for side in kept)
+    sides = (sorted(_key(factor) for factor in side if _rational(factor) is None) for side in (above, below))
+    return "/".join("*".join(side) for side in sides)
 
 
 def _key(node: ExpressionNode) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ludus.errors import UserError
 from ludus.rewards.extract import NotJson, read_json
-from ludus.rewards.truth_records import TYPES, asked, read_truth
+from ludus.rewards.truth_records import TYPES, question_text, read_truth
 from ludus.tools.fetch import json_lines
 from ludus.types import JSON, Task
 from ludus.worlds.math.grader import opening
@@ -75,7 +75,7 @@ def _task(record: Mapping[str, JSON], line: int) -> tuple[str, Task]:
         raise _Fault(f'"split" is {split!r}, not one of {", ".join(SPLITS)}')
     family = str(record.get("family", type(truth).__name__.lower()))
     tags = {"split": str(split), "family": family}
-    prompt = opening(asked(question, truth), truth)
+    prompt = opening(question_text(question, truth), truth)
     return str(split), Task(f"{split}:line-{line}", prompt, truth, tags, seed=line)
 
 
