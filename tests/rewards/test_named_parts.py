@@ -168,7 +168,7 @@ def test_env_show_tells_of_them():
 
 def test_env_show_scores_with_a_preset_in_the_place_of_the_worlds_parts():
     said = ludus("env", "show", "search", "--rewards.preset", "search_r1").out
-    assert "reward exact_match: weight 1, outcome, in evaluations alone" in said
+    assert "reward exact_match: weight 1, outcome, only in evaluations" in said
     assert "reward exact_match: weight 0.8, outcome\n" in said
     assert shown_reward(said)[0] == 1.0
 
@@ -197,6 +197,6 @@ def test_names_that_there_are_not_are_refused_with_the_settings():
     words = ("--model", "nowhere", "--rewards.weights.exact_mach", "0.5")
     assert "Did you mean 'exact_match'?" in refused("train", "search", *words)
     elsewhere = ludus("config", "--env.name", "not_here.py", "--rewards.gate", "right").out
-    assert "so its rewards are not checked: There is no file not_here.py." in elsewhere
+    assert "so the rewards are not checked: There is no file not_here.py." in elsewhere
     with pytest.raises(ConfigError, match="Did you mean 'citation_support'"):
         named_part("citation_suport", PartConfig(weight=0.1))

@@ -11,12 +11,11 @@ from ludus.config.sections.rewards import RewardsConfig
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward, check_rewards, score
-from ludus.rewards.composite import extra_turns, format_score, think_format, tool_use
 from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.rewards.math.numeric import Quantity
 from ludus.rewards.paper_rewards import ExpectedCall, ExpectedCalls, match_calls, tool_correctness
-from ludus.rewards.presets import PUBLISHED, training_parts
-from ludus.rewards.registry import added_parts, parts_that_train
+from ludus.rewards.registry import PUBLISHED, added_parts, parts_that_train, training_parts
+from ludus.rewards.shaping import extra_turns, format_score, think_format, tool_use
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode

@@ -108,10 +108,10 @@ def test_an_engine_that_rests_takes_longer_and_leaves_the_learner_its_speed():
         loop = asyncio.get_running_loop()
         sampling = asyncio.create_task(engine.generate(10))
         await asyncio.sleep(0)
-        overlap.rest(times)
+        overlap.throttle(times)
         await learner.work(3)
         learned = loop.time()
-        overlap.rest(0)
+        overlap.throttle(0)
         await sampling
         return learned, loop.time(), engine.counts.busy_s
 

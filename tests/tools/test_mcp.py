@@ -263,7 +263,7 @@ def test_a_server_that_died_is_started_again_by_the_next_call():
     parent, child = processes(made)
     parent.kill()
     parent.wait(10)
-    life = made._life
+    life = made._connection
     deadline = time.monotonic() + 60
     while not life.ended.is_set() and time.monotonic() < deadline:
         time.sleep(0.01)

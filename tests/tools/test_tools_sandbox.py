@@ -10,10 +10,9 @@ from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.sandbox import Limits, NamespaceSettings, NamespacesSandbox
-from ludus.tools.base import Traits, tool
+from ludus.tools.base import Traits, submit_tool, tool
 from ludus.tools.calculator import calculator_tool
 from ludus.tools.python import python_session_tool, python_tool, shell_tool
-from ludus.tools.submit import submit_tool
 from ludus.tools.workspace import Workspace
 from ludus.types import Action, Message, StopReason, ToolCall, ToolStatus
 from small_worlds import call, is_right, make_chat, make_task, play, scripted

@@ -43,20 +43,20 @@ def _fill(draft: ParsedDraft, text: str) -> None:
     body = unfence(inner)
     if not num_marks and not _LIST_START.match(body):
         if _BARE_CALL.fullmatch(body):
-            draft.fail(body, f"The call stands outside a list. {_EXAMPLE}")
+            draft.add_error(body, f"The call stands outside a list. {_EXAMPLE}")
         else:
-            draft.say(text)
+            draft.add_text(text)
         return
     try:
         items = _items(body)
     except Malformed as error:
-        draft.fail(body or text.strip(), error.reason)
+        draft.add_error(body or text.strip(), error.reason)
         return
     for item in items:
         try:
-            draft.call(*_call_of(item))
+            draft.add_call(*_call_of(item))
         except Malformed as error:
-            draft.fail(ast.get_source_segment(body, item) or body, error.reason)
+            draft.add_error(ast.get_source_segment(body, item) or body, error.reason)
 
 
 def _items(body: str) -> list[ast.expr]:

@@ -191,8 +191,8 @@ class Sleepable(Protocol):
 class Throttleable(Protocol):
     """An engine in the learner's process that can yield cores and memory to it."""
 
-    def rest(self, times: float) -> None:
-        """Sleep after each pass for `times` its duration: fewer passes with larger batches."""
+    def throttle(self, factor: float) -> None:
+        """Sleep after each pass for `factor` times its duration: fewer passes with larger batches."""
         ...
 
 

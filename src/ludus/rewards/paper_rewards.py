@@ -1,6 +1,6 @@
 """Reward functions and weights of published systems. Each function names its source.
 
-A system's rewards are a list of parts as a world has them; `ludus.rewards.presets` has them by name.
+A system's rewards are a list of parts as a world has them; `ludus.rewards.registry` has them by name.
 """
 
 from __future__ import annotations

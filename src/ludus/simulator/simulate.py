@@ -238,7 +238,7 @@ class _Simulation:
         """Throttle the engine while the learner works, if it is a single one in the learner's process."""
         if self.layout.engines > 1 or self.costs.transfer_s:
             return nullcontext()
-        return queue.throttled(self.learner.overlap.rest)
+        return queue.throttled(self.learner.overlap.throttle)
 
     async def _send_weights(self, step: int) -> None:
         await self.pool.load_weights(step, self.costs.sync_s + self.costs.transfer_s)

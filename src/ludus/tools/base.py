@@ -92,7 +92,7 @@ def shared_by(num_processes: int) -> Iterator[None]:
 
 
 class ArgumentError(ValueError):
-    """The arguments do not match the tool's signature; the text tells the model which and why."""
+    """The arguments do not match the tool's signature; the text is shown to the model."""
 
 
 ToolFunction = Callable[..., str] | Callable[..., Awaitable[str]]
@@ -160,6 +160,30 @@ class Tool:
         return self.check(arguments)
 
 
+class _NoArguments(BaseModel):
+    """The arguments of tools that do not validate against a pydantic model."""
+
+
+@dataclass(frozen=True)
+class DescribedTool(Tool):
+    """A tool with an external schema, from a client, a file or a server."""
+
+    arguments: type[BaseModel] = _NoArguments
+    given: ToolSchema | None = field(default=None, kw_only=True)
+
+    @cached_property
+    def schema(self) -> ToolSchema:
+        """The given schema."""
+        assert self.given is not None
+        return self.given
+
+
+def described_tool(schema: ToolSchema) -> DescribedTool:
+    """Create a tool that is shown to a model, but not executed here, from an OpenAI tool description."""
+    function = schema["function"]
+    return DescribedTool(function["name"], function["description"], str, given=schema)
+
+
 def _in_words(error: Any) -> str:  # noqa: ANN401 (pydantic's own mapping)
     where = ".".join(str(part) for part in error["loc"]) or "arguments"
     if error["type"] == "missing":
@@ -216,8 +240,8 @@ def _arguments_model(fn: ToolFunction, described: Mapping[str, str]) -> type[Bas
         if parameter.name not in hints:
             raise TypeError(f"tool {fn.__name__}: parameter {parameter.name!r} needs a type annotation")
         default = ... if parameter.default is parameter.empty else parameter.default
-        said = described.get(parameter.name)
-        info = Field(default=default) if said is None else Field(default=default, description=said)
+        text = described.get(parameter.name)
+        info = Field(default=default) if text is None else Field(default=default, description=text)
         fields[parameter.name] = (hints[parameter.name], info)
     config = ConfigDict(extra="forbid", strict=True)
     return create_model(f"{fn.__name__}_arguments", __config__=config, **fields)
@@ -231,3 +255,17 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
         for match in re.finditer(r"^\s+(\w+):\s*(.+?)(?=^\s+\w+:|^\s*$|\Z)", args, re.M | re.S)
     }
     return " ".join(head.split()), described
+
+
+def submit_tool() -> Tool:
+    """Create the tool `submit(answer)`: `ToolEnv` ends the episode, and `Trajectory.answer` is the text."""
+
+    async def submit(answer: str) -> str:
+        """Hand in the final answer. This ends the task.
+
+        Args:
+            answer: the answer, and nothing else.
+        """
+        return answer
+
+    return tool(traits=Traits(latency="instant", ends=True))(submit)

@@ -193,10 +193,6 @@ def _is_prime(n: int) -> int:
     return int(n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1)))
 
 
-def _num_primes(n: int) -> int:
-    return sum(map(_is_prime, range(2, n + 1)))
-
-
 FUNCTIONS: Final[Mapping[str, tuple[Callable[..., Number], int, int]]] = {
     "abs": (abs, 1, 1),
     "min": (min, 2, _ANY),
@@ -208,17 +204,8 @@ FUNCTIONS: Final[Mapping[str, tuple[Callable[..., Number], int, int]]] = {
     "exp": (_float_of(math.exp), 1, 1),
     "log": (_float_of(math.log), 1, 2),
     **{
-        name: (_float_of(function), 1, 1)
-        for name, function in {
-            "log2": math.log2,
-            "log10": math.log10,
-            "sin": math.sin,
-            "cos": math.cos,
-            "tan": math.tan,
-            "asin": math.asin,
-            "acos": math.acos,
-            "atan": math.atan,
-        }.items()
+        name: (_float_of(vars(math)[name]), 1, 1)
+        for name in ("log2", "log10", "sin", "cos", "tan", "asin", "acos", "atan")
     },
     "gcd": (_whole_of("gcd", math.gcd), 2, _ANY),
     "lcm": (_whole_of("lcm", math.lcm), 2, _ANY),
@@ -226,7 +213,7 @@ FUNCTIONS: Final[Mapping[str, tuple[Callable[..., Number], int, int]]] = {
     "comb": (_whole_of("comb", math.comb, _MOST_ORDERED), 2, 2),
     "perm": (_whole_of("perm", math.perm, _MOST_ORDERED), 2, 2),
     "isprime": (_whole_of("isprime", _is_prime, _MOST_COUNTED), 1, 1),
-    "primes": (_whole_of("primes", _num_primes, _MOST_COUNTED), 1, 1),
+    "primes": (_whole_of("primes", lambda n: sum(map(_is_prime, range(2, n + 1))), _MOST_COUNTED), 1, 1),
 }
 """Function, minimum and maximum number of arguments by name. `primes(n)` counts the primes up to n."""
 

@@ -68,7 +68,7 @@ CHECK_EVERY = 200
 
 
 class SqlError(ValueError):
-    """A query failed or was refused; the text tells the model why."""
+    """A query failed or was refused; the text is shown to the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +155,9 @@ class Database:
                 raise SqlError(f"{error}{self._hint(str(error))}") from error
             return result, connection.serialize() if self.writable else self.image
 
-    def _hint(self, told: str) -> str:
+    def _hint(self, message: str) -> str:
         """Return the nearest names for an unknown one."""
-        found = NO_SUCH.search(told)
+        found = NO_SUCH.search(message)
         if found is None:
             return ""
         with closing(self._open()) as connection:
@@ -266,15 +266,15 @@ class _Guard:
 def _fetch(connection: sqlite3.Connection, text: str, limits: SqlLimits, keep: int | None) -> Result:
     cursor = connection.execute(text)
     columns = tuple(column[0] for column in cursor.description or ())
-    kept: list[Row] = []
+    rows: list[Row] = []
     total = 0
     for row in cursor:
         total += 1
         if total > limits.counted:
-            return Result(columns, tuple(kept), None)
-        if len(kept) < (limits.rows if keep is None else keep):
-            kept.append(row)
-    return Result(columns, tuple(kept), total)
+            return Result(columns, tuple(rows), None)
+        if len(rows) < (limits.rows if keep is None else keep):
+            rows.append(row)
+    return Result(columns, tuple(rows), total)
 
 
 def _in_words(error: Exception) -> str:

@@ -235,7 +235,7 @@ def test_the_engine_rests_while_batches_wait_unless_its_episodes_are_to_end(
 
     def made(session):
         engine = plain(session)
-        engine.rest = told.append
+        engine.throttle = told.append
         return engine
 
     async def slowly(*given):

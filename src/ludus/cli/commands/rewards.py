@@ -37,8 +37,7 @@ from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward, success
-from ludus.rewards.presets import training_parts
-from ludus.rewards.registry import judges_more
+from ludus.rewards.registry import judges_more, training_parts
 from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
 from ludus.rollout.trees import map_paths

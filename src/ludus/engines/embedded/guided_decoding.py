@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_KEPT = 128
+_CACHE_SIZE = 128
 """Number of compiled guides kept (least recently used are dropped)."""
 
 
@@ -70,7 +70,7 @@ class GuideCompiler:
         self._library = llguidance
         self._tokenizer = llguidance.hf.from_tokenizer(tokenizer)
         self._lock = threading.Lock()
-        self._matcher = lru_cache(_KEPT)(self._compile)
+        self._matcher = lru_cache(_CACHE_SIZE)(self._compile)
 
     def start(self, guide: Guide, stop_token_ids: tuple[int, ...]) -> GuideState:
         """Return the initial state of an action. Raises RequestRefused for an invalid guide."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ludus.rewards.answer_extraction import plain_signs
+from ludus.rewards.extract import plain_signs
 
 MAX_CHARACTERS = 1_000
 """A longer expression is refused."""
@@ -75,7 +76,6 @@ _TEXT = re.compile(_TEXT_LEFT.pattern + r"\s*\{([^{}]*)\}")
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ⁄]+")
 _LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _VULGAR = re.compile("[¼-¾⅐-⅞↉]")
-_POINT = r"(?:\.\d+|\.(?!\.|\s*$))?"
 _NUMBER = re.compile(
     r"(?P<grouped>[1-9]\d{0,2}(?:(?:,|\{,\}|[ ])\d{3})+(?![\d]|,\d|\{,\}|[ ]\d))(?:\.(?P<cents>\d+))?"
     r"|(?P<plain>\d+(?:\.\d+|\.(?=\s*\\bar|\(|\s*\\overline|\s*\\dot(?![a-z])))?|\d+\.(?!\.)|\.\d+)",
@@ -109,8 +109,13 @@ class ExpressionNode:
 
     def names(self) -> frozenset[str]:
         """Return the names of all variables."""
-        own = frozenset({self.name}) if self.op == "name" else frozenset()
-        return own.union(*(arg.names() for arg in self.args))
+        return frozenset(node.name for node in self.walk() if node.op == "name")
+
+    def walk(self) -> Iterator[ExpressionNode]:
+        """Iterate over the node and all nodes below it."""
+        yield self
+        for arg in self.args:
+            yield from arg.walk()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,7 @@ class Token:
 def plain_text(text: str) -> str:
     """Return LaTeX without spacing, text commands and dollar signs, and with ASCII spellings of other characters.
 
-    Raises Unreadable for a text that is too long, nested too deep, or still has text commands.
+    Raises NotationError for a text that is too long, nested too deep, or still has text commands.
     """
     if len(text) > MAX_CHARACTERS:
         raise NotationError("too long")
@@ -181,7 +186,7 @@ def text_words(text: str) -> frozenset[str]:
 
 
 def tokens_of(text: str, letters: frozenset[str] | None) -> list[Token]:
-    """Tokenize a plain text. Raises Unreadable.
+    """Tokenize a plain text. Raises NotationError.
 
     A run of letters that is not a known word is a product if all its letters are among `letters`.
     """
@@ -293,9 +298,9 @@ def _continued(body: str) -> Fraction:
         while digits.endswith(block * (times + 1)):
             times += 1
         if times >= 2 and times * size >= 3:
-            kept = digits[: len(digits) - size]
-            repeating = Fraction(int(block), (10**size - 1) * 10 ** len(kept))
-            return Fraction(f"{whole or 0}.{kept or 0}") + repeating
+            prefix = digits[: len(digits) - size]
+            repeating = Fraction(int(block), (10**size - 1) * 10 ** len(prefix))
+            return Fraction(f"{whole or 0}.{prefix or 0}") + repeating
     raise NotationError("digits that go on in an unknown way")
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 
-from ludus.rewards.answer_extraction import candidates, plain_signs
 from ludus.rewards.base import truth_of
+from ludus.rewards.extract import candidates, plain_signs
 from ludus.rewards.math.math_verify import exact
 from ludus.rewards.math.notation import ExpressionNode, NotationError
 from ludus.rewards.math.parser import read

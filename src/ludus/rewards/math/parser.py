@@ -44,7 +44,7 @@ _BETWEEN = {"over": ("div", "frac"), "choose": ("call", "binom")}
 
 
 def read(text: str, letters: frozenset[str] | None = None) -> ExpressionNode:
-    """Parse a whole text into a tree. Raises Unreadable.
+    """Parse a whole text into a tree. Raises NotationError.
 
     A run of letters that is not a known word is a product if all its letters are among `letters`.
     """

@@ -182,7 +182,7 @@ def _ratio(first: Expr, second: Expr) -> int:
 
 
 def _expression(tree: Tree) -> Expr:
-    """Convert a tree to sympy. Raises Refused for infinities, and for powers and factorials beyond the bounds."""
+    """Convert a tree to sympy. Raises ExpressionRefused for infinities and operations beyond the bounds."""
     import sympy
 
     op, name, value = str(tree[0]), str(tree[1]), tree[2]

@@ -29,8 +29,7 @@ from ludus.engines.models.loading import load_tokenizer
 from ludus.envs.base import World
 from ludus.errors import ConfigError, LearnerError, UserError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rewards.presets import PUBLISHED
-from ludus.rewards.registry import MODEL_PART, check_fed, check_names, judges_more, parts_that_train
+from ludus.rewards.registry import MODEL_PART, PUBLISHED, check_fed, check_names, judges_more, parts_that_train
 from ludus.rollout.reward_executor import ProcessRewardExecutor, waited
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import attempts, map_paths, with_chains

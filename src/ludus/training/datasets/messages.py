@@ -9,8 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ludus.tools.base import FunctionSchema, Tool, ToolSchema
-from ludus.tools.described import described_tool
+from ludus.tools.base import FunctionSchema, Tool, ToolSchema, described_tool
 from ludus.types import FunctionCall, Message, MessageToolCall
 
 _ROLES: Mapping[str, Literal["system", "user", "assistant", "tool"]] = {

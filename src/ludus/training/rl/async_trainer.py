@@ -189,7 +189,9 @@ class AsyncTrainer:
         """
         engine, interruptible = self.loop.engine, self.loop.session.config.staleness.in_flight_weight_updates
         return (
-            self.stream.throttled(engine.rest) if isinstance(engine, Throttleable) and interruptible else nullcontext()
+            self.stream.throttled(engine.throttle)
+            if isinstance(engine, Throttleable) and interruptible
+            else nullcontext()
         )
 
     def texts(self) -> Texts:

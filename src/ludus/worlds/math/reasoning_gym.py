@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ludus.errors import ConfigError, UserError
-from ludus.rewards.answer_extraction import candidates
+from ludus.rewards.extract import candidates
 from ludus.tasks.files import SPLITS
 from ludus.types import Task
 from ludus.worlds.math.grader import GymTruth, opening

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ludus.rewards.truth_records import TYPES, asked, read_truth
+from ludus.rewards.truth_records import TYPES, question_text, read_truth
 from ludus.tasks.files import Record, RecordError, load_tasks, split_by_hash, text_field
 from ludus.types import Task
 from ludus.worlds.math.grader import opening
@@ -32,4 +32,4 @@ def _task(record: Record, line: int) -> Task:
         raise RecordError(str(error)) from None
     split = str(record.get("split", split_by_hash(question)))
     tags = {"split": split, "family": str(record.get("family", type(truth).__name__.lower()))}
-    return Task(f"{split}:line-{line}", opening(asked(question, truth), truth), truth, tags, seed=line)
+    return Task(f"{split}:line-{line}", opening(question_text(question, truth), truth), truth, tags, seed=line)

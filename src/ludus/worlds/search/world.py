@@ -22,7 +22,7 @@ from ludus.rewards.exact_match import ExpectedAnswers, exact_match, strict_match
 from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.tools.base import Tool
 from ludus.tools.dense import DenseIndex, FolderEncoder, HybridIndex
-from ludus.tools.search import PassageIndex, Searches, search_tool
+from ludus.tools.search import PassageIndex, RankedIndex, search_tool
 from ludus.types import Message, Task, ToolStatus, Trajectory
 from ludus.worlds.search.facts import Facts, load_facts
 from ludus.worlds.search.questions import SPLITS, WEIGHTS, SearchQuestion, all_questions, sample_questions
@@ -83,7 +83,7 @@ class SearchWorld(World):
         return load_facts()
 
     @property
-    def index(self) -> Searches:
+    def index(self) -> RankedIndex:
         """The passages, indexed. Raises UserError for an encoder that cannot be read."""
         if self.settings.method == "bm25":
             return _index()

@@ -23,10 +23,9 @@ from ludus.rewards.code.unit_tests import share_passed, suite_passes
 from ludus.rewards.exact_match import well_formed
 from ludus.rewards.shaping import only_if
 from ludus.sandbox import Sandbox, open_sandbox
-from ludus.tools.base import Tool
+from ludus.tools.base import Tool, submit_tool
 from ludus.tools.files import files_tools
 from ludus.tools.python import shell_tool
-from ludus.tools.submit import submit_tool
 from ludus.tools.workspace import LIMITS, Workspace
 from ludus.types import Message, Task
 from ludus.worlds.terminal.bench.load import load_bench
