@@ -228,7 +228,7 @@ def test_a_service_is_checked_by_programs_and_what_they_cannot_tell_is_said(back
 def test_a_service_that_graders_cannot_rely_on_fails_its_check():
     with service(checking(careless, wants_fusion=True)) as url:
         said = refused("sandbox", "check", "--backend", "sandbox_fusion", "--url", url)
-    assert "does not do what graders rely on: exit codes, memory" in said
+    assert "lacks properties that graders need: exit codes, memory" in said
     dead = refused("sandbox", "check", "--backend", "piston", "--url", "http://127.0.0.1:9", code=4)
     assert "is unreachable" in dead
     assert "needs the URL of its service" in refused("sandbox", "check", "--backend", "piston")

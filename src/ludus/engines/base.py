@@ -341,3 +341,11 @@ class AdapterVersions:
         """Return `name` if it can be unloaded. The model's own adapter stays: it holds the LoRA scale."""
         needed = name in (self.current, DEFAULT) or name in self._episodes.values()
         return None if needed else name
+
+
+def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
+    """Return the length of the common prefix of two sequences."""
+    length = min(len(left), len(right))
+    if left[:length] == right[:length]:
+        return length
+    return next((i for i in range(length) if left[i] != right[i]), length)

@@ -289,7 +289,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(source, tmp_path, trai
     assert "reward_model.kind" in refused("reward-model", "--resume", trained, "--reward_model.kind", "pairwise")
     assert f"ludus reward-model --resume {trained}" in refused("train", "--resume", trained)
     for words in (("eval", "--run", trained), ("chat", trained), ("serve", trained)):
-        assert "judges and does not act" in refused(*words)
+        assert "is a run of a reward model, which cannot act" in refused(*words)
 
 
 @pytest.mark.parametrize("kind", ["pairwise", "pointwise"])

@@ -11,12 +11,13 @@ A page is written from left to right, so its prefix may be read while its owner 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ludus.engines.base import common_prefix
 
 PAGE = 16
 """Tokens of one page; must equal PAGE of the compiled kernel."""
@@ -59,14 +60,6 @@ class CacheMatch:
     def num_tokens(self) -> int:
         """Number of tokens that need not be computed."""
         return PAGE * len(self.nodes) + self.num_copied
-
-
-def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
-    """Return the length of the common prefix of two sequences."""
-    length = min(len(left), len(right))
-    if left[:length] == right[:length]:
-        return length
-    return next((i for i in range(length) if left[i] != right[i]), length)
 
 
 class RadixCache:

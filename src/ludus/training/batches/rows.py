@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ludus.config.sections.rewards import RewardModelConfig
 from ludus.config.sections.stages import PreferenceConfig
-from ludus.engines.embedded.kv_cache import common_prefix
+from ludus.engines.base import common_prefix
 from ludus.errors import LearnerError
 from ludus.rollout.trees import Path
 from ludus.training.batches.prefix_packing import LEAST_SHARED
