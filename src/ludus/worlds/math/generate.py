@@ -63,20 +63,18 @@ class ProblemMaker:
 
     def draw(self, rng: random.Random, topic: str) -> MathProblem | None:
         """Return a problem of the topic, or None if the drawn one belongs to another split."""
-        draft, kind = Draft(rng, self.level), topic
-        pairs, held_out = Pairs(), self.split == "composition"
+        draft, kind, pairs = Draft(rng, self.level), topic, Pairs()
         if topic == "stories":
             question, pairs = tell(draft)
-            held_out = bool(pairs & HELD_OUT)
         elif topic == "links":
             question, pairs = link(draft, _parts())
-            held_out = bool(pairs & HELD_OUT)
         else:
             kind = rng.choice(self._kinds(topic))
             question = make_text(topic, kind, draft)
             if tables().kinds[topic][kind].get("part"):
                 question = rng.choice(("What is {}?", "Work out {}.", "Find {}.")).format(question)
         steps = tuple(draft.steps)
+        held_out = bool(pairs & HELD_OUT) if kind == topic else self.split == "composition"
         if ("composition" if held_out else split_of_steps(steps)) != self.split:
             return None
         answer = Expression(draft.answer) if draft.answer else draft.value(draft.last)
