@@ -24,7 +24,7 @@ from ludus.errors import EngineError, LudusError, WorldError
 from ludus.rewards.base import Reward, score
 from ludus.rewards.code.turns import TurnVerifier, turn_shares
 from ludus.rollout.chat_session import ChatSession
-from ludus.sandbox.local.pausable_timeout import PausableClock, episode_clock, under
+from ludus.sandbox.local.pausable_timeout import PausableClock, use_clock, use_episode_clock
 from ludus.types import Action, Message, StepResult, StopReason, Task, Timings, ToolOutcome, ToolStatus, Trajectory
 
 T = TypeVar("T")
@@ -119,10 +119,10 @@ async def _play_in_time(
             limit_s = math.inf if limits.timeout_s is None else limits.timeout_s
             clock = PausableClock(limit_s, lambda left_s: _move(deadline, left_s))
             try:
-                with episode_clock(clock):
+                with use_episode_clock(clock):
                     return await _play(task, environment, conversation, limits, record)
             finally:
-                record.waited_s = clock.stood_s
+                record.waited_s = clock.paused_s
     except TimeoutError:
         if not deadline.expired():
             raise
@@ -210,7 +210,7 @@ async def _world(what: str, call: Callable[[], Awaitable[T]], expected: type[T],
     """Call the environment; its errors become WorldError with the original message."""
     try:
         async with asyncio.timeout(limits.environment_timeout_s) as deadline:
-            with under(PausableClock(limits.environment_timeout_s, lambda left_s: _move(deadline, left_s))):
+            with use_clock(PausableClock(limits.environment_timeout_s, lambda left_s: _move(deadline, left_s))):
                 result = await call()
     except LudusError:
         raise
