@@ -10,7 +10,7 @@ import threading
 import time
 import types
 import typing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 
 import httpx
 import pytest
@@ -37,13 +37,12 @@ from ludus.gateway.protocol.responses import (
     TextChoice,
 )
 from ludus.gateway.service import CompletionService, ServedModel
-from ludus.sandbox.base import Limits, Outcome, Snapshot, checked_files, make_order
+from ludus.sandbox.base import Limits, Outcome, Snapshot, make_request, validate_files
 from ludus.sandbox.local.unsafe_process import ProcessSandbox
 from ludus.sandbox.remote.messages import (
     CallMessage,
     ChangeMessage,
-    LimitsMessage,
-    Nothing,
+    EmptyMessage,
     RunMessage,
     SessionMessage,
     SnapshotMessage,
@@ -362,15 +361,15 @@ def test_text_that_cannot_fit_is_refused_by_its_length_before_it_is_tokenised():
 @pytest.mark.parametrize(
     ("path", "change", "words"),
     [
-        ("runs", {"source": "***"}, "source: it must be base64"),
-        ("runs", {"source": "YQ=x"}, "source: it must be base64"),
+        ("runs", {"source": "***"}, "source: Data should be valid base64"),
+        ("runs", {"source": "YQ=x"}, "source: Data should be valid base64"),
         ("runs", {"source": "//4="}, "source: it is not UTF-8"),
-        ("runs", {"files": {"a": "?"}}, "files.a: it must be base64"),
+        ("runs", {"files": {"a": "?"}}, "files.a: Data should be valid base64"),
         ("sessions", {"kind": "king"}, "kind"),
     ],
 )
 def test_the_sandbox_server_refuses_what_it_cannot_read_and_runs_nothing(path, change, words):
-    limits = LimitsMessage.of(Limits()).model_dump()
+    limits = asdict(Limits())
     app = make_sandbox_app(ProcessSandbox(unsafe=True), SandboxServerSettings(token=TOKEN, ceiling=Limits()))
 
     async def run(body):
@@ -408,8 +407,8 @@ UNNAMED = {"frequency_penalty", "presence_penalty", "logit_bias", "best_of", "mi
 
 
 def models_in(kind):
-    """The models that a field's type mentions."""
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
+    """The models and dataclasses that a field's type mentions."""
+    if isinstance(kind, type) and (issubclass(kind, BaseModel) or is_dataclass(kind)):
         return [kind]
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is not None:
         return [model for inner in typing.get_args(kind) for model in models_in(inner)]
@@ -418,6 +417,9 @@ def models_in(kind):
 
 def places(kind, inside=()):
     """The path of every field of a body, of those of the objects in it too."""
+    if is_dataclass(kind):
+        yield from ((*inside, field.name) for field in fields(kind))
+        return
     for name, info in kind.model_fields.items():
         alias = info.alias or getattr(info.validation_alias, "choices", [None])[0] or name
         yield (*inside, alias)
@@ -506,12 +508,12 @@ def test_no_value_of_any_field_breaks_the_server_or_a_neighbour():
 
 SESSION_ACTS = {
     "run": (CallMessage, {"code": "eD0x"}),
-    "change": (ChangeMessage, {"write": {"a": "YQ=="}, "executable": {"a": True}, "remove": ["b"]}),
-    "restore": (SnapshotMessage, {"files": {"a": "YQ=="}, "executable": ["a"], "left_out": 0}),
-    "snapshot": (Nothing, {}),
-    "processes": (Nothing, {}),
-    "reset": (Nothing, {}),
-    "no such act": (Nothing, {}),
+    "change": (ChangeMessage, {"change": {"write": {"a": "YQ=="}, "executable": {"a": True}, "remove": ["b"]}}),
+    "restore": (SnapshotMessage, {"snapshot": {"files": {"a": "YQ=="}, "executable": ["a"], "skipped": 0}}),
+    "snapshot": (EmptyMessage, {}),
+    "processes": (EmptyMessage, {}),
+    "reset": (EmptyMessage, {}),
+    "no such act": (EmptyMessage, {}),
 }
 PATHS = ["/etc/x", "../x", "a/../../x", "a\x00b", "", ".", "a" * 5000, "a/" * 3000 + "a", "x\ny", "é"]
 
@@ -526,7 +528,7 @@ class Kept:
         return Outcome(code.encode("utf-8", "replace"), exit=0)
 
     async def change(self, change):
-        self.files |= checked_files(change.write)
+        self.files |= validate_files(change.write)
         for path in change.remove:
             self.files.pop(path, None)
 
@@ -534,7 +536,7 @@ class Kept:
         return Snapshot(self.files)
 
     async def restore(self, snapshot):
-        self.files = dict(checked_files(snapshot.files))
+        self.files = dict(validate_files(snapshot.files))
 
     async def processes(self):
         return ()
@@ -550,11 +552,11 @@ class KeepsFiles:
     """A backend that runs nothing, after the checks that every backend makes first."""
 
     async def run(self, program, *, files=None, stdin=b"", limits=None):
-        make_order(program, files, stdin, limits)
+        make_request(program, files, stdin, limits)
         return Outcome(b"ran", exit=0)
 
     async def session(self, kind="python", *, files=None, limits=None):
-        return Kept(checked_files(files or {}))
+        return Kept(validate_files(files or {}))
 
     async def close(self):
         pass
@@ -562,7 +564,7 @@ class KeepsFiles:
 
 async def fuzz_sandbox(values, picked):
     """Every field of every endpoint of a sandbox server, beside a session; returns the number of cases."""
-    limits = LimitsMessage.of(Limits()).model_dump()
+    limits = asdict(Limits())
     settings = SandboxServerSettings(token=TOKEN, ceiling=Limits(), sessions=10**6)
     transport = httpx.ASGITransport(make_sandbox_app(KeepsFiles(), settings), raise_app_exceptions=False)
     opening = {"kind": "python", "files": {"kept": "a2VwdA=="}, "limits": limits}
@@ -591,7 +593,7 @@ async def fuzz_sandbox(values, picked):
                 fine = answer.status_code == 200 or (answer.status_code == 400 and said["kind"] == "input")
                 if not fine or (answer.status_code == 400 and not said["message"]):
                     wrong.append((path, place, content[:60], answer.status_code, answer.text[:200]))
-        files = (await post(f"/sessions/{neighbour}/snapshot", b"{}")).json()["files"]
+        files = (await post(f"/sessions/{neighbour}/snapshot", b"{}")).json()["snapshot"]["files"]
         assert files == {"kept": "a2VwdA=="}
         assert (await post(f"/sessions/{own}/close", b"?")).status_code == 200
         gone = await post(f"/sessions/{own}/run", b"?")

@@ -696,7 +696,7 @@ def test_worlds_with_sessions_have_the_room_of_their_sandbox():
     assert episodes_at_once(world, 128) == 3
     assert episodes_at_once(world, 2) == 2
     assert episodes_at_once(WatchedWorld(), 128) == 128
-    assert NamespacesSandbox().most_sessions >= 2
+    assert NamespacesSandbox().max_sessions >= 2
 
 
 def test_an_engine_knows_a_task_that_is_evaluated_from_the_same_one_that_is_trained_on():

@@ -18,7 +18,6 @@ from container_engine import put_engine
 from ludus.cli.main import main
 from ludus.errors import UserError, WorldError
 from ludus.sandbox import FileChange, Limits, SandboxSettings, Snapshot, open_sandbox
-from ludus.sandbox.base import BoundsSessions
 from ludus.sandbox.local import container
 from ludus.tools.files import files_tools
 from ludus.tools.python import python_session_tool
@@ -106,8 +105,8 @@ def test_a_call_past_its_limits_costs_the_variables_alone(engine):
     inside(act)
 
 
-def test_a_program_that_breaks_its_guard_fails_by_itself_and_a_failing_engine_does_not_blame_it(engine):
-    def guard():
+def test_a_program_that_breaks_its_supervisor_fails_by_itself_and_a_failing_engine_does_not_blame_it(engine):
+    def supervisor():
         """The last process of the session but one: bubblewrap, its process 1, the interpreter."""
         return sorted(descendants() - before)[-2]
 
@@ -116,7 +115,7 @@ def test_a_program_that_breaks_its_guard_fails_by_itself_and_a_failing_engine_do
         running = asyncio.create_task(session.run("import time; time.sleep(20)"))
         while len(descendants() - before) < 3:
             await asyncio.sleep(0.05)
-        os.kill(guard(), signal.SIGKILL)
+        os.kill(supervisor(), signal.SIGKILL)
         outcome = await running
         assert (outcome.ok, outcome.signal) == (False, signal.SIGKILL)
         with pytest.raises(WorldError, match="closed"):
@@ -175,9 +174,8 @@ def test_a_container_ends_where_its_process_dies(engine, tmp_path):
 def test_a_container_sandbox_says_how_many_sessions_it_has_room_for(engine):
     engine()
     box = open_sandbox(SETTINGS)
-    assert isinstance(box, BoundsSessions)
-    assert box.most_sessions == 3
-    assert open_sandbox(SandboxSettings(backend="docker")).most_sessions >= 2
+    assert box.max_sessions == 3
+    assert open_sandbox(SandboxSettings(backend="docker")).max_sessions >= 2
     with pytest.raises(UserError, match="Unknown session kind"):
         asyncio.run(box.session("ruby"))
 

@@ -20,13 +20,12 @@ import pytest
 from battery_run import a_folder, descendants
 from ludus.errors import UserError, WorldError
 from ludus.sandbox import FileChange, Limits, NamespaceSettings, NamespacesSandbox, Snapshot
-from ludus.sandbox.guest.light import as_json
-from ludus.sandbox.guest.output import BoundedOutput
-from ludus.sandbox.guest.wire import pack_answer, pack_order, sizes_of, take_apart
-from ludus.sandbox.local import guard_session, namespaces
-from ludus.sandbox.local.cell import Wire
-from ludus.sandbox.local.namespaces import find_python, make_plan
-from ludus.sandbox.local.seccomp import system_call_filter
+from ludus.sandbox.guest.streams import BoundedOutput
+from ludus.sandbox.guest.wire import as_json, frame_sizes, pack_request, pack_response, unpack_frame
+from ludus.sandbox.local import namespaces, supervisor_client
+from ludus.sandbox.local.namespaces import find_python, make_zygote_spec
+from ludus.sandbox.local.seccomp import seccomp_filter
+from ludus.sandbox.local.supervisor_client import SupervisorSocket
 from waiting import until
 
 BOX = NamespacesSandbox
@@ -130,7 +129,7 @@ def test_each_limit_of_the_clock_the_memory_and_the_disk_is_told(shared_box):
     cut = shared_box("print('x' * 5000)", limits=Limits(output_bytes=1000))
     assert (len(cut.stdout) <= 1000, cut.truncated, cut.exit) == (True, True, 0)
     small = shared_box("print('x' * 5000)", limits=Limits(output_bytes=100))
-    assert (small.stdout, small.left_out_bytes) == (b"x" * 100, 4901)
+    assert (small.stdout, small.omitted_bytes) == (b"x" * 100, 4901)
     many = shared_box("for n in range(9): open(f'{n}', 'w').write('x')", limits=Limits(files_out=4))
     assert (sorted(many.files), many.truncated) == (["0", "1", "2", "3"], True)
     full = shared_box("open('x', 'wb').write(bytes(3 * 2**20))", limits=Limits(disk_bytes=2**20))
@@ -149,10 +148,10 @@ def test_of_long_output_head_and_tail_are_kept_and_the_rest_is_counted(in_sessio
     head, _, rest = long.text.partition("\n[")
     note, _, tail = rest.partition("]\n")
     assert (head[:6], tail[-5:], long.stderr) == ("BEGINx", "xEND\n", b"few\n")
-    assert note == f"{long.left_out_bytes} bytes left out"
-    assert len(head) + len(tail) + long.left_out_bytes == 3_000_009
+    assert note == f"{long.omitted_bytes} bytes left out"
+    assert len(head) + len(tail) + long.omitted_bytes == 3_000_009
     assert len(long.stdout) <= 64 * 1024 < len(long.stdout) + 64
-    assert (long.truncated, following.text, following.left_out_bytes) == (True, "next\n", 0)
+    assert (long.truncated, following.text, following.omitted_bytes) == (True, "next\n", 0)
 
 
 @pytest.mark.parametrize("bound", [10, 255, 256, 1000])
@@ -163,14 +162,14 @@ def test_what_is_kept_of_a_stream_fits_and_counts_what_does_not(bound, size):
         kept = BoundedOutput(bound)
         for begin in range(0, size, step):
             kept.add(data[begin : begin + step])
-        left_out, text = kept.left_out, kept.take()
+        omitted, text = kept.omitted_bytes, kept.take()
         assert len(text) <= bound
-        head, _, tail = text.partition(f"\n[{left_out} bytes left out]\n".encode())
+        head, _, tail = text.partition(f"\n[{omitted} bytes left out]\n".encode())
         assert data.startswith(head)
         assert data.endswith(tail)
-        assert len(head) + len(tail) + left_out == size
-        assert bool(left_out) == (size > bound)
-        assert (kept.left_out, kept.take()) == (0, b"")
+        assert len(head) + len(tail) + omitted == size
+        assert bool(omitted) == (size > bound)
+        assert (kept.omitted_bytes, kept.take()) == (0, b"")
 
 
 def test_runs_beside_each_other_share_nothing():
@@ -187,7 +186,7 @@ def test_runs_beside_each_other_share_nothing():
 def test_a_cancelled_run_leaves_nothing_and_the_sandbox_goes_on():
     async def act(box):
         task = asyncio.create_task(box.run("while True: pass"))
-        await until(lambda: guards_of(box))
+        await until(lambda: supervisors_of(box))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -197,11 +196,11 @@ def test_a_cancelled_run_leaves_nothing_and_the_sandbox_goes_on():
     assert inside(act).text == "1\n"
 
 
-def test_a_cell_that_is_killed_is_replaced():
+def test_a_zygote_that_is_killed_is_replaced():
     async def act(box):
         await box.run("print(1)")
         running = asyncio.create_task(box.run("import time; time.sleep(20)"))
-        await until(lambda: guards_of(box))
+        await until(lambda: supervisors_of(box))
         for broken in box._open:
             signal.pidfd_send_signal(broken.pidfd, signal.SIGKILL)
         with pytest.raises(WorldError):
@@ -211,14 +210,14 @@ def test_a_cell_that_is_killed_is_replaced():
     assert inside(act).text == "2\n"
 
 
-def test_a_guard_that_does_not_answer_is_a_program_that_timed_out(monkeypatch):
-    monkeypatch.setattr(guard_session, "GRACE_S", 0.5)
+def test_a_supervisor_that_does_not_answer_is_a_program_that_timed_out(monkeypatch):
+    monkeypatch.setattr(supervisor_client, "GRACE_S", 0.5)
     foreign = descendants()
 
     async def act(box):
         await box.run("print(1)")
         running = asyncio.create_task(box.run("import time; time.sleep(20)", limits=Limits(wall_s=1)))
-        await until(lambda: guards_of(box))  # the program runs: its guard was handed over
+        await until(lambda: supervisors_of(box))  # the program runs: its supervisor was handed over
         for pid in descendants() - foreign:
             os.kill(pid, signal.SIGSTOP)
         stuck = await running
@@ -229,7 +228,7 @@ def test_a_guard_that_does_not_answer_is_a_program_that_timed_out(monkeypatch):
     assert (stuck.timed_out, stuck.ok, after.text) == (True, False, "2\n")
 
 
-def guards_of(box: NamespacesSandbox) -> list[int]:
+def supervisors_of(box: NamespacesSandbox) -> list[int]:
     """The children of zygotes that have a program."""
     known = [Path(f"/proc/self/fdinfo/{one.pidfd}").read_text() for one in box._open]
     zygotes = {int(text.partition("\nPid:")[2].split()[0]) for text in known}
@@ -246,14 +245,14 @@ def parent_of(pid: int) -> int:
 
 
 @pytest.mark.parametrize("in_session", [False, True])
-def test_a_guard_that_is_killed_in_a_cell_that_goes_on_is_a_program_that_failed(in_session):
+def test_a_supervisor_that_is_killed_of_a_zygote_that_survives_is_a_program_that_failed(in_session):
     async def act(box):
         session = await box.session() if in_session else None
         sleep = "import time; time.sleep(20)"
         running = asyncio.create_task(session.run(sleep) if session else box.run(sleep))
-        while not (guards := guards_of(box)):
+        while not (supervisors := supervisors_of(box)):
             await asyncio.sleep(0.05)
-        os.kill(guards[0], signal.SIGKILL)
+        os.kill(supervisors[0], signal.SIGKILL)
         broken = await running
         if session:
             with pytest.raises(WorldError, match="closed"):
@@ -266,8 +265,8 @@ def test_a_guard_that_is_killed_in_a_cell_that_goes_on_is_a_program_that_failed(
 
 
 @pytest.mark.security
-def test_a_session_whose_guard_does_not_answer_is_over(monkeypatch):
-    monkeypatch.setattr(guard_session, "GRACE_S", 0.3)
+def test_a_session_whose_supervisor_does_not_answer_is_over(monkeypatch):
+    monkeypatch.setattr(supervisor_client, "GRACE_S", 0.3)
     foreign = descendants()
 
     async def act(box):
@@ -488,11 +487,11 @@ L=$(printf 'x%.0s' $(seq 200)); mkdir -p $L/$L; touch $L/$L/$L $L/$L/short
 def test_a_snapshot_counts_the_files_that_it_cannot_name():
     async def act(box):
         session = await box.session("shell")
-        assert (await session.snapshot()).left_out == 0
+        assert (await session.snapshot()).skipped == 0
         await session.run(ODD)
         odd = await session.snapshot()
         assert [name[-5:] for name in odd.files] == ["one", "short"]
-        assert odd.left_out == 6  # deep, tab, plain and linked, the folder with a new line, the long path
+        assert odd.skipped == 6  # deep, tab, plain and linked, the folder with a new line, the long path
         again = await box.session("shell")
         await again.restore(odd)
         return await box.run(["bash", "-c", "mkdir $'a\nb'"]), await box.run(["bash", "-c", "touch one"])
@@ -557,9 +556,9 @@ def test_an_interpreter_that_is_not_there_is_named():
     with pytest.raises(UserError, match="no-python"):
         find_python("/no-python")
     with pytest.raises(UserError, match="absolute"):
-        make_plan(NamespaceSettings(binds=("relative",)), find_python(""))
+        make_zygote_spec(NamespaceSettings(binds=("relative",)), find_python(""))
     with pytest.raises(UserError, match="/tmp:/shown"):
-        make_plan(NamespaceSettings(binds=("/tmp",)), find_python(""))
+        make_zygote_spec(NamespaceSettings(binds=("/tmp",)), find_python(""))
 
 
 def test_bound_folders_can_be_read_and_not_written():
@@ -574,14 +573,14 @@ def test_bound_folders_can_be_read_and_not_written():
 
 
 def test_frames_come_back_whole_and_false_ones_are_refused():
-    for pack, read in ((pack_order, marshal.loads), (pack_answer, json.loads)):
+    for pack, read in ((pack_request, marshal.loads), (pack_response, json.loads)):
         frame = pack({"op": "run"}, [b"", b"abc"])
-        text, body = sizes_of(frame[:8])
-        assert take_apart(read(frame[8 : 8 + text]), frame[8 + text :]) == ({"op": "run"}, [b"", b"abc"])
+        text, body = frame_sizes(frame[:8])
+        assert unpack_frame(read(frame[8 : 8 + text]), frame[8 + text :]) == ({"op": "run"}, [b"", b"abc"])
         assert body == 3
     for header in ({"sizes": [2]}, {"sizes": [4, -1]}, {"sizes": 3}, {}, [3], "sizes"):
         with pytest.raises(ValueError, match="sizes"):
-            take_apart(header, b"abc")
+            unpack_frame(header, b"abc")
 
 
 def test_a_frame_of_nested_brackets_is_one_that_cannot_be_read():
@@ -591,21 +590,21 @@ def test_a_frame_of_nested_brackets_is_one_that_cannot_be_read():
         ours.setblocking(False)
         theirs.sendall(struct.pack(">II", len(text), 0) + text)
         with ours, theirs:
-            await Wire(ours).read(most=0)
+            await SupervisorSocket(ours).receive(max_body=0)
 
     with pytest.raises(WorldError, match="invalid frame"):
         asyncio.run(act())
 
 
-def test_what_a_guard_says_is_json():
+def test_responses_of_a_supervisor_are_json():
     told = {"a": [1, -2.5, True, None], "b": {'\u20ac"\n\x00': "\ud800 \\"}, "c": []}
     assert json.loads(as_json(told)) == told
     with pytest.raises(TypeError, match="bytes is not JSON serializable"):
         as_json([b""])
 
 
-def test_a_cell_starts_without_modules_that_take_long_to_import():
-    """They are imported beforehand for later programs; the first one finds what its guard needs alone."""
+def test_a_zygote_starts_without_modules_that_take_long_to_import():
+    """They are imported beforehand for later programs; the first one finds what its supervisor needs alone."""
 
     async def act(box):
         return await box.run("import sys; print(*sys.modules)")
@@ -669,12 +668,12 @@ ALLOW, KILL, EPERM, EACCES, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x5000D, 0
     ],
 )
 def test_the_filter_answers_as_it_should(machine, audit, call, expected):
-    assert decide(system_call_filter(machine), audit, *call) == expected
+    assert decide(seccomp_filter(machine), audit, *call) == expected
 
 
 def test_an_unknown_machine_has_no_filter():
     with pytest.raises(UserError, match="riscv64"):
-        system_call_filter("riscv64")
+        seccomp_filter("riscv64")
 
 
 HELD = """
@@ -699,7 +698,7 @@ def test_a_host_that_is_killed_takes_its_programs_with_it():
         assert host.stdout.readline() == "ready\n"
         inner = set()
         deadline = time.monotonic() + 60
-        while len(inner) < 9:  # two of bubblewrap, zygote, guard and program each, and what sleeps
+        while len(inner) < 9:  # two of bubblewrap, zygote, supervisor and program each, and what sleeps
             assert time.monotonic() < deadline, inner
             inner = descendants() - before - {host.pid}
             time.sleep(0.02)

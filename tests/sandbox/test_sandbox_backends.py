@@ -24,7 +24,7 @@ from ludus.sandbox.local import container
 from ludus.sandbox.local.container import ContainerSandbox, ContainerSettings
 from ludus.sandbox.local.unsafe_process import ProcessSandbox
 from ludus.sandbox.remote.client import RemoteSandbox, RemoteSettings
-from ludus.sandbox.remote.server import LARGEST_BODY, SandboxServerSettings, make_app, refusal
+from ludus.sandbox.remote.server import MAX_BODY_BYTES, SandboxServerSettings, error_response, make_app
 
 pytestmark = pytest.mark.security
 TOKEN = "a-token-of-the-tests"
@@ -38,7 +38,7 @@ def test_every_backend_has_a_name_and_unknown_ones_are_refused():
 
 
 def test_the_process_backend_must_be_called_unsafe():
-    with pytest.raises(UserError, match="isolates nothing"):
+    with pytest.raises(UserError, match="has no isolation"):
         open_sandbox(SandboxSettings(backend="process"))
 
 
@@ -125,7 +125,7 @@ def test_a_container_is_started_with_every_wall(engine):
     assert not any(word in ("--privileged", "-v", "--volume", "--mount") for word in words)
 
 
-def test_the_guard_of_a_container_keeps_the_limits(engine):
+def test_the_supervisor_of_a_container_keeps_the_limits(engine):
     engine()
     late = contained("import os\nos.fork()\nwhile True: pass", limits=Limits(wall_s=0.5))
     assert late.timed_out
@@ -196,7 +196,7 @@ def serving(sandbox=None, **settings):
     listener.bind(("127.0.0.1", 0))
     given = SandboxServerSettings(**({"token": TOKEN, "ceiling": Limits()} | settings))
     app = make_app(sandbox or ProcessSandbox(unsafe=True), given)
-    server = http_server(app, HttpLimits(body_bytes=LARGEST_BODY), refusal, lifespan=True)
+    server = http_server(app, HttpLimits(body_bytes=MAX_BODY_BYTES), error_response, lifespan=True)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
@@ -243,7 +243,7 @@ def test_a_remote_session_does_all_that_a_session_does():
         await session.reset()
         assert (await session.run("ls; echo $X")).text == "\n"
         await session.close()
-        with pytest.raises(WorldError, match="no such session"):
+        with pytest.raises(WorldError, match="does not exist"):
             await session.run("ls")
 
     before = descendants()
@@ -254,7 +254,7 @@ def test_a_remote_session_does_all_that_a_session_does():
 
 def test_the_server_refuses_what_it_should():
     with serving(sessions=0) as url:
-        with pytest.raises(UserError, match="another token"):
+        with pytest.raises(UserError, match="Invalid sandbox server token"):
             remotely(url, lambda box: box.run("print(1)"), token="wrong")
         with pytest.raises(UserError, match="memory_bytes"):
             remotely(url, lambda box: box.run("print(1)", limits=Limits(memory_bytes=2**40)))
@@ -272,7 +272,7 @@ def test_sessions_that_nobody_uses_are_closed():
         first = await box.session("shell")
         await asyncio.sleep(0.3)
         await box.session("shell")
-        with pytest.raises(WorldError, match="no such session"):
+        with pytest.raises(WorldError, match="does not exist"):
             await first.run("echo")
 
     with serving(NamespacesSandbox(), idle_s=0.2) as url:
@@ -287,7 +287,7 @@ def test_a_server_out_of_reach_is_named_and_a_silent_one_has_a_deadline():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         sandbox = RemoteSandbox(RemoteSettings(url, TOKEN, margin_s=0.2))
-        with pytest.raises(WorldError, match="no answer"):
+        with pytest.raises(WorldError, match="did not respond within"):
             asyncio.run(sandbox.run("print(1)", limits=Limits(wall_s=0.1)))
 
 

@@ -217,23 +217,23 @@ def test_a_service_is_checked_by_programs_and_what_they_cannot_tell_is_said(back
     rows = dict(re.findall(r"│ (\S.*?) +│ (\S.*?) +│", said.out))
     assert rows["files and standard input"] == "reach the program"
     assert rows["exit codes"] == "are reported"
-    assert rows["the clock"].startswith("stops a program with a limit of 1 s after 1.")
-    assert rows["memory"] == "programs cannot hold 512 MiB with a limit of 256"
-    assert rows["files that come back"].startswith("none")
+    assert rows["wall clock limit"].startswith("stops a program with a limit of 1 s after 1.")
+    assert rows["memory limit"] == "programs cannot allocate 512 MiB with a limit of 256"
+    assert rows["returned files"].startswith("none")
     assert rows["sessions"].startswith("none: unusable for the terminal and swe")
-    assert rows["runs apart from each other"] == "the next run sees files left in /tmp"
+    assert rows["separation of runs"] == "the next run sees files left in /tmp"
     assert "Not judged: whether the service isolates its machine" in said.out
 
 
 def test_a_service_that_graders_cannot_rely_on_fails_its_check():
     with service(checking(careless, wants_fusion=True)) as url:
         said = refused("sandbox", "check", "--backend", "sandbox_fusion", "--url", url)
-    assert "lacks properties that graders need: exit codes, memory" in said
+    assert "lacks properties that graders need: exit codes, memory limit" in said
     dead = refused("sandbox", "check", "--backend", "piston", "--url", "http://127.0.0.1:9", code=4)
     assert "is unreachable" in dead
     assert "needs the URL of its service" in refused("sandbox", "check", "--backend", "piston")
     assert "--url is the address of a service" in refused("sandbox", "check", "--url", "http://a")
-    assert "nothing to serve" in refused("sandbox", "serve", "--backend", "piston", "--url", "http://a")
+    assert "cannot be served from here" in refused("sandbox", "serve", "--backend", "piston", "--url", "http://a")
 
 
 @pytest.mark.parametrize("command", [["train", "--from-scratch"], ["eval"], ["env", "check"], ["env", "show"]])

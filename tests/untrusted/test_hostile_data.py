@@ -20,7 +20,7 @@ from ludus.errors import LudusError, did_you_mean
 from ludus.rewards.code.sql_rows import Rows, read_rows, same_rows
 from ludus.rollout.openai_client import OpenAIClient, OpenAIClientSettings
 from ludus.sandbox.base import Outcome, Snapshot
-from ludus.sandbox.guest.wire import take_apart
+from ludus.sandbox.guest.wire import unpack_frame
 from ludus.sandbox.remote import client as sandbox_client
 from ludus.sandbox.remote.client import RemoteSandbox, RemoteSettings
 from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox, ServiceSettings
@@ -255,7 +255,7 @@ TEXTS = {
     "fences without a line break": lambda: program_of("```" * 60_000),
     "fences": lambda: program_of("```python\n" * 20_000),
     "a long wrong name": lambda: did_you_mean("ab" * 50_000, ["ba" * 50, "search" * 20_000]),
-    "a frame of many empty blobs": lambda: take_apart({"sizes": [0] * 60_000}, b""),
+    "a frame of many empty blobs": lambda: unpack_frame({"sizes": [0] * 60_000}, b""),
     "rows of numbers with one hash": lambda: same_rows(
         read_rows(json.dumps([[n] for n in SAME_HASH[:9_999]])), Rows(tuple((n,) for n in range(9_999)))
     ),
@@ -363,7 +363,7 @@ MUCH = 50_000_000
 @pytest.mark.parametrize("ask", CLIENTS.values(), ids=CLIENTS)
 def test_no_client_reads_a_reply_without_an_end(ask, monkeypatch):
     monkeypatch.setattr(replies, "MAX_BYTES", 1_000_000)
-    monkeypatch.setattr(sandbox_client, "MOST_BYTES", 1_000_000)
+    monkeypatch.setattr(sandbox_client, "MAX_RESPONSE_BYTES", 1_000_000)
     error, sent = asyncio.run(asked_of_a_server_that_never_ends(ask))
     assert "the reply has more than 1000000 bytes" in str(error)
     assert isinstance(error, LudusError)

@@ -40,7 +40,7 @@ from ludus.config.sections.sandbox import SandboxConfig
 from ludus.engines.embedded.engine import LocalEngine
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.engines.remote.engine import ServerEngine
-from ludus.envs.base import World, room_of
+from ludus.envs.base import World
 from ludus.envs.registry import build_world, sandbox_settings
 from ludus.errors import LudusError, WorldError
 from ludus.rewards.base import Reward
@@ -186,7 +186,7 @@ def sandbox_of(config: Config) -> SandboxConfig:
         return config.sandbox
     places = config.sandbox.concurrency or max(2, os.cpu_count() or 2)
     shares = {"concurrency": max(1, places // config.cluster.workers)}
-    room = room_of(open_sandbox(sandbox_settings(config.sandbox)))
+    room = open_sandbox(sandbox_settings(config.sandbox)).max_sessions
     if room is not None:
         shares["sessions"] = max(1, room // config.cluster.workers)
     return config.sandbox.model_copy(update=shares)

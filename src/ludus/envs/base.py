@@ -11,7 +11,7 @@ from ludus.config.sections.rollout import RolloutConfig
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import TurnVerifier
-from ludus.sandbox.base import BoundsSessions, Sandbox
+from ludus.sandbox.base import Sandbox
 from ludus.tasks.order import TaskOrder, TaskSequence
 from ludus.tools.base import Tool
 from ludus.types import Action, DataClass, Message, StepResult, Task, ToolOutcome
@@ -219,11 +219,6 @@ def check_tasks(split: str, tasks: Sequence[Task]) -> None:
                 f"Two tasks of the split {split!r} share the id {task.id!r}.", "Give each task a unique id."
             )
         seen.add(task.id)
-
-
-def room_of(sandbox: Sandbox) -> int | None:
-    """Return the sandbox's maximum number of sessions; None if it is unknown."""
-    return sandbox.most_sessions if isinstance(sandbox, BoundsSessions) else None
 
 
 class Demonstration(Protocol):

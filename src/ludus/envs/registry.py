@@ -19,7 +19,7 @@ from ludus.errors import ConfigError, LudusError, UserError
 from ludus.plugins import find_plugin, import_object, is_file_reference, plugin_errors
 from ludus.rewards.base import check_rewards
 from ludus.sandbox import Sandbox, SandboxSettings, open_sandbox
-from ludus.sandbox.self_test import python_inside
+from ludus.sandbox.self_test import python_version
 from ludus.tools.base import Tool
 
 WORLDS: Mapping[str, str] = {
@@ -124,7 +124,7 @@ def check_sandbox(config: SandboxConfig, world: World) -> None:
     async def probe() -> None:
         sandbox = _sandbox(config)
         try:
-            await python_inside(sandbox)
+            await python_version(sandbox)
             if any(one.implements("episodes_at_once") for one in worlds):
                 await (await sandbox.session("shell")).close()
         finally:

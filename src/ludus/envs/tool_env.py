@@ -25,7 +25,7 @@ from typing import Protocol
 from ludus.envs.base import Environment
 from ludus.errors import EngineError, ToolFault, UserError, WorldError
 from ludus.rewards.base import Reward
-from ludus.sandbox.local.pausable_timeout import PausableClock, under
+from ludus.sandbox.local.pausable_timeout import PausableClock, use_clock
 from ludus.tools.base import PATIENCE, ArgumentError, Tool, ToolError
 from ludus.types import Action, CallError, Message, StepResult, Task, ToolCall, ToolOutcome, ToolStatus
 
@@ -175,10 +175,10 @@ class ToolExecutor:
     async def _within_deadline(self, tool: Tool, arguments: Mapping[str, object], attempts: _Attempts) -> _Reply:
         timeout_s = self.limits.deadline_s(tool)
         clock = PausableClock(timeout_s)
-        with under(clock):
+        with use_clock(clock):
             work = asyncio.get_running_loop().create_task(_run(tool, arguments, attempts))
         try:
-            while not work.done() and (left_s := clock.left_s) > 0:
+            while not work.done() and (left_s := clock.remaining_s) > 0:
                 await asyncio.wait({work}, timeout=left_s)
             if work.done():
                 return work.result()

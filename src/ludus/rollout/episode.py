@@ -28,7 +28,7 @@ from ludus.envs.tool_env import describe_error
 from ludus.errors import EngineError, LudusError, WorldError
 from ludus.rewards.base import Reward, score
 from ludus.rewards.code.turns import TurnVerifier, turn_shares
-from ludus.sandbox.local.pausable_timeout import PausableClock, episode_clock, under
+from ludus.sandbox.local.pausable_timeout import PausableClock, use_clock, use_episode_clock
 from ludus.tools.base import Tool
 from ludus.types import (
     Action,
@@ -137,10 +137,10 @@ async def _run_within_timeout(
             limit_s = math.inf if limits.timeout_s is None else limits.timeout_s
             clock = PausableClock(limit_s, lambda left_s: _reschedule(deadline, left_s))
             try:
-                with episode_clock(clock):
+                with use_episode_clock(clock):
                     return await _run_turns(task, environment, chat, limits, record)
             finally:
-                record.waited_s = clock.stood_s
+                record.waited_s = clock.paused_s
     except TimeoutError:
         if not deadline.expired():
             raise
@@ -228,7 +228,7 @@ async def _world(what: str, call: Callable[[], Awaitable[T]], expected: type[T],
     """Call the environment; its errors become WorldError with the original message."""
     try:
         async with asyncio.timeout(limits.environment_timeout_s) as deadline:
-            with under(PausableClock(limits.environment_timeout_s, lambda left_s: _reschedule(deadline, left_s))):
+            with use_clock(PausableClock(limits.environment_timeout_s, lambda left_s: _reschedule(deadline, left_s))):
                 result = await call()
     except LudusError:
         raise

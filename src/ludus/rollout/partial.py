@@ -19,7 +19,7 @@ from ludus.rollout.episode import ChatSession, EngineChatSession, Grant
 from ludus.rollout.group_queue import StartedEpisode, StreamedGroup
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, episode_name
-from ludus.sandbox.local.pausable_timeout import episode_waits
+from ludus.sandbox.local.pausable_timeout import episode_paused
 
 NOTHING = Grant(0)
 UNBOUNDED = Grant()
@@ -57,7 +57,7 @@ class _Member:
             self.waits = True
             self._granted.clear()
             self.on_change(self, True)
-            with episode_waits():
+            with episode_paused():
                 await self._granted.wait()
         tokens = self.grant.tokens
         return replace(self.grant, tokens=None if tokens is None else tokens - self.spent)

@@ -1,4 +1,4 @@
-"""Sandboxes for programs written by a policy: one protocol, one file per backend, limits as data.
+"""Sandboxes for programs written by a policy: one interface, one module per backend, limits as data.
 
 See docs/use/sandbox.md.
 """

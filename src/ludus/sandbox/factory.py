@@ -16,9 +16,9 @@ BACKENDS = ("namespaces", "docker", "podman", "remote", *SERVICES, "process")
 
 @dataclass(frozen=True, slots=True)
 class SandboxSettings:
-    """Backend name and options: `concurrency`, `python`, `binds` and `paths` are for namespaces, `sessions`
-    for namespaces, docker and podman, `image` and `runtime` for docker and podman, `url` and `token` for
-    remote and public services, `unsafe` for process."""
+    """Backend name and options: `concurrency`, `python`, `binds` and `paths` are for namespaces, `sessions` for
+    namespaces, docker and podman, `image` and `runtime` for docker and podman, `url` and `token` for remote and public
+    services, `unsafe` for process."""
 
     backend: str = "namespaces"
     concurrency: int = 0
@@ -35,23 +35,21 @@ class SandboxSettings:
 
 def open_sandbox(settings: SandboxSettings | None = None) -> Sandbox:
     """Create the backend of the settings. Raises UserError if it cannot run on this machine."""
-    given = settings or SandboxSettings()
-    match given.backend:
+    own = settings or SandboxSettings()
+    match own.backend:
         case "namespaces":
-            own = NamespaceSettings(given.concurrency, given.sessions, given.python, given.binds, given.paths)
-            return NamespacesSandbox(own)
+            return NamespacesSandbox(NamespaceSettings(own.concurrency, own.sessions, own.python, own.binds, own.paths))
         case "docker" | "podman":
-            own_engine = ContainerSettings(given.backend, given.image, given.runtime, given.sessions)
-            return ContainerSandbox(own_engine)
+            return ContainerSandbox(ContainerSettings(own.backend, own.image, own.runtime, own.sessions))
         case "remote":
             from ludus.sandbox.remote.client import RemoteSandbox, RemoteSettings
 
-            return RemoteSandbox(RemoteSettings(given.url, given.token))
+            return RemoteSandbox(RemoteSettings(own.url, own.token))
         case "sandbox_fusion" | "piston":
             from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox, ServiceSettings
 
-            service = FusionSandbox if given.backend == "sandbox_fusion" else PistonSandbox
-            return service(ServiceSettings(given.url, given.token))
+            service = FusionSandbox if own.backend == "sandbox_fusion" else PistonSandbox
+            return service(ServiceSettings(own.url, own.token))
         case "process":
-            return ProcessSandbox(unsafe=given.unsafe)
-    raise UserError(f"Unknown sandbox backend {given.backend!r}.", f"Backends: {', '.join(BACKENDS)}.")
+            return ProcessSandbox(unsafe=own.unsafe)
+    raise UserError(f"Unknown sandbox backend {own.backend!r}.", f"Backends: {', '.join(BACKENDS)}.")

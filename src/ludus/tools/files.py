@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from ludus.errors import UserError
-from ludus.sandbox.base import Limits, Snapshot, checked_files
+from ludus.sandbox.base import Limits, Snapshot, validate_files
 from ludus.tools.base import Tool, ToolError, Traits, tool
 from ludus.tools.workspace import WAIT_S, Workspace
 
@@ -41,7 +41,7 @@ def path_of(path: str) -> str:
     """Normalize a path relative to the folder. Raises ToolError if it leads outside."""
     inside = path.removeprefix(f"{HOME}/") if path.startswith(f"{HOME}/") else path
     try:
-        checked_files({inside: b""})
+        validate_files({inside: b""})
     except UserError:
         raise ToolError(
             f"{path!r} is not a path in the working folder: use a relative path without .., at most 32 folders deep"
@@ -113,7 +113,7 @@ def _reading(workspace: Workspace) -> tuple[Tool, Tool]:
         names = [name for name in sorted(files) if _matches(name, pattern)]
         shown = [f"{name} ({len(files[name])})" for name in names[:_MOST_FOUND]]
         more = [f"[{len(names) - _MOST_FOUND} more files]"] if len(names) > _MOST_FOUND else []
-        odd = [f"[{held.left_out} files or folders of odd names, links or depth]"] if held.left_out else []
+        odd = [f"[{held.skipped} files or folders of odd names, links or depth]"] if held.skipped else []
         return "\n".join(shown + more + odd) or "[no files]"
 
     async def read_file(path: str, first: int = 1, last: int | None = None) -> str:

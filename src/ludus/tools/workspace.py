@@ -155,6 +155,6 @@ def report(outcome: Outcome, limits: Limits, in_session: bool) -> str:
         parts.append(f"[ended by signal {outcome.signal}{lost}]")
     elif outcome.exit:
         parts.append(f"[exit code {outcome.exit}]")
-    if outcome.left_out_bytes:
-        parts.append(f"[{outcome.left_out_bytes} bytes in the middle of the output are not kept]")
+    if outcome.omitted_bytes:
+        parts.append(f"[{outcome.omitted_bytes} bytes in the middle of the output are not kept]")
     return "\n".join(part for part in parts if part) or "[no output]"

@@ -20,7 +20,7 @@ from ludus.cli.ui.terminal import make_console, print_line
 from ludus.engines.control_tokens import token_of
 from ludus.errors import UserError
 from ludus.sandbox import BACKENDS, SERVICES, Limits, Sandbox, SandboxSettings, open_sandbox
-from ludus.sandbox.self_test import SelfTestFinding, findings, not_judged, python_inside
+from ludus.sandbox.self_test import SelfTestResult, python_version, run_self_test, untested_properties
 
 _BEHIND_A_URL = ("remote", *SERVICES)
 
@@ -78,7 +78,7 @@ def _settings(args: argparse.Namespace) -> SandboxSettings:
 async def _python_version(sandbox: Sandbox) -> str:
     """Return the version of Python inside."""
     try:
-        return await python_inside(sandbox)
+        return await python_version(sandbox)
     finally:
         await sandbox.close()
 
@@ -88,22 +88,22 @@ def _check(args: argparse.Namespace) -> int:
     console = make_console()
     place = f"at {args.url}" if args.url else "here"
 
-    async def tried() -> list[SelfTestFinding]:
+    async def tried() -> list[SelfTestResult]:
         sandbox = open_sandbox(_settings(args))
         try:
-            version = await python_inside(sandbox)
+            version = await python_version(sandbox)
             print_line(console, f"The {sandbox.name} backend runs programs {place}, with Python {version}.")
-            return await findings(sandbox)
+            return await run_self_test(sandbox)
         finally:
             await sandbox.close()
 
     found = asyncio.run(tried())
     table = Table("property", "found")
     for one in found:
-        table.add_row(one.what, one.found, style="yellow" if one.wrong else "")
+        table.add_row(one.test, one.result, style="yellow" if one.failed else "")
     console.print(table)
-    print_line(console, f"Not judged: {not_judged(args.backend)}.")
-    if wrong := [one.what for one in found if one.wrong]:
+    print_line(console, f"Not judged: {untested_properties(args.backend)}.")
+    if wrong := [one.test for one in found if one.failed]:
         raise UserError(
             f"The {args.backend} backend lacks properties that graders need: {', '.join(wrong)}.",
             "docs/use/sandbox.md lists them.",
@@ -114,7 +114,7 @@ def _check(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace, sandbox: Sandbox) -> int:
     try:
         from ludus.gateway.limits import MIB, HttpLimits, http_server, listening
-        from ludus.sandbox.remote.server import LARGEST_BODY, SandboxServerSettings, make_app, refusal
+        from ludus.sandbox.remote.server import MAX_BODY_BYTES, SandboxServerSettings, error_response, make_app
     except ImportError as error:
         raise UserError(
             f"Serving needs the package {error.name}.", "Install it: pip install 'ludus[serve]'."
@@ -141,6 +141,6 @@ def _serve(args: argparse.Namespace, sandbox: Sandbox) -> int:
         print_line(console, f"Serving the {sandbox.name} sandbox at http://{shown}:{port}")
         if args.token_file is None:
             print_line(console, f"Token: {token}")
-        limits = HttpLimits(body_bytes=LARGEST_BODY, buffered_bytes=512 * MIB, requests=1024, body_s=120.0)
-        http_server(app, limits, refusal, lifespan=True).run([listener])
+        limits = HttpLimits(body_bytes=MAX_BODY_BYTES, buffered_bytes=512 * MIB, requests=1024, body_s=120.0)
+        http_server(app, limits, error_response, lifespan=True).run([listener])
     return 0

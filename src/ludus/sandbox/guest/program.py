@@ -8,36 +8,39 @@ import os
 import struct
 import sys
 
-from ludus.sandbox.guest.kernel import ResourceBounds, drop_capabilities, install_filter, libc, set_limits, write_text
-from ludus.sandbox.guest.light import Suppress, signal
+from ludus.sandbox.guest.syscalls import (
+    ResourceLimits,
+    Suppress,
+    drop_capabilities,
+    install_seccomp,
+    set_dumpable,
+    set_rlimits,
+    signal,
+    write_text,
+)
 
 BOX = "/box"
-_SET_DUMPABLE = 4
-_MISSING = 127
+_COMMAND_NOT_FOUND = 127
 
 
-def become_program(bounds: ResourceBounds, code: bytes, fds: list[int]) -> None:
+def become_program(limits: ResourceLimits, seccomp: bytes, fds: list[int]) -> None:
     """Turn a fork into an unprivileged process; `fds` become descriptors 0, 1, 2, ..."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    high = [_duplicate(fd) for fd in fds]
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 32) for fd in fds]
     for number, fd in enumerate(high):
         os.dup2(fd, number)
     os.closerange(len(fds), 65536)
     os.chdir(BOX)
-    libc().prctl(_SET_DUMPABLE, 1, 0, 0, 0)
+    set_dumpable(1)
     write_text("/proc/self/oom_score_adj", "1000")
-    set_limits(bounds, in_session=len(fds) > 3)
+    set_rlimits(limits, in_session=len(fds) > 3)
     drop_capabilities()
-    install_filter(code)
+    install_seccomp(seccomp)
 
 
-def _duplicate(fd: int) -> int:
-    return fcntl.fcntl(fd, fcntl.F_DUPFD, 32)
-
-
-def fresh_main() -> dict[str, object]:
-    """Create a new `__main__` in place of the zygote's, and return its namespace."""
+def _reset_main() -> dict[str, object]:
+    """Replace the zygote's `__main__` by a new one and return its namespace."""
     main = type(sys)("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     main.__dict__["__file__"] = "main.py"
@@ -50,28 +53,28 @@ def fresh_main() -> dict[str, object]:
 
 
 def run_python(source: str) -> int:
-    """Run a program and return its exit code. Interpreter shutdown is `finish`."""
-    names = fresh_main()
+    """Run a program and return its exit code, without `shut_down`."""
+    names = _reset_main()
     if "linecache" in sys.modules:
-        remember_source(source, "main.py")
+        _register_source(source, "main.py")
     try:
         exec(compile(source, "main.py", "exec"), names)
     except SystemExit as stop:
-        return exit_code(stop)
+        return _exit_code(stop)
     except BaseException as error:  # boundary: any exception of the program is printed
-        show(error, source)
+        _print_exception(error, source)
         return 1
     return 0
 
 
-def remember_source(source: str, name: str) -> None:
+def _register_source(source: str, name: str) -> None:
     """Register source code that is in no file, for tracebacks."""
     import linecache
 
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
 
 
-def exit_code(stop: SystemExit) -> int:
+def _exit_code(stop: SystemExit) -> int:
     """Return the exit code of `sys.exit(...)`."""
     if stop.code is None:
         return 0
@@ -81,14 +84,14 @@ def exit_code(stop: SystemExit) -> int:
     return 1
 
 
-def show(error: BaseException, source: str = "") -> None:
-    """Print the traceback from the program's own frames on; `source` if it is not registered."""
+def _print_exception(error: BaseException, source: str = "") -> None:
+    """Print a traceback that begins at the program's frames. Pass `source` if it is not registered."""
     own = error.__traceback__.tb_next if error.__traceback__ else None
     try:
         import traceback
 
         if source:
-            remember_source(source, "main.py")
+            _register_source(source, "main.py")
         if sys.excepthook is sys.__excepthook__:
             traceback.print_exception(type(error), error, own)
         else:
@@ -97,8 +100,8 @@ def show(error: BaseException, source: str = "") -> None:
         sys.stderr.write(f"{type(error).__name__} (and printing it: {type(second).__name__})\n")
 
 
-def finish(status: int) -> int:
-    """Shut down like the interpreter, without tearing down modules."""
+def shut_down(status: int) -> int:
+    """Shut down as the interpreter does, without tearing down modules; return the exit code."""
     try:
         if "threading" in sys.modules:
             sys.modules["threading"].__dict__["_shutdown"]()
@@ -118,30 +121,29 @@ def run_command(argv: list[str]) -> int:
         os.execvp(argv[0], argv)
     except (OSError, ValueError) as error:
         os.write(2, f"{argv[0]}: {error}\n".encode(errors="replace"))
-    return _MISSING
+    return _COMMAND_NOT_FOUND
 
 
 def serve_python() -> int:
-    """Run a session's interpreter: code arrives on descriptor 3, a status byte is sent to 4 after
-    each call."""
-    names, count = fresh_main(), 0
+    """Run a session's interpreter: receive code on descriptor 3, write a status byte to 4 after each call."""
+    names, count = _reset_main(), 0
     while True:
-        source = _read_counted(3)
+        source = _receive_call(3)
         if source is None:
             return 0
         count += 1
-        status = run_cell(source.decode("utf-8", "surrogatepass"), f"<call {count}>", names)
+        status = _run_call(source.decode("utf-8", "surrogatepass"), f"<call {count}>", names)
         with Suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
             sys.stderr.flush()
         os.write(4, bytes([status]))
 
 
-def run_cell(source: str, name: str, names: dict[str, object]) -> int:
+def _run_call(source: str, name: str, names: dict[str, object]) -> int:
     """Run a call of a Python session and print the value of a final expression. `sys.exit` ends the call."""
     import ast
 
-    remember_source(source, name)
+    _register_source(source, name)
     try:
         tree = ast.parse(source, name)
         last = tree.body[-1] if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -153,28 +155,30 @@ def run_cell(source: str, name: str, names: dict[str, object]) -> int:
             if value is not None:
                 print(repr(value))
     except SystemExit as stop:
-        return exit_code(stop)
+        return _exit_code(stop)
     except BaseException as error:  # boundary: any exception of the call is printed
-        show(error)
+        _print_exception(error)
         return 1
     return 0
 
 
-def _read_counted(fd: int) -> bytes | None:
-    """Read a 4-byte length and that many bytes; None at the end."""
-    wanted, parts = 4, b""
-    head = True
-    while len(parts) < wanted:
-        part = os.read(fd, wanted - len(parts))
+def _receive_call(fd: int) -> bytes | None:
+    """Read a 4-byte length and that number of bytes; return None at the end."""
+    prefix = _read_exactly(fd, 4)
+    return None if prefix is None else _read_exactly(fd, struct.unpack(">I", prefix)[0])
+
+
+def _read_exactly(fd: int, count: int) -> bytes | None:
+    data = b""
+    while len(data) < count:
+        part = os.read(fd, count - len(data))
         if not part:
             return None
-        parts += part
-        if head and len(parts) == 4:
-            wanted, parts, head = struct.unpack(">I", parts)[0], b"", False
-    return parts
+        data += part
+    return data
 
 
-SHELL = r"""
+SHELL_LOOP = r"""
 while IFS= command read -r -d '' __call <&3; do
   command eval "$__call" </dev/null 3<&- 4>&-
   command printf "\\x$(command printf %x $?)" >&4

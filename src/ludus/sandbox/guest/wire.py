@@ -1,64 +1,21 @@
-"""Frames between host and guard, used on both sides.
+"""Frames between host and supervisor, used on both sides.
 
-Orders have `marshal` headers, which a guard reads without importing a module; responses have JSON headers,
-since the host must not trust them.
+Requests have `marshal` headers, which a supervisor reads without importing a module; responses have JSON headers, since
+the host must not trust them.
 """
 
 from __future__ import annotations
 
 import marshal
 import struct
-
-from ludus.sandbox.guest.light import as_json
-
-
-def pack_order(header: dict[str, object], blobs: list[bytes]) -> bytes:
-    """Build a frame for a guard: two lengths, the header, the concatenated blobs."""
-    return _frame(marshal.dumps({**header, "sizes": _sizes(blobs)}, 2), blobs)
-
-
-def pack_answer(header: dict[str, object], blobs: list[bytes]) -> bytes:
-    """Build a frame for the host, with a JSON header."""
-    return _frame(as_json({**header, "sizes": _sizes(blobs)}).encode(), blobs)
-
-
-def _sizes(blobs: list[bytes]) -> list[int]:
-    return [len(blob) for blob in blobs]
-
-
-def _frame(text: bytes, blobs: list[bytes]) -> bytes:
-    return b"".join([struct.pack(">II", len(text), sum(map(len, blobs))), text, *blobs])
-
-
-def sizes_of(head: bytes) -> tuple[int, int]:
-    """Return the lengths of header and blobs from a frame's first 8 bytes."""
-    text, body = struct.unpack(">II", head)
-    return text, body
-
-
-def take_apart(header: object, body: bytes) -> tuple[dict[str, object], list[bytes]]:
-    """Split a frame into header and blobs. Raises ValueError if inconsistent."""
-    sizes = header.pop("sizes", None) if isinstance(header, dict) else None
-    fits = isinstance(sizes, list) and sum(sizes) == len(body) and all(size >= 0 for size in sizes)
-    if not fits or not isinstance(header, dict) or not isinstance(sizes, list):
-        raise ValueError("a frame's sizes do not fit")
-    blobs, begin = [], 0
-    for size in sizes:
-        blobs.append(body[begin : begin + size])
-        begin += size
-    return header, blobs
-
-
-class Gone(Exception):
-    """The host has disconnected."""
-
+from _json import encode_basestring_ascii
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # `typing` is slow to import, and a cell starts with this module
+if TYPE_CHECKING:  # `typing` is slow to import, and a zygote starts with this module
     from typing import Protocol
 
-    class Ends(Protocol):
-        """The socket methods that a line needs."""
+    class SocketLike(Protocol):
+        """The socket methods that a connection needs."""
 
         def fileno(self) -> int:
             """Return a descriptor that becomes readable on data or disconnect."""
@@ -73,30 +30,89 @@ if TYPE_CHECKING:  # `typing` is slow to import, and a cell starts with this mod
             ...
 
 
-class WireLine:
-    """The guard's end of the connection to the host."""
+def as_json(value: object) -> str:
+    """Encode numbers, strings, lists and dicts as ASCII JSON. Raises TypeError for other types."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return encode_basestring_ascii(value)
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_json, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{as_json(str(key))}: {as_json(one)}' for key, one in value.items())}}}"
+    raise TypeError(f"{type(value).__name__} is not JSON serializable")
 
-    def __init__(self, sock: Ends) -> None:
+
+def pack_request(header: dict[str, object], blobs: list[bytes]) -> bytes:
+    """Build a frame for a supervisor: two lengths, the header, the concatenated blobs."""
+    return _frame(marshal.dumps({**header, "sizes": [len(blob) for blob in blobs]}, 2), blobs)
+
+
+def pack_response(header: dict[str, object], blobs: list[bytes]) -> bytes:
+    """Build a frame for the host, with a JSON header."""
+    return _frame(as_json({**header, "sizes": [len(blob) for blob in blobs]}).encode(), blobs)
+
+
+def _frame(header: bytes, blobs: list[bytes]) -> bytes:
+    return b"".join([struct.pack(">II", len(header), sum(map(len, blobs))), header, *blobs])
+
+
+def frame_sizes(prefix: bytes) -> tuple[int, int]:
+    """Return the lengths of header and blobs from a frame's first 8 bytes."""
+    header, body = struct.unpack(">II", prefix)
+    return header, body
+
+
+def unpack_frame(header: object, body: bytes) -> tuple[dict[str, object], list[bytes]]:
+    """Split a frame into header and blobs. Raises ValueError if inconsistent."""
+    sizes = header.pop("sizes", None) if isinstance(header, dict) else None
+    fits = isinstance(sizes, list) and sum(sizes) == len(body) and all(size >= 0 for size in sizes)
+    if not fits or not isinstance(header, dict) or not isinstance(sizes, list):
+        raise ValueError("the sizes of a frame are inconsistent")
+    blobs, begin = [], 0
+    for size in sizes:
+        blobs.append(body[begin : begin + size])
+        begin += size
+    return header, blobs
+
+
+def string_list(value: object) -> list[str]:
+    """Return a list of a header as strings. Raises ValueError for other types."""
+    if not isinstance(value, list):
+        raise ValueError("a list was expected")
+    return list(map(str, value))
+
+
+class Disconnected(Exception):
+    """The host has disconnected."""
+
+
+class Connection:
+    """The supervisor's end of the connection to the host."""
+
+    def __init__(self, sock: SocketLike) -> None:
         self.sock = sock
 
-    def read(self) -> tuple[dict[str, object], list[bytes]]:
-        """Read the next frame. Raises Gone."""
-        text, body = sizes_of(self._exactly(8))
-        return take_apart(marshal.loads(self._exactly(text)), self._exactly(body))
+    def receive(self) -> tuple[dict[str, object], list[bytes]]:
+        """Receive the next frame. Raises Disconnected."""
+        header, body = frame_sizes(self._receive_exactly(8))
+        return unpack_frame(marshal.loads(self._receive_exactly(header)), self._receive_exactly(body))
 
     def send(self, header: dict[str, object], blobs: list[bytes]) -> None:
-        """Send a frame. Raises Gone."""
+        """Send a frame. Raises Disconnected."""
         try:
-            self.sock.sendall(pack_answer(header, blobs))
+            self.sock.sendall(pack_response(header, blobs))
         except OSError as error:
-            raise Gone from error
+            raise Disconnected from error
 
-    def _exactly(self, count: int) -> bytes:
+    def _receive_exactly(self, count: int) -> bytes:
         parts = []
         while count:
             part = self.sock.recv(min(count, 1 << 20))
             if not part:
-                raise Gone
+                raise Disconnected
             parts.append(part)
             count -= len(part)
         return b"".join(parts)

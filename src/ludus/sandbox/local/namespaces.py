@@ -1,7 +1,7 @@
-"""The default backend on Linux: bubblewrap namespaces with a pool of warm cells.
+"""The default backend on Linux: bubblewrap namespaces with a pool of warm zygotes.
 
-At most `concurrency` runs execute at once, each in a cell with new namespaces, processes and files; others
-wait for a free cell. There is no fallback to a weaker isolation: missing requirements raise UserError.
+At most `concurrency` runs execute at once, each in a zygote with new namespaces, processes and files; others wait for a
+free slot. There is no fallback to a weaker isolation: missing requirements raise UserError.
 """
 
 from __future__ import annotations
@@ -12,60 +12,38 @@ import random
 import shutil
 import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from ludus.errors import UserError
-from ludus.sandbox.base import (
-    Limits,
-    Outcome,
-    RunOrder,
-    SandboxSession,
-    SessionKind,
-    checked_files,
-    make_order,
-    room_in_memory,
-)
-from ludus.sandbox.local.cell import INSIDE_ID, Cell, CellPlan, start_cell
-from ludus.sandbox.local.guard_session import GuardSession, run_order
-from ludus.sandbox.local.pausable_timeout import waiting
-from ludus.sandbox.local.seccomp import system_call_filter
+from ludus.sandbox.base import Limits, Outcome, RunRequest, Sandbox, SandboxSession, SessionKind, sessions_in_memory
+from ludus.sandbox.local.pausable_timeout import paused_in_queue
+from ludus.sandbox.local.seccomp import seccomp_filter
+from ludus.sandbox.local.supervisor_client import SupervisedSession, run_request
+from ludus.sandbox.local.zygote import GUEST_ID, Zygote, ZygoteSpec, start_zygote
 
-PRELOAD = (
-    *("ast", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "decimal", "enum"),
-    *(
-        "fractions",
-        "functools",
-        "heapq",
-        "inspect",
-        "io",
-        "itertools",
-        "json",
-        "linecache",
-        "math",
-        "operator",
-        "random",
-    ),
-    *("re", "site", "statistics", "string", "subprocess", "tempfile", "textwrap", "threading", "time", "typing"),
-)
+_PRELOAD = """
+ast bisect collections contextlib copy dataclasses datetime decimal enum fractions functools heapq inspect io itertools
+json linecache math operator random re site statistics string subprocess tempfile textwrap threading time typing
+"""
 """Preloaded modules; each program has its own copy of them."""
 
-_INSTALL = "Install it: on Debian or Ubuntu `apt-get install bubblewrap`, on Fedora `dnf install bubblewrap`."
+_INSTALL_HINT = "Install it: on Debian or Ubuntu `apt-get install bubblewrap`, on Fedora `dnf install bubblewrap`."
 _FIRST_UID, _NUM_UIDS = 1_900_000_000, 100_000_000
-"""If started by root, cells run as one of these users, who own no files."""
-_RUNS_PER_CELL = 2000
+"""If started by root, zygotes run as one of these users, who own no files."""
+_RUNS_PER_ZYGOTE = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceSettings:
-    """`concurrency` is the maximum of concurrent runs (0: one per CPU, at least 2), `sessions` that of open
-    sessions (0: as many as fit in half of the memory).
+    """`concurrency` is the maximum of concurrent runs (0: one per CPU, at least 2), `sessions` that of open sessions
+    (0: as many as fit in half of the memory).
 
-    `python` is the interpreter inside (empty: this one, else the system's). `binds` are host folders that
-    programs may read, at the same path or, as `folder:place`, at another. `paths` are added to `sys.path`;
-    `preload` are modules imported in advance.
+    `python` is the interpreter inside (empty: this one, else the system's). `binds` are host folders that programs may
+    read, at the same path or, as `folder:place`, at another. `paths` are added to `sys.path`; `preload` are modules
+    imported in advance.
     """
 
     concurrency: int = 0
@@ -73,18 +51,18 @@ class NamespaceSettings:
     python: str = ""
     binds: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
-    preload: tuple[str, ...] = PRELOAD
+    preload: tuple[str, ...] = tuple(_PRELOAD.split())
 
 
 @dataclass(eq=False)
-class NamespacesSandbox:
+class NamespacesSandbox(Sandbox):
     """The namespaces backend. Use and close it on one event loop."""
 
+    name = "namespaces"
     settings: NamespaceSettings = field(default_factory=NamespaceSettings)
-    name: str = field(default="namespaces", init=False)
-    _idle: list[Cell] = field(default_factory=list, init=False)
-    _open: set[Cell] = field(default_factory=set, init=False)
-    _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(
+    _idle: list[Zygote] = field(default_factory=list, init=False)
+    _open: set[Zygote] = field(default_factory=set, init=False)
+    _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(
         default_factory=WeakKeyDictionary, init=False
     )
     _python: str = field(default="", init=False)
@@ -95,115 +73,93 @@ class NamespacesSandbox:
         return self.settings.concurrency or max(2, os.cpu_count() or 2)
 
     @property
-    def most_sessions(self) -> int:
+    def max_sessions(self) -> int:
         """Maximum number of open sessions."""
-        return self.settings.sessions or room_in_memory()
+        return self.settings.sessions or sessions_in_memory()
 
-    async def run(
-        self,
-        program: str | Sequence[str],
-        *,
-        files: Mapping[str, bytes] | None = None,
-        stdin: bytes = b"",
-        limits: Limits | None = None,
-    ) -> Outcome:
-        """Run once from a clean state. Raises UserError and WorldError as in the protocol."""
-        order = make_order(program, files, stdin, limits)
-        loop = asyncio.get_running_loop()
-        places = self._places.setdefault(loop, asyncio.Semaphore(self.concurrency))
-        with waiting():
-            await places.acquire()
+    async def _run(self, request: RunRequest) -> Outcome:
+        slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.concurrency))
+        with paused_in_queue():
+            await slots.acquire()
         try:
-            return await self._run(order)
+            zygote = await self._acquire_zygote()
+            try:
+                outcome = await run_request(zygote, request)
+            except BaseException:
+                await asyncio.shield(self._kill(zygote))
+                raise
+            if zygote.runs >= _RUNS_PER_ZYGOTE or not zygote.is_alive:
+                await self._kill(zygote)
+            else:
+                self._idle.append(zygote)
+            return outcome
         finally:
-            places.release()
+            slots.release()
 
-    async def _run(self, order: RunOrder) -> Outcome:
-        cell = await self._take()
-        try:
-            outcome = await run_order(cell, order)
-        except BaseException:
-            await asyncio.shield(self._end(cell))
-            raise
-        if cell.runs >= _RUNS_PER_CELL or not cell.is_alive:
-            await self._end(cell)
-        else:
-            self._idle.append(cell)
-        return outcome
-
-    async def session(
-        self, kind: SessionKind = "python", *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
-    ) -> SandboxSession:
-        """Open a session in a separate cell. Raises UserError and WorldError."""
-        given = checked_files(files or {})
-        cell = await self._take()
-        try:
-            return await GuardSession.start(cell, kind, given, limits or Limits(), self._end)
-        except BaseException:
-            await asyncio.shield(self._end(cell))
-            raise
+    async def _open_session(self, kind: SessionKind, files: Mapping[str, bytes], limits: Limits) -> SandboxSession:
+        """Open a session in a separate zygote."""
+        return await SupervisedSession.start(await self._acquire_zygote(), kind, files, limits, self._kill)
 
     async def warm(self, count: int = 0) -> None:
-        """Start cells in advance (0: as many as may run at once). Raises UserError."""
-        cells = [await self._start() for _ in range((count or self.concurrency) - len(self._idle))]
-        self._idle += cells
+        """Start zygotes in advance (0: as many as `concurrency`). Raises UserError."""
+        self._idle += [await self._start_zygote() for _ in range((count or self.concurrency) - len(self._idle))]
 
     async def close(self) -> None:
-        """End all cells, including those of sessions."""
+        """Kill all zygotes, including those of sessions."""
         self._idle.clear()
-        await asyncio.gather(*(self._end(cell) for cell in list(self._open)))
+        await asyncio.gather(*map(self._kill, list(self._open)))
 
-    async def _take(self) -> Cell:
-        """Return an idle cell, or a new one."""
+    async def _acquire_zygote(self) -> Zygote:
+        """Return an idle zygote, or a new one."""
         while self._idle:
-            cell = self._idle.pop(0)
-            if cell.is_alive:
-                return cell
-            await self._end(cell)
-        return await self._start()
+            zygote = self._idle.pop(0)
+            if zygote.is_alive:
+                return zygote
+            await self._kill(zygote)
+        return await self._start_zygote()
 
-    async def _start(self) -> Cell:
+    async def _start_zygote(self) -> Zygote:
         self._python = self._python or find_python(self.settings.python)
-        cell = await start_cell(make_plan(self.settings, self._python))
-        self._open.add(cell)
-        return cell
+        zygote = await start_zygote(make_zygote_spec(self.settings, self._python))
+        self._open.add(zygote)
+        return zygote
 
-    async def _end(self, cell: Cell) -> None:
-        self._open.discard(cell)
-        await cell.end()
+    async def _kill(self, zygote: Zygote) -> None:
+        self._open.discard(zygote)
+        await zygote.kill()
 
 
-def make_plan(settings: NamespaceSettings, python: str) -> CellPlan:
-    """Build the command of a cell. Raises UserError if a requirement is missing."""
+def make_zygote_spec(settings: NamespaceSettings, python: str) -> ZygoteSpec:
+    """Build the command of a zygote. Raises UserError if a requirement is missing."""
     if sys.platform != "linux":
         raise UserError(f"The namespaces backend needs Linux; this is {sys.platform}.", "Use docker or remote.")
     bwrap = shutil.which("bwrap")
     if bwrap is None:
-        raise UserError("The namespaces backend needs bubblewrap, but bwrap is not installed.", _INSTALL)
-    code = system_call_filter()
-    binds = _folders(settings, python)
-    words = [*_other_user(), bwrap]
-    words += [f"--unshare-{kind}" for kind in ("user", "pid", "net", "ipc", "uts")]
-    words += ["--unshare-cgroup-try", "--uid", str(INSIDE_ID), "--gid", str(INSIDE_ID), "--hostname", "box"]
-    words += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--clearenv"]
+        raise UserError("The namespaces backend needs bubblewrap, but bwrap is not installed.", _INSTALL_HINT)
+    seccomp = seccomp_filter()
+    binds = _bind_mounts(settings, python)
+    args = [*_drop_root(), bwrap]
+    args += [f"--unshare-{kind}" for kind in ("user", "pid", "net", "ipc", "uts")]
+    args += ["--unshare-cgroup-try", "--uid", str(GUEST_ID), "--gid", str(GUEST_ID), "--hostname", "box"]
+    args += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--clearenv"]
     for name, value in (("PATH", "/usr/local/bin:/usr/bin:/bin"), ("HOME", "/box"), ("LANG", "C.UTF-8")):
-        words += ["--setenv", name, value]
-    words += ["--setenv", "PYTHONHASHSEED", "0", "--setenv", "PYTHONDONTWRITEBYTECODE", "1"]
-    words += [word for folder, place in binds for word in ("--ro-bind", folder, place)]
-    words += _loose_ends()
-    words += ["--proc", "/proc", "--tmpfs", "/dev"]
+        args += ["--setenv", name, value]
+    args += ["--setenv", "PYTHONHASHSEED", "0", "--setenv", "PYTHONDONTWRITEBYTECODE", "1"]
+    args += [word for folder, place in binds for word in ("--ro-bind", folder, place)]
+    args += _system_mounts()
+    args += ["--proc", "/proc", "--tmpfs", "/dev"]
     for device in ("null", "zero", "full", "random", "urandom"):
-        words += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+        args += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        words += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
-    words += ["--symlink", "/proc/self/fd", "/dev/fd"]
-    words += [word for folder in ("/dev/shm", "/box", "/tmp", "/store") for word in ("--dir", folder)]
-    words += ["--remount-ro", "/dev", "--chdir", "/"]
+        args += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
+    args += ["--symlink", "/proc/self/fd", "/dev/fd"]
+    args += [word for folder in ("/dev/shm", "/box", "/tmp", "/store") for word in ("--dir", folder)]
+    args += ["--remount-ro", "/dev", "--chdir", "/"]
     same = Path(python).name == f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return CellPlan(tuple(words), python, same, settings.paths, settings.preload, code)
+    return ZygoteSpec(tuple(args), python, same, settings.paths, settings.preload, seccomp)
 
 
-def _other_user() -> list[str]:
+def _drop_root() -> list[str]:
     """Return the command prefix that drops root before anything is started."""
     if os.geteuid() != 0:
         return []
@@ -216,7 +172,7 @@ def _other_user() -> list[str]:
     return [setpriv, "--reuid", uid, "--regid", uid, "--clear-groups", "--"]
 
 
-def _folders(settings: NamespaceSettings, python: str) -> list[tuple[str, str]]:
+def _bind_mounts(settings: NamespaceSettings, python: str) -> list[tuple[str, str]]:
     """Return the readable host folders and their mount points: /usr, the interpreter's, the settings'."""
     folders = [("/usr", "/usr")]
     prefix = str(Path(python).resolve().parent.parent)
@@ -235,26 +191,26 @@ def _folders(settings: NamespaceSettings, python: str) -> list[tuple[str, str]]:
     return folders
 
 
-def _loose_ends() -> list[str]:
+def _system_mounts() -> list[str]:
     """Return mounts of /bin and the like, as on the host, and of a few files of /etc that commands need."""
-    words: list[str] = []
+    args: list[str] = []
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         place = Path("/", name)
         if place.is_symlink():
-            words += ["--symlink", str(place.readlink()), str(place)]
+            args += ["--symlink", str(place.readlink()), str(place)]
         elif place.is_dir():
-            words += ["--ro-bind", str(place), str(place)]
+            args += ["--ro-bind", str(place), str(place)]
     for name in ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"):
-        words += ["--ro-bind-try", name, name]
-    return words
+        args += ["--ro-bind-try", name, name]
+    return args
 
 
-def find_python(wanted: str) -> str:
-    """Return an interpreter that the sandbox's user can read. Raises UserError."""
-    candidates = [wanted] if wanted else [sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"]
+def find_python(path: str) -> str:
+    """Return `path` or a default interpreter that the sandbox's user can read. Raises UserError."""
+    candidates = [path] if path else [sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"]
     for candidate in candidates:
         real = Path(candidate).resolve()
-        if real.is_file() and _is_open(real):
+        if real.is_file() and _is_accessible(real):
             return str(real)
     raise UserError(
         f"No Python interpreter is readable in a sandbox (tried {', '.join(candidates)}).",
@@ -262,8 +218,8 @@ def find_python(wanted: str) -> str:
     )
 
 
-def _is_open(path: Path) -> bool:
-    """Return whether the cell's user can reach a file; if started by root, it must be world-accessible."""
+def _is_accessible(path: Path) -> bool:
+    """Return whether the zygote's user can reach a file; if started by root, it must be world-accessible."""
     if os.geteuid() != 0:
         return os.access(path, os.X_OK)
     return all(part.stat().st_mode & stat.S_IXOTH for part in (path, *path.parents))

@@ -1,8 +1,7 @@
 """The seccomp filter of untrusted programs, as a classic BPF program.
 
-Denied calls return EPERM (or another errno that makes the caller fall back); a call of another architecture
-kills the process. The filter is defence in depth: namespaces and missing capabilities already block most of
-these calls.
+Denied calls return EPERM (or another errno that makes the caller fall back); a call of another architecture kills the
+process. The filter is defence in depth: namespaces and missing capabilities already block most of these calls.
 """
 
 from __future__ import annotations
@@ -22,15 +21,14 @@ _NEW_NAMESPACES = 0x7E020080
 """CLONE_NEWUSER, NEWPID, NEWNET, NEWNS, NEWIPC, NEWUTS, NEWCGROUP, NEWTIME."""
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _AF_UNIX = 1
-_BUFFERS = (7, 8, 32, 33)
-"""SO_SNDBUF, SO_RCVBUF and the variants that exceed the system's limit; local sockets have only
-this level."""
-_OWN = 0
-"""The caller itself: a process may not change limits of others, such as the guard."""
+_BUFFER_OPTIONS = (7, 8, 32, 33)
+"""SO_SNDBUF, SO_RCVBUF and the variants that exceed the system's limit; local sockets have only this level."""
+_SELF = 0
+"""The caller itself: a process may not change limits of others, such as the supervisor."""
 
 
 @dataclass(frozen=True)
-class _Machine:
+class _Architecture:
     """A CPU architecture: its audit number and system call numbers."""
 
     audit: int
@@ -47,8 +45,8 @@ class _Machine:
 _COMMON = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 440, 442, 443, 447)
 _CLONE3 = 435
 
-_MACHINES = {
-    "x86_64": _Machine(
+_ARCHITECTURES = {
+    "x86_64": _Architecture(
         audit=0xC000003E,
         clone=56,
         socket=41,
@@ -68,7 +66,7 @@ _MACHINES = {
             *(300, 279, 256, 237, 238, 278),  # fanotify, page moving, vmsplice
         ),
     ),
-    "aarch64": _Machine(
+    "aarch64": _Architecture(
         audit=0xC00000B7,
         clone=220,
         socket=198,
@@ -91,42 +89,47 @@ _MACHINES = {
 }
 
 
-def system_call_filter(machine: str | None = None) -> bytes:
+def seccomp_filter(architecture: str | None = None) -> bytes:
     """Return the filter as an array of `struct sock_filter`. Raises UserError for an unknown architecture."""
-    name = machine or platform.machine()
-    if name not in _MACHINES:
+    name = architecture or platform.machine()
+    if name not in _ARCHITECTURES:
         raise UserError(
             f"No seccomp filter is available for {name}.",
-            f"The namespaces backend supports {' and '.join(_MACHINES)}; use the remote backend.",
+            f"The namespaces backend supports {' and '.join(_ARCHITECTURES)}; use the remote backend.",
         )
-    known = _MACHINES[name]
-    code = [_step(_LOAD, _ARCH), _step(_EQUAL, known.audit, 1, 0), _step(_RETURN, _KILL), _step(_LOAD, _NR)]
+    calls = _ARCHITECTURES[name]
+    code = [
+        _instruction(_LOAD, _ARCH),
+        _instruction(_EQUAL, calls.audit, 1, 0),
+        _instruction(_RETURN, _KILL),
+        _instruction(_LOAD, _NR),
+    ]
     if name == "x86_64":
-        code += [_step(_AT_LEAST, _X32, 0, 1), _step(_RETURN, _KILL)]
-    for number in (*known.denied, *_COMMON):
-        code += [_step(_EQUAL, number, 0, 1), _refuse(errno.EPERM)]
-    code += [_step(_EQUAL, _CLONE3, 0, 1), _refuse(errno.ENOSYS)]
-    code += _with_argument(known.clone, 0, [_step(_ANY_BIT, _NEW_NAMESPACES, 0, 1), _refuse(errno.EPERM)])
-    for number in (known.socket, known.socketpair):
-        code += _with_argument(number, 0, [_step(_EQUAL, _AF_UNIX, 1, 0), _refuse(errno.EACCES)])
-    for option in _BUFFERS:
-        code += _with_argument(known.setsockopt, 2, [_step(_EQUAL, option, 0, 1), _refuse(errno.EPERM)])
-    code += _with_argument(known.prlimit64, 0, [_step(_EQUAL, _OWN, 1, 0), _refuse(errno.EPERM)])
+        code += [_instruction(_AT_LEAST, _X32, 0, 1), _instruction(_RETURN, _KILL)]
+    for number in (*calls.denied, *_COMMON):
+        code += [_instruction(_EQUAL, number, 0, 1), _deny(errno.EPERM)]
+    code += [_instruction(_EQUAL, _CLONE3, 0, 1), _deny(errno.ENOSYS)]
+    code += _check_argument(calls.clone, 0, [_instruction(_ANY_BIT, _NEW_NAMESPACES, 0, 1), _deny(errno.EPERM)])
+    for number in (calls.socket, calls.socketpair):
+        code += _check_argument(number, 0, [_instruction(_EQUAL, _AF_UNIX, 1, 0), _deny(errno.EACCES)])
+    for option in _BUFFER_OPTIONS:
+        code += _check_argument(calls.setsockopt, 2, [_instruction(_EQUAL, option, 0, 1), _deny(errno.EPERM)])
+    code += _check_argument(calls.prlimit64, 0, [_instruction(_EQUAL, _SELF, 1, 0), _deny(errno.EPERM)])
     for request in (_TIOCSTI, _TIOCLINUX):
-        code += _with_argument(known.ioctl, 1, [_step(_EQUAL, request, 0, 1), _refuse(errno.EPERM)])
-    return b"".join([*code, _step(_RETURN, _ALLOW)])
+        code += _check_argument(calls.ioctl, 1, [_instruction(_EQUAL, request, 0, 1), _deny(errno.EPERM)])
+    return b"".join([*code, _instruction(_RETURN, _ALLOW)])
 
 
-def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     """Encode a `struct sock_filter`; jumps count instructions to skip."""
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
-def _refuse(number: int) -> bytes:
-    return _step(_RETURN, _ERRNO | number)
+def _deny(number: int) -> bytes:
+    return _instruction(_RETURN, _ERRNO | number)
 
 
-def _with_argument(call: int, index: int, steps: list[bytes]) -> list[bytes]:
-    """Apply `steps` to the low 32 bits of a call's argument, then reload the call number."""
-    load = _step(_LOAD, _ARGS + 8 * index)
-    return [_step(_EQUAL, call, 0, len(steps) + 2), load, *steps, _step(_LOAD, _NR)]
+def _check_argument(call: int, index: int, instructions: list[bytes]) -> list[bytes]:
+    """Apply `instructions` to the low 32 bits of a call's argument, then reload the call number."""
+    load = _instruction(_LOAD, _ARGS + 8 * index)
+    return [_instruction(_EQUAL, call, 0, len(instructions) + 2), load, *instructions, _instruction(_LOAD, _NR)]

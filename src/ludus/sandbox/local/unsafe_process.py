@@ -1,26 +1,35 @@
 """Backend without isolation: a child process with resource limits.
 
-It protects only against accidents: programs can access everything that this user can, use the network, and
-leave processes behind. Requires `unsafe`.
+It protects only against accidents: programs can access everything that this user can, use the network, and leave
+processes behind. Requires `unsafe`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import resource
+import select
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ludus.errors import UserError, WorldError
-from ludus.sandbox.base import Limits, Outcome, RunsOnly, make_order
-from ludus.sandbox.guest.files import collect, put
-from ludus.sandbox.guest.kernel import ResourceBounds
-from ludus.sandbox.local.run_process import ProcessResult, ProcessRun
+from ludus.sandbox.base import Limits, Outcome, RunRequest, Sandbox
+from ludus.sandbox.guest.files import CollectedFiles, write_files
+from ludus.sandbox.guest.procfs import peak_memory
+from ludus.sandbox.guest.streams import ProcessStreams
+from ludus.sandbox.guest.syscalls import ResourceLimits
+
+_POLL_S = 0.02
 
 _LAUNCH = """
 import json, os, resource, sys
@@ -37,11 +46,11 @@ except OSError as error:
 
 
 @dataclass(eq=False)
-class ProcessSandbox(RunsOnly):
+class ProcessSandbox(Sandbox):
     """The process backend. `unsafe` must be set explicitly."""
 
+    name = "process"
     unsafe: bool = False
-    name: str = field(default="process", init=False)
 
     def __post_init__(self) -> None:
         if not self.unsafe:
@@ -50,37 +59,92 @@ class ProcessSandbox(RunsOnly):
                 "Use the namespaces backend, or set sandbox.unsafe = true if every program is trusted.",
             )
 
-    async def run(
-        self,
-        program: str | Sequence[str],
-        *,
-        files: Mapping[str, bytes] | None = None,
-        stdin: bytes = b"",
-        limits: Limits | None = None,
-    ) -> Outcome:
-        """Run in a temporary folder. Raises UserError and WorldError as in the protocol."""
-        order = make_order(program, files, stdin, limits)
-        with tempfile.TemporaryDirectory(prefix="ludus-process-") as name:
-            box, given = Path(name, "box"), dict(order.files)
-            box.mkdir()
-            put(given, set(), str(box))
-            argv = order.argv
-            if order.source is not None:
-                main = Path(name, "main.py")
-                main.write_bytes(order.source.encode("utf-8", "surrogatepass"))
-                argv = (sys.executable, "-s", str(main))
-            words = [sys.executable, "-I", "-S", "-c", _LAUNCH, json.dumps(_resources(order.limits)), *argv]
-            environment = {"PATH": os.defpath, "HOME": str(box), "LANG": "C.UTF-8", "PYTHONPATH": str(box)}
-            job = ProcessRun(words, str(box), environment, order.limits.wall_s, order.limits.output_bytes)
-            try:
-                done = await job.run(order.stdin)
-            except OSError as error:
-                raise WorldError(f"A process cannot be started: {error}.") from error
-            made = collect(ResourceBounds(asdict(order.limits)), given, str(box))
-        return outcome_of_child(done, made.files, made.cut or made.left_out > 0, order.source is not None)
+    async def _run(self, request: RunRequest) -> Outcome:
+        """Run in a temporary folder, in a thread."""
+        stop = threading.Event()
+        task = asyncio.ensure_future(asyncio.to_thread(_run_in_folder, request, stop))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            stop.set()
+            await asyncio.wait([task])
+            raise
+
+    async def close(self) -> None:
+        """Do nothing: no resources are kept between runs."""
 
 
-def _resources(limits: Limits) -> list[tuple[int, int]]:
+def _run_in_folder(request: RunRequest, stop: threading.Event) -> Outcome:
+    with tempfile.TemporaryDirectory(prefix="ludus-process-") as name:
+        box, files = Path(name, "box"), dict(request.files)
+        box.mkdir()
+        write_files(files, set(), str(box))
+        argv = request.argv
+        if request.source is not None:
+            main = Path(name, "main.py")
+            main.write_bytes(request.source_bytes)
+            argv = (sys.executable, "-s", str(main))
+        launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, json.dumps(_rlimits(request.limits)), *argv]
+        outcome = _run_child(launch, box, request, stop)
+        made = CollectedFiles(ResourceLimits(asdict(request.limits)), files, str(box))
+    return replace(outcome, files=made.files, truncated=outcome.truncated or made.cut or made.skipped > 0)
+
+
+def _run_child(argv: Sequence[str], box: Path, request: RunRequest, stop: threading.Event) -> Outcome:
+    """Run a child in its own process group until it ends, its time is over or `stop` is set. Raises WorldError."""
+    streams = ProcessStreams(request.limits.output_bytes)
+    begin, timed_out, own_peak, peak = time.monotonic(), False, peak_memory("self"), 0
+    try:
+        child = subprocess.Popen(
+            argv,
+            stdin=streams.child_fds[0],
+            stdout=streams.child_fds[1],
+            stderr=streams.child_fds[2],
+            cwd=box,
+            env={"PATH": os.defpath, "HOME": str(box), "LANG": "C.UTF-8", "PYTHONPATH": str(box)},
+            start_new_session=True,
+        )
+    except OSError as error:
+        streams.close()
+        raise WorldError(f"A process cannot be started: {error}.") from error
+    pidfd = os.pidfd_open(child.pid)
+    streams.poll.register(pidfd, select.POLLIN)
+    streams.start(request.stdin)
+    try:
+        while not timed_out and not stop.is_set():
+            ready = dict(streams.poll.poll(_POLL_S * 1000))
+            streams.transfer(ready)
+            if pidfd in ready:
+                break
+            timed_out = time.monotonic() - begin > request.limits.wall_s
+            peak = max(peak, peak_memory(str(child.pid)))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        _, status, used = os.wait4(child.pid, 0)
+        child.returncode = status
+        os.close(pidfd)
+        stdout, stderr = streams.drain()
+        streams.close()
+    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    code = os.WEXITSTATUS(status) if ended_by is None else None
+    return Outcome(
+        stdout=stdout,
+        stderr=stderr,
+        exit=code,
+        signal=ended_by,
+        timed_out=timed_out or ended_by == signal.SIGXCPU,
+        memory_exceeded=request.source is not None and code == 1 and b"MemoryError" in stderr[-200:],
+        truncated=streams.omitted_bytes > 0,
+        omitted_bytes=streams.omitted_bytes,
+        cpu_s=used.ru_utime + used.ru_stime,
+        wall_s=time.monotonic() - begin,
+        # Up to this process's own peak, ru_maxrss may be inherited from before exec.
+        peak_memory_bytes=used.ru_maxrss * 1024 if used.ru_maxrss * 1024 > own_peak else peak,
+    )
+
+
+def _rlimits(limits: Limits) -> list[tuple[int, int]]:
     """Return the limits per process. Their number is not limited, since the kernel counts all of a user's."""
     return [
         (resource.RLIMIT_AS, limits.memory_bytes),
@@ -89,23 +153,3 @@ def _resources(limits: Limits) -> list[tuple[int, int]]:
         (resource.RLIMIT_FSIZE, limits.file_bytes),
         (resource.RLIMIT_CORE, 0),
     ]
-
-
-def outcome_of_child(done: ProcessResult, files: Mapping[str, bytes], cut: bool, is_python: bool) -> Outcome:
-    """Convert a child's result to an outcome."""
-    ended_by = os.WTERMSIG(done.status) if os.WIFSIGNALED(done.status) else None
-    code = os.WEXITSTATUS(done.status) if ended_by is None else None
-    return Outcome(
-        stdout=done.stdout,
-        stderr=done.stderr,
-        exit=code,
-        signal=ended_by,
-        timed_out=done.timed_out or ended_by == signal.SIGXCPU,
-        memory_exceeded=is_python and code == 1 and b"MemoryError" in done.stderr[-200:],
-        truncated=done.left_out_bytes > 0 or cut,
-        left_out_bytes=done.left_out_bytes,
-        files=files,
-        cpu_s=done.cpu_s,
-        wall_s=done.wall_s,
-        peak_memory_bytes=done.peak_memory_bytes,
-    )

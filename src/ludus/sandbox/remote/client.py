@@ -1,11 +1,12 @@
-"""Backend that runs programs on another machine through `ludus sandbox serve`.
+"""Backend that runs programs on another machine through `ludus sandbox serve`, and its HTTP client.
 
 Every request has a deadline: the limits plus a margin. Requests are never retried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,29 +19,80 @@ from ludus.sandbox.base import (
     Limits,
     Outcome,
     Process,
+    RunRequest,
+    Sandbox,
     SandboxSession,
     SessionKind,
     Snapshot,
-    checked_files,
-    make_order,
+    validate_files,
 )
-from ludus.sandbox.remote.client_session import MOST_BYTES, HttpClient
 from ludus.sandbox.remote.messages import (
     CallMessage,
     ChangeMessage,
-    LimitsMessage,
-    NamedSession,
-    Nothing,
+    EmptyMessage,
+    ErrorMessage,
     OutcomeMessage,
     ProcessesMessage,
-    Refusal,
     RunMessage,
+    SessionCreated,
     SessionMessage,
     SnapshotMessage,
 )
+from ludus.untrusted.replies import PLAIN, bounded_replies
 
-_MARGIN_S = 30.0
+MAX_RESPONSE_BYTES = 256 * 2**20
+"""Maximum size of a response with all files of a run."""
+MARGIN_S = 30.0
 Reply = TypeVar("Reply", bound=BaseModel)
+
+
+@dataclass(eq=False)
+class HttpClient:
+    """Client of a service at `url`, for one event loop at a time; `hint` is shown if it is unreachable.
+
+    `max_bytes` bounds a response, by default as `ludus.untrusted.replies` does.
+    """
+
+    url: str
+    token: str
+    hint: str
+    max_bytes: int | None = None
+    _client: httpx.AsyncClient | None = field(default=None, init=False)
+    _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
+
+    async def post(self, path: str, content: str, timeout_s: float) -> httpx.Response:
+        """POST JSON and return the response. Raises WorldError if none arrives within `timeout_s`."""
+        url = f"{self.url.rstrip('/')}{path}"
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._loop_client().post(url, content=content)
+        except TimeoutError as error:
+            raise WorldError(f"The sandbox server {url} did not respond within {timeout_s:g} s.") from error
+        except httpx.DecodingError as error:
+            raise WorldError(f"{url} sent an unreadable response: {error}.") from error
+        except httpx.HTTPError as error:
+            message = f"The sandbox server {url} is unreachable: {type(error).__name__}: {error}."
+            raise WorldError(message, self.hint) from error
+
+    async def close(self) -> None:
+        """Close the connections; must run on the same event loop."""
+        client, self._client = self._client, None
+        if client is not None and self._loop is asyncio.get_running_loop():
+            await client.aclose()
+
+    def _loop_client(self) -> httpx.AsyncClient:
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            headers = {"Content-Type": "application/json", **PLAIN}
+            if self.token:
+                headers["Authorization"] = f"Bearer {self.token}"
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+            hooks = bounded_replies(self.max_bytes)
+            self._client = httpx.AsyncClient(
+                headers=headers, limits=limits, timeout=None, trust_env=False, event_hooks=hooks
+            )
+            self._loop = loop
+        return self._client
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +101,16 @@ class RemoteSettings:
 
     url: str
     token: str
-    margin_s: float = _MARGIN_S
+    margin_s: float = MARGIN_S
 
 
 @dataclass(eq=False)
-class RemoteSandbox:
+class RemoteSandbox(Sandbox):
     """The remote backend. Use and close it on one event loop."""
 
+    name = "remote"
     settings: RemoteSettings
-    name: str = field(default="remote", init=False)
-    _asker: HttpClient = field(init=False)
+    _http: HttpClient = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.settings.url.startswith(("http://", "https://")) or not self.settings.token:
@@ -67,59 +119,42 @@ class RemoteSandbox:
                 "Start a server with `ludus sandbox serve`; then set sandbox.url and sandbox.token.",
             )
         hint = "Check its log, or start it with `ludus sandbox serve`."
-        self._asker = HttpClient(self.settings.url, self.settings.token, hint, MOST_BYTES)
+        self._http = HttpClient(self.settings.url, self.settings.token, hint, MAX_RESPONSE_BYTES)
 
-    async def run(
-        self,
-        program: str | Sequence[str],
-        *,
-        files: Mapping[str, bytes] | None = None,
-        stdin: bytes = b"",
-        limits: Limits | None = None,
-    ) -> Outcome:
-        """Run on the server. Raises UserError and WorldError as in the protocol."""
-        order = make_order(program, files, stdin, limits)
-        source = None if order.source is None else order.source.encode("utf-8", "surrogatepass")
-        asked = RunMessage.model_construct(
-            source=source,
-            argv=list(order.argv),
-            files=dict(order.files),
-            stdin=stdin,
-            limits=LimitsMessage.of(order.limits),
+    async def _run(self, request: RunRequest) -> Outcome:
+        message = RunMessage.model_construct(
+            source=None if request.source is None else request.source_bytes,
+            argv=list(request.argv),
+            files=dict(request.files),
+            stdin=request.stdin,
+            limits=request.limits,
         )
-        return (await self.ask("/v1/runs", asked, OutcomeMessage, order.limits.wall_s)).outcome()
+        return (await self.post("/v1/runs", message, OutcomeMessage, request.limits)).outcome
 
-    async def session(
-        self, kind: SessionKind = "python", *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
-    ) -> SandboxSession:
-        """Open a session on the server. Raises UserError and WorldError."""
-        own = limits or Limits()
-        asked = SessionMessage.model_construct(
-            kind=kind, files=dict(checked_files(files or {})), limits=LimitsMessage.of(own)
-        )
-        named = await self.ask("/v1/sessions", asked, NamedSession, own.wall_s)
-        return RemoteSession(self, named.session, own)
+    async def _open_session(self, kind: SessionKind, files: Mapping[str, bytes], limits: Limits) -> SandboxSession:
+        message = SessionMessage.model_construct(kind=kind, files=dict(files), limits=limits)
+        created = await self.post("/v1/sessions", message, SessionCreated, limits)
+        return RemoteSession(self, created.session, limits)
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._asker.close()
+        await self._http.close()
 
-    async def ask(self, path: str, asked: BaseModel, reply: type[Reply], wall_s: float) -> Reply:
-        """POST a request and parse the response. Raises UserError if refused, WorldError on failures."""
-        content, within_s = asked.model_dump_json(), wall_s + self.settings.margin_s
-        response = await self._asker.post(path, content, within_s)
+    async def post(self, path: str, message: BaseModel, reply: type[Reply], limits: Limits) -> Reply:
+        """POST a message and parse the response. Raises UserError if refused, WorldError on failures."""
+        response = await self._http.post(path, message.model_dump_json(), limits.wall_s + self.settings.margin_s)
         try:
             if response.status_code == httpx.codes.OK:
                 return reply.model_validate_json(response.content)
-            refusal = Refusal.model_validate_json(response.content)
+            refused = ErrorMessage.model_validate_json(response.content)
         except ValidationError as error:
-            raise WorldError(f"{response.url} answered {response.status_code} with an unreadable body.") from error
-        kind = WorldError if refusal.kind == "environment" else UserError
-        raise kind(refusal.message, refusal.hint)
+            raise WorldError(f"{response.url} returned {response.status_code} with an unreadable body.") from error
+        kind = WorldError if refused.kind == "environment" else UserError
+        raise kind(refused.message, refused.hint)
 
 
 @dataclass(eq=False)
-class RemoteSession:
+class RemoteSession(SandboxSession):
     """A session on the server."""
 
     sandbox: RemoteSandbox
@@ -127,42 +162,28 @@ class RemoteSession:
     limits: Limits
 
     async def run(self, code: str) -> Outcome:
-        """Run a call. Raises UserError and WorldError."""
-        asked = CallMessage.model_construct(code=code.encode("utf-8", "surrogatepass"))
-        return (await self._ask("run", asked, OutcomeMessage)).outcome()
-
-    async def write(self, files: Mapping[str, bytes]) -> None:
-        """Write files to the session's folder. Raises UserError and WorldError."""
-        await self.change(FileChange(checked_files(files)))
+        message = CallMessage.model_construct(code=code.encode("utf-8", "surrogatepass"))
+        return (await self._post("run", message, OutcomeMessage)).outcome
 
     async def change(self, change: FileChange) -> None:
-        """Write, mark and remove files. Raises UserError and WorldError."""
-        asked = ChangeMessage.model_construct(
-            write=dict(change.write), executable=dict(change.executable), remove=sorted(change.remove)
-        )
-        await self._ask("change", asked, Nothing)
+        validate_files(change.write)
+        await self._post("change", ChangeMessage.model_construct(change=change), EmptyMessage)
 
     async def snapshot(self) -> Snapshot:
-        """Return the regular files. Raises WorldError."""
-        return (await self._ask("snapshot", Nothing(), SnapshotMessage)).snapshot()
+        return (await self._post("snapshot", EmptyMessage(), SnapshotMessage)).snapshot
 
     async def processes(self) -> tuple[Process, ...]:
-        """List the processes. Raises WorldError."""
-        return (await self._ask("processes", Nothing(), ProcessesMessage)).told()
+        return (await self._post("processes", EmptyMessage(), ProcessesMessage)).processes
 
     async def restore(self, snapshot: Snapshot) -> None:
-        """Replace the files by those of the snapshot. Raises WorldError."""
-        executable = sorted(snapshot.executable)
-        files = dict(checked_files(snapshot.files))
-        await self._ask("restore", SnapshotMessage.model_construct(files=files, executable=executable), Nothing)
+        validate_files(snapshot.files)
+        await self._post("restore", SnapshotMessage.model_construct(snapshot=snapshot), EmptyMessage)
 
     async def reset(self) -> None:
-        """Restart the session. Raises WorldError."""
-        await self._ask("reset", Nothing(), Nothing)
+        await self._post("reset", EmptyMessage(), EmptyMessage)
 
     async def close(self) -> None:
-        """End the session on the server."""
-        await self._ask("close", Nothing(), Nothing)
+        await self._post("close", EmptyMessage(), EmptyMessage)
 
-    async def _ask(self, act: str, asked: BaseModel, reply: type[Reply]) -> Reply:
-        return await self.sandbox.ask(f"/v1/sessions/{self.session}/{act}", asked, reply, self.limits.wall_s)
+    async def _post(self, operation: str, message: BaseModel, reply: type[Reply]) -> Reply:
+        return await self.sandbox.post(f"/v1/sessions/{self.session}/{operation}", message, reply, self.limits)

@@ -1,7 +1,7 @@
 """HTTP server for any backend, for `ludus sandbox serve`. Needs the `serve` extra.
 
-Every request must carry the token. Limits above the server's are refused. Idle sessions are closed. The
-listener bounds bodies (`LARGEST_BODY`); they are decoded off the event loop.
+Every request must carry the token. Limits above the server's are refused. Idle sessions are closed. The listener bounds
+bodies (`MAX_BODY_BYTES`); they are decoded off the event loop.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ludus.sandbox.base import Limits, Sandbox, SandboxSession
 from ludus.sandbox.remote.messages import (
     CallMessage,
     ChangeMessage,
-    LimitsMessage,
-    NamedSession,
-    Nothing,
+    EmptyMessage,
+    ErrorMessage,
     OutcomeMessage,
     ProcessesMessage,
-    Refusal,
     RunMessage,
+    SessionCreated,
     SessionMessage,
     SnapshotMessage,
 )
 
-LARGEST_BODY = 64 * 2**20
-_BAD, _NO_TOKEN, _UNFORESEEN, _FAILED = 400, 401, 500, 502
-Asked = TypeVar("Asked", bound=BaseModel)
+MAX_BODY_BYTES = 64 * 2**20
+_BAD_REQUEST, _UNAUTHORIZED, _INTERNAL_ERROR, _BAD_GATEWAY = 400, 401, 500, 502
+Message = TypeVar("Message", bound=BaseModel)
+Handler = Callable[[Request, bytes], Awaitable[BaseModel]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class SandboxServerSettings:
 
 
 @dataclass
-class _Open:
+class _OpenSession:
     session: SandboxSession
     lock: asyncio.Lock
     used: float
@@ -63,167 +63,163 @@ class _Open:
 class _Service:
     sandbox: Sandbox
     settings: SandboxServerSettings
-    opened: dict[str, _Open] = field(default_factory=dict)
+    sessions: dict[str, _OpenSession] = field(default_factory=dict)
     starting: int = 0
 
-    async def runs(self, body: bytes) -> BaseModel:
-        asked = await _read(RunMessage, body)
-        limits = self._allowed(asked.limits)
-        source = None if asked.source is None else _text("source", asked.source)
-        program = list(asked.argv) if source is None else source
-        outcome = await self.sandbox.run(program, files=asked.files, stdin=asked.stdin, limits=limits)
-        return OutcomeMessage.of(outcome)
+    async def run(self, _: Request, body: bytes) -> BaseModel:
+        message = await _parse(RunMessage, body)
+        self._check_limits(message.limits)
+        program = message.argv if message.source is None else _decode("source", message.source)
+        outcome = await self.sandbox.run(program, files=message.files, stdin=message.stdin, limits=message.limits)
+        return OutcomeMessage.model_construct(outcome=outcome)
 
-    async def open(self, body: bytes) -> BaseModel:
-        asked = await _read(SessionMessage, body)
-        limits = self._allowed(asked.limits)
-        await self.sweep()
-        num = len(self.opened) + self.starting
+    async def open_session(self, _: Request, body: bytes) -> BaseModel:
+        message = await _parse(SessionMessage, body)
+        self._check_limits(message.limits)
+        await self.close_idle()
+        num = len(self.sessions) + self.starting
         if num >= self.settings.sessions:
             raise WorldError(f"The sandbox server is at its limit of {num} sessions.")
         self.starting += 1
         try:
-            session = await self.sandbox.session(asked.kind, files=asked.files, limits=limits)
+            session = await self.sandbox.session(message.kind, files=message.files, limits=message.limits)
         finally:
             self.starting -= 1
         name = secrets.token_urlsafe(16)
-        self.opened[name] = _Open(session, asyncio.Lock(), time.monotonic())
-        return NamedSession(session=name)
+        self.sessions[name] = _OpenSession(session, asyncio.Lock(), time.monotonic())
+        return SessionCreated(session=name)
 
-    async def act(self, name: str, act: str, body: bytes) -> BaseModel:
-        kept = self.opened.get(name)
-        if kept is None:
+    async def use_session(self, request: Request, body: bytes) -> BaseModel:
+        name = request.path_params["name"]
+        entry = self.sessions.get(name)
+        if entry is None:
             raise WorldError("The session does not exist on the sandbox server; idle sessions are closed.")
-        async with kept.lock:
+        async with entry.lock:
             try:
-                return await self._act(kept.session, name, act, body)
+                if request.path_params["operation"] == "close":
+                    self.sessions.pop(name, None)
+                return await _use(entry.session, request.path_params["operation"], body)
             finally:
-                kept.used = time.monotonic()
+                entry.used = time.monotonic()
 
-    async def _act(self, session: SandboxSession, name: str, act: str, body: bytes) -> BaseModel:
-        if act == "run":
-            code = _text("code", (await _read(CallMessage, body)).code)
-            return OutcomeMessage.of(await session.run(code))
-        if act == "snapshot":
-            made = await session.snapshot()
-            executable = sorted(made.executable)
-            return SnapshotMessage.model_construct(
-                files=dict(made.files), executable=executable, left_out=made.left_out
-            )
-        if act == "processes":
-            return ProcessesMessage.of(await session.processes())
-        if act == "change":
-            await session.change((await _read(ChangeMessage, body)).change())
-        elif act == "restore":
-            await session.restore((await _read(SnapshotMessage, body)).snapshot())
-        elif act == "reset":
-            await session.reset()
-        elif act == "close":
-            self.opened.pop(name, None)
-            await session.close()
-        else:
-            raise UserError(f"Unknown session operation {act!r}.")
-        return Nothing()
-
-    async def sweep(self) -> None:
+    async def close_idle(self) -> None:
         """Close sessions idle for too long."""
         now = time.monotonic()
-        for name, kept in list(self.opened.items()):
-            if now - kept.used > self.settings.idle_s and not kept.lock.locked():
-                self.opened.pop(name, None)
-                await kept.session.close()
+        for name, entry in list(self.sessions.items()):
+            if now - entry.used > self.settings.idle_s and not entry.lock.locked():
+                self.sessions.pop(name, None)
+                await entry.session.close()
+
+    async def close_idle_forever(self) -> None:
+        """Close idle sessions periodically."""
+        while True:
+            await asyncio.sleep(max(1.0, self.settings.idle_s / 10))
+            await self.close_idle()
 
     async def close(self) -> None:
         """End all sessions and the backend."""
-        self.opened.clear()
+        self.sessions.clear()
         await self.sandbox.close()
 
-    def _allowed(self, message: LimitsMessage) -> Limits:
-        limits, ceiling = message.limits(), asdict(self.settings.ceiling)
-        for name, asked in asdict(limits).items():
-            if asked > ceiling[name]:
-                raise UserError(f"The limit {name} is {asked}, but this sandbox server allows {ceiling[name]}.")
-        return limits
+    def _check_limits(self, limits: Limits) -> None:
+        ceiling = asdict(self.settings.ceiling)
+        for name, value in asdict(limits).items():
+            if value > ceiling[name]:
+                raise UserError(f"The limit {name} is {value}, but this sandbox server allows {ceiling[name]}.")
+
+
+async def _use(session: SandboxSession, operation: str, body: bytes) -> BaseModel:
+    """Run an operation of a session."""
+    match operation:
+        case "run":
+            code = _decode("code", (await _parse(CallMessage, body)).code)
+            return OutcomeMessage.model_construct(outcome=await session.run(code))
+        case "snapshot":
+            return SnapshotMessage.model_construct(snapshot=await session.snapshot())
+        case "processes":
+            return ProcessesMessage.model_construct(processes=await session.processes())
+        case "change":
+            await session.change((await _parse(ChangeMessage, body)).change)
+        case "restore":
+            await session.restore((await _parse(SnapshotMessage, body)).snapshot)
+        case "reset":
+            await session.reset()
+        case "close":
+            await session.close()
+        case _:
+            raise UserError(f"Unknown session operation {operation!r}.")
+    return EmptyMessage()
 
 
 def make_app(sandbox: Sandbox, settings: SandboxServerSettings) -> Starlette:
     """Create the application; it closes `sandbox` on shutdown."""
     service = _Service(sandbox, settings)
 
-    def route(path: str, act: Callable[[Request, bytes], Awaitable[BaseModel]]) -> Route:
+    def route(path: str, handler: Handler) -> Route:
         async def endpoint(request: Request) -> Response:
-            return await _answer(request, settings.token, act)
+            return await _respond(request, settings.token, handler)
 
         return Route(path, endpoint, methods=["POST"])
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        sweeping = asyncio.create_task(_sweep_on(service))
+        task = asyncio.create_task(service.close_idle_forever())
         try:
             yield
         finally:
-            sweeping.cancel()
+            task.cancel()
             await service.close()
 
     routes = [
-        route("/v1/runs", lambda _, body: service.runs(body)),
-        route("/v1/sessions", lambda _, body: service.open(body)),
-        route(
-            "/v1/sessions/{name}/{act}",
-            lambda request, body: service.act(request.path_params["name"], request.path_params["act"], body),
-        ),
+        route("/v1/runs", service.run),
+        route("/v1/sessions", service.open_session),
+        route("/v1/sessions/{name}/{operation}", service.use_session),
     ]
-    handlers = {HTTPException: _failed, Exception: _failed}
+    handlers = {HTTPException: _handle_error, Exception: _handle_error}
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
 
 
-async def _sweep_on(service: _Service) -> None:
-    while True:
-        await asyncio.sleep(max(1.0, service.settings.idle_s / 10))
-        await service.sweep()
-
-
-async def _answer(request: Request, token: str, act: Callable[[Request, bytes], Awaitable[BaseModel]]) -> Response:
-    """Check the token, parse the body, act, and convert errors to responses."""
-    told = request.headers.get("authorization", "")
-    if not secrets.compare_digest(told.encode(), f"Bearer {token}".encode()):
-        return _response(_NO_TOKEN, Refusal(kind="token", message="Invalid sandbox server token."))
+async def _respond(request: Request, token: str, handler: Handler) -> Response:
+    """Check the token, call the handler, and convert errors to responses."""
+    authorization = request.headers.get("authorization", "")
+    if not secrets.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
+        return _response(_UNAUTHORIZED, ErrorMessage(kind="token", message="Invalid sandbox server token."))
     body = await request.body()
     try:
-        done = await act(request, body)
-        return await asyncio.to_thread(_response, 200, done)
+        message = await handler(request, body)
+        return await asyncio.to_thread(_response, 200, message)
     except UserError as error:
-        return _response(_BAD, Refusal(kind="input", message=error.message, hint=error.hint))
+        return _response(_BAD_REQUEST, ErrorMessage(kind="input", message=error.message, hint=error.hint))
     except LudusError as error:
-        return _response(_FAILED, Refusal(kind="environment", message=error.message, hint=error.hint))
+        return _response(_BAD_GATEWAY, ErrorMessage(kind="environment", message=error.message, hint=error.hint))
 
 
-def refusal(status: int, message: str) -> Response:
-    """Return the response to an invalid request."""
-    kind = "input" if status < _UNFORESEEN else "environment"
-    return _response(status, Refusal(kind=kind, message=message))
+def error_response(status: int, message: str) -> Response:
+    """Return the response to a request that failed with a status code."""
+    kind = "input" if status < _INTERNAL_ERROR else "environment"
+    return _response(status, ErrorMessage(kind=kind, message=message))
 
 
-async def _failed(_: Request, error: Exception) -> Response:
+async def _handle_error(_: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
-        return refusal(_UNFORESEEN, f"The sandbox server failed: {type(error).__name__}: {error}.")
-    answer = refusal(error.status_code, f"{error.detail}.")
-    answer.headers.update(error.headers or {})
-    return answer
+        return error_response(_INTERNAL_ERROR, f"The sandbox server failed: {type(error).__name__}: {error}.")
+    response = error_response(error.status_code, f"{error.detail}.")
+    response.headers.update(error.headers or {})
+    return response
 
 
 def _response(status: int, message: BaseModel) -> Response:
     return Response(message.model_dump_json(), status_code=status, media_type="application/json")
 
 
-def _text(name: str, source: bytes) -> str:
+def _decode(name: str, source: bytes) -> str:
     try:
         return source.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
         raise UserError(f"The sandbox server cannot read {name}: it is not UTF-8 ({error.reason}).") from error
 
 
-async def _read(kind: type[Asked], body: bytes) -> Asked:
+async def _parse(kind: type[Message], body: bytes) -> Message:
     """Parse a message. Raises UserError."""
     try:
         return await asyncio.to_thread(kind.model_validate_json, body)

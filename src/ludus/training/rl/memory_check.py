@@ -19,7 +19,7 @@ import torch
 
 from ludus.config.schema import Config
 from ludus.engines.models.loading import num_positions
-from ludus.sandbox.local.run_process import peak_memory
+from ludus.sandbox.guest.procfs import peak_memory
 from ludus.training.batches.rows import Row
 from ludus.training.distributed.collectives import Collectives, local, raise_together
 from ludus.training.distributed.launcher import DryRun

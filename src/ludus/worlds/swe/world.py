@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ludus.envs.base import World, room_of
+from ludus.envs.base import World
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
@@ -129,7 +129,7 @@ class SweWorld(World):
     @property
     def episodes_at_once(self) -> int | None:
         """The number of sessions that the sandbox has room for."""
-        return room_of(self.sandbox)
+        return self.sandbox.max_sessions
 
     async def close(self) -> None:
         """Close the sandbox."""

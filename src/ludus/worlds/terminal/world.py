@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ludus.envs.base import World, room_of
+from ludus.envs.base import World
 from ludus.envs.difficulty_report import shipped_report
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolLimits
@@ -137,7 +137,7 @@ class TerminalWorld(World):
     @property
     def episodes_at_once(self) -> int | None:
         """The sandbox's maximum number of sessions."""
-        return room_of(self.sandbox)
+        return self.sandbox.max_sessions
 
     async def close(self) -> None:
         """Close the sandbox."""

@@ -1,0 +1,208 @@
+"""Requests to a supervisor: one run, or a session of several calls."""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import time
+
+from ludus.sandbox.guest.files import CollectedFiles, clear_box, remove_files, resize_box, set_executable, write_files
+from ludus.sandbox.guest.procfs import list_processes, reaped_cpu_s
+from ludus.sandbox.guest.program import SHELL_LOOP, run_command, run_python, serve_python
+from ludus.sandbox.guest.supervisor import Supervisor
+from ludus.sandbox.guest.syscalls import ResourceLimits, Suppress, signal
+from ludus.sandbox.guest.wire import Connection, Disconnected, string_list
+
+_IDLE_S = 0.1
+
+
+def serve_request(connection: Connection, seccomp: bytes, in_container: bool = False) -> None:
+    """Serve one run or session; failures of the supervisor itself are reported to the host.
+
+    In a container the engine sets the size of the box and the process limit, since the kernel would count the user's
+    processes in all containers.
+    """
+    try:
+        header, blobs = connection.receive()
+        limits = ResourceLimits(header["limits"])
+        if in_container:
+            limits.processes = 0
+        else:
+            resize_box(limits)
+        supervisor = Supervisor(connection, seccomp, limits)
+        files = dict(zip(string_list(header["names"]), blobs[2:] if header["op"] == "run" else blobs, strict=True))
+        if header["op"] == "run":
+            _run(supervisor, string_list(header["argv"]), blobs[0], blobs[1], files)
+        else:
+            write_files(files, set())
+            connection.send({}, [])
+            _Session(supervisor, header["kind"]).serve()
+    except Disconnected:
+        return
+    except Exception as error:  # boundary: report to the host why there is no outcome
+        connection.send({"error": f"{type(error).__name__}: {error}"}, [])
+
+
+def _run(supervisor: Supervisor, argv: list[str], stdin: bytes, source: bytes, files: dict[str, bytes]) -> None:
+    """Run a program; the response carries stdout, stderr and files. Raises Disconnected.
+
+    Errors after the program's start are blamed on the program.
+    """
+    begin = time.monotonic()
+    write_files(files, set())
+    if argv:
+        supervisor.start(lambda: run_command(argv), stdin)
+    else:
+        supervisor.start(lambda: run_python(source.decode("utf-8", "surrogatepass")), stdin)
+    with _BlameProgram(supervisor.connection):
+        try:
+            event = supervisor.watch(0.0)
+        finally:
+            supervisor.kill_all()
+        stdout, stderr = supervisor.streams.drain()
+        header = _outcome(supervisor, event, begin, reaped_cpu_s())
+        if not argv and header["exit"] == 1 and b"MemoryError" in stderr[-200:]:
+            header["memory_exceeded"] = True
+        made = CollectedFiles(supervisor.limits, files)
+        header["truncated"] = supervisor.streams.omitted_bytes > 0 or made.cut or made.skipped > 0
+        supervisor.connection.send({**header, "names": list(made.files)}, [stdout, stderr, *made.files.values()])
+
+
+class _BlameProgram:
+    """Reports errors while a program runs as caused by the program; Disconnected passes through."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, Disconnected):
+            return False
+        self._connection.send({"broken": f"{type(error).__name__}: {error}"}, [])
+        return True
+
+
+def _outcome(supervisor: Supervisor, event: str, begin: float, cpu_s: float) -> dict[str, object]:
+    """Build the header of the response to a run or call."""
+    status, omitted = supervisor.wait_status, supervisor.streams.omitted_bytes
+    ended_by = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else None
+    return {
+        "exit": os.WEXITSTATUS(status) if status is not None and ended_by is None else None,
+        "signal": ended_by,
+        "timed_out": event == "time" or ended_by == signal.SIGXCPU,
+        "memory_exceeded": event == "memory",
+        "truncated": omitted > 0,
+        "omitted_bytes": omitted,
+        "cpu_s": round(max(0.0, cpu_s), 6),
+        "wall_s": round(time.monotonic() - begin, 6),
+        "peak_memory_bytes": supervisor.usage.peak,
+    }
+
+
+class _Session:
+    """An interpreter that is restarted if a call ended it."""
+
+    def __init__(self, supervisor: Supervisor, kind: object) -> None:
+        self.supervisor, self.kind = supervisor, kind
+        self.calls_fd = -1
+        self.cpu_before_s = 0.0
+        self.exceeded = ""
+
+    def serve(self) -> None:
+        """Serve the host until it disconnects. Raises Disconnected."""
+        connection = self.supervisor.connection
+        poll = select.poll()
+        poll.register(connection.sock.fileno(), select.POLLIN)
+        self._start()
+        while True:
+            if not poll.poll(_IDLE_S * 1000):
+                self._check_limits()
+                continue
+            header, blobs = connection.receive()
+            try:
+                if header["op"] == "call":
+                    with _BlameProgram(connection):
+                        self._call(blobs[0])
+                else:
+                    connection.send(*self._answer(header, blobs))
+            except OSError as error:
+                connection.send({"error": str(error)}, [])
+
+    def _answer(self, header: dict[str, object], blobs: list[bytes]) -> tuple[dict[str, object], list[bytes]]:
+        """Return the response to a request other than a call."""
+        limits = self.supervisor.limits
+        names = string_list(header.get("names", []))
+        if header["op"] == "restore":
+            clear_box(4 * limits.disk_files)
+            write_files(dict(zip(names, blobs, strict=True)), set(string_list(header["executable"])))
+        elif header["op"] == "change":
+            flags = header["executable"]
+            write_files(dict(zip(names, blobs, strict=True)), set())
+            set_executable(flags if isinstance(flags, dict) else {})
+            remove_files(string_list(header["remove"]))
+        elif header["op"] == "snapshot":
+            made = CollectedFiles(limits, {})
+            names, executable = list(made.files), sorted(made.executable)
+            return {"names": names, "executable": executable, "cut": made.cut, "skipped": made.skipped}, [
+                *made.files.values()
+            ]
+        elif header["op"] == "processes":
+            processes, cut = list_processes()
+            return {"processes": processes, "cut": cut}, []
+        else:
+            raise OSError(f"unknown operation {header['op']!r}")
+        return {}, []
+
+    def _start(self) -> None:
+        """Start the interpreter."""
+        (calls_fd, self.calls_fd), (done_fd, child_done_fd) = os.pipe(), os.pipe()
+        if self.kind == "python":
+            self.supervisor.start(serve_python, b"", (calls_fd, child_done_fd))
+        else:
+            argv = ["bash", "--norc", "--noprofile", "-c", SHELL_LOOP]
+            self.supervisor.start(lambda: run_command(argv), b"", (calls_fd, child_done_fd))
+        os.set_blocking(done_fd, False)
+        self.supervisor.done_fd = done_fd
+        self.supervisor.streams.poll.register(done_fd, select.POLLIN)
+
+    def _kill(self) -> None:
+        """Kill all processes; the next call starts a new interpreter."""
+        self.supervisor.kill_all()
+        os.close(self.calls_fd)
+        self.calls_fd = -1
+
+    def _check_limits(self) -> None:
+        """Check the limits of background processes between calls."""
+        if self.calls_fd >= 0:
+            exceeded = self.supervisor.exceeded(self.cpu_before_s)
+            if exceeded or self.supervisor.wait_status is not None:
+                self.exceeded = exceeded
+                self._kill()
+                self.supervisor.close()
+
+    def _call(self, source: bytes) -> None:
+        begin, supervisor = time.monotonic(), self.supervisor
+        if self.calls_fd < 0:
+            self._start()
+        supervisor.usage.peak = 0
+        with Suppress(BlockingIOError):  # drop what the interpreter reported between calls
+            while os.read(supervisor.done_fd, 4096):
+                pass
+        event, self.exceeded = self.exceeded or self._send(source), ""
+        if event != "done":
+            self._kill()
+        stdout, stderr = supervisor.streams.drain()
+        cpu_before_s, self.cpu_before_s = self.cpu_before_s, supervisor.cpu_s()
+        header = _outcome(supervisor, event, begin, self.cpu_before_s - cpu_before_s)
+        if event == "done":
+            header["exit"] = supervisor.call_status
+        else:
+            supervisor.close()
+        supervisor.connection.send({**header, "names": []}, [stdout, stderr])
+
+    def _send(self, source: bytes) -> str:
+        text = struct.pack(">I", len(source)) + source if self.kind == "python" else source + b"\0"
+        return self.supervisor.call(self.calls_fd, text, self.cpu_before_s)

@@ -1,0 +1,152 @@
+"""Process 1 of a sandbox: the zygote of the namespaces backend, or the supervisor of a container.
+
+The zygote forks a supervisor on each request of the host. A container has one supervisor, which reads its request from
+stdin and writes the response to stdout.
+"""
+
+from __future__ import annotations
+
+import _socket
+import ctypes
+import gc
+import os
+import select
+import struct
+import sys
+
+from ludus.sandbox.guest.commands import serve_request
+from ludus.sandbox.guest.syscalls import (
+    BIND,
+    NODEV,
+    NOEXEC,
+    NOSUID,
+    Suppress,
+    check_result,
+    ignore_sigint,
+    libc,
+    mount,
+    set_dumpable,
+    signal,
+    write_text,
+)
+from ludus.sandbox.guest.wire import Connection, Disconnected, string_list
+
+_NAMESPACES = 0x10000000 | 0x20000000 | 0x20000 | 0x08000000
+"""CLONE_NEWUSER, NEWPID, NEWNS, NEWIPC: new for each run. A zygote has one run at a time and no network."""
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_DROP_BOUNDING, _NO_NEW_PRIVILEGES = 24, 38
+_MNT_DETACH = 2
+_PRELOAD_DELAY_S = 0.05
+"""Delay of optimizations that would hold up a waiting first run."""
+
+
+def run_zygote(fd: int) -> None:
+    """Serve the host until it closes the control socket `fd`."""
+    control = _socket.socket(fileno=fd)
+    header, (seccomp,) = Connection(control).receive()
+    uid, gid = int(str(header["uid"])), int(str(header["gid"]))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    libc()
+    sys.path.extend(string_list(header["paths"]))
+    for step in ("setquit", "setcopyright", "sethelper"):
+        __import__("site").__dict__[step]()
+    _fork_supervisor(control, seccomp, uid, gid)
+    select.select([control], [], [], _PRELOAD_DELAY_S)
+    _preload(string_list(header["preload"]))
+    while control.recv(1):
+        _fork_supervisor(control, seccomp, uid, gid)
+
+
+def _preload(names: list[str]) -> None:
+    """Import modules in advance, so that forked programs share them."""
+    for name in names:
+        with Suppress(ImportError):
+            __import__(name)
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+
+
+def _fork_supervisor(control: _socket.socket, seccomp: bytes, uid: int, gid: int) -> None:
+    """Fork a supervisor into new namespaces and send its socket to the host."""
+    ours, theirs = _socket.socketpair()
+    pid = libc().syscall(_CLONE[os.uname().machine], ctypes.c_ulong(_NAMESPACES | signal.SIGCHLD), 0, 0, 0, 0)
+    if pid == 0:
+        control.close()
+        theirs.close()
+        _run_supervisor(Connection(ours), seccomp, uid, gid)
+        os._exit(0)
+    if pid == -1:
+        Connection(ours).send({"error": f"clone: {os.strerror(ctypes.get_errno())}"}, [])
+    control.sendmsg([b"g"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("=i", theirs.fileno()))])
+    theirs.close()
+    ours.close()
+
+
+def _run_supervisor(connection: Connection, seccomp: bytes, uid: int, gid: int) -> None:
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        ignore_sigint()
+        _set_up_namespaces(uid, gid)
+        connection.send({"ready": True}, [])
+        serve_request(connection, seccomp)
+    except BaseException as error:  # boundary: a fork must never continue as its parent
+        with Suppress(Disconnected):
+            connection.send({"error": f"{type(error).__name__}: {error}"}, [])
+
+
+def _set_up_namespaces(uid: int, gid: int) -> None:
+    """Map the user, mount /proc and one small writable file system, and give up privileges."""
+    write_text("/proc/self/setgroups", "deny")
+    write_text("/proc/self/uid_map", f"{uid} {uid} 1")
+    write_text("/proc/self/gid_map", f"{gid} {gid} 1")
+    mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "hidepid=2")
+    mount("tmpfs", "/store", "tmpfs", NOSUID | NODEV, "size=1m,nr_inodes=64,mode=700")
+    for name, place in (("box", "/box"), ("tmp", "/tmp"), ("shm", "/dev/shm")):
+        os.mkdir(f"/store/{name}", 0o700)
+        mount(f"/store/{name}", place, None, BIND)
+    check_result(libc().umount2(b"/store", _MNT_DETACH), "umount /store")
+    set_dumpable(0)
+    check_result(libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
+    for capability in range(64):
+        if libc().prctl(_DROP_BOUNDING, capability, 0, 0, 0) == -1:
+            break
+
+
+class _Pipes:
+    """Two descriptors used as a socket."""
+
+    def __init__(self, source: int, sink: int) -> None:
+        self._source, self._sink = source, sink
+
+    def fileno(self) -> int:
+        return self._source
+
+    def recv(self, count: int) -> bytes:
+        return os.read(self._source, count)
+
+    def sendall(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._sink, view) :]
+
+
+def run_container(fd: int) -> None:
+    """Serve one run or one session; `fd` is stdin. The engine has set the size of the box."""
+    source, sink = os.dup(fd), os.dup(1)
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, fd)
+    os.dup2(null, 1)
+    sys.path[:] = [place for place in sys.path if place]  # the box is the working folder
+    connection = Connection(_Pipes(source, sink))
+    ignore_sigint()
+    try:
+        set_dumpable(0)
+        _, (seccomp,) = connection.receive()
+        connection.send({"ready": True}, [])
+    except Disconnected:
+        return
+    except Exception as error:  # boundary: report to the host why there is no supervisor
+        connection.send({"error": f"{type(error).__name__}: {error}"}, [])
+        return
+    serve_request(connection, seccomp, in_container=True)

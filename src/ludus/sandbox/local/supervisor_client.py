@@ -1,0 +1,315 @@
+"""Requests to a supervisor: one run, or a session with a persistent interpreter.
+
+One request at a time. A supervisor that does not respond within a grace period after the request's limits is killed
+with its host. Responses are untrusted: their format and size are checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Protocol, TypeVar
+
+from pydantic import TypeAdapter
+
+from ludus.errors import UserError, WorldError
+from ludus.sandbox.base import (
+    FileChange,
+    Limits,
+    Outcome,
+    Process,
+    RunRequest,
+    SandboxSession,
+    SessionKind,
+    Snapshot,
+    validate_files,
+)
+from ludus.sandbox.guest.files import MAX_PATH_CHARS
+from ludus.sandbox.guest.wire import frame_sizes, pack_request, string_list, unpack_frame
+
+GRACE_S = 8.0
+CHUNK = 1 << 16
+_HEADER_BYTES = 1 << 20
+"""Maximum size of a response's header without names of files."""
+_ESCAPED_BYTES = 12
+"""Maximum length of a JSON-escaped character."""
+
+_OUTCOME, _SNAPSHOT, _PROCESSES = TypeAdapter(Outcome), TypeAdapter(Snapshot), TypeAdapter(tuple[Process, ...])
+Response = tuple[dict[str, object], list[bytes]]
+
+
+class SupervisorLostError(WorldError):
+    """A supervisor ended without a response."""
+
+
+@dataclass
+class SupervisorSocket:
+    """The host's end of the connection to a supervisor."""
+
+    sock: socket.socket
+    _received: bytearray = field(default_factory=bytearray)
+
+    async def send(self, header: Mapping[str, object], blobs: list[bytes]) -> None:
+        """Send a frame. Raises WorldError if the supervisor is lost."""
+        try:
+            await asyncio.get_running_loop().sock_sendall(self.sock, pack_request(dict(header), blobs))
+        except OSError as error:
+            raise SupervisorLostError(f"The sandbox connection was lost: {error}.") from error
+
+    async def receive(self, max_body: int, max_header: int = _HEADER_BYTES) -> Response:
+        """Receive a frame with at most `max_body` bytes of blobs and `max_header` of header. Raises WorldError."""
+        header_size, body_size = frame_sizes(await self._receive_exactly(8))
+        if header_size > max_header or body_size > max_body:
+            raise WorldError(
+                f"The sandbox sent a frame of {header_size} + {body_size} bytes, more than its limits allow."
+            )
+        try:
+            text, body = await self._receive_exactly(header_size), await self._receive_exactly(body_size)
+            header, blobs = unpack_frame(json.loads(text), body)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise WorldError("The sandbox sent an invalid frame.") from error
+        if "error" in header:
+            raise WorldError(f"The sandbox failed: {header['error']}.")
+        return header, blobs
+
+    def close(self) -> None:
+        """Close the socket; the supervisor then kills its programs and exits."""
+        self.sock.close()
+
+    async def _receive_exactly(self, count: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        while len(self._received) < count:
+            try:
+                part = await loop.sock_recv(self.sock, CHUNK)
+            except OSError as error:
+                raise SupervisorLostError(f"The sandbox connection was lost: {error}.") from error
+            if not part:
+                raise SupervisorLostError(
+                    "The sandbox connection was lost: it was killed, or the machine is out of memory."
+                )
+            self._received += part
+        data = bytes(self._received[:count])
+        del self._received[:count]
+        return data
+
+
+class SupervisorHost(Protocol):
+    """Starts supervisors, one at a time: a zygote, or a series of containers."""
+
+    async def start_supervisor(self) -> SupervisorSocket:
+        """Return a new supervisor, isolated from earlier ones, for one request. Raises WorldError."""
+        ...
+
+    def prefork(self) -> None:
+        """Start the next supervisor in advance, if supported."""
+        ...
+
+    async def survives(self) -> bool:
+        """Return whether the host still works after a supervisor was lost: then the program broke it."""
+        ...
+
+    async def kill(self) -> None:
+        """Kill all processes inside and wait for them. Idempotent."""
+        ...
+
+
+async def run_request(host: SupervisorHost, request: RunRequest) -> Outcome:
+    """Run once from a clean state. Raises WorldError; the host is then unusable.
+
+    A supervisor that does not respond in time is blamed on the program: it timed out, and the host is killed. So is a
+    lost supervisor of a surviving host: programs can reach their supervisor, but not its host.
+    """
+    sock = await host.start_supervisor()
+    limits, begin = request.limits, time.monotonic()
+    try:
+        async with asyncio.timeout(limits.wall_s + GRACE_S):
+            header = {"op": "run", "argv": list(request.argv), **_start_header(limits, request.files)}
+            await sock.send(header, [request.stdin, request.source_bytes, *request.files.values()])
+            response = await sock.receive(_max_body(limits), _max_header(limits))
+    except TimeoutError:
+        await host.kill()
+        return Outcome(timed_out=True, wall_s=time.monotonic() - begin)
+    except SupervisorLostError as error:
+        if not await host.survives():
+            raise
+        await host.kill()
+        return _broken_outcome(error.message)
+    finally:
+        sock.close()
+    host.prefork()
+    return _parse_outcome(*response)
+
+
+class _NoResponseError(WorldError):
+    """The supervisor did not respond in time, and its host was killed."""
+
+
+class _BrokenError(WorldError):
+    """The supervisor of a surviving host was lost, and the host was then killed."""
+
+
+Host = TypeVar("Host", bound=SupervisorHost)
+
+
+@dataclass(eq=False)
+class SupervisedSession(SandboxSession):
+    """A session of a supervisor. A failure of the supervisor ends the session and its host."""
+
+    host: SupervisorHost
+    sock: SupervisorSocket
+    kind: SessionKind
+    limits: Limits
+    _kill: Callable[[], Awaitable[None]]
+    _closed: bool = False
+
+    @classmethod
+    async def start(
+        cls,
+        host: Host,
+        kind: SessionKind,
+        files: Mapping[str, bytes],
+        limits: Limits,
+        kill: Callable[[Host], Awaitable[None]],
+    ) -> SupervisedSession:
+        """Start a session in `host`, which is killed by `kill`, also if the start fails. Raises WorldError."""
+        try:
+            session = cls(host, await host.start_supervisor(), kind, limits, lambda: kill(host))
+            await session._start(files)
+        except BaseException:
+            await asyncio.shield(kill(host))
+            raise
+        return session
+
+    async def run(self, code: str) -> Outcome:
+        """Run a call; see `SandboxSession`.
+
+        A supervisor that does not respond in time is blamed on the program: the call timed out and the session is
+        closed. So is a lost supervisor of a surviving host.
+        """
+        if self.kind == "shell" and "\0" in code:
+            raise UserError("A shell command cannot contain NUL characters.")
+        deadline_s = self.limits.wall_s + GRACE_S
+        try:
+            header, blobs = await self._request({"op": "call"}, [code.encode("utf-8", "surrogatepass")], deadline_s)
+        except _NoResponseError:
+            return Outcome(timed_out=True, wall_s=deadline_s)
+        except _BrokenError as error:
+            return _broken_outcome(error.message)
+        if "broken" in header:
+            await self.close()
+        return _parse_outcome(header, blobs)
+
+    async def change(self, change: FileChange) -> None:
+        validate_files(dict.fromkeys([*change.executable, *change.remove], b""))
+        header = {"op": "change", "names": list(validate_files(change.write)), "remove": sorted(change.remove)}
+        await self._request({**header, "executable": dict(change.executable)}, [*change.write.values()])
+
+    async def snapshot(self) -> Snapshot:
+        header, blobs = await self._request({"op": "snapshot"}, [])
+        if header.get("cut"):
+            raise WorldError(
+                "The session's files exceed its limits, or changed during the snapshot.",
+                "Increase the limits files_out and files_out_bytes.",
+            )
+        try:
+            return _SNAPSHOT.validate_python(
+                {**header, "files": dict(zip(string_list(header["names"]), blobs, strict=True))}
+            )
+        except (ValueError, KeyError) as error:
+            raise WorldError("The sandbox sent an invalid snapshot.") from error
+
+    async def processes(self) -> tuple[Process, ...]:
+        header, _ = await self._request({"op": "processes"}, [])
+        if header.get("cut"):
+            raise WorldError("The arguments and variables of the session's processes exceed 128 KiB.")
+        try:
+            return _PROCESSES.validate_python(header.get("processes"))
+        except ValueError as error:
+            raise WorldError("The sandbox sent an invalid process list.") from error
+
+    async def restore(self, snapshot: Snapshot) -> None:
+        header = {"op": "restore", "names": list(validate_files(snapshot.files))}
+        await self._request({**header, "executable": sorted(snapshot.executable)}, [*snapshot.files.values()])
+
+    async def reset(self) -> None:
+        self._check_open()
+        self.sock.close()
+        self.host.prefork()
+        self.sock = await self.host.start_supervisor()
+        await self._start({})
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.sock.close()
+            await self._kill()
+
+    async def _start(self, files: Mapping[str, bytes]) -> None:
+        header = {"op": "session", "kind": self.kind, **_start_header(self.limits, files)}
+        await self._request(header, [*files.values()])
+
+    async def _request(
+        self, header: Mapping[str, object], blobs: list[bytes], deadline_s: float = 4 * GRACE_S
+    ) -> Response:
+        """Send a request and return the response. Raises WorldError; without a response the session is closed."""
+        self._check_open()
+        answered = False
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self.sock.send(header, blobs)
+                response = await self.sock.receive(_max_body(self.limits), _max_header(self.limits))
+                answered = True
+        except TimeoutError as error:
+            raise _NoResponseError("The supervisor of a session did not respond; the session was closed.") from error
+        except SupervisorLostError as error:
+            if await self.host.survives():
+                raise _BrokenError(error.message) from error
+            raise
+        except WorldError as error:
+            answered = error.message.startswith("The sandbox failed")
+            raise
+        finally:
+            if not answered:
+                await asyncio.shield(self.close())
+        return response
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise WorldError("The session is closed.", "Open a new one.")
+
+
+def _start_header(limits: Limits, files: Mapping[str, bytes]) -> dict[str, object]:
+    """Return the part of a header common to runs and sessions."""
+    return {"limits": asdict(limits), "names": list(files)}
+
+
+def _max_body(limits: Limits) -> int:
+    """Return the maximum size of a response's blobs."""
+    return 2 * limits.output_bytes + limits.files_out_bytes
+
+
+def _max_header(limits: Limits) -> int:
+    """Return the maximum size of a response's header, which lists each file and each executable file."""
+    return _HEADER_BYTES + 2 * _ESCAPED_BYTES * MAX_PATH_CHARS * limits.files_out
+
+
+def _broken_outcome(reason: str) -> Outcome:
+    """Return the outcome of a program that broke its supervisor: failed, with unknown output."""
+    return Outcome(stderr=f"[{reason}]".encode(errors="replace"), signal=signal.SIGKILL, truncated=True)
+
+
+def _parse_outcome(header: dict[str, object], blobs: list[bytes]) -> Outcome:
+    """Convert a response to an outcome. Raises WorldError if malformed."""
+    if "broken" in header:
+        return _broken_outcome(f"The supervisor failed: {header['broken']}.")
+    try:
+        stdout, stderr, *contents = blobs
+        files = dict(zip(string_list(header["names"]), contents, strict=True))
+        return _OUTCOME.validate_python({**header, "stdout": stdout, "stderr": stderr, "files": files})
+    except (ValueError, KeyError) as error:
+        raise WorldError("The sandbox sent an invalid outcome.") from error
