@@ -689,7 +689,7 @@ def test_widths_that_the_kernel_does_not_have_go_to_torch():
 def test_the_tree_finds_the_longest_prefix_and_frees_what_nobody_holds():
     tree = RadixCache(8)
     history = tuple(range(40))
-    path = tree.hold(tree.match(history))
+    path = tree.acquire(tree.match(history))
     assert path == []
     for at in range(0, 40, PAGE):
         tree.take(path, history[at : at + PAGE], listed=True)

@@ -162,14 +162,14 @@ class _FromOutside:
     rolling: RollingUpdates
     background: EventLoopThread
 
-    async def offer(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
-        await self.background.do(self.group.offer(check, state))
+    async def push_weights(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
+        await self.background.do(self.group.push_weights(check, state))
 
     async def served(self, beyond: int) -> int:
         return await self.background.do(self.rolling.served(beyond))
 
-    async def catch_up(self) -> None:
-        await self.background.do(self.rolling.catch_up())
+    async def wait_until_current(self) -> None:
+        await self.background.do(self.rolling.wait_until_current())
 
 
 @dataclass

@@ -199,13 +199,13 @@ class WorkerGroup:
         self.rolling = await self.server.roll(lag, self._lives)
         return self.rolling
 
-    async def offer(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
+    async def push_weights(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
         """Publish weights that each engine loads once it has drained."""
         assert self.rolling is not None
         async with self._lock:
             self._version = check.version
             await self._tell_all()
-            await self.rolling.offer(check, state)
+            await self.rolling.push_weights(check, state)
 
     async def _lives(self, url: str) -> bool:
         """Return whether the engine at an address is alive, after a failure."""

@@ -224,7 +224,7 @@ class WeightCheck:
 class RollingUpdate(Protocol):
     """A set of engines updated one at a time."""
 
-    async def offer(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
+    async def push_weights(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
         """Store weights for each engine to load and verify once its episodes have ended.
 
         The tensors may be modified after this returns.
@@ -238,7 +238,7 @@ class RollingUpdate(Protocol):
         """
         ...
 
-    async def catch_up(self) -> None:
+    async def wait_until_current(self) -> None:
         """Wait until new episodes use the newest version. Raises as `served`."""
         ...
 

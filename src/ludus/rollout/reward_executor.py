@@ -214,7 +214,7 @@ class _Line:
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def ask(self, said: bytes, wait_s: float) -> object:
+    async def request(self, said: bytes, wait_s: float) -> object:
         """Send a request and return the reply.
 
         Raises _Lost if the process exits during this request or does not reply within `wait_s`, and _Gone if it exited,
@@ -382,7 +382,7 @@ class ProcessRewardExecutor:
     async def _answer(self, line: _Line, task: Task, asked: bytes) -> ScoredEpisode | RewardFailed | UnreadableRequest:
         timeout_s = self.place.rollout.reward_timeout_s
         try:
-            reply = await line.ask(asked, timeout_s + _SPARE_S)
+            reply = await line.request(asked, timeout_s + _SPARE_S)
         except _Lost as lost:
             if str(lost) or isinstance(lost.__cause__, TimeoutError):
                 raise _late(task, timeout_s, str(lost)) from TimeoutError()
@@ -397,7 +397,7 @@ class ProcessRewardExecutor:
         with theirs:
             _forks(os.getpid()).send(self.place, theirs.fileno())
         try:
-            reply = await line.ask(pickle.dumps(self.place), START_S)
+            reply = await line.request(pickle.dumps(self.place), START_S)
         except (_Lost, _Gone) as lost:
             raise RewardFault("The reward process does not start.", "Is memory short?") from lost
         if isinstance(reply, RewardsReady) and reply.parts == parts_of(world):

@@ -107,7 +107,7 @@ class RadixCache:
             found.owned = whole and source.refs == 0
         return found
 
-    def hold(self, match: CacheMatch) -> list[RadixNode]:
+    def acquire(self, match: CacheMatch) -> list[RadixNode]:
         """Hold the pages of a match and return the path so far. The caller copies `source`."""
         path = [*match.nodes, match.source] if match.owned and match.source is not None else match.nodes
         for node in path:

@@ -304,7 +304,7 @@ class BatchScheduler:
             if match.wait:
                 stay.append(sequence)
                 continue
-            path = self._tree.hold(match)
+            path = self._tree.acquire(match)
             if not self._reserve(sequence, sequence.num_pages - len(path)):
                 self._tree.release(path)
                 stay.append(sequence)

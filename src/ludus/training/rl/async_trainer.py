@@ -172,7 +172,7 @@ class AsyncTrainer:
         with clock.phase("sync"):
             now = await self._publish(step)
             if step % loop.session.config.evaluation.every == 0:
-                await (self._wait_for_transfer() if self.rolling is None else self.rolling.catch_up())
+                await (self._wait_for_transfer() if self.rolling is None else self.rolling.wait_until_current())
         learned |= self._proof_metrics(now)
         self.replay.add(samples)
         learned |= self._staleness_metrics(step, samples) | self.replay.metrics(samples)
@@ -224,7 +224,7 @@ class AsyncTrainer:
         """Send the weights, or start sending them; return the checks that have completed."""
         sync, config = self.loop.sync, self.loop.session.config
         if self.rolling is not None and step < config.training.steps:
-            await sync.offer(step, self.rolling, self.thread, self.proofs.append)
+            await sync.push_weights(step, self.rolling, self.thread, self.proofs.append)
             self.stream.published(step, everywhere=False)
             return ()
         if step == config.training.steps or not (

@@ -175,7 +175,7 @@ class WeightSync:
         except EngineError as error:
             raise SyncError(f"The engine rejected weights {version}: {error}") from error
 
-    async def offer(
+    async def push_weights(
         self, version: int, engines: RollingUpdate, work: ComputeDispatch, on_proof: Callable[[SyncProof], None]
     ) -> None:
         """Publish the weights as `version` for rolling updates; `on_proof` receives each engine's check.
@@ -190,7 +190,9 @@ class WeightSync:
 
         try:
             async with asyncio.timeout(self.deadline_s):
-                await engines.offer(WeightCheck(version, self.probe, check, self.deadline_s), self._trainable(weights))
+                await engines.push_weights(
+                    WeightCheck(version, self.probe, check, self.deadline_s), self._trainable(weights)
+                )
         except TimeoutError as error:
             raise SyncError(f"Storing weights {version} took longer than {self.deadline_s:g} s.") from error
 
