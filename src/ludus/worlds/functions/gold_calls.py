@@ -76,7 +76,7 @@ class Truth(ExpectedCalls):
     shape: str = ""
     form: str = ""
 
-    def is_said(self, answer: str) -> bool:
+    def accepts_text(self, answer: str) -> bool:
         """Whether an answer says what is right where no call is: asks, answers, or refuses.
 
         Where nothing is known of the functions but their descriptions, any words will do that claim no call.
@@ -149,7 +149,7 @@ def solved(task: Task, trajectory: Trajectory) -> float:
         return float(calls_agree(truth.gold, made_well(trajectory)))
     if truth.right == "any_call":
         return float(bool(made_well(trajectory)))
-    return float(not trajectory.outcomes and truth.is_said(trajectory.answer))
+    return float(not trajectory.outcomes and truth.accepts_text(trajectory.answer))
 
 
 def part_made(task: Task, trajectory: Trajectory) -> float:
