@@ -184,8 +184,7 @@ class TemplateRenderer:
         return Action(parsed.message, parsed.calls, parsed.errors, finish_reason)
 
     def observation(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return what the template puts after an assistant turn: its tail, the messages, the generation
-        prompt."""
+        """Return the tokens after an assistant turn: its tail, the messages, the generation prompt."""
         opening: list[Message] = [Message(role="user", content="q")]
         marked = Message(role="assistant", content=_MARK)
         delta = self._after_turn(self.text([*opening, marked, *messages], (), generate=True))
@@ -244,8 +243,7 @@ class TemplateRenderer:
             return False
 
     def _find_end(self) -> tuple[str, int]:
-        """Return text and id of the token that ends an assistant turn: the first special one
-        after its text."""
+        """Return text and id of the token that ends an assistant turn: the first special one after its text."""
         text = self._apply([*_ASK, {**_SAY, "content": _MARK}], generate=False)
         ids = self._encode(_after_mark(text))
         if not ids:

@@ -199,9 +199,7 @@ def search_r1() -> tuple[Reward, ...]:
 
 
 def retool() -> tuple[Reward, ...]:
-    """Return ReTool's parts: accuracy in {-1, 1} (arXiv:2504.11536), and verl's 0.1 per call of a wrong answer, at
-    most 0.4.
-    """
+    """Return ReTool's parts: accuracy in {-1, 1} (arXiv:2504.11536), and verl's bonus for calls of a wrong answer."""
     return (
         Reward("accuracy", accuracy, weight=1.0, outcome=True, low=-1.0),
         Reward("calls_of_the_wrong", calls_of_the_wrong, weight=0.4),

@@ -105,9 +105,7 @@ def r1() -> tuple[Reward, ...]:
 
 
 def composite() -> tuple[Reward, ...]:
-    """Return the parts of `outcome + 0.2 format + 0.1 tools - 0.05 turns above the target` (at most three turns
-    count).
-    """
+    """Return the parts of `outcome + 0.2 format + 0.1 tools - 0.05 turns above the target` (at most three)."""
     turns = extra_turns(TARGET_TURNS, MAX_TURNS)
     return (
         Reward("format_score", format_score, weight=0.2),

@@ -173,8 +173,7 @@ class RaggedForward:
         table: NDArray[np.int32],
         tokens: tuple[NDArray[np.int32], NDArray[np.int32]],
     ) -> TorchPass:
-        """Describe the pass for torch attention. `ends` are the chunks' ends, `tokens` the slots and
-        positions."""
+        """Create the pass for torch attention: `ends` of the chunks, slots and positions of the `tokens`."""
         spans = tuple(
             QuerySpan(end - len(chunk.ids), end, chunk.start + len(chunk.ids), table[chunk.slot])
             for chunk, end in zip(chunks, ends, strict=True)

@@ -33,8 +33,7 @@ _SAFE = "Unpickling them could run code. Save them as safetensors."
 
 
 def resolve_device(device: DeviceName) -> torch.device:
-    """Return the torch device; `auto` is the GPU if there is one. Raises `UserError` for `cuda` without a
-    GPU."""
+    """Return the torch device; `auto` is the GPU if there is one. Raises `UserError` for a missing GPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():

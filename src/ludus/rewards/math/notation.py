@@ -217,9 +217,7 @@ _BEHIND_ITEM = frozenset(("", "∪", "∩", "∖", ",", ";", "or", "and", "U", "
 
 
 def _interval_sign(tokens: list[Token], place: int) -> Token:
-    """Return the token at an offset; an outward bracket as in `]0, 1[` becomes round, and the letter U between two
-    brackets a union.
-    """
+    """Return a token; an outward bracket as in `]0, 1[` becomes round, and a U between two brackets a union."""
     token = tokens[place]
     if token.text not in ("]", "[", "U"):
         return token
