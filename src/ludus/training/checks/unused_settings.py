@@ -10,7 +10,7 @@ from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.config.sections.section import Section, changed
-from ludus.rewards.registry import judges_more
+from ludus.rewards.registry import has_extra_rewards
 
 _OF_ENGINES: Final = ("engines", "engine_cpus", "engine_gpus", "engine_resources")
 _OF_REWARD_WORKERS: Final = (
@@ -82,7 +82,7 @@ def _of_scoring(config: Config) -> dict[str, str]:
     Experts and the extra reward parts are still scored in processes.
     """
     own, experts = config.cluster, resolve(config.algorithm).loss_spec.has(Need.DEMONSTRATIONS)
-    if own.kind == "none" or not own.reward_workers or experts or judges_more(config.rewards):
+    if own.kind == "none" or not own.reward_workers or experts or has_extra_rewards(config.rewards):
         return {}
     why = "the episodes of training are scored by cluster.reward_workers, within cluster.scoring_timeout_s"
     return dict.fromkeys(_OF_SCORING, why)
