@@ -136,17 +136,17 @@ def _reason(renderer: TemplateRenderer, probe: ProbeDialogue, segment: Segment, 
     at = _assistant_at(probe.messages)[segment.turn]
     message = probe.messages[at]
     alone = renderer.text(probe.messages[: at + 1], probe.tools, generate=False)
-    if _lost(message.get("reasoning_content", ""), alone, whole):
+    if _is_dropped(message.get("reasoning_content", ""), alone, whole):
         return "the template drops the thinking of earlier turns"
     names = [call["function"]["name"] for call in message.get("tool_calls", [])]
     if names and alone.count(names[0]) > whole.count(names[0]):
         return "the template drops the tool calls of earlier turns"
-    if _lost(message["content"], alone, whole):
+    if _is_dropped(message["content"], alone, whole):
         return "the template drops the text of earlier turns"
     return "the template writes this turn otherwise once later messages follow"
 
 
-def _lost(part: str, alone: str, whole: str) -> bool:
+def _is_dropped(part: str, alone: str, whole: str) -> bool:
     return bool(part) and part in alone and part not in whole
 
 
@@ -164,16 +164,16 @@ def _check_actions(
         elif segment.tokens.count(end) > 1:
             what = "the end-of-turn token stands inside the turn"
             yield ConformanceFailure(probe.name, segment.turn, what)
-        if unread := _unread(renderer, message, segment):
+        if unread := _find_unparsed(renderer, message, segment):
             yield ConformanceFailure(probe.name, segment.turn, *unread)
 
 
-def _unread(renderer: TemplateRenderer, message: Message, segment: Segment) -> tuple[str, str, str] | None:
+def _find_unparsed(renderer: TemplateRenderer, message: Message, segment: Segment) -> tuple[str, str, str] | None:
     """Return the first part of a message that does not parse back, with both versions; or None."""
     text = decode_exactly(renderer.tokenizer, segment.tokens)
     read = renderer.parse(segment.tokens, segment.turn, "stop").message
     thought, content = message.get("reasoning_content", ""), message["content"].strip()
-    calls, read_calls = _called(message), _called(read)
+    calls, read_calls = _normalise_calls(message), _normalise_calls(read)
     if thought != read.get("reasoning_content", ""):
         what = _fault("thinking", left_out=thought not in text)
         return what, thought[:_EXCERPT], read.get("reasoning_content", "")[:_EXCERPT]
@@ -193,7 +193,7 @@ def _fault(part: str, *, left_out: bool) -> str:
     return f"the parser does not read the {part} of this turn back"
 
 
-def _called(message: Message) -> list[tuple[str, str]]:
+def _normalise_calls(message: Message) -> list[tuple[str, str]]:
     """Return names and arguments of the calls, the latter as normalized JSON in their order."""
     functions = [call["function"] for call in message.get("tool_calls", [])]
     return [(f["name"], json.dumps(json.loads(f["arguments"]), ensure_ascii=False)) for f in functions]

@@ -85,10 +85,10 @@ def _call_of(item: ast.expr) -> tuple[str, dict[str, JSON]]:
         if keyword.arg in arguments:
             raise Malformed(f"The argument {keyword.arg} is given twice. Give it once.")
         arguments[keyword.arg] = _literal(keyword.value, MAX_DEPTH)
-    return _dotted(item.func), check_plain(arguments)
+    return _dotted_name(item.func), check_plain(arguments)
 
 
-def _dotted(func: ast.expr) -> str:
+def _dotted_name(func: ast.expr) -> str:
     parts: list[str] = []
     while isinstance(func, ast.Attribute):
         parts.append(func.attr)

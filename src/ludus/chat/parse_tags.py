@@ -85,7 +85,7 @@ def _fill(draft: ParsedDraft, rest: str, whole: str, protocol: TagProtocol) -> N
     advice = f"My action is not correct. {protocol.advice} {_TO_ANSWER}"
     pairs = [pair for tag in (protocol.call, ANSWER) if (pair := _first_pair(rest, tag))]
     if not pairs:
-        unclosed = _unclosed(whole, rest, protocol)
+        unclosed = _find_unclosed(whole, rest, protocol)
         draft.add_error(whole, f"The tag {unclosed} is not closed. {advice}" if unclosed else advice, content=rest)
         return
     start, end, tag = min(pairs)
@@ -119,7 +119,7 @@ def _first_pair(text: str, tag: str) -> tuple[int, int, str] | None:
     return (start, close + len(f"</{tag}>"), tag) if close >= 0 else None
 
 
-def _unclosed(whole: str, rest: str, protocol: TagProtocol) -> str:
+def _find_unclosed(whole: str, rest: str, protocol: TagProtocol) -> str:
     if whole.startswith(THINK_OPEN) and THINK_CLOSE not in whole:
         return THINK_OPEN
     return next((tag for tag in (f"<{protocol.call}>", f"<{ANSWER}>") if tag in rest), "")

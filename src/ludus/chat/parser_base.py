@@ -56,14 +56,14 @@ class ParsedDraft:
         if reasoning is not None:
             message["reasoning_content"] = reasoning
         if self.calls:
-            message["tool_calls"] = [_in_openai_shape(call) for call in self.calls]
+            message["tool_calls"] = [_to_openai(call) for call in self.calls]
         return Action(message, tuple(self.calls), tuple(self.errors))
 
     def _next_id(self) -> str:
         return f"call_{self.turn}_{len(self.calls) + len(self.errors)}"
 
 
-def _in_openai_shape(call: ToolCall) -> MessageToolCall:
+def _to_openai(call: ToolCall) -> MessageToolCall:
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 

@@ -184,11 +184,10 @@ class TemplateRenderer:
         return Action(parsed.message, parsed.calls, parsed.errors, finish_reason)
 
     def observation(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return what the template puts after an assistant turn: its tail, the messages, the generation
-        prompt."""
+        """Return the tokens after an assistant turn: its tail, the messages, the generation prompt."""
         opening: list[Message] = [Message(role="user", content="q")]
         marked = Message(role="assistant", content=_MARK)
-        delta = self._after_turn(self.text([*opening, marked, *messages], (), generate=True))
+        delta = self._cut_after_turn(self.text([*opening, marked, *messages], (), generate=True))
         return self._encode_after(self._end[0], delta) if self._in_context else self._encode(delta)
 
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
@@ -203,7 +202,7 @@ class TemplateRenderer:
                 "Choose another template, or train without demonstrations.",
             )
         added = whole[len(before) :]
-        self._check_unended(message)
+        self._check_no_end_token(message)
         end = added.find(self._end[0])
         added = added[: end + len(self._end[0])] if end >= 0 else added
         return self._encode_after(before, added) if self._in_context else self._encode(added)
@@ -244,10 +243,9 @@ class TemplateRenderer:
             return False
 
     def _find_end(self) -> tuple[str, int]:
-        """Return text and id of the token that ends an assistant turn: the first special one
-        after its text."""
+        """Return text and id of the token that ends an assistant turn: the first special one after its text."""
         text = self._apply([*_ASK, {**_SAY, "content": _MARK}], generate=False)
-        ids = self._encode(_after_mark(text))
+        ids = self._encode(_cut_after_mark(text))
         if not ids:
             raise UserError(
                 "The chat template puts nothing after an assistant message, so turns have no end.",
@@ -257,8 +255,8 @@ class TemplateRenderer:
         end = next((i for i in ids if i in special), ids[0])
         return decode_exactly(self.tokenizer, [end]), end
 
-    def _after_turn(self, text: str) -> str:
-        _, end, after = _after_mark(text).partition(self._end[0])
+    def _cut_after_turn(self, text: str) -> str:
+        _, end, after = _cut_after_mark(text).partition(self._end[0])
         if not end:
             raise UserError(
                 f"The chat template does not write {self._end[0]!r} after an assistant turn that is "
@@ -267,7 +265,7 @@ class TemplateRenderer:
             )
         return after
 
-    def _check_unended(self, message: Message) -> None:
+    def _check_no_end_token(self, message: Message) -> None:
         calls = json.dumps(message.get("tool_calls", []), ensure_ascii=False)
         parts = (message["content"], message.get("reasoning_content", ""), calls)
         if self._end[0].strip() and any(self._end[0] in part for part in parts):
@@ -285,7 +283,7 @@ class TemplateRenderer:
         return both[len(head) :] if both[: len(head)] == head else self._encode(text)
 
 
-def _after_mark(text: str) -> str:
+def _cut_after_mark(text: str) -> str:
     _, mark, after = text.partition(_MARK)
     if not mark:
         raise UserError(

@@ -168,13 +168,13 @@ def short_answers(text: str) -> tuple[str, ...]:
     ends = [*(mark.start() for mark in marks[1:]), len(text)][: len(marks)]
     texts = [text[mark.end() : end] for mark, end in zip(marks, ends, strict=True)]
     early = [re.split(r"[.!?;\n]\s", f"{one.strip()} ")[0] for one in texts[:-1]]
-    plain = filter(None, map(_before_frame, (*early, *texts[-1:])))
+    plain = filter(None, map(_cut_at_frame, (*early, *texts[-1:])))
     found = (*_outer(text, tags), *_outer(text, held), *plain) or (text,)
     stripped = tuple(_bare(_TEXT.sub(r"\1", _bare(one).strip("$")).strip()) for one in found)
     return stripped if all(stripped) else ()
 
 
-def _before_frame(text: str) -> str:
+def _cut_at_frame(text: str) -> str:
     """Return the text before the first box or tag, or the whole text."""
     opening = _BOX.search(text)
     start = opening.start() if opening else next((tag.start for tag in _tags(text)), None)

@@ -184,7 +184,7 @@ def fits(value: JSON, schema: Mapping[str, JSON]) -> bool:
     from jsonschema.validators import extend
 
     judge = extend(Draft202012Validator, {"multipleOf": _multiple_of})
-    return bool(judge(_with_patterns(schema), registry=referencing.Registry()).is_valid(value))
+    return bool(judge(_convert_patterns(schema), registry=referencing.Registry()).is_valid(value))
 
 
 def _multiple_of(judge: object, step: float, value: JSON, schema: object) -> Iterator[Exception]:
@@ -198,7 +198,7 @@ def _multiple_of(judge: object, step: float, value: JSON, schema: object) -> Ite
             yield ValidationError(f"it is not a multiple of {step}")
 
 
-def _with_patterns(schema: Mapping[str, JSON]) -> Mapping[str, JSON]:
+def _convert_patterns(schema: Mapping[str, JSON]) -> Mapping[str, JSON]:
     """Return the schema with its patterns converted to Python's syntax."""
     from referencing.jsonschema import DRAFT202012
 

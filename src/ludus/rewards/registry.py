@@ -105,9 +105,7 @@ def r1() -> tuple[Reward, ...]:
 
 
 def composite() -> tuple[Reward, ...]:
-    """Return the parts of `outcome + 0.2 format + 0.1 tools - 0.05 turns above the target` (at most three turns
-    count).
-    """
+    """Return the parts of `outcome + 0.2 format + 0.1 tools - 0.05 turns above the target` (at most three)."""
     turns = extra_turns(TARGET_TURNS, MAX_TURNS)
     return (
         Reward("format_score", format_score, weight=0.2),
@@ -125,8 +123,8 @@ PUBLISHED: Mapping[str, Published] = {
 }
 
 
-def training_parts(preset: str | None, own: Sequence[Reward]) -> Sequence[Reward]:
-    """Return the parts to train on: those of the preset, or else the world's `own`."""
+def preset_parts(preset: str | None, own: Sequence[Reward]) -> Sequence[Reward]:
+    """Return the parts of the preset, or else the world's `own`."""
     if preset is None:
         return own
     published = PUBLISHED[preset]
@@ -168,7 +166,7 @@ def named_part(name: str, config: PartConfig) -> Reward:
         raise ConfigError(f"rewards.extra.{name}: {error}.", "See docs/use/rewards.md.") from error
 
 
-def switched_on(settings: Mapping[str, PartConfig]) -> tuple[Reward, ...]:
+def extra_parts(settings: Mapping[str, PartConfig]) -> tuple[Reward, ...]:
     """Return the parts of `rewards.extra`. Raises ConfigError, as `named_part` does."""
     return tuple(named_part(name, part) for name, part in settings.items())
 
@@ -176,7 +174,7 @@ def switched_on(settings: Mapping[str, PartConfig]) -> tuple[Reward, ...]:
 def added_parts(settings: RewardsConfig) -> tuple[Reward, ...]:
     """Return the parts that the section `rewards` adds to those of a world: a preset, and parts by name."""
     published = PUBLISHED[settings.preset].parts() if settings.preset is not None else ()
-    return (*_drop_replaced(settings, published), *switched_on(settings.extra))
+    return (*_drop_replaced(settings, published), *extra_parts(settings.extra))
 
 
 def _drop_replaced(settings: RewardsConfig, parts: Sequence[Reward]) -> Sequence[Reward]:
@@ -186,18 +184,18 @@ def _drop_replaced(settings: RewardsConfig, parts: Sequence[Reward]) -> Sequence
     return [part for part in parts if part.outcome or part.name not in settings.extra]
 
 
-def judges_more(settings: RewardsConfig) -> bool:
+def has_extra_rewards(settings: RewardsConfig) -> bool:
     """Return whether the section `rewards` scores anything beyond the rewards of the world."""
     return bool(added_parts(settings)) or settings.verifies_turns
 
 
-def parts_that_train(settings: RewardsConfig, own: Sequence[Reward]) -> Sequence[Reward]:
+def training_parts(settings: RewardsConfig, own: Sequence[Reward]) -> Sequence[Reward]:
     """Return the parts to train on: those of the preset, or else a world's `own`, and those of `rewards.extra`.
 
     Raises ConfigError for an unknown or duplicate part.
     """
-    first = _drop_replaced(settings, training_parts(settings.preset, own))
-    added = switched_on(settings.extra)
+    first = _drop_replaced(settings, preset_parts(settings.preset, own))
+    added = extra_parts(settings.extra)
     if twice := {part.name for part in first} & {part.name for part in added}:
         name = min(twice)
         raise ConfigError(
@@ -223,7 +221,7 @@ def check_names(settings: RewardsConfig, parts: Sequence[Reward]) -> None:
                 raise ConfigError(message, f"{guess}Parts: {', '.join(names)}.")
 
 
-def check_fed(settings: Mapping[str, PartConfig], task: Task, num_tools: int) -> None:
+def check_task_fits(settings: Mapping[str, PartConfig], task: Task, num_tools: int) -> None:
     """Raise ConfigError for a part that cannot score such a task with `num_tools` tools."""
     for name, config in settings.items():
         part = find_reward(name, config.source)

@@ -150,7 +150,7 @@ class Tool:
         try:
             model = self.arguments.model_validate_json(json.dumps(dict(arguments)))
         except ValidationError as error:
-            raise ArgumentError("; ".join(map(_in_words, error.errors()))) from None
+            raise ArgumentError("; ".join(map(_describe_error, error.errors()))) from None
         except Exception as error:  # boundary: a tool's own types may raise anything in validation
             raise ArgumentError(f"the arguments cannot be read: {type(error).__name__}: {error}") from error
         return {name: model.__dict__[name] for name in self.arguments.model_fields}
@@ -184,7 +184,7 @@ def described_tool(schema: ToolSchema) -> DescribedTool:
     return DescribedTool(function["name"], function["description"], str, given=schema)
 
 
-def _in_words(error: Any) -> str:  # noqa: ANN401 (pydantic's own mapping)
+def _describe_error(error: Any) -> str:  # noqa: ANN401 (pydantic's own mapping)
     where = ".".join(str(part) for part in error["loc"]) or "arguments"
     if error["type"] == "missing":
         return f"the argument {where!r} is missing"

@@ -21,8 +21,7 @@ _TEXTS: Final = (".html", ".htm", ".md", ".txt")
 
 
 def fetch_tool(corpus: Mapping[str, str], page_size: int = PAGE) -> Tool:
-    """Create the tool `fetch(url, page)` over a corpus (URL to text). Raises UserError for
-    equivalent URLs."""
+    """Create the tool `fetch(url, page)` over a corpus by URL. Raises UserError for equivalent URLs."""
     by_key = {_key(url): url for url in corpus}
     if len(by_key) < len(corpus):
         twice = next(url for url in corpus if by_key[_key(url)] != url)

@@ -115,7 +115,7 @@ def patched(text: str, hunks: Sequence[Hunk], path: str) -> str:
         line = hunk.line - bool(old) + shift
         place = starts[line] if 0 <= line < len(starts) else -1
         if place < offset or not _stands(text, old, place):
-            place = _only_place(text, old, offset, f"hunk {number} of {path} (line {hunk.line})")
+            place = _find_place(text, old, offset, f"hunk {number} of {path} (line {hunk.line})")
             shift += bisect_left(starts, place) - line
         parts += [text[offset:place], "".join(hunk.new)]
         offset = place + len(old)
@@ -136,7 +136,7 @@ def _stands(text: str, old: str, place: int) -> bool:
     return ends and text.startswith(old, place)
 
 
-def _only_place(text: str, old: str, offset: int, what: str) -> int:
+def _find_place(text: str, old: str, offset: int, what: str) -> int:
     """Return the only offset from `offset` on where `old` matches. Raises ToolError."""
     if not old:
         raise ToolError(f"{what} adds lines at a place that the file does not have")
@@ -184,12 +184,12 @@ def apply_patch_tool(workspace: Workspace) -> Tool:
         """
         patches = read_patch(patch)
         await workspace.change(lambda snapshot: patched_files(snapshot, patches))
-        return "\n".join(map(_said, patches))
+        return "\n".join(map(_describe, patches))
 
     return tool(timeout_s=workspace.timeout_s)(apply_patch)
 
 
-def _said(patch: FilePatch) -> str:
+def _describe(patch: FilePatch) -> str:
     if patch.source is None:
         return f"made {patch.target}"
     if patch.target is None:

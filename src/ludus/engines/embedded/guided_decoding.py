@@ -45,8 +45,7 @@ class GuideState:
             raise EngineError(f"The guide failed: {_first_line(self._matcher.get_error())}.")
 
     def allowed(self, vocab_size: int) -> np.ndarray:
-        """Return the mask of allowed next tokens, `[vocab_size]` bool; includes stop ids if the action may
-        end."""
+        """Return the mask of allowed next tokens, `[vocab_size]` bool; with stop ids if the action may end."""
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         bits = np.unpackbits(words, count=min(vocab_size, 8 * len(words)), bitorder="little").astype(bool)
         allowed = np.zeros(vocab_size, dtype=bool)

@@ -102,7 +102,7 @@ class RaggedForward:
             self.pool.allocate()
         counts = np.array([len(chunk.ids) for chunk in chunks])
         total = int(counts.sum())
-        padded = self._padded(total, block)
+        padded = self._round_up(total, block)
         ids = np.zeros((1, padded), dtype=np.int64)
         ids[0, :total] = np.concatenate([np.asarray(chunk.ids) for chunk in chunks])
         slots = np.full(padded, -1, dtype=np.int32)
@@ -113,7 +113,7 @@ class RaggedForward:
         positions[:total] = np.arange(total) + starts
         how = self._kernel or self._torch_pass(chunks, ends.tolist(), table, (slots[:total], positions[:total]))
         ragged = RaggedPass(self.pool, slots, positions, table, how)
-        rows = np.zeros(self._padded(len(keep), block), dtype=np.int64)
+        rows = np.zeros(self._round_up(len(keep), block), dtype=np.int64)
         rows[: len(keep)] = keep
         index = torch.from_numpy(rows).to(self.device)
         names = [chunk.adapter for chunk in chunks]
@@ -141,7 +141,7 @@ class RaggedForward:
         alone, among = (self.logits(chunks, table, np.arange(1), b) for b in (ROW_BLOCK, pass_tokens))
         return ROW_BLOCK if torch.equal(alone, among) else pass_tokens
 
-    def _padded(self, rows: int, block: int) -> int:
+    def _round_up(self, rows: int, block: int) -> int:
         """Return the next multiple of `block`; oneDNN needs its own block size from `MIN_ROWS` rows on."""
         if rows > MIN_ROWS and uses_onednn(self.model.get_input_embeddings().weight):
             block = max(block, MIN_ROWS)
@@ -173,8 +173,7 @@ class RaggedForward:
         table: NDArray[np.int32],
         tokens: tuple[NDArray[np.int32], NDArray[np.int32]],
     ) -> TorchPass:
-        """Describe the pass for torch attention. `ends` are the chunks' ends, `tokens` the slots and
-        positions."""
+        """Create the pass for torch attention: `ends` of the chunks, slots and positions of the `tokens`."""
         spans = tuple(
             QuerySpan(end - len(chunk.ids), end, chunk.start + len(chunk.ids), table[chunk.slot])
             for chunk, end in zip(chunks, ends, strict=True)

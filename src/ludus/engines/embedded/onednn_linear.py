@@ -24,8 +24,7 @@ _BLOCK_ROWS = 256
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply `rows` `[..., in]` by `weight` `[out, in]` and add `bias` `[out]`; equals torch's up to
-    rounding."""
+    """Multiply `rows` `[..., in]` by `weight` `[out, in]` and add `bias` `[out]`, as torch up to rounding."""
     if rows.numel() < MIN_ROWS * weight.shape[1] or rows.dtype != weight.dtype or not uses_onednn(weight):
         return nn.functional.linear(rows, weight, bias)
     flat = rows.reshape(-1, rows.shape[-1])

@@ -372,8 +372,7 @@ class BatchScheduler:
         return plan
 
     def _compute(self, plan: list[tuple[SequenceState, Chunk]]) -> list[Pass]:
-        """Compute the plan in one pass; if that raises, one pass per sequence, so that only the faulty one
-        fails."""
+        """Compute the plan in one pass; if that raises, in one per sequence, so that only the faulty one fails."""
         try:
             return [self._pass(plan)]
         except Exception as error:  # boundary: torch errors (memory, device, index)

@@ -21,9 +21,8 @@ from ludus.types import Task, Trajectory
 MAX_CHARACTERS = 400_000
 """A longer patch is of the wrong format."""
 MAX_PAIRS = 10_000_000
-"""Maximum number of compared pairs of equal characters over all files. Files beyond it are compared line by
-line, with the same maximum: together one or two seconds.
-"""
+"""Maximum number of compared pairs of equal characters over all files (about a second); files beyond it are
+compared line by line, with the same maximum."""
 
 _SECTION = re.compile(r"(@@ [^@]* @@).*")
 

@@ -126,13 +126,13 @@ def mathematics(task: Task, trajectory: Trajectory) -> float:
 @lru_cache(maxsize=4_096)
 def _gold(text: str, units: tuple[str, ...], expected: str = "") -> _Gold:
     try:
-        plain, unit = _with_unit(text, units, expected)
+        plain, unit = _split_unit(text, units, expected)
     except NotationError as error:
         raise ValueError(f"the gold answer {text[:80]!r} cannot be read: {error}") from error
     if _is_words(text, plain):
         return _Gold(plain, unit, None)
     try:
-        return _Gold(plain, unit, _without_degrees(read(plain)))
+        return _Gold(plain, unit, _drop_degrees(read(plain)))
     except NotationError:
         return _Gold(plain, unit, None)
 
@@ -147,7 +147,7 @@ def _is_words(text: str, plain: str) -> bool:
 
 def _is_right(text: str, gold: _Gold, truth: Expression) -> bool:
     try:
-        plain, unit = _with_unit(text, truth.units, gold.unit)
+        plain, unit = _split_unit(text, truth.units, gold.unit)
     except NotationError:
         return False
     if unit and not gold.unit:
@@ -159,7 +159,7 @@ def _is_right(text: str, gold: _Gold, truth: Expression) -> bool:
     if plain == gold.plain:
         return True
     try:
-        given = _without_degrees(read(plain, gold.tree.names() | letters_of(gold.plain)))
+        given = _drop_degrees(read(plain, gold.tree.names() | letters_of(gold.plain)))
         worked = not truth.evaluated or is_worked_out(given, gold.tree)
         return worked and same(gold.tree, given)
     except NotationError:
@@ -171,7 +171,7 @@ def _spelt(text: str) -> str:
     return normalise(text) if re.fullmatch(r"[\w\s'.-]+", text) else "".join(text.split())
 
 
-def _with_unit(text: str, units: tuple[str, ...], expected: str = "") -> tuple[str, str]:
+def _split_unit(text: str, units: tuple[str, ...], expected: str = "") -> tuple[str, str]:
     """Return the plain text without its unit, and the unit's usual spelling.
 
     Any of `units` is removed. A word after a number is a unit if it is known or set as text; a single letter
@@ -192,12 +192,12 @@ def _with_unit(text: str, units: tuple[str, ...], expected: str = "") -> tuple[s
     return plain, ""
 
 
-def _without_degrees(node: ExpressionNode) -> ExpressionNode:
+def _drop_degrees(node: ExpressionNode) -> ExpressionNode:
     """Remove the degree signs of whole answers: 90° is 90."""
     if node.op == "degree":
         return node.args[0]
     if node.op in ("list", "set", "relation", "neg"):
-        return replace(node, args=tuple(map(_without_degrees, node.args)))
+        return replace(node, args=tuple(map(_drop_degrees, node.args)))
     return node
 
 
@@ -253,7 +253,7 @@ def _items(node: ExpressionNode) -> tuple[set[str], list[ExpressionNode]]:
     if node.op == "relation" and node.name == "∈" and node.args[0].op == "name":
         node = node.args[1]  # x ∈ {1, 2} says 1, 2
     items = node.args if node.op in ("list", "set") else (node,)
-    named = [_named(item) for item in items]
+    named = [_split_name(item) for item in items]
     labels = {label.partition("_")[0] for label, _ in named}
     if len(items) > 1 and len(labels) == 1:
         items, labels = tuple(value for _, value in named), set()
@@ -261,7 +261,7 @@ def _items(node: ExpressionNode) -> tuple[set[str], list[ExpressionNode]]:
     return labels - {""}, [one for both in signed for one in both]
 
 
-def _named(node: ExpressionNode) -> tuple[str, ExpressionNode]:
+def _split_name(node: ExpressionNode) -> tuple[str, ExpressionNode]:
     """Name and value of `x = 2`; an empty name for anything else."""
     if node.op == "relation" and node.name == "=" and node.args[0].op == "name":
         return node.args[0].name, node.args[1]

@@ -158,7 +158,7 @@ def _ascii(text: str) -> str:
     text = _VULGAR.sub(lambda m: _fraction(m[0]), plain_signs(text))
     text = _RAISED.sub(lambda m: "^{" + _fold(m[0]) + "}" if m[0] != "⁄" else "/", text)
     text = _LOWERED.sub(lambda m: "_{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
-    return "".join(_CHARACTERS.get(c) or _folded(c) for c in text)
+    return "".join(_CHARACTERS.get(c) or _to_ascii(c) for c in text)
 
 
 def _fraction(character: str) -> str:
@@ -170,7 +170,7 @@ def _fold(raised: str) -> str:
     return unicodedata.normalize("NFKC", raised).replace("\N{MINUS SIGN}", "-").replace("⁄", "/")
 
 
-def _folded(character: str) -> str:
+def _to_ascii(character: str) -> str:
     plain = unicodedata.normalize("NFKC", character)
     return plain if plain.isascii() else character
 
@@ -217,9 +217,7 @@ _BEHIND_ITEM = frozenset(("", "∪", "∩", "∖", ",", ";", "or", "and", "U", "
 
 
 def _interval_sign(tokens: list[Token], place: int) -> Token:
-    """Return the token at an offset; an outward bracket as in `]0, 1[` becomes round, and the letter U between two
-    brackets a union.
-    """
+    """Return a token; an outward bracket as in `]0, 1[` becomes round, and a U between two brackets a union."""
     token = tokens[place]
     if token.text not in ("]", "[", "U"):
         return token
@@ -276,7 +274,7 @@ def _repeating(text: str, end: int, body: str, value: Fraction) -> tuple[str, Fr
         value += Fraction(int(digits), (10 ** len(digits) - 1) * 10**decimals)
         return "repeating", value, repeated.end()
     dots = _ELLIPSIS.match(text, end)
-    return ("repeating", _continued(body), dots.end()) if dots else None
+    return ("repeating", _read_repeating(body), dots.end()) if dots else None
 
 
 def _scientific(text: str, end: int, body: str, value: Fraction) -> tuple[str, Fraction, int] | None:
@@ -290,7 +288,7 @@ def _scientific(text: str, end: int, body: str, value: Fraction) -> tuple[str, F
     return "scientific", value * Fraction(10) ** int(power[1]), power.end()
 
 
-def _continued(body: str) -> Fraction:
+def _read_repeating(body: str) -> Fraction:
     """Return the value of `0.1666...`: the shortest block that ends three or more digits is repeated."""
     whole, _, digits = body.partition(".")
     for size in range(1, len(digits) // 2 + 1):

@@ -33,7 +33,7 @@ def is_worked_out(answer: ExpressionNode, gold: ExpressionNode) -> bool:
 
 def unfinished(node: ExpressionNode) -> Counter[str]:
     """Count the operations left undone, by kind."""
-    return Counter(_unfinished(node))
+    return Counter(_find_unfinished(node))
 
 
 def size(node: ExpressionNode) -> int:
@@ -73,9 +73,9 @@ def _is_expanded(node: ExpressionNode) -> bool:
     return sums and all(one.op in _POLYNOMIAL and not (one.op == "pow" and one.args[1].names()) for one in node.walk())
 
 
-def _unfinished(node: ExpressionNode) -> Iterator[str]:
+def _find_unfinished(node: ExpressionNode) -> Iterator[str]:
     for arg in node.args:
-        yield from _unfinished(arg)
+        yield from _find_unfinished(arg)
     match node.op:
         case "number" if node.name == "unreduced":
             yield "fraction"
@@ -106,9 +106,9 @@ def _scan_sum(terms: Sequence[ExpressionNode]) -> Iterator[str]:
     for num in Counter(keys).values():
         if num > 1:
             yield "like terms"
-    if any(_without_sign(term).op == "add" for term in terms):
+    if any(_drop_sign(term).op == "add" for term in terms):
         yield "product of a sum"
-    if any(_rational(_without_sign(term)) == 0 for term in terms):
+    if any(_rational(_drop_sign(term)) == 0 for term in terms):
         yield "zero term"
 
 
@@ -222,7 +222,7 @@ def _product_size(node: ExpressionNode) -> int:
     return int(coefficient) + sum(map(size, others))
 
 
-def _without_sign(node: ExpressionNode) -> ExpressionNode:
+def _drop_sign(node: ExpressionNode) -> ExpressionNode:
     return node.args[0] if node.op in ("neg", "plusminus") else node
 
 
@@ -234,14 +234,14 @@ def _base(node: ExpressionNode) -> ExpressionNode:
 
 def _term_key(term: ExpressionNode) -> str:
     """Return a key shared by terms that can be added: everything but their coefficients."""
-    above, below = _factors(_without_sign(term))
+    above, below = _factors(_drop_sign(term))
     sides = (sorted(_key(factor) for factor in side if _rational(factor) is None) for side in (above, below))
     return "/".join("*".join(side) for side in sides)
 
 
 def _key(node: ExpressionNode) -> str:
     """Return a key shared by identical factors, up to the order of sums and products and a leading sign."""
-    node = _without_sign(node)
+    node = _drop_sign(node)
     inner = [_key(arg) for arg in node.args]
     if node.op in ("add", "mul"):
         inner.sort()

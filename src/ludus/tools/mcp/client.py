@@ -52,8 +52,7 @@ STOP_S: Final = 10.0
 _CLOSED: Final = "Connection closed"
 """The package's message for a lost connection; servers use its error code for other errors too."""
 _BROKEN: Final = ("Session terminated", "Server returned an error response", "SSE stream ")
-"""Beginnings of the package's messages when an HTTP server lost the session, failed, or dropped a
-response."""
+"""Prefixes of the package's messages when an HTTP server lost the session, failed, or dropped a response."""
 
 
 class McpSettings(BaseModel):

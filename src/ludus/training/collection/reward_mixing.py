@@ -29,7 +29,14 @@ from ludus.engines.models.loading import load_tokenizer
 from ludus.envs.base import World
 from ludus.errors import ConfigError, LearnerError, UserError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rewards.registry import MODEL_PART, PUBLISHED, check_fed, check_names, judges_more, parts_that_train
+from ludus.rewards.registry import (
+    MODEL_PART,
+    PUBLISHED,
+    check_names,
+    check_task_fits,
+    has_extra_rewards,
+    training_parts,
+)
 from ludus.rollout.reward_executor import ProcessRewardExecutor, waited
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import attempts, map_paths, with_chains
@@ -112,7 +119,7 @@ def parts_of(config: Config, world: World) -> Sequence[Reward]:
 
     Raises ConfigError for an unknown or duplicate part.
     """
-    return parts_that_train(config.rewards, world.rewards)
+    return training_parts(config.rewards, world.rewards)
 
 
 def check_reward_settings(config: Config, world: World) -> None:
@@ -139,7 +146,7 @@ def check_reward_settings(config: Config, world: World) -> None:
     for task in by_world.values():
         _check_task(settings, task)
         if settings.extra:
-            check_fed(settings.extra, task, len(world.environment(task).tools))
+            check_task_fits(settings.extra, task, len(world.environment(task).tools))
 
 
 def _check_task(settings: RewardsConfig, task: Task) -> None:
@@ -245,7 +252,7 @@ def combiner_of(config: Config, world: World, takes_turns: bool) -> RewardMixer:
     return RewardMixer(
         settings=settings,
         parts=plan_parts(config, parts),
-        adds=judges_more(settings),
+        adds=has_extra_rewards(settings),
         microbatch_tokens=config.training.microbatch_tokens,
         takes_turns=takes_turns,
         model=load_ensemble(models, settings.model_std_coef, config) if models else None,

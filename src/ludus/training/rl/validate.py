@@ -25,7 +25,7 @@ from ludus.envs.registry import build_world, check_sandbox
 from ludus.errors import ConfigError
 from ludus.evaluation.env_audit import AuditProgress, CheckPlan, SilentProgress, refuse_cheats
 from ludus.evaluation.evaluate import check_evaluation
-from ludus.rewards.registry import judges_more
+from ludus.rewards.registry import has_extra_rewards
 from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.scheduler import episode_limits, sampling_params
 from ludus.training.collection.reward_mixing import check_reward_settings, reward_warnings
@@ -421,7 +421,7 @@ def _explain_scoring(config: Config) -> dict[str, str]:
     Experts and the extra reward parts are still scored in processes.
     """
     own, experts = config.cluster, resolve(config.algorithm).loss_spec.has(Need.DEMONSTRATIONS)
-    if own.kind == "none" or not own.reward_workers or experts or judges_more(config.rewards):
+    if own.kind == "none" or not own.reward_workers or experts or has_extra_rewards(config.rewards):
         return {}
     why = "the episodes of training are scored by cluster.reward_workers, within cluster.scoring_timeout_s"
     return dict.fromkeys(_SCORING, why)
