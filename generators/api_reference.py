@@ -30,10 +30,13 @@ def page(module: str) -> str:
 
 
 def described(node: Definition, level: str) -> Iterator[str]:
-    """Yield the heading, the signature and the docstring of a definition, and of the methods of a class."""
+    """Yield the heading, signature, docstring and fields of a definition, and the same of the methods of a class."""
     yield from (f"{level} {node.name}", "", "```text", signature(node), "```", "")
     if text := ast.get_docstring(node):
         yield from (text, "")
+    own = [item for item in node.body if isinstance(item, ast.AnnAssign)] if isinstance(node, ast.ClassDef) else []
+    if fields := [ast.unparse(item) for item in own if not ast.unparse(item.target).startswith("_")]:
+        yield from ("```text", *fields, "```", "")
     for inner in node.body if isinstance(node, ast.ClassDef) else ():
         if isinstance(inner, Definition) and not inner.name.startswith("_") and ast.get_docstring(inner):
             yield from described(inner, f"{level}#")

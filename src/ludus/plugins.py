@@ -34,6 +34,8 @@ def find_plugin(kind: str, name: str, setting: str, built_in: Iterable[str]) -> 
     if is_file_reference(name):
         file, _, attribute = name.partition(":")
         defined = vars(_module(Path(file), setting))
+        if not attribute:
+            raise ConfigError(f"{setting}: {name} lacks the name of the object.", f"Write {file}:name.")
         if attribute not in defined:
             raise ConfigError(f"{setting}: {file} does not define {attribute!r}.", "Write path/to/file.py:name.")
         return defined[attribute]
