@@ -130,7 +130,7 @@ class Need(StrEnum):
     BEHAVIOR_RATIO = "behavior_ratio"
     """Contains the ratio to the behaviour policy. Also of losses and corrections."""
     ADVANTAGE_OF_EQUAL_REWARDS = "advantage_of_equal_rewards"
-    """The advantage may differ from 0 in a group of equal rewards."""
+    """The advantage may differ from 0 in a group of equal rewards; otherwise such groups are filtered."""
     NON_NEGATIVE = "non_negative"
     """The advantage is never below 0, so that a clip has one side."""
     # Losses

@@ -337,7 +337,7 @@ class ChatSession(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Token budget and deadline (`time.monotonic`) of an episode; None is no limit."""
+    """Token budget and deadline (`time.monotonic`) of an episode; None: unlimited."""
 
     tokens: int | None = None
     until: float | None = None

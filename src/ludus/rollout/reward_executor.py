@@ -203,7 +203,7 @@ class _Line:
     """Reward process at the other end of a non-blocking socket.
 
     Requests are pipelined and answered in order, so the process need not wait for this one to wake up. `closed` if
-    it is no longer usable. The socket is closed once no task uses it: a reused file descriptor would leave waiting
+    it can no longer be used. The socket is closed once no task uses it: a reused file descriptor would leave waiting
     tasks asleep.
     """
 

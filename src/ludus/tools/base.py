@@ -105,7 +105,7 @@ class Tool:
     A plain function runs in a thread, an `async` one on the event loop; `timeout_s` (None: the rollout's,
     scaled by latency class) bounds both. Exceptions become observations for the model, except WorldError and
     EngineError, which are infrastructure failures. `concurrency` bounds the concurrent calls of this tool
-    over all episodes; 0 is no limit. A call past its deadline no longer counts.
+    over all episodes; 0: unlimited. A call past its deadline no longer counts.
     """
 
     name: str
