@@ -46,10 +46,11 @@ def open_sandbox(settings: SandboxSettings | None = None) -> Sandbox:
 
             return RemoteSandbox(RemoteSettings(own.url, own.token))
         case "sandbox_fusion" | "piston":
-            from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox, ServiceSettings
+            from ludus.sandbox.remote.client import RemoteSettings
+            from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox
 
             service = FusionSandbox if own.backend == "sandbox_fusion" else PistonSandbox
-            return service(ServiceSettings(own.url, own.token))
+            return service(RemoteSettings(own.url, own.token))
         case "process":
             return ProcessSandbox(unsafe=own.unsafe)
     raise UserError(f"Unknown sandbox backend {own.backend!r}.", f"Backends: {', '.join(BACKENDS)}.")
