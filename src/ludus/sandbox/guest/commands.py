@@ -73,9 +73,9 @@ def _finish_run(supervisor: Supervisor, begin: float, files: dict[str, bytes], i
     header = _outcome(supervisor, event, begin, reaped_cpu_s())
     if is_python and header["exit"] == 1 and b"MemoryError" in stderr[-200:]:
         header["memory_exceeded"] = True
-    made = CollectedFiles(supervisor.limits, files)
-    header["truncated"] = supervisor.streams.omitted_bytes > 0 or made.cut or made.skipped > 0
-    return {**header, "names": list(made.files)}, [stdout, stderr, *made.files.values()]
+    changed = CollectedFiles(supervisor.limits, files)
+    header["truncated"] = supervisor.streams.omitted_bytes > 0 or changed.cut or changed.skipped > 0
+    return {**header, "names": list(changed.files)}, [stdout, stderr, *changed.files.values()]
 
 
 def _blame_program(respond: Callable[[], Response]) -> Response:
@@ -138,9 +138,9 @@ class _Session:
         if header["op"] == "call":
             return _blame_program(lambda: self._call(blobs[0]))
         if header["op"] == "snapshot":
-            made = CollectedFiles(limits, {})
-            found = {"executable": sorted(made.executable), "cut": made.cut, "skipped": made.skipped}
-            return {"names": list(made.files), **found}, [*made.files.values()]
+            found = CollectedFiles(limits, {})
+            header = {"names": list(found.files), "executable": sorted(found.executable)}
+            return {**header, "cut": found.cut, "skipped": found.skipped}, [*found.files.values()]
         if header["op"] == "processes":
             processes, cut = list_processes()
             return {"processes": processes, "cut": cut}, []
@@ -199,7 +199,7 @@ class _Session:
         if event != "done":
             self._kill()
         stdout, stderr = supervisor.streams.drain()
-        cpu_before_s, self.cpu_before_s = self.cpu_before_s, supervisor.cpu_s()
+        cpu_before_s, self.cpu_before_s = self.cpu_before_s, supervisor.usage.sample(1 << 62)[1] + reaped_cpu_s()
         header = _outcome(supervisor, event, begin, self.cpu_before_s - cpu_before_s)
         if event == "done":
             header["exit"] = supervisor.call_status

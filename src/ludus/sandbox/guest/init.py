@@ -103,9 +103,9 @@ def _set_up_namespaces(uid: int, gid: int) -> None:
     write_text("/proc/self/gid_map", f"{gid} {gid} 1")
     mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "hidepid=2")
     mount("tmpfs", "/store", "tmpfs", NOSUID | NODEV, "size=1m,nr_inodes=64,mode=700")
-    for name, place in (("box", "/box"), ("tmp", "/tmp"), ("shm", "/dev/shm")):
+    for name, target in (("box", "/box"), ("tmp", "/tmp"), ("shm", "/dev/shm")):
         os.mkdir(f"/store/{name}", 0o700)
-        mount(f"/store/{name}", place, None, BIND)
+        mount(f"/store/{name}", target, None, BIND)
     check_result(libc().umount2(b"/store", _MNT_DETACH), "umount /store")
     set_dumpable(0)
     check_result(libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
@@ -120,7 +120,7 @@ def run_container(fd: int) -> None:
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, fd)
     os.dup2(null, 1)
-    sys.path[:] = [place for place in sys.path if place]  # the box is the working folder
+    sys.path[:] = [path for path in sys.path if path]  # the box is the working folder
     connection = Connection(source, sink)
     ignore_sigint()
     try:

@@ -84,10 +84,6 @@ class Supervisor:
         self.call_status = statuses[-1]
         return True
 
-    def cpu_s(self) -> float:
-        """Return the CPU seconds so far, of running and ended processes."""
-        return self.usage.sample(1 << 62)[1] + reaped_cpu_s()
-
     def exceeded(self, cpu_before_s: float) -> str:
         """Reap orphans and return the exceeded limit ('time' or 'memory') or "". See `watch`."""
         self.reap(os.WNOHANG)
