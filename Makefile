@@ -53,12 +53,12 @@ fault: $(VENV)/.ready
 # Small runs that are struck at random moments, 20 of each kind and mode: hours on one core. Root also gets the
 # full disk and the slow link. FAULTS takes options, as `FAULTS="--kinds learner,worker --moments 5"`.
 faults-matrix: setup
-	$(PY) tests/fault_matrix.py --out .bench/faults.jsonl --page docs/use/scaling.md $(FAULTS)
+	$(PY) tests/fault_matrix.py --out .bench/faults.jsonl --page docs/use/failures.md $(FAULTS)
 
 # A run of MINUTES under faults, on a machine with two cores or more.
 MINUTES ?= 30
 soak: setup
-	$(PY) tests/soak.py --minutes $(MINUTES) --page docs/use/scaling.md
+	$(PY) tests/soak.py --minutes $(MINUTES) --page docs/use/failures.md
 
 scale: setup
 	$(PY) -m pytest -m scale
@@ -152,14 +152,15 @@ bench-sandbox: setup
 
 # On a machine with two cores or more and nothing else to do.
 bench-async: $(VENV)/.ready
-	$(PY) benchmarks/async.py --page docs/use/scaling.md $(BENCH)
+	$(PY) benchmarks/async.py --page docs/use/async_training.md $(BENCH)
 
 async-correction: $(VENV)/.ready
-	$(PY) benchmarks/correction.py --page docs/use/scaling.md
+	$(PY) benchmarks/correction.py --page docs/use/async_training.md
 
 # The API reference, from docstrings.
 docs: $(VENV)/.ready
 	$(PY) -m generators.api_reference
+	$(PY) -m generators.algorithm_tables
 
 # Before a change of structure with DIGESTS=--write, after it without: the results must be equal.
 DIGESTS ?= --check

@@ -1,6 +1,6 @@
 """What asynchronous training is worth where tools are slow: episodes per second beside synchronous training.
 
-    python benchmarks/async.py --page docs/use/scaling.md
+    python benchmarks/async.py --page docs/use/async_training.md
 
 It runs the same tasks in the modes sync, one_step and async, in turn over the repetitions; `apart` is
 async with the engine in a process of its own, behind `ludus serve` (engine.url), and `cluster` async with
@@ -37,9 +37,8 @@ import torch
 import async_work
 from ludus.cluster.cluster import open_cluster
 from ludus.config.schema import Config
-from ludus.rollout.build import SamplingPlan
 from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.scheduler import Episode, RolloutRequest
+from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan
 from ludus.simulator.costs import RunLayout
 from ludus.training.batches.rows import Row
 from ludus.training.learner.learner import Learner

@@ -1,6 +1,6 @@
 """What the correction for old rollouts is worth, far off policy: the search recipe with `tis` and `none`.
 
-    python benchmarks/correction.py --page docs/use/scaling.md
+    python benchmarks/correction.py --page docs/use/async_training.md
 
 Asynchronous training with a large bound on staleness, three seeds of each arm, all else equal. Runs are kept
 in --folder and not repeated. The table has the success of the episodes that end in each quarter of a run,

@@ -36,11 +36,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.sections.rollout import BranchConfig
-from ludus.rollout.branching import play_tree
-from ludus.rollout.trees import paths
+from ludus.rollout.trees import paths, run_tree
 from ludus.training.batches import prefix_packing
-from ludus.training.batches.rows import Row, row_of_trajectory
-from ludus.training.batches.trajectory_tree import BREAK
+from ludus.training.batches.rows import BREAK, Row, row_of_trajectory
 from ludus.training.learner.learner import Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
@@ -274,7 +272,7 @@ async def branched(settings: BranchConfig, seed: int) -> Trajectory:
     async def play(told: tuple[Segment, ...], number: int) -> Trajectory:
         return episode(rng, told)
 
-    return await play_tree(settings, play)
+    return await run_tree(settings, play)
 
 
 TREES = {

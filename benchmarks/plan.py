@@ -1,6 +1,6 @@
 """What the cost model and the simulation say of a run, beside what the run then does.
 
-    python benchmarks/plan.py --page docs/use/scaling.md
+    python benchmarks/plan.py --page docs/use/planning.md
     python benchmarks/plan.py --model tiny --steps 4 --fit-steps 3 --latency 0.02    to see that it works
 
 Two small synchronous runs are measured and fitted (`ludus.simulator.fit`). A third, asynchronous one says how

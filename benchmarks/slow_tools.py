@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from ludus.envs.base import Environment, World
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolLimits
 from ludus.rewards.base import Reward
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
 

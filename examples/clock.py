@@ -13,8 +13,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from ludus.envs.settings import read_settings
+from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import ToolWorld
-from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.base import Reward
 from ludus.tools.mcp.client import McpSettings, mcp_server
 from ludus.types import Message, Task, Trajectory

@@ -14,8 +14,8 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import ToolWorld, call_and_result
-from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.base import Reward
 from ludus.tools.base import tool
 from ludus.types import Message, Task, Trajectory

@@ -4,16 +4,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ludus.algorithms import advantages
-from ludus.algorithms.spec.advantages import ADVANTAGES as ADVANTAGE_SPECS
-from ludus.algorithms.spec.advantages import TARGETS
-from ludus.algorithms.spec.corrections import CORRECTIONS as CORRECTION_SPECS
-from ludus.algorithms.spec.losses import LOSSES as LOSS_SPECS
-from ludus.algorithms.spec.parts import Need
+from ludus.algorithms.advantages import ADVANTAGES as ADVANTAGE_SPECS
+from ludus.algorithms.advantages import TARGETS
+from ludus.algorithms.corrections import CORRECTIONS as CORRECTION_SPECS
+from ludus.algorithms.losses import LOSSES as LOSS_SPECS
+from ludus.algorithms.parts import Need
 
 
 def _called(part: str, specs: Mapping) -> dict[str, Callable]:
     def call(name):
-        return lambda batch, algorithm: specs[name].load()(batch, replace(algorithm, **{part: name}))
+        return lambda batch, algorithm: replace(algorithm, **{part: name}).compute(part, batch)
 
     return {name: call(name) for name in specs}
 
@@ -22,7 +22,7 @@ ADVANTAGES = _called("advantage", ADVANTAGE_SPECS)
 VALUE_ERRORS = _called("advantage", TARGETS)
 LOSSES = _called("loss", LOSS_SPECS)
 CORRECTIONS = _called("correction", CORRECTION_SPECS)
-FUNCTIONS = {name: vars(advantages)[name] for name in ADVANTAGE_SPECS}
+FUNCTIONS = {name: getattr(advantages, name) for name in ADVANTAGE_SPECS}
 """The pure functions of tensors."""
 
 

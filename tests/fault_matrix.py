@@ -1,6 +1,6 @@
 """Strike small runs at random moments, each kind of fault many times, and tabulate how they ended.
 
-    python tests/fault_matrix.py --moments 20 --out .bench/faults.jsonl --page docs/use/scaling.md
+    python tests/fault_matrix.py --moments 20 --out .bench/faults.jsonl --page docs/use/failures.md
 
 Each trial is a run of its own. Once it was struck it goes on, or stops; then what was done is mended and the
 run is resumed. A trial is faulty where the run hangs, stops without a reason or with a code that is not the

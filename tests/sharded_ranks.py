@@ -13,18 +13,25 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.engines.models.loading import load_tokenizer
 from ludus.errors import LearnerError
 from ludus.rollout.ledger import Ledger
-from ludus.training.checks import memory_check as dry_run_module
-from ludus.training.checks.memory_check import dry_run
-from ludus.training.distributed.collectives import SharedBatch, SingleProcess
-from ludus.training.distributed.fsdp import is_sharded, whole
+from ludus.training.distributed.collectives import SharedBatch, SingleProcess, is_sharded, whole
 from ludus.training.learner.learner import CachedLogprobs, Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.run.checkpoint import Extra, TrainerState, load_part, load_trainer, load_weights, save_checkpoint
-from ludus.training.run.sharded_checkpoint import SHARDS, save_shards
+from ludus.training.rl import memory_check as dry_run_module
+from ludus.training.rl.memory_check import dry_run
+from ludus.training.run.checkpoint import (
+    SHARDS,
+    Extra,
+    TrainerState,
+    load_part,
+    load_trainer,
+    load_weights,
+    save_checkpoint,
+    save_shards,
+)
 from ludus.training.value_models.base import StateSettings
 from ludus.training.value_models.critic import Critic, CriticSettings
-from ludus.training.value_models.factory import say, teach
+from ludus.training.value_models.factory import score_values, train_on_tables
 from rank_processes import work
 from served import COLD_START
 from tests.training.batches.test_forest import in_double
@@ -104,15 +111,15 @@ def critic_results(dtype):
     targets = [torch.linspace(0, 1, len(row.tokens), dtype=dtype) for row in rows]
     unclipped = OptimizerSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=1e9)
     critic = Critic(tiny_model(dtype), unclipped, CriticSettings(states=StateSettings(60)), ranks)
-    old = say(critic, rows, [])
-    found |= {f"first/{n}": torch.tensor(v) for n, v in teach(critic, rows, (targets, old), []).items()}
+    old = score_values(critic, rows, [])
+    found |= {f"first/{n}": torch.tensor(v) for n, v in train_on_tables(critic, rows, (targets, old), []).items()}
     found |= {f"old/{i}": values for i, values in enumerate(old)}
     found |= {f"gradient/{n}": g for n, g in first_gradient(critic.optimiser).items()}
     how = replace(unclipped, max_grad_norm=0.05)
     critic = Critic(tiny_model(dtype), how, CriticSettings(minibatches=2, states=StateSettings(60)), ranks)
-    found |= {f"metrics/{n}": torch.tensor(v) for n, v in teach(critic, rows, (targets, old), []).items()}
+    found |= {f"metrics/{n}": torch.tensor(v) for n, v in train_on_tables(critic, rows, (targets, old), []).items()}
     found |= {f"weights/{n}": whole(p).clone() for n, p in critic.model.named_parameters()}
-    return found | {f"value/{i}": values for i, values in enumerate(say(critic, rows, []))}
+    return found | {f"value/{i}": values for i, values in enumerate(score_values(critic, rows, []))}
 
 
 def first_gradient(optimiser):
@@ -172,7 +179,7 @@ def take_step(one, critic, seed):
     """A step of both; gives its metrics."""
     rows = random_rows(seed=seed)
     targets = [torch.linspace(0, 1, len(row.tokens), dtype=torch.float64) for row in rows]
-    return teach(critic, rows, (targets, say(critic, rows, [])), []) | one.train(rows, seed)
+    return train_on_tables(critic, rows, (targets, score_values(critic, rows, [])), []) | one.train(rows, seed)
 
 
 def everything(one, critic):

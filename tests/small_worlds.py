@@ -11,14 +11,11 @@ from ludus.chat.tokenizer import train_tokenizer
 from ludus.engines.base import seed_for
 from ludus.engines.scripted import ScriptedEngine
 from ludus.envs.base import Environment, World
-from ludus.envs.tool_env import ToolEnv
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.rewards.base import Reward
-from ludus.rollout.chat_session import EngineChatSession
-from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.rollout.episode import EngineChatSession, EpisodeLimits, run_episode
 from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.lockstep_engine import LockstepEngine
-from ludus.rollout.scheduler import RolloutRequest, Scheduler, SchedulerLimits, episode_name
+from ludus.rollout.scheduler import LockstepEngine, RolloutRequest, Scheduler, SchedulerLimits, episode_name
 from ludus.tools.base import Tool, tool
 from ludus.types import Message, SamplingParams, Task
 
@@ -152,7 +149,7 @@ async def until(condition) -> None:
             await asyncio.sleep(0.001)
 
 
-def converse(engine, episode="e", max_tokens=2000, max_new_tokens=400, seed=1) -> EngineChatSession:
+def make_chat(engine, episode="e", max_tokens=2000, max_new_tokens=400, seed=1) -> EngineChatSession:
     params = SamplingParams(max_new_tokens=max_new_tokens)
     return EngineChatSession(engine, renderer(), params, max_tokens, episode, seed)
 
@@ -161,7 +158,7 @@ def play(engine, world=None, limits=EPISODE, task=None, **conversation):
     """One episode, on an event loop of its own."""
     world = world or WatchedWorld()
     return asyncio.run(
-        run_episode(task or make_task(), 0, world.environment(task), converse(engine, **conversation), limits)
+        run_episode(task or make_task(), 0, world.environment(task), make_chat(engine, **conversation), limits)
     )
 
 
@@ -171,7 +168,7 @@ def make_scheduler(engine, world, limits=SCHEDULER, *, lockstep=False, episodes=
     def conversation(job):
         key = job.key
         seed = seed_for(key.step, key.task_id, key.sample)
-        return converse(joint or engine, episode_name(key), seed=seed)
+        return make_chat(joint or engine, episode_name(key), seed=seed)
 
     return Scheduler(world, conversation, episodes, limits, Ledger(), joint)
 

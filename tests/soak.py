@@ -1,6 +1,6 @@
 """A long asynchronous run on processes of this machine, under load and faults: it must leave nothing behind.
 
-    python tests/soak.py --minutes 30 --page docs/use/scaling.md
+    python tests/soak.py --minutes 30 --page docs/use/failures.md
 
 Engines and workers are killed and stopped at random moments, and tools are late and break. Every few seconds
 the memory, threads and open files of all processes are looked at, with the temporary files and what lies in

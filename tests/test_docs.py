@@ -40,7 +40,8 @@ PAGES = sorted(
     for pattern in ("docs/**/*.md", "README.md", "src/ludus/recipes/*/README.md")
     for file in ROOT.glob(pattern)
 )
-LONGER = "algorithm environment learner mixtures quick_start reproducibility rewards scaling server stages"
+LONGER = """algorithm environment learner mixtures quick_start reproducibility
+reward_models rewards async_training cluster planning server stages"""
 LONG = {page for page in PAGES if Path(page).stem in LONGER.split() or "/recipes/" in page}
 """Pages whose commands take long: `make pages` runs them. All that is said of a page is looked at always."""
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.M | re.S)
@@ -225,7 +226,7 @@ def test_the_architecture_page_lists_the_folders_in_their_order():
 
 
 def test_there_are_pages():
-    assert {"docs/README.md", "docs/start/quick_start.md", "docs/understand/way_of_a_task.md"} <= set(PAGES)
+    assert {"docs/README.md", "docs/start/quick_start.md", "docs/understand/task_to_gradient.md"} <= set(PAGES)
     assert sum(len(blocks(page, "python")) for page in PAGES) > 30
 
 

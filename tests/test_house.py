@@ -377,13 +377,13 @@ def test_few_steps_around_the_checkers():
 
 
 PROSE = {
-    "is no": (r"\bis no [a-z]", 56),
-    "gives": (r"\b[Gg]ives?\b", 110),
-    "anew": (r"\banew\b", 11),
-    "of its own": (r"\bof its own\b", 18),
+    "is no": (r"(?<!here )\bis no [a-z]", 3),
+    "gives": (r"\b[Gg]ives?\b", 13),
+    "anew": (r"\banew\b", 1),
+    "of its own": (r"\bof its own\b", 2),
     "aloud": (r"\baloud\b", 0),
-    "so many": (r"\b[Ss]o many\b", 22),
-    "to be had": (r"\bto be had\b", 1),
+    "so many": (r"\b[Ss]o many\b", 0),
+    "to be had": (r"\bto be had\b", 0),
 }
 """Patterns to avoid, and how often docstrings may still have them. Lower these as they go."""
 

@@ -1,7 +1,7 @@
-"""REINFORCE weighted by the ratio to the policy that sampled, without a clip."""
+"""REINFORCE weighted by the ratio to the policy at the start of the step, without a clip."""
 
 
-def importance(batch, algorithm):
+def importance(*, logprobs, old_logprobs, advantages, mask):
     """The importance-sampled policy gradient."""
-    ratio = ((batch.logprobs - batch.old_logprobs) * batch.mask).exp()
-    return -ratio * batch.advantages * batch.mask
+    ratio = ((logprobs - old_logprobs) * mask).exp()
+    return -ratio * advantages * mask

@@ -1,7 +1,7 @@
 """Plug-ins: objects named in a setting as `path/to/file.py:name`, or by an installed entry point.
 
-Kinds and their entry-point groups: `ludus.advantages`, `ludus.losses`, `ludus.rewards`, `ludus.tools`,
-`ludus.worlds`, `ludus.engines`, `ludus.trackers`, `ludus.metrics`.
+Kinds and their entry-point groups: `ludus.advantages`, `ludus.losses`, `ludus.corrections`, `ludus.rewards`,
+`ludus.tools`, `ludus.worlds`, `ludus.engines`, `ludus.trackers`, `ludus.metrics`.
 """
 
 from __future__ import annotations

@@ -435,7 +435,7 @@ class Trajectory:
     def answer(self) -> str:
         """Text of the last message if it is an assistant message without a tool call.
 
-        If a call ended the episode (`ludus.tools.submit`), its `answer` argument; otherwise empty.
+        If a call ended the episode (`ludus.tools.base`), its `answer` argument; otherwise empty.
         """
         if not self.messages or self.stop_reason is not StopReason.ANSWERED:
             return ""

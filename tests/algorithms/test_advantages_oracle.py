@@ -12,10 +12,10 @@ import algorithms_oracle_advantages as oracle
 from algorithm_parts import ADVANTAGE_OPTIONS, ADVANTAGES, FUNCTIONS
 from algorithms_oracle import TOLERANCE
 from ludus.algorithms import advantages as adv
-from ludus.algorithms.advantages import RoleBaselines
-from ludus.algorithms.batch import Outcomes
+from ludus.algorithms.advantages.running_baselines import RoleBaselines
 from ludus.algorithms.spec.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.tensors import Outcomes
 
 quick = settings(max_examples=15, deadline=None, derandomize=True)
 HOWS = st.sampled_from(["rewards", "turns", "both"])

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from generators import algorithm_tables
 
 from algorithm_parts import CLIPPING_LOSSES, FUNCTIONS, LOSSES
 from ludus.algorithms import advantages, corrections, kl, losses
-from ludus.algorithms.spec.advantages import ADVANTAGES as ADVANTAGE_SPECS
-from ludus.algorithms.spec.corrections import CORRECTIONS as CORRECTION_SPECS
-from ludus.algorithms.spec.corrections import KL_OPTIONS, TERM_OPTIONS
-from ludus.algorithms.spec.losses import LOSSES as LOSS_SPECS
+from ludus.algorithms.advantages import ADVANTAGES as ADVANTAGE_SPECS
+from ludus.algorithms.corrections import CORRECTIONS as CORRECTION_SPECS
+from ludus.algorithms.kl import KL_OPTIONS
+from ludus.algorithms.losses import LOSSES as LOSS_SPECS
+from ludus.algorithms.spec.algorithm import TERM_OPTIONS
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.errors import ConfigError
 from tiny_run import ludus
@@ -76,23 +78,47 @@ def test_the_command_prints_numbers():
     assert "algorithm.options.loss.entropy_bound = 0.693147" in lines["gtpo"]
 
 
-def table_rows() -> dict[str, list[str]]:
-    """The cells of the table of presets, by preset."""
-    head = PAGE.index("| preset | on or off policy |")
-    rows = [line for line in PAGE[head:].split("\n\n")[0].splitlines()[2:] if line.startswith("|")]
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    return {
-        name.strip("`"): row[1:] for row in cells if " " not in row[0].replace(", ", "") for name in row[0].split(", ")
-    }
+def test_the_tables_are_those_of_the_specs():
+    pages = algorithm_tables.pages()
+    stale = [file.name for file, text in pages.items() if file.read_text("utf-8") != text]
+    assert stale == [], "run make docs"
+    assert len(pages) >= 9
 
 
-def test_the_table_has_every_preset_and_says_where_its_rollouts_may_come_from():
-    rows = table_rows()
-    assert rows.keys() == PRESETS.keys()
-    for name, (policy, *_) in rows.items():
+def test_every_marked_table_is_made_and_every_part_is_in_one():
+    names = {name for page in PAGES for _, name, _ in algorithm_tables.MARKED.findall(page.read_text("utf-8"))}
+    assert {name if name in algorithm_tables.TABLES else name.split()[0] for name in names} <= set(
+        algorithm_tables.TABLES
+    )
+    for name in (*PRESETS, *ADVANTAGE_SPECS, *LOSS_SPECS, *CORRECTION_SPECS, *KL_OPTIONS, *TERM_OPTIONS):
+        assert f"| `{name}` |" in PAGE, name
+
+
+def test_the_table_says_where_rollouts_may_come_from_and_what_a_step_costs():
+    found = {name: (algorithm_tables.policy(one), algorithm_tables.passes(one)) for name, one in PRESETS.items()}
+    for name, (policy, _) in found.items():
         loss = PRESETS[name].loss
         expected = {"reinforce": "on", "dppo": "off", "mixed_policy": "near, experts off"}.get(loss, "near")
         assert policy == expected, name
+    costs = {
+        "grpo": "1",
+        "reinforce_pp": "2 + reference",
+        "optimal_token_baseline": "3",
+        "gtpo": "2",
+        "kl_cov": "2",
+        "search_r1": "2 + reference + critic",
+        "remax": "1 + a greedy episode per task",
+        "distill": "1 + teacher",
+    }
+    assert {name: found[name][1] for name in costs} == costs
+
+
+def test_a_stale_table_is_made_from_the_specs():
+    text = "a\n<!-- begin table: kl options -->\nold\n<!-- end table -->\nb\n"
+    made = algorithm_tables.filled(text)
+    assert "old" not in made
+    assert "| `granularity` | token |" in made
+    assert algorithm_tables.filled(made) == made
 
 
 FORMULAS = {
@@ -162,7 +188,6 @@ def test_what_a_loss_does_not_read_does_not_change_it():
 def test_the_names_of_the_field_are_where_they_are_looked_for():
     for name in ("sft", "dpo", "simpo", "ipo", "kto", "value_loss", "echo", "positive_nll"):
         assert callable(getattr(losses, name))
-        assert name in losses.__all__
     for name in FUNCTIONS:
         assert callable(getattr(advantages, name))
     for name in ("k1", "k2", "k3", "abs", "k3_k2grad", "full_reverse", "full_forward"):

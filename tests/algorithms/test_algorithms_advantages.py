@@ -11,8 +11,8 @@ import algorithms_oracle as oracle
 from algorithm_parts import ADVANTAGES
 from ludus.algorithms import advantages, filters
 from ludus.algorithms.advantages import grpo, opo, rloo, whiten
-from ludus.algorithms.batch import Outcomes
 from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.tensors import Outcomes
 
 GRPO = PRESETS["grpo"]
 COMPARING = ["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline"]

@@ -1,4 +1,4 @@
-"""Losses, aggregation, KL, corrections and entropy against loops written from the definitions."""
+"""Losses, aggregation, KL, and corrections against loops written from the definitions."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,6 @@ from ludus.algorithms import corrections
 from ludus.algorithms.aggregate import AGGREGATIONS, Normalizer, aggregate
 from ludus.algorithms.kl import KLS, k1, k2, k3, k3_k2grad, penalised_advantages, penalised_rewards
 from ludus.algorithms.losses import ClipRange, clip_stats, ppo_clip, ppo_cut, reinforce, sft
-from ludus.algorithms.masking import entropy
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
 CLIPS = st.sampled_from([(0.2, 0.2, None), (0.2, 0.28, None), (0.1, 0.3, 1.2), (0.0, 0.0, 3.0)])
@@ -303,30 +302,3 @@ def test_mismatch_of_nothing_is_finite():
     empty = torch.zeros(2, 0)
     stats = corrections.mismatch(old_logprobs=empty, behavior_logprobs=empty, mask=empty)
     assert (stats.gap_mean, stats.k3, stats.effective_share, stats.truncated_share) == (0.0, 0.0, 1.0, 0.0)
-
-
-def test_entropy_by_hand_and_with_forbidden_tokens():
-    logits = rows([0, 0, 0, 0], [5, -torch.inf, -torch.inf, -torch.inf], [0, 0, -torch.inf, -torch.inf])
-    logits = logits.requires_grad_()
-    result = entropy(logits=logits)
-    torch.testing.assert_close(result.detach(), rows(math.log(4), 0, math.log(2)), **oracle.TOLERANCE)
-    (gradient,) = torch.autograd.grad(result.sum(), logits)
-    torch.testing.assert_close(gradient, torch.zeros_like(gradient), **oracle.TOLERANCE)
-
-
-@quick
-@given(st.lists(st.floats(-30, 30), min_size=2, max_size=6), st.sampled_from([0.5, 1.0, 1.7]))
-def test_entropy_equals_the_loop(logits, temperature):
-    weights = [math.exp((x - max(logits)) / temperature) for x in logits]
-    shares = [w / sum(weights) for w in weights]
-    expected = -sum(p * math.log(p) for p in shares if p > 0)
-    ours = entropy(logits=torch.tensor(logits, dtype=torch.float64), temperature=temperature)
-    assert float(ours) == pytest.approx(expected, abs=1e-10)
-
-
-def test_entropy_gradient_and_half_precision():
-    logits = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    assert torch.autograd.gradcheck(lambda x: entropy(logits=x), logits.requires_grad_())
-    half = entropy(logits=torch.zeros(1, 1000, dtype=torch.bfloat16))
-    assert half.dtype == torch.float32
-    assert float(half) == pytest.approx(math.log(1000), rel=1e-6)

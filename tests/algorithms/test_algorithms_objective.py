@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import algorithms_oracle as oracle
-from ludus.algorithms.aggregate import Normalizer
-from ludus.algorithms.batch import TokenBatch
+from ludus.algorithms.aggregate import AGGREGATIONS, Normalizer
 from ludus.algorithms.objective import objective
-from ludus.algorithms.spec.algorithm import AGGREGATION_NAMES, PartOptions
+from ludus.algorithms.spec.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.tensors import TokenBatch
 
 quick = settings(max_examples=30, deadline=None, derandomize=True)
 CONSTANT = 11
 FULL = replace(PRESETS["grpo"], kl_coef=0.3, kl="k3", entropy_coef=0.02, correction="tis", tis_cap=1.3, dual_clip=1.5)
-VARIANTS = [replace(FULL, aggregation=how) for how in AGGREGATION_NAMES] + [
+VARIANTS = [replace(FULL, aggregation=how) for how in AGGREGATIONS] + [
     PRESETS["grpo"],
     PRESETS["dr_grpo"],
     replace(PRESETS["reinforce"], kl="k3_k2grad", kl_coef=0.1),

@@ -1,23 +1,24 @@
 """Presets and the checks of a configuration, which need no torch."""
 
+import inspect
 import subprocess
 import sys
 import warnings
 from dataclasses import fields
 
 import pytest
+import torch
 
-from ludus.algorithms.aggregate import AGGREGATIONS
-from ludus.algorithms.kl import FULL_KLS, KLS
+from ludus.algorithms.advantages import ADVANTAGES as ADVANTAGE_SPECS
+from ludus.algorithms.corrections import CORRECTIONS as CORRECTION_SPECS
+from ludus.algorithms.kl import FULL_KL_NAMES, FULL_KLS
+from ludus.algorithms.losses import LOSSES as LOSS_SPECS
+from ludus.algorithms.parts import AdvantageSpec, Need, declared_in, modules_of, publish
 from ludus.algorithms.spec import algorithm
-from ludus.algorithms.spec.advantages import ADVANTAGES as ADVANTAGE_SPECS
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.compatibility import check_binary_rewards
-from ludus.algorithms.spec.corrections import CORRECTIONS as CORRECTION_SPECS
-from ludus.algorithms.spec.losses import LOSSES as LOSS_SPECS
-from ludus.algorithms.spec.parts import loaded
 from ludus.algorithms.spec.presets import PRESETS
-from ludus.algorithms.spec.resolve import algorithm_of, check_placement, resolve
+from ludus.algorithms.spec.resolve import algorithm_of, check_binary_rewards, check_placement, resolve
+from ludus.algorithms.tensors import Outcomes, TokenBatch
 from ludus.config.load import load_config
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.config.sections.rewards import RewardsConfig
@@ -31,20 +32,21 @@ def refused(**settings):
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("names", "registry"), [(algorithm.AGGREGATION_NAMES, AGGREGATIONS), (algorithm.KL_NAMES, KLS | FULL_KLS)]
-)
-def test_the_names_are_those_of_the_registry(names, registry):
-    assert set(names) == set(registry)
-    assert len(names) == len(registry)
+def test_every_divergence_of_whole_distributions_has_a_name():
+    assert set(FULL_KL_NAMES) == set(FULL_KLS)
+    assert len(FULL_KL_NAMES) == len(FULL_KLS)
 
 
 @pytest.mark.parametrize("spec", [*ADVANTAGE_SPECS.values(), *LOSS_SPECS.values(), *CORRECTION_SPECS.values()])
-def test_the_functions_of_a_spec_can_be_imported(spec):
-    assert callable(spec.load())
-    for name in ("cut", "choose", "keep"):
-        path = getattr(spec, name, "")
-        assert not path or callable(loaded(path))
+def test_every_required_parameter_of_a_part_is_passed(spec):
+    record = Outcomes if spec.name in ADVANTAGE_SPECS else TokenBatch
+    known = {*spec.options, *(field.name for field in fields(record)), *algorithm.SETTING_PARAMETERS}
+    for name in ("function", "cut", "choose", "finish"):
+        function = getattr(spec, name, None)
+        required = inspect.signature(function).parameters.values() if function else ()
+        missing = {p.name for p in required if p.default is p.empty} - known
+        allowed = {"choose": {"covariance", "seed"}, "finish": {"advantages"}}
+        assert missing <= allowed.get(name, set())
 
 
 def test_checking_a_configuration_loads_no_torch():
@@ -106,7 +108,7 @@ def test_numbers_of_a_part_reach_the_algorithm():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"options": {"loss": {"bound": 0.1}}}, "loss.bound is nothing that the loss ppo_clip has"),
+        ({"options": {"loss": {"bound": 0.1}}}, "loss.bound is not an option of the loss ppo_clip"),
         ({"preset": "dppo", "options": {"loss": {"bond": 0.1}}}, "'bound'"),
         ({"preset": "dppo", "options": {"loss": {"divergence": "js"}}}, "divergence = 'js'"),
         ({"preset": "dppo", "options": {"loss": {"bound": "wide"}}}, "bound = 'wide' is not a number"),
@@ -317,3 +319,48 @@ def test_k1_in_the_loss_warns_and_elsewhere_does_not():
         check_placement("k2", "loss")
     with pytest.raises(ConfigError, match="kl_placement = 'los'"):
         check_placement("k2", "los")
+
+
+MINE = '''
+"""A part in one file."""
+
+from ludus.algorithms.parts import AdvantageSpec, Need, Option, OptionBounds
+
+
+@AdvantageSpec(help="doubled", needs={Need.GROUP}, options={"factor": Option("factor", OptionBounds(1, whole=True))})
+def mine(*, rewards, mask, factor=2):
+    return factor * rewards[:, None] * mask
+
+
+def helper():
+    """Not a part."""
+'''
+
+
+def test_a_file_in_the_folder_is_a_new_advantage(tmp_path, monkeypatch):
+    (tmp_path / "new_parts").mkdir()
+    (tmp_path / "new_parts" / "mine.py").write_text(MINE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = modules_of("new_parts", [str(tmp_path / "new_parts")])
+    found = declared_in(AdvantageSpec, modules)
+    assert list(found) == ["mine"]
+    assert found["mine"].options["factor"].default == 2
+    assert found["mine"].has(Need.GROUP)
+    assert publish("new_parts", modules) == ["helper", "mine"]
+    import new_parts
+
+    assert new_parts.mine is found["mine"].function
+
+
+def test_a_plug_in_may_take_the_whole_batch_and_must_not_ask_for_what_is_unknown(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def whole(outcomes, algorithm):\n    return 0 * outcomes.mask\n\n\ndef odd(rewards, colour): ...\n"
+    )
+    outcomes = Outcomes(torch.ones(2), torch.zeros(2, dtype=torch.long), torch.ones(2, 3))
+    chosen = resolve(AlgorithmConfig(advantage=f"{file}:whole"))
+    assert chosen.compute("advantage", outcomes).tolist() == [[0.0] * 3] * 2
+    with pytest.raises(ConfigError, match="parameter 'colour'"):
+        resolve(AlgorithmConfig(advantage=f"{file}:odd"))
+    with pytest.raises(ConfigError, match="not a function"):
+        resolve(AlgorithmConfig(advantage=f"{file}:__name__"))

@@ -9,10 +9,10 @@ import torch
 
 from algorithm_parts import CLIPPING_LOSSES, CUTS, LOSSES
 from ludus.algorithms.aggregate import Normalizer
-from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.objective import objective
 from ludus.algorithms.spec.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.tensors import TokenBatch
 from tests.algorithms.test_losses_batch import batch_of
 
 NARROW = {"clip_low": 0.05, "clip_high": 0.08}

@@ -12,11 +12,11 @@ import algorithms_oracle as oracle
 import algorithms_oracle_losses as slow
 from ludus.algorithms import corrections, losses, preference
 from ludus.algorithms.aggregate import Normalizer, aggregate
-from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.objective import objective
 from ludus.algorithms.spec.algorithm import Algorithm, PartOptions
-from ludus.algorithms.spec.compatibility import check_corrections
 from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import check_corrections
+from ludus.algorithms.tensors import TokenBatch
 from ludus.errors import ConfigError
 
 quick = settings(max_examples=12, deadline=None, derandomize=True)

@@ -73,9 +73,9 @@ def test_other_formats_and_a_switched_off_onednn_are_torch_s_own():
     with torch.backends.mkldnn.flags(enabled=False):
         assert torch.equal(onednn_linear.linear(rows, weight), plain(rows, weight))
     assert torch.equal(onednn_linear.linear(rows.double(), weight.double()), plain(rows.double(), weight.double()))
-    assert onednn_linear.by_onednn(weight)
-    assert not onednn_linear.by_onednn(weight.double())
-    assert not onednn_linear.by_onednn(weight.bfloat16())
+    assert onednn_linear.uses_onednn(weight)
+    assert not onednn_linear.uses_onednn(weight.double())
+    assert not onednn_linear.uses_onednn(weight.bfloat16())
 
 
 def test_layers_of_a_model_multiply_by_it_and_stay_what_they_are():
@@ -91,7 +91,7 @@ def test_layers_of_a_model_multiply_by_it_and_stay_what_they_are():
     with torch.no_grad():
         model[0].weight.zero_()
     torch.testing.assert_close(twin(rows), before, rtol=1e-5, atol=1e-5)
-    onednn_linear.as_before(changed)
+    onednn_linear.restore_linear(changed)
     assert [type(m) for m in model] == [nn.Linear, nn.ReLU, nn.Linear]
 
 

@@ -12,11 +12,11 @@ import algorithms_oracle as oracle
 import algorithms_oracle_losses as slow
 from ludus.algorithms import advantages, aggregate, corrections, kl, losses
 from ludus.algorithms.aggregate import Normalizer
-from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.objective import objective
 from ludus.algorithms.spec.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
+from ludus.algorithms.tensors import TokenBatch
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.errors import ConfigError
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import algorithms_oracle as oracle
 from ludus.algorithms import filters, shaping
-from ludus.algorithms.greso import GresoSettings, GresoState, Visit
-from ludus.algorithms.spec.schedules import Schedule
+from ludus.algorithms.filters import GresoSettings, GresoState, Visit
+from ludus.algorithms.kl import Schedule
 from ludus.errors import ConfigError
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
@@ -62,7 +62,7 @@ def test_sums_and_gates_by_hand():
     parts = torch.tensor([[1.0, 2.0, math.nan], [0.0, -1.0, 5.0]], dtype=torch.float64)
     assert shaping.weighted_sum(parts=parts, weights=[1.0, 0.5, 0.0]).tolist() == [2.0, -0.5]
     fading = [Schedule("constant", 1.0), Schedule("linear", 1.0, 0.0, 4), Schedule("constant", 0.0)]
-    totals = [shaping.scheduled_sum(parts=parts, schedules=fading, step=s).tolist() for s in (0, 2, 4)]
+    totals = [shaping.weighted_sum(parts=parts, weights=[f.at(s) for f in fading]).tolist() for s in (0, 2, 4)]
     assert totals == [[3.0, -1.0], [2.0, -0.5], [1.0, 0.0]]
     gated = shaping.gated(gate=parts[:, 0], rewards=numbers(7, 8), threshold=0.5, closed=-1.0)
     assert gated.tolist() == [7.0, -1.0]

@@ -24,12 +24,12 @@ from ludus.training.credit.advantages import assign_credit, training_rows
 from ludus.training.learner.learner import LearnerSettings
 from ludus.training.learner.logprobs import own_types
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.rl.advantage_inputs import refine
-from ludus.training.rl.build import check, doubts, train
-from ludus.training.rl.teacher import load_teacher
+from ludus.training.rl.build import load_teacher, train
+from ludus.training.rl.train_step import filter_and_estimate
+from ludus.training.rl.validate import check, config_warnings
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import open_session
-from ludus.training.value_models.factory import train_judge
+from ludus.training.value_models.factory import train_value_model
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from tests.training.credit.test_credit import real_group, trajectory
 from tests.training.learner.test_learner import gradients, largest_difference, learner, random_rows, tiny_model
@@ -104,8 +104,8 @@ def test_vapo_has_a_lam_for_the_policy_and_one_for_the_critic():
     one.algorithm = replace(one.algorithm, options=PartOptions(advantage={"alpha": 0.2}))
     judge = critic(one.scorer.model)
     for _ in range(3):
-        train_judge(judge, refine(assign_credit([episodes], one.algorithm), one, 0, judge))
-    for credit in refine(assign_credit([episodes], one.algorithm), one, 0, judge):
+        train_value_model(judge, filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0, judge))
+    for credit in filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0, judge):
         n = len(credit.values)
         values = torch.tensor(credit.values, dtype=torch.float64)
         assert values.all()
@@ -118,7 +118,7 @@ def test_vapo_has_a_lam_for_the_policy_and_one_for_the_critic():
         assert 1 - 1 / (0.2 * n) < 1
     bare = replace(one.algorithm, options=PartOptions(advantage={"alpha": 0.2, "whiten": 0.0}))
     one.algorithm = bare
-    credit = refine(assign_credit([episodes], bare), one, 0, judge)[0]
+    credit = filter_and_estimate(assign_credit([episodes], bare), one, 0, judge)[0]
     n, rewards = len(credit.values), torch.tensor([1.0], dtype=torch.float64)
     turn = torch.tensor([[0] * 3 + [1] * 4])
     expected = advantages.gae(
@@ -177,15 +177,15 @@ def test_contradictions_are_refused_before_anything_is_loaded(settings, words):
 
 def test_vapo_without_a_warm_up_of_its_critic_is_doubted():
     cold = {"algorithm": {"preset": "vapo"}, "critic": {"warmup_steps": 0}}
-    assert any("critic.warmup_steps" in text for text in doubts(Config.model_validate(cold)))
-    assert doubts(Config.model_validate({"algorithm": {"preset": "vapo"}})) == []
+    assert any("critic.warmup_steps" in text for text in config_warnings(Config.model_validate(cold)))
+    assert config_warnings(Config.model_validate({"algorithm": {"preset": "vapo"}})) == []
 
 
 def test_a_critic_that_learns_alone_in_all_steps_is_doubted():
     short = {"algorithm": {"preset": "ppo"}, "training": {"steps": 2}, "critic": {"warmup_steps": 2}}
-    assert any("The policy is never trained" in text for text in doubts(Config.model_validate(short)))
+    assert any("The policy is never trained" in text for text in config_warnings(Config.model_validate(short)))
     short["training"]["steps"] = 3
-    assert doubts(Config.model_validate(short)) == []
+    assert config_warnings(Config.model_validate(short)) == []
 
 
 def run(folder, reporter=None, **changes):

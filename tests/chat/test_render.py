@@ -32,8 +32,7 @@ from ludus.config.sections.rollout import EnvConfig
 from ludus.engines.scripted import ScriptedEngine
 from ludus.envs.tool_env import ToolEnv
 from ludus.errors import ConfigError, UserError
-from ludus.rollout.chat_session import EngineChatSession
-from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.rollout.episode import EngineChatSession, EpisodeLimits, run_episode
 from ludus.tools.base import tool
 from ludus.training.run.session import make_renderer
 from ludus.types import Completion, Message, SamplingParams, StopReason, Task

@@ -13,7 +13,7 @@ def test_every_preset_is_listed():
 
 def test_the_parts_that_no_preset_has_are_listed():
     said = ludus("algorithms")
-    assert "--algorithm.advantage: siblings, vtrace, retrace" in said.out
+    assert "--algorithm.advantage: vtrace, retrace, siblings" in said.out
     assert "--algorithm.correction: tis, icepop, decoupled, reject_sequence, m2po" in said.out
     assert "--algorithm.loss: distill_full" in said.out
     assert "k3_k2grad, full_reverse, full_forward" in said.out

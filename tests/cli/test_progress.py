@@ -64,7 +64,7 @@ def test_a_step_tells_how_long_rewards_took_and_what_to_do_about_it():
     assert found["scoring/busy"] == 8.0 / (2 * 10.0)
     assert episode_shares(found) == {"model": 0.2, "tools": 0.2, "scoring": 0.6}
     said = scoring_hint(found, config)
-    assert "takes 40% of the step (8 s, 2 at a time, the slowest 5 s)" in said
+    assert "take 40% of the step (8 s, 2 at a time, the slowest 5 s)" in said
     assert "60% of its time" in said
     assert "Raise rollout.reward_processes (2)" in said
     told = time_words(mean_timings([MetricsRow(1, found), MetricsRow(2, found)]))

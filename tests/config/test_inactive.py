@@ -8,7 +8,7 @@ from algorithm_parts import CLIPPING_LOSSES, CRITIC_ADVANTAGES, RATIO_PARTS
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.load import load_config
 from ludus.envs.registry import build_world
-from ludus.training.checks.inactive_settings import inactive_parts, updates_of
+from ludus.training.rl.validate import inactive_parts, updates_of
 
 WORLDS = {
     name: build_world(config.env, config.rollout, config.sandbox)

@@ -7,8 +7,7 @@ import pytest
 from ludus.config import load_config
 from ludus.errors import ConfigError
 from ludus.recipes import list_recipes
-from ludus.training.checks.unused_settings import unread_settings
-from ludus.training.rl.build import doubts
+from ludus.training.rl.validate import config_warnings, unused_settings
 
 LOCAL = ("--cluster.kind", "local")
 JUDGED = (*LOCAL, "--cluster.reward_workers", "2")
@@ -18,7 +17,7 @@ REPLAYED = (*STREAMED, "--staleness.replay.share", "0.5")
 
 
 def said(*words: str) -> list[str]:
-    return unread_settings(load_config("search", list(words)))
+    return unused_settings(load_config("search", list(words)))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +49,7 @@ def test_a_setting_that_nothing_reads_is_announced(without, given, within, why):
     assert found.startswith(f"{key.removesuffix('.disk')} = ")
     assert why in found
     assert said(*within, f"--{key}", value) == []
-    assert found in doubts(load_config("search", [*without, f"--{key}", value]))
+    assert found in config_warnings(load_config("search", [*without, f"--{key}", value]))
 
 
 def test_members_to_spare_that_never_begin_are_announced():
@@ -67,7 +66,7 @@ def test_resources_below_nothing_are_refused():
 
 @pytest.mark.parametrize("recipe", list_recipes(), ids=lambda recipe: recipe.name)
 def test_the_settings_of_the_recipes_are_all_read(recipe):
-    assert unread_settings(load_config(recipe.config)) == []
+    assert unused_settings(load_config(recipe.config)) == []
 
 
 def test_a_plain_cluster_or_stream_is_read_whole():

@@ -226,7 +226,7 @@ def test_cancels_evictions_and_a_tiny_cache_disturb_nobody():
                 return None
 
         answers = await asyncio.gather(*map(play, requests))
-        stats, held = engine.stats(), engine._tree.num_held
+        stats, held = engine.stats(), engine._tree.num_pages - engine._tree.num_available
         await engine.close()
         return answers, stats, held
 
@@ -243,8 +243,8 @@ def what_is_left(engine):
     tree, core = engine._tree, engine._core
     pages = sorted([*tree._free, *(node.page for node in tree._idle)])
     return {
-        "requests": len(engine._open) + len(core.running) + len(core.waiting),
-        "names": len(engine._caches),
+        "requests": len(engine._unfinished) + len(core.running) + len(core.waiting),
+        "names": len(engine._sessions),
         "pages": tree.num_pages - len(pages) + (pages != list(range(tree.num_pages))),
         "reserved": core._reserved,
         "slots": len(core._table) - len(core._free_slots),
@@ -373,7 +373,7 @@ def test_an_episode_that_begins_while_weights_are_on_their_way_finds_nothing_of_
         engine, go = LocalEngine(old, settings=replace(SMALL, recompute_on_update=False)), threading.Event()
         await engine.generate(Request("early", prompt, params))
         engine.stats(reset=True)
-        engine._worker.post(go.wait)
+        engine._worker.submit(go.wait)
         loading = asyncio.create_task(engine.load_weights(1, dict(new.named_parameters())))
         await asyncio.sleep(0)
         beginning = asyncio.create_task(engine.generate(Request("late", prompt, params)))
@@ -689,17 +689,17 @@ def test_widths_that_the_kernel_does_not_have_go_to_torch():
 def test_the_tree_finds_the_longest_prefix_and_frees_what_nobody_holds():
     tree = RadixCache(8)
     history = tuple(range(40))
-    path = tree.hold(tree.match(history))
+    path = tree.acquire(tree.match(history))
     assert path == []
     for at in range(0, 40, PAGE):
         tree.take(path, history[at : at + PAGE], listed=True)
     assert tree.match((*history, 99)).wait  # announced, not computed
     for place in range(3):
-        tree.settle(path, place, history[place * PAGE : (place + 1) * PAGE])
+        tree.commit(path, place, history[place * PAGE : (place + 1) * PAGE])
     found = tree.match((*history[:37], 7, 8))
     assert (len(found.nodes), found.num_copied, found.owned, found.wait) == (2, 5, False, False)
     tree.release(path)
-    assert tree.num_held == 0
+    assert tree.num_available == tree.num_pages
     back = tree.match((*history, 50, 51))
     assert (back.num_tokens, back.owned) == (40, True)
     other: list = []
@@ -729,12 +729,12 @@ def test_an_engine_gives_its_cache_up_and_takes_it_back(compiled, monkeypatch):
         await engine.sleep()
         await engine.sleep()
         pool = engine._forward.pool
-        assert not pool.is_there
+        assert not pool.is_allocated
         engine.stats(reset=True)
         after = await engine.generate_batch(requests)
         cached = engine.stats().cached_tokens
         await engine.close()
-        return before, after, cached, pool.is_there
+        return before, after, cached, pool.is_allocated
 
     before, after, cached, there = asyncio.run(run())
     assert [a.tokens for a in after] == [b.tokens for b in before]

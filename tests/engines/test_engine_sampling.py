@@ -61,14 +61,14 @@ def test_a_row_draws_the_same_alone_and_among_others():
             assert logprob[0] == logprobs[row]
 
 
-def test_select_keeps_each_rows_randomness_and_parameters():
+def test_a_rows_token_does_not_depend_on_the_other_rows_of_the_batch():
     logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(1))
     params = [SamplingParams(temperature=t, seed=s, top_k=k) for t, s, k in
               [(0.0, 1, 0), (1.0, 2, 3), (2.0, 3, 0), (0.7, 4, 5), (1.0, 5, 0)]]  # fmt: skip
     rules = SamplingRules.of(params, 30, CPU)
     tokens = sample(logits, rules, 4).tokens
     order = [4, 0, 3]
-    chosen = sample(logits[order], rules.select(order), 4).tokens
+    chosen = sample(logits[order], SamplingRules.of([params[row] for row in order], 30, CPU), 4).tokens
     assert chosen.tolist() == tokens[order].tolist()
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ludus.engines.base import Request
-from ludus.engines.models.checksums import compare_digests, tensor_digest
+from ludus.engines.models.fingerprint import compare_digests, tensor_digest
 from ludus.engines.remote.api_adapters import SampledTokens, VersionRange
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import RemoteEngineSettings

@@ -15,7 +15,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from ludus.engines.base import Request
-from ludus.engines.embedded import compute_thread
+from ludus.engines.embedded import engine as engine_module
 from ludus.engines.embedded.engine import LocalEngine
 from ludus.training.run.session import engine_settings
 from ludus.types import SamplingParams
@@ -82,7 +82,7 @@ def test_the_engine_computes_with_its_number_and_the_caller_keeps_its_own(two_th
 def test_a_command_that_nobody_waits_for_any_more_is_not_done_and_the_engine_goes_on():
     async def run():
         engine, busy = LocalEngine(build(), settings=replace(SMALL, threads=1)), threading.Event()
-        engine._worker.post(busy.wait)
+        engine._worker.submit(busy.wait)
         task = asyncio.create_task(engine.relabel(7))
         await asyncio.sleep(0)
         task.cancel()
@@ -102,13 +102,13 @@ def test_an_engine_that_rests_makes_no_pass_but_takes_weights_and_goes_on_at_onc
         engine = LocalEngine(model, settings=replace(SMALL, threads=1))
         request = Request("e", (1, 2, 3), SamplingParams(max_new_tokens=4))
         await engine.generate(request)
-        engine.rest(1e9)
+        engine.throttle(1e9)
         before = engine.stats().steps
         going = asyncio.create_task(engine.generate(replace(request, episode="f")))
         await asyncio.wait_for(engine.load_weights(1, model.state_dict()), 10)
         await asyncio.sleep(0.1)
         resting = engine.stats().steps - before
-        engine.rest(0)
+        engine.throttle(0)
         versions = (await asyncio.wait_for(going, 10)).versions
         await engine.close()
         return resting, versions
@@ -126,7 +126,7 @@ def test_an_engine_rests_as_many_times_the_length_of_a_pass_as_it_is_told():
             step()
 
         engine._core.step = slow
-        engine.rest(times)
+        engine.throttle(times)
         begin = time.monotonic()
         await engine.generate(Request("e", (1, 2, 3), SamplingParams(max_new_tokens=10)))
         seconds = time.monotonic() - begin
@@ -142,7 +142,7 @@ def test_a_request_whose_time_ends_during_a_rest_ends_then():
         engine = LocalEngine(build(), settings=replace(SMALL, threads=1))
         request = Request("e", (1, 2, 3), SamplingParams(max_new_tokens=4), timeout_s=0.05)
         await engine.generate(replace(request, timeout_s=None))
-        engine.rest(1e9)
+        engine.throttle(1e9)
         done = await asyncio.wait_for(engine.generate(replace(request, episode="f")), 10)
         await engine.close()
         return done.finish_reason, done.tokens
@@ -152,11 +152,11 @@ def test_a_request_whose_time_ends_during_a_rest_ends_then():
 
 def test_a_rest_that_ends_while_the_engine_makes_up_its_mind_is_over(monkeypatch):
     clock = itertools.count()  # a hundredth of a second passes whenever it is looked at
-    monkeypatch.setattr(compute_thread, "time", SimpleNamespace(monotonic=lambda: next(clock) / 100))
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: next(clock) / 100))
 
     async def run():
         engine = LocalEngine(build(), settings=replace(SMALL, threads=1))
-        engine.rest(1.5)
+        engine.throttle(1.5)
         request = Request("e", (1, 2, 3), SamplingParams(max_new_tokens=10))
         done = await asyncio.wait_for(engine.generate(request), 10)
         await engine.close()

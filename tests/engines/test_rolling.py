@@ -29,12 +29,12 @@ from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import RemoteEngineSettings, Replica
 from ludus.engines.remote.rolling_update import EpisodePin, Placement, RollingUpdates
 from ludus.errors import EngineError, SyncError
+from ludus.rollout.group_queue import GroupQueue
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode, episode_name
-from ludus.rollout.streaming.group_queue import GroupQueue
-from ludus.rollout.streaming.staleness_control import StalenessController, StalenessSchedule
-from ludus.training.rl.async_trainer import follow
+from ludus.rollout.stream_control import StalenessController, StalenessSchedule
+from ludus.training.rl.async_trainer import track_version
 from ludus.types import Segment, StopReason, Trajectory
 from tests.cluster.test_cluster import JOB, QUICK, FakeLauncher, ask, plan, views
 from tests.engines.test_engine_server import Fake, serving
@@ -54,13 +54,13 @@ def publish(placement: Placement, version: int) -> list[str]:
     for one in placement.replicas:
         one.behind = placement.newest if one.behind is None else one.behind
     placement.publish(version)
-    return [one.url for one in placement.settle()]
+    return [one.url for one in placement.due_updates()]
 
 
 def take(placement: Placement, *numbers: int) -> None:
     for number in numbers:
         placement.replicas[number].behind = None
-    placement.settle()
+    placement.due_updates()
 
 
 def test_an_engine_without_episodes_takes_weights_at_once_and_one_with_them_when_they_end():
@@ -71,7 +71,7 @@ def test_an_engine_without_episodes_takes_weights_at_once_and_one_with_them_when
     assert placement.begin("b") == placement.begin("c") == EpisodePin("http://1", 1)  # busier, but the other waits
     assert placement.floor == 1
     placement.end("a")
-    assert [one.url for one in placement.settle()] == ["http://0"]
+    assert [one.url for one in placement.due_updates()] == ["http://0"]
 
 
 def test_one_engine_waits_and_the_other_goes_on_with_what_it_has():
@@ -82,7 +82,7 @@ def test_one_engine_waits_and_the_other_goes_on_with_what_it_has():
     assert [placement.begin(name).url for name in "de"] == ["http://0"] * 2  # 1 has fewer, so it waits
     assert placement.floor == 0
     placement.end("b")
-    placement.settle()
+    placement.due_updates()
     take(placement, 1)
     assert placement.begin("f") == EpisodePin("http://1", 1)
     assert placement.floor == 1
@@ -116,7 +116,7 @@ def test_no_episode_begins_on_an_older_version_than_was_said_even_when_the_newes
     take(placement, 1)
     assert placement.floor == 1
     placement.replicas.pop().gone = True
-    placement.settle()
+    placement.due_updates()
     assert placement.begin("b") is None
     placement.replicas.append(Replica("http://2", RemoteEngineSettings()))
     assert placement.begin("b") == EpisodePin("http://2", 1)
@@ -131,7 +131,7 @@ def test_where_the_newest_weights_are_asked_for_nothing_begins_until_an_engine_h
     placement.serve_newest()
     assert placement.begin("c") is None
     placement.end("b")
-    assert [one.url for one in placement.settle()] == ["http://1"]
+    assert [one.url for one in placement.due_updates()] == ["http://1"]
     take(placement, 1)
     assert placement.begin("c") == EpisodePin("http://1", 1)
 
@@ -168,7 +168,7 @@ class Fleet(World):
             self.rolling.release(name)
         if replica.gone:
             return await self.play(job, attempt + 1)
-        versions = (pin.version, self.rolling.placement.held(replica))
+        versions = (pin.version, self.rolling.placement.version_of(replica))
         self.lengths[job.key] = 0.0
         self.log.append(("end", job.key, pin.version))
         action = Segment("action", (1, 2), logprobs=(0.0, 0.0), versions=versions)
@@ -189,8 +189,8 @@ class Fleet(World):
         for one in self.rolling.placement.replicas:
             one.behind = version - 1 if one.behind is None else one.behind
 
-    async def offer(self, step):
-        await self.rolling.offer(WeightCheck(step, (), lambda *_: None, 1e6), {})
+    async def push_weights(self, step):
+        await self.rolling.push_weights(WeightCheck(step, (), lambda *_: None, 1e6), {})
 
 
 def train(fleet: Fleet, pace: StalenessSchedule, in_flight=8, learning=1.0, evaluates=0) -> list[list[Episode]]:
@@ -199,18 +199,18 @@ def train(fleet: Fleet, pace: StalenessSchedule, in_flight=8, learning=1.0, eval
     async def run():
         stream = GroupQueue(StalenessController(pace), fleet, fleet.play, in_flight)
         stream.start()
-        following = asyncio.create_task(follow(stream, fleet.rolling, 0))
+        following = asyncio.create_task(track_version(stream, fleet.rolling, 0))
         trained = []
         for step in range(1, pace.last_step + 1):
             batch = await stream.take()
             trained.append([episode for group in batch.groups for episode in group.episodes])
             await asyncio.sleep(fleet.draw("learner", step).random() * learning)
-            await fleet.offer(step)
+            await fleet.push_weights(step)
             stream.published(step, everywhere=False)
             fleet.log.append(("published", step))
             fleet.dies(step)
             if evaluates and step % evaluates == 0:
-                await fleet.rolling.catch_up()
+                await fleet.rolling.wait_until_current()
                 fleet.log.append(("newest", step, fleet.rolling.placement.floor))
         assert stream.num_in_flight == stream.num_waiting == 0
         following.cancel()
@@ -268,9 +268,9 @@ def test_whatever_a_transfer_meets_reaches_a_learner_that_waits_for_weights():
         fleet = Losing(0)
         stream = GroupQueue(StalenessController(StalenessSchedule(1, 0, 4)), fleet, fleet.play, 4)
         stream.start()
-        following = asyncio.create_task(follow(stream, fleet.rolling, 0))
+        following = asyncio.create_task(track_version(stream, fleet.rolling, 0))
         await stream.take()
-        await fleet.offer(1)
+        await fleet.push_weights(1)
         stream.published(1, everywhere=False)
         await asyncio.wait_for(stream.take(), 60)
         await following
@@ -345,7 +345,7 @@ def test_a_replica_takes_weights_with_their_proof_when_its_episodes_have_ended(p
     async def scenario():
         rolling = await rolled(engine)
         assert (await ask(engine, "slow")).versions == (7, 7)
-        await rolling.offer(CHECK, STATE)
+        await rolling.push_weights(CHECK, STATE)
         assert await rolling.served(7) == 8
         assert label(first, second) == ["7", "8"]
         assert CHECKED == [(None, [0.0, -2.0, -2.0])]
@@ -367,7 +367,7 @@ def test_an_episode_moves_between_two_turns_so_that_its_engine_can_take_newer_we
         rolling = await rolled(engine)
         assert (await ask(engine, "slow")).versions == (7, 7)
         assert rolling.move("slow") is None  # its engine is open
-        await rolling.offer(CHECK, STATE)
+        await rolling.push_weights(CHECK, STATE)
         assert await rolling.served(7) == 8
         assert label(first, second) == ["7", "8"]
         assert (await ask(engine, "slow")).versions == (8, 8)
@@ -385,7 +385,7 @@ def test_an_episode_whose_server_has_lost_its_weights_fails_and_goes_to_no_other
     async def scenario():
         rolling = await rolled(engine)
         await ask(engine, "slow")
-        await rolling.offer(CHECK, STATE)
+        await rolling.push_weights(CHECK, STATE)
         await rolling.served(7)
         first.label = "default"  # it was started anew, unseen
         with pytest.raises(EngineError, match="lost weights 7, to which an episode is pinned"):
@@ -422,8 +422,8 @@ def test_weights_that_a_replica_does_not_take_or_prove_end_the_wait_for_them(pai
         rolling = await rolled(engine)
         for fake in (first, second):
             vars(fake).update(changes)
-        await rolling.offer(check, STATE)
-        for waits in (rolling.served(7), rolling.catch_up(), ask(engine)):
+        await rolling.push_weights(check, STATE)
+        for waits in (rolling.served(7), rolling.wait_until_current(), ask(engine)):
             with pytest.raises(SyncError, match=words):
                 await waits
         await engine.close()
@@ -449,7 +449,7 @@ def test_a_worker_is_told_where_an_episode_stays_and_a_new_engine_has_the_newest
         stays = next(fake for fake in fakes if fake.url == sent.pin.url)
         other = next(fake for fake in fakes[:2] if fake is not stays)
         assert sent.pin.version == 7
-        await group.offer(CHECK, STATE)
+        await group.push_weights(CHECK, STATE)
         assert await group.rolling.served(7) == 8
         assert (stays.label, other.label) == ("7", "8")
         later = asyncio.create_task(group.play(replace(JOB, job=replace(JOB.job, greedy=True)), 60))

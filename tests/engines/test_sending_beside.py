@@ -170,13 +170,13 @@ class Slow(Elsewhere):
 
 def test_what_the_learner_waits_for_is_in_the_seconds_of_the_step(tiny_run, tmp_path, monkeypatch):
     """For the rewards that settings add, and for a transfer that an evaluation waits for."""
-    credit = RolloutCollector.credit
+    credit = RolloutCollector.make_samples
 
     async def slow(self, *given):
         await asyncio.sleep(0.3)
         return await credit(self, *given)
 
-    monkeypatch.setattr(RolloutCollector, "credit", slow)
+    monkeypatch.setattr(RolloutCollector, "make_samples", slow)
     played_by(Slow, monkeypatch)
     folder = run(tiny_run, tmp_path / "slow", "async", training__steps=3, evaluation__every=1)
     for row in read_metrics(folder / "timings.jsonl"):

@@ -99,12 +99,12 @@ def test_weights_that_are_sent_later_are_those_of_when_they_were_kept(model):
         async def direct(work):
             return work()
 
-        kept = await sync.keep(1, direct)
+        kept = await sync.copy_weights(1, direct)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.01)
         try:
-            return await sync.deliver(kept)
+            return await sync.send_copy(kept)
         finally:
             await engine.close()
 

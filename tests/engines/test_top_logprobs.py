@@ -165,15 +165,15 @@ def test_equals_come_by_their_ids_and_what_cannot_be_is_left_out(table, data):
     assert found == [by_hand(row, num) for row, num in zip(table, nums, strict=True)]
 
 
-def test_rules_of_some_rows_keep_what_each_asks_for():
+def test_the_top_tokens_of_a_row_do_not_depend_on_the_other_rows():
     logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(0))
     params = [SamplingParams(seed=i, top_logprobs=num) for i, num in enumerate((4, 0, 2))]
     rules = SamplingRules.of(params, 30, CPU)
     whole = sample(logits, rules, 0)
-    some = sample(logits[[2, 1]], rules.select([2, 1]), 0)
+    some = sample(logits[[2, 1]], SamplingRules.of([params[2], params[1]], 30, CPU), 0)
     assert [len(row) for row in whole.top] == [4, 0, 2]
     assert list(some.top) == [whole.top[2], whole.top[1]]
-    assert sample(logits[1:2], rules.select([1]), 0).tokens == whole.tokens[1]
+    assert sample(logits[1:2], SamplingRules.of(params[1:2], 30, CPU), 0).tokens == whole.tokens[1]
 
 
 @pytest.mark.parametrize("num", [-1, 21])

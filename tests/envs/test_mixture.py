@@ -16,17 +16,15 @@ from ludus.config import config_from_toml, load_config, to_toml
 from ludus.diagnostics.metrics import alarms, rollout_metrics
 from ludus.envs.mixture import MixedWorld, MixtureMember
 from ludus.envs.registry import build_world
-from ludus.envs.tool_env import ToolEnv
+from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import ToolWorld
-from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.evaluate import Conditions, load_evaluation
 from ludus.rewards.base import Reward, score, success
-from ludus.rollout.build import SamplingPlan, engine_scheduler
-from ludus.rollout.chat_session import EngineChatSession
+from ludus.rollout.episode import EngineChatSession
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.rollout.scheduler import Episode, RolloutRequest
+from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan, engine_scheduler
 from ludus.tasks.mixture import MixtureOrder, Shares, TaskPool
 from ludus.training.collection.reward_mixing import check_reward_settings, combiner_of
 from ludus.types import Group, Segment, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
@@ -302,7 +300,7 @@ def test_each_world_has_its_own_bounds(world, recipe):
     scheduler = engine_scheduler(world, Engine(), None, config.rollout, play, Ledger())
     found = {}
     for task in (price, game):
-        conversation = scheduler.converse(RolloutRequest(RolloutKey(1, task.id, 0), task))
+        conversation = scheduler.make_chat(RolloutRequest(RolloutKey(1, task.id, 0), task))
         assert isinstance(conversation, EngineChatSession)
         limits = scheduler.limits_of(task)
         found[task.tags["world"]] = (limits.max_turns, conversation.params.max_new_tokens, conversation.max_tokens)

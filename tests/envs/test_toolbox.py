@@ -9,8 +9,7 @@ from typing import Annotated
 import pytest
 from pydantic import AfterValidator
 
-from ludus.envs.tool_env import ToolEnv
-from ludus.envs.toolbox import ToolExecutor, ToolLimits, as_text, describe_error
+from ludus.envs.tool_env import ToolEnv, ToolExecutor, ToolLimits, as_text, describe_error
 from ludus.errors import UserError
 from ludus.tools.base import tool
 from ludus.types import Action, CallError, Message, ToolCall, ToolStatus
@@ -419,7 +418,7 @@ def test_cancelling_the_episode_cancels_its_calls():
 
 HANGS = """
 import asyncio, sys, time
-from ludus.envs.toolbox import ToolExecutor, ToolLimits
+from ludus.envs.tool_env import ToolExecutor, ToolLimits
 from ludus.tools.base import tool
 from ludus.types import Action, Message, ToolCall
 

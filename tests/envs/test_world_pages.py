@@ -7,7 +7,7 @@ import pytest
 
 from ludus.config import load_config
 from ludus.envs.registry import WORLDS, build_world
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolLimits
 from ludus.evaluation.env_audit import CheckPlan, play
 from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
 from ludus.recipes import recipe_folder

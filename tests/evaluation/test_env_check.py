@@ -25,7 +25,7 @@ from ludus.rewards.exact_match import ExpectedAnswers, exact_match, well_formed
 from ludus.rewards.paper_rewards import calls_made
 from ludus.rewards.shaping import only_if
 from ludus.tools.base import tool
-from ludus.training.rl.build import check_cheats
+from ludus.training.rl.validate import check_cheats
 from ludus.types import Message, Task, ToolOutcome, ToolStatus
 from tiny_run import ludus, make_recipe, refused
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import pytest
 
 from ludus.diagnostics.timings import StepTimings
-from ludus.engines.base import EngineStats, Request, counted
+from ludus.engines.base import EngineStats, Request, drain_stats
 from ludus.engines.remote import metrics
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.metrics import MetricsReading, PolledServer, reading_of
-from ludus.rollout.streaming.concurrency_control import ConcurrencyController, StreamThroughput
+from ludus.rollout.stream_control import ConcurrencyController, StreamThroughput
 from ludus.types import Message, SamplingParams, Segment, StopReason, Trajectory
 from tests.engines.test_engine_server import QUICK, Fake, serving
 from waiting import until
@@ -67,9 +67,9 @@ def test_servers_are_read_at_each_step_and_their_tokens_add_up(monkeypatch):
 
     async def scenario(first, second, silent):
         engine = ServerEngine([first.url, second.url, silent.url], "vllm", QUICK)
-        assert (await counted(engine)).metrics() == {}
+        assert (await drain_stats(engine)).metrics() == {}
         first.metrics = vllm(running=1.0, sampled=90)
-        found = await counted(engine)
+        found = await drain_stats(engine)
         assert (found.decode_tokens, found.steps, found.running_steps) == (40, 2, 3 + 5)
         assert found.wall_s > 0
         await engine.close()
@@ -117,7 +117,7 @@ def test_a_reading_that_is_late_is_not_taken_for_a_server_that_has_been_started_
 def test_servers_are_read_also_where_nobody_asks():
     async def scenario(fake):
         engine = ServerEngine([fake.url], "vllm", QUICK)
-        await counted(engine)
+        await drain_stats(engine)
         fake.metrics = vllm(sampled=250)
         await until(lambda: engine.stats().decode_tokens == 200)
         await engine.close()
@@ -164,10 +164,10 @@ def test_the_number_in_flight_is_not_steered_by_what_is_not_known():
 def test_ludus_serve_tells_all_that_its_engine_counts(served):
     async def scenario():
         engine = ServerEngine([served.url], "vllm", QUICK)
-        await counted(engine)
+        await drain_stats(engine)
         params = SamplingParams(max_new_tokens=4)
         await engine.generate_batch([Request(name, (1, 2, 3), params) for name in ("a", "b")])
-        found = await counted(engine)
+        found = await drain_stats(engine)
         await engine.close()
         return found
 
@@ -183,6 +183,6 @@ def test_sampling_beside_the_learner_has_the_speed_of_the_whole_step():
     said = (Message(role="assistant", content="x"),)
     one = Trajectory("t", 0, (Segment("action", tuple(range(40))),), said, StopReason.ANSWERED)
     speeds = [
-        StepTimings(seconds, beside=beside).metrics([one])["speed/sampled_tokens_per_s"] for beside in (True, False)
+        StepTimings(seconds, concurrent=beside).metrics([one])["speed/sampled_tokens_per_s"] for beside in (True, False)
     ]
     assert speeds == pytest.approx([40 / 4.0001, 400_000])

@@ -8,7 +8,7 @@ import pytest
 
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import WORLDS, build_world
-from ludus.rewards import answer_extraction, composite, paper_rewards, shaping
+from ludus.rewards import extract, paper_rewards, shaping
 from ludus.rewards.base import score
 from ludus.rewards.code.patches import Patch, patch_similarity
 from ludus.rewards.code.sql_rows import Rows, rows_match
@@ -45,8 +45,8 @@ CASES = [
     *((verifier, CALLS) for verifier in (paper_rewards.tool_correctness, paper_rewards.right_argument_values)),
     (shaping.citation_support, None),
     (shaping.repeated_calls(), None),
-    (composite.format_score, Quantity(1.5)),
-    *((part, None) for part in (composite.think_format, composite.tool_use)),
+    (shaping.format_score, Quantity(1.5)),
+    *((part, None) for part in (shaping.think_format, shaping.tool_use)),
     (shaping.language_consistency(), None),
 ]
 PARTS = ("\n", " \n", "<answer>", "####", "answer: ", "The answer is ", "**answer**\n", "\\boxed{", "\\boxed{}", "{")
@@ -79,10 +79,10 @@ def test_every_verifier_has_a_verdict_on_every_text():
 
 @pytest.mark.parametrize("part", [*PARTS, "Paris "])
 def test_an_answer_is_read_in_linear_time(part):
-    text, begin = "Paris " + part * (answer_extraction.MAX_CHARACTERS // len(part) - 6), time.process_time()
-    assert len(text) > answer_extraction.MAX_CHARACTERS // 2
-    assert isinstance(answer_extraction.candidates(text), tuple)
-    assert isinstance(answer_extraction.short_answers(text), tuple)
+    text, begin = "Paris " + part * (extract.MAX_CHARACTERS // len(part) - 6), time.process_time()
+    assert len(text) > extract.MAX_CHARACTERS // 2
+    assert isinstance(extract.candidates(text), tuple)
+    assert isinstance(extract.short_answers(text), tuple)
     assert time.process_time() - begin < 2  # 10 to 250 s where it is quadratic
 
 

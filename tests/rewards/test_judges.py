@@ -18,13 +18,13 @@ from ludus.rollout.ledger import RolloutOutcome
 from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.learner.optimizer import OptimizerSettings
-from ludus.training.rl.advantage_inputs import refine
 from ludus.training.rl.build import train
+from ludus.training.rl.train_step import filter_and_estimate
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import open_session, with_adapters
 from ludus.training.value_models.base import StateSettings
-from ludus.training.value_models.factory import say, teach, train_judge
-from ludus.training.value_models.outcome_critic import OutcomeCritic, OutcomeCriticSettings
+from ludus.training.value_models.critic import OutcomeCritic, OutcomeCriticSettings
+from ludus.training.value_models.factory import score_values, train_on_tables, train_value_model
 from ludus.training.value_models.prime import ProcessReward, ProcessRewardSettings
 from small_runs import SMALLEST, Cut, Cutting, config, lasting_files
 from tests.training.credit.test_credit import REWARDS, real_group, same, table
@@ -159,11 +159,11 @@ def test_prime_adds_the_implicit_rewards_to_the_outcome():
     one.algorithm, one.scorers = algorithm, {"reference": learner(reference, algorithm).scorer}
     judge = process_reward(one.scorer.model)
     groups = [labelled(episodes)]
-    credits = refine(assign_credit(groups, algorithm), one, 0, judge)
+    credits = filter_and_estimate(assign_credit(groups, algorithm), one, 0, judge)
     rows = [row_of_trajectory(e.trajectory, 0.0) for e in episodes]
     _, mask = table(credits)
     prm, ref = (torch.zeros(mask.shape, dtype=torch.float64) for _ in range(2))
-    said = say(judge, rows, [])
+    said = score_values(judge, rows, [])
     for i, (row, p, r) in enumerate(zip(rows, said, one.reference(rows), strict=True)):
         trains = torch.tensor(row.trains)
         prm[i, : int(trains.sum())], ref[i, : int(trains.sum())] = p[trains].double(), r[trains].double()
@@ -174,7 +174,7 @@ def test_prime_adds_the_implicit_rewards_to_the_outcome():
     same(found, expected)
     assert not torch.allclose(found, advantages.rloo(rewards=rewards, group=ids, mask=mask))
     before = judge.logprobs(rows)
-    metrics = train_judge(judge, credits)
+    metrics = train_value_model(judge, credits)
     assert metrics["prime/loss"] > 0
     grown = [float((a - b).sum()) for a, b in zip(judge.logprobs(rows), before, strict=True)]
     assert grown[0] > max(grown[1:])
@@ -188,13 +188,13 @@ def test_coderl_weighs_reward_minus_greedy_by_the_chance_of_the_true_outcome():
     )
     groups = [[*labelled(episodes), greedy]]
     judge = outcome_critic(one.scorer.model)
-    first = [c for c in refine(assign_credit(groups, algorithm), one, 0, judge) if not c.episode.greedy]
+    first = [c for c in filter_and_estimate(assign_credit(groups, algorithm), one, 0, judge) if not c.episode.greedy]
     assert first[0].advantages == (0.5,) * len(first[0].advantages)
     for _ in range(3):
-        train_judge(judge, first)
-    credits = [c for c in refine(assign_credit(groups, algorithm), one, 0, judge) if not c.episode.greedy]
+        train_value_model(judge, first)
+    credits = [c for c in filter_and_estimate(assign_credit(groups, algorithm), one, 0, judge) if not c.episode.greedy]
     rows = [row_of_trajectory(e.trajectory, 0.0) for e in episodes]
-    chances = say(judge, rows, [r >= 1 for r in REWARDS])
+    chances = score_values(judge, rows, [r >= 1 for r in REWARDS])
     for credit, reward, chance, row in zip(credits, REWARDS, chances, rows, strict=True):
         expected = (reward - REWARDS[1]) * chance[torch.tensor(row.trains)].double()
         assert credit.advantages == pytest.approx(expected.tolist(), abs=1e-12)
@@ -207,11 +207,11 @@ def test_only_what_trains_is_learned_from():
     credits = assign_credit([[*labelled(episodes), replace(episodes[0], greedy=True)]], PRESETS["coderl"])
     assert [c.outcome for c in credits].count(RolloutOutcome.MASKED) == 1
     dropped = [replace(c, outcome=RolloutOutcome.DROPPED) for c in credits]
-    assert train_judge(judge, dropped) == {}
-    train_judge(judge, credits)
+    assert train_value_model(judge, dropped) == {}
+    train_value_model(judge, credits)
     own = outcome_critic(one.scorer.model)
     rows = [row_of_trajectory(e.trajectory, 0.0) for e in episodes]
-    teach(own, rows, [], [r >= 1 for r in REWARDS])
+    train_on_tables(own, rows, [], [r >= 1 for r in REWARDS])
     for a, b in zip(judge.model.parameters(), own.model.parameters(), strict=True):
         assert torch.equal(a, b)
 

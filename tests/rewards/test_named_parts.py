@@ -16,9 +16,9 @@ from ludus.rewards.registry import NAMED, RegisteredReward, named_part
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.scheduler import Episode, FailureBudget
-from ludus.training.collection.reward_mixing import check_reward_settings, combiner_of, with_added
+from ludus.training.collection.reward_mixing import add_extra_parts, check_reward_settings, combiner_of
 from ludus.training.collection.rollout_collector import RolloutCollector
-from ludus.training.credit.advantages import settle
+from ludus.training.credit.advantages import record_outcomes
 from ludus.training.run.session import TrainingSession
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from tiny_run import ludus, refused
@@ -61,7 +61,7 @@ def test_parts_by_name_count_with_their_weights_and_are_on_record():
         *part("extra_calls", free=1, limit=3), *part("citation_support", weight=0.05), *part("invalid_calls", cap=2)
     )
     check_reward_settings(config, world)
-    groups = asyncio.run(with_added(ProcessRewardExecutor.of(config), world, [[attempt()]], 0.0))
+    groups = asyncio.run(add_extra_parts(ProcessRewardExecutor.of(config), world, [[attempt()]], 0.0))
     ((found,),) = combiner_of(config, world, takes_turns=False).combine(1, groups)
     assert found.trajectory.rewards == {
         "exact_match": 1.0,
@@ -94,7 +94,7 @@ def test_parts_are_scored_in_another_process(monkeypatch):
 
     config, world = settings(*part("citation_support"))
     monkeypatch.setitem(NAMED, "citation_support", RegisteredReward(lambda: nowhere))
-    ((found,),) = asyncio.run(with_added(ProcessRewardExecutor.of(config), world, [[attempt()]], 0.0))
+    ((found,),) = asyncio.run(add_extra_parts(ProcessRewardExecutor.of(config), world, [[attempt()]], 0.0))
     assert found.trajectory.rewards == {"exact_match": 1.0, "citation_support": 1.0}
     assert found.trajectory.timings.grading_s > 0
 
@@ -110,13 +110,13 @@ def test_an_episode_whose_part_fails_is_a_failed_one_and_the_ledger_knows():
         ledger.start(episode.key)
     one = combiner_of(config, world, takes_turns=False)
     sampler = RolloutCollector(session, None, PRESETS["grpo"], None, ledger, combiner=one)
-    credits = asyncio.run(sampler.credit(1, [[good, odd]]))
-    settle(ledger, credits)
+    credits = asyncio.run(sampler.make_samples(1, [[good, odd]]))
+    record_outcomes(ledger, credits)
     counts = ledger.close(1, trained=0)
     assert (counts.failed, counts.dropped) == (1, 1)
     assert "expected ExpectedAnswers" in credits[1].episode.trajectory.failure.error
     with pytest.raises(WorldError, match="expected ExpectedAnswers"):
-        asyncio.run(with_added(session.scoring, world, [[good, odd]], 0.4))
+        asyncio.run(add_extra_parts(session.scoring, world, [[good, odd]], 0.4))
 
 
 def test_where_one_episode_alone_lacked_its_parts_its_failure_is_one_among_all_of_the_batch():
@@ -130,8 +130,8 @@ def test_where_one_episode_alone_lacked_its_parts_its_failure_is_one_among_all_o
     sampler.ledger.start(odd.key)
 
     async def credit():
-        ended = [await sampler.add_parts(episode, FailureBudget(3)) for episode in good]
-        return await sampler.credit(1, [[odd, *ended]])
+        ended = [await sampler.add_extra_parts(episode, FailureBudget(3)) for episode in good]
+        return await sampler.make_samples(1, [[odd, *ended]])
 
     failed = [credit.episode.trajectory.failure is not None for credit in asyncio.run(credit())]
     assert failed == [True, False, False]
@@ -168,7 +168,7 @@ def test_env_show_tells_of_them():
 
 def test_env_show_scores_with_a_preset_in_the_place_of_the_worlds_parts():
     said = ludus("env", "show", "search", "--rewards.preset", "search_r1").out
-    assert "reward exact_match: weight 1, outcome, in evaluations alone" in said
+    assert "reward exact_match: weight 1, outcome, only in evaluations" in said
     assert "reward exact_match: weight 0.8, outcome\n" in said
     assert shown_reward(said)[0] == 1.0
 
@@ -197,6 +197,6 @@ def test_names_that_there_are_not_are_refused_with_the_settings():
     words = ("--model", "nowhere", "--rewards.weights.exact_mach", "0.5")
     assert "Did you mean 'exact_match'?" in refused("train", "search", *words)
     elsewhere = ludus("config", "--env.name", "not_here.py", "--rewards.gate", "right").out
-    assert "so its rewards are not checked: There is no file not_here.py." in elsewhere
+    assert "so the rewards are not checked: There is no file not_here.py." in elsewhere
     with pytest.raises(ConfigError, match="Did you mean 'citation_support'"):
         named_part("citation_suport", PartConfig(weight=0.1))

@@ -11,12 +11,11 @@ from ludus.config.sections.rewards import RewardsConfig
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward, check_rewards, score
-from ludus.rewards.composite import extra_turns, format_score, think_format, tool_use
 from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.rewards.math.numeric import Quantity
 from ludus.rewards.paper_rewards import ExpectedCall, ExpectedCalls, match_calls, tool_correctness
-from ludus.rewards.presets import PUBLISHED, training_parts
-from ludus.rewards.registry import added_parts, parts_that_train
+from ludus.rewards.registry import PUBLISHED, added_parts, preset_parts, training_parts
+from ludus.rewards.shaping import extra_turns, format_score, think_format, tool_use
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode
@@ -54,7 +53,7 @@ BUY = call("buy", item="fig")
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_in_every_preset_the_outcome_dominates(preset):
     own = [Reward(name, len, weight=2.0, outcome=True) for name in ("first", "second")]
-    check_rewards(training_parts(preset, own))
+    check_rewards(preset_parts(preset, own))
 
 
 def test_calls_are_compared_by_name_argument_names_and_values():
@@ -226,7 +225,7 @@ WRONG = Message(role="assistant", content="5")
 def test_r1_and_composite_by_hand(preset, expected, given):
     """The world's outcome counts 1, whatever its weight there, and its own shaping does not train."""
     config = Config(rewards=RewardsConfig(preset=preset))
-    parts = parts_that_train(config.rewards, OWN)
+    parts = training_parts(config.rewards, OWN)
     combined = RewardMixer(config.rewards, plan_parts(config, parts))
     task = Task("t", (), None)
     episode = Episode(RolloutKey(1, "t", 0), task, score(parts, task, given))
@@ -237,10 +236,10 @@ def test_r1_and_composite_by_hand(preset, expected, given):
 def test_a_part_by_name_replaces_that_of_composite_and_shaping_cannot_outweigh_the_outcome():
     turns = {"extra_turns": {"weight": 0.1, "free": 1, "limit": 3}}
     config = Config(rewards=RewardsConfig(preset="composite", extra=turns))
-    found = {part.name: part.weight for part in parts_that_train(config.rewards, OWN)}
+    found = {part.name: part.weight for part in training_parts(config.rewards, OWN)}
     assert found == {"solved": 1.0, "format_score": 0.2, "tool_use": 0.1, "extra_turns": 0.1}
     assert [part.name for part in added_parts(config.rewards)] == ["format_score", "tool_use", "extra_turns"]
-    plan_parts(config, parts_that_train(config.rewards, OWN))
+    plan_parts(config, training_parts(config.rewards, OWN))
     heavy = Config(rewards=RewardsConfig(preset="composite", weights={"tool_use": 0.2}))
     with pytest.raises(ConfigError, match="a failure could earn as much as a success"):
-        plan_parts(heavy, parts_that_train(heavy.rewards, OWN))
+        plan_parts(heavy, training_parts(heavy.rewards, OWN))

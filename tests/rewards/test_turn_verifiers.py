@@ -14,7 +14,7 @@ from ludus.config.sections.rewards import RewardsConfig
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.base import Environment
 from ludus.envs.registry import build_world
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.code.turns import Progress, suite_progress, turn_report, turn_shares
 from ludus.rewards.code.unit_tests import Suite
@@ -24,9 +24,9 @@ from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line
 from ludus.rollout.scheduler import Episode
 from ludus.sandbox import open_sandbox
-from ludus.training.checks.inactive_settings import inactive_parts
 from ludus.training.collection.reward_mixing import check_reward_settings, combiner_of
 from ludus.training.credit.turn_rewards import events_of, with_turn_rewards
+from ludus.training.rl.validate import inactive_parts
 from ludus.types import (
     Action,
     Message,

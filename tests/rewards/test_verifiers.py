@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludus.errors import ConfigError, UserError
-from ludus.rewards.answer_extraction import candidates
 from ludus.rewards.code.patches import Patch, patch_similarity
 from ludus.rewards.code.sql_rows import Rows, rows_match, same_rows
 from ludus.rewards.code.unit_tests import Suite, share_passed, suite_passes, thrift
-from ludus.rewards.extract import final_answer, last_output
+from ludus.rewards.extract import candidates, final_answer, last_output
 from ludus.rewards.json_match import MatchState, Schema, Value, json_schema, json_value, same_state
 from ludus.rewards.math.math_verify import mathematics
 from ludus.rewards.math.numeric import Quantity, number_close

@@ -16,16 +16,14 @@ from hypothesis import strategies as st
 
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.sections.staleness import StalenessConfig
+from ludus.rollout.group_queue import GroupQueue, StreamedGroup
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.scheduler import Episode, RolloutRequest
-from ludus.rollout.streaming.concurrency_control import EngineLoad, next_in_flight
-from ludus.rollout.streaming.group_queue import GroupQueue, StreamedGroup
-from ludus.rollout.streaming.staleness_control import StalenessController, StalenessSchedule
+from ludus.rollout.stream_control import EngineLoad, StalenessController, StalenessSchedule, next_in_flight
 from ludus.tasks.order import TaskOrder
-from ludus.training.collection.prompt_stream import PromptStream
+from ludus.training.collection.filters import ages, mask_over_age, staleness_metrics
+from ludus.training.collection.prompt_stream import PromptStream, StreamState
 from ludus.training.collection.rollout_collector import RolloutCollector
-from ludus.training.collection.staleness import ages, mask_over_age, staleness_metrics
-from ludus.training.collection.stream_checkpoint import StreamState
 from ludus.training.credit.advantages import TrainingSample, training_rows
 from ludus.types import Failure, Segment, StopReason, Task, Trajectory
 
@@ -164,11 +162,13 @@ async def publish(step, stream, world, way) -> None:
 
 async def resumed(stream, world, pace, way) -> GroupQueue:
     """A stream that goes on from the checkpoint of this one, which ends."""
-    text = StreamState(stream.next_number, tuple(stream.on_their_way())).to_text()
+    text = StreamState(stream.next_number, tuple(stream.in_progress())).to_text()
     await stream.close()
     state = StreamState.from_text(text, {"t": TASK}, lambda number, *_: world.jobs(number))
     admission = StalenessController(pace, world.version)
-    again = GroupQueue(admission, world, world.play, way.in_flight, way.needed, state.next_number, kept=state.groups)
+    again = GroupQueue(
+        admission, world, world.play, way.in_flight, way.needed, state.next_number, restored=state.groups
+    )
     again.start()
     return again
 
@@ -196,7 +196,7 @@ def simulate(world, pace, way=Way()) -> Played:
             if step == way.cut:
                 stream = await resumed(stream, world, pace, way)
         assert stream.num_in_flight == stream.num_waiting == 0
-        rest = stream.on_their_way()
+        rest = stream.in_progress()
         assert not any(group.counts for group in rest)
         played.others += [episode.key for group in rest for episode in group.episodes]
         played.seconds = asyncio.get_running_loop().time()
@@ -391,7 +391,7 @@ def test_the_engine_rests_while_a_batch_waits_and_only_while_the_learner_compute
         stream.start()
         await stream.take()
         stream.held = held  # by a group that was due: then they are in a hurry
-        with stream.unhurried(rests.append):
+        with stream.throttled(rests.append):
             first = list(rests)
             await asyncio.sleep(1e4)
         learned = list(rests)
@@ -415,7 +415,7 @@ def test_a_resumed_run_goes_on_with_what_can_still_be_in_time_and_plays_the_rest
         world.version = 4
         for group in kept[:3]:
             group.done[0] = await world.play(group.jobs[0])
-        stream = GroupQueue(StalenessController(pace, 4), world, world.play, 8, next_number=9, kept=kept)
+        stream = GroupQueue(StalenessController(pace, 4), world, world.play, 8, next_number=9, restored=kept)
         stayed = {episode.key.step for episode in stream.start()}
         late = [episode.key for episode in stream.late]
         found = []
@@ -578,10 +578,10 @@ def test_what_a_checkpoint_gets_of_the_stream_does_not_change_any_more():
         stream = GroupQueue(StalenessController(StalenessSchedule(2, 2, 9)), world, world.play, 4)
         stream.start()
         await asyncio.sleep(0.5)
-        kept = stream.on_their_way()
+        kept = stream.in_progress()
         before = [dict(group.done) for group in kept]
         await asyncio.sleep(30)
-        assert any(len(group.done) > len(old) for group, old in zip(stream.on_their_way(), before, strict=False))
+        assert any(len(group.done) > len(old) for group, old in zip(stream.in_progress(), before, strict=False))
         await stream.close()
         return kept, before
 

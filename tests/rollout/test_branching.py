@@ -21,14 +21,12 @@ from ludus.diagnostics.metrics import rollout_metrics
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rollout.branching import play_tree
-from ludus.rollout.chat_session import RestoreError
+from ludus.rollout.episode import RestoreError
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.rollout.trees import attempts, paths
-from ludus.training.checks.inactive_settings import inactive_parts
+from ludus.rollout.trees import attempts, paths, run_tree
 from ludus.training.collection.reward_mixing import RewardMixer, plan_parts
-from ludus.training.collection.rollout_collector import check_branch
 from ludus.training.credit.advantages import assign_credit
+from ludus.training.rl.validate import check_branch, inactive_parts
 from ludus.types import Group, Message, Segment, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from small_runs import lasting_files
 from tests.rollout.test_partial import metrics, run
@@ -72,7 +70,7 @@ def grow(play=played, **settings) -> tuple[Trajectory, list[Trajectory]]:
         chains.append(play(told, number))
         return chains[-1]
 
-    return asyncio.run(play_tree(BranchConfig(**settings), path)), chains
+    return asyncio.run(run_tree(BranchConfig(**settings), path)), chains
 
 
 def firsts(tree: Trajectory) -> list[list[int]]:

@@ -18,19 +18,17 @@ from ludus.errors import ConfigError, EngineError, UserError
 from ludus.evaluation.evaluate import EvaluationPlan, evaluate
 from ludus.rewards.base import Reward
 from ludus.rewards.exact_match import ExpectedAnswers, exact_match, well_formed
-from ludus.rollout.build import SamplingPlan, scheduler
-from ludus.rollout.chat_session import ChatSession
-from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.rollout.episode import ChatSession, EpisodeLimits, run_episode
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.openai_client import (
     OpenAIChatSession,
     OpenAIClient,
     OpenAIClientSettings,
     TokenUsage,
-    endpoint_conversations,
+    endpoint_chat_factory,
     read_answer,
 )
-from ludus.rollout.scheduler import RolloutRequest
+from ludus.rollout.scheduler import RolloutRequest, SamplingPlan, scheduler
 from ludus.tools.search import PassageIndex, search_tool
 from ludus.types import SamplingParams, StopReason, Task, ToolStatus
 
@@ -162,10 +160,10 @@ def evaluated(script, rollout):
     async def run(server):
         where = OpenAIClientSettings(server.url, "m", concurrency=2, retries=0, timeout_s=60)
         async with httpx.AsyncClient() as client, OpenAIClient(where, client) as endpoint:
-            converse = endpoint_conversations(endpoint, rollout, SamplingPlan("eval", 0.5, seed=3))
+            make_chat = endpoint_chat_factory(endpoint, rollout, SamplingPlan("eval", 0.5, seed=3))
             world = SmallWorld()
             plan = EvaluationPlan("test", 3, 2, 0.5, seed=3)
-            result, episodes = await evaluate(scheduler(world, converse, rollout, Ledger()), world.tasks("test"), plan)
+            result, episodes = await evaluate(scheduler(world, make_chat, rollout, Ledger()), world.tasks("test"), plan)
             return result, episodes, endpoint.usage
 
     with serving(script) as server:
@@ -465,7 +463,7 @@ def test_the_token_budget_is_kept_by_the_servers_count(replies, budget, stop, as
 def test_nonsense_is_an_engine_error_with_an_excerpt(body):
     failed, server = fails([Reply(body)])
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    assert "no chat completion" in str(failed)
+    assert "not a chat completion" in str(failed)
     assert (raw[:20].decode("utf-8", "replace") or "an empty body") in str(failed)
     assert server.url in str(failed)
     assert len(str(failed)) < 600
@@ -636,18 +634,18 @@ def test_an_unknown_parser_is_refused_and_the_key_is_not_shown():
     where = OpenAIClientSettings("http://h/v1", "m", "sk-secret")
     assert "sk-secret" not in repr(OpenAIClient(where))
     with pytest.raises(ConfigError, match="no tool parser 'xml'"):
-        endpoint_conversations(OpenAIClient(where), RolloutConfig(), SamplingPlan("eval", 0.0, 0), "xml")
+        endpoint_chat_factory(OpenAIClient(where), RolloutConfig(), SamplingPlan("eval", 0.0, 0), "xml")
 
 
 def test_the_factory_names_the_seed_of_a_job_by_all_but_its_attempt():
-    converse = endpoint_conversations(
+    make_chat = endpoint_chat_factory(
         OpenAIClient(OpenAIClientSettings("http://h", "m")),
         RolloutConfig(max_seq_len=99),
         SamplingPlan("eval", 0.0, 1),
         "hermes",
     )
     first, again, other = (
-        converse(RolloutRequest(RolloutKey(0, "t", sample, attempt), task()))
+        make_chat(RolloutRequest(RolloutKey(0, "t", sample, attempt), task()))
         for sample, attempt in ((0, 0), (0, 1), (1, 0))
     )
     assert first.seed == again.seed != other.seed

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.engines.scripted import Faults
-from ludus.envs.tool_env import ToolEnv
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.errors import EngineError, UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rollout.episode import EpisodeLimits, run_episode
@@ -20,9 +19,9 @@ from ludus.types import Completion, Group, Message, StepResult, StopReason, Tool
 from small_worlds import (
     WatchedWorld,
     call,
-    converse,
     echo,
     end_token,
+    make_chat,
     make_task,
     play,
     renderer,
@@ -327,8 +326,8 @@ def test_errors_of_the_family_pass_as_they_are():
 @pytest.mark.parametrize(
     ("what", "value", "words"),
     [
-        ("start", 3, "start gave int, not list"),
-        ("step", "done", "step gave str, not StepResult"),
+        ("start", 3, "start returned int, not list"),
+        ("step", "done", "step returned str, not StepResult"),
         ("step", StepResult(reward=math.nan), "step returned the reward nan"),
         ("start", [Message(role="user", content=None)], "cannot be rendered"),
         ("start", [{"content": "no role"}], "cannot be rendered"),
@@ -400,7 +399,7 @@ def test_cancelling_closes_environment_and_conversation(what):
 
     async def cancel():
         env = world.environment(make_task())
-        running = asyncio.create_task(run_episode(make_task(), 0, env, converse(engine), EpisodeLimits()))
+        running = asyncio.create_task(run_episode(make_task(), 0, env, make_chat(engine), EpisodeLimits()))
         await until(lambda: engine.requests if what == "act" else what in env.events)
         running.cancel()
         await running
@@ -461,7 +460,7 @@ class Loop:
 
     def play(self, script, max_turns=3):
         world = WatchedWorld(limits=ToolLimits(max_output=200))
-        conversation = converse(scripted(script), max_tokens=700, max_new_tokens=200)
+        conversation = make_chat(scripted(script), max_tokens=700, max_new_tokens=200)
         env = world.environment(None)
         limits = EpisodeLimits(max_turns=max_turns)
         return self.runner.run(run_episode(make_task(), 0, env, conversation, limits))

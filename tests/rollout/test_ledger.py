@@ -129,7 +129,7 @@ def test_steps_close_in_order():
 @pytest.mark.parametrize("spanning", [False, True])
 def test_rollouts_from_before_a_resume_that_go_are_of_the_step_after_it(spanning):
     ledger = Ledger.restore(LedgerState(LedgerCounts(step=None), last_closed=4), spanning=spanning)
-    ledger.drop_kept(5, 3, "too_late")
+    ledger.drop_restored(5, 3, "too_late")
     ledger.start(key(5))
     ledger.finish(key(5), RolloutOutcome.TRAINED, "kept")
     counts = ledger.close(5, trained=1)

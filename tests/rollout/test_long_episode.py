@@ -10,8 +10,7 @@ import pytest
 from ludus.chat.parse_hermes import JSON_STYLE
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
-from ludus.rollout.chat_session import EngineChatSession
-from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.rollout.episode import EngineChatSession, EpisodeLimits, run_episode
 from ludus.tools.base import tool
 from ludus.types import Guide, SamplingParams, StopReason
 from small_worlds import WatchedWorld, make_task, renderer, tokenizer

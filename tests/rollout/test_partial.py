@@ -16,10 +16,8 @@ from ludus.engines.base import Request
 from ludus.engines.embedded.engine import LocalEngine
 from ludus.errors import ConfigError
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.training.checks.unused_settings import unread_settings
-from ludus.training.collection.rollout_collector import check_partial
-from ludus.training.collection.staleness import staleness_doubts
-from ludus.training.run.manifest import write_manifest
+from ludus.training.rl.validate import check_partial, staleness_warnings, unused_settings
+from ludus.training.run.checkpoint import write_manifest
 from ludus.types import SamplingParams
 from small_runs import lasting_files
 from small_worlds import tokenizer
@@ -232,7 +230,7 @@ def test_mixed_versions_are_corrected_and_unread_settings_are_said():
     given = ["--rollout.partial.tokens", "100", "--staleness.max_staleness", "3"]
     assert algorithm_of(load_config("search", given)).correction == "tis"
     assert algorithm_of(load_config("search", given[2:])).correction == "none"
-    assert staleness_doubts(load_config("search", given)) == []
-    assert "max_staleness" in staleness_doubts(load_config("search", given[2:]))[0]
-    streams = unread_settings(load_config("search", ["--training.mode", "async", *given]))
+    assert staleness_warnings(load_config("search", given)) == []
+    assert "max_staleness" in staleness_warnings(load_config("search", given[2:]))[0]
+    streams = unused_settings(load_config("search", ["--training.mode", "async", *given]))
     assert any("rollout.partial.tokens = 100 has no effect" in text for text in streams)

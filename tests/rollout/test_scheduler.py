@@ -14,11 +14,17 @@ from ludus.engines.base import Request
 from ludus.engines.scripted import Faults, ScriptedEngine
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError, WorldError
-from ludus.rollout.build import SamplingPlan, engine_scheduler, episodes_at_once
 from ludus.rollout.episode import EpisodeLimits
 from ludus.rollout.ledger import Ledger, RolloutOutcome
-from ludus.rollout.lockstep_engine import LockstepEngine
-from ludus.rollout.scheduler import FailureBudget, SchedulerLimits, episode_name
+from ludus.rollout.scheduler import (
+    FailureBudget,
+    LockstepEngine,
+    SamplingPlan,
+    SchedulerLimits,
+    engine_scheduler,
+    episode_name,
+    episodes_at_once,
+)
 from ludus.sandbox import NamespacesSandbox
 from ludus.types import Group, SamplingParams, StopReason, Task
 from small_worlds import (
@@ -178,7 +184,7 @@ def test_a_job_that_begins_with_a_later_attempt_has_all_its_retries():
     (job,) = make_jobs(1)
     later = replace(job, key=replace(job.key, attempt=3))
     scheduler = make_scheduler(scripted(answers, faults=Faults(fail_at={0, 1})), WatchedWorld())
-    episode = asyncio.run(scheduler.play(later, FailureBudget(1)))
+    episode = asyncio.run(scheduler.run_one(later, FailureBudget(1)))
     assert (episode.trajectory.answer, episode.key.attempt) == ("Paris", 5)
 
 
@@ -335,7 +341,7 @@ def test_an_episode_whose_environment_ignores_that_it_is_cancelled_is_none():
     scheduler = make_scheduler(scripted(answers), world)
 
     async def cancel():
-        playing = asyncio.create_task(scheduler.play(*make_jobs(1), FailureBudget(1)))
+        playing = asyncio.create_task(scheduler.run_one(*make_jobs(1), FailureBudget(1)))
         await until(lambda: any("step" in env.events for env in world.made))
         playing.cancel()
         await asyncio.wait({playing}, timeout=10)
@@ -677,7 +683,7 @@ def test_episodes_that_are_started_one_by_one_wait_for_room_too():
 
     async def all_at_once():
         budget = FailureBudget(9)
-        return await asyncio.gather(*(scheduler.play(job, budget) for job in make_jobs(9)))
+        return await asyncio.gather(*(scheduler.run_one(job, budget) for job in make_jobs(9)))
 
     assert len(asyncio.run(all_at_once())) == 9
     assert (world.most, world.open) == (2, 0)

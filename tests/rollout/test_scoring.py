@@ -168,9 +168,9 @@ def test_a_line_that_is_closed_wakes_whoever_writes_or_reads_and_frees_its_socke
         ours.setblocking(False)
         line = _Line(ours)
         with theirs:
-            reads = asyncio.create_task(line.ask(b"short", 30))
-            writes = asyncio.create_task(line.ask(b"x" * 4_000_000, 30))
-            waits = asyncio.create_task(line.ask(b"short", 30))
+            reads = asyncio.create_task(line.request(b"short", 30))
+            writes = asyncio.create_task(line.request(b"x" * 4_000_000, 30))
+            waits = asyncio.create_task(line.request(b"short", 30))
             await asyncio.sleep(0.05)
             line.close()
             found = await asyncio.wait_for(asyncio.gather(reads, writes, waits, return_exceptions=True), 20)
@@ -185,7 +185,7 @@ def test_what_a_process_does_not_take_in_is_late_too():
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs, pytest.raises(_Lost) as lost:
-            await _Line(ours).ask(b"x" * 4_000_000, 0.05)
+            await _Line(ours).request(b"x" * 4_000_000, 0.05)
         assert isinstance(lost.value.__cause__, TimeoutError)
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
@@ -217,7 +217,7 @@ def test_what_another_process_cannot_know_is_scored_here_aloud(scoring, caplog):
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert "Its episodes have others" in said
     assert "Task t cannot be sent to another process" in said
-    assert "has other rewards than the one that is played" in said
+    assert "has different rewards from the run" in said
 
 
 def test_a_reward_on_a_thread_has_its_deadline_too():

@@ -17,14 +17,8 @@ import pytest
 from ludus.config.load import load_config
 from ludus.config.toml import to_toml
 from ludus.errors import LudusError, UserError
-from ludus.rollout.streaming import group_queue
-from ludus.rollout.streaming.concurrency_control import (
-    ConcurrencyController,
-    EngineLoad,
-    PassTimeModel,
-    PassTimes,
-    StreamThroughput,
-)
+from ludus.rollout import group_queue
+from ludus.rollout.stream_control import ConcurrencyController, EngineLoad, PassTimeModel, PassTimes, StreamThroughput
 from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
 from ludus.simulator.devices import DevicePool, Overlap, SimEngine, SimLearner, run_virtual
 from ludus.simulator.estimate import estimate, model_seconds, running_sequences, slowest_episode
@@ -114,10 +108,10 @@ def test_an_engine_that_rests_takes_longer_and_leaves_the_learner_its_speed():
         loop = asyncio.get_running_loop()
         sampling = asyncio.create_task(engine.generate(10))
         await asyncio.sleep(0)
-        overlap.rest(times)
+        overlap.throttle(times)
         await learner.work(3)
         learned = loop.time()
-        overlap.rest(0)
+        overlap.throttle(0)
         await sampling
         return learned, loop.time(), engine.counts.busy_s
 

@@ -15,9 +15,8 @@ import pytest
 import heartbeat
 from ludus.config import config_from_toml
 from ludus.envs import registry
-from ludus.envs.tool_env import ToolEnv
+from ludus.envs.tool_env import ToolEnv, ToolExecutor, ToolLimits
 from ludus.envs.tool_world import ToolWorld
-from ludus.envs.toolbox import ToolExecutor, ToolLimits
 from ludus.errors import ConfigError, ToolFault, UserError, WorldError
 from ludus.tools.mcp.client import McpServer, McpSettings, mcp_server
 from ludus.tools.mcp.messages import Screen
@@ -264,7 +263,7 @@ def test_a_server_that_died_is_started_again_by_the_next_call():
     parent, child = processes(made)
     parent.kill()
     parent.wait(10)
-    life = made._life
+    life = made._connection
     deadline = time.monotonic() + 60
     while not life.ended.is_set() and time.monotonic() < deadline:
         time.sleep(0.01)

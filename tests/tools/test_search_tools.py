@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from ludus.envs.toolbox import ToolExecutor, ToolLimits
+from ludus.envs.tool_env import ToolExecutor, ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.tools.dense import RRF_K, DenseIndex, FolderEncoder, HybridIndex, fuse
 from ludus.tools.fetch import fetch_tool, load_corpus, split_pages, text_of_html

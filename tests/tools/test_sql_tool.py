@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ludus.envs.toolbox import ToolExecutor
+from ludus.envs.tool_env import ToolExecutor
 from ludus.tools.sql import Database, SqlError, SqlLimits, as_table, schema_tool, sql_tool
 from ludus.types import Action, Message, ToolCall
 

@@ -7,7 +7,7 @@ import pytest
 
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.diagnostics.timings import StepTimings
-from ludus.envs.toolbox import ToolExecutor, ToolLimits
+from ludus.envs.tool_env import ToolExecutor, ToolLimits
 from ludus.errors import EngineError, ToolFault, UserError, WorldError
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.scheduler import SchedulerLimits

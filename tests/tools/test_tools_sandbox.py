@@ -5,19 +5,17 @@ import asyncio
 import pytest
 
 from ludus.envs.base import World
-from ludus.envs.tool_env import ToolEnv
-from ludus.envs.toolbox import ToolExecutor, ToolLimits
+from ludus.envs.tool_env import ToolEnv, ToolExecutor, ToolLimits
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.sandbox import Limits, NamespaceSettings, NamespacesSandbox
-from ludus.tools.base import Traits, tool
+from ludus.tools.base import Traits, submit_tool, tool
 from ludus.tools.calculator import calculator_tool
 from ludus.tools.python import python_session_tool, python_tool, shell_tool
-from ludus.tools.submit import submit_tool
 from ludus.tools.workspace import Workspace
 from ludus.types import Action, Message, StopReason, ToolCall, ToolStatus
-from small_worlds import call, converse, is_right, make_task, play, scripted
+from small_worlds import call, is_right, make_chat, make_task, play, scripted
 
 QUICK = Limits(wall_s=2, files_out=200)
 
@@ -315,7 +313,7 @@ def test_waiting_for_a_place_of_the_sandbox_is_neither_the_tools_time_nor_the_en
         async def episode(number):
             said = scripted([call("nap"), "Paris"])
             environment = ToolEnv((nap,), rewards)
-            return await run_episode(make_task(), number, environment, converse(said), limits)
+            return await run_episode(make_task(), number, environment, make_chat(said), limits)
 
         episodes = await asyncio.gather(*map(episode, range(6)))
         await asyncio.gather(*before)

@@ -15,7 +15,7 @@ import heartbeat
 from ludus.engines.remote.http_client import RemoteEngineSettings, Replica, ask_once
 from ludus.engines.remote.metrics import ServerStats
 from ludus.envs.git_objects import GitObjects, object_head
-from ludus.envs.toolbox import ToolExecutor
+from ludus.envs.tool_env import ToolExecutor
 from ludus.errors import LudusError, did_you_mean
 from ludus.rewards.code.sql_rows import Rows, read_rows, same_rows
 from ludus.rollout.openai_client import OpenAIClient, OpenAIClientSettings
@@ -24,7 +24,7 @@ from ludus.sandbox.guest.wire import unpack_frame
 from ludus.sandbox.remote import client as sandbox_client
 from ludus.sandbox.remote.client import RemoteSandbox, RemoteSettings
 from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox
-from ludus.tools.mcp.client import ServedTool, _Any
+from ludus.tools.mcp.client import ServedTool
 from ludus.types import Action, ToolCall, ToolStatus
 from ludus.untrusted import replies, worker
 from ludus.untrusted.replies import bounded_replies
@@ -238,7 +238,7 @@ def test_arguments_are_compared_with_a_server_s_schema_in_time(arguments, status
         return "fine"
 
     schema = {"type": "function", "function": {"name": "f", "description": "", "parameters": SCHEMA}}
-    served = ServedTool("f", "", answer, _Any, given=schema)
+    served = ServedTool("f", "", answer, given=schema)
     action = Action({"role": "assistant", "content": ""}, (ToolCall("c", "f", arguments),), ())
     (outcome,) = heartbeat.run(ToolExecutor([served]).run(action))
     assert outcome.status is status

@@ -31,7 +31,7 @@ from generators.code.shapes import shape_of
 
 from ludus.config.load import load_config
 from ludus.envs.registry import build_world
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.env_audit import CheckPlan, check_world
 from ludus.evaluation.scripted_agents import actions_of, say

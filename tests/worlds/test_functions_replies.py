@@ -67,7 +67,7 @@ def test_no_constant_question_is_paid_often():
 
 
 @pytest.mark.parametrize(
-    ("text", "is_said"),
+    ("text", "accepts_text"),
     [
         ("Paris was founded long ago.", True),
         ("\u200b", False),
@@ -76,5 +76,5 @@ def test_no_constant_question_is_paid_often():
         ("I booked it.", False),
     ],
 )
-def test_where_functions_are_only_described_any_words_will_do_that_claim_no_call(text, is_said):
-    assert speaks(text) is is_said
+def test_where_functions_are_only_described_any_words_will_do_that_claim_no_call(text, accepts_text):
+    assert speaks(text) is accepts_text

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolLimits
 from ludus.errors import UserError, WorldError
 from ludus.evaluation.env_audit import actions_of
 from ludus.types import Action, StopReason, ToolCall, ToolStatus, Trajectory

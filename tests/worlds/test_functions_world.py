@@ -15,12 +15,12 @@ from ludus.config.load import load_config
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.difficulty_report import variety
 from ludus.envs.registry import build_world
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.recipes import recipe_folder
 from ludus.rewards.base import check_rewards, score, success
 from ludus.rewards.paper_rewards import ExpectedCall, tool_correctness, toolrl
-from ludus.rewards.presets import PUBLISHED
+from ludus.rewards.registry import PUBLISHED
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.tools.base import ArgumentError
 from ludus.types import Action, Message, StopReason, ToolCall

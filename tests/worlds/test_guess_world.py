@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.types import Action, StopReason, Trajectory
 from ludus.worlds.guess.world import found, make_guess_world, make_task

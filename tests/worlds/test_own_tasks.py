@@ -93,7 +93,7 @@ def test_without_a_type_a_number_is_one():
 )
 def test_a_broken_record_says_what_is_wrong(tmp_path, record, reason):
     (tmp_path / "own.jsonl").write_text(json.dumps({"question": "q", **record}))
-    with pytest.raises(UserError, match="line 1, is not a problem") as error:
+    with pytest.raises(UserError, match="line 1, is not a task") as error:
         load_problems(tmp_path / "own.jsonl")
     assert reason in str(error.value)
 

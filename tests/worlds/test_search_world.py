@@ -15,7 +15,7 @@ import pytest
 
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import build_world
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import check_rewards, success
 from ludus.rewards.exact_match import ExpectedAnswers, matches, normalise

@@ -22,7 +22,7 @@ from generators.sql.render import to_sql, to_words
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.difficulty_report import variety
 from ludus.envs.registry import build_world
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation import scripted_agents as scripted
 from ludus.recipes import recipe_folder

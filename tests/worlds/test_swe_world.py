@@ -24,7 +24,7 @@ from container_engine import put_engine
 from ludus.cli.main import main
 from ludus.config import config_from_toml
 from ludus.envs.registry import build_world
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.env_audit import CheckPlan, check_world
 from ludus.evaluation.scripted_agents import ScriptedChatSession, actions_of, call

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError
 from ludus.sandbox import open_sandbox
 from ludus.sandbox.base import Snapshot

@@ -16,7 +16,7 @@ from generators.terminal.difficulty_report import distinct, nearest, shape_of, s
 from generators.terminal.git_write import IDENTITY, grow
 
 from ludus.envs.registry import WORLDS
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.base import check_rewards, score, success
 from ludus.sandbox import open_sandbox

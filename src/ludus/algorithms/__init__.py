@@ -1,22 +1,17 @@
 """Pure tensor functions: advantages, losses, aggregation, KL, corrections, filters; presets by name.
 
-An algorithm is data (`algorithm.Algorithm`). A new part is one function in the module of its kind, one line
-in that module's registry, and its name in `algorithm`, which does not import torch. No function sees a model.
+An algorithm is data (`spec.algorithm.Algorithm`). A new advantage, loss or correction is one decorated function in the
+folder or module of its kind (`parts`). No function sees a model.
 
-`import ludus.algorithms` is enough to call `ludus.algorithms.advantages.grpo` and its like: the modules of
-`FUNCTIONS`, which import torch, are read when they are first named.
+`import ludus.algorithms` is enough to call `ludus.algorithms.advantages.grpo` and its like. Torch is imported when a
+function is first called.
 """
 
-from __future__ import annotations
-
-import importlib
-from types import ModuleType
-
-FUNCTIONS = ("advantages", "aggregate", "corrections", "filters", "kl", "losses", "preference", "shaping")
-
-
-def __getattr__(name: str) -> ModuleType:
-    """A module of functions, imported. Raises AttributeError for another name."""
-    if name in FUNCTIONS:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+from ludus.algorithms import advantages as advantages
+from ludus.algorithms import aggregate as aggregate
+from ludus.algorithms import corrections as corrections
+from ludus.algorithms import filters as filters
+from ludus.algorithms import kl as kl
+from ludus.algorithms import losses as losses
+from ludus.algorithms import preference as preference
+from ludus.algorithms import shaping as shaping

@@ -1,4 +1,4 @@
-"""From a loss per token to one number, with a normaliser that belongs to the whole batch.
+"""Aggregation: from a loss per token to one number, with the normaliser of the whole batch.
 
 A microbatch divides by the counts of the global batch, so that the values and gradients of all microbatches
 add up to those of the whole batch, however it is split.
@@ -11,9 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
 
-from torch import Tensor
-
-from ludus.algorithms.masking import check_shapes, select
+from ludus.algorithms.tensors import Tensor, check_shapes, select
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +32,12 @@ class Normalizer:
 
     @classmethod
     def of(cls, mask: Tensor, constant: int | None = None) -> Normalizer:
-        """The counts of `mask` [N, L]."""
+        """Return the counts of `mask` [N, L]."""
         actions = mask.bool()
         return cls(int(actions.sum()), int(actions.any(1).sum()), constant)
 
     def __add__(self, other: Normalizer) -> Normalizer:
-        """The counts of two parts of one batch together."""
+        """Return the counts of two parts of one batch together."""
         if self.constant != other.constant:
             raise ValueError(f"parts of one batch have one constant, not {self.constant} and {other.constant}")
         return Normalizer(
@@ -59,15 +57,15 @@ def aggregate(
     normaliser: Normalizer | None = None,
     constant: int | None = None,
 ) -> Tensor:
-    """The aggregated loss, [].
+    """Return the aggregated loss, [].
 
     `loss` [N, L] per token. `how` is `token_mean` (`sum m l / M`, DAPO), `seq_mean_token_mean`
     (`(1/N) sum_i (sum_t m l / n_i)`, GRPO's paper, GSPO), `seq_mean_token_sum` (`(1/N) sum_i sum_t m l`) or
     `constant` (`sum m l / (N C)`, Dr. GRPO). A loss [N] with one term per trajectory is always
     `(1/N) sum_i l_i` over the trajectories with action tokens.
 
-    `normaliser` holds the counts of the global batch; None takes those of `mask`. `constant` is C where the
-    normaliser has none; if both have none, C is the padded length L. An empty mask gives 0. Raises ValueError
+    `normaliser` holds the counts of the global batch; None takes those of `mask`. `constant` is C if the
+    normaliser has none; if both have none, C is the padded length L. 0 for an empty mask. Raises ValueError
     for an unknown `how` and unfit shapes.
     """
     if how not in AGGREGATIONS:

@@ -1,51 +1,47 @@
-"""Weights against the mismatch between the engine that sampled and the learner that trains.
+"""The train-inference mismatch: how far engine and learner are apart, and the weights that correct for it.
 
-Every correction returns weights [N, L] without gradient, 0 where `mask` is 0, which multiply the policy loss.
-They do not change its normaliser (`reject_sequence` and `m2po`, filters, narrow the mask). What may go
-together says `compatibility.check_corrections`. To add one, write its function here and its spec in
-`spec.corrections`.
+Every correction returns weights [N, L] without gradient, 0 where `mask` is 0, which multiply the policy loss. They
+do not change its normaliser, except for `reject_sequence` and `m2po`, which are filters and narrow the mask.
+`resolve.check_corrections` raises for parts that exclude each other. A new correction is one decorated function here.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from ludus.algorithms.batch import TokenBatch
-from ludus.algorithms.masking import check_shapes, clamped_ratio, select
-from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.parts import Need
-from ludus.algorithms.spec.words import CRITERIA, LEVELS, MEASURES
-from ludus.algorithms.train_inference_mismatch import Mismatch, MismatchByLength, mismatch, mismatch_by_length
-
-__all__ = [
-    "Level",
-    "Mismatch",
-    "MismatchByLength",
-    "decoupled",
-    "icepop",
-    "limited",
-    "m2po",
-    "mismatch",
-    "mismatch_by_length",
-    "none",
-    "opsm",
-    "reject_sequence",
-    "tis",
-]
+from ludus.algorithms.kl import k3
+from ludus.algorithms.parts import NOT_NEGATIVE, POSITIVE, CorrectionSpec, Need, Option, declared_in
+from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select, torch
 
 Level = Literal["token", "sequence", "geometric"]
 """Over what a ratio is taken: each token, the product over a trajectory, or its geometric mean."""
+LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
+CRITERIA = ("geometric", "largest", "sequence", "token")
+MEASURES = ("ratio", "k2", "k3")
+
+LENGTH_BOUNDS = tuple(2**exponent for exponent in range(9, 18))
+"""Tokens from the start of the sequence at which the buckets of `mismatch_by_length` end: 512 to 131072."""
 
 
+@CorrectionSpec(help="none")
 def none(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """1 on every action token: sampler and learner are taken to agree."""
+    """Return 1 on every action token: no correction."""
     check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
     return mask.bool().to(old_logprobs.dtype)
 
 
+@CorrectionSpec(
+    help="truncated importance sampling",
+    needs={Need.LIMITED_RATIO, Need.BEHAVIOR_RATIO},
+    options={
+        "low": Option("lower bound", NOT_NEGATIVE),
+        "level": Option("ratio of a token, of the sequence, or its geometric mean", choices=LEVELS),
+    },
+)
 def tis(
     *,
     old_logprobs: Tensor,
@@ -55,7 +51,7 @@ def tis(
     low: float = 0.0,
     level: Level = "token",
 ) -> Tensor:
-    """`max(low, min(w, cap))`, truncated importance sampling, [N, L].
+    """Return `max(low, min(w, cap))`, truncated importance sampling, [N, L].
 
     `w` is, by `level`: `token` `exp(old - behavior)`; `sequence` `exp(sum_t (old - behavior))`, unbiased and
     of high variance; `geometric` `exp(mean_t (old - behavior))`. The last two are the same on all action
@@ -64,9 +60,18 @@ def tis(
     `low` bounds the weight from below, as slime's `tis-clip-low`.
     """
     _check_bounds(low, cap)
-    return select(_weights(old_logprobs, behavior_logprobs, mask, level).clamp(low, cap), mask)
+    return select(importance_ratios(old_logprobs, behavior_logprobs, mask, level).clamp(low, cap), mask)
 
 
+@CorrectionSpec(
+    help="weights within bounds, 0 outside",
+    needs={Need.LIMITED_RATIO, Need.BEHAVIOR_RATIO},
+    options={
+        "low": Option("lower bound", NOT_NEGATIVE),
+        "high": Option("upper bound", POSITIVE),
+        "level": Option("ratio of a token, of the sequence, or its geometric mean", choices=LEVELS),
+    },
+)
 def icepop(
     *,
     old_logprobs: Tensor,
@@ -76,17 +81,43 @@ def icepop(
     high: float = 5.0,
     level: Level = "token",
 ) -> Tensor:
-    """`w` where `low <= w <= high`, else 0, [N, L]: a ratio out of bounds is dropped, not truncated.
+    """Return `w` where `low <= w <= high`, else 0, [N, L]: a ratio out of bounds is dropped, not truncated.
 
     arXiv:2510.18855 (Ring-1T; 0.5 and 5). `level` as in `tis`; `sequence` is the masked importance sampling
     of "When Speed Kills Stability" (Liu et al. 2025), TRL's default. Dropped tokens stay in the
     normaliser.
     """
     _check_bounds(low, high)
-    weights = _weights(old_logprobs, behavior_logprobs, mask, level)
+    weights = importance_ratios(old_logprobs, behavior_logprobs, mask, level)
     return torch.where((weights >= low) & (weights <= high), weights, 0.0)
 
 
+@CorrectionSpec(
+    help="weights of token ratios up to a cap",
+    needs={Need.LIMITED_RATIO, Need.BEHAVIOR_RATIO},
+    options={"cap": Option("upper bound of the ratio", POSITIVE)},
+)
+def decoupled(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float = 5.0) -> Tensor:
+    """Return `min(exp(old - behavior), cap)`, [N, L]: with `ppo_clip` around `old`, the decoupled PPO objective.
+
+    AReaL (arXiv:2505.24298): the clip is around the proximal policy, the weight leads from the
+    behaviour policy to it. The numbers are those of `tis` with a wider cap (AReaL's `behav_imp_weight_cap`,
+    5; its code drops tokens beyond it).
+    """
+    return tis(old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs, mask=mask, cap=cap)
+
+
+@CorrectionSpec(
+    help="trajectories or tokens out of bounds do not train",
+    needs={Need.REJECTION},
+    options={
+        "low": Option("lower bound", NOT_NEGATIVE),
+        "high": Option("upper bound", POSITIVE),
+        "by": Option("what is compared with the bounds", choices=CRITERIA),
+        "veto": Option("a token with a smaller ratio removes its trajectory; 0: none", NOT_NEGATIVE),
+        "measure": Option("compare ratios, or an estimator of the KL", choices=MEASURES),
+    },
+)
 def reject_sequence(
     *,
     old_logprobs: Tensor,
@@ -98,7 +129,7 @@ def reject_sequence(
     veto: float = 0.0,
     measure: Literal["ratio", "k2", "k3"] = "ratio",
 ) -> Tensor:
-    """1 on the action tokens whose ratio lies in `[low, high]`, else 0, [N, L].
+    """Return 1 on the action tokens whose ratio lies in `[low, high]`, else 0, [N, L].
 
     The ratio is, by `by`, that of the trajectory: `geometric`, `exp(mean_t (old - behavior))`; `sequence`,
     `exp(sum_t (old - behavior))`; the `largest` of its tokens; or with `token` each token's own. A trajectory
@@ -107,7 +138,7 @@ def reject_sequence(
     With `measure` `k2` or `k3` the bound `high` is on `g^2 / 2` or `exp(g) - 1 - g`, `g = old - behavior`:
     their mean, sum or maximum over the trajectory, or each token's own; `low` is not read.
 
-    A filter, so what it drops leaves the normaliser: meant to narrow the mask. verl's `rollout_rs` (token,
+    A filter, so dropped tokens leave the normaliser: use it to narrow the mask. verl's `rollout_rs` (token,
     sequence, geometric; `seq_mean_k3` and its like) has 2 and its inverse; the geometric form is often held
     far tighter (0.999 to 1.001 in verl's examples), and its `rollout_token_veto_threshold` is `veto` (1e-4).
     """
@@ -117,21 +148,22 @@ def reject_sequence(
         raise ValueError(f"by = {by!r} is none of {', '.join(CRITERIA)}")
     if measure not in MEASURES:
         raise ValueError(f"measure = {measure!r} is none of {', '.join(MEASURES)}")
-    tokens = _weights(old_logprobs, behavior_logprobs, mask, "token")
+    tokens = importance_ratios(old_logprobs, behavior_logprobs, mask, "token")
     if measure != "ratio":
         gap = (select(old_logprobs, mask) - select(behavior_logprobs, mask)).detach()
         found, low = _summary(gap.square() / 2 if measure == "k2" else gap.expm1() - gap, mask, by), 0.0
     elif by == "largest":
         found = _summary(tokens, mask, by)
     else:
-        found = _weights(old_logprobs, behavior_logprobs, mask, by)
+        found = importance_ratios(old_logprobs, behavior_logprobs, mask, by)
     vetoed = (mask.bool() & (tokens < veto)).any(1, keepdim=True)
     return ((found >= low) & (found <= high) & mask.bool() & ~vetoed).to(old_logprobs.dtype)
 
 
 def _summary(values: Tensor, mask: Tensor, by: str) -> Tensor:
-    """Mean, sum or maximum of values [N, L], 0 off the mask, over the actions of each trajectory, [N, 1]; by
-    token the values."""
+    """Return the mean, sum or maximum of `values` [N, L] over the actions of each trajectory, [N, 1].
+
+    `values` are 0 off the mask. By token they are returned as they are."""
     if by == "largest":
         return values.amax(1, keepdim=True) if values.shape[1] else values
     if by == "token":
@@ -140,12 +172,17 @@ def _summary(values: Tensor, mask: Tensor, by: str) -> Tensor:
     return total / mask.bool().sum(1, keepdim=True).clamp(min=1) if by == "geometric" else total
 
 
+@CorrectionSpec(
+    help="tokens with the largest log-ratios do not train",
+    needs={Need.REJECTION},
+    options={"bound": Option("bound of the mean squared log-ratio", POSITIVE)},
+)
 def m2po(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, bound: float = 0.04) -> Tensor:
-    """1 on the action tokens that stay, 0 on those of largest `(old - behavior)^2`, [N, L].
+    """Return 1 on the action tokens that train, 0 on those of largest `(old - behavior)^2`, [N, L].
 
-    Second-moment trust policy optimisation (arXiv:2510.01161, `bound` 0.04): as few tokens as possible go, in
-    descending order, so that the mean of the square over the others is below `bound`; one stays in any case,
-    as in AReaL. Over the whole batch of the step, so all of it belongs here. A filter, as `reject_sequence`.
+    Second-moment trust policy optimisation (arXiv:2510.01161, `bound` 0.04): as few tokens as possible are
+    removed, in descending order, so that the mean of the square over the others is below `bound`; one always stays, as
+    in AReaL. Takes the whole batch of the step. A filter, as `reject_sequence`.
     """
     check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
     actions = mask.bool()
@@ -162,11 +199,11 @@ def m2po(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, bound
 
 
 def opsm(*, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float = 1e-4) -> Tensor:
-    """0 where `A < 0` and `mean_t (old - logprobs)` of the trajectory is above `delta`, else 1, [N, L].
+    """Return 0 where `A < 0` and `mean_t (old - logprobs)` of the trajectory is above `delta`, else 1, [N, L].
 
     Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556; `old` is the policy that sampled, and here
-    the settings give that; slime's `use-opsm`, `delta` 1e-4, takes the learner's unless told otherwise): what
-    failed and has become unlikely does not push further. It multiplies the policy loss, beside any
+    the settings pass that; slime's `use-opsm`, `delta` 1e-4, takes the learner's by default): failed trajectories
+    that have become unlikely have no policy loss. It multiplies the loss in addition to any
     correction; `logprobs` are those being trained, without gradient.
     """
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
@@ -175,17 +212,8 @@ def opsm(*, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Te
     return (mask.bool() & ~(far & (advantages < 0))).to(logprobs.dtype)
 
 
-def decoupled(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float = 5.0) -> Tensor:
-    """`min(exp(old - behavior), cap)`, [N, L]: with `ppo_clip` around `old`, the decoupled PPO objective.
-
-    AReaL (arXiv:2505.24298): the clip is around the proximal policy, the weight leads from the
-    behaviour policy to it. The numbers are those of `tis` with a wider cap (AReaL's `behav_imp_weight_cap`,
-    5; its code drops tokens beyond it).
-    """
-    return tis(old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs, mask=mask, cap=cap)
-
-
-def _weights(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, level: Level) -> Tensor:
+def importance_ratios(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """Return `exp(old - behavior)` at a level, [N, L], 0 off the mask, without gradient."""
     check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
     gap = (select(old_logprobs, mask) - select(behavior_logprobs, mask)).detach()
     if level == "sequence":
@@ -202,83 +230,165 @@ def _check_bounds(low: float, high: float) -> None:
         raise ValueError(f"low and high must be bounds of a ratio, 0 <= low <= high: {low}, {high}")
 
 
-def limited(batch: TokenBatch, algorithm: Algorithm, weights: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the ratios [N, L] before and after what limits them, or None if nothing does.
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Sums over action tokens; `+` joins microbatches.
 
-    A correction limits them at its level, and `weights` are its own; V-trace and Retrace limit those of
-    tokens by the smaller of their bounds.
+    `w` is the ratio `exp(old - behavior)` at the level of the correction (each token by
+    default), before truncation; `truncated` and `dropped` count tokens by what the correction did to it.
     """
-    if algorithm.correction_spec.has(Need.LIMITED_RATIO):
-        level = _level(algorithm)
-        return _weights(batch.old_logprobs, batch.behavior_logprobs, batch.mask, level), weights
-    if algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO):
-        ratios = _weights(batch.old_logprobs, batch.behavior_logprobs, batch.mask, "token")
-        names = [name for name in ("rho_bar", "c_bar") if name in algorithm.advantage_spec.options]
-        bound = min((algorithm.number("advantage", name) for name in names), default=1.0)
-        return ratios, ratios.clamp(max=bound)
-    return None
+
+    tokens: int
+    gap_sum: float
+    gap_max: float
+    weight_sum: float
+    weight_square_sum: float
+    k3_sum: float
+    truncated: int
+    dropped: int
+
+    @property
+    def gap_mean(self) -> float:
+        """Mean of `|old - behavior|`, nats; 0 without tokens."""
+        return self.gap_sum / max(self.tokens, 1)
+
+    @property
+    def effective_share(self) -> float:
+        """Effective sample size `(sum w)^2 / (n sum w^2)` in (0, 1]; 1 without tokens."""
+        return self.weight_sum**2 / (self.tokens * self.weight_square_sum) if self.tokens else 1.0
+
+    @property
+    def k3(self) -> float:
+        """Estimate of KL(engine || learner), nats per token; 0 without tokens."""
+        return self.k3_sum / max(self.tokens, 1)
+
+    @property
+    def truncated_share(self) -> float:
+        """Share of action tokens whose weight is smaller than `w`, and not 0; 0 without tokens."""
+        return self.truncated / max(self.tokens, 1)
+
+    @property
+    def dropped_share(self) -> float:
+        """Share of action tokens whose weight is 0; 0 without tokens."""
+        return self.dropped / max(self.tokens, 1)
+
+    def __add__(self, other: Mismatch) -> Mismatch:
+        return Mismatch(
+            tokens=self.tokens + other.tokens,
+            gap_sum=self.gap_sum + other.gap_sum,
+            gap_max=max(self.gap_max, other.gap_max),
+            weight_sum=self.weight_sum + other.weight_sum,
+            weight_square_sum=self.weight_square_sum + other.weight_square_sum,
+            k3_sum=self.k3_sum + other.k3_sum,
+            truncated=self.truncated + other.truncated,
+            dropped=self.dropped + other.dropped,
+        )
 
 
-def _level(algorithm: Algorithm) -> Level:
-    has_level = "level" in algorithm.correction_spec.options
-    return algorithm.word("correction", "level", LEVELS) if has_level else LEVELS[0]
+@dataclass(frozen=True, slots=True)
+class MismatchByLength:
+    """`Mismatch` by how far into the sequence a token stands; `+` joins microbatches of the same `bounds`.
+
+    Bucket `j` holds the tokens with `bounds[j-1] < number <= bounds[j]`, the first token of a sequence having
+    number 1; the last bucket, one more than there are bounds, holds the rest.
+    """
+
+    bounds: tuple[int, ...]
+    buckets: tuple[Mismatch, ...]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """A name for each bucket: `<=512`, ..., `>131072`."""
+        return (*(f"<={bound}" for bound in self.bounds), f">{self.bounds[-1]}" if self.bounds else "all")
+
+    def __add__(self, other: MismatchByLength) -> MismatchByLength:
+        if self.bounds != other.bounds:
+            raise ValueError(f"buckets that end at {self.bounds} and {other.bounds} do not add up")
+        return MismatchByLength(self.bounds, tuple(a + b for a, b in zip(self.buckets, other.buckets, strict=True)))
 
 
-def no_weights(b: TokenBatch, a: Algorithm) -> Tensor:
-    """Return 1 at each token: no correction, or one that has removed its tokens before."""
-    del a
-    return none(old_logprobs=b.old_logprobs, behavior_logprobs=b.behavior_logprobs, mask=b.mask)
+def mismatch(
+    *,
+    old_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    mask: Tensor,
+    ratios: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Mismatch:
+    """Return how far learner and engine are apart on the action tokens, and what a correction does about it.
+
+    `ratios` and `weights` [N, L] are the correction's before and after its limits. None: the ratios of
+    tokens, and no limits.
+    """
+    check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
+    if ratios is None:
+        ratios = clamped_ratio(select(old_logprobs, mask) - select(behavior_logprobs, mask))
+    weights = ratios if weights is None else weights
+    check_shapes(mask, ratios=ratios, weights=weights)
+    return _record(_sums(old_logprobs, behavior_logprobs, mask, ratios, weights).tolist())
 
 
-def weights_of_tis(b: TokenBatch, a: Algorithm) -> Tensor:
-    """Call `tis`."""
-    return tis(
-        old_logprobs=b.old_logprobs,
-        behavior_logprobs=b.behavior_logprobs,
-        mask=b.mask,
-        cap=a.tis_cap,
-        low=a.number("correction", "low"),
-        level=_level(a),
+def mismatch_by_length(
+    *,
+    old_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    mask: Tensor,
+    positions: Tensor | None = None,
+    bounds: Sequence[int] = LENGTH_BOUNDS,
+) -> MismatchByLength:
+    """Return `mismatch` by the token's place in its sequence, counted with prompt and observations.
+
+    `positions` [N, L] integers from 0 (a packed batch passes its own); None: the column. Masked positions do
+    not matter. `bounds` ascend. Raises ValueError for bounds that do not and for unfit shapes.
+    """
+    ends = tuple(bounds)
+    if any(low >= high for low, high in pairwise(ends)):
+        raise ValueError(f"bounds must ascend: {ends}")
+    places = torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape) if positions is None else positions
+    check_shapes(mask, positions=places)
+    # Token number p + 1 <= bound is place p < bound.
+    bucket = torch.bucketize(places.contiguous(), torch.tensor(ends, device=mask.device, dtype=torch.long), right=True)
+    check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
+    ratios = clamped_ratio(select(old_logprobs, mask) - select(behavior_logprobs, mask))
+    rows = [
+        _sums(old_logprobs, behavior_logprobs, mask.bool() & (bucket == j), ratios, ratios)
+        for j in range(len(ends) + 1)
+    ]
+    return MismatchByLength(ends, tuple(_record(row) for row in torch.stack(rows).tolist()))
+
+
+def _sums(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, ratios: Tensor, weights: Tensor) -> Tensor:
+    """Return the fields of `Mismatch` in their order, [8] float64."""
+    old = select(old_logprobs, mask).detach().double()
+    behavior = select(behavior_logprobs, mask).detach().double()
+    before, after = select(ratios, mask).detach().double(), select(weights, mask).detach().double()
+    gap = (old - behavior).abs()
+    sums = [
+        mask.bool().sum(),
+        gap.sum(),
+        gap.amax() if gap.numel() else gap.sum(),
+        before.sum(),
+        before.square().sum(),
+        select(k3(logprobs=behavior, ref_logprobs=old), mask).sum(),
+        ((after > 0) & (after < before)).sum(),
+        ((after == 0) & mask.bool()).sum(),
+    ]
+    return torch.stack([s.double() for s in sums])
+
+
+def _record(sums: list[float]) -> Mismatch:
+    tokens, gap_sum, gap_max, weight_sum, weight_square_sum, k3_sum, truncated, dropped = sums
+    return Mismatch(
+        tokens=int(tokens),
+        gap_sum=gap_sum,
+        gap_max=gap_max,
+        weight_sum=weight_sum,
+        weight_square_sum=weight_square_sum,
+        k3_sum=k3_sum,
+        truncated=int(truncated),
+        dropped=int(dropped),
     )
 
 
-def weights_of_icepop(b: TokenBatch, a: Algorithm) -> Tensor:
-    """Call `icepop`."""
-    return icepop(
-        old_logprobs=b.old_logprobs,
-        behavior_logprobs=b.behavior_logprobs,
-        mask=b.mask,
-        low=a.number("correction", "low"),
-        high=a.number("correction", "high"),
-        level=_level(a),
-    )
-
-
-def weights_of_decoupled(b: TokenBatch, a: Algorithm) -> Tensor:
-    """Call `decoupled`."""
-    return decoupled(
-        old_logprobs=b.old_logprobs,
-        behavior_logprobs=b.behavior_logprobs,
-        mask=b.mask,
-        cap=a.number("correction", "cap"),
-    )
-
-
-def kept_by_reject_sequence(old: Tensor, behavior: Tensor, mask: Tensor, a: Algorithm) -> Tensor:
-    """Call `reject_sequence`; [N, L] bool."""
-    return reject_sequence(
-        old_logprobs=old,
-        behavior_logprobs=behavior,
-        mask=mask,
-        low=a.number("correction", "low"),
-        high=a.number("correction", "high"),
-        by=a.word("correction", "by", CRITERIA),
-        veto=a.number("correction", "veto"),
-        measure=a.word("correction", "measure", MEASURES),
-    ).bool()
-
-
-def kept_by_m2po(old: Tensor, behavior: Tensor, mask: Tensor, a: Algorithm) -> Tensor:
-    """Call `m2po`; [N, L] bool."""
-    bound = a.number("correction", "bound")
-    return m2po(old_logprobs=old, behavior_logprobs=behavior, mask=mask, bound=bound).bool()
+CORRECTIONS: Mapping[str, CorrectionSpec] = declared_in(CorrectionSpec, [sys.modules[__name__]])
+"""What `algorithm.correction` may name."""

@@ -1,22 +1,24 @@
-"""Which trajectories train: pure functions that return a keep mask [N] bool.
+"""Which trajectories train: pure functions that return a keep mask [N] bool; and which tasks are skipped (GRESO).
 
 A dropped trajectory leaves every normaliser (its mask is cleared), but stays in the statistics of its group.
+
+GRESO (arXiv:2506.02177) skips a task before its rollout if the groups of its last visits had equal rewards. Its
+state consists of plain numbers and names, and each draw depends on the seed, the step and the task alone: a resumed
+run skips what the uninterrupted one would have skipped.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+import random
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor
-
-from ludus.algorithms.grouping import GroupedRewards, group_rewards
-from ludus.algorithms.masking import check_shapes, select
+from ludus.algorithms.tensors import GroupedRewards, Tensor, check_shapes, group_rewards, select, torch
 
 
 def zero_variance(*, rewards: Tensor | Sequence[float], group: Tensor | Sequence[int]) -> Tensor:
-    """False for the groups whose rewards are all equal up to rounding (DAPO, arXiv:2503.14476).
+    """Return False for the groups whose rewards are all equal up to rounding (DAPO, arXiv:2503.14476).
 
     `rewards` [N], or [N, C] for several numbers of each row, `group` [N] integers. A group with one member is
     dropped. Raises ValueError for a reward that is not finite.
@@ -27,7 +29,7 @@ def zero_variance(*, rewards: Tensor | Sequence[float], group: Tensor | Sequence
 
 
 def variance_top(*, rewards: Tensor | Sequence[float], group: Tensor | Sequence[int], p: float) -> Tensor:
-    """True for the share `p` of groups with the highest reward deviation (StarPO-S, arXiv:2504.20073).
+    """Return True for the share `p` of groups with the highest reward deviation (StarPO-S, arXiv:2504.20073).
 
     `rewards` [N], or [N, C], whose variances add up. Keeps `floor(p K)` of `K` groups, at least one; among
     equals, those with the smaller id.
@@ -41,7 +43,7 @@ def variance_top(*, rewards: Tensor | Sequence[float], group: Tensor | Sequence[
 def variance_top_p(
     *, rewards: Tensor | Sequence[float], group: Tensor | Sequence[int], p: float = 0.9, slack: float = 0.01
 ) -> Tensor:
-    """True for the groups of highest reward deviation that hold the share `p` of the sum of deviations.
+    """Return True for the groups of highest reward deviation that hold the share `p` of the sum of deviations.
 
     RAGEN-2's filter (arXiv:2604.06268, top-p, linear): groups of deviation 0 are dropped, the others are kept
     in descending order as long as the sum of those before is below `p total - slack`; with `p` 1 all of them
@@ -64,26 +66,26 @@ def _check_share(p: float) -> None:
 
 
 def _columns(rewards: Tensor | Sequence[float], group: Tensor | Sequence[int]) -> list[GroupedRewards]:
-    """Each column of `rewards` by its groups; [N] is one column."""
-    if isinstance(rewards, Tensor) and rewards.ndim == 2:
+    """Return each column of `rewards` by its groups; [N] is one column."""
+    if isinstance(rewards, torch.Tensor) and rewards.ndim == 2:
         return [group_rewards(column, group) for column in rewards.unbind(1)]
     return [group_rewards(rewards, group)]
 
 
 def _deviations(rewards: Tensor | Sequence[float], group: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The reward deviation of each group, [K], and the group of each row, [N]."""
+    """Return the reward deviation of each group, [K], and the group of each row, [N]."""
     columns = _columns(rewards, group)
     variances = [torch.where(one.equal, 0.0, one.std(ddof=1) ** 2) for one in columns]
     return torch.stack(variances).sum(0).sqrt(), columns[0].index
 
 
 def overlong_mask(*, truncated: Tensor | Sequence[bool]) -> Tensor:
-    """False for truncated trajectories (DAPO's overlong filtering, arXiv:2503.14476); `truncated` [N]."""
+    """Return False for truncated trajectories (DAPO's overlong filtering, arXiv:2503.14476); `truncated` [N]."""
     return ~torch.as_tensor(truncated, dtype=torch.bool)
 
 
 def entropy_bound(*, entropy: Tensor, mask: Tensor, bound: float = math.log(2)) -> Tensor:
-    """True for trajectories whose mean entropy over action tokens is at most `bound` nats, [N].
+    """Return True for trajectories whose mean entropy over action tokens is at most `bound` nats, [N].
 
     GTPO's filter (arXiv:2508.03772: ln 2, below which one token holds more than half of the
     probability; its code has 0.7). `entropy` and `mask` [N, L]. Without action tokens True.
@@ -92,13 +94,13 @@ def entropy_bound(*, entropy: Tensor, mask: Tensor, bound: float = math.log(2)) 
 
 
 def mean_entropy(*, entropy: Tensor, mask: Tensor) -> Tensor:
-    """The mean of `entropy` over each trajectory's action tokens, [N] from [N, L]; 0 without any."""
+    """Return the mean of `entropy` over each trajectory's action tokens, [N] from [N, L]; 0 without any."""
     check_shapes(mask, entropy=entropy)
     return select(entropy.detach(), mask).sum(1) / mask.bool().sum(1).clamp(min=1)
 
 
 def rft(*, rewards: Sequence[float], keys: Sequence[Hashable], threshold: float = 0.5) -> Tensor:
-    """True for the trajectories that rejection-sampling fine-tuning trains on with `losses.sft`, [N].
+    """Return True for the trajectories that rejection-sampling fine-tuning trains on with `losses.sft`, [N].
 
     Those whose reward passes `threshold`, the first of each set with equal `keys` (for example the task and
     the token ids of all actions). arXiv:2308.01825, which compares by the equations used. ValueError for
@@ -112,3 +114,81 @@ def rft(*, rewards: Sequence[float], keys: Sequence[Hashable], threshold: float 
             seen.add(key)
         keep.append(fresh)
     return torch.tensor(keep, dtype=torch.bool)
+
+
+@dataclass(frozen=True, slots=True)
+class GresoSettings:
+    """The shares of easy and of hard groups without variance to aim at, and how fast to get there.
+
+    `target_easy`, `target_hard`: shares of the visited groups, 1/12 and 1/6 (a quarter together, as in the
+    paper). `change` is added to or taken from `p` after each step. `floor` is the least probability with
+    which any task is visited.
+    """
+
+    target_easy: float = 1 / 12
+    target_hard: float = 1 / 6
+    change: float = 0.01
+    floor: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not all(0 <= x <= 1 for x in (self.target_easy, self.target_hard, self.change, self.floor)):
+            raise ValueError("target_easy, target_hard, change and floor must lie between 0 and 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One group of a task: whether its rewards were all equal, and if so all high."""
+
+    task: str
+    zero_variance: bool
+    easy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GresoState:
+    """`p` for easy and hard tasks, and each task's streak `z` of visits without variance.
+
+    A streak is positive if the last visit was easy, negative if it was hard; tasks without one are left out.
+    `dataclasses.asdict` saves the state, `GresoState(**numbers)` restores it.
+    """
+
+    p_easy: float = 0.5
+    p_hard: float = 0.5
+    streaks: Mapping[str, int] = field(default_factory=dict)
+
+    def skip_probability(self, task: str, settings: GresoSettings) -> float:
+        """Return `1 - max(p^z, floor)`; 0 for a task whose last visit had variance, or that was never visited."""
+        streak = self.streaks.get(task, 0)
+        p = self.p_easy if streak > 0 else self.p_hard
+        return 1 - max(p ** abs(streak), settings.floor)
+
+    def skips(self, task: str, settings: GresoSettings, *, seed: int, step: int) -> bool:
+        """Return whether one task is skipped at one step, by a seeded draw."""
+        draw = random.Random(f"greso/{seed}/{step}/{task}").random()
+        return draw < self.skip_probability(task, settings)
+
+    def update(self, visits: Sequence[Visit], settings: GresoSettings) -> GresoState:
+        """Return the state after a step whose groups were `visits`; without visits it stays.
+
+        `p_easy` falls by `change` if the share of easy groups without variance reaches its target, else it
+        rises; so does `p_hard`. Both stay within [0, 1].
+        """
+        if not visits:
+            return self
+        streaks = dict(self.streaks)
+        for visit in visits:
+            length = abs(streaks.pop(visit.task, 0)) + 1
+            if visit.zero_variance:
+                streaks[visit.task] = length if visit.easy else -length
+        easy = sum(v.zero_variance and v.easy for v in visits) / len(visits)
+        hard = sum(v.zero_variance and not v.easy for v in visits) / len(visits)
+        return replace(
+            self,
+            p_easy=_moved(self.p_easy, easy >= settings.target_easy, settings.change),
+            p_hard=_moved(self.p_hard, hard >= settings.target_hard, settings.change),
+            streaks=streaks,
+        )
+
+
+def _moved(p: float, too_many: bool, change: float) -> float:
+    return max(p - change, 0.0) if too_many else min(p + change, 1.0)

@@ -1,39 +1,43 @@
-"""The KL divergence from a reference, per token, and the three places where it enters.
+"""The KL divergence from a reference, per token, and the three places at which it enters.
 
 With `d = logprobs - ref_logprobs` on tokens sampled from the policy (http://joschu.net/blog/kl-approx.html).
-In the *reward* `k1` gives the unbiased gradient of the reverse KL. In the *loss* the estimator itself is
+In the *reward* `k1` has the unbiased gradient of the reverse KL. In the *loss* the estimator itself is
 differentiated: `k1` has gradient 0 in expectation and regularises nothing, `k2` has the gradient of the
 reverse KL, `k3` that of the forward KL. `resolve.check_placement` warns of the first.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-import torch
-from torch import Tensor
-
-from ludus.algorithms.masking import check_shapes, clamped_ratio, select
+from ludus.algorithms.parts import Option
+from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select, torch
+from ludus.config.schema import Config
+from ludus.config.sections.algorithm import KlControlConfig
+from ludus.errors import ConfigError, LearnerError
 
 
 def k1(*, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """`d`: unbiased, may be negative; any shape, as all estimators here."""
+    """Return `d`: unbiased, may be negative; any shape, as all estimators here."""
     return logprobs - ref_logprobs
 
 
 def k2(*, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """`d^2 / 2`: biased, its gradient is that of the reverse KL."""
+    """Return `d^2 / 2`: biased, its gradient is that of the reverse KL."""
     return (logprobs - ref_logprobs).square() / 2
 
 
 def k3(*, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """`exp(-d) + d - 1`: unbiased, never negative; the exponent is clamped to +-20."""
+    """Return `exp(-d) + d - 1`: unbiased, never negative; the exponent is clamped to +-20."""
     difference = logprobs - ref_logprobs
     return clamped_ratio(-difference) + difference - 1
 
 
 def absolute(*, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """`|d|`, under the name `abs`."""
+    """Return `|d|`, under the name `abs`."""
     return (logprobs - ref_logprobs).abs()
 
 
@@ -41,18 +45,18 @@ abs = absolute
 
 
 def k3_k2grad(*, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """The value of `k3` with the gradient of `k2` (straight-through)."""
+    """Return the value of `k3` with the gradient of `k2` (straight-through)."""
     value = k3(logprobs=logprobs, ref_logprobs=ref_logprobs).detach()
     gradient = k2(logprobs=logprobs, ref_logprobs=ref_logprobs)
     return value + (gradient - gradient.detach())
 
 
 def full_reverse(*, logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """`KL(policy || reference) = sum_v p (log p - log q)` of the tempered distributions, nats.
+    """Return `KL(policy || reference) = sum_v p (log p - log q)` of the tempered distributions, nats.
 
-    `logits`, `ref_logits` [..., V] give [...]; no sampling noise. Each position stands alone: long inputs
+    [...] from `logits`, `ref_logits` [..., V]; no sampling noise. Positions are independent: long inputs
     can be given in pieces, and only action positions should be given at all. A token that the policy forbids
-    (logit -inf) counts 0; one that only the reference forbids makes the divergence infinite. Half precision
+    (logit -inf) counts 0; a token that only the reference forbids makes the divergence infinite. Half precision
     is computed and returned in float32. The gradient flows through both.
     """
     policy, reference = _log_softmax(logits, temperature), _log_softmax(ref_logits, temperature)
@@ -60,13 +64,13 @@ def full_reverse(*, logits: Tensor, ref_logits: Tensor, temperature: float = 1.0
 
 
 def full_forward(*, logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """`KL(reference || policy) = sum_v q (log q - log p)`; otherwise as `full_reverse`."""
+    """Return `KL(reference || policy) = sum_v q (log q - log p)`; otherwise as `full_reverse`."""
     policy, reference = _log_softmax(logits, temperature), _log_softmax(ref_logits, temperature)
     return _divergence(reference, policy)
 
 
 def penalised_rewards(*, rewards: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
-    """`r_i - coef sum_t m kl`, [N]: placement `reward` for advantages of whole trajectories, as in verl.
+    """Return `r_i - coef sum_t m kl`, [N]: placement `reward` for advantages of whole trajectories, as in verl.
 
     `rewards` [N], `kl` and `mask` [N, L]. Goes before the groups are normalised; no gradient flows.
     """
@@ -78,7 +82,7 @@ def penalised_rewards(*, rewards: Tensor, kl: Tensor, mask: Tensor, coef: float)
 
 
 def penalised_token_rewards(*, token_rewards: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
-    """`r_t - coef kl_t` on action tokens, 0 elsewhere, [N, L]: placement `reward` for advantages per token.
+    """Return `r_t - coef kl_t` on action tokens, 0 elsewhere, [N, L]: placement `reward` for advantages per token.
 
     For `reinforce_pp` and the GAE family (arXiv:2203.02155, as in verl and OpenRLHF). No gradient flows.
     """
@@ -87,7 +91,7 @@ def penalised_token_rewards(*, token_rewards: Tensor, kl: Tensor, mask: Tensor, 
 
 
 def importance_weighted(*, kl: Tensor, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """`ratio kl` with `ratio = exp(logprobs - old_logprobs)`, [N, L], 0 where the mask is 0, with gradient.
+    """Return `ratio kl` with `ratio = exp(logprobs - old_logprobs)`, [N, L], 0 where the mask is 0, with gradient.
 
     For the placement `loss`. The gradient flows through the ratio too, so that with `k3` it is unbiased for
     the reverse KL, and on tokens of an older policy the value is as well (DeepSeek-V3.2, arXiv:2512.02556;
@@ -99,7 +103,7 @@ def importance_weighted(*, kl: Tensor, logprobs: Tensor, old_logprobs: Tensor, m
 
 
 def trajectory_kl(*, kl: Tensor, mask: Tensor) -> Tensor:
-    """`sum_t m kl`, [N], with gradient: granularity `trajectory` for the placement `loss`.
+    """Return `sum_t m kl`, [N], with gradient: granularity `trajectory` for the placement `loss`.
 
     `aggregate` takes its mean over the trajectories.
     """
@@ -116,7 +120,7 @@ def penalised_advantages(
     granularity: Literal["token", "trajectory"] = "token",
     trains: Tensor | None = None,
 ) -> Tensor:
-    """`A - coef (kl - mean of kl over the action tokens)`, [N, L]: placement `advantage`.
+    """Return `A - coef (kl - mean of kl over the action tokens)`, [N, L]: placement `advantage`.
 
     All tensors [N, L], of the whole batch: the mean is global, over those action tokens that are set in
     `trains` (None: all). With `trajectory` each token carries the sum of `kl` over its trajectory. 0 where
@@ -150,9 +154,379 @@ class KLFn(Protocol):
     def __call__(self, *, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor: ...
 
 
-abs = absolute
-"""The name of the field; within this module nothing else is called so."""
-
 KLS: dict[str, KLFn] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute, "k3_k2grad": k3_k2grad}
 FULL_KLS = {"full_reverse": full_reverse, "full_forward": full_forward}
-"""Those of whole distributions: the learner computes them in chunks (`training.learner.full_kl`)."""
+"""Divergences of whole distributions: the learner computes them in chunks (`training.learner.full_kl`)."""
+FULL_KL_NAMES: tuple[Literal["full_reverse", "full_forward"], ...] = ("full_reverse", "full_forward")
+KL_NAMES = (*KLS, *FULL_KL_NAMES)
+PLACEMENTS = ("loss", "reward", "advantage")
+GRANULARITIES: tuple[Literal["token", "trajectory"], ...] = ("token", "trajectory")
+IMPORTANCES: tuple[Literal["none", "ratio"], ...] = ("none", "ratio")
+KL_OPTIONS: Mapping[str, Option] = {
+    "granularity": Option(
+        "penalty of each token, or its sum over the trajectory", choices=GRANULARITIES, default="token"
+    ),
+    "importance": Option("weigh the term in the loss by the ratio, or do not", choices=IMPORTANCES, default="none"),
+}
+"""The options of every KL estimator."""
+
+
+ControlKind = Literal["constant", "linear", "cosine", "adaptive", "pid"]
+
+_READS: dict[ControlKind, tuple[str, ...]] = {
+    "constant": (),
+    "linear": ("end", "steps"),
+    "cosine": ("end", "steps"),
+    "adaptive": ("target", "horizon"),
+    "pid": ("target", "kp", "ki", "kd", "max_coef"),
+}
+"""The settings of the section that each kind reads."""
+_GUARD_DECAY, _GUARD_WARMUP = 0.9, 20
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """From `start` to `end` over `num_steps` steps, then `end`.
+
+    `constant` stays at `start`; `linear` is `start + (end - start) f`; `cosine` is
+    `end + (start - end) (1 + cos(pi f)) / 2`, with `f = min(step / num_steps, 1)` (arXiv:1608.03983).
+    """
+
+    kind: Literal["constant", "linear", "cosine"]
+    start: float
+    end: float = 0.0
+    num_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("constant", "linear", "cosine"):
+            raise ValueError(f"kind = {self.kind!r} is none of constant, linear, cosine")
+        if self.kind != "constant" and self.num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, not {self.num_steps}")
+
+    def at(self, step: int) -> float:
+        """Return the value at `step`, counted from 0."""
+        if self.kind == "constant":
+            return self.start
+        share = min(max(step / self.num_steps, 0.0), 1.0)
+        if self.kind == "linear":
+            return self.start + (self.end - self.start) * share
+        return self.end + (self.start - self.end) * (1 + math.cos(math.pi * share)) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class KlState:
+    """The saved state of a controller and a guard, with their `kind` and `base`."""
+
+    kind: str = "constant"
+    base: float = 0.0
+    coef: float | None = None
+    integral: float = 0.0
+    previous: float | None = None
+    expected: float | None = None
+    recent: tuple[float, ...] = ()
+    seen: int = 0
+    expected_step: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class KlControl:
+    """The rule of the coefficient, which starts at `base`, and the guard. Each step returns a new one."""
+
+    kind: ControlKind
+    base: float
+    rule: Schedule | AdaptiveKL | PIDKL
+    guard: KLGuard | None = None
+
+    @property
+    def acts(self) -> bool:
+        """Whether there is a KL term in any step."""
+        return self.base > 0 or self.kind != "constant"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the KL has to be measured."""
+        return self.acts or self.guard is not None
+
+    def coef(self, step: int) -> float:
+        """Return the coefficient of a training step, counted from 1."""
+        match self.rule:
+            case Schedule():
+                return self.rule.at(step - 1)
+            case AdaptiveKL():
+                return self.rule.coef
+        return self.rule.value
+
+    def update(self, kl: float, num: int) -> KlControl:
+        """Return the control after a step with `num` trajectories and a mean KL of `kl` nats per token.
+
+        Raises LearnerError for a controller that is given no finite number.
+        """
+        rule = self.rule
+        if not isinstance(rule, Schedule) and not math.isfinite(kl):
+            raise LearnerError(f"The KL to the reference is {kl}.", "Lower training.learning_rate.")
+        if isinstance(rule, AdaptiveKL):
+            rule = rule.update(kl, num)
+        elif isinstance(rule, PIDKL):
+            rule = rule.update(kl)
+        return replace(self, rule=rule, guard=None if self.guard is None else self.guard.update(kl))
+
+    def verdict(self, kl: float) -> str:
+        """Return why a step with this KL pauses the run, as a sentence; empty if it does not."""
+        guard = self.guard
+        if guard is None or not guard.pauses(kl):
+            return ""
+        averaged = "" if guard.decay is None else " over the last steps"
+        return (
+            f"The KL to the reference is {guard.compared(kl):.3g} nats per token{averaged}, more than"
+            f" {guard.factor:g} times the {guard.predicted:.3g} that were expected."
+        )
+
+    @property
+    def state(self) -> KlState:
+        """The state that a checkpoint saves."""
+        state = KlState(self.kind, self.base)
+        if (guard := self.guard) is not None:
+            state = replace(
+                state, expected=guard.expected, recent=guard.recent, seen=guard.seen, expected_step=guard.expected_step
+            )
+        if isinstance(self.rule, AdaptiveKL):
+            return replace(state, coef=self.rule.coef)
+        if isinstance(self.rule, PIDKL):
+            return replace(state, coef=self.rule.coef, integral=self.rule.integral, previous=self.rule.previous)
+        return state
+
+    def restored(self, state: KlState) -> KlControl:
+        """Return this control with a saved state; a rule of another kind or another base starts from its settings."""
+        rule, guard = self.rule, self.guard
+        if (state.kind, state.base) == (self.kind, self.base):
+            if isinstance(rule, AdaptiveKL) and state.coef is not None:
+                rule = replace(rule, coef=state.coef)
+            elif isinstance(rule, PIDKL):
+                rule = replace(rule, coef=state.coef, integral=state.integral, previous=state.previous)
+        if guard is not None and guard.decay is not None:
+            guard = replace(
+                guard,
+                expected=state.expected,
+                recent=tuple(state.recent),
+                seen=state.seen,
+                expected_step=state.expected_step,
+            )
+        return replace(self, rule=rule, guard=guard)
+
+
+def control_of(config: Config, kl_coef: float) -> KlControl:
+    """Return the control of the coefficient. Raises ConfigError for settings that contradict or have no effect."""
+    settings, base = config.kl_control, kl_coef
+    _refuse_idle(settings)
+    kind = settings.kind
+    rule: Schedule | AdaptiveKL | PIDKL
+    if kind == "adaptive":
+        if base == 0:
+            raise ConfigError(
+                'kl_control.kind = "adaptive" multiplies the KL coefficient, and algorithm.kl_coef is 0.',
+                "Set algorithm.kl_coef above 0, or unset kl_control.",
+            )
+        rule = AdaptiveKL(base, _target(settings), settings.horizon or 10_000.0)
+    elif kind == "pid":
+        rule = _pid(settings, base)
+    else:
+        end = settings.end or 0.0
+        if kind != "constant" and base == end:
+            raise ConfigError(
+                f'kl_control.kind = "{kind}" goes from algorithm.kl_coef = {base:g} to kl_control.end ='
+                f" {end:g}: nothing changes.",
+                "Set algorithm.kl_coef, kl_control.end, or unset kl_control.",
+            )
+        rule = Schedule(kind, base, end, settings.steps or config.training.steps)
+    return KlControl(kind, base, rule, _guard(settings))
+
+
+def _pid(settings: KlControlConfig, base: float) -> PIDKL:
+    gains = [gain or 0.0 for gain in (settings.kp, settings.ki, settings.kd)]
+    most = 1.0 if settings.max_coef is None else settings.max_coef
+    if not any(gains):
+        raise ConfigError(
+            'kl_control.kind = "pid" has no gain: the coefficient would never change.',
+            "Set kl_control.kp, kl_control.ki or kl_control.kd above 0.",
+        )
+    if base > most:
+        raise ConfigError(
+            f"algorithm.kl_coef = {base:g} is above kl_control.max_coef = {most:g}.", "Raise kl_control.max_coef."
+        )
+    kp, ki, kd = gains
+    return PIDKL(_target(settings), base, kp, ki, kd, most)
+
+
+def _target(settings: KlControlConfig) -> float:
+    if settings.target is None:
+        raise ConfigError(
+            f'kl_control.kind = "{settings.kind}" needs a target.', "Set kl_control.target, such as 0.01."
+        )
+    return settings.target
+
+
+def _guard(settings: KlControlConfig) -> KLGuard | None:
+    if settings.guard_factor == 0:
+        return None
+    if settings.guard_expected is not None:
+        return KLGuard(settings.guard_expected, settings.guard_factor)
+    decay = _GUARD_DECAY if settings.guard_decay is None else settings.guard_decay
+    warmup = _GUARD_WARMUP if settings.guard_warmup is None else settings.guard_warmup
+    return KLGuard(None, settings.guard_factor, decay, warmup=warmup)
+
+
+def _refuse_idle(settings: KlControlConfig) -> None:
+    """Raise ConfigError for a setting that neither the kind nor the guard reads."""
+    given = settings.model_dump(exclude_none=True, exclude={"kind", "guard_factor"})
+    for name, value in given.items():
+        if name in _READS[settings.kind]:
+            continue
+        reason = f'kl_control.kind is "{settings.kind}"'
+        if name.startswith("guard_"):
+            if settings.guard_factor > 0 and not (
+                name in ("guard_decay", "guard_warmup") and "guard_expected" in given
+            ):
+                continue
+            known = settings.guard_factor > 0
+            reason = "kl_control.guard_expected stays" if known else "kl_control.guard_factor is 0"
+        raise ConfigError(
+            f"kl_control.{name} = {value} would have no effect: {reason}.", f"Unset {name}, or change what ignores it."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveKL:
+    """`coef *= 1 + clip(kl / target - 1, -0.2, 0.2) num / horizon` (arXiv:1909.08593).
+
+    `target` in nats, the unit of the `kl` that is given; `horizon` in trajectories (10000 in that paper, in
+    TRL and verl). The coefficient never turns negative.
+    """
+
+    coef: float
+    target: float
+    horizon: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        if self.target <= 0 or self.horizon <= 0 or self.coef < 0:
+            raise ValueError("target and horizon must be above 0, coef not below")
+
+    def update(self, kl: float, num: int) -> AdaptiveKL:
+        """Return the state after a step with `num` trajectories and a mean of `kl`. Raises ValueError unless finite."""
+        error = min(max(_finite(kl) / self.target - 1, -0.2), 0.2)
+        return replace(self, coef=max(self.coef * (1 + error * num / self.horizon), 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class PIDKL:
+    """`coef = clip(base + kp e + ki sum(e) + kd (e - previous e), 0, most)` with `e = kl - target`.
+
+    The integral stays unchanged if the coefficient is at a bound and the error would push it further
+    (anti-windup). `base` is the coefficient at zero error; the first step has no derivative. Form of
+    arXiv:2007.03964 (PID Lagrangian methods).
+    """
+
+    target: float
+    base: float
+    kp: float
+    ki: float = 0.0
+    kd: float = 0.0
+    most: float = 1.0
+    integral: float = 0.0
+    previous: float | None = None
+    coef: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.base <= self.most:
+            raise ValueError(f"base must lie between 0 and most = {self.most}, not at {self.base}")
+
+    @property
+    def value(self) -> float:
+        """The coefficient to use now: `base` before the first update."""
+        return self.base if self.coef is None else self.coef
+
+    def update(self, kl: float) -> PIDKL:
+        """Return the state after a step with a mean of `kl`. Raises ValueError unless finite."""
+        error = _finite(kl) - self.target
+        slope = 0.0 if self.previous is None else error - self.previous
+        integral = self.integral + error
+        raw = self.base + self.kp * error + self.ki * integral + self.kd * slope
+        if (raw > self.most and error > 0) or (raw < 0 and error < 0):
+            integral = self.integral
+        return replace(self, integral=integral, previous=error, coef=min(max(raw, 0.0), self.most))
+
+
+WINDOW = 5
+"""Steps whose mean a guard with `decay` compares."""
+
+
+@dataclass(frozen=True, slots=True)
+class KLGuard:
+    """Pause a run if its `kl` exceeds `factor` times its expected value, or is not finite.
+
+    Without `decay` the expected value is fixed, and each step is compared. With it the mean of the last `WINDOW`
+    steps (`recent`) is compared with what the steps before them predict: `expected` is their average, `expected = d
+    expected + (1 - d) kl`, those that paused included, at the step `expected_step`, which is the average of their
+    numbers. A run moves away from its reference at most in proportion to its steps, so the prediction is `expected`
+    times the ratio of the steps. The first `warmup` steps (`seen`) never pause. An expected value below `least`
+    counts as `least`.
+    """
+
+    expected: float | None
+    factor: float = 2.0
+    decay: float | None = None
+    least: float = 1e-3
+    warmup: int = 20
+    recent: tuple[float, ...] = ()
+    seen: int = 0
+    expected_step: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.expected is None and self.decay is None:
+            raise ValueError("without an expected value the guard needs a decay to learn it with")
+        if self.factor <= 0 or (self.decay is not None and not 0 <= self.decay < 1):
+            raise ValueError("factor must be above 0, decay at least 0 and below 1")
+
+    def compared(self, kl: float) -> float:
+        """Return what is compared with the predicted value in a step with a mean of `kl`."""
+        return kl if self.decay is None else math.fsum(self._window(kl)) / len(self._window(kl))
+
+    @property
+    def predicted(self) -> float:
+        """The value that the next step is expected to have."""
+        if self.expected is None:
+            return self.least
+        growth = 1.0
+        if self.decay is not None:
+            growth = max(1.0, (self.seen + 1 - (len(self._window(0.0)) - 1) / 2) / self.expected_step)
+        return max(self.expected * growth, self.least)
+
+    def pauses(self, kl: float) -> bool:
+        """Return whether a step with a mean of `kl` pauses the run."""
+        if not math.isfinite(kl):
+            return True
+        if self.expected is None or (self.decay is not None and self.seen < self.warmup):
+            return False
+        return self.compared(kl) > self.factor * self.predicted
+
+    def update(self, kl: float) -> KLGuard:
+        """Return the state after a step; unchanged by a KL that is not finite."""
+        if self.decay is None or not math.isfinite(kl):
+            return self
+        found = replace(self, recent=self._window(kl), seen=self.seen + 1)
+        if len(self.recent) < WINDOW:
+            return found
+        before, step = self.recent[0], float(found.seen - WINDOW)
+        if self.expected is None:
+            return replace(found, expected=before, expected_step=step)
+        kept, new = self.decay, 1 - self.decay
+        expected, at = kept * self.expected + new * before, kept * self.expected_step + new * step
+        return replace(found, expected=expected, expected_step=at)
+
+    def _window(self, kl: float) -> tuple[float, ...]:
+        return (*self.recent, kl)[-WINDOW:]
+
+
+def _finite(kl: float) -> float:
+    if not math.isfinite(kl):
+        raise ValueError(f"kl is {kl}; a controller needs a finite number")
+    return kl

@@ -8,28 +8,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from ludus.algorithms.aggregate import Normalizer, aggregate
-from ludus.algorithms.aux_losses import added_terms
-from ludus.algorithms.batch import TokenBatch
-from ludus.algorithms.corrections import Mismatch, MismatchByLength, limited, mismatch, mismatch_by_length, opsm
-from ludus.algorithms.kl import KLS, importance_weighted, trajectory_kl
-from ludus.algorithms.losses import ClipStats, clip_stats, trajectory_mean
-from ludus.algorithms.losses.clipping import cut_off
-from ludus.algorithms.masking import select
-from ludus.algorithms.spec.algorithm import FULL_KL_NAMES, Algorithm
-from ludus.algorithms.spec.words import GRANULARITIES, IMPORTANCES
+from ludus.algorithms.corrections import (
+    LEVELS,
+    Mismatch,
+    MismatchByLength,
+    importance_ratios,
+    mismatch,
+    mismatch_by_length,
+    none,
+    opsm,
+)
+from ludus.algorithms.kl import FULL_KL_NAMES, GRANULARITIES, IMPORTANCES, KLS, importance_weighted, trajectory_kl
+from ludus.algorithms.losses.clipped import ClipStats, clip_stats
+from ludus.algorithms.losses.likelihood import echo, positive_nll
+from ludus.algorithms.losses.sequence import trajectory_mean
+from ludus.algorithms.parts import Need
+from ludus.algorithms.spec.algorithm import TERM_OPTIONS, Algorithm, inputs_of
+from ludus.algorithms.tensors import Cut, Tensor, TokenBatch, select, torch
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Sums of one microbatch; `+` joins microbatches. Numbers of action tokens stand in `clip.tokens`.
+    """Sums of one microbatch; `+` joins microbatches. `clip.tokens` is the number of action tokens.
 
     `loss` and its part `policy_loss` are normalised already (their sums are those of the whole batch);
     `by_length` is `mismatch` by the place of the token; `kl_sum` and `entropy_sum` are plain sums over action
-    tokens, None where the batch has no reference or entropy; `teacher_sum` is that of `logprobs - teacher`,
+    tokens, None if the batch has no reference or entropy; `teacher_sum` is that of `logprobs - teacher`,
     `chosen_sum` counts the tokens that the loss treats apart.
     `terms` are the added terms as they enter the loss, normalised already.
     """
@@ -81,13 +86,15 @@ class Statistics:
 
 
 def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -> tuple[Tensor, Statistics]:
-    """The loss [] to call `backward` on, and its statistics.
+    """Return the loss [] to call `backward` on, and its statistics.
 
     `normaliser` holds the counts of the whole batch. The correction weighs the policy loss alone. A KL
     placed in the reward or the advantage is not added here (`batch.advantages` has it already) but still
-    reported. Raises ValueError where the algorithm needs `ref_logprobs` or `entropy` and the batch has none.
+    reported. Raises ValueError if the algorithm needs `ref_logprobs` or `entropy` and the batch has none.
     """
-    weights: Tensor = algorithm.correction_spec.load()(batch, algorithm)
+    if batch.chosen is None and algorithm.loss_spec.has(Need.TOKEN_CHOICE):
+        raise ValueError(f"the loss {algorithm.loss} needs a choice of tokens over the whole batch, which has none")
+    weights = _weights(batch, algorithm)
     policy = _policy_loss(batch, weights, algorithm, normaliser)
     total = policy
     kl = _kl(batch, algorithm)
@@ -139,10 +146,41 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -
     return total, statistics
 
 
+def added_terms(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -> dict[str, Tensor]:
+    """Return the terms [] of one microbatch by name, times their coefficients, to be added to its loss.
+
+    Raises ValueError if the batch lacks the tokens of a term.
+    """
+    return {
+        name: _term(name, coef, batch, normaliser)
+        for name in TERM_OPTIONS
+        if (coef := algorithm.number("terms", name)) > 0
+    }
+
+
+def _term(name: str, coef: float, batch: TokenBatch, normaliser: Normalizer) -> Tensor:
+    if name == "echo":
+        if batch.observed is None:
+            raise ValueError("echo is above 0 and the batch has no observed")
+        return echo(logprobs=batch.logprobs, observations=batch.observed, coef=coef, num_tokens=normaliser.observed)
+    if batch.positive is None:
+        raise ValueError("positive_nll is above 0 and the batch has no positive")
+    return positive_nll(
+        logprobs=batch.logprobs, positive=batch.positive, mask=batch.mask, coef=coef, num_tokens=normaliser.positive
+    )
+
+
+def _weights(batch: TokenBatch, algorithm: Algorithm) -> Tensor:
+    """Return the weights of the correction; 1 if it has removed its tokens before the step."""
+    if algorithm.correction_spec.has(Need.REJECTION):
+        return none(old_logprobs=batch.old_logprobs, behavior_logprobs=batch.behavior_logprobs, mask=batch.mask)
+    return algorithm.compute("correction", batch)
+
+
 def _policy_loss(batch: TokenBatch, weights: Tensor, algorithm: Algorithm, normaliser: Normalizer) -> Tensor:
-    loss: Tensor = algorithm.loss_spec.load()(batch, algorithm)
+    loss = algorithm.compute("loss", batch)
     scores = batch.advantages
-    if loss.ndim == 1:  # one term a trajectory, and `resolve` has seen to it that it has one weight
+    if loss.ndim == 1:  # one term per trajectory; `resolve` has checked that it has one weight
         scores = trajectory_mean(scores, batch.mask)[:, None].expand(batch.mask.shape)
     if algorithm.opsm_delta is not None:
         weights = weights * opsm(
@@ -172,7 +210,7 @@ def _kl(batch: TokenBatch, algorithm: Algorithm) -> Tensor | None:
 
 
 def _mismatch(batch: TokenBatch, weights: Tensor, algorithm: Algorithm) -> Mismatch:
-    before, after = limited(batch, algorithm, weights) or (None, None)
+    before, after = _limited(batch, algorithm, weights) or (None, None)
     return mismatch(
         old_logprobs=batch.old_logprobs,
         behavior_logprobs=batch.behavior_logprobs,
@@ -180,6 +218,33 @@ def _mismatch(batch: TokenBatch, weights: Tensor, algorithm: Algorithm) -> Misma
         ratios=before,
         weights=after,
     )
+
+
+def _limited(batch: TokenBatch, algorithm: Algorithm, weights: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the ratios [N, L] before and after what limits them, or None if nothing does.
+
+    A correction limits them at its level, and `weights` are its result; V-trace and Retrace limit those of tokens
+    by the smaller of their bounds.
+    """
+    if algorithm.correction_spec.has(Need.LIMITED_RATIO):
+        has_level = "level" in algorithm.correction_spec.options
+        level = algorithm.word("correction", "level", LEVELS) if has_level else "token"
+        return importance_ratios(batch.old_logprobs, batch.behavior_logprobs, batch.mask, level), weights
+    if algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO):
+        ratios = importance_ratios(batch.old_logprobs, batch.behavior_logprobs, batch.mask, "token")
+        names = [name for name in ("rho_bar", "c_bar") if name in algorithm.advantage_spec.options]
+        bound = min((algorithm.number("advantage", name) for name in names), default=1.0)
+        return ratios, ratios.clamp(max=bound)
+    return None
+
+
+def cut_off(batch: TokenBatch, algorithm: Algorithm) -> Cut | None:
+    """Return the tokens whose gradient the clip of the loss cuts off, or None if it has no clip."""
+    cut = algorithm.loss_spec.cut
+    if cut is None:
+        return None
+    with torch.no_grad():
+        return algorithm.call(cut, "loss", inputs_of(batch))
 
 
 def _needed(term: Tensor | None, name: str, coefficient: str) -> Tensor:
@@ -193,7 +258,7 @@ def _sum(values: Tensor | None, mask: Tensor) -> Tensor | None:
 
 
 def _read(numbers: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Those that are there, by their names: one transfer from the device for all of them."""
+    """Return the numbers that are not None: one transfer from the device for all of them."""
     there = {name: value.detach().double() for name, value in numbers.items() if value is not None}
     return dict(zip(there, torch.stack(list(there.values())).tolist(), strict=True))
 

@@ -1,7 +1,7 @@
 """Losses on pairs of a chosen and a rejected trajectory, or on trajectories judged alone, [N].
 
-Tensors are [N, L] (chosen and rejected may differ in L), column `t` speaks of token `t`, and every sum runs
-over action tokens only: what stands elsewhere never matters. The gradient flows through the policy's
+Tensors are [N, L] (chosen and rejected may differ in L), column `t` belongs to token `t`, and every sum runs
+over action tokens only: other positions never matter. The gradient flows through the policy's
 log-probabilities alone. The loss of a batch is the mean over all its pairs, `sum / N` with the `N` of the
 whole batch.
 
@@ -11,13 +11,28 @@ Names: `chosen_logprobs`, `rejected_logprobs` under the policy, `ref_...` under 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid, relu
+from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 
-from ludus.algorithms.masking import check_shapes, select
+
+@dataclass(frozen=True, slots=True)
+class PreferenceSpec:
+    """What a preference loss needs.
+
+    `reference`: log-probabilities of a reference. `mismatched`: answers of other pairs, for an estimate of
+    the KL. `running_mean`: the mean of all implicit rewards so far. `per_token`: margins are means over
+    tokens. `beta` is the default of `preference.beta`, `baseline_metric` the name of what it compares with.
+    """
+
+    reference: bool = True
+    mismatched: bool = False
+    running_mean: bool = False
+    per_token: bool = False
+    beta: float = 0.1
+    baseline_metric: str = ""
 
 
 class PairInputs(TypedDict):
@@ -43,7 +58,7 @@ def dpo(
     label_smoothing: float = 0.0,
     robust: bool = False,
 ) -> Tensor:
-    """`-log sigmoid(beta h)`, `h = (lp_c - ref_c) - (lp_r - ref_r)`, arXiv:2305.18290 (eq. 7), [N].
+    """Return `-log sigmoid(beta h)`, `h = (lp_c - ref_c) - (lp_r - ref_r)`, arXiv:2305.18290 (eq. 7), [N].
 
     With `label_smoothing = e`: `-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)`, conservative DPO, as
     TRL's `sigmoid` had it; with `robust` the difference of the two over `1 - 2 e`, unbiased under flipped
@@ -66,7 +81,7 @@ def simpo(
     gamma: float = 1.0,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`-log sigmoid(beta (lp_c / n_c - lp_r / n_r) - gamma)`, without a reference, [N].
+    """Return `-log sigmoid(beta (lp_c / n_c - lp_r / n_r) - gamma)`, without a reference, [N].
 
     arXiv:2405.14734 (`beta` 2 to 10, `gamma / beta` about 0.5). TRL's CPO trainer has `beta` 0.1 and
     `gamma` 0.5, and smooths labels as `dpo` does. A trajectory without action tokens counts 0.
@@ -88,7 +103,7 @@ def ipo(
     beta: float = 0.1,
     per_token: bool = True,
 ) -> Tensor:
-    """`(h - 1 / (2 beta))^2`, `h` the difference of the two log-ratios (arXiv:2310.12036, eq. 17), [N].
+    """Return `(h - 1 / (2 beta))^2`, `h` the difference of the two log-ratios (arXiv:2310.12036, eq. 17), [N].
 
     With `per_token` each log-ratio is a mean over its action tokens, as TRL defines it after asking the
     authors; without, a sum, as the paper writes it and OpenRLHF has it.
@@ -111,7 +126,7 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """`w_d (1 - sigmoid(beta (h - z)))` where desirable, else `w_u (1 - sigmoid(beta (z - h)))`, [N].
+    """Return `w_d (1 - sigmoid(beta (h - z)))` where desirable, else `w_u (1 - sigmoid(beta (z - h)))`, [N].
 
     `h = sum_t m (lp - ref)` and `z` the `baseline`, one number for the whole batch from `kto_baseline`
     (arXiv:2402.01306, and TRL). `desirable` [N] bool: no pairs are needed.
@@ -124,7 +139,7 @@ def kto(
 
 
 def kto_baseline(*, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """`max(0, mean_i sum_t m (lp - ref))`, [] without gradient: KTO's estimate of the KL.
+    """Return `max(0, mean_i sum_t m (lp - ref))`, [] without gradient: KTO's estimate of the KL.
 
     The rows are prompts with the answers of *other* prompts, over the whole batch of the step (TRL pairs each
     prompt with the next one's answer; a mean of means of microbatches would differ). Without rows 0.
@@ -133,40 +148,40 @@ def kto_baseline(*, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Ten
 
 
 def hinge(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
-    """`max(0, 1 - beta h)`, `h` as in `dpo`, [N]: a pair beyond the margin has no gradient.
+    """Return `max(0, 1 - beta h)`, `h` as in `dpo`, [N]: a pair beyond the margin has no gradient.
 
     SLiC's hinge (arXiv:2305.10425) in the normalised form of arXiv:2309.06657; TRL's `hinge`.
     """
     chosen, rejected = _log_ratios(pair)
-    return relu(1 - beta * (chosen - rejected))
+    return torch.relu(1 - beta * (chosen - rejected))
 
 
 def exo(*, beta: float = 0.1, label_smoothing: float = 1e-3, **pair: Unpack[PairInputs]) -> Tensor:
-    """`s (log s - log(1 - e)) + (1 - s) (log(1 - s) - log e)`, `s = sigmoid(beta h)`, [N].
+    """Return `s (log s - log(1 - e)) + (1 - s) (log(1 - s) - log e)`, `s = sigmoid(beta h)`, [N].
 
     The reverse KL from the labels smoothed by `e` = `label_smoothing` (arXiv:2402.00856, eq. 16; TRL's
-    `exo_pair`, which takes 1e-3 for 0). ValueError unless `label_smoothing` is above 0 and below 1.
+    `exo_pair`, which takes 1e-3 for 0). Raises ValueError unless `label_smoothing` is above 0 and below 1.
     """
     if not 0 < label_smoothing < 1:
         raise ValueError(f"label_smoothing = {label_smoothing} must be above 0 and below 1 for exo")
     chosen, rejected = _log_ratios(pair)
     logits = beta * (chosen - rejected)
-    kept = logits.sigmoid() * (logsigmoid(logits) - math.log1p(-label_smoothing))
-    return kept + (-logits).sigmoid() * (logsigmoid(-logits) - math.log(label_smoothing))
+    kept = logits.sigmoid() * (_logsigmoid(logits) - math.log1p(-label_smoothing))
+    return kept + (-logits).sigmoid() * (_logsigmoid(-logits) - math.log(label_smoothing))
 
 
 def nca(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
-    """`-log sigmoid(c) - 0.5 log sigmoid(-c) - 0.5 log sigmoid(-r)`, [N], with `c, r = beta (lp - ref)`.
+    """Return `-log sigmoid(c) - 0.5 log sigmoid(-c) - 0.5 log sigmoid(-r)`, [N], with `c, r = beta (lp - ref)`.
 
     Noise contrastive alignment (arXiv:2402.05369, for pairs; TRL's `nca_pair`): both likelihoods are
     anchored to the reference, and not their difference alone.
     """
     chosen, rejected = (beta * ratio for ratio in _log_ratios(pair))
-    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+    return -_logsigmoid(chosen) - 0.5 * _logsigmoid(-chosen) - 0.5 * _logsigmoid(-rejected)
 
 
 def sppo(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
-    """`(c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2`, [N], with `c, r = lp - ref`, sums over tokens.
+    """Return `(c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2`, [N], with `c, r = lp - ref`, sums over tokens.
 
     Self-play preference optimisation (arXiv:2405.00675) with the probability of winning 1 for the chosen and
     0 for the rejected; TRL's `sppo_hard`.
@@ -176,23 +191,23 @@ def sppo(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
 
 
 def discopop(*, beta: float = 0.05, tau: float = 0.05, **pair: Unpack[PairInputs]) -> Tensor:
-    """`-(1 - g) log sigmoid(beta h) + g exp(-beta h)`, `g = sigmoid(beta h / tau)`, [N].
+    """Return `-(1 - g) log sigmoid(beta h) + g exp(-beta h)`, `g = sigmoid(beta h / tau)`, [N].
 
     DiscoPOP (arXiv:2406.08414, `beta` and `tau` 0.05): a loss that a search found. TRL's `discopop`, whose
-    `beta` is 0.1. ValueError unless `tau` is above 0.
+    `beta` is 0.1. Raises ValueError unless `tau` is above 0.
     """
     if tau <= 0:
         raise ValueError(f"tau must be above 0, not {tau}")
     chosen, rejected = _log_ratios(pair)
     logits = beta * (chosen - rejected)
     gate = torch.sigmoid(logits / tau)
-    # exp(-x) is read only where the gate is open, x above about 0; far below it the product is 0, not inf 0.
-    exponential = (-logits + logsigmoid(logits / tau)).exp()
-    return -(1 - gate) * logsigmoid(logits) + exponential
+    # exp(-x) is read only while the gate is open, x above about 0; far below it the product is 0, not inf 0.
+    exponential = (-logits + _logsigmoid(logits / tau)).exp()
+    return -(1 - gate) * _logsigmoid(logits) + exponential
 
 
 def apo_zero(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
-    """`1 - sigmoid(beta c) + sigmoid(beta r)`, [N], `c, r = lp - ref`: chosen up, rejected down.
+    """Return `1 - sigmoid(beta c) + sigmoid(beta r)`, [N], `c, r = lp - ref`: chosen up, rejected down.
 
     Anchored preference optimisation (arXiv:2408.06266) for chosen answers that are better than the model's.
     """
@@ -201,7 +216,7 @@ def apo_zero(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
 
 
 def apo_down(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
-    """`sigmoid(beta c) + 1 - sigmoid(beta (c - r))`, [N], `c, r = lp - ref`: both down, rejected more.
+    """Return `sigmoid(beta c) + 1 - sigmoid(beta (c - r))`, [N], `c, r = lp - ref`: both down, rejected more.
 
     Anchored preference optimisation (arXiv:2408.06266) for a model that is better than the chosen answers.
     """
@@ -212,7 +227,7 @@ def apo_down(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
 def bco(
     *, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, desirable: Tensor, delta: Tensor | float, beta: float = 0.1
 ) -> Tensor:
-    """`-log sigmoid(q - delta)` where desirable, else `-log sigmoid(delta - q)`, [N].
+    """Return `-log sigmoid(q - delta)` where desirable, else `-log sigmoid(delta - q)`, [N].
 
     `q = beta sum_t m (lp - ref)`. Binary classifier optimisation (arXiv:2404.04656): no pairs are needed.
     `desirable` [N] bool. `delta` is the mean of `q` over all trajectories so far, those of this batch
@@ -222,18 +237,22 @@ def bco(
     if desirable.shape != mask.shape[:1]:
         raise ValueError(f"desirable must be [{mask.shape[0]}], not {list(desirable.shape)}")
     shifted = beta * _log_ratio(logprobs, ref_logprobs, mask) - _constant(delta)
-    return -logsigmoid(torch.where(desirable.bool(), shifted, -shifted))
+    return -_logsigmoid(torch.where(desirable.bool(), shifted, -shifted))
 
 
 def bco_pair(*, delta: Tensor | float, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
-    """The sum of `bco` over the two trajectories of a pair, [N]; TRL's `bco_pair`."""
+    """Return the sum of `bco` over the two trajectories of a pair, [N]; TRL's `bco_pair`."""
     chosen, rejected = (beta * ratio - _constant(delta) for ratio in _log_ratios(pair))
-    return -logsigmoid(chosen) - logsigmoid(-rejected)
+    return -_logsigmoid(chosen) - _logsigmoid(-rejected)
 
 
 def implicit_rewards(*, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, beta: float = 0.1) -> Tensor:
-    """`beta sum_t m (lp - ref)`, [N] without gradient: what the running mean of `bco` is over."""
+    """Return `beta sum_t m (lp - ref)`, [N] without gradient: what the running mean of `bco` is over."""
     return beta * _log_ratio(logprobs, ref_logprobs, mask).detach()
+
+
+def _logsigmoid(values: Tensor) -> Tensor:
+    return torch.nn.functional.logsigmoid(values)
 
 
 def _total(logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -247,14 +266,14 @@ def _log_ratio(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 def _log_ratios(pair: PairInputs) -> tuple[Tensor, Tensor]:
-    """`sum_t m (lp - ref)` of the chosen and of the rejected, [N] each."""
+    """Return `sum_t m (lp - ref)` of the chosen and of the rejected, [N] each."""
     chosen = _log_ratio(pair["chosen_logprobs"], pair["ref_chosen_logprobs"], pair["chosen_mask"])
     rejected = _log_ratio(pair["rejected_logprobs"], pair["ref_rejected_logprobs"], pair["rejected_mask"])
     return chosen, rejected
 
 
 def _constant(value: Tensor | float) -> Tensor | float:
-    return value.detach() if isinstance(value, Tensor) else value
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _mean(totals: Tensor, mask: Tensor) -> Tensor:
@@ -262,10 +281,24 @@ def _mean(totals: Tensor, mask: Tensor) -> Tensor:
 
 
 def _smoothed(logits: Tensor, label_smoothing: float, robust: bool) -> Tensor:
-    kept, flipped = -(1 - label_smoothing) * logsigmoid(logits), label_smoothing * logsigmoid(-logits)
+    kept, flipped = -(1 - label_smoothing) * _logsigmoid(logits), label_smoothing * _logsigmoid(-logits)
     return (kept + flipped) / (1 - 2 * label_smoothing) if robust else kept - flipped
 
 
 def _check_smoothing(label_smoothing: float, robust: bool) -> None:
     if not 0 <= label_smoothing < (0.5 if robust else 1.0):
         raise ValueError(f"label_smoothing = {label_smoothing} must be at least 0 and below 0.5 (robust) or 1")
+
+
+_PLAIN = PreferenceSpec()
+_BCO = PreferenceSpec(running_mean=True, baseline_metric="preference/bco_delta")
+
+PREFERENCES: Mapping[str, PreferenceSpec] = {
+    **dict.fromkeys(("dpo", "robust", "hinge", "exo", "nca", "sppo", "discopop"), _PLAIN),
+    **dict.fromkeys(("apo_zero", "apo_down"), _PLAIN),
+    **dict.fromkeys(("bco", "bco_pair"), _BCO),
+    "ipo": PreferenceSpec(per_token=True),
+    "simpo": PreferenceSpec(reference=False, per_token=True, beta=2.0),
+    "kto": PreferenceSpec(mismatched=True, baseline_metric="preference/kto_baseline"),
+}
+"""The losses that `preference.loss` may name."""

@@ -1,6 +1,6 @@
 """Rewards before they become advantages: length penalties, caps on them, and several rewards as one.
 
-All tensors are [N] unless a docstring says otherwise, and nothing here has a gradient. Lengths are numbers of
+All tensors are [N] unless a docstring names another shape, and nothing here has a gradient. Lengths are numbers of
 action tokens. A reward or a length that is not finite is passed on as it is.
 """
 
@@ -10,11 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from ludus.algorithms.grouping import group_rewards
-from ludus.algorithms.spec.schedules import Schedule
+from ludus.algorithms.tensors import Tensor, group_rewards, torch
 from ludus.errors import ConfigError
 
 _FITS = 0.9
@@ -22,7 +18,7 @@ _FITS = 0.9
 
 
 def soft_overlong(*, lengths: Tensor, max_length: int, cache: int) -> Tensor:
-    """0 up to `max_length - cache` tokens, then linear to -1 at `max_length`, -1 beyond, float64.
+    """Return 0 up to `max_length - cache` tokens, then linear to -1 at `max_length`, -1 beyond, float64.
 
     DAPO's soft overlong punishment (arXiv:2503.14476; 20480 and 4096 there), added to the reward.
     """
@@ -32,7 +28,7 @@ def soft_overlong(*, lengths: Tensor, max_length: int, cache: int) -> Tensor:
 
 
 def length_linear(*, lengths: Tensor, target: float, lam: float, cap: float | None = None) -> Tensor:
-    """`-lam max(0, T - target)`, not below `-cap` where one is given, float64; added to the reward."""
+    """Return `-lam max(0, T - target)`, not below `-cap` if one is given, float64; added to the reward."""
     if lam < 0 or (cap is not None and cap < 0):
         raise ValueError(f"lam and cap must not be negative: {lam}, {cap}")
     penalty = -lam * (lengths.double() - target).clamp(min=0.0)
@@ -40,7 +36,7 @@ def length_linear(*, lengths: Tensor, target: float, lam: float, cap: float | No
 
 
 def length_sigmoid(*, rewards: Tensor, lengths: Tensor, target: float, tau: float, floor: float = 0.0) -> Tensor:
-    """`r (floor + (1 - floor) sigmoid(-(T - target) / tau))`: the reward itself fades with length.
+    """Return `r (floor + (1 - floor) sigmoid(-(T - target) / tau))`: the reward itself fades with length.
 
     After arXiv:2502.04463 (Arora and Zanette), who put the length normalised within the group in its place
     and have no floor. A negative reward fades too, so use it on rewards that are not.
@@ -53,7 +49,7 @@ def length_sigmoid(*, rewards: Tensor, lengths: Tensor, target: float, tau: floa
 
 
 def capped(*, shaping: Tensor, cap: float) -> Tensor:
-    """`shaping` held within `[-cap, cap]`; any shape."""
+    """Return `shaping` held within `[-cap, cap]`; any shape."""
     if cap < 0:
         raise ValueError(f"cap must not be negative, not {cap}")
     return shaping.clamp(-cap, cap)
@@ -73,7 +69,7 @@ class ShapingRange:
 
 
 def check_shaping(*, outcome_gap: float, terms: Sequence[ShapingRange]) -> None:
-    """ConfigError where shaping could lift a failure to a success or above.
+    """Raise ConfigError if shaping could lift a failure to a success or above.
 
     `outcome_gap` is the smallest difference of the outcome reward between a success and a failure, its weight
     included. All terms together may move a reward by less than that: `sum (high - low) < outcome_gap`.
@@ -93,8 +89,9 @@ def check_shaping(*, outcome_gap: float, terms: Sequence[ShapingRange]) -> None:
 
 
 def _numbers_that_fit(room: float, terms: Sequence[ShapingRange]) -> str:
-    """A proposal that takes the spread of all terms down to `room`: by their floors alone where that can be
-    enough, else by weights, caps and floors together."""
+    """Return a proposal that takes the spread of all terms down to `room`: by their floors alone where that can be
+    enough, else by weights, caps and floors together.
+    """
     scale = room / sum(term.high - term.low for term in terms)
     fading = sum(term.high - term.low for term in terms if term.floor is not None)
     left = room - sum(term.high - term.low for term in terms if term.floor is None)
@@ -113,7 +110,7 @@ def _numbers_that_fit(room: float, terms: Sequence[ShapingRange]) -> str:
 
 
 def weighted_sum(*, parts: Tensor, weights: Sequence[float]) -> Tensor:
-    """`sum_k w_k parts[:, k]`, [N] from `parts` [N, K]; a part of weight 0 does not matter, NaN included."""
+    """Return `sum_k w_k parts[:, k]`, [N] from `parts` [N, K]; a part of weight 0 does not matter, NaN included."""
     _check_parts(parts, len(weights))
     total = torch.zeros_like(parts[:, 0])
     for k, weight in enumerate(weights):
@@ -122,24 +119,19 @@ def weighted_sum(*, parts: Tensor, weights: Sequence[float]) -> Tensor:
     return total
 
 
-def scheduled_sum(*, parts: Tensor, schedules: Sequence[Schedule], step: int) -> Tensor:
-    """`weighted_sum` with the weights that `schedules` have at `step`, [N] from `parts` [N, K]."""
-    return weighted_sum(parts=parts, weights=[schedule.at(step) for schedule in schedules])
-
-
 def gated(*, gate: Tensor, rewards: Tensor, threshold: float = 0.0, closed: float = 0.0) -> Tensor:
-    """`rewards` where `gate > threshold`, else `closed`: they count once the gate is earned."""
+    """Return `rewards` where `gate > threshold`, else `closed`: they count once the gate is earned."""
     _check_rows(gate, rewards=rewards)
     return torch.where(gate > threshold, rewards, torch.full_like(rewards, closed))
 
 
 def pareto_ranks(*, parts: Tensor, group: Tensor) -> Tensor:
-    """The front of each member within its group, [N] int64: 0 for those that no member dominates.
+    """Return the front of each member within its group, [N] int64: 0 for those that no member dominates.
 
     One member dominates another if it is at least as good in every part and better in one. Front `f` holds
-    what nobody dominates once the fronts before it are taken away (non-dominated sorting, NSGA-II, Deb et al.
+    the members that none dominates once the fronts before it are removed (non-dominated sorting, NSGA-II, Deb et al.
     2002).
-    `parts` [N, K], larger is better; ValueError where one is not finite.
+    `parts` [N, K], larger is better; Raises ValueError if one is not finite.
     """
     beats = _domination(parts, group)
     ranks = torch.full(group.shape, -1, dtype=torch.long, device=parts.device)
@@ -151,7 +143,7 @@ def pareto_ranks(*, parts: Tensor, group: Tensor) -> Tensor:
 
 
 def pareto(*, parts: Tensor, group: Tensor) -> Tensor:
-    """`1 - rank / (number of fronts in the group)`, [N] float64: 1 for the first front, above 0 for the last.
+    """Return `1 - rank / (number of fronts in the group)`, [N] float64: 1 for the first front, above 0 for the last.
 
     A member scores more than all that it dominates; no weights between the parts. A group with one front has
     equal rewards. `parts` [N, K], `group` [N] integers.
@@ -164,9 +156,9 @@ def pareto(*, parts: Tensor, group: Tensor) -> Tensor:
 
 
 def dominance_violations(*, parts: Tensor, rewards: Tensor, group: Tensor) -> list[tuple[int, int]]:
-    """Pairs `(better, worse)` of rows where the better dominates the worse and does not earn more.
+    """Return pairs `(better, worse)` of rows in which the better dominates the worse and does not earn more.
 
-    The check of a composite: empty where `rewards` [N] respect `parts` [N, K] within each group.
+    The check of a composite reward: empty if `rewards` [N] respect `parts` [N, K] within each group.
     """
     _check_rows(rewards, group=group)
     bad = _domination(parts, group) & ~(rewards[:, None] > rewards[None, :])
@@ -174,7 +166,7 @@ def dominance_violations(*, parts: Tensor, rewards: Tensor, group: Tensor) -> li
 
 
 def _domination(parts: Tensor, group: Tensor) -> Tensor:
-    """[N, N] bool: row dominates column, both in one group."""
+    """Return whether each row dominates each column, [N, N] bool; both are in one group."""
     _check_parts(parts, None)
     for k in range(parts.shape[1]):
         group_rewards(parts[:, k], group)  # refuses what is not finite, and unfit shapes

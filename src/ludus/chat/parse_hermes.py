@@ -50,7 +50,7 @@ class HermesParser:
         reasoning, rest = split_thinking(text, lambda at: _inside_call(text, at))
         draft = ParsedDraft(turn)
         if _is_untagged_call(rest):
-            draft.fail(rest.strip(), _UNTAGGED)
+            draft.add_error(rest.strip(), _UNTAGGED)
         else:
             _read_blocks(draft, rest)
         return draft.action(reasoning)
@@ -82,12 +82,12 @@ def _read_blocks(draft: ParsedDraft, text: str) -> None:
     position = 0
     while tag := _TAG.search(text, position):
         if tag.group() == CLOSE:
-            draft.fail(text[position : tag.end()].strip(), _STRAY)
+            draft.add_error(text[position : tag.end()].strip(), _STRAY)
             position = tag.end()
         else:
-            draft.say(text[position : tag.start()])
+            draft.add_text(text[position : tag.start()])
             position = _read_block(draft, text, tag.start())
-    draft.say(text[position:])
+    draft.add_text(text[position:])
 
 
 def _read_block(draft: ParsedDraft, text: str, start: int) -> int:
@@ -101,16 +101,16 @@ def _read_block(draft: ParsedDraft, text: str, start: int) -> int:
         tag = _TAG.search(text, begin)
         if tag and tag.group() == OPEN:
             block_end = _end_of_nested(text, begin)
-            draft.fail(text[start:block_end].strip(), _NESTED)
+            draft.add_error(text[start:block_end].strip(), _NESTED)
             return block_end
         body = text[begin : tag.start() if tag else len(text)]
         block_end = tag.end() if tag else len(text)
     block = text[start:block_end].strip()
     try:
-        draft.call(*call_of(decode(unfence(body)), "arguments"))
+        draft.add_call(*call_of(decode(unfence(body)), "arguments"))
     except Malformed as error:
         closed = block.endswith(CLOSE) or after == len(text)
-        draft.fail(block, error.reason if closed else f"{_UNCLOSED} {error.reason}")
+        draft.add_error(block, error.reason if closed else f"{_UNCLOSED} {error.reason}")
     return block_end
 
 

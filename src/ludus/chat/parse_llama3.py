@@ -42,13 +42,13 @@ def _fill(draft: ParsedDraft, text: str) -> None:
         return
     prose, tag, after = text.partition(PYTHON_TAG)
     if not tag and _CALL_INSIDE.search(text):
-        draft.fail(text.strip(), _NOT_ALONE)
+        draft.add_error(text.strip(), _NOT_ALONE)
         return
-    draft.say(prose)
+    draft.add_text(prose)
     if tag and unfence(after):
         _read_calls(draft, unfence(after), tagged=True)
     elif tag:
-        draft.fail(tag + after, _NOTHING)
+        draft.add_error(tag + after, _NOTHING)
 
 
 def _read_calls(draft: ParsedDraft, body: str, *, tagged: bool) -> None:
@@ -57,18 +57,18 @@ def _read_calls(draft: ParsedDraft, body: str, *, tagged: bool) -> None:
         try:
             value, end = decode_prefix(body, position)
         except Malformed as error:
-            draft.fail(body[position:], error.reason)
+            draft.add_error(body[position:], error.reason)
             return
         if not (tagged or draft.calls or draft.errors or _is_call(value)):
-            draft.say(body)
+            draft.add_text(body)
             return
         try:
-            draft.call(*call_of(value, "parameters"))
+            draft.add_call(*call_of(value, "parameters"))
         except Malformed as error:
-            draft.fail(body[position:end], error.reason)
+            draft.add_error(body[position:end], error.reason)
         position = skip_blanks(body, end)
         if position < len(body) and body[position] != ";":
-            draft.fail(body[position:], _AFTER)
+            draft.add_error(body[position:], _AFTER)
             return
         position = skip_blanks(body, position + 1)
 

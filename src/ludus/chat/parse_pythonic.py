@@ -43,20 +43,20 @@ def _fill(draft: ParsedDraft, text: str) -> None:
     body = unfence(inner)
     if not num_marks and not _LIST_START.match(body):
         if _BARE_CALL.fullmatch(body):
-            draft.fail(body, f"The call stands outside a list. {_EXAMPLE}")
+            draft.add_error(body, f"The call stands outside a list. {_EXAMPLE}")
         else:
-            draft.say(text)
+            draft.add_text(text)
         return
     try:
         items = _items(body)
     except Malformed as error:
-        draft.fail(body or text.strip(), error.reason)
+        draft.add_error(body or text.strip(), error.reason)
         return
     for item in items:
         try:
-            draft.call(*_call_of(item))
+            draft.add_call(*_call_of(item))
         except Malformed as error:
-            draft.fail(ast.get_source_segment(body, item) or body, error.reason)
+            draft.add_error(ast.get_source_segment(body, item) or body, error.reason)
 
 
 def _items(body: str) -> list[ast.expr]:
@@ -85,10 +85,10 @@ def _call_of(item: ast.expr) -> tuple[str, dict[str, JSON]]:
         if keyword.arg in arguments:
             raise Malformed(f"The argument {keyword.arg} is given twice. Give it once.")
         arguments[keyword.arg] = _literal(keyword.value, MAX_DEPTH)
-    return _dotted(item.func), check_plain(arguments)
+    return _dotted_name(item.func), check_plain(arguments)
 
 
-def _dotted(func: ast.expr) -> str:
+def _dotted_name(func: ast.expr) -> str:
     parts: list[str] = []
     while isinstance(func, ast.Attribute):
         parts.append(func.attr)

@@ -18,7 +18,7 @@ _TO_ANSWER = f"To answer, I write the answer between <{ANSWER}> and </{ANSWER}>.
 
 @dataclass(frozen=True, slots=True)
 class TagProtocol:
-    """A call is the text between the tags `call`: the `argument` of the `tool`, named `said` to the model.
+    """A call is the text between the tags `call`: the `argument` of the `tool`, named `label` to the model.
 
     Results are returned between the tags `result`. If it `is_program`, leading blanks of its first line are
     kept, and a Markdown fence around it is removed.
@@ -29,7 +29,7 @@ class TagProtocol:
     result: str
     tool: str
     argument: str
-    said: str
+    label: str
     advice: str
     is_program: bool = False
 
@@ -40,7 +40,7 @@ SEARCH_R1 = TagProtocol(
     result="information",
     tool="search",
     argument="query",
-    said="query",
+    label="query",
     advice="To search, I write the query between <search> and </search>.",
 )
 RETOOL = TagProtocol(
@@ -49,7 +49,7 @@ RETOOL = TagProtocol(
     result="interpreter",
     tool="python",
     argument="code",
-    said="program",
+    label="program",
     advice="To run a program, I write it between <code> and </code>.",
     is_program=True,
 )
@@ -85,20 +85,20 @@ def _fill(draft: ParsedDraft, rest: str, whole: str, protocol: TagProtocol) -> N
     advice = f"My action is not correct. {protocol.advice} {_TO_ANSWER}"
     pairs = [pair for tag in (protocol.call, ANSWER) if (pair := _first_pair(rest, tag))]
     if not pairs:
-        unclosed = _unclosed(whole, rest, protocol)
-        draft.fail(whole, f"The tag {unclosed} is not closed. {advice}" if unclosed else advice, content=rest)
+        unclosed = _find_unclosed(whole, rest, protocol)
+        draft.add_error(whole, f"The tag {unclosed} is not closed. {advice}" if unclosed else advice, content=rest)
         return
     start, end, tag = min(pairs)
     inner = rest[start + len(f"<{tag}>") : end - len(f"</{tag}>")]
     if tag == ANSWER:
-        draft.say(inner)
+        draft.add_text(inner)
         return
-    draft.say(rest[:start])
+    draft.add_text(rest[:start])
     if given := _program(inner) if protocol.is_program else inner.strip():
-        draft.call(protocol.tool, {protocol.argument: given})
+        draft.add_call(protocol.tool, {protocol.argument: given})
     else:
-        draft.fail(rest[start:end], f"The {protocol.said} is empty. {advice}")
-    draft.say(rest[end:])
+        draft.add_error(rest[start:end], f"The {protocol.label} is empty. {advice}")
+    draft.add_text(rest[end:])
 
 
 def _program(text: str) -> str:
@@ -119,7 +119,7 @@ def _first_pair(text: str, tag: str) -> tuple[int, int, str] | None:
     return (start, close + len(f"</{tag}>"), tag) if close >= 0 else None
 
 
-def _unclosed(whole: str, rest: str, protocol: TagProtocol) -> str:
+def _find_unclosed(whole: str, rest: str, protocol: TagProtocol) -> str:
     if whole.startswith(THINK_OPEN) and THINK_CLOSE not in whole:
         return THINK_OPEN
     return next((tag for tag in (f"<{protocol.call}>", f"<{ANSWER}>") if tag in rest), "")

@@ -36,19 +36,19 @@ class ParsedDraft:
     errors: list[CallError] = field(default_factory=list)
     prose: list[str] = field(default_factory=list)
 
-    def say(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         """Add ordinary text to the content."""
         if text.strip():
             self.prose.append(text.strip())
 
-    def call(self, name: str, arguments: dict[str, JSON]) -> None:
+    def add_call(self, name: str, arguments: dict[str, JSON]) -> None:
         """Add a well-formed call."""
         self.calls.append(ToolCall(self._next_id(), name, arguments))
 
-    def fail(self, text: str, reason: str, content: str | None = None) -> None:
+    def add_error(self, text: str, reason: str, content: str | None = None) -> None:
         """Add a malformed call; its text, or `content` instead, stays in the content."""
         self.errors.append(CallError(self._next_id(), text, reason))
-        self.say(text if content is None else content)
+        self.add_text(text if content is None else content)
 
     def action(self, reasoning: str | None = None) -> Action:
         """Return the finished action."""
@@ -56,14 +56,14 @@ class ParsedDraft:
         if reasoning is not None:
             message["reasoning_content"] = reasoning
         if self.calls:
-            message["tool_calls"] = [_in_openai_shape(call) for call in self.calls]
+            message["tool_calls"] = [_to_openai(call) for call in self.calls]
         return Action(message, tuple(self.calls), tuple(self.errors))
 
     def _next_id(self) -> str:
         return f"call_{self.turn}_{len(self.calls) + len(self.errors)}"
 
 
-def _in_openai_shape(call: ToolCall) -> MessageToolCall:
+def _to_openai(call: ToolCall) -> MessageToolCall:
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 

@@ -32,6 +32,13 @@ _PROBE: ToolSchema = {
 }
 
 
+class AddedToken(Protocol):
+    """A token matched before all others; `str` returns its text."""
+
+    @property
+    def special(self) -> bool: ...
+
+
 class Tokenizer(Protocol):
     """The methods that the chat layer needs of a Hugging Face tokenizer."""
 
@@ -177,11 +184,10 @@ class TemplateRenderer:
         return Action(parsed.message, parsed.calls, parsed.errors, finish_reason)
 
     def observation(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return what the template puts after an assistant turn: its tail, the messages, the generation
-        prompt."""
+        """Return the tokens after an assistant turn: its tail, the messages, the generation prompt."""
         opening: list[Message] = [Message(role="user", content="q")]
-        said = Message(role="assistant", content=_MARK)
-        delta = self._after_turn(self.text([*opening, said, *messages], (), generate=True))
+        marked = Message(role="assistant", content=_MARK)
+        delta = self._cut_after_turn(self.text([*opening, marked, *messages], (), generate=True))
         return self._encode_after(self._end[0], delta) if self._in_context else self._encode(delta)
 
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
@@ -195,23 +201,23 @@ class TemplateRenderer:
                 f"The chat template does not continue {fault}, when it renders an assistant turn.",
                 "Choose another template, or train without demonstrations.",
             )
-        said = whole[len(before) :]
-        self._check_unended(message)
-        end = said.find(self._end[0])
-        said = said[: end + len(self._end[0])] if end >= 0 else said
-        return self._encode_after(before, said) if self._in_context else self._encode(said)
+        added = whole[len(before) :]
+        self._check_no_end_token(message)
+        end = added.find(self._end[0])
+        added = added[: end + len(self._end[0])] if end >= 0 else added
+        return self._encode_after(before, added) if self._in_context else self._encode(added)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, generate: bool) -> str:
         """Return the template's text of a whole dialogue."""
         prepared = [self.guard.message(message) for message in messages]
         if not self.native_tools:
-            prepared = _tools_in_text(prepared, tools)
+            prepared = _write_tools(prepared, tools)
         elif not self.native_thinking:
-            prepared = [_thinking_in_text(message) for message in prepared]
+            prepared = [_write_thinking(message) for message in prepared]
         if not self.native_system:
-            prepared = _system_in_user(prepared)
+            prepared = _merge_system_message(prepared)
         shown = [tool.schema for tool in tools] if self.native_tools else []
-        return self._apply([_for_template(message) for message in prepared], shown, generate=generate)
+        return self._apply([_to_template(message) for message in prepared], shown, generate=generate)
 
     def _apply(
         self, conversation: Sequence[Mapping[str, object]], tools: Sequence[ToolSchema] = (), *, generate: bool
@@ -237,10 +243,9 @@ class TemplateRenderer:
             return False
 
     def _find_end(self) -> tuple[str, int]:
-        """Return text and id of the token that ends an assistant turn: the first special one
-        after its text."""
+        """Return text and id of the token that ends an assistant turn: the first special one after its text."""
         text = self._apply([*_ASK, {**_SAY, "content": _MARK}], generate=False)
-        ids = self._encode(_after_mark(text))
+        ids = self._encode(_cut_after_mark(text))
         if not ids:
             raise UserError(
                 "The chat template puts nothing after an assistant message, so turns have no end.",
@@ -250,8 +255,8 @@ class TemplateRenderer:
         end = next((i for i in ids if i in special), ids[0])
         return decode_exactly(self.tokenizer, [end]), end
 
-    def _after_turn(self, text: str) -> str:
-        _, end, after = _after_mark(text).partition(self._end[0])
+    def _cut_after_turn(self, text: str) -> str:
+        _, end, after = _cut_after_mark(text).partition(self._end[0])
         if not end:
             raise UserError(
                 f"The chat template does not write {self._end[0]!r} after an assistant turn that is "
@@ -260,7 +265,7 @@ class TemplateRenderer:
             )
         return after
 
-    def _check_unended(self, message: Message) -> None:
+    def _check_no_end_token(self, message: Message) -> None:
         calls = json.dumps(message.get("tool_calls", []), ensure_ascii=False)
         parts = (message["content"], message.get("reasoning_content", ""), calls)
         if self._end[0].strip() and any(self._end[0] in part for part in parts):
@@ -278,7 +283,7 @@ class TemplateRenderer:
         return both[len(head) :] if both[: len(head)] == head else self._encode(text)
 
 
-def _after_mark(text: str) -> str:
+def _cut_after_mark(text: str) -> str:
     _, mark, after = text.partition(_MARK)
     if not mark:
         raise UserError(
@@ -288,7 +293,7 @@ def _after_mark(text: str) -> str:
     return after
 
 
-def _for_template(message: Message) -> dict[str, Any]:
+def _to_template(message: Message) -> dict[str, Any]:
     """Convert a message for chat templates: tool-call arguments become objects."""
     prepared: dict[str, Any] = dict(message)
     if message.get("tool_calls"):
@@ -303,24 +308,24 @@ def _for_template(message: Message) -> dict[str, Any]:
     return prepared
 
 
-def _tools_in_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+def _write_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
     """Prepare messages for a template without tool support: tools are written as text."""
     prepared: list[Message] = []
     for i, message in enumerate(messages):
         if message["role"] == "tool" and i and messages[i - 1]["role"] == "tool":
-            prepared[-1]["content"] += f"\n{_plain(message)['content']}"
+            prepared[-1]["content"] += f"\n{_write_calls(message)['content']}"
         else:
-            prepared.append(_plain(message))
+            prepared.append(_write_calls(message))
     if not tools:
         return prepared
-    told = _instructions(tuple(json.dumps(tool.schema["function"]) for tool in tools))
+    instructions = _instructions(tuple(json.dumps(tool.schema["function"]) for tool in tools))
     if prepared and prepared[0]["role"] == "system":
-        first = Message(role="system", content=f"{prepared[0]['content']}\n\n{told}")
+        first = Message(role="system", content=f"{prepared[0]['content']}\n\n{instructions}")
         return [first, *prepared[1:]]
-    return [Message(role="system", content=told), *prepared]
+    return [Message(role="system", content=instructions), *prepared]
 
 
-def _plain(message: Message) -> Message:
+def _write_calls(message: Message) -> Message:
     if message["role"] == "tool":
         return Message(role="user", content=f"<tool_response>\n{message['content']}\n</tool_response>")
     calls = "\n".join(
@@ -328,28 +333,28 @@ def _plain(message: Message) -> Message:
         f'"arguments": {call["function"]["arguments"]}}}\n</tool_call>'
         for call in message.get("tool_calls", [])
     )
-    said = _thinking_in_text(message)["content"]
-    return Message(role=message["role"], content="\n".join(part for part in (said, calls) if part))
+    text = _write_thinking(message)["content"]
+    return Message(role=message["role"], content="\n".join(part for part in (text, calls) if part))
 
 
-def _thinking_in_text(message: Message) -> Message:
+def _write_thinking(message: Message) -> Message:
     """Move the message's thinking to the beginning of its content."""
     if not message.get("reasoning_content"):
         return message
-    said = message.copy()
-    thought = f"<think>\n{said.pop('reasoning_content')}\n</think>"
-    said["content"] = f"{thought}\n{message['content']}" if message["content"] else thought
-    return said
+    merged = message.copy()
+    thought = f"<think>\n{merged.pop('reasoning_content')}\n</think>"
+    merged["content"] = f"{thought}\n{message['content']}" if message["content"] else thought
+    return merged
 
 
-def _system_in_user(messages: Sequence[Message]) -> list[Message]:
+def _merge_system_message(messages: Sequence[Message]) -> list[Message]:
     """Merge a leading system message into the first user message."""
     if not messages or messages[0]["role"] != "system":
         return list(messages)
-    told, rest = messages[0]["content"], messages[1:]
+    system, rest = messages[0]["content"], messages[1:]
     if rest and rest[0]["role"] == "user":
-        return [Message(role="user", content=f"{told}\n\n{rest[0]['content']}"), *rest[1:]]
-    return [Message(role="user", content=told), *rest]
+        return [Message(role="user", content=f"{system}\n\n{rest[0]['content']}"), *rest[1:]]
+    return [Message(role="user", content=system), *rest]
 
 
 @lru_cache(maxsize=64)
@@ -364,22 +369,6 @@ def _instructions(schemas: tuple[str, ...]) -> str:
 
 WRAPPERS = ("<tool_response>", "</tool_response>")
 _BREAKS = ("\u200b", "\u2060", " ", "\ufffd")
-
-
-class AddedToken(Protocol):
-    """A token matched before all others; `str` returns its text."""
-
-    @property
-    def special(self) -> bool: ...
-
-
-class ControlTokenizer(Protocol):
-    """The tokenizer methods that a guard needs."""
-
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -418,16 +407,16 @@ class ControlGuard:
         """Return the text without control strings. Repeats, since breaking one may uncover another."""
         pattern = self._all if from_tool else self._special
         while pattern.search(text):
-            text = pattern.sub(lambda match: _broken(match.group(), self._breaker), text)
+            text = pattern.sub(lambda match: _break(match.group(), self._breaker), text)
         return text
 
 
-def control_ids(tokenizer: ControlTokenizer) -> frozenset[int]:
+def control_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids of the special tokens."""
     return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
-def make_guard(tokenizer: ControlTokenizer, template: str = "", wrappers: Sequence[str] = WRAPPERS) -> ControlGuard:
+def make_guard(tokenizer: Tokenizer, template: str = "", wrappers: Sequence[str] = WRAPPERS) -> ControlGuard:
     """Create the guard for a tokenizer, its Jinja chat template and the tags around tool output.
 
     Raises `UserError` if no break prevents this tokenizer from producing special tokens from text.
@@ -437,14 +426,16 @@ def make_guard(tokenizer: ControlTokenizer, template: str = "", wrappers: Sequen
     in_template = (str(token) for token in added if not token.special and str(token) in template)
     marks = tuple(dict.fromkeys([*wrappers, *(mark for mark in in_template if mark.strip())]))
     every = special + marks
-    return ControlGuard(special, marks, _breaker(tokenizer, every), _any_of(special), _any_of(every))
+    return ControlGuard(
+        special, marks, _choose_breaker(tokenizer, every), _compile_pattern(special), _compile_pattern(every)
+    )
 
 
-def _breaker(tokenizer: ControlTokenizer, strings: Sequence[str]) -> str:
+def _choose_breaker(tokenizer: Tokenizer, strings: Sequence[str]) -> str:
     """Return the first break that prevents control tokens for all strings."""
     control = control_ids(tokenizer)
     for breaker in _BREAKS:
-        text = "\n".join(_broken(string, breaker) for string in strings)
+        text = "\n".join(_break(string, breaker) for string in strings)
         contained = any(breaker in string for string in strings)
         if not contained and control.isdisjoint(tokenizer.encode(text, add_special_tokens=False)):
             return breaker
@@ -454,11 +445,11 @@ def _breaker(tokenizer: ControlTokenizer, strings: Sequence[str]) -> str:
     )
 
 
-def _broken(token: str, breaker: str) -> str:
+def _break(token: str, breaker: str) -> str:
     return token[0] + breaker + token[1:] if len(token) > 1 else breaker
 
 
-def _any_of(strings: Iterable[str]) -> re.Pattern[str]:
+def _compile_pattern(strings: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern of all strings, longest first; it matches nothing if there are none."""
     ordered = sorted({string for string in strings if string}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")

@@ -76,8 +76,8 @@ class TagsRenderer:
                 "Set env.rendering to 'chat'.",
             )
         how = _HOW[self.protocol.name] if tools else _TO_ANSWER
-        said = "\n".join(self.guard.message(message)["content"] for message in messages)
-        return tuple(self.tokenizer.encode(f"{how}\n{said}\n", add_special_tokens=True))
+        text = "\n".join(self.guard.message(message)["content"] for message in messages)
+        return tuple(self.tokenizer.encode(f"{how}\n{text}\n", add_special_tokens=True))
 
     def guide(self, tools: Sequence[Tool]) -> Guide:
         """Raise UserError: tags hold free text, which needs no guide."""
@@ -113,11 +113,11 @@ class TagsRenderer:
             )
         if calls:
             before = f"{message['content']}\n" if message["content"] else ""
-            said = before + self._call(json.loads(calls[0]["function"]["arguments"]))
+            text = before + self._call(json.loads(calls[0]["function"]["arguments"]))
         else:
-            said = f"<{ANSWER}>{message['content']}</{ANSWER}>"
+            text = f"<{ANSWER}>{message['content']}</{ANSWER}>"
         opening = f"<think>{thought}</think>\n" if thought else ""
-        return tuple(self.tokenizer.encode(opening + said, add_special_tokens=False))
+        return tuple(self.tokenizer.encode(opening + text, add_special_tokens=False))
 
     def _call(self, arguments: Mapping[str, JSON]) -> str:
         tag, given = self.protocol.call, str(arguments[self.protocol.argument])

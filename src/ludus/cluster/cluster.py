@@ -26,9 +26,8 @@ from ludus.engines.remote.http_client import RemoteEngineSettings
 from ludus.engines.remote.rolling_update import RollingUpdates
 from ludus.envs.base import World
 from ludus.errors import ConfigError, UserError
-from ludus.rollout.build import SamplingPlan, rollout_for
 from ludus.rollout.reward_executor import START_S
-from ludus.rollout.scheduler import Attempt, RolloutRequest
+from ludus.rollout.scheduler import Attempt, RolloutRequest, SamplingPlan, rollout_for
 from ludus.training.run.session import TrainingSession, server_engine, server_settings
 from ludus.types import Completion, Task, Trajectory
 
@@ -163,14 +162,14 @@ class _FromOutside:
     rolling: RollingUpdates
     background: EventLoopThread
 
-    async def offer(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
-        await self.background.do(self.group.offer(check, state))
+    async def push_weights(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
+        await self.background.do(self.group.push_weights(check, state))
 
     async def served(self, beyond: int) -> int:
         return await self.background.do(self.rolling.served(beyond))
 
-    async def catch_up(self) -> None:
-        await self.background.do(self.rolling.catch_up())
+    async def wait_until_current(self) -> None:
+        await self.background.do(self.rolling.wait_until_current())
 
 
 @dataclass

@@ -33,8 +33,8 @@ from ludus.engines.base import EngineStats, WeightCheck
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.rolling_update import RollingUpdates
 from ludus.errors import EngineError, LudusError, UserError, WorldError
-from ludus.rollout.build import engine_name
-from ludus.rollout.trees import of_each_path
+from ludus.rollout.scheduler import engine_name
+from ludus.rollout.trees import map_paths
 from ludus.types import Trajectory
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class WorkerGroup:
         assert isinstance(found, Trajectory)
         if (rewards := self.rewards) is None:
             return found
-        return await of_each_path(found, lambda path: rewards.scored(message.job.task, path))
+        return await map_paths(found, lambda path: rewards.scored(message.job.task, path))
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Send weights to all engines, including replacements that start meanwhile."""
@@ -199,13 +199,13 @@ class WorkerGroup:
         self.rolling = await self.server.roll(lag, self._lives)
         return self.rolling
 
-    async def offer(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
+    async def push_weights(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
         """Publish weights that each engine loads once it has drained."""
         assert self.rolling is not None
         async with self._lock:
             self._version = check.version
             await self._tell_all()
-            await self.rolling.offer(check, state)
+            await self.rolling.push_weights(check, state)
 
     async def _lives(self, url: str) -> bool:
         """Return whether the engine at an address is alive, after a failure."""

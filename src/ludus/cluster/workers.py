@@ -44,11 +44,10 @@ from ludus.envs.base import World
 from ludus.envs.registry import build_world, sandbox_settings
 from ludus.errors import LudusError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rollout.build import SamplingPlan, engine_name, engine_scheduler
 from ludus.rollout.episode import scored
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.reward_executor import ProcessRewardExecutor
-from ludus.rollout.scheduler import Scheduler
+from ludus.rollout.scheduler import SamplingPlan, Scheduler, engine_name, engine_scheduler
 from ludus.sandbox import open_sandbox
 from ludus.tools.base import shared_by
 from ludus.training.run.session import engine_settings, make_renderer, server_settings, set_up_compute, with_adapters

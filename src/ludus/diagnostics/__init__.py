@@ -1,1 +1,1 @@
-"""What a run says about itself: metrics and trackers."""
+"""Metrics, timings, alarms and trackers of a run."""

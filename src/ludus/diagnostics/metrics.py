@@ -1,8 +1,8 @@
-"""The numbers of a step that come from its rollouts, and alarms in plain words.
+"""Metrics of a step that come from its rollouts, and alarms.
 
 Names are stable: which names appear depends on the reward parts, the tools and the trees that occur, never
 on how an episode went. A share whose denominator is 0 is 0. An episode that failed (infrastructure) is
-counted under `episode/stop/failed` and in `episodes/count`; it says nothing about the model, so no other
+counted under `episode/stop/failed` and in `episodes/count`; it is not the model's fault, so no other
 number includes it. No number here depends on the clock.
 """
 
@@ -32,12 +32,12 @@ LOGPROB_GAP: Final = "mismatch/logprob_diff"
 """The name under which the learner reports the mean of `|old - beh|` over action tokens, in nats."""
 
 _NO_TOOL = (ToolStatus.UNKNOWN_TOOL, ToolStatus.MALFORMED)
-"""Calls that reached no tool: the name is the model's invention, and would make a metric per invention."""
+"""Calls without a tool: the name is made up by the model, and a metric per name would be unbounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlarmLimits:
-    """Bounds beyond which `alarms` speaks up."""
+    """Bounds beyond which `alarms` returns a sentence."""
 
     min_entropy: float = MIN_ENTROPY
     """Of the trained tokens, in nats per action token."""
@@ -65,16 +65,15 @@ class AlarmLimits:
 def rollout_metrics(
     groups: Sequence[Group], success: str | None = None, equal: Sequence[bool | None] = ()
 ) -> dict[str, float]:
-    """The metrics of one step's groups, in a fixed order.
+    """Return the metrics of one step's groups, in a fixed order.
 
-    `success` names the reward part that says whether the task was solved (1 is solved): with it there are
+    `success` names the reward part that is 1 if the task was solved: with it there are
     `success/mean` (the mean of that part), `groups/solve_all` and `groups/solve_none`. A part that a
     trajectory lacks counts as 0, as it does in its reward. Standard deviations have `ddof=0`. Lengths are
     in tokens, and a token that several rows share counts once; tools and stop reasons are those of the paths
     of trees, each an episode. In a mixture of worlds there is `env/NAME/`
     for each that the groups have tasks of, and a part of one world is a mean over its own episodes. `equal`
-    says of each group whether the advantage finds its members equal; without it, or where it is None, their
-    rewards do.
+    holds for each group whether its members are equal for the advantage; if it is empty or None, equal rewards count.
     """
     equal = equal or [None] * len(groups)
     everyone = [t for group in groups for t in group.trajectories]
@@ -97,7 +96,7 @@ def rollout_metrics(
 
 
 Metric = Callable[[Sequence[Group]], Mapping[str, float]]
-"""A metric of your own: the groups of a step to numbers by name."""
+"""A plug-in metric: from the groups of a step to numbers by name."""
 
 
 def step_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
@@ -106,7 +105,7 @@ def step_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
 
 
 def alarms(history: Sequence[Mapping[str, float]], limits: AlarmLimits = AlarmLimits()) -> list[str]:
-    """What is wrong with a run, one sentence each, from the metrics of its steps (the newest last).
+    """Return what is wrong with a run, one sentence each, from the metrics of its steps (the newest last).
 
     A metric that is absent raises no alarm. An empty list means that nothing known is wrong.
     """
@@ -134,7 +133,7 @@ def _reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _is_judged(trajectory: Trajectory, part: str) -> bool:
-    """Whether a part of the reward is about it: one that a world of a mixture has, by its own tasks alone."""
+    """Return whether a reward part applies to it: a part of one world in a mixture applies to its own tasks."""
     return "/" not in part or part in trajectory.rewards
 
 
@@ -149,7 +148,7 @@ def _length_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _entropy_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Entropy as sampled, over all tokens and by groups; 0 without recorded log-probabilities."""
+    """Return the sampled entropy, over all tokens and by groups; 0 without recorded log-probabilities."""
     surprisals = [
         [-value for t in group.trajectories if _finished(t) for s in t.segments for value in s.logprobs]
         for group in groups
@@ -161,7 +160,7 @@ def _entropy_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _tree_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
-    """Where episodes branch: how many leaves they have, and how much their rewards differ in a tree."""
+    """Return how many leaves the trees have, and how much rewards differ within a tree."""
     trees = [t for t in finished if t.leaves]
     if not trees:
         return {}
@@ -196,7 +195,7 @@ def _tool_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _group_metrics(groups: Sequence[Group], success: str | None, equal: Sequence[bool | None]) -> dict[str, float]:
-    """Shares of the groups with a finished episode; of equal ones among the groups of several."""
+    """Return shares of the groups with a finished episode; those of equal rewards among groups of several."""
     members = [[t for t in group.trajectories if _finished(t)] for group in groups]
     members = [group for group in members if group]
     several = [
@@ -213,13 +212,13 @@ def _group_metrics(groups: Sequence[Group], success: str | None, equal: Sequence
 
 
 def _is_equal(group: Group) -> bool:
-    """Whether the finished members have one reward."""
+    """Return whether the finished members have one reward."""
     finished = [t for t in group.trajectories if _finished(t)]
     return len({r for t in finished for r in t.leaf_rewards or (t.reward,)}) == 1
 
 
 def _world_metrics(groups: Sequence[Group], success: str | None, equal: Sequence[bool | None]) -> dict[str, float]:
-    """The worlds of a mixture that the step has tasks of, each apart."""
+    """Return the metrics of each world of a mixture that the step has tasks of."""
     by_world: dict[str, list[tuple[Group, bool | None]]] = {}
     for group, known in zip(groups, equal, strict=True):
         if (world := group.task.tags.get(WORLD_TAG)) is not None:
@@ -293,7 +292,7 @@ def _stuck_at_zero(history: Sequence[Mapping[str, float]], limits: AlarmLimits) 
 
 
 def _why_zero(last: Sequence[Mapping[str, float]]) -> str:
-    """What keeps a model from earning anything, as far as the steps show it, and what to do."""
+    """Return why a model may earn nothing, as far as the steps show it, and what to do."""
     cold = "make a cold start first (ludus sft RECIPE --model MODEL) and train its checkpoint"
     if all(m.get("tools/calls_per_episode") == 0 for m in last):
         return f"the model calls no tool and earns nothing. If the tasks need one, {cold}"
@@ -310,7 +309,7 @@ def _why_zero(last: Sequence[Mapping[str, float]]) -> str:
 
 
 def _worlds_at_zero(history: Sequence[Mapping[str, float]], limits: AlarmLimits) -> list[str]:
-    """The worlds of a mixture that never earn anything, where another one does."""
+    """Return an alarm for each world of a mixture that never earns anything while another one does."""
     last = history[-limits.zero_reward_steps :]
     if len(last) < limits.zero_reward_steps or _stuck_at_zero(history, limits):
         return []
@@ -325,7 +324,7 @@ def _worlds_at_zero(history: Sequence[Mapping[str, float]], limits: AlarmLimits)
 
 
 def _entropy(history: Sequence[Mapping[str, float]], limits: AlarmLimits) -> str:
-    """A collapse that lasts. A step in which nothing trained has no entropy and interrupts nothing."""
+    """Return an alarm for a lasting collapse. Steps without training have no entropy and are skipped."""
     last = history[-limits.low_entropy_steps :]
     low = all(m.get(ENTROPY, 0.0) < limits.min_entropy for m in last)
     if len(last) < limits.low_entropy_steps or not low or ENTROPY not in last[-1]:
@@ -338,8 +337,9 @@ def _entropy(history: Sequence[Mapping[str, float]], limits: AlarmLimits) -> str
 
 
 def _exploration(history: Sequence[Mapping[str, float]], limits: AlarmLimits) -> str:
-    """Most groups without exploration, which the entropy of the trained tokens does not show: groups of equal
-    rewards are dropped, and those that train are the ones that still differ."""
+    """Return an alarm if most groups have no exploration.
+
+    The entropy of trained tokens does not show it: groups of equal rewards are dropped, and only others train."""
     last = history[-limits.low_entropy_steps :]
     low = all(m.get(LOW_ENTROPY_GROUPS, 0.0) >= limits.max_low_entropy_groups for m in last)
     if len(last) < limits.low_entropy_steps or not low:
@@ -355,7 +355,7 @@ def _exploration(history: Sequence[Mapping[str, float]], limits: AlarmLimits) ->
 
 def _logprob_gap(now: Mapping[str, float], limits: AlarmLimits) -> str:
     value = now.get(LOGPROB_GAP, 0.0)
-    off_policy = now.get(MEAN_AGE, 0.0) > 0  # older weights sampled it, and are to differ
+    off_policy = now.get(MEAN_AGE, 0.0) > 0  # older weights sampled it: they differ
     if off_policy or not value > limits.max_logprob_gap:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Seconds and rates of a step: a record of its own, since no clock repeats."""
+"""Seconds and rates of a step: recorded apart from the metrics, which are reproducible."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from ludus.rollout.trees import attempts
 from ludus.types import Trajectory
 
 STRAGGLER = 5.0
-"""Times the median of a tool's calls in a step, beyond which a call is a straggler."""
+"""A call slower than this many times the median of its tool in the step is a straggler."""
 MUCH_SCORING = 0.25
 """The share of the step in which rewards are computed, and that of an episode in which it waits for its own,
-from which on both together are worth a hint."""
+above which both together cause a hint."""
 
 
 @dataclass
 class StepTimings:
     """Wall-clock seconds of the phases of one step.
 
-    `beside` says that episodes are sampled while the learner learns, so that the phase `rollout` is only what
-    the learner waits for them.
+    `concurrent`: episodes are sampled while the learner trains, so the phase `rollout` is only the time that the
+    learner waits for them.
     """
 
     phases: dict[str, float] = field(default_factory=dict)
     engine: dict[str, float] = field(default_factory=dict)
-    """What the engine did in the rollouts of the step."""
-    beside: bool = False
+    """Timings of the engine in the rollouts of the step."""
+    concurrent: bool = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -48,7 +48,7 @@ class StepTimings:
             self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - begin
 
     def metrics(self, trajectories: Sequence[Trajectory], scorers: int = 1) -> dict[str, float]:
-        """Seconds by phase, tokens/s of the rollout, rewards, and the calls of each tool: all, mean, slowest.
+        """Return seconds by phase, tokens/s of the rollout, rewards, and the calls of each tool: all, mean, slowest.
 
         `scorers` is how many episodes are scored at once.
         """
@@ -59,11 +59,11 @@ class StepTimings:
         training_s = total - self.phases.get("evaluate", 0.0)
         if training_s:
             metrics["idle/learner"] = max(0.0, 1 - self.phases.get("train", 0.0) / training_s)
-            if "engine/busy_s" in self.engine:  # a server may keep that to itself
+            if "engine/busy_s" in self.engine:  # not every server reports it
                 metrics["idle/engine"] = max(0.0, 1 - self.engine["engine/busy_s"] / training_s)
         metrics |= _episode_metrics(trajectories, scorers * training_s)
         sampled = sum(t.num_action_tokens for t in trajectories)
-        sampling_s = training_s if self.beside else self.phases.get("rollout", 0.0)
+        sampling_s = training_s if self.concurrent else self.phases.get("rollout", 0.0)
         metrics["speed/sampled_tokens_per_s"] = sampled / sampling_s if sampling_s else 0.0
         calls: dict[str, list[float]] = defaultdict(list)
         for trajectory in trajectories:
@@ -76,7 +76,7 @@ class StepTimings:
 
 
 def _episode_metrics(trajectories: Sequence[Trajectory], scorers_s: float) -> dict[str, float]:
-    """What an episode spent on what, and how long rewards took; `scorers_s` is the time there was for it."""
+    """Return how long episodes spent on what, and how long rewards took in `scorers_s` of scoring time."""
     if not trajectories:
         return {}
     spent = [trajectory.timings for trajectory in trajectories]
@@ -92,7 +92,7 @@ def _episode_metrics(trajectories: Sequence[Trajectory], scorers_s: float) -> di
 
 
 def _latencies(seconds: Sequence[float]) -> dict[str, float]:
-    """What the calls of a tool took: `spread` is that of the logarithm, of calls that are no stragglers."""
+    """Return what the calls of a tool took; `spread` is that of the logarithm, without stragglers."""
     median_s = statistics.median(seconds)
     slow = [s for s in seconds if s > STRAGGLER * median_s]
     return {
@@ -107,15 +107,16 @@ def _latencies(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def episode_shares(timings: Mapping[str, float]) -> dict[str, float]:
-    """Of the time of an episode the shares with the model, with tools, and of waiting for its rewards; empty
-    where no episode was timed."""
+    """Return the fractions of episode time spent in the model, in tools, and waiting for rewards.
+
+    Empty if no episode was timed."""
     seconds = {name: timings.get(f"episode/{name}_s", 0.0) for name in ("model", "tools", "scoring")}
     total = sum(seconds.values())
     return {name: one / total for name, one in seconds.items()} if total else {}
 
 
 def scoring_hint(timings: Mapping[str, float], config: Config) -> str:
-    """One sentence where rewards take much of a step and episodes wait for them; else empty."""
+    """Return one sentence if rewards take much of a step and episodes wait for them; else ""."""
     busy, share = timings.get("scoring/busy", 0.0), episode_shares(timings).get("scoring", 0.0)
     if min(busy, share) < MUCH_SCORING:
         return ""
@@ -123,14 +124,14 @@ def scoring_hint(timings: Mapping[str, float], config: Config) -> str:
     if config.cluster.enabled and config.cluster.reward_workers:
         setting, now = "cluster.reward_workers", config.cluster.reward_workers
     return (
-        f"Rewards are slow: computing them takes {busy:.0%} of the step ({timings['scoring/total_s']:.3g} s, "
+        f"Rewards are slow: they take {busy:.0%} of the step ({timings['scoring/total_s']:.3g} s, "
         f"{places(config)} at a time, the slowest {timings['scoring/slowest_s']:.3g} s), and an episode "
-        f"spends {share:.0%} of its time waiting for them. Raise {setting} ({now}), or make them faster."
+        f"spends {share:.0%} of its time waiting for them. Raise {setting} ({now}), or speed them up."
     )
 
 
 def write_timings(path: Path, step: int, metrics: Mapping[str, float]) -> None:
-    """Append a JSON line. Raises StorageError where that fails."""
+    """Append a JSON line. Raises StorageError if that fails."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")

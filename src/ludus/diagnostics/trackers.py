@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: one small class per destination, chosen by name.
+"""Trackers: destinations for the metrics of a run, one class each, chosen by name.
 
 `jsonl` writes `metrics.jsonl`, the run's own record: one line a step, in the order logged, on disk before
 `log` returns. `tensorboard` writes event files and needs the `tensorboard` extra. A plug-in is a class with
@@ -25,18 +25,18 @@ from ludus.rollout.rollout_files import replaced_file
 
 METRICS_FILE = "metrics.jsonl"
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""How numbers that JSON lacks are written: as these strings."""
+"""Numbers that JSON lacks, by the strings that stand for them."""
 
 
 class Tracker(Protocol):
-    """Takes the metrics of each step. Raises StorageError where they cannot be kept."""
+    """Records the metrics of each step. Raises StorageError if they cannot be written."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step; several calls for one step add up."""
         ...
 
     def close(self) -> None:
-        """Finish; nothing can be logged afterwards."""
+        """Close it; nothing can be logged afterwards."""
         ...
 
 
@@ -52,9 +52,9 @@ class JsonLinesTracker:
     """One JSON object a line: `{"step": 3, "reward/mean": 0.25, ...}`, numbers exact.
 
     NaN and infinities are the strings "NaN", "Infinity" and "-Infinity", so that each line is valid JSON.
-    A line is on disk when `log` returns. A file that is there already goes on: a last line that a crash
-    cut short is removed, and with `resume_step` all lines after that step too. The lines that stay keep
-    their bytes. Raises StorageError where the disk refuses, UserError for a file that holds other things.
+    A line is on disk when `log` returns. An existing file is continued: a last line that a crash
+    cut short is removed, and with `resume_step` all lines after that step too. The remaining lines are
+    unchanged. Raises StorageError if the disk refuses, UserError for a file with other content.
     """
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
@@ -64,7 +64,7 @@ class JsonLinesTracker:
         self._file = _open_to_append(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line. Raises StorageError, with the file as it was, where the disk is full."""
+        """Append a line. Raises StorageError, with the file unchanged, if the disk is full."""
         if "step" in metrics:
             raise ValueError('a metric may not be called "step": that is the key of the step itself')
         row = {"step": int(step)} | {name: _to_json(value) for name, value in metrics.items()}
@@ -78,8 +78,8 @@ class JsonLinesTracker:
 class TensorBoardTracker:
     """TensorBoard event files in a folder, one more for each start of the run.
 
-    TensorBoard keeps float32. With `resume_step` it is told to forget what it has after that step. Raises
-    UserError where the extra is missing, StorageError where the disk refuses.
+    TensorBoard keeps float32. With `resume_step` a session log discards what follows that step. Raises
+    UserError if the extra is missing, StorageError if the disk refuses.
     """
 
     def __init__(self, folder: Path, resume_step: int | None = None) -> None:
@@ -88,7 +88,7 @@ class TensorBoardTracker:
             from tensorboard.summary.writer import record_writer
         except ImportError as error:
             raise UserError(
-                f"The tensorboard tracker needs a package that is not there ({error.name}).",
+                f"The tensorboard tracker needs a package that is not installed ({error.name}).",
                 "Install it with: pip install 'ludus[tensorboard]'",
             ) from error
         self._events: ModuleType = event_pb2
@@ -102,7 +102,7 @@ class TensorBoardTracker:
             self._write(step=resume_step + 1, session_log=start)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step as scalars. Raises StorageError where the disk is full."""
+        """Write the metrics of a step as scalars. Raises StorageError if the disk is full."""
         values = [self._summaries.Summary.Value(tag=n, simple_value=float(v)) for n, v in metrics.items()]
         self._write(step=step, summary=self._summaries.Summary(value=values))
 
@@ -133,7 +133,7 @@ TRACKERS: dict[str, TrackerFactory] = {"jsonl": _jsonl, "tensorboard": _tensorbo
 
 
 def make_tracker(name: str, folder: Path, resume_step: int | None = None) -> Tracker:
-    """The tracker of that name, writing into a run folder. Raises ConfigError for a name that is unknown."""
+    """Return the tracker of a name, writing into a run folder. Raises ConfigError for an unknown name."""
     return find_tracker(name)(folder, resume_step)
 
 
@@ -145,9 +145,9 @@ def find_tracker(name: str) -> TrackerFactory:
 
 
 def read_metrics(path: Path) -> list[MetricsRow]:
-    """All rows of a metrics file, in order, also of one that is still being written.
+    """Return all rows of a metrics file, in order, also of a file that is still being written.
 
-    A last line cut short is left out. Any other line that is no row raises UserError, with file and line.
+    A last line cut short is left out. Any other line that does not parse raises UserError, with file and line.
     """
     try:
         content = path.read_bytes()
@@ -157,7 +157,7 @@ def read_metrics(path: Path) -> list[MetricsRow]:
 
 
 def _rows(content: bytes, path: Path) -> list[tuple[MetricsRow, bytes]]:
-    """Each row with its line, newline included. A last line that is no row is taken as cut short."""
+    """Return each row with its line, newline included. A last line that does not parse is taken as cut short."""
     lines = content.splitlines()
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -168,7 +168,7 @@ def _rows(content: bytes, path: Path) -> list[tuple[MetricsRow, bytes]]:
                 break
             raise UserError(
                 f"{path}, line {number}, is not a row of metrics: {error}.",
-                "Mend or remove the line, or move the file away.",
+                "Repair or remove the line, or move the file away.",
             ) from error
     return rows
 
@@ -181,7 +181,7 @@ def _row(line: bytes) -> MetricsRow:
 
 
 def _cut_back(path: Path, resume_step: int | None) -> None:
-    """Rewrite the file without what a resumed run writes again; leave it alone if that is nothing."""
+    """Remove from the file what a resumed run writes again."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -213,13 +213,12 @@ def _append(file: FileIO, path: Path, data: bytes) -> None:
         with suppress(OSError):
             os.ftruncate(file.fileno(), before)
         raise StorageError(
-            f"{path} could not be written: {error.strerror or error}.",
-            "Free some space; what was logged before is unchanged.",
+            f"{path} could not be written: {error.strerror or error}.", "Free some space; earlier lines are unchanged."
         ) from error
 
 
 def _next_event_file(folder: Path) -> Path:
-    """A name that sorts after those in the folder, which is the order in which TensorBoard reads them."""
+    """Return a name that sorts after those in the folder, since TensorBoard reads files in that order."""
     number = len(list(folder.glob("events.out.tfevents.*")))
     return folder / f"events.out.tfevents.{number:010d}.ludus"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from ludus.errors import RequestRefused
@@ -171,7 +171,7 @@ class RemoteStats(Protocol):
         ...
 
 
-async def counted(engine: Engine) -> EngineStats:
+async def drain_stats(engine: Engine) -> EngineStats:
     """Fetch an engine's counters since the last call and reset them."""
     if isinstance(engine, RemoteStats):
         await engine.measure()
@@ -191,8 +191,8 @@ class Sleepable(Protocol):
 class Throttleable(Protocol):
     """An engine in the learner's process that can yield cores and memory to it."""
 
-    def rest(self, times: float) -> None:
-        """Sleep after each pass for `times` its duration: fewer passes with larger batches."""
+    def throttle(self, factor: float) -> None:
+        """Sleep after each pass for `factor` times its duration: fewer passes with larger batches."""
         ...
 
 
@@ -224,7 +224,7 @@ class WeightCheck:
 class RollingUpdate(Protocol):
     """A set of engines updated one at a time."""
 
-    async def offer(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
+    async def push_weights(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
         """Store weights for each engine to load and verify once its episodes have ended.
 
         The tensors may be modified after this returns.
@@ -238,7 +238,7 @@ class RollingUpdate(Protocol):
         """
         ...
 
-    async def catch_up(self) -> None:
+    async def wait_until_current(self) -> None:
         """Wait until new episodes use the newest version. Raises as `served`."""
         ...
 
@@ -307,3 +307,45 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@dataclass
+class AdapterVersions:
+    """Map each episode to its adapter's name in the engine. Unless `keeps` is set, all use `current`."""
+
+    current: str
+    keeps: bool = False
+    _episodes: dict[str, str] = field(default_factory=dict, init=False)
+
+    def of(self, episode: str) -> str:
+        """Return the adapter that an episode samples with."""
+        if not self.keeps or not episode:
+            return self.current
+        return self._episodes.setdefault(episode, self.current)
+
+    def name(self, version: int) -> str:
+        """Return the engine's name for a version."""
+        return f"{DEFAULT}#{version}"
+
+    def renew(self, name: str) -> str | None:
+        """Use `name` for new episodes. Return the previous adapter if no episode needs it, else None."""
+        old, self.current = self.current, name
+        return self._unless_needed(old)
+
+    def release(self, episode: str) -> str | None:
+        """End an episode. Return its adapter if that is outdated and unused, else None."""
+        had = self._episodes.pop(episode, None)
+        return None if had is None else self._unless_needed(had)
+
+    def _unless_needed(self, name: str) -> str | None:
+        """Return `name` if it can be unloaded. The model's own adapter stays: it holds the LoRA scale."""
+        needed = name in (self.current, DEFAULT) or name in self._episodes.values()
+        return None if needed else name
+
+
+def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
+    """Return the length of the common prefix of two sequences."""
+    length = min(len(left), len(right))
+    if left[:length] == right[:length]:
+        return length
+    return next((i for i in range(length) if left[i] != right[i]), length)

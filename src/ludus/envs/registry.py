@@ -13,8 +13,8 @@ from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.config.sections.sandbox import SandboxConfig
 from ludus.envs.base import World
 from ludus.envs.mixture import MixedWorld, MixtureMember, bounded, check_tools
+from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import ToolWorld
-from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, LudusError, UserError
 from ludus.plugins import find_plugin, import_object, is_file_reference, plugin_errors
 from ludus.rewards.base import check_rewards

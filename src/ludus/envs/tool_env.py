@@ -1,15 +1,33 @@
-"""`ToolEnv`: the standard environment. The model calls tools until it writes an answer without a call."""
+"""An environment of tools: run the tool calls of each action, end with an answer.
+
+`ToolExecutor` takes the calls of one action and returns one `ToolOutcome` for each: the well-formed calls in
+order, then the malformed ones. Calls run in parallel, each with a deadline that includes the wait for the tool's
+concurrency limit and excludes the wait for a sandbox. A thread past its deadline, or a coroutine that ignores
+cancellation, is abandoned. A coroutine that blocks without awaiting blocks the event loop; blocking code belongs in a
+plain function.
+
+Every failure of a call becomes an observation, except WorldError and EngineError, which mean that the tool's
+infrastructure failed. A call of an idempotent tool is then retried once, within the same deadline. If that fails too,
+or the tool is not idempotent, `ToolFault` is raised after all calls of the action have ended.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import inspect
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from threading import Thread
 from typing import Protocol
 
 from ludus.envs.base import Environment
-from ludus.envs.toolbox import ToolExecutor, ToolLimits
+from ludus.errors import EngineError, ToolFault, UserError, WorldError
 from ludus.rewards.base import Reward
-from ludus.tools.base import Tool
-from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus
+from ludus.sandbox.local.pausable_timeout import PausableClock, use_clock
+from ludus.tools.base import PATIENCE, ArgumentError, Tool, ToolError
+from ludus.types import Action, CallError, Message, StepResult, Task, ToolCall, ToolOutcome, ToolStatus
 
 
 class Resource(Protocol):
@@ -68,3 +86,176 @@ class ToolEnv(Environment):
 
 def _as_message(outcome: ToolOutcome) -> Message:
     return Message(role="tool", content=outcome.output, tool_call_id=outcome.call_id, name=outcome.tool or "error")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolLimits:
+    """Limits of one call: seconds to wait, and characters of output that the model sees.
+
+    The middle of a longer output is replaced by a note with the number of omitted characters.
+    """
+
+    timeout_s: float = 20.0
+    max_output: int = 2000
+
+    def deadline_s(self, tool: Tool) -> float:
+        """Return the time limit of a call: the tool's, or that of its latency class."""
+        return self.timeout_s * PATIENCE[tool.traits.latency] if tool.timeout_s is None else tool.timeout_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """Status and complete output of a call, or the failure of the infrastructure."""
+
+    status: ToolStatus
+    text: str
+    fault: WorldError | EngineError | None = None
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """Number of times that the function of a call was started."""
+
+    count: int = 0
+
+
+@dataclass
+class ToolExecutor:
+    """Executes calls of an episode's tools. Raises UserError if two tools share a name."""
+
+    tools: Sequence[Tool]
+    limits: ToolLimits = ToolLimits()
+    _by_name: Mapping[str, Tool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._by_name = {tool.name: tool for tool in self.tools}
+        if len(self._by_name) < len(self.tools):
+            names = ", ".join(tool.name for tool in self.tools)
+            raise UserError(f"Two tools share a name: {names}.", "Give each a name: @tool(name=...).")
+
+    async def run(self, action: Action) -> tuple[ToolOutcome, ...]:
+        """Run all calls of an action concurrently; malformed calls return outcomes with the reason.
+
+        Raises ToolFault, with the message of the first tool whose infrastructure failed.
+        """
+        results = await asyncio.gather(*(self._call(call) for call in action.calls))
+        for outcome in results:
+            if isinstance(outcome, ToolFault):
+                raise outcome
+        outcomes = [outcome for outcome in results if isinstance(outcome, ToolOutcome)]
+        return (*outcomes, *map(self._malformed, action.errors))
+
+    async def _call(self, call: ToolCall) -> ToolOutcome | ToolFault:
+        begin, attempts = time.perf_counter(), _Attempts()
+        reply = await self._answer(call, attempts)
+        if reply.fault is not None:
+            fault = ToolFault(f"The tool {call.name} failed: {reply.fault.message}", reply.fault.hint)
+            fault.__cause__ = reply.fault
+            return fault
+        text, truncated = self._cut(reply.text)
+        outcome = ToolOutcome(call.id, call.name, reply.status, text, truncated, time.perf_counter() - begin)
+        cost = self._by_name[call.name].traits.cost * attempts.count if attempts.count else 0.0
+        return replace(outcome, cost=cost, retried=attempts.count > 1)
+
+    def _malformed(self, error: CallError) -> ToolOutcome:
+        text, truncated = self._cut(as_text(f"Error: {error.reason}"))
+        return ToolOutcome(error.id, "", ToolStatus.MALFORMED, text, truncated)
+
+    async def _answer(self, call: ToolCall, attempts: _Attempts) -> _Reply:
+        tool = self._by_name.get(call.name)
+        if tool is None:
+            known = ", ".join(self._by_name) or "none"
+            return _Reply(ToolStatus.UNKNOWN_TOOL, f"Error: there is no tool {call.name!r}. Tools: {known}.")
+        try:
+            arguments = await tool.check_bounded(call.arguments)
+        except ArgumentError as error:
+            return _Reply(ToolStatus.BAD_ARGUMENTS, as_text(f"Error: {error}."))
+        return await self._within_deadline(tool, arguments, attempts)
+
+    async def _within_deadline(self, tool: Tool, arguments: Mapping[str, object], attempts: _Attempts) -> _Reply:
+        timeout_s = self.limits.deadline_s(tool)
+        clock = PausableClock(timeout_s)
+        with use_clock(clock):
+            work = asyncio.get_running_loop().create_task(_run(tool, arguments, attempts))
+        try:
+            while not work.done() and (left_s := clock.remaining_s) > 0:
+                await asyncio.wait({work}, timeout=left_s)
+            if work.done():
+                return work.result()
+        finally:
+            work.cancel()
+        return _Reply(ToolStatus.TIMED_OUT, f"Error: {tool.name} took longer than {timeout_s:g} s.")
+
+    def _cut(self, text: str) -> tuple[str, bool]:
+        """Return the text and whether it was truncated, with its start and end kept."""
+        bound = self.limits.max_output
+        if len(text) <= bound:
+            return text, False
+        note = f"\n... {len(text) - bound} characters left out ...\n"
+        head = bound * 2 // 3
+        return text[:head] + note + text[len(text) - (bound - head) :], True
+
+
+def as_text(output: object) -> str:
+    """Return a tool's result as valid UTF-8 text: bytes are decoded, lone surrogates replaced."""
+    text = output.decode("utf-8", "replace") if isinstance(output, bytes | bytearray) else str(output)
+    return text.encode("utf-8", "replace").decode("utf-8").replace("\x00", "�")
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type and message of an exception as valid text; of a `ToolError` only the message."""
+    if isinstance(error, ToolError):
+        return as_text(error)
+    try:
+        message = as_text(error)
+    except BaseException:  # boundary: `str` of a foreign exception may raise
+        message = ""
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+async def _run(tool: Tool, arguments: Mapping[str, object], attempts: _Attempts) -> _Reply:
+    """Run a call, and retry it once if its infrastructure failed and the tool is idempotent. Never raises."""
+    reply = await _try(tool, arguments, attempts)
+    if reply.fault is not None and tool.traits.idempotent:
+        reply = await _try(tool, arguments, attempts)
+    return reply
+
+
+async def _try(tool: Tool, arguments: Mapping[str, object], attempts: _Attempts) -> _Reply:
+    try:
+        async with tool.slot():
+            attempts.count += 1
+            if not tool.is_async:
+                return await asyncio.wrap_future(_in_thread(tool, arguments))
+            output: object = await tool.function(**arguments)  # type: ignore[misc]
+            return _Reply(ToolStatus.OK, as_text(output))
+    except BaseException as error:  # boundary: exceptions of a tool are observations
+        return _raised(error)
+
+
+def _raised(error: BaseException) -> _Reply:
+    fault = error if isinstance(error, WorldError | EngineError) else None
+    return _Reply(ToolStatus.RAISED, f"Error: {describe_error(error)}", fault)
+
+
+def _in_thread(tool: Tool, arguments: Mapping[str, object]) -> Future[_Reply]:
+    """Run a plain function in a new daemon thread, so that a hanging one blocks nothing, not even exit."""
+    future: Future[_Reply] = Future()
+
+    def work() -> None:
+        if future.set_running_or_notify_cancel():
+            future.set_result(_reply(tool, arguments))
+
+    Thread(target=work, name=f"tool-{tool.name}", daemon=True).start()
+    return future
+
+
+def _reply(tool: Tool, arguments: Mapping[str, object]) -> _Reply:
+    try:
+        output: object = tool.function(**arguments)
+        if inspect.iscoroutine(output):
+            output.close()
+            raise TypeError(f"{tool.name} returned a coroutine, but is not declared async")
+        return _Reply(ToolStatus.OK, as_text(output))
+    except BaseException as error:  # boundary: a tool that raises SystemExit must not end the trainer
+        return _raised(error)

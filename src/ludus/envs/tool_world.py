@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from ludus.envs.base import World
 from ludus.envs.messages import tool_turn
-from ludus.envs.tool_env import Resource, ToolEnv
-from ludus.envs.toolbox import ToolLimits, as_text
+from ludus.envs.tool_env import Resource, ToolEnv, ToolLimits, as_text
 from ludus.errors import UserError, did_you_mean
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool

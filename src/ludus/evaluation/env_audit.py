@@ -21,7 +21,7 @@ from ludus.errors import ConfigError, LudusError, UserError, WorldError
 from ludus.evaluation.scripted_agents import Agent, AgentKind, ScriptedChatSession, actions_of, asked, cheats, knowing
 from ludus.evaluation.stats import Interval, wilson
 from ludus.rewards.base import Reward, success
-from ludus.rollout.episode import EpisodeLimits, fresh_environment, play_episode
+from ludus.rollout.episode import EpisodeLimits, fresh_environment, run_unscored
 from ludus.rollout.reward_executor import RewardExecutor, RewardTimeout, ThreadRewardExecutor
 from ludus.types import Action, StopReason, Task, Trajectory
 
@@ -349,7 +349,7 @@ async def play(world: World, task: Task, agent: Agent, plan: CheckPlan) -> Audit
         if not actions:
             return None
         conversation = ScriptedChatSession(actions)
-        played = await play_episode(task, 0, environment, conversation, plan.limits)
+        played = await run_unscored(task, 0, environment, conversation, plan.limits)
         trajectory = await plan.scoring.scored(world, environment, task, played)
     except LudusError as error:
         return AuditEpisode(task, None, failure=str(error), late=isinstance(error, RewardTimeout))

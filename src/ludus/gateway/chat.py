@@ -29,7 +29,7 @@ from ludus.gateway.protocol.responses import (
     Usage,
 )
 from ludus.gateway.service import CompletionService, choices
-from ludus.tools.described import described_tool
+from ludus.tools.base import described_tool
 from ludus.types import Action, Completion, FinishReason, MessageToolCall, SamplingParams
 
 

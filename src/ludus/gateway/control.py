@@ -17,7 +17,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from ludus.engines.models.checksums import tensor_digest
+from ludus.engines.models.fingerprint import tensor_digest
 from ludus.engines.remote.gloo_broadcast import (
     TransferAddress,
     WeightManifest,

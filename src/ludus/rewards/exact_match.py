@@ -11,8 +11,8 @@ import unicodedata
 from collections import Counter
 from dataclasses import dataclass
 
-from ludus.rewards.answer_extraction import short_answers, without_invisible
 from ludus.rewards.base import truth_of
+from ludus.rewards.extract import short_answers, without_invisible
 from ludus.types import StopReason, Task, ToolStatus, Trajectory
 
 _KEPT = re.compile(
@@ -52,8 +52,8 @@ def plain_words(text: str) -> str:
     spelt = _VULGAR.sub(r" \g<0>", _RAISED.sub(r"^\g<0>", without_invisible(text)))
     folded = _DASH.sub("-", unicodedata.normalize("NFKD", spelt).casefold().replace("\N{FRACTION SLASH}", "/"))
     plain = "".join(c for c in folded if not unicodedata.combining(c))
-    kept = {i for match in _KEPT.finditer(plain) for i in range(*match.span())}
-    return " ".join("".join(c for i, c in enumerate(plain) if i in kept or not _is_punctuation(c)).split())
+    keep = {i for match in _KEPT.finditer(plain) for i in range(*match.span())}
+    return " ".join("".join(c for i, c in enumerate(plain) if i in keep or not _is_punctuation(c)).split())
 
 
 def _is_punctuation(character: str) -> bool:

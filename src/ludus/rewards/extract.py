@@ -1,9 +1,14 @@
-"""Extract the text that a verifier judges: the answer, or the output of a tool or of the environment.
+r"""Extract the text that a verifier judges, and the answers in it.
 
-An environment reports data that is hidden from the model, such as its final state, as an outcome of its last
-`StepResult`: `ToolOutcome("", "state", ToolStatus.OK, json.dumps(state))`. It is stored with the rollout, so
-that rewards can be replayed, and does not count as a call (`Trajectory.call_outcomes`). If the model calls a
-nonexistent tool of that name, the outcome is not OK and is ignored.
+The text is the final answer, or the output of a tool or of the environment. An environment reports data that is
+hidden from the model, such as its final state, as an outcome of its last `StepResult`:
+`ToolOutcome("", "state", ToolStatus.OK, json.dumps(state))`. It is stored with the rollout, so that rewards can
+be replayed, and does not count as a call (`Trajectory.call_outcomes`). If the model calls a nonexistent tool of
+that name, the outcome is not OK and is ignored.
+
+The answer is the content of `\boxed{...}`; without a box, the text after the last "the answer is", "Answer:"
+or "####"; without either, the whole text. It is not searched any further: the verifier rejects an answer
+with extra text. An answer that is denied or doubted ("I doubt that the answer is 7") does not count.
 """
 
 from __future__ import annotations
@@ -11,15 +16,51 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import NamedTuple
 
+from ludus.chat.parser_base import deeper_than
 from ludus.types import JSON, ToolStatus, Trajectory
 
 Evidence = Callable[[Trajectory], str]
 """Function that returns the text to judge, empty if there is none."""
 
-MAX_CHARACTERS = 4_000_000
+MAX_JSON_CHARACTERS = 4_000_000
 MAX_DEPTH = 64
+"""Levels of lists and objects in a JSON value."""
+MAX_CHARACTERS = 100_000
+"""Longer texts are treated as having no answer."""
+
+_BOX = re.compile(r"\\(?:f?boxed|fbox)\s*\{")
+_MARKER = re.compile(
+    r"(?im)####|^[#*_ \t]*+\b(?:final\s+)?answer[*_]*[^\S\n]*\n"
+    r"|\b(?:final\s+)?answer(?:\s+to\s+(?:the|this|your)\s+question)?(?:\s+is\b|[*_]*\s*[:\uff1a=])\s*[:\uff1a]?"
+)
+_TAG = re.compile(r"(?i)<answer>")
+_END_TAG = re.compile(r"(?i)</answer>")
+_BRACE = re.compile(rf"(?s){_BOX.pattern}|\\.|[{{}}]")
+_DOUBT = re.compile(
+    r"(?i)\b(?:not|never|cannot|doubt\w*|deny|denies|wrong|false|untrue|incorrect|unlikely|whether|if|unless)\b"
+    r"|\b(?:maybe|perhaps|possibly|probably|presumably|might|could|may|unclear|unsure|hardly|neither|nor)\b"
+    r"|\b(?:refus\w*|reject\w*|nobody|no one|none|nothing)\b|n['’]t\b"
+    r"|^\W*(?:who|why|how|is|does|do|did|can|would|should)\b"  # a question
+)
+_CERTAIN = re.compile(r"(?i)\b(?:no|without(?: an?y?)?|beyond(?: an?y?)?) doubt\b")
+_IS_DENIED = re.compile(r"(?i)^\W*(?:(?:is|was|are|seems|looks)\b|(?:isn|wasn|can)['’]t\b|cannot\b)")
+"""Words after an answer that deny or doubt it."""
+_CLAUSE = re.compile(r"[.!?;:,\n]")
+_DENIED = 3
+"""Words before a box in which a denial counts."""
+_TEXT = re.compile(r"\\(?:text[a-z]*|mathrm|mbox)\s*\{([^{}]*)\}")
+_MINUS = "\N{MINUS SIGN}\N{EN DASH}\N{FIGURE DASH}\N{NON-BREAKING HYPHEN}\N{HYPHEN}"
+_BLANK = "\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}\N{FIGURE SPACE}"
+_SIGNS = {ord(c): "-" for c in _MINUS} | {ord(c): " " for c in _BLANK}
+MAX_FRAMES = 32
+"""Boxes and tags of one text; a text with more has no answer."""
+_NEAR = 500
+"""Characters around a frame in which a denial is looked for."""
 _FENCE = re.compile(r"(```|~~~)[a-zA-Z]*[ \t]*\r?\n(.*?)\1", re.S)
 
 
@@ -53,13 +94,13 @@ class NotJson(ValueError):
 
 def read_json(text: str) -> JSON:
     """Parse the whole text as strict JSON. Raises NotJson."""
-    if len(text) > MAX_CHARACTERS:
+    if len(text) > MAX_JSON_CHARACTERS:
         raise NotJson("too long")
     try:
         value: JSON = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise NotJson(str(error)) from error
-    if _is_deep(value):
+    if deeper_than(value, MAX_DEPTH - 1):
         raise NotJson("nested too deep")
     return value
 
@@ -80,16 +121,146 @@ def _refuse(name: str) -> JSON:
     raise NotJson(name)
 
 
-def _is_deep(value: JSON) -> bool:
-    level: list[JSON] = [value]
-    for _ in range(MAX_DEPTH):
-        level = [item for outer in level for item in _inner(outer)]
-        if not level:
-            return False
-    return True
+class _Frame(NamedTuple):
+    """A box or tag `text[start:after]` with the content `text[inner:end]`; whether it lies in another."""
+
+    start: int
+    inner: int
+    end: int
+    after: int
+    nested: bool = False
 
 
-def _inner(value: JSON) -> list[JSON]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
+def candidates(text: str) -> tuple[str, ...]:
+    """Return the answers of a text: all boxes if there are several, since all must be right.
+
+    Without a box, those of all `<answer>` tags. Empty for an empty text or box, an unclosed brace, or a text
+    that is too long.
+    """
+    if len(text) > MAX_CHARACTERS:
+        return ()
+    held, tags = _boxes(text), _tags(text)
+    if held is None or _is_denied(text, (*held, *tags)):
+        return ()
+    found = _outer(text, held) or _outer(text, tags)
+    if not found:
+        *_, last = [None, *_MARKER.finditer(text)]
+        if last and _is_doubted(text, last.start()):
+            return ()
+        found = (text[last.end() :] if last else text,)
+    stripped = tuple(_bare(one) for one in found)
+    return stripped if all(stripped) else ()
+
+
+def short_answers(text: str) -> tuple[str, ...]:
+    """Return the short answers (such as names) of a text, as `candidates` does, also from `<answer>` tags.
+
+    If several markers introduce answers, all are returned: a second answer is a hedge. After a marker other than
+    the last one only the first sentence counts, and in it the text before a box or tag.
+    """
+    held = _boxes(text) if len(text) <= MAX_CHARACTERS else None
+    tags = _tags(text) if held is not None else []
+    if held is None or _is_denied(text, (*held, *tags)):
+        return ()
+    marks = list(islice(_MARKER.finditer(text), MAX_FRAMES + 1))
+    if len(marks) > MAX_FRAMES or any(_is_doubted(text, mark.start()) for mark in marks):
+        return ()
+    ends = [*(mark.start() for mark in marks[1:]), len(text)][: len(marks)]
+    texts = [text[mark.end() : end] for mark, end in zip(marks, ends, strict=True)]
+    early = [re.split(r"[.!?;\n]\s", f"{one.strip()} ")[0] for one in texts[:-1]]
+    plain = filter(None, map(_cut_at_frame, (*early, *texts[-1:])))
+    found = (*_outer(text, tags), *_outer(text, held), *plain) or (text,)
+    stripped = tuple(_bare(_TEXT.sub(r"\1", _bare(one).strip("$")).strip()) for one in found)
+    return stripped if all(stripped) else ()
+
+
+def _cut_at_frame(text: str) -> str:
+    """Return the text before the first box or tag, or the whole text."""
+    opening = _BOX.search(text)
+    start = opening.start() if opening else next((tag.start for tag in _tags(text)), None)
+    return text or " " if start is None else text[:start].strip(" *_`$\n")
+
+
+def _is_doubted(text: str, at: int) -> bool:
+    """Whether the clause before a marker denies or doubts it."""
+    clause = _CLAUSE.split(text[max(0, at - _NEAR) : at])[-1]
+    return _DOUBT.search(_CERTAIN.sub("", clause)) is not None
+
+
+def _is_denied(text: str, frames: Sequence[_Frame]) -> bool:
+    """Return whether a denial directly precedes or follows a box or tag, or whether there are too many to check."""
+    if len(frames) > MAX_FRAMES:
+        return True
+    for frame in frames:
+        before = _CLAUSE.split(text[max(0, frame.start - _NEAR) : frame.start])[-1].split()[-_DENIED:]
+        behind = _CLAUSE.split(text[frame.after : frame.after + _NEAR].lstrip("}$*_ "))[0]
+        denial = " ".join(behind.split()[: _DENIED + 1]) if _IS_DENIED.search(behind) else ""
+        if any(_DOUBT.search(_CERTAIN.sub("", one)) for one in (" ".join(before), f"so {denial}")):
+            return True
+    return False
+
+
+def boxes(text: str) -> tuple[str, ...] | None:
+    r"""Return the contents of all outermost `\boxed{...}`; None if a brace is not closed."""
+    found = _boxes(text)
+    return None if found is None else _outer(text, found)
+
+
+def _outer(text: str, frames: Sequence[_Frame]) -> tuple[str, ...]:
+    return tuple(text[frame.inner : frame.end] for frame in frames if not frame.nested)
+
+
+def _boxes(text: str) -> list[_Frame] | None:
+    """Return the contents of all boxes, nested ones included; None if a brace is not closed."""
+    found: list[_Frame] = []
+    at = 0
+    while opening := _BOX.search(text, at):
+        opened: list[re.Match[str] | None] = [opening]
+        for brace in _BRACE.finditer(text, opening.end()):
+            if brace[0] == "}":
+                if box := opened.pop():
+                    found.append(_Frame(box.start(), box.end(), brace.start(), brace.end(), bool(opened)))
+                if not opened:
+                    at = brace.end()
+                    break
+            elif brace[0].endswith("{") and brace[0] != "\\{":
+                opened.append(None if brace[0] == "{" else brace)
+        else:
+            return None
+    return found
+
+
+def _tags(text: str) -> list[_Frame]:
+    """Return the texts between each `<answer>` and the next `</answer>`."""
+    found: list[_Frame] = []
+    at = 0
+    while (opening := _TAG.search(text, at)) and (closing := _END_TAG.search(text, opening.end())):
+        found.append(_Frame(*opening.span(), *closing.span()))
+        at = closing.end()
+    return found
+
+
+def _bare(text: str) -> str:
+    """Strip blanks, emphasis and a final full stop."""
+    plain = text.strip().strip("*_`").strip()
+    if plain.endswith("..."):
+        return plain
+    return plain.removesuffix(".").strip().strip("*_`").strip()
+
+
+def plain_signs(text: str) -> str:
+    """Return the text with ASCII digits, minus signs and blanks, without invisible characters.
+
+    Digits of other scripts are converted; superscripts and subscripts are not, since 7² is not 72.
+    """
+    decimals = (str(unicodedata.decimal(c)) if c.isdecimal() else c for c in without_invisible(text))
+    return "".join(decimals).translate(_SIGNS)
+
+
+def without_invisible(text: str) -> str:
+    """Remove characters that are not displayed: format characters and variation selectors."""
+    return text if text.isascii() else "".join(c for c in text if not _is_invisible(c))
+
+
+def _is_invisible(character: str) -> bool:
+    return unicodedata.category(character) == "Cf" or "\ufe00" <= character <= "\ufe0f"

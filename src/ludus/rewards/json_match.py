@@ -1,23 +1,33 @@
 """JSON verifiers: an answer against a schema or a value, and the final state against the expected one.
 
 1 and true are different values, as are 0, "" and null; 1 and 1.0 are the same number.
+
+Schemas are of draft 2020-12, with the arithmetic and regular expressions of the standard; `jsonschema` differs
+from it in both. Multiples are exact in the written numerals (0.3 is a multiple of 0.1, which fails in floats),
+for numbers of any size. Patterns follow ECMA-262: `$` is the end of the text, not the position before a final
+line break, and digits are ASCII. References must stay in the schema. As in the draft, `format` is an annotation
+and rejects nothing.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import RewardFunction, truth_of
 from ludus.rewards.extract import Evidence, NotJson, fenced, final_answer, read_json
-from ludus.rewards.schemas import OddSchema, check_schema, fits
 from ludus.types import JSON, Task, Trajectory
 
 MAX_CHARACTERS = 20_000
 """A longer text fits no schema: to find out whether many objects differ takes time with their square."""
+_PIECE = re.compile(r"\\.|\[(?:\\.|[^\]])*\]|\$", re.S)
+"""Of a pattern: an escaped character, a class of characters, or the sign that is replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +71,7 @@ def same_json(one: JSON, other: JSON, tolerance: float = 0.0, ignored: frozenset
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number and no truth value."""
+    """Whether a value is a number, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -91,8 +101,8 @@ def fits_schema(text: str, truth: Schema) -> bool:
     """
     try:
         require_schema(truth.schema)
-    except OddSchema as error:
-        raise ConfigError(f"A task's schema cannot be used: {error}.", "Mend the task.") from error
+    except InvalidSchema as error:
+        raise ConfigError(f"A task's schema cannot be used: {error}.", "Fix the task.") from error
     if len(text) > MAX_CHARACTERS:
         return False
     try:
@@ -108,7 +118,7 @@ def json_schema(task: Task, trajectory: Trajectory) -> float:
 
 def is_value(text: str, truth: Value) -> bool:
     """Whether the text, or its only fenced block, is the JSON value."""
-    return _reads(fenced(text), truth.value, truth.tolerance, frozenset())
+    return _is_json_value(fenced(text), truth.value, truth.tolerance, frozenset())
 
 
 def json_value(task: Task, trajectory: Trajectory) -> float:
@@ -117,8 +127,8 @@ def json_value(task: Task, trajectory: Trajectory) -> float:
 
 
 def is_state(text: str, truth: MatchState) -> bool:
-    """Whether the text is the JSON of the state that is due."""
-    return _reads(text, truth.value, truth.tolerance, truth.ignored)
+    """Whether the text is the JSON of the expected state."""
+    return _is_json_value(text, truth.value, truth.tolerance, truth.ignored)
 
 
 def same_state(read: Evidence = final_answer) -> RewardFunction:
@@ -133,8 +143,77 @@ def same_state(read: Evidence = final_answer) -> RewardFunction:
     return state_equality
 
 
-def _reads(text: str, value: JSON, tolerance: float, ignored: frozenset[str]) -> bool:
+def _is_json_value(text: str, value: JSON, tolerance: float, ignored: frozenset[str]) -> bool:
     try:
         return same_json(read_json(text), value, tolerance, ignored)
     except NotJson:
         return False
+
+
+class InvalidSchema(ValueError):
+    """The schema is invalid, references something outside itself, or is infinitely recursive."""
+
+
+def check_schema(schema: Mapping[str, JSON]) -> None:
+    """Raise InvalidSchema for a schema by which no value can be judged. Needs jsonschema, as `fits` does."""
+    import jsonschema
+    import referencing
+    from referencing.jsonschema import DRAFT202012
+
+    try:
+        jsonschema.Draft202012Validator.check_schema(schema)
+        root = DRAFT202012.create_resource(schema)
+        found = [(root, referencing.Registry().resolver_with_root(root))]
+        for resource, resolver in found:
+            if isinstance(resource.contents, dict) and "$ref" in resource.contents:
+                resolver.lookup(resource.contents["$ref"])
+            found += [(inner, resolver.in_subresource(inner)) for inner in resource.subresources()]
+        fits(None, schema)
+    except jsonschema.SchemaError as error:
+        raise InvalidSchema(f"it is not a JSON schema: {error.message}") from error
+    except referencing.exceptions.Unresolvable as error:
+        raise InvalidSchema(f"it refers to {error.ref}, which is not in it") from error
+    except RecursionError as error:
+        raise InvalidSchema("it refers to itself without end, or is nested too deep") from error
+
+
+def fits(value: JSON, schema: Mapping[str, JSON]) -> bool:
+    """Return whether a value conforms to a schema that `check_schema` accepts."""
+    import referencing
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import extend
+
+    judge = extend(Draft202012Validator, {"multipleOf": _multiple_of})
+    return bool(judge(_convert_patterns(schema), registry=referencing.Registry()).is_valid(value))
+
+
+def _multiple_of(judge: object, step: float, value: JSON, schema: object) -> Iterator[Exception]:
+    """Validate the keyword `multipleOf`, with jsonschema's signature."""
+    from jsonschema import ValidationError
+
+    del judge, schema
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        share = Fraction(str(value)) / Fraction(str(step))
+        if share.denominator != 1:
+            yield ValidationError(f"it is not a multiple of {step}")
+
+
+def _convert_patterns(schema: Mapping[str, JSON]) -> Mapping[str, JSON]:
+    """Return the schema with its patterns converted to Python's syntax."""
+    from referencing.jsonschema import DRAFT202012
+
+    own = copy.deepcopy(dict(schema))
+    found = [DRAFT202012.create_resource(own)]
+    for resource in found:
+        inner = resource.contents
+        if isinstance(inner, dict) and isinstance(inner.get("pattern"), str):
+            inner["pattern"] = _pattern(inner["pattern"])
+        if isinstance(inner, dict) and isinstance(inner.get("patternProperties"), dict):
+            inner["patternProperties"] = {_pattern(key): one for key, one in inner["patternProperties"].items()}
+        found += resource.subresources()
+    return own
+
+
+def _pattern(pattern: str) -> str:
+    plain = _PIECE.sub(lambda piece: r"\Z" if piece[0] == "$" else piece[0], pattern)
+    return f"(?a:{plain})"

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ludus.rewards.answer_extraction import candidates
 from ludus.rewards.base import truth_of
 from ludus.rewards.exact_match import plain_words
+from ludus.rewards.extract import candidates
 from ludus.types import Task, Trajectory
 
 _LEAD = re.compile(

@@ -1,6 +1,6 @@
 """Reward functions and weights of published systems. Each function names its source.
 
-A system's rewards are a list of parts as a world has them; `ludus.rewards.presets` has them by name.
+A system's rewards are a list of parts as a world has them; `ludus.rewards.registry` has them by name.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class ExpectedCall:
 class ExpectedCalls:
     """Truth of a task that asks for certain calls, in any order.
 
-    If it is empty, no call is right; a subclass that knows the expected text checks it in `is_said`.
+    If it is empty, no call is right; a subclass that knows the expected text checks it in `accepts_text`.
     """
 
     calls: tuple[ExpectedCall, ...]
 
-    def is_said(self, answer: str) -> bool:
+    def accepts_text(self, answer: str) -> bool:
         """Return whether a text without calls is right if no call is expected; by default any non-empty text is."""
         return bool(answer.strip())
 
@@ -118,7 +118,7 @@ def tool_correctness(task: Task, trajectory: Trajectory) -> float:
     truth = truth_of(task, ExpectedCalls)
     if not truth.calls:
         quiet = trajectory.stop_reason is StopReason.ANSWERED and not trajectory.call_outcomes
-        right = quiet and not calls_made(trajectory) and truth.is_said(trajectory.answer)
+        right = quiet and not calls_made(trajectory) and truth.accepts_text(trajectory.answer)
         return 1.0 if right else -1.0
     return 2 * _match(task, trajectory).share - 1
 
@@ -199,9 +199,7 @@ def search_r1() -> tuple[Reward, ...]:
 
 
 def retool() -> tuple[Reward, ...]:
-    """Return ReTool's parts: accuracy in {-1, 1} (arXiv:2504.11536), and verl's 0.1 per call of a wrong answer, at
-    most 0.4.
-    """
+    """Return ReTool's parts: accuracy in {-1, 1} (arXiv:2504.11536), and verl's bonus for calls of a wrong answer."""
     return (
         Reward("accuracy", accuracy, weight=1.0, outcome=True, low=-1.0),
         Reward("calls_of_the_wrong", calls_of_the_wrong, weight=0.4),

@@ -1,10 +1,10 @@
-"""Shaping parts by name, for settings to switch on in any world (`rewards.extra`)."""
+"""Rewards by name: shaping parts for any world (`rewards.extra`), and presets of a world's parts (`rewards.preset`)."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from ludus.config.sections.rewards import PartConfig, RewardsConfig
@@ -12,20 +12,22 @@ from ludus.errors import ConfigError, did_you_mean
 from ludus.plugins import find_plugin
 from ludus.rewards.base import Reward, RewardFunction
 from ludus.rewards.code.patches import Patch, patch_similarity
-from ludus.rewards.composite import extra_turns, format_score, think_format, tool_use
 from ludus.rewards.exact_match import ExpectedAnswers, token_f1, well_formed
 from ludus.rewards.extract import final_answer, last_output
 from ludus.rewards.json_match import MatchState, Schema, Value, json_schema, json_value, same_state
 from ludus.rewards.multiple_choice import Choice, multiple_choice
-from ludus.rewards.paper_rewards import format_kept
-from ludus.rewards.presets import PUBLISHED, training_parts
+from ludus.rewards.paper_rewards import ExpectedCalls, format_kept, retool, search_r1, toolrl
 from ludus.rewards.shaping import (
     citation_support,
     extra_calls,
+    extra_turns,
+    format_score,
     invalid_calls,
     language_consistency,
     long_answer,
     repeated_calls,
+    think_format,
+    tool_use,
 )
 from ludus.types import Task
 
@@ -52,8 +54,8 @@ class RegisteredReward:
         return inspect.signature(self.make).parameters
 
 
-def _state_of(tool: str = "") -> RewardFunction:
-    """Of `same_state`: the state is the answer, or the last output of a tool or of the environment."""
+def _make_same_state(tool: str = "") -> RewardFunction:
+    """Create `same_state` of the answer, or of the last output of a tool or of the environment."""
     return same_state(last_output(tool) if tool else final_answer)
 
 
@@ -71,12 +73,69 @@ NAMED: Mapping[str, RegisteredReward] = {
     "multiple_choice": RegisteredReward(lambda: multiple_choice, truth=Choice),
     "patch_similarity": RegisteredReward(lambda: patch_similarity(), truth=Patch),
     "repeated_calls": RegisteredReward(repeated_calls, calls=True),
-    "same_state": RegisteredReward(_state_of, truth=MatchState),
+    "same_state": RegisteredReward(_make_same_state, truth=MatchState),
     "think_format": RegisteredReward(lambda: think_format),
     "token_f1": RegisteredReward(lambda: token_f1, truth=ExpectedAnswers),
     "tool_use": RegisteredReward(lambda: tool_use, calls=True),
     "well_formed": RegisteredReward(lambda: well_formed),
 }
+
+
+TURN_COST = 0.05
+"""What a turn above the target costs in `composite`."""
+TARGET_TURNS, MAX_TURNS = 4, 7
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A preset: its parts, and the truth that its functions read.
+
+    `keeps_outcome`: the world's outcomes train as well, scaled so that the smallest weight is 1, and `parts`
+    has none. A part of `rewards.extra` then replaces the preset's of that name.
+    """
+
+    parts: Callable[[], tuple[Reward, ...]]
+    truth: type = object
+    keeps_outcome: bool = False
+
+
+def r1() -> tuple[Reward, ...]:
+    """Return DeepSeek-R1's format part (arXiv:2501.12948), for an accuracy of 0 or 1; the weight is ours."""
+    return (Reward("think_format", think_format, weight=0.2),)
+
+
+def composite() -> tuple[Reward, ...]:
+    """Return the parts of `outcome + 0.2 format + 0.1 tools - 0.05 turns above the target` (at most three)."""
+    turns = extra_turns(TARGET_TURNS, MAX_TURNS)
+    return (
+        Reward("format_score", format_score, weight=0.2),
+        Reward("tool_use", tool_use, weight=0.1),
+        Reward("extra_turns", turns, weight=TURN_COST * (MAX_TURNS - TARGET_TURNS)),
+    )
+
+
+PUBLISHED: Mapping[str, Published] = {
+    "composite": Published(composite, keeps_outcome=True),
+    "r1": Published(r1, keeps_outcome=True),
+    "retool": Published(retool, ExpectedAnswers),
+    "search_r1": Published(search_r1, ExpectedAnswers),
+    "toolrl": Published(toolrl, ExpectedCalls),
+}
+
+
+def preset_parts(preset: str | None, own: Sequence[Reward]) -> Sequence[Reward]:
+    """Return the parts of the preset, or else the world's `own`."""
+    if preset is None:
+        return own
+    published = PUBLISHED[preset]
+    return (*_outcomes(own), *published.parts()) if published.keeps_outcome else published.parts()
+
+
+def _outcomes(own: Sequence[Reward]) -> Sequence[Reward]:
+    """Return a world's outcomes, their weights scaled so that the smallest positive one is 1."""
+    found = [part for part in own if part.outcome]
+    least = min((part.weight for part in found if part.weight > 0), default=1.0)
+    return [replace(part, weight=part.weight / least) for part in found]
 
 
 def find_reward(name: str, source: str | None) -> RegisteredReward:
@@ -107,7 +166,7 @@ def named_part(name: str, config: PartConfig) -> Reward:
         raise ConfigError(f"rewards.extra.{name}: {error}.", "See docs/use/rewards.md.") from error
 
 
-def switched_on(settings: Mapping[str, PartConfig]) -> tuple[Reward, ...]:
+def extra_parts(settings: Mapping[str, PartConfig]) -> tuple[Reward, ...]:
     """Return the parts of `rewards.extra`. Raises ConfigError, as `named_part` does."""
     return tuple(named_part(name, part) for name, part in settings.items())
 
@@ -115,28 +174,28 @@ def switched_on(settings: Mapping[str, PartConfig]) -> tuple[Reward, ...]:
 def added_parts(settings: RewardsConfig) -> tuple[Reward, ...]:
     """Return the parts that the section `rewards` adds to those of a world: a preset, and parts by name."""
     published = PUBLISHED[settings.preset].parts() if settings.preset is not None else ()
-    return (*_not_replaced(settings, published), *switched_on(settings.extra))
+    return (*_drop_replaced(settings, published), *extra_parts(settings.extra))
 
 
-def _not_replaced(settings: RewardsConfig, parts: Sequence[Reward]) -> Sequence[Reward]:
+def _drop_replaced(settings: RewardsConfig, parts: Sequence[Reward]) -> Sequence[Reward]:
     """Return the parts of a preset; if it keeps the outcome, without those that `rewards.extra` sets."""
     if settings.preset is None or not PUBLISHED[settings.preset].keeps_outcome:
         return parts
     return [part for part in parts if part.outcome or part.name not in settings.extra]
 
 
-def judges_more(settings: RewardsConfig) -> bool:
+def has_extra_rewards(settings: RewardsConfig) -> bool:
     """Return whether the section `rewards` scores anything beyond the rewards of the world."""
     return bool(added_parts(settings)) or settings.verifies_turns
 
 
-def parts_that_train(settings: RewardsConfig, own: Sequence[Reward]) -> Sequence[Reward]:
+def training_parts(settings: RewardsConfig, own: Sequence[Reward]) -> Sequence[Reward]:
     """Return the parts to train on: those of the preset, or else a world's `own`, and those of `rewards.extra`.
 
     Raises ConfigError for an unknown or duplicate part.
     """
-    first = _not_replaced(settings, training_parts(settings.preset, own))
-    added = switched_on(settings.extra)
+    first = _drop_replaced(settings, preset_parts(settings.preset, own))
+    added = extra_parts(settings.extra)
     if twice := {part.name for part in first} & {part.name for part in added}:
         name = min(twice)
         raise ConfigError(
@@ -158,11 +217,11 @@ def check_names(settings: RewardsConfig, parts: Sequence[Reward]) -> None:
         for name in used:
             if name not in names:
                 guess = did_you_mean(name, names)
-                said = f"rewards.{key} names {name!r}, which is not a part of the reward."
-                raise ConfigError(said, f"{guess}Parts: {', '.join(names)}.")
+                message = f"rewards.{key} names {name!r}, which is not a part of the reward."
+                raise ConfigError(message, f"{guess}Parts: {', '.join(names)}.")
 
 
-def check_fed(settings: Mapping[str, PartConfig], task: Task, num_tools: int) -> None:
+def check_task_fits(settings: Mapping[str, PartConfig], task: Task, num_tools: int) -> None:
     """Raise ConfigError for a part that cannot score such a task with `num_tools` tools."""
     for name, config in settings.items():
         part = find_reward(name, config.source)
@@ -170,11 +229,11 @@ def check_fed(settings: Mapping[str, PartConfig], task: Task, num_tools: int) ->
         if part.calls and not num_tools:
             raise ConfigError(
                 f"rewards.extra.{name} is about calls of tools, and task {task.id} has no tools.",
-                "Leave it out, or give the world its tools.",
+                "Remove it, or use a world with tools.",
             )
         if truth is not None and not isinstance(task.truth, truth):
             raise ConfigError(
                 f"rewards.extra.{name} reads a truth of the type {truth.__name__}, "
                 f"and that of task {task.id} is {type(task.truth).__name__}.",
-                "Leave it out, or take a world with such tasks.",
+                "Remove it, or use a world with such tasks.",
             )

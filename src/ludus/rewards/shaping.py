@@ -1,19 +1,28 @@
-"""Shaping parts about how an answer was reached. They say nothing about whether it is right.
+"""Shaping parts: how an answer was reached, in which form and language, and with how many calls and turns.
 
-All are in [-1, 1], penalties in [-1, 0]. Give them weights well below the outcome's (`check_rewards`).
+They do not depend on whether the answer is right. All are in [-1, 1], penalties in [-1, 0]. Give them weights
+well below the outcome's (`check_rewards`).
 """
 
 from __future__ import annotations
 
 import json
 import unicodedata
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 from ludus.rewards.base import RewardFunction
 from ludus.rewards.exact_match import normalise
-from ludus.rewards.paper_rewards import calls_made
-from ludus.types import JSON, Task, ToolStatus, Trajectory
+from ludus.rewards.extract import MAX_CHARACTERS, boxes
+from ludus.rewards.math.math_verify import Expression
+from ludus.rewards.math.numeric import Quantity
+from ludus.rewards.paper_rewards import ExpectedCalls, calls_made
+from ludus.types import JSON, Message, StopReason, Task, ToolStatus, Trajectory
 
+THINK_MARKS = ("<think>", "</think>")
+MATH_TRUTHS = (Expression, Quantity)
+"""Truths of tasks whose answer is expected in a box."""
 _INVALID = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
 
 
@@ -39,14 +48,20 @@ def either(*parts: RewardFunction) -> RewardFunction:
 
 def extra_calls(free: int, limit: int) -> RewardFunction:
     """Create a tool-efficiency penalty: 0 up to `free` calls, then linear to -1 at `limit`, -1 beyond."""
-    if not 0 <= free < limit:
-        raise ValueError(f"free must be from 0 to below limit = {limit}, not {free}")
+    return _linear_penalty(lambda trajectory: len(trajectory.call_outcomes), free, limit)
 
-    def call_count(task: Task, trajectory: Trajectory) -> float:
-        del task
-        return -_held((len(trajectory.call_outcomes) - free) / (limit - free))
 
-    return call_count
+def extra_turns(free: int, limit: int) -> RewardFunction:
+    """Create a penalty: 0 up to `free` turns of the model, then linear to -1 at `limit`, -1 beyond."""
+    return _linear_penalty(lambda trajectory: len(_assistant_messages(trajectory)), free, limit)
+
+
+def long_answer(free: int, limit: int) -> RewardFunction:
+    """Create a length penalty: 0 up to `free` words of the answer, then linear to -1 at `limit`, -1 beyond.
+
+    It concerns the visible answer; the length of all sampled text is shaped by the algorithm.
+    """
+    return _linear_penalty(lambda trajectory: len(trajectory.answer.split()), free, limit)
 
 
 def repeated_calls(cap: int = 4) -> RewardFunction:
@@ -55,16 +70,15 @@ def repeated_calls(cap: int = 4) -> RewardFunction:
     The order of arguments does not matter, and 1 is 1.0. For tools whose answer changes between calls this is
     no fault.
     """
-    _check(cap)
 
-    def repeats(task: Task, trajectory: Trajectory) -> float:
-        del task
+    def count(trajectory: Trajectory) -> int:
         made = [
-            (call.name, json.dumps(_plain(dict(call.arguments)), sort_keys=True)) for call in calls_made(trajectory)
+            (call.name, json.dumps(_normalise_numbers(dict(call.arguments)), sort_keys=True))
+            for call in calls_made(trajectory)
         ]
-        return -_held((len(made) - len(set(made))) / cap)
+        return len(made) - len(set(made))
 
-    return repeats
+    return _capped_penalty(count, cap)
 
 
 def invalid_calls(cap: int = 4) -> RewardFunction:
@@ -72,28 +86,24 @@ def invalid_calls(cap: int = 4) -> RewardFunction:
 
     A tool that raises or takes too long is not the model's fault and does not count.
     """
-    _check(cap)
-
-    def invalid(task: Task, trajectory: Trajectory) -> float:
-        del task
-        return -_held(sum(outcome.status in _INVALID for outcome in trajectory.call_outcomes) / cap)
-
-    return invalid
+    return _capped_penalty(lambda trajectory: sum(o.status in _INVALID for o in trajectory.call_outcomes), cap)
 
 
-def long_answer(free: int, limit: int) -> RewardFunction:
-    """Create a length penalty: 0 up to `free` words of the answer, then linear to -1 at `limit`, -1 beyond.
+def _capped_penalty(count: Callable[[Trajectory], int], cap: int) -> RewardFunction:
+    if cap < 1:
+        raise ValueError(f"cap must be at least 1, not {cap}")
+    return _linear_penalty(count, 0, cap)
 
-    It concerns the visible answer; the length of all sampled text is shaped by the algorithm.
-    """
+
+def _linear_penalty(count: Callable[[Trajectory], int], free: int, limit: int) -> RewardFunction:
     if not 0 <= free < limit:
         raise ValueError(f"free must be from 0 to below limit = {limit}, not {free}")
 
-    def words(task: Task, trajectory: Trajectory) -> float:
+    def penalty(task: Task, trajectory: Trajectory) -> float:
         del task
-        return -_held((len(trajectory.answer.split()) - free) / (limit - free))
+        return -max(0.0, min(1.0, (count(trajectory) - free) / (limit - free)))
 
-    return words
+    return penalty
 
 
 def share_in_script(text: str, script: str) -> float:
@@ -121,11 +131,7 @@ def language_consistency(script: str = "LATIN") -> RewardFunction:
 
     def in_script(task: Task, trajectory: Trajectory) -> float:
         del task
-        texts = [
-            message.get("reasoning_content", "") + message["content"]
-            for message in trajectory.messages
-            if message["role"] == "assistant"
-        ]
+        texts = (m.get("reasoning_content", "") + m["content"] for m in _assistant_messages(trajectory))
         return share_in_script("".join(texts), script)
 
     return in_script
@@ -147,19 +153,71 @@ def citation_support(task: Task, trajectory: Trajectory) -> float:
     return float(any(is_supported(trajectory.answer, output) for output in fine))
 
 
-def _plain(value: JSON) -> JSON:
+def think_format(task: Task, trajectory: Trajectory) -> float:
+    """Return 1 if the episode ended with an answer after well-formed thinking, else 0 (arXiv:2501.12948).
+
+    Well formed: a message begins with a closed, non-empty `<think>` block followed by other text, and no message
+    has a thinking mark anywhere else.
+    """
+    del task
+    messages = _assistant_messages(trajectory)
+    answered = trajectory.stop_reason is StopReason.ANSWERED and bool(trajectory.answer.strip())
+    stray = any(_has_mark(message) for message in messages)
+    return float(answered and not stray and any(_has_thought(message) for message in messages))
+
+
+def format_score(task: Task, trajectory: Trajectory) -> float:
+    """Return the format score, clamped to [0, 1].
+
+    0.3 for a complete `<think>` block, 0.1 for each call that is valid JSON, -0.2 for each that is not, and 0.2
+    for a final answer in a box if the task is mathematics.
+    """
+    statuses = [outcome.status for outcome in trajectory.call_outcomes]
+    broken = statuses.count(ToolStatus.MALFORMED)
+    thought = any(_has_thought(message) and not _has_mark(message) for message in _assistant_messages(trajectory))
+    boxed = isinstance(task.truth, MATH_TRUTHS) and _has_box(trajectory.answer)
+    total = 0.3 * thought + 0.1 * (len(statuses) - broken) - 0.2 * broken + 0.2 * boxed
+    return max(0.0, min(1.0, total))
+
+
+def tool_use(task: Task, trajectory: Trajectory) -> float:
+    """Return the tool-use score in [-1, 1].
+
+    0.1 if the task needs a tool and one was called, -0.05 for each call that repeats the previous one, -0.3 for
+    each call of an unknown tool. A task needs a tool unless its truth is `ExpectedCalls` without a call.
+    """
+    statuses = [outcome.status for outcome in trajectory.call_outcomes]
+    unknown = statuses.count(ToolStatus.UNKNOWN_TOOL)
+    called = len(statuses) > unknown + statuses.count(ToolStatus.MALFORMED)
+    needed = not isinstance(task.truth, ExpectedCalls) or bool(task.truth.calls)
+    repeats = sum(before == after for before, after in pairwise(calls_made(trajectory)))
+    return max(-1.0, 0.1 * (needed and called) - 0.05 * repeats - 0.3 * unknown)
+
+
+def _normalise_numbers(value: JSON) -> JSON:
     """Return the value with integral floats as integers."""
     if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items()}
+        return {name: _normalise_numbers(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_plain(inner) for inner in value]
+        return [_normalise_numbers(inner) for inner in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _held(value: float) -> float:
-    return max(0.0, min(1.0, value))
+def _has_box(answer: str) -> bool:
+    found = boxes(answer) if len(answer) <= MAX_CHARACTERS else None
+    return any(one.strip() for one in found or ())
 
 
-def _check(cap: int) -> None:
-    if cap < 1:
-        raise ValueError(f"cap must be at least 1, not {cap}")
+def _assistant_messages(trajectory: Trajectory) -> Sequence[Message]:
+    return [message for message in trajectory.messages if message["role"] == "assistant"]
+
+
+def _has_thought(message: Message) -> bool:
+    """Whether thinking was closed: something follows it."""
+    follows = message["content"].strip() or message.get("tool_calls")
+    return bool(message.get("reasoning_content", "").strip() and follows)
+
+
+def _has_mark(message: Message) -> bool:
+    texts = (message["content"], message.get("reasoning_content", ""))
+    return any(mark in text for mark in THINK_MARKS for text in texts)

@@ -20,8 +20,8 @@ from fractions import Fraction
 from typing import Final
 
 from ludus.rewards import json_match, multiple_choice
-from ludus.rewards.answer_extraction import candidates
 from ludus.rewards.exact_match import ExpectedAnswers, is_answer, normalise
+from ludus.rewards.extract import candidates
 from ludus.rewards.json_match import MatchState, Schema, Value
 from ludus.rewards.math import math_verify, numeric
 from ludus.rewards.math.math_verify import Expression
@@ -92,7 +92,7 @@ def by_record(task: Task, trajectory: Trajectory) -> float:
     return float(is_right(trajectory.answer, task.truth))
 
 
-def asked(question: str, truth: Truth) -> str:
+def question_text(question: str, truth: Truth) -> str:
     """Return the question, with the options of a choice below it, one per line."""
     if not isinstance(truth, Choice):
         return question

@@ -43,11 +43,11 @@ class AcceptedFields:
     def after_refusal(self, body: Mapping[str, object], refusal: bytes) -> AcceptedFields | None:
         """Return the next adaptation to try after a rejection, or None if it names no adaptable field."""
         sent = self.apply(body)
-        named = [name for name in _adaptable(sent) if _names(refusal, name)]
+        named = [name for name in _adaptable(sent) if _mentions(refusal, name)]
         told = _error_param(refusal)
         if told in named:
             named = [told]
-        return self._without(named[0], sent) if named else None
+        return self._adapt(named[0], sent) if named else None
 
     def merged(self, other: AcceptedFields) -> AcceptedFields:
         """Return the union of both adaptations."""
@@ -65,7 +65,7 @@ class AcceptedFields:
         for name in sorted(self.dropped):
             yield f"The server refuses {name}: it is left out, {_consequence(name)}."
 
-    def _without(self, name: str, sent: Mapping[str, object]) -> AcceptedFields:
+    def _adapt(self, name: str, sent: Mapping[str, object]) -> AcceptedFields:
         if name == "max_tokens":
             return replace(self, max_tokens_name=_RENAMED)
         if name == "temperature" and sent[name] == 0:
@@ -93,7 +93,7 @@ def _adaptable(sent: Mapping[str, object]) -> Iterator[str]:
             yield name
 
 
-def _names(refusal: bytes, field: str) -> bool:
+def _mentions(refusal: bytes, field: str) -> bool:
     """Return whether the rejection contains the field's name as a whole word."""
     return re.search(rf"(?<![\w]){field}(?![\w])".encode(), refusal) is not None
 

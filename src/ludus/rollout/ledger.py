@@ -183,7 +183,7 @@ class Ledger:
             )
         page.endings[key] = (RolloutOutcome(outcome), reason)
 
-    def drop_kept(self, step: int, count: int, reason: str) -> None:
+    def drop_restored(self, step: int, count: int, reason: str) -> None:
         """Record restored rollouts that will not train; they count in `step`."""
         self._page(step).gone[reason] += count
 

@@ -1,20 +1,18 @@
-"""An agent behind any OpenAI-compatible chat-completions endpoint, in the place of an engine.
+"""Agent behind an OpenAI-compatible chat-completions endpoint.
 
-Takes messages and tools of an episode. Gives the same `Action`s as a local engine, without token segments:
-such episodes are for evaluation, never for training. Waits for one answer at a time in a dialogue, and for
-at most `concurrency` answers in all.
+Produces the same `Action`s as a local engine, without token segments: such episodes are for evaluation, never
+for training. One request per dialogue is in flight, and at most `concurrency` in total.
 
-- A request is sent again, byte for byte the same, after a connection error, a 429 and a 5xx; never after a
-  timeout, for the server may still be at work on it. The waits are fixed by the settings and by Retry-After.
-- What is left is an `EngineError` with the server's own words, or a `UserError` where URL, model or key are
-  wrong. That the context is too long is a stop reason of the episode.
-- A request that is refused for one of its fields is adapted (`accepted_fields`); what a server refuses is
-  learned once and said in `OpenAIClient.notices`.
-- The history holds the model's messages as the server sent them, reasoning included. Servers
-  refuse a dialogue whose history has tool calls that are not JSON, so that a malformed call stays in the
-  history as text, and the error that answers it goes back as a user message. So does whatever answers a
-  call that a `parser` found in the text: such a server does not know of the call.
-- Nothing is read from the environment, proxies included; pass a client of your own for those.
+- A request is retried, byte for byte the same, after a connection error, a 429 and a 5xx; never after a
+  timeout, since the server may still be processing it. Waits depend on the settings and Retry-After only.
+- Remaining errors are an `EngineError` with the server's message, or a `UserError` for a wrong URL, model or
+  key. A context that is too long is a stop reason of the episode.
+- A request that is rejected because of one field is adapted (`accepted_fields`); adaptations are kept and
+  reported in `OpenAIClient.notices`.
+- The history holds the model's messages as received, reasoning included. Servers reject a history with tool
+  calls that are not JSON, so a malformed call stays in the history as text, and its error is sent as a user
+  message. So are results of calls that a `parser` found in the text, which the server does not know of.
+- Nothing is read from the environment, proxies included; pass a client for those.
 """
 
 from __future__ import annotations
@@ -37,9 +35,8 @@ from ludus.engines.base import seed_for
 from ludus.envs.base import World
 from ludus.errors import ConfigError, EngineError, UserError
 from ludus.rollout.accepted_fields import REASONING, REFUSED, AcceptedFields
-from ludus.rollout.build import SamplingPlan, rollout_for, sampling_params
-from ludus.rollout.chat_session import ChatSession
-from ludus.rollout.scheduler import ConversationFactory, RolloutRequest
+from ludus.rollout.episode import ChatSession
+from ludus.rollout.scheduler import ChatSessionFactory, RolloutRequest, SamplingPlan, rollout_for, sampling_params
 from ludus.tools.base import Tool, ToolSchema
 from ludus.types import (
     JSON,
@@ -206,7 +203,7 @@ class OpenAIClient:
         if response.status_code in _LENGTH_STATUS and _TOO_LONG.search(response.text):
             return None
         if response.status_code != httpx.codes.OK:
-            raise self._refusal(response)
+            raise self._response_error(response)
         try:
             answer = read_answer(response.content, turn, parser)
         except EngineError as error:
@@ -272,7 +269,7 @@ class OpenAIClient:
             except httpx.HTTPError as error:
                 raise self._unreachable(error, attempt + 1) from error
             else:
-                if last or not _may_pass(response):
+                if last or not _is_retryable(response):
                     return response
                 wait_s = self.settings.wait_s(attempt, response.headers.get("retry-after", ""))
             attempt += 1
@@ -311,10 +308,10 @@ class OpenAIClient:
             "Check that the server runs and that the URL is right.",
         )
 
-    def _refusal(self, response: httpx.Response) -> EngineError | UserError:
+    def _response_error(self, response: httpx.Response) -> EngineError | UserError:
         """Convert an error response."""
         status, target, model = response.status_code, self.settings.target, self.settings.model
-        said = f"{status}: {_words(response)}"
+        said = f"{status}: {_error_message(response)}"
         if status in (401, 403):
             key = "the API key" if self.settings.api_key else "requests without an API key"
             return UserError(f"{target} refuses {key} for the model {model!r} ({said}).", "Set a key that it accepts.")
@@ -348,17 +345,17 @@ class OpenAIChatSession:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """None: an endpoint shows text."""
+        """Always empty: an endpoint returns text."""
         return ()
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
-        """Keep the prompt. Whether it fits is known at the first turn."""
+        """Store the prompt. Whether it fits is known after the first request."""
         self._messages = list(messages)
         self._tools = tuple(tool.schema for tool in tools)
         return None
 
     async def act(self) -> Action | StopReason:
-        """Ask for one action. Raises what `OpenAIClient.chat` raises."""
+        """Request one action. Raises as `OpenAIClient.chat`."""
         too_long = StopReason.MAX_TOKENS if self._turn else StopReason.PROMPT_TOO_LONG
         room = None if self.max_tokens is None else self.max_tokens - self._used_tokens
         if room is not None and room <= 0:
@@ -379,7 +376,7 @@ class OpenAIChatSession:
         return answer.action
 
     def observe(self, messages: Sequence[Message]) -> StopReason | None:
-        """Keep what the environment said, in an order that servers accept: answers to known calls first."""
+        """Append the environment's messages in an order that servers accept: results of known calls first."""
         answers = [m for m in messages if m["role"] == "tool" and m.get("tool_call_id") in self._callable_ids]
         others = [m for m in messages if m["role"] == "tool" and m not in answers]
         self._messages += answers
@@ -391,7 +388,7 @@ class OpenAIChatSession:
         return None
 
     def close(self) -> None:
-        """Nothing to give back: the server keeps no dialogue."""
+        """Do nothing: the server keeps no state."""
 
     def _keep(self, answer: ChatCompletion) -> None:
         self._turn += 1
@@ -401,29 +398,29 @@ class OpenAIChatSession:
         self._callable_ids = frozenset(call.id for call in answer.action.calls if structured)
 
 
-def endpoint_conversations(
-    endpoint: OpenAIClient, rollout: RolloutConfig, play: SamplingPlan, parser: str = "", world: World | None = None
-) -> ConversationFactory:
-    """What a scheduler needs to play against an endpoint, with the seeds that an engine would get.
+def endpoint_chat_factory(
+    endpoint: OpenAIClient, rollout: RolloutConfig, plan: SamplingPlan, parser: str = "", world: World | None = None
+) -> ChatSessionFactory:
+    """Return the chat session factory of an endpoint, with the seeds that an engine would receive.
 
-    `parser` is empty or one of `PARSERS`, for servers that leave tool calls in the text. Raises ConfigError
-    for another name. `world`, where given, may bound episodes by their task.
+    `parser` is empty or one of `PARSERS`, for servers that leave tool calls in the text; raises ConfigError for
+    another name. `world`, if given, may limit episodes by their task.
     """
     if parser and parser not in PARSERS:
         raise ConfigError(f"There is no tool parser {parser!r}.", f"Parsers: {', '.join(PARSERS)}.")
 
-    def converse(job: RolloutRequest) -> ChatSession:
+    def make_chat(job: RolloutRequest) -> ChatSession:
         key = job.key
         own = rollout if world is None else rollout_for(world, rollout, job.task)
         return OpenAIChatSession(
             endpoint=endpoint,
-            params=sampling_params(own, play.temperature),
-            seed=seed_for(play.seed, play.purpose, key.step, key.task_id, key.sample),
+            params=sampling_params(own, plan.temperature),
+            seed=seed_for(plan.seed, plan.purpose, key.step, key.task_id, key.sample),
             max_tokens=own.max_seq_len,
             parser=PARSERS[parser] if parser else None,
         )
 
-    return converse
+    return make_chat
 
 
 class _ReplyCall(BaseModel):
@@ -454,11 +451,11 @@ class _Reply(BaseModel):
 
 
 def read_answer(body: bytes, turn: int, parser: ToolCallParser | None = None) -> ChatCompletion:
-    """Read the body of a chat completion. Raises EngineError where it is none; never for what the model said.
+    """Parse a chat completion. Raises EngineError if the body is not one; never because of the model's output.
 
-    Content that is null is empty text. Blank arguments mean none. Where an id is missing or stands twice,
-    the calls of the turn are numbered `call_{turn}_{index}`. The finish reason `length` is kept; all others
-    are `stop`, except `abort` and `error`: there the server gave up, and that raises EngineError.
+    Null content is empty text; blank arguments are empty. If an id is missing or repeated, the calls of the turn
+    are numbered `call_{turn}_{index}`. The finish reason `length` is kept; all others are `stop`, except `abort`
+    and `error`, which raise EngineError.
     """
     reply = _decode_reply(body)
     choice = reply.choices[0]
@@ -477,13 +474,13 @@ def _decode_reply(body: bytes) -> _Reply:
         return _Reply.model_validate(json.loads(text.encode("utf-8", "replace")))
     except (ValueError, RecursionError) as error:
         raise EngineError(
-            f"sent something that is no chat completion: {_excerpt(body)}",
+            f"sent something that is not a chat completion: {_excerpt(body)}",
             "Check that the URL is that of an OpenAI-compatible server.",
         ) from error
 
 
 def _read_message(message: _ReplyMessage, turn: int, parser: ToolCallParser | None) -> tuple[Action, WireMessage]:
-    """The action, and the message as history."""
+    """Return the action, and the message for the history."""
     content = message.content or ""
     if parser is not None and not message.tool_calls:
         action = parser.parse(content, turn=turn)
@@ -502,7 +499,7 @@ def _read_message(message: _ReplyMessage, turn: int, parser: ToolCallParser | No
 
 
 def _read_calls(content: str, given: Sequence[_ReplyCall], turn: int) -> Action:
-    """Structured calls. The text of one that is malformed joins the content."""
+    """Return structured calls. The text of malformed ones is appended to the content."""
     ids = [call.id or "" for call in given]
     if "" in ids or len(set(ids)) < len(ids):
         ids = [f"call_{turn}_{i}" for i in range(len(ids))]
@@ -525,7 +522,7 @@ def _read_calls(content: str, given: Sequence[_ReplyCall], turn: int) -> Action:
 
 
 def _read_function(function: Mapping[str, JsonValue]) -> tuple[str, dict[str, JSON], str]:
-    """Name, arguments and their JSON text, as given where that is an object. Raises Malformed."""
+    """Return name, arguments and their JSON text, unchanged if it is an object. Raises Malformed."""
     given = function.get("arguments")
     text = given.strip() if isinstance(given, str) else ""
     value: object = decode(text) if text else {} if given is None or isinstance(given, str) else given
@@ -534,15 +531,15 @@ def _read_function(function: Mapping[str, JsonValue]) -> tuple[str, dict[str, JS
     return tool, arguments, text if as_given else json.dumps(arguments, ensure_ascii=False)
 
 
-def _may_pass(response: httpx.Response) -> bool:
-    """Whether the same request may succeed later."""
+def _is_retryable(response: httpx.Response) -> bool:
+    """Return whether the same request may succeed later."""
     if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
         return True
     return response.is_server_error and not _TOO_LONG.search(response.text)
 
 
-def _words(response: httpx.Response) -> str:
-    """The server's own words: the error's message where the body has one, else the beginning of the body."""
+def _error_message(response: httpx.Response) -> str:
+    """Return the message of an error response, or the beginning of its body."""
     try:
         body = response.json()
     except (ValueError, RecursionError):
@@ -553,7 +550,7 @@ def _words(response: httpx.Response) -> str:
 
 
 def _excerpt(body: bytes) -> str:
-    """The beginning of a body as one line."""
+    """Return the beginning of a body as one line."""
     text = " ".join(body.decode("utf-8", "replace").split())
     cut = text[:_EXCERPT_CHARS] + (" ..." if len(text) > _EXCERPT_CHARS else "")
     return cut or "an empty body"

@@ -1,11 +1,10 @@
-"""Where rewards are computed: not on the event loop, and in a process of their own.
+"""Reward executors: compute rewards off the event loop, in separate processes or on a thread.
 
-Takes trajectories that were played. Gives them with their rewards, one after another for each process, so
-that a slow verifier holds up neither engine nor tools, and one that hangs ends at `rollout.reward_timeout_s`.
-Waits for the scoring alone: the clock starts when a process has begun with it. Raises WorldError for what a
-reward raises and for one that is late, by the place where it was, and goes on in a fresh process. What other
-processes cannot know is scored on a thread of this one, and a warning says so: rewards that are an
-episode's own, tasks of types that are defined here.
+Each process scores one trajectory after another, so that a slow verifier blocks neither engine nor tools, and
+one that hangs is ended after `rollout.reward_timeout_s`; the clock starts when the process starts scoring.
+Raises WorldError for an error of a reward and for a timeout, naming the place, and continues in a fresh
+process. Rewards that cannot be sent to another process (an episode's own rewards, tasks of types defined in
+this process) are computed on a thread of this one, with a warning.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ from ludus.rollout.reward_process import (
 from ludus.types import Task, Trajectory
 
 START_S = 120.0
-"""How long a process may take until it has its world."""
+"""Timeout for a process to build its world."""
 _SPARE_S = 30.0
-"""After its deadline a process that has not ended itself counts as lost."""
+"""Time after its deadline at which a process counts as lost."""
 _DEPTH = 4
-"""What one process is asked before it has answered."""
+"""Requests pipelined to one process."""
 _FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 
 log = logging.getLogger("ludus.rewards")
@@ -63,10 +62,10 @@ class RewardExecutor(Protocol):
     async def scored(
         self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
     ) -> Trajectory:
-        """The trajectory with its rewards: those of its environment, or of the world where none is given.
+        """Return the trajectory with the rewards of its environment, or of the world if it is None.
 
-        Its `timings.grading_s` grows by what they took. Raises WorldError with the words of what a reward
-        raises, RewardTimeout for one that takes too long.
+        Adds the duration to `timings.grading_s`. Raises WorldError with the error of a reward, RewardTimeout if one
+        takes too long.
         """
         ...
 
@@ -83,7 +82,7 @@ class RewardTimeout(RewardFault):
 
 @dataclass
 class _Turns:
-    """So many at a time on one event loop; whoever has been used on another one starts anew."""
+    """Semaphore of `places` slots on one event loop; reset if used on another one."""
 
     places: int
     _loop: asyncio.AbstractEventLoop | None = None
@@ -91,25 +90,28 @@ class _Turns:
     _lock: asyncio.Lock = field(init=False)
 
     def one(self) -> asyncio.Semaphore:
-        """Held by whoever has a turn."""
+        """Return the semaphore of slots."""
         if self.is_elsewhere():
             self._loop = asyncio.get_running_loop()
             self._places, self._lock = asyncio.Semaphore(self.places), asyncio.Lock()
         return self._places
 
     def beginning(self) -> asyncio.Lock:
-        """Held, within a turn, by whoever may begin something."""
+        """Return the lock to hold, within a slot, while starting a process."""
         return self._lock
 
     def is_elsewhere(self) -> bool:
-        """Whether it is not of the event loop that runs."""
+        """Return whether it belongs to an event loop other than the running one."""
         return self._loop is not asyncio.get_running_loop()
 
 
 @dataclass
 class ThreadRewardExecutor:
-    """On threads of this process, one at a time: the event loop goes on, unless a reward keeps the
-    interpreter to itself. One that is late goes on unheard."""
+    """Compute rewards on threads of this process, one at a time.
+
+    The event loop continues unless a reward holds the interpreter lock. A reward that timed out keeps running, and
+    its result is ignored.
+    """
 
     timeout_s: float = 120.0
     _turns: _Turns = field(default_factory=lambda: _Turns(1))
@@ -117,12 +119,11 @@ class ThreadRewardExecutor:
     async def scored(
         self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
     ) -> Trajectory:
-        """As `RewardExecutor.scored`."""
-        verifiers = Verifiers(_rewards(world, environment))
+        verifiers = Verifiers(_rewards_of(world, environment))
         return _with(trajectory, await self.judged(verifiers, ScoreRequest(task, trajectory)))
 
     async def judged(self, verifiers: Verifiers, asked: ScoreRequest) -> ScoredEpisode:
-        """What the rewards give. Raises as `RewardExecutor.scored`."""
+        """Return the result of the verifiers. Raises as `RewardExecutor.scored`."""
         async with self._turns.one():
             work = asyncio.wrap_future(_on_a_thread(verifiers, asked))
             await asyncio.wait({work}, timeout=self.timeout_s)
@@ -132,7 +133,7 @@ class ThreadRewardExecutor:
             raise _late(asked.task, self.timeout_s) from TimeoutError()
 
 
-def _rewards(world: World, environment: Environment | None) -> Sequence[Reward]:
+def _rewards_of(world: World, environment: Environment | None) -> Sequence[Reward]:
     return world.rewards if environment is None else environment.rewards
 
 
@@ -141,19 +142,19 @@ def _with(trajectory: Trajectory, found: ScoredEpisode) -> Trajectory:
 
 
 def graded(trajectory: Trajectory, seconds: float) -> Trajectory:
-    """With so many seconds more of computing its rewards."""
+    """Return the trajectory with `seconds` added to the time spent computing its rewards."""
     before = trajectory.timings
     return replace(trajectory, timings=replace(before, grading_s=before.grading_s + seconds))
 
 
 def waited(trajectory: Trajectory, seconds: float) -> Trajectory:
-    """With so many seconds more until it had its rewards."""
+    """Return the trajectory with `seconds` added to the time spent waiting for its rewards."""
     before = trajectory.timings
     return replace(trajectory, timings=replace(before, scoring_s=before.scoring_s + seconds))
 
 
 def places(config: Config) -> int:
-    """How many episodes a run computes the rewards of at once."""
+    """Return how many episodes of a run can be scored concurrently."""
     cluster, own = config.cluster, max(1, config.rollout.reward_processes)
     if not cluster.enabled:
         return own
@@ -169,7 +170,7 @@ def _on_a_thread(verifiers: Verifiers, asked: ScoreRequest) -> Future[ScoredEpis
     def work() -> None:
         try:
             future.set_result(verifiers.judge(asked))
-        except BaseException as error:  # boundary: it is raised where the future is waited for
+        except BaseException as error:  # boundary: raised in the task that awaits the future
             future.set_exception(error)
 
     Thread(target=work, name="rewards", daemon=True).start()
@@ -177,7 +178,7 @@ def _on_a_thread(verifiers: Verifiers, asked: ScoreRequest) -> Future[ScoredEpis
 
 
 def _late(task: Task, timeout_s: float, words: str = "") -> RewardTimeout:
-    """`words` are the Python frames of the process, the innermost first."""
+    """Return the timeout error; `words` are the Python frames of the process, innermost first."""
     found = [_FRAME.search(line) for line in words.splitlines()]
     frames = [frame.groups() for frame in found if frame]
     score = next((i for i, (_, _, name) in enumerate(frames) if name == "score"), 0)
@@ -185,7 +186,7 @@ def _late(task: Task, timeout_s: float, words: str = "") -> RewardTimeout:
     where = f": {inner[-1][2]}, at {inner[0][0]}, line {inner[0][1]}" if inner else ""
     return RewardTimeout(
         f"The rewards of task {task.id} took longer than {timeout_s:g} s{where}.",
-        "Bound what they do, or see rollout.reward_timeout_s.",
+        "Bound their work, or raise rollout.reward_timeout_s.",
     )
 
 
@@ -199,11 +200,11 @@ class _Gone(Exception):
 
 @dataclass(eq=False)
 class _Line:
-    """A process that scores, at the other end of a socket that does not block.
+    """Reward process at the other end of a non-blocking socket.
 
-    It is asked before it has answered, and answers in order: it need not wait for this process to wake up.
-    `closed` once it is no use any more. The socket goes when nobody is at it: a number that is used again
-    would leave whoever still waits asleep.
+    Requests are pipelined and answered in order, so the process need not wait for this one to wake up. `closed` if
+    it is no longer usable. The socket is closed once no task uses it: a reused file descriptor would leave waiting
+    tasks asleep.
     """
 
     ours: socket.socket
@@ -213,15 +214,17 @@ class _Line:
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def ask(self, said: bytes, wait_s: float) -> object:
-        """What it answers. Raises _Lost where it ends at this, or says nothing for so long, and _Gone where
-        it ended, or was closed, before it came to this. It is no use any more then, nor where whoever asks is
-        cancelled."""
+    async def request(self, said: bytes, wait_s: float) -> object:
+        """Send a request and return the reply.
+
+        Raises _Lost if the process exits during this request or does not reply within `wait_s`, and _Gone if it exited,
+        or the line was closed, before this request. In both cases, and on cancellation, the line becomes unusable.
+        """
         self.under_way += 1
         try:
             async with self._writing:
                 self._check()
-                async with asyncio.timeout(wait_s * self.under_way):  # it may score the others first
+                async with asyncio.timeout(wait_s * self.under_way):  # earlier requests are scored first
                     await self._send(frame(said))
             async with self._reading:
                 self._check()
@@ -240,15 +243,15 @@ class _Line:
                 self.ours.close()
 
     def close(self) -> None:
-        """Be done with it: whoever writes to it or reads from it wakes up, with _Gone."""
+        """Shut the line down; pending reads and writes raise _Gone."""
         self.closed = self._given_up = True
-        with suppress(OSError):  # it is closed already, or its other end is
+        with suppress(OSError):  # already closed, here or at the other end
             self.ours.shutdown(socket.SHUT_RDWR)
         if not self.under_way:
             self.ours.close()
 
     async def _send(self, said: bytes) -> None:
-        """Raises _Gone where it has ended at what was asked before: its last words are for who asked it."""
+        """Send bytes. Raises _Gone if the process exited during an earlier request, whose task reads its output."""
         try:
             await asyncio.get_running_loop().sock_sendall(self.ours, said)
         except OSError as error:
@@ -266,14 +269,15 @@ class _Line:
         return pickle.loads(await self._bytes(*LENGTH.unpack(head)))
 
     async def _bytes(self, count: int | None) -> bytes:
-        """So many bytes, or all until the end. Raises _Lost where the end comes too early, and _Gone where
-        that is because the line was closed here."""
+        """Return `count` bytes, or all until the end. Raises _Lost if the stream ends early, _Gone if the line was
+        closed in this process.
+        """
         found, loop = bytearray(), asyncio.get_running_loop()
         while count is None or len(found) < count:
             try:
                 size = 65536 if count is None else min(count - len(found), 1 << 20)
                 more = await loop.sock_recv(self.ours, size)
-            except ConnectionResetError:  # its end, where it had not read all that it was asked
+            except ConnectionResetError:  # the process exited with unread requests
                 more = b""
             if not more and self._given_up:
                 raise _Gone
@@ -287,7 +291,7 @@ class _Line:
 
 @dataclass
 class ProcessRewardExecutor:
-    """In at most `processes` processes, started when they are needed; with none, on a thread of this one."""
+    """Compute rewards in at most `processes` processes, started on demand; with 0, on a thread of this one."""
 
     place: WorldLocation
     processes: int = 1
@@ -303,32 +307,37 @@ class ProcessRewardExecutor:
 
     @classmethod
     def of(cls, config: Config) -> ProcessRewardExecutor:
-        """That of a run's settings."""
+        """Build from the settings of a run."""
         sections = (config.env, config.rollout, config.sandbox, config.rewards)
         return cls(WorldLocation(*sections, os.getcwd(), tuple(sys.path)), config.rollout.reward_processes)
 
     async def scored(
         self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
     ) -> Trajectory:
-        """As `RewardExecutor.scored`."""
-        rewards, why = _rewards(world, environment), ""
+        rewards, why = _rewards_of(world, environment), ""
         if environment is not None:
             try:
                 check_scored_elsewhere(world.rewards, rewards, environment)
             except ConfigError as error:
                 why = error.message
-        return _with(trajectory, await self._judged(world, Verifiers(rewards), ScoreRequest(task, trajectory), why))
+        return _with(
+            trajectory, await self._run_verifiers(world, Verifiers(rewards), ScoreRequest(task, trajectory), why)
+        )
 
     async def with_added(self, world: World, task: Task, trajectory: Trajectory) -> Trajectory:
-        """With what the section `rewards` has judged (`added_verifiers`): the parts, whose sum takes the
-        place of the reward, and the progress of the turns. Raises as `RewardExecutor.scored`."""
+        """Return the trajectory with the parts and turn progress that the `rewards` settings add (`added_verifiers`).
+
+        The sum of the added parts replaces the reward. Raises as `RewardExecutor.scored`.
+        """
         verifiers = added_verifiers(self.place.rewards, world)
-        found = await self._judged(world, verifiers, ScoreRequest(task, trajectory, added=True))
+        found = await self._run_verifiers(world, verifiers, ScoreRequest(task, trajectory, added=True))
         parts = {**trajectory.rewards, **found.parts}
         return replace(_with(trajectory, found), rewards=parts, turn_progress=found.turns)
 
-    async def _judged(self, world: World, verifiers: Verifiers, asked: ScoreRequest, why: str = "") -> ScoredEpisode:
-        """`why`: what keeps the verifiers in this process; empty where nothing does."""
+    async def _run_verifiers(
+        self, world: World, verifiers: Verifiers, asked: ScoreRequest, why: str = ""
+    ) -> ScoredEpisode:
+        """Return the result of the verifiers; `why` they must run in this process, or an empty string."""
         reply = await self._reply(world, asked) if self.processes and not why else UnreadableRequest(why)
         match reply:
             case ScoredEpisode():
@@ -337,19 +346,19 @@ class ProcessRewardExecutor:
                 raise reply.error from TimeoutError() if reply.late else None
             case UnreadableRequest() if self.processes and reply.why != self._why_here:
                 self._why_here = reply.why
-                log.warning("Rewards are computed in this process, which may hold it up: %s", reply.why)
+                log.warning("Rewards are computed in this process and may block it: %s", reply.why)
         return await self._here.judged(verifiers, asked)
 
     async def _reply(self, world: World, question: ScoreRequest) -> ScoredEpisode | RewardFailed | UnreadableRequest:
         task = question.task
         try:
             asked = pickle.dumps(question)
-        except Exception as error:  # boundary: foreign types; they are scored where they are known
+        except Exception as error:  # boundary: foreign types; scored in this process
             return UnreadableRequest(
                 f"Task {task.id} cannot be sent to another process ({type(error).__name__}: {error})."
             )
         if self._turns.is_elsewhere():
-            _close(self._lines)  # their locks are of another event loop
+            _close(self._lines)  # their locks belong to another event loop
         async with self._turns.one():
             while True:
                 line = await self._line(world)
@@ -359,7 +368,7 @@ class ProcessRewardExecutor:
                     return await self._answer(line, task, asked)
 
     async def _line(self, world: World) -> _Line | UnreadableRequest:
-        """The least busy process, or a new one where all are busy."""
+        """Return the least busy process, or a new one if all are busy."""
         async with self._turns.beginning():
             self._lines[:] = [line for line in self._lines if not line.closed]
             best = min(self._lines, key=lambda line: line.under_way, default=None)
@@ -373,7 +382,7 @@ class ProcessRewardExecutor:
     async def _answer(self, line: _Line, task: Task, asked: bytes) -> ScoredEpisode | RewardFailed | UnreadableRequest:
         timeout_s = self.place.rollout.reward_timeout_s
         try:
-            reply = await line.ask(asked, timeout_s + _SPARE_S)
+            reply = await line.request(asked, timeout_s + _SPARE_S)
         except _Lost as lost:
             if str(lost) or isinstance(lost.__cause__, TimeoutError):
                 raise _late(task, timeout_s, str(lost)) from TimeoutError()
@@ -388,15 +397,15 @@ class ProcessRewardExecutor:
         with theirs:
             _forks(os.getpid()).send(self.place, theirs.fileno())
         try:
-            reply = await line.ask(pickle.dumps(self.place), START_S)
+            reply = await line.request(pickle.dumps(self.place), START_S)
         except (_Lost, _Gone) as lost:
             raise RewardFault("The reward process does not start.", "Is memory short?") from lost
         if isinstance(reply, RewardsReady) and reply.parts == parts_of(world):
             return line
         line.close()
         if isinstance(reply, RewardFailed):
-            return UnreadableRequest(f"The world cannot be made a second time: {reply.error.message}")
-        return UnreadableRequest("The world of the settings has other rewards than the one that is played.")
+            return UnreadableRequest(f"The world cannot be built a second time: {reply.error.message}")
+        return UnreadableRequest("The world built from the settings has different rewards from the run's.")
 
 
 def _close(lines: list[_Line]) -> None:
@@ -406,21 +415,21 @@ def _close(lines: list[_Line]) -> None:
 
 @functools.cache
 def _forks(pid: int) -> _Forks:
-    """That of this process; one that was forked off has its own."""
+    """Return this process's fork server; a forked process has its own."""
     del pid
     return _Forks()
 
 
 @dataclass
 class _Forks:
-    """The process that forks those that score, started when the first is wanted."""
+    """Fork server: the process that forks the reward processes, started on demand."""
 
     _asked: socket.socket | None = None
     _running: subprocess.Popen[bytes] | None = None
     _lock: Lock = field(default_factory=Lock)
 
     def send(self, place: WorldLocation, line: int) -> None:
-        """Have a process answer on this socket."""
+        """Fork a process that answers on this socket."""
         names = ",".join([place.env.name, *(m.world or name for name, m in place.env.mixture.items())])
         with self._lock:
             for last in (False, True):

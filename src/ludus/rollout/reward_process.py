@@ -31,7 +31,7 @@ from ludus.ipc import frame, read_frame
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import TurnVerifier
 from ludus.rewards.registry import added_parts
-from ludus.rollout.episode import scored, shares_of_turns
+from ludus.rollout.episode import score_turns, scored
 from ludus.types import Task, Trajectory
 
 LATE = b"Timeout ("
@@ -156,7 +156,7 @@ class Verifiers:
         """Score a trajectory. Raises WorldError with the message of an error in one of them."""
         begin = time.perf_counter()
         found = scored(self.rewards, asked.task, asked.trajectory)
-        turns = () if self.turns is None else shares_of_turns(self.turns, asked.task, asked.trajectory)
+        turns = () if self.turns is None else score_turns(self.turns, asked.task, asked.trajectory)
         return ScoredEpisode(dict(found.rewards), found.reward, time.perf_counter() - begin, turns)
 
 

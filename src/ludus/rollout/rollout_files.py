@@ -1,22 +1,22 @@
-"""Rollouts on disk: `rollouts/step-000012.jsonl.gz`, gzip'd JSON lines, one trajectory a line.
+"""Rollout files: `rollouts/step-000012.jsonl.gz`, gzip-compressed JSON lines, one trajectory per line.
 
-A line is one object (`zcat step-000012.jsonl.gz | head -1 | jq .` shows it), keys sorted, ASCII:
+A line is one object (`zcat step-000012.jsonl.gz | head -1 | jq .`), keys sorted, ASCII:
 
-    schema      1; a reader refuses any other number
-    step        the training step that asked for the rollout
-    group       the id of its task; the lines of one group share it
+    schema      1; readers reject any other number
+    step        the training step that requested the rollout
+    group       the id of its task, shared by all lines of a group
     attempt     0, or more after retries
-    outcome     its ending in the ledger: trained, masked, dropped, failed;   reason   the ledger's words
-    advantage   the trajectory's advantage, or null where it has none
+    outcome     outcome in the ledger: trained, masked, dropped, failed;   reason   its reason
+    advantage   the trajectory's advantage, or null
     trajectory  task_id, sample, stop_reason, reward, rewards (by part), turn_rewards, leaf_rewards,
                 leaves (of a tree: messages, stop_reason, outcomes, rewards of each), anchors, tags, failure
-                messages   the chat in the OpenAI shape, from the prompt on
+                messages   the chat in the OpenAI format, including the prompt
                 outcomes   tool calls: call_id, tool, status, output, truncated, cost, retried
                 segments   kind, tokens, turn, parent, agent, logprobs, versions, finish_reason
 
-The truth of the task is not in it, nor is any wall-clock time: `ToolOutcome.seconds` reads back as 0 and
-`Trajectory.timings` as empty. So equal rollouts make equal files, byte for byte. Numbers are written so that
-they read back exactly; NaN and infinities are refused.
+The task's truth and wall-clock times are not stored: `ToolOutcome.seconds` reads back as 0 and
+`Trajectory.timings` as empty. So equal rollouts give equal files, byte for byte. Numbers round-trip exactly;
+NaN and infinities are rejected.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from ludus.types import Failure, Leaf, Message, Segment, StopReason, ToolOutcome
 SCHEMA = 1
 _COMPRESSION = 6
 _NUM_TOKENS = 2**31
-"""No vocabulary is larger."""
+"""Upper bound on vocabulary sizes."""
 _ROUNDING = 0.01
-"""Natural log: how far above 0 rounding may lift a log-probability."""
+"""Largest log-probability accepted as rounding (nats)."""
 _CLOCKS = {"seconds", "timings"}
-"""Fields of the records that hold wall-clock times, and are not stored."""
+"""Fields with wall-clock times, which are not stored."""
 
 _Data = dict[str, Any]
-"""A JSON object; what is read from a file is checked field by field on its way into a record."""
+"""JSON object; fields are validated when they are read into a record."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """One stored rollout: the trajectory, its ending in the ledger, and its advantage if it has one."""
+    """Stored rollout: the trajectory, its outcome in the ledger, and its advantage if it has one."""
 
     step: int
     group: str
@@ -63,28 +63,27 @@ class RolloutRecord:
 
     @property
     def key(self) -> RolloutKey:
-        """The rollout's name in the ledger."""
+        """The rollout's key in the ledger."""
         return RolloutKey(self.step, self.group, self.trajectory.sample, self.attempt)
 
 
 def rollouts_path(run_folder: Path, step: int) -> Path:
-    """Where the rollouts of a step lie in a run folder."""
+    """Return the rollout file of a step."""
     return run_folder / "rollouts" / f"step-{step:06d}.jsonl.gz"
 
 
 def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
-    """Write all records as one file, atomically: `path` holds either its earlier content or all of the new.
+    """Write all records to one file, atomically; creates the folder.
 
-    Makes the folder if need be. Raises StorageError where the disk refuses, and UserError for a number that
-    is not finite; nothing is left behind in either case.
+    Raises StorageError if writing fails, and UserError for a non-finite number; `path` is then unchanged.
     """
     write_lines(path, map(rollout_line, records))
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write ASCII lines, gzip'd, all of them or none: `path` holds its earlier content or the new.
+    """Write ASCII lines, gzip-compressed and atomically; creates the folder. Equal lines give equal bytes.
 
-    Makes the folder if need be; equal lines make equal bytes. Raises StorageError where the disk refuses.
+    Raises StorageError if writing fails.
     """
     with (
         replaced_file(path) as raw,
@@ -95,10 +94,9 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
-    """The records of a file, one at a time, in the order they were written.
+    """Yield the records of a file in order.
 
-    Raises UserError, with file and line, for a missing file, a line that is not a record, a file cut short
-    and a schema of another version.
+    Raises UserError, with file and line, for a missing or truncated file, an invalid record, and another schema.
     """
     number = 0
     try:
@@ -124,10 +122,9 @@ def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of `path` when the block ends well (temp file, fsync, rename).
+    """Open a temporary file that replaces `path` on success (fsync, rename).
 
-    Where the block raises, `path` stays as it was and the temporary file goes. An OSError becomes a
-    StorageError.
+    If the block raises, `path` is unchanged and the temporary file is removed. An OSError becomes a StorageError.
     """
     unfinished = path.with_name(path.name + ".tmp")
     try:
@@ -157,7 +154,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def rollout_line(record: RolloutRecord) -> str:
-    """The line of a record, without its end. Raises UserError for a number that is not finite."""
+    """Serialize a record to a line without newline. Raises UserError for a non-finite number."""
     data = {
         "schema": SCHEMA,
         "step": int(record.step),
@@ -172,13 +169,13 @@ def rollout_line(record: RolloutRecord) -> str:
         return json.dumps(data, sort_keys=True, allow_nan=False, separators=(",", ":"))
     except ValueError as error:
         raise UserError(
-            f"The rollout of {record.key} holds {_first_odd_number(data)}, which is not a finite number.",
+            f"The rollout of {record.key} holds {_first_non_finite(data)}, which is not a finite number.",
             "Look at the reward or engine that made it; nothing was written.",
         ) from error
 
 
-def _first_odd_number(data: object, where: str = "") -> str:
-    """The path of the first float that is not finite, "" where all are."""
+def _first_non_finite(data: object, where: str = "") -> str:
+    """Return the path of the first non-finite float, or ""."""
     if isinstance(data, float):
         return "" if math.isfinite(data) else f"{where.lstrip('.')}={data}"
     if isinstance(data, dict):
@@ -187,7 +184,7 @@ def _first_odd_number(data: object, where: str = "") -> str:
         parts = ((f"{where}[{i}]", value) for i, value in enumerate(data))
     else:
         return ""
-    return next((found for place, value in parts if (found := _first_odd_number(value, place))), "")
+    return next((found for place, value in parts if (found := _first_non_finite(value, place))), "")
 
 
 def _trajectory_data(trajectory: Trajectory) -> _Data:
@@ -246,15 +243,15 @@ def _outcome_data(outcome: ToolOutcome) -> _Data:
 
 
 def parse_rollout(value: object) -> RolloutRecord:
-    """The record that a line's JSON value is, with a trajectory that can be one.
+    """Parse the JSON value of a line and validate its trajectory.
 
-    Raises ValueError, TypeError or KeyError that says why not.
+    Raises ValueError, TypeError or KeyError with the reason.
     """
     data = dict(_object(value))
     schema = data.pop("schema", None)
     if schema != SCHEMA:
         raise ValueError(f"its schema is {schema!r}, this version reads {SCHEMA}")
-    _same_fields(data, RolloutRecord)
+    _check_fields(data, RolloutRecord)
     advantage = data["advantage"]
     record = RolloutRecord(
         step=_int(data["step"]),
@@ -270,9 +267,9 @@ def parse_rollout(value: object) -> RolloutRecord:
 
 
 def _check_trajectory(trajectory: Trajectory) -> None:
-    """Raise ValueError where the segments are none of a tree, or the rewards none of its leaves."""
+    """Raise ValueError if the segments do not form a tree, or the rewards do not match its leaves."""
     for number, segment in enumerate(trajectory.segments):
-        if fault := _fault_of_segment(segment, number):
+        if fault := _segment_fault(segment, number):
             raise ValueError(f"segments[{number}] {fault}")
     for name, own in (("leaf_rewards", trajectory.leaf_rewards), ("leaves", trajectory.leaves)):
         if own and len(own) != len(trajectory.rows):
@@ -281,8 +278,8 @@ def _check_trajectory(trajectory: Trajectory) -> None:
         raise ValueError("leaves has entries, and leaf_rewards has none")
 
 
-def _fault_of_segment(segment: Segment, number: int) -> str:
-    """What is wrong with the segment of that number; empty where nothing is. A parent of -1 is the root."""
+def _segment_fault(segment: Segment, number: int) -> str:
+    """Return the fault of segment `number`, or an empty string. A parent of -1 is the root."""
     if odd := [token for token in segment.tokens if not 0 <= token < _NUM_TOKENS]:
         return f"holds {odd[0]}, which is no token"
     if segment.parent is not None and not -1 <= segment.parent < number:
@@ -301,8 +298,8 @@ def _fault_of_segment(segment: Segment, number: int) -> str:
 
 def _trajectory(stored: _Data) -> Trajectory:
     lists = ("anchors", "leaf_rewards", "leaves", "turn_progress")
-    data: _Data = {name: [] for name in lists} | _object(stored)  # older files lack them
-    _same_fields(data, Trajectory)
+    data: _Data = {name: [] for name in lists} | _object(stored)  # missing in older files
+    _check_fields(data, Trajectory)
     return Trajectory(
         task_id=_str(data["task_id"]),
         sample=_int(data["sample"]),
@@ -323,7 +320,7 @@ def _trajectory(stored: _Data) -> Trajectory:
 
 
 def _leaf(data: _Data) -> Leaf:
-    _same_fields(data, Leaf)
+    _check_fields(data, Leaf)
     return Leaf(
         messages=tuple(_message(part) for part in data["messages"]),
         stop_reason=StopReason(data["stop_reason"]),
@@ -333,7 +330,7 @@ def _leaf(data: _Data) -> Leaf:
 
 
 def _segment(data: _Data) -> Segment:
-    _same_fields(data, Segment)
+    _check_fields(data, Segment)
     if data["kind"] not in ("prompt", "action", "observation"):
         raise ValueError(f"a segment of unknown kind {data['kind']!r}")
     if data["finish_reason"] not in ("stop", "length", "abort", None):
@@ -351,8 +348,8 @@ def _segment(data: _Data) -> Segment:
 
 
 def _outcome(stored: _Data) -> ToolOutcome:
-    data: _Data = {"cost": 0.0, "retried": False} | _object(stored)  # older files have neither
-    _same_fields(data, ToolOutcome)
+    data: _Data = {"cost": 0.0, "retried": False} | _object(stored)  # missing in older files
+    _check_fields(data, ToolOutcome)
     return ToolOutcome(
         call_id=_str(data["call_id"]),
         tool=_str(data["tool"]),
@@ -365,7 +362,7 @@ def _outcome(stored: _Data) -> ToolOutcome:
 
 
 def _failure(data: _Data) -> Failure:
-    _same_fields(data, Failure)
+    _check_fields(data, Failure)
     return Failure(part=_str(data["part"]), error=_str(data["error"]), attempts=_int(data["attempts"]))
 
 
@@ -375,8 +372,8 @@ def _message(data: object) -> Message:
     return cast(Message, data)
 
 
-def _same_fields(data: object, record: type) -> None:
-    """Raise ValueError unless `data` is an object with exactly the stored fields of the record."""
+def _check_fields(data: object, record: type) -> None:
+    """Raise ValueError unless `data` is an object with exactly the record's stored fields."""
     known = {f.name for f in fields(record)} - _CLOCKS
     odd = sorted(known ^ _object(data).keys())
     if odd:

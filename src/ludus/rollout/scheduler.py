@@ -1,4 +1,4 @@
-"""Schedule many episodes concurrently.
+"""Schedule many episodes concurrently, and build schedulers from settings.
 
 Returns one `Episode` per request, in order; one with a permanent infrastructure failure has the stop reason
 `failed`. Concurrency is bounded. Infrastructure failures, and only those, are retried in a fresh environment
@@ -11,23 +11,148 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from ludus.config.sections.rollout import BranchConfig
-from ludus.engines.base import seed_for
+from ludus.chat.render import Renderer
+from ludus.config.sections.rollout import BranchConfig, RolloutConfig
+from ludus.engines.base import ContinuesActions, Engine, EngineStats, RemoteStats, Request, seed_for
 from ludus.envs.base import World
 from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
-from ludus.rollout.branching import play_tree
-from ludus.rollout.chat_session import ChatSession, EngineChatSession, RestoreError
-from ludus.rollout.episode import EpisodeLimits, fresh_environment, is_being_cancelled, play_episode
+from ludus.rollout.episode import (
+    ChatSession,
+    EngineChatSession,
+    EpisodeLimits,
+    RestoreError,
+    fresh_environment,
+    is_being_cancelled,
+    run_unscored,
+)
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
-from ludus.rollout.lockstep_engine import LockstepEngine
 from ludus.rollout.reward_executor import RewardExecutor, ThreadRewardExecutor, waited
-from ludus.rollout.trees import attempts
-from ludus.types import Failure, Segment, StopReason, Task, ToolStatus, Trajectory
+from ludus.rollout.trees import attempts, run_tree
+from ludus.types import Completion, Failure, SamplingParams, Segment, StopReason, Task, ToolStatus, Trajectory
+
+if TYPE_CHECKING:
+    import torch
+
+
+_Entry = tuple[Request, "asyncio.Future[Completion]"]
+"""Request of an episode and the future that it waits on."""
+
+
+@dataclass
+class LockstepEngine:
+    """Engine whose batches are rounds of all joined episodes, so that they never depend on timing.
+
+    Collects requests until every joined episode is waiting or has left, then sends the round as one batch,
+    ordered by episode; errors of the engine reach every episode of the round. A slow tool delays all episodes,
+    which is the cost of reproducibility.
+    """
+
+    inner: Engine
+    _joined: set[str] = field(init=False, default_factory=set)
+    _waiting: dict[str, _Entry] = field(init=False, default_factory=dict)
+    _rounds: set[asyncio.Task[None]] = field(init=False, default_factory=set)
+
+    @property
+    def context_tokens(self) -> int:
+        return self.inner.context_tokens
+
+    @property
+    def version(self) -> int:
+        return self.inner.version
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self.inner.batch_invariant
+
+    @property
+    def continues_actions(self) -> bool:
+        return isinstance(self.inner, ContinuesActions) and self.inner.continues_actions
+
+    async def measure(self) -> None:
+        if isinstance(self.inner, RemoteStats):
+            await self.inner.measure()
+
+    def stats(self, *, reset: bool = False) -> EngineStats:
+        return self.inner.stats(reset=reset)
+
+    def swap(self, leaving: str | None, joining: str | None) -> None:
+        """Replace an episode by another atomically, so that no round starts in between."""
+        if leaving is not None:
+            self._joined.discard(leaving)
+        if joining is not None:
+            self._joined.add(joining)
+        self._start_round_if_complete()
+
+    async def generate(self, request: Request) -> Completion:
+        """Wait for the round and return the result. Raises ValueError for an episode that has not joined."""
+        if request.episode not in self._joined:
+            raise ValueError(f"episode {request.episode} has not joined")
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting[request.episode] = (request, future)
+        self._start_round_if_complete()
+        return await future
+
+    async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
+        return await self.inner.generate_batch(requests)
+
+    def release(self, episode: str) -> None:
+        self.inner.release(episode)
+
+    async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
+        await self.inner.load_weights(version, state)
+
+    async def fingerprint(self) -> str | None:
+        return await self.inner.fingerprint()
+
+    async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
+        return await self.inner.score(token_ids, adapter=adapter)
+
+    async def close(self) -> None:
+        """Cancel the running rounds and close the inner engine."""
+        rounds = tuple(self._rounds)
+        for task in rounds:
+            task.cancel()
+        await asyncio.gather(*rounds, return_exceptions=True)
+        await self.inner.close()
+
+    def _start_round_if_complete(self) -> None:
+        self._waiting = {e: w for e, w in self._waiting.items() if e in self._joined and not w[1].done()}
+        if not self._waiting or set(self._waiting) != self._joined:
+            return
+        entries = [self._waiting[episode] for episode in sorted(self._waiting)]
+        self._waiting = {}
+        task = asyncio.get_running_loop().create_task(self._round(entries))
+        self._rounds.add(task)
+        task.add_done_callback(lambda ended: self._end(ended, entries))
+
+    async def _round(self, entries: list[_Entry]) -> None:
+        try:
+            completions = await self.inner.generate_batch([request for request, _ in entries])
+            if len(completions) != len(entries):
+                raise EngineError(f"The engine answered {len(completions)} of {len(entries)} requests.")
+        except Exception as error:  # boundary: raised in every waiting episode
+            self._fail(entries, error)
+            return
+        for (_, future), completion in zip(entries, completions, strict=True):
+            if not future.done():
+                future.set_result(completion)
+
+    def _end(self, ended: asyncio.Task[None], entries: list[_Entry]) -> None:
+        self._rounds.discard(ended)
+        self._fail(entries, EngineError("The round was cancelled before the engine answered."))
+
+    @staticmethod
+    def _fail(entries: list[_Entry], error: Exception) -> None:
+        """Raise an error in the episodes that still wait."""
+        for _, future in entries:
+            if not future.done():
+                future.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +183,11 @@ class SchedulerLimits:
     max_failure_rate: float = 0.2
 
 
-ConversationFactory = Callable[[RolloutRequest], ChatSession]
-"""Makes the conversation of one attempt; a lock-step knows its episode as `episode_name(job.key)`."""
+ChatSessionFactory = Callable[[RolloutRequest], ChatSession]
+"""Build the chat session of an attempt, whose episode in a lockstep is `episode_name(job.key)`."""
 
 Attempt = Callable[[RolloutRequest], Awaitable[Trajectory]]
-"""Plays one attempt at a job, somewhere. Raises WorldError or EngineError where the infrastructure fails."""
+"""Run one attempt at a request. Raises WorldError or EngineError if the infrastructure fails."""
 
 InfrastructureError = WorldError | EngineError
 
@@ -77,7 +202,7 @@ def episode_name(key: RolloutKey) -> str:
 
 @dataclass
 class FailureBudget:
-    """The failures for good among `num_jobs` jobs; where `begun` are more, among those."""
+    """Permanent failures among `num_jobs` requests, or among the `begun` ones if these are more."""
 
     num_jobs: int
     failures: list[InfrastructureError] = field(default_factory=list)
@@ -98,7 +223,7 @@ class FailureBudget:
 
 @dataclass
 class _Run:
-    """The state of one call of `run`. `joined` are the names that the lock-step knows."""
+    """State of one call of `run`. `joined` are the names of the episodes in the lockstep."""
 
     pending: Iterator[tuple[int, RolloutRequest]]
     budget: FailureBudget
@@ -108,21 +233,21 @@ class _Run:
 
 @dataclass
 class Scheduler:
-    """Plays jobs. `lockstep`, where given, is the engine that the conversations speak to.
+    """Run rollout requests. `lockstep`, if set, is the engine of the chat sessions.
 
-    `limits_of`, where given, says the bounds of an episode in the place of `episode_limits`. `elsewhere`,
-    where given, plays the attempts; account and retries stay here. `scoring` gives the trajectories their
-    rewards; without `scores` somebody else does. With `branch` an episode that is not greedy is a tree.
+    `limits_of`, if set, replaces `episode_limits` for a task. `remote`, if set, runs the attempts; ledger and
+    retries stay in this process. `scoring` computes the rewards, unless `scores` is off. With `branch`, episodes
+    that are not greedy become trees.
     """
 
     world: World
-    converse: ConversationFactory
+    make_chat: ChatSessionFactory
     episode_limits: EpisodeLimits
     limits: SchedulerLimits
     ledger: Ledger
     lockstep: LockstepEngine | None = None
     limits_of: Callable[[Task], EpisodeLimits] | None = None
-    elsewhere: Attempt | None = None
+    remote: Attempt | None = None
     scores: bool = True
     scoring: RewardExecutor = field(default_factory=ThreadRewardExecutor)
     branch: BranchConfig | None = None
@@ -154,25 +279,25 @@ class Scheduler:
             def joins(leaving: str, joining: str) -> None:
                 self._swap(run, leaving, joining)
 
-            episode = run.done[position] = await self.play(job, run.budget, joins)
+            episode = run.done[position] = await self.run_one(job, run.budget, joins)
             if on_done is not None:
                 on_done(episode)
             taken = self._take(run, episode_name(episode.key))
 
-    async def play(
+    async def run_one(
         self, job: RolloutRequest, budget: FailureBudget, on_retry: Callable[[str, str], None] | None = None
     ) -> Episode:
-        """Play a job until an attempt succeeds or they have run out; then it is a failure of `budget`.
+        """Run a request until an attempt succeeds or retries are exhausted, which counts as a failure of `budget`.
 
-        `on_retry` is told the names of the attempt that failed and of the next one. An attempt that is
-        cancelled ends in the ledger as dropped.
+        `on_retry` receives the names of the failed attempt and of the next one. A cancelled attempt is recorded in
+        the ledger as dropped.
         """
         last = planned = job.key.attempt + self.limits.retries
         while True:
             self.ledger.start(job.key)
             try:
                 played = await self._play(job)
-                if is_being_cancelled():  # and the world has kept that to itself
+                if is_being_cancelled():  # and the world suppressed it
                     raise asyncio.CancelledError
                 return Episode(job.key, job.task, played, job.greedy)
             except asyncio.CancelledError:
@@ -180,7 +305,7 @@ class Scheduler:
                 raise
             except (WorldError, EngineError) as error:
                 self._note_failure(job.key, error)
-                last = max(last, planned + isinstance(error, RestoreError))  # to begin again once is no retry
+                last = max(last, planned + isinstance(error, RestoreError))  # one restart is not a retry
                 if is_being_cancelled():
                     raise asyncio.CancelledError from error
                 if job.key.attempt >= last:
@@ -196,8 +321,10 @@ class Scheduler:
             return await self._attempt(job)
 
     def _room(self) -> AbstractAsyncContextManager[None]:
-        """A place among the episodes that may be open at once, however they are started. Those of `run` are
-        never more: in lock-step one that waits here would be waited for."""
+        """Return a slot among the episodes that may be open at once.
+
+        `run` never exceeds the limit itself: in lockstep, an episode that waits here would block the round.
+        """
         if self.world.episodes_at_once is None:
             return nullcontext()
         self._places = self._places or asyncio.Semaphore(self.limits.concurrency)
@@ -206,18 +333,18 @@ class Scheduler:
     async def _attempt(self, job: RolloutRequest) -> Trajectory:
         if self.branch is None or job.greedy:
             return await self._path(job, (), 0)
-        return await play_tree(self.branch, lambda told, number: self._path(job, told, number))
+        return await run_tree(self.branch, lambda recorded, number: self._path(job, recorded, number))
 
-    async def _path(self, job: RolloutRequest, told: tuple[Segment, ...], number: int) -> Trajectory:
-        """Play a path of the episode's tree; 0 is the whole episode."""
-        conversation = self.converse(job)
+    async def _path(self, job: RolloutRequest, recorded: tuple[Segment, ...], number: int) -> Trajectory:
+        """Run a path of the episode's tree; 0 is the whole episode."""
+        conversation = self.make_chat(job)
         if number:
             assert isinstance(conversation, EngineChatSession)
             seed = seed_for(conversation.seed, "branch", number)
-            conversation = replace(conversation, told=told, seed=seed)
+            conversation = replace(conversation, recorded=recorded, seed=seed)
         environment = fresh_environment(self.world, job.task)
         limits = self.episode_limits if self.limits_of is None else self.limits_of(job.task)
-        played = await play_episode(job.task, job.key.sample, environment, conversation, limits)
+        played = await run_unscored(job.task, job.key.sample, environment, conversation, limits)
         if self.scores:
             begin = time.perf_counter()
             found = await self.scoring.scored(self.world, environment, job.task, played)
@@ -226,7 +353,7 @@ class Scheduler:
         return played
 
     async def _play(self, job: RolloutRequest) -> Trajectory:
-        trajectory = await (self.elsewhere or self.attempt)(job)
+        trajectory = await (self.remote or self.attempt)(job)
         every = attempts(trajectory)
         late = any(outcome.status is ToolStatus.TIMED_OUT for one in every for outcome in one.outcomes)
         if late or any(one.stop_reason is StopReason.TIMEOUT for one in every):
@@ -246,7 +373,7 @@ class Scheduler:
         return Episode(job.key, job.task, nothing, job.greedy)
 
     def _take(self, run: _Run, leaving: str | None) -> tuple[int, RolloutRequest] | None:
-        """The next job; it joins the lock-step in the same instant as the last one leaves."""
+        """Return the next request; its episode joins the lockstep as the previous one leaves."""
         taken = next(run.pending, None)
         self._swap(run, leaving, episode_name(taken[1].key) if taken else None)
         return taken
@@ -257,3 +384,101 @@ class Scheduler:
             run.joined.add(joining)
         if self.lockstep is not None:
             self.lockstep.swap(leaving, joining)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """Purpose of a round of episodes; determines seeds and temperature.
+
+    `branches`: episodes branch according to `rollout.branch`.
+    """
+
+    purpose: str
+    temperature: float
+    seed: int
+    branches: bool = False
+
+
+def engine_name(plan: SamplingPlan, key: RolloutKey) -> str:
+    """Return the episode's id for the engine; a task may be trained and evaluated at the same time."""
+    return f"{plan.purpose}/{episode_name(key)}"
+
+
+def sampling_params(rollout: RolloutConfig, temperature: float) -> SamplingParams:
+    """Return the sampling parameters of an action, without stops and seed."""
+    return SamplingParams(
+        temperature=temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        max_new_tokens=rollout.max_tokens_per_turn,
+    )
+
+
+def episode_limits(rollout: RolloutConfig) -> EpisodeLimits:
+    """Return the limits of an episode."""
+    return EpisodeLimits(
+        max_turns=rollout.max_turns,
+        max_tool_errors=rollout.max_tool_errors,
+        timeout_s=rollout.episode_timeout_s,
+        environment_timeout_s=rollout.environment_timeout_s,
+    )
+
+
+def rollout_for(world: World, rollout: RolloutConfig, task: Task) -> RolloutConfig:
+    """Return the world's rollout settings for a task, otherwise the run's."""
+    return world.rollout_of(task) or rollout
+
+
+def episodes_at_once(world: World, concurrency: int) -> int:
+    """Return the concurrency, capped by the sandbox's sessions."""
+    room = world.episodes_at_once
+    return concurrency if room is None else min(concurrency, room)
+
+
+def engine_scheduler(
+    world: World, engine: Engine, renderer: Renderer, rollout: RolloutConfig, plan: SamplingPlan, ledger: Ledger
+) -> Scheduler:
+    """Return a scheduler of episodes that sample from `engine`.
+
+    If runs are reproducible and the engine is not batch-invariant, episodes advance turn by turn in lockstep.
+    """
+    lockstep = LockstepEngine(engine) if rollout.reproducible and not engine.batch_invariant else None
+    if rollout.guided_tools:
+        renderer.guide(())
+
+    def make_chat(job: RolloutRequest) -> ChatSession:
+        key, own = job.key, rollout_for(world, rollout, job.task)
+        return EngineChatSession(
+            engine=lockstep or engine,
+            renderer=renderer,
+            params=sampling_params(own, 0.0 if job.greedy else plan.temperature),
+            max_tokens=own.max_seq_len,
+            episode=episode_name(key) if lockstep else engine_name(plan, key),
+            seed=seed_for(plan.seed, plan.purpose, key.step, key.task_id, key.sample),
+            guided=rollout.guided_tools,
+        )
+
+    made = scheduler(world, make_chat, rollout, ledger, lockstep)
+    if plan.branches and rollout.branch.branches:
+        made.branch = rollout.branch
+    return made
+
+
+def scheduler(
+    world: World,
+    make_chat: ChatSessionFactory,
+    rollout: RolloutConfig,
+    ledger: Ledger,
+    lockstep: LockstepEngine | None = None,
+) -> Scheduler:
+    """Return a scheduler with the configured limits, for any kind of chat session."""
+    return Scheduler(
+        world=world,
+        make_chat=make_chat,
+        episode_limits=episode_limits(rollout),
+        limits=SchedulerLimits(episodes_at_once(world, rollout.concurrency), rollout.retries, rollout.max_failure_rate),
+        ledger=ledger,
+        lockstep=lockstep,
+        limits_of=lambda task: episode_limits(rollout_for(world, rollout, task)),
+    )

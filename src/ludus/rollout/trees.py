@@ -1,8 +1,12 @@
-"""Trees of attempts: the paths of a trajectory as chains, and one trajectory from chains that share a prefix.
+"""Trajectory trees: split a tree into its paths, merge paths into a tree, and sample branching episodes.
 
-`paths` takes a tree apart, `with_chains` puts it together again after something was changed in each path, and
-`TrajectoryBranch` makes a tree from a chain and its forks. A chain is its own only path, and nothing here
-changes it.
+`paths` splits a tree, `with_chains` merges the paths after each was changed, and `grafted` builds a tree from a
+chain and its forks. A chain is its own only path and stays unchanged.
+
+A branching episode samples alternative continuations as one tree. The trunk equals the episode without
+branches. Each branch shares the segments before its fork, with their log-probabilities and versions, and
+continues with its own seeds in a fresh environment to which the recorded actions were replayed. Paths run one
+after the other, so that the tree is deterministic.
 """
 
 from __future__ import annotations
@@ -12,6 +16,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from ludus.config.sections.rollout import BranchConfig
+from ludus.errors import WorldError
+from ludus.rollout.episode import RestoreError
 from ludus.types import Leaf, Segment, Timings, Trajectory
 
 T = TypeVar("T", str, float)
@@ -19,22 +26,24 @@ T = TypeVar("T", str, float)
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A path from the root to a leaf: as a chain with the reward of its leaf, and where its action tokens are
-    among those of the whole trajectory, counted once in the order of the row."""
+    """Path from the root to a leaf, as a chain with the leaf's reward.
+
+    `places` are the indices of its action tokens among those of the whole trajectory, counted once in row order.
+    """
 
     trajectory: Trajectory
     places: tuple[int, ...]
 
 
 def leaf_rewards(trajectory: Trajectory) -> tuple[float, ...]:
-    """The reward of each path: those of the leaves where they are known, otherwise the trajectory's."""
+    """Return the reward of each path: the leaf's if known, otherwise the trajectory's."""
     return trajectory.leaf_rewards or (trajectory.reward,) * len(trajectory.rows)
 
 
 def paths(trajectory: Trajectory) -> list[Path]:
-    """The paths of a trajectory, each with what is known of its leaf.
+    """Return the paths of a trajectory, with the messages, outcomes and rewards of their leaves if known.
 
-    The `turn_rewards`, `anchors` and `turn_progress`, one for each action, go with them.
+    `turn_rewards`, `anchors` and `turn_progress`, one per action, are split accordingly.
     """
     if len(trajectory.rows) == 1:
         return [Path(trajectory, tuple(range(trajectory.num_action_tokens)))]
@@ -53,9 +62,9 @@ def paths(trajectory: Trajectory) -> list[Path]:
             reward=leaf_rewards(trajectory)[number],
             leaf_rewards=(),
             leaves=(),
-            turn_rewards=_of_actions(trajectory.turn_rewards, actions),
-            anchors=_of_actions(trajectory.anchors, actions),
-            turn_progress=_of_actions(trajectory.turn_progress, actions),
+            turn_rewards=_at_actions(trajectory.turn_rewards, actions),
+            anchors=_at_actions(trajectory.anchors, actions),
+            turn_progress=_at_actions(trajectory.turn_progress, actions),
         )
         if trajectory.leaves:
             leaf = trajectory.leaves[number]
@@ -71,14 +80,14 @@ def paths(trajectory: Trajectory) -> list[Path]:
 
 
 def attempts(trajectory: Trajectory) -> list[Trajectory]:
-    """The chains of a tree whose leaves are known one by one; otherwise the trajectory itself."""
+    """Return the paths of a tree if its leaves are known separately, otherwise the trajectory itself."""
     return [path.trajectory for path in paths(trajectory)] if trajectory.leaves else [trajectory]
 
 
 def with_chains(tree: Trajectory, chains: Sequence[Trajectory]) -> Trajectory:
-    """The tree with what `chains`, one for each of its paths, say of leaves and turns; the tokens stay.
+    """Return the tree with the leaf and turn data of `chains`, one per path; the tokens are unchanged.
 
-    The rewards of the tree are the means over its leaves, those of a turn the mean over the paths through it.
+    Rewards of the tree are means over its leaves; those of a turn are means over the paths through it.
     """
     names = dict.fromkeys(name for chain in chains for name in chain.rewards)
     first = chains[0]
@@ -89,15 +98,15 @@ def with_chains(tree: Trajectory, chains: Sequence[Trajectory]) -> Trajectory:
         outcomes=first.outcomes,
         rewards={name: _mean([chain.rewards.get(name, 0.0) for chain in chains]) for name in names},
         reward=_mean([chain.reward for chain in chains]),
-        turn_rewards=_of_turns(tree, [chain.turn_rewards for chain in chains]),
-        turn_progress=_of_turns(tree, [chain.turn_progress for chain in chains]),
+        turn_rewards=_mean_over_turns(tree, [chain.turn_rewards for chain in chains]),
+        turn_progress=_mean_over_turns(tree, [chain.turn_progress for chain in chains]),
         leaf_rewards=tuple(chain.reward for chain in chains),
         leaves=tuple(Leaf(c.messages, c.stop_reason, c.outcomes, c.rewards) for c in chains),
     )
 
 
-async def of_each_path(trajectory: Trajectory, change: Callable[[Trajectory], Awaitable[Trajectory]]) -> Trajectory:
-    """The trajectory after `change` of each of its `attempts`."""
+async def map_paths(trajectory: Trajectory, change: Callable[[Trajectory], Awaitable[Trajectory]]) -> Trajectory:
+    """Apply `change` to each of the trajectory's `attempts`."""
     if not trajectory.leaves:
         return await change(trajectory)
     chains = [await change(replace(chain, timings=Timings())) for chain in attempts(trajectory)]
@@ -107,7 +116,7 @@ async def of_each_path(trajectory: Trajectory, change: Callable[[Trajectory], Aw
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryBranch:
-    """A chain that leaves the chain number `of` after its first `shared` segments."""
+    """Chain that forks from chain number `of` after its first `shared` segments."""
 
     chain: Trajectory
     of: int = 0
@@ -115,7 +124,7 @@ class TrajectoryBranch:
 
 
 def grafted(grafts: Sequence[TrajectoryBranch]) -> Trajectory:
-    """One trajectory of all chains; the first is the trunk, and each other one leaves an earlier one."""
+    """Merge chains into one trajectory: the first is the trunk, each other one forks from an earlier one."""
     segments: list[Segment] = []
     rows: list[list[int]] = []
     for graft in grafts:
@@ -142,18 +151,18 @@ def grafted(grafts: Sequence[TrajectoryBranch]) -> Trajectory:
 
 
 def _actions_of_rows(tree: Trajectory) -> list[list[int]]:
-    """The numbers of the actions of each row, among all actions in the order of the segments."""
+    """Return the indices of each row's actions among all actions, in segment order."""
     actions = [i for i, segment in enumerate(tree.segments) if segment.kind == "action"]
     numbers = {i: number for number, i in enumerate(actions)}
     return [[numbers[i] for i in row if i in numbers] for row in tree.rows]
 
 
-def _of_actions(values: tuple[T, ...], actions: list[int]) -> tuple[T, ...]:
+def _at_actions(values: tuple[T, ...], actions: list[int]) -> tuple[T, ...]:
     return tuple(values[number] for number in actions if number < len(values))
 
 
-def _of_turns(tree: Trajectory, chains: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """One for each action of the tree, 0 where none was given; empty if none was given at all."""
+def _mean_over_turns(tree: Trajectory, chains: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Return one value per action of the tree, 0 where missing; empty if there are none."""
     if not any(chains):
         return ()
     found: list[list[float]] = [[] for segment in tree.segments if segment.kind == "action"]
@@ -165,7 +174,7 @@ def _of_turns(tree: Trajectory, chains: Sequence[tuple[float, ...]]) -> tuple[fl
 
 
 def _mean(values: Sequence[float]) -> float:
-    """The mean, and of equal values exactly these."""
+    """Return the mean; equal values are returned exactly."""
     return values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
 
 
@@ -178,3 +187,67 @@ def _sum_of(timings: Iterable[Timings]) -> Timings:
         scoring_s=sum(one.scoring_s for one in every),
         grading_s=sum(one.grading_s for one in every),
     )
+
+
+RunPath = Callable[[tuple[Segment, ...], int], Awaitable[Trajectory]]
+"""Run the path of a number (0: trunk) from these segments to its end."""
+
+
+async def run_tree(settings: BranchConfig, run_path: RunPath) -> Trajectory:
+    """Run a trunk, then branches at its chosen turns, then branches of branches.
+
+    Stops at `settings.max_leaves` leaves or if no chosen turn is left. Raises WorldError if the world is not
+    deterministic, and errors of the episode.
+    """
+    grafts = [TrajectoryBranch(await run_path((), 0))]
+    number = 0
+    while number < len(grafts):
+        one = grafts[number]
+        for fork in _forks(settings, one):
+            for _ in range(settings.branches):
+                if len(grafts) >= settings.max_leaves:
+                    return grafted(grafts)
+                grafts.append(await _branch(run_path, one.chain, fork, number, len(grafts)))
+        number += 1
+    return grafted(grafts)
+
+
+async def _branch(run_path: RunPath, chain: Trajectory, fork: int, of: int, number: int) -> TrajectoryBranch:
+    """Run the path `number`, which forks from `chain`, the path `of`, before its segment `fork`."""
+    recorded = chain.segments[:fork]
+    try:
+        found = await run_path(recorded, number)
+    except RestoreError as error:
+        raise _nondeterminism_error(chain, error.message) from error
+    if len(found.segments) <= fork or any(
+        (a.kind, a.tokens) != (b.kind, b.tokens) for a, b in zip(recorded, found.segments, strict=False)
+    ):
+        raise _nondeterminism_error(chain, f"The first {fork} segments of {chain.name} differ on replay.")
+    return TrajectoryBranch(found, of, fork)
+
+
+def _nondeterminism_error(chain: Trajectory, why: str) -> WorldError:
+    return WorldError(
+        f"An episode of task {chain.task_id} cannot branch: {why}",
+        "rollout.branch needs a world that responds equally to equal actions.",
+    )
+
+
+def _forks(settings: BranchConfig, graft: TrajectoryBranch) -> list[int]:
+    """Return the action segments before which a path is forked.
+
+    Candidates are the actions after a branch's first one, or all of a trunk; by entropy, the highest come
+    first.
+    """
+    segments = graft.chain.segments
+    actions = [i for i, segment in enumerate(segments) if segment.kind == "action"]
+    own = [(turn, i) for turn, i in enumerate(actions) if i > graft.shared or graft.shared == 0]
+    if settings.turns:
+        return [i for turn, i in own if turn in settings.turns]
+    by_entropy = sorted(own, key=lambda one: (-mean_surprisal(segments[one[1]].logprobs), one[0]))
+    return [i for _, i in by_entropy[: settings.entropy_turns]]
+
+
+def mean_surprisal(logprobs: Sequence[float]) -> float:
+    """Return the mean of `-logprob`, an entropy estimate of an action's tokens."""
+    return -math.fsum(logprobs) / len(logprobs) if logprobs else 0.0

@@ -90,7 +90,7 @@ class Overlap:
         """Current speed of the learner, 1 if undisturbed."""
         return 1 - (1 - self.factor) * self.duty if self._busy_engines else 1.0
 
-    def rest(self, times: float) -> None:
+    def throttle(self, times: float) -> None:
         """Let engines pause after each pass for `times` its duration."""
         with _at_another_speed([*self.engines, *self.learner]):
             self.duty = 1 / (1 + times)

@@ -143,7 +143,7 @@ class SimWorld(World):
             del self._started[task.id]
         return SimEnvironment(iter(self.sampler.calls(group, member)))
 
-    def converse(self, pool: DevicePool, request: RolloutRequest) -> SimChatSession:
+    def make_chat(self, pool: DevicePool, request: RolloutRequest) -> SimChatSession:
         """Return the chat session of a request."""
         actions = self.sampler.actions(int(request.task.id), request.key.sample)
         return SimChatSession(pool, actions, self.sampler.shape.read)

@@ -15,11 +15,17 @@ from functools import partial
 from itertools import pairwise
 
 from ludus.rollout.episode import EpisodeLimits
+from ludus.rollout.group_queue import GroupQueue
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, SchedulerLimits
-from ludus.rollout.streaming.concurrency_control import ConcurrencyController, EngineLoad, PassTimes, first_in_flight
-from ludus.rollout.streaming.group_queue import GroupQueue
-from ludus.rollout.streaming.staleness_control import StalenessController, StalenessSchedule
+from ludus.rollout.stream_control import (
+    ConcurrencyController,
+    EngineLoad,
+    PassTimes,
+    StalenessController,
+    StalenessSchedule,
+    first_in_flight,
+)
 from ludus.simulator.costs import Costs, RunLayout
 from ludus.simulator.devices import DevicePool, Overlap, SimEngine, SimLearner, now, run_virtual
 from ludus.simulator.episodes import EpisodeSampler, NoRewards, SimWorld, num_sampled, token_ages
@@ -147,7 +153,7 @@ class _Simulation:
         world = SimWorld(EpisodeSampler(costs.episode, costs.tool, layout.seed), layout.members)
         self.scheduler = Scheduler(
             world=world,
-            converse=partial(world.converse, self.pool),
+            make_chat=partial(world.make_chat, self.pool),
             episode_limits=EpisodeLimits(max_turns=10**9, environment_timeout_s=_NO_LIMIT_S),
             limits=SchedulerLimits(layout.max_in_flight),
             ledger=self.ledger,
@@ -190,7 +196,7 @@ class _Simulation:
         queue = GroupQueue(
             admission=StalenessController(StalenessSchedule(layout.groups, layout.max_staleness, layout.steps)),
             source=self.source,
-            play=lambda job: self.scheduler.play(job, budget),
+            run_request=lambda job: self.scheduler.run_one(job, budget),
             in_flight=layout.in_flight or limit.now,
         )
         queue.start()
@@ -201,7 +207,7 @@ class _Simulation:
             batch = await queue.take()
             episodes = [episode for group in batch.groups for episode in group.episodes]
             marks.append(now())
-            with self._unhurried(queue):
+            with self._throttled(queue):
                 await self._train(episodes)
             marks.append(now())
             await sending
@@ -213,7 +219,7 @@ class _Simulation:
                 await self._send_weights(step)
                 queue.published(step)
             marks.append(now())
-            queue.forget_ended()
+            queue.pop_ended()
             done, passes = self._close(step, episodes, marks, queue.in_flight)
             if not layout.in_flight:
                 load = EngineLoad(
@@ -228,11 +234,11 @@ class _Simulation:
         await queue.close()
         return self.steps
 
-    def _unhurried(self, queue: GroupQueue) -> AbstractContextManager[None]:
+    def _throttled(self, queue: GroupQueue) -> AbstractContextManager[None]:
         """Throttle the engine while the learner works, if it is a single one in the learner's process."""
         if self.layout.engines > 1 or self.costs.transfer_s:
             return nullcontext()
-        return queue.unhurried(self.learner.overlap.rest)
+        return queue.throttled(self.learner.overlap.throttle)
 
     async def _send_weights(self, step: int) -> None:
         await self.pool.load_weights(step, self.costs.sync_s + self.costs.transfer_s)

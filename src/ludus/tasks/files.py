@@ -11,7 +11,7 @@ from typing import Final
 
 from ludus.errors import UserError
 from ludus.rewards.extract import NotJson, read_json
-from ludus.tools.lines import json_lines
+from ludus.tools.fetch import json_lines
 from ludus.types import JSON, Task
 
 SPLITS: Final = ("train", "validation", "test")

@@ -10,7 +10,7 @@
         \"\"\"
 
 The schema is built from the annotations, the descriptions from the docstring. Arguments are validated before
-the function runs; its exceptions become observations (`ludus.envs.toolbox`).
+the function runs; its exceptions become observations (`ludus.envs.tool_env`).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def shared_by(num_processes: int) -> Iterator[None]:
 
 
 class ArgumentError(ValueError):
-    """The arguments do not match the tool's signature; the text tells the model which and why."""
+    """The arguments do not match the tool's signature; the text is shown to the model."""
 
 
 ToolFunction = Callable[..., str] | Callable[..., Awaitable[str]]
@@ -150,7 +150,7 @@ class Tool:
         try:
             model = self.arguments.model_validate_json(json.dumps(dict(arguments)))
         except ValidationError as error:
-            raise ArgumentError("; ".join(map(_in_words, error.errors()))) from None
+            raise ArgumentError("; ".join(map(_describe_error, error.errors()))) from None
         except Exception as error:  # boundary: a tool's own types may raise anything in validation
             raise ArgumentError(f"the arguments cannot be read: {type(error).__name__}: {error}") from error
         return {name: model.__dict__[name] for name in self.arguments.model_fields}
@@ -160,7 +160,31 @@ class Tool:
         return self.check(arguments)
 
 
-def _in_words(error: Any) -> str:  # noqa: ANN401 (pydantic's own mapping)
+class _NoArguments(BaseModel):
+    """The arguments of tools that do not validate against a pydantic model."""
+
+
+@dataclass(frozen=True)
+class DescribedTool(Tool):
+    """A tool with an external schema, from a client, a file or a server."""
+
+    arguments: type[BaseModel] = _NoArguments
+    given: ToolSchema | None = field(default=None, kw_only=True)
+
+    @cached_property
+    def schema(self) -> ToolSchema:
+        """The given schema."""
+        assert self.given is not None
+        return self.given
+
+
+def described_tool(schema: ToolSchema) -> DescribedTool:
+    """Create a tool that is shown to a model, but not executed here, from an OpenAI tool description."""
+    function = schema["function"]
+    return DescribedTool(function["name"], function["description"], str, given=schema)
+
+
+def _describe_error(error: Any) -> str:  # noqa: ANN401 (pydantic's own mapping)
     where = ".".join(str(part) for part in error["loc"]) or "arguments"
     if error["type"] == "missing":
         return f"the argument {where!r} is missing"
@@ -216,8 +240,8 @@ def _arguments_model(fn: ToolFunction, described: Mapping[str, str]) -> type[Bas
         if parameter.name not in hints:
             raise TypeError(f"tool {fn.__name__}: parameter {parameter.name!r} needs a type annotation")
         default = ... if parameter.default is parameter.empty else parameter.default
-        said = described.get(parameter.name)
-        info = Field(default=default) if said is None else Field(default=default, description=said)
+        text = described.get(parameter.name)
+        info = Field(default=default) if text is None else Field(default=default, description=text)
         fields[parameter.name] = (hints[parameter.name], info)
     config = ConfigDict(extra="forbid", strict=True)
     return create_model(f"{fn.__name__}_arguments", __config__=config, **fields)
@@ -231,3 +255,17 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
         for match in re.finditer(r"^\s+(\w+):\s*(.+?)(?=^\s+\w+:|^\s*$|\Z)", args, re.M | re.S)
     }
     return " ".join(head.split()), described
+
+
+def submit_tool() -> Tool:
+    """Create the tool `submit(answer)`: `ToolEnv` ends the episode, and `Trajectory.answer` is the text."""
+
+    async def submit(answer: str) -> str:
+        """Hand in the final answer. This ends the task.
+
+        Args:
+            answer: the answer, and nothing else.
+        """
+        return answer
+
+    return tool(traits=Traits(latency="instant", ends=True))(submit)

@@ -55,7 +55,7 @@ def evaluate(expression: str) -> Number:
         raise ToolError(f"the expression is longer than {MOST_CHARACTERS} characters: split it")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
-        return _bounded(_value(tree.body))
+        return _check_bounds(_value(tree.body))
     except SyntaxError as error:
         raise ToolError(f"{expression!r} is no expression: {error.msg}") from None
     except ZeroDivisionError:
@@ -85,7 +85,7 @@ def _value(node: ast.expr) -> Number:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             if math.isinf(number):
                 raise ToolError("a number is too large")
-            return _bounded(Fraction(repr(number)))
+            return _check_bounds(Fraction(repr(number)))
         case ast.Name(id=name) if name in _NAMES:
             return _NAMES[name]
         case ast.UnaryOp(op=ast.USub(), operand=inner):
@@ -93,13 +93,13 @@ def _value(node: ast.expr) -> Number:
         case ast.UnaryOp(op=ast.UAdd(), operand=inner):
             return _value(inner)
         case ast.BinOp(op=op, left=left, right=right) if type(op) in _BINARY:
-            return _bounded(_BINARY[type(op)](_value(left), _value(right)))
+            return _check_bounds(_BINARY[type(op)](_value(left), _value(right)))
         case ast.Call(func=ast.Name(id=name), args=given, keywords=[]) if name in FUNCTIONS:
             function, least, most = FUNCTIONS[name]
             values = [_value(one) for one in given]
             if not least <= len(values) <= most:
                 raise ToolError(f"{name} does not take {len(values)} values")
-            return _bounded(function(*values))
+            return _check_bounds(function(*values))
     raise ToolError(_refusal(node))
 
 
@@ -124,7 +124,7 @@ def _whole_power(base: Fraction, exponent: int) -> Fraction:
     return Fraction(base**exponent)
 
 
-def _bounded(value: Number | int) -> Number:
+def _check_bounds(value: Number | int) -> Number:
     """Return the value unless it is too large, infinite or NaN."""
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -168,17 +168,17 @@ def _round(value: Number, digits: Number = Fraction(0)) -> Number:
     return round(value, places)
 
 
-def _float_of(function: Callable[..., float]) -> Callable[..., Number]:
+def _wrap_float(function: Callable[..., float]) -> Callable[..., Number]:
     """Wrap a function of floats; integers are passed as such, since `log` accepts them beyond floats."""
     return lambda *given: function(
         *(int(value) if isinstance(value, Fraction) and value.denominator == 1 else float(value) for value in given)
     )
 
 
-def _whole_of(name: str, function: Callable[..., int], most: int | None = None) -> Callable[..., Number]:
+def _wrap_whole(name: str, function: Callable[..., int], most: int | None = None) -> Callable[..., Number]:
     """Wrap a function of integers: any, or those from 0 to `most`."""
 
-    def of_whole(*given: Number) -> Number:
+    def wrapped(*given: Number) -> Number:
         for value in given:
             is_whole = isinstance(value, Fraction) and value.denominator == 1
             if not is_whole or (most is not None and not 0 <= value <= most):
@@ -186,15 +186,11 @@ def _whole_of(name: str, function: Callable[..., int], most: int | None = None) 
                 raise ToolError(f"{name} takes {between}")
         return Fraction(function(*map(int, given)))
 
-    return of_whole
+    return wrapped
 
 
 def _is_prime(n: int) -> int:
     return int(n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1)))
-
-
-def _num_primes(n: int) -> int:
-    return sum(map(_is_prime, range(2, n + 1)))
 
 
 FUNCTIONS: Final[Mapping[str, tuple[Callable[..., Number], int, int]]] = {
@@ -205,28 +201,19 @@ FUNCTIONS: Final[Mapping[str, tuple[Callable[..., Number], int, int]]] = {
     "floor": (lambda value: Fraction(math.floor(value)), 1, 1),
     "ceil": (lambda value: Fraction(math.ceil(value)), 1, 1),
     "sqrt": (_root, 1, 1),
-    "exp": (_float_of(math.exp), 1, 1),
-    "log": (_float_of(math.log), 1, 2),
+    "exp": (_wrap_float(math.exp), 1, 1),
+    "log": (_wrap_float(math.log), 1, 2),
     **{
-        name: (_float_of(function), 1, 1)
-        for name, function in {
-            "log2": math.log2,
-            "log10": math.log10,
-            "sin": math.sin,
-            "cos": math.cos,
-            "tan": math.tan,
-            "asin": math.asin,
-            "acos": math.acos,
-            "atan": math.atan,
-        }.items()
+        name: (_wrap_float(vars(math)[name]), 1, 1)
+        for name in ("log2", "log10", "sin", "cos", "tan", "asin", "acos", "atan")
     },
-    "gcd": (_whole_of("gcd", math.gcd), 2, _ANY),
-    "lcm": (_whole_of("lcm", math.lcm), 2, _ANY),
-    "factorial": (_whole_of("factorial", math.factorial, _MOST_ORDERED), 1, 1),
-    "comb": (_whole_of("comb", math.comb, _MOST_ORDERED), 2, 2),
-    "perm": (_whole_of("perm", math.perm, _MOST_ORDERED), 2, 2),
-    "isprime": (_whole_of("isprime", _is_prime, _MOST_COUNTED), 1, 1),
-    "primes": (_whole_of("primes", _num_primes, _MOST_COUNTED), 1, 1),
+    "gcd": (_wrap_whole("gcd", math.gcd), 2, _ANY),
+    "lcm": (_wrap_whole("lcm", math.lcm), 2, _ANY),
+    "factorial": (_wrap_whole("factorial", math.factorial, _MOST_ORDERED), 1, 1),
+    "comb": (_wrap_whole("comb", math.comb, _MOST_ORDERED), 2, 2),
+    "perm": (_wrap_whole("perm", math.perm, _MOST_ORDERED), 2, 2),
+    "isprime": (_wrap_whole("isprime", _is_prime, _MOST_COUNTED), 1, 1),
+    "primes": (_wrap_whole("primes", lambda n: sum(map(_is_prime, range(2, n + 1))), _MOST_COUNTED), 1, 1),
 }
 """Function, minimum and maximum number of arguments by name. `primes(n)` counts the primes up to n."""
 

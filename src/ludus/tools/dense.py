@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 
 from ludus.errors import UserError
-from ludus.tools.search import held
+from ludus.tools.search import RankedIndex
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,17 +37,6 @@ class Encoder(Protocol):
         ...
 
 
-class RankedPassages(Protocol):
-    """An index that ranks its passages for a query."""
-
-    @property
-    def passages(self) -> tuple[str, ...]: ...
-
-    def ranking(self, query: str, depth: int) -> list[int]:
-        """Return the indices of at most `depth` best passages, best first."""
-        ...
-
-
 class FolderEncoder:
     """A model from a folder: mean of the last hidden states over a text's tokens, normalized.
 
@@ -60,9 +49,9 @@ class FolderEncoder:
         self._prefix, self._max_tokens, self._batch = prefix, max_tokens, batch
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Return unit vectors, `[len(texts), D]` float32. Texts of equal token count share an
-        unpadded batch."""
-        rows = [self._ids(text) for text in texts]
+        """Return unit vectors, `[len(texts), D]` float32. Texts of equal token count share an unpadded batch."""
+        encoded = [self._tokenizer(self._prefix + text)["input_ids"][: self._max_tokens] for text in texts]
+        rows: list[list[int]] = [ids or [0] for ids in encoded]
         by_length = sorted(range(len(rows)), key=lambda i: (len(rows[i]), i))
         found: dict[int, np.ndarray] = {}
         while by_length:
@@ -71,10 +60,6 @@ class FolderEncoder:
             by_length = by_length[len(together) :]
             found |= zip(together, self._forward([rows[i] for i in together]), strict=True)
         return np.stack([found[i] for i in range(len(rows))])
-
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(self._prefix + text)["input_ids"][: self._max_tokens]
-        return ids or [0]
 
     def _forward(self, rows: list[list[int]]) -> np.ndarray:
         import torch
@@ -87,45 +72,37 @@ class FolderEncoder:
         return vectors
 
 
-class DenseIndex:
-    """Ranks passages by cosine similarity. `asking` encodes queries, if it differs from `encoder`."""
+class DenseIndex(RankedIndex):
+    """Ranks passages by cosine similarity. `query_encoder` encodes queries; by default `encoder`."""
 
-    def __init__(self, passages: Sequence[str], encoder: Encoder, asking: Encoder | None = None) -> None:
+    def __init__(self, passages: Sequence[str], encoder: Encoder, query_encoder: Encoder | None = None) -> None:
         self.passages = tuple(passages)
         self._vectors = encoder.encode(self.passages)  # [P, D]
-        self._asking = asking or encoder
+        self._query_encoder = query_encoder or encoder
         self._scores = lru_cache(maxsize=4096)(self._order)
-
-    def search(self, query: str, k: int = 2) -> list[str]:
-        """Return the `k` best passages, best first; never empty."""
-        return [self.passages[i] for i in self.ranking(query, held(k))]
 
     def ranking(self, query: str, depth: int) -> list[int]:
         """Return the indices of the best passages, best first, at most `depth` and `DEPTH`."""
         return list(self._scores(query)[:depth])
 
     def _order(self, query: str) -> tuple[int, ...]:
-        scores = np.round(self._vectors @ self._asking.encode([query])[0], DECIMALS)
+        scores = np.round(self._vectors @ self._query_encoder.encode([query])[0], DECIMALS)
         order: list[int] = np.argsort(-scores, kind="stable")[:DEPTH].tolist()
         return tuple(order)
 
 
-class HybridIndex:
+class HybridIndex(RankedIndex):
     """Reciprocal rank fusion of several rankings of the same passages: the sum of `1 / (60 + rank)`.
 
     Ranks count from 1; each ranking contributes its first 100 passages. Raises ValueError for indices over
     different passages.
     """
 
-    def __init__(self, *indices: RankedPassages) -> None:
+    def __init__(self, *indices: RankedIndex) -> None:
         if len({index.passages for index in indices}) != 1:
             raise ValueError("a hybrid index needs indices over the same passages")
         self.passages = indices[0].passages
         self._indices = indices
-
-    def search(self, query: str, k: int = 2) -> list[str]:
-        """Return the `k` best passages, best first."""
-        return [self.passages[i] for i in self.ranking(query, held(k))]
 
     def ranking(self, query: str, depth: int) -> list[int]:
         """Return the indices of at most `depth` best passages, best first."""

@@ -13,7 +13,6 @@ from urllib.parse import unquote, urldefrag
 
 from ludus.errors import UserError
 from ludus.tools.base import Tool, ToolError, Traits, tool
-from ludus.tools.lines import json_lines
 
 PAGE: Final = 1500
 """Characters per page; with its header a page stays below `rollout.max_tool_output`."""
@@ -22,8 +21,7 @@ _TEXTS: Final = (".html", ".htm", ".md", ".txt")
 
 
 def fetch_tool(corpus: Mapping[str, str], page_size: int = PAGE) -> Tool:
-    """Create the tool `fetch(url, page)` over a corpus (URL to text). Raises UserError for
-    equivalent URLs."""
+    """Create the tool `fetch(url, page)` over a corpus by URL. Raises UserError for equivalent URLs."""
     by_key = {_key(url): url for url in corpus}
     if len(by_key) < len(corpus):
         twice = next(url for url in corpus if by_key[_key(url)] != url)
@@ -89,6 +87,15 @@ def load_corpus(path: Path) -> dict[str, str]:
     return corpus
 
 
+def json_lines(text: str) -> list[str]:
+    """Split a JSON-lines file, keeping blank lines so that line numbers match the file.
+
+    Only a line feed ends a line: JSON text may contain U+2028, U+2029 and U+0085, at which `str.splitlines`
+    would split. A leading byte order mark is removed.
+    """
+    return text.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}").split("\n")
+
+
 def text_of_html(page: str) -> str:
     """Extract the visible text of a page: no scripts, styles and tags; blocks become lines."""
     page = re.sub(r"(?is)<!--.*?-->|<(script|style|head)\b.*?</\1\s*>", " ", page)
@@ -121,3 +128,11 @@ def _near(url: str, by_key: Mapping[str, str]) -> str:
     if not near:
         return "Search for the page first."
     return "Near ones: " + ", ".join(by_key[other] for other in near[:NEAR])
+
+
+def stripped_lines(text: str) -> list[str]:
+    """Return the lines of a text without blanks at their ends and without empty lines at the end."""
+    lines = [line.rstrip() for line in text.split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines

@@ -28,8 +28,8 @@ def python_tool(sandbox: Sandbox, limits: Limits = _ONCE) -> Tool:
             outcome = await sandbox.run(code, limits=limits)
         except UserError as error:
             raise ToolError(error.message) from error
-        said = report(outcome, limits, in_session=False)
-        return said if said != "[no output]" else "[no output: print what you want to see]"
+        text = report(outcome, limits, in_session=False)
+        return text if text != "[no output]" else "[no output: print what you want to see]"
 
     return tool(timeout_s=limits.wall_s + WAIT_S, traits=Traits(idempotent=True))(python)
 

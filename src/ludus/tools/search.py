@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,21 @@ def words(text: str) -> list[str]:
     return re.findall(r"[^\W_]+", "".join(c for c in plain if not unicodedata.combining(c)))
 
 
-class PassageIndex:
+class RankedIndex(ABC):
+    """Passages that can be ranked for a query."""
+
+    passages: tuple[str, ...]
+
+    @abstractmethod
+    def ranking(self, query: str, depth: int) -> list[int]:
+        """Return the indices of at most `depth` best passages, best first."""
+
+    def search(self, query: str, k: int = 2) -> list[str]:
+        """Return the `k` best passages of `ranking`, best first; `k` is clamped to 1 to `MAX_PASSAGES`."""
+        return [self.passages[i] for i in self.ranking(query, max(1, min(k, MAX_PASSAGES)))]
+
+
+class PassageIndex(RankedIndex):
     """A BM25 index over passages. Ties are broken by passage order."""
 
     def __init__(self, passages: Sequence[str]) -> None:
@@ -31,12 +46,7 @@ class PassageIndex:
         self._bm25: Any = bm25s.BM25(method="lucene", k1=1.2, b=0.75)
         self._bm25.index([words(p) for p in self.passages], show_progress=False)
         self._vocabulary: dict[str, int] = self._bm25.vocab_dict
-
         self._ranking = lru_cache(maxsize=4096)(self._rank)
-
-    def search(self, query: str, k: int = 2) -> list[str]:
-        """Return the `k` best passages, best first; passages without a word of the query are excluded."""
-        return [self.passages[i] for i in self.ranking(query, held(k))]
 
     def ranking(self, query: str, depth: int) -> list[int]:
         """Return the indices of at most `depth` best passages that share a word, best first."""
@@ -54,20 +64,7 @@ class PassageIndex:
         return order
 
 
-def held(k: int) -> int:
-    """Clamp the number of returned passages."""
-    return max(1, min(k, MAX_PASSAGES))
-
-
-class Searches(Protocol):
-    """An index: `PassageIndex`, or one of `ludus.tools.dense`."""
-
-    def search(self, query: str, k: int = 2) -> list[str]:
-        """Return the `k` best passages, best first."""
-        ...
-
-
-def search_tool(index: Searches, default_k: int = 2) -> Tool:
+def search_tool(index: RankedIndex, default_k: int = 2) -> Tool:
     """Create the tool `search(query, k)` over an index."""
 
     def search(query: str, k: int = default_k) -> str:

@@ -68,7 +68,7 @@ CHECK_EVERY = 200
 
 
 class SqlError(ValueError):
-    """A query failed or was refused; the text tells the model why."""
+    """A query failed or was refused; the text is shown to the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Database:
                 raise SqlError(f"no such table: {table}.{_nearest(table, known)} Tables: {', '.join(known)}")
             name = names[table.casefold()]
             with _Guard(False, self.limits).over(connection):
-                first = _fetch(connection, f"SELECT * FROM {_quoted(name)}", self.limits, samples)
+                first = _fetch(connection, f"SELECT * FROM {_quote(name)}", self.limits, samples)
                 outline = _outline(connection, name)
             return f"{outline}\n{as_table(first, self.limits)}"
 
@@ -155,9 +155,9 @@ class Database:
                 raise SqlError(f"{error}{self._hint(str(error))}") from error
             return result, connection.serialize() if self.writable else self.image
 
-    def _hint(self, told: str) -> str:
+    def _hint(self, message: str) -> str:
         """Return the nearest names for an unknown one."""
-        found = NO_SUCH.search(told)
+        found = NO_SUCH.search(message)
         if found is None:
             return ""
         with closing(self._open()) as connection:
@@ -211,7 +211,7 @@ class _Guard:
         try:
             yield
         except (sqlite3.Error, MemoryError, OverflowError, ValueError) as error:
-            raise SqlError(self.reason or _in_words(error)) from error
+            raise SqlError(self.reason or _describe_error(error)) from error
         finally:
             connection.set_progress_handler(None, 0)
             connection.set_authorizer(None)
@@ -250,7 +250,7 @@ class _Guard:
             try:
                 row: Row = plain.execute(f"SELECT printf({', '.join('?' * len(given))})", given).fetchone()
             except sqlite3.Error as error:
-                self.reason = _in_words(error)
+                self.reason = _describe_error(error)
                 raise
         return row[0]
 
@@ -266,18 +266,18 @@ class _Guard:
 def _fetch(connection: sqlite3.Connection, text: str, limits: SqlLimits, keep: int | None) -> Result:
     cursor = connection.execute(text)
     columns = tuple(column[0] for column in cursor.description or ())
-    kept: list[Row] = []
+    rows: list[Row] = []
     total = 0
     for row in cursor:
         total += 1
         if total > limits.counted:
-            return Result(columns, tuple(kept), None)
-        if len(kept) < (limits.rows if keep is None else keep):
-            kept.append(row)
-    return Result(columns, tuple(kept), total)
+            return Result(columns, tuple(rows), None)
+        if len(rows) < (limits.rows if keep is None else keep):
+            rows.append(row)
+    return Result(columns, tuple(rows), total)
 
 
-def _in_words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return "the query needs too much memory"
     if isinstance(error, UnicodeError):
@@ -289,7 +289,7 @@ def _decode(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")
 
 
-def _quoted(name: str) -> str:
+def _quote(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -307,16 +307,16 @@ def _tables(connection: sqlite3.Connection) -> list[str]:
 
 
 def _columns(connection: sqlite3.Connection, table: str) -> list[str]:
-    return [str(row[1]) for row in connection.execute(f"PRAGMA table_info({_quoted(table)})")]
+    return [str(row[1]) for row in connection.execute(f"PRAGMA table_info({_quote(table)})")]
 
 
 def _outline(connection: sqlite3.Connection, table: str) -> str:
     """`sale(id INTEGER PRIMARY KEY, customer_id INTEGER -> customer.id, ...)`."""
-    links = connection.execute(f"PRAGMA foreign_key_list({_quoted(table)})").fetchall()
+    links = connection.execute(f"PRAGMA foreign_key_list({_quote(table)})").fetchall()
     target = {link[3]: f" -> {link[2]}.{link[4] or 'rowid'}" for link in links}
     columns = [
         f"{name} {kind}{' PRIMARY KEY' if key else ''}{target.get(name, '')}"
-        for _, name, kind, _, _, key in connection.execute(f"PRAGMA table_info({_quoted(table)})")
+        for _, name, kind, _, _, key in connection.execute(f"PRAGMA table_info({_quote(table)})")
     ]
     return f"{table}({', '.join(columns)})"
 

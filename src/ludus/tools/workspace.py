@@ -50,27 +50,27 @@ class Workspace:
 
         Raises UserError and WorldError.
         """
-        await self._opened()
+        await self._get_session()
 
     async def run(self, code: str) -> Outcome:
         """Run code in the session. Raises ToolError."""
-        return await self._untorn(lambda session: session.run(code))
+        return await self._run_shielded(lambda session: session.run(code))
 
     async def snapshot(self) -> Snapshot:
         """Return all files of the folder. Raises ToolError."""
-        return await self._untorn(lambda session: session.snapshot())
+        return await self._run_shielded(lambda session: session.snapshot())
 
     async def processes(self) -> tuple[Process, ...]:
         """List the session's processes. Raises ToolError."""
-        return await self._untorn(lambda session: session.processes())
+        return await self._run_shielded(lambda session: session.processes())
 
     async def write(self, files: Mapping[str, bytes]) -> None:
         """Write files to the folder; others stay. Raises ToolError."""
-        await self._untorn(lambda session: session.write(files))
+        await self._run_shielded(lambda session: session.write(files))
 
     async def restore(self, snapshot: Snapshot) -> None:
         """Replace all files of the folder. Raises ToolError."""
-        await self._untorn(lambda session: session.restore(snapshot))
+        await self._run_shielded(lambda session: session.restore(snapshot))
 
     async def change(self, edit: Callable[[Snapshot], Snapshot]) -> None:
         """Edit the files atomically and write back the differences.
@@ -84,7 +84,7 @@ class Workspace:
             after = edit(before)
             await session.change(difference(before, after))
 
-        await self._untorn(act)
+        await self._run_shielded(act)
 
     async def close(self) -> None:
         """End the session and its processes. Idempotent."""
@@ -96,29 +96,29 @@ class Workspace:
             await self._session.close()
             self._session = None
 
-    async def _untorn(self, act: Callable[[SandboxSession], Awaitable[T]]) -> T:
-        task = asyncio.get_running_loop().create_task(self._act(act))
+    async def _run_shielded(self, act: Callable[[SandboxSession], Awaitable[T]]) -> T:
+        task = asyncio.get_running_loop().create_task(self._run_locked(act))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
 
-    async def _act(self, act: Callable[[SandboxSession], Awaitable[T]]) -> T:
+    async def _run_locked(self, act: Callable[[SandboxSession], Awaitable[T]]) -> T:
         async with self._lock:
             try:
-                return await act(await self._opened())
+                return await act(await self._get_session())
             except UserError as error:
                 raise ToolError(error.message) from error
             except WorldError as error:
-                raise ToolError(await self._after(error)) from error
+                raise ToolError(await self._recover(error)) from error
 
-    async def _opened(self) -> SandboxSession:
+    async def _get_session(self) -> SandboxSession:
         if self._closed:
             raise WorldError("The workspace is closed.", "Create one per episode.")
         if self._session is None:
             self._session = await self.sandbox.session(self.kind, files=self.files, limits=self.limits)
         return self._session
 
-    async def _after(self, error: WorldError) -> str:
+    async def _recover(self, error: WorldError) -> str:
         """Return the message for a session error; drop a session that no longer responds."""
         session, self._session = self._session, None
         if session is not None:

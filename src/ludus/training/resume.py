@@ -10,10 +10,9 @@ from ludus.config.toml import value_text
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import StorageError, UserError
 from ludus.evaluation.evaluate import plans
-from ludus.training.preference.train import steps_of_run
+from ludus.training.preference.train import planned_steps as planned_preference_steps
 from ludus.training.reward_model.train import planned_steps
-from ludus.training.run.checkpoint import list_checkpoints
-from ludus.training.run.manifest import check_manifest
+from ludus.training.run.checkpoint import check_manifest, list_checkpoints
 from ludus.training.run.run_dir import Kind, RunFolder, kind_of, resume_command
 
 _KEPT = ("model.", "env.", "run.seed", "run.dir")
@@ -158,7 +157,7 @@ def _planned(folder: RunFolder, config: Config, kind: Kind) -> tuple[str, int]:
         case "rft":
             return "rft.rounds", config.rft.rounds
         case "preference":
-            return "preference.steps", steps_of_run(folder, config.preference) or steps_done(folder) + 1
+            return "preference.steps", planned_preference_steps(folder, config.preference) or steps_done(folder) + 1
         case "reward-model":
             return "reward_model.steps", planned_steps(folder, config) or steps_done(folder) + 1
     return "training.steps", config.training.steps

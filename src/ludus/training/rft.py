@@ -19,7 +19,7 @@ from ludus.config.schema import Config
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.diagnostics.timings import StepTimings, write_timings
 from ludus.diagnostics.trackers import Tracker
-from ludus.engines.base import Engine, counted
+from ludus.engines.base import Engine, drain_stats
 from ludus.envs.base import World
 from ludus.envs.registry import closing
 from ludus.errors import ConfigError
@@ -34,24 +34,17 @@ from ludus.evaluation.evaluate import (
     save_evaluation,
 )
 from ludus.rewards.base import success
-from ludus.rollout.build import SamplingPlan
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.reward_executor import places
 from ludus.rollout.rollout_files import rollouts_path, write_rollouts
-from ludus.rollout.scheduler import Episode, RolloutRequest
+from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan
 from ludus.training.batches.rows import row_of_trajectory
-from ludus.training.credit.advantages import TrainingSample, settle
+from ludus.training.credit.advantages import TrainingSample, record_outcomes
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.rl.build import (
-    Comparison,
-    check_trackers,
-    forget_after,
-    kept_evaluation,
-    make_trackers,
-    probe_tokens,
-)
+from ludus.training.rl.build import Comparison, make_trackers, probe_tokens, remove_after, stored_evaluation
 from ludus.training.rl.sync_trainer import Reporter
+from ludus.training.rl.validate import check_trackers
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import (
     TrainerState,
@@ -104,30 +97,30 @@ class RftTrainer:
         for number in range(done + 1, config.rft.rounds + 1):
             await self.round(number)
         after = [await self.evaluate_once(plan) for plan in plans(config, config.rft.rounds)]
-        before = [kept_evaluation(self.folder, plan) for plan in plans(config, 0)]
+        before = [stored_evaluation(self.folder, plan) for plan in plans(config, 0)]
         return [Comparison(b, a) for b, a in zip(before, after, strict=True)]
 
     async def round(self, number: int) -> dict[str, float]:
         """Run one round: sample, filter, train, publish, evaluate, save."""
         clock = StepTimings()
-        await counted(self.engine)
+        await drain_stats(self.engine)
         with clock.phase("rollout"):
             groups = await self.sample(number)
-        clock.engine = (await counted(self.engine)).metrics()
-        credits = judge(groups, self.session)
-        settle(self.ledger, credits)
+        clock.engine = (await drain_stats(self.engine)).metrics()
+        samples = judge(groups, self.session)
+        record_outcomes(self.ledger, samples)
         self.reporter.phase(f"round {number}: training", None)
         with clock.phase("train"):
-            optimiser, learned = self.learn(number, credits)
+            optimiser, learned = self.learn(number, samples)
         with clock.phase("sync"):
             proof = await self.sync.publish(number)
-        counts = self.ledger.close(number, trained=sum(c.outcome is RolloutOutcome.TRAINED for c in credits))
+        counts = self.ledger.close(number, trained=sum(c.outcome is RolloutOutcome.TRAINED for c in samples))
         played = [Group(group[0].task, tuple(e.trajectory for e in group)) for group in groups]
         metrics = rollout_metrics(played, self.session.world.rewards[0].name)
         metrics |= learned | counts.metrics() | {"sync/probe_gap": proof.probe_gap}
         with clock.phase("evaluate"):
             metrics |= (await self.evaluate(plan_during(self.session.config, number))).metrics()
-        self.record(number, credits, metrics, clock)
+        self.record(number, samples, metrics, clock)
         self.save(number, optimiser)
         return metrics
 
@@ -145,10 +138,10 @@ class RftTrainer:
         episodes = await scheduler.run(jobs, self.reporter.episode)
         return [episodes[i : i + size] for i in range(0, len(episodes), size)]
 
-    def learn(self, number: int, credits: Sequence[TrainingSample]) -> tuple[Optimizer, dict[str, float]]:
+    def learn(self, number: int, samples: Sequence[TrainingSample]) -> tuple[Optimizer, dict[str, float]]:
         """Fine-tune on the kept attempts with a fresh optimizer; return it and mean metrics."""
         settings = self.session.config.rft
-        kept = [c.episode.trajectory for c in credits if c.outcome is RolloutOutcome.TRAINED]
+        kept = [c.episode.trajectory for c in samples if c.outcome is RolloutOutcome.TRAINED]
         rows = [row_of_trajectory(trajectory, 1.0) for trajectory in kept]
         orders = [_order(len(rows), self.session.config.run.seed, number, e) for e in range(settings.epochs)]
         size = settings.batch_size
@@ -167,7 +160,7 @@ class RftTrainer:
 
     async def evaluate_once(self, plan: EvaluationPlan) -> Evaluation:
         """Run an evaluation plan unless an evaluation of that name exists."""
-        return kept_evaluation(self.folder, plan) or await self.evaluate(plan)
+        return stored_evaluation(self.folder, plan) or await self.evaluate(plan)
 
     async def evaluate(self, plan: EvaluationPlan) -> Evaluation:
         """Evaluate the engine's current weights, and store result and rollouts."""
@@ -182,14 +175,14 @@ class RftTrainer:
         return result
 
     def record(
-        self, number: int, credits: Sequence[TrainingSample], metrics: Mapping[str, float], clock: StepTimings
+        self, number: int, samples: Sequence[TrainingSample], metrics: Mapping[str, float], clock: StepTimings
     ) -> None:
         """Write rollouts, metrics and timings of a round."""
         if self.session.config.run.save_rollouts:
-            write_rollouts(rollouts_path(self.folder.path, number), [credit.record for credit in credits])
+            write_rollouts(rollouts_path(self.folder.path, number), [sample.record for sample in samples])
         for tracker in self.trackers:
             tracker.log(number, metrics)
-        played = [credit.episode.trajectory for credit in credits]
+        played = [sample.episode.trajectory for sample in samples]
         timings = clock.metrics(played, places(self.session.config))
         write_timings(self.folder.timings, number, timings)
         if not metrics["rft/kept"]:
@@ -214,18 +207,18 @@ def judge(groups: Sequence[Sequence[Episode]], session: TrainingSession) -> list
     fresh = keep_solved(rewards=[float(s) for s in solved], keys=keys).tolist()
     limit = session.config.rft.max_per_task
     kept: Counter[str] = Counter()
-    credits = []
+    samples = []
     for episode, is_solved, is_fresh in zip(episodes, solved, fresh, strict=True):
-        credit = TrainingSample(episode, *_fate(episode, is_solved, is_fresh))
-        if credit.outcome is RolloutOutcome.TRAINED:
+        sample = TrainingSample(episode, *_training_status(episode, is_solved, is_fresh))
+        if sample.outcome is RolloutOutcome.TRAINED:
             kept[episode.task.id] += 1
             if limit is not None and kept[episode.task.id] > limit:
-                credit = replace(credit, outcome=RolloutOutcome.DROPPED, reason="max_per_task")
-        credits.append(credit)
-    return credits
+                sample = replace(sample, outcome=RolloutOutcome.DROPPED, reason="max_per_task")
+        samples.append(sample)
+    return samples
 
 
-def _fate(episode: Episode, is_solved: bool, is_fresh: bool) -> tuple[RolloutOutcome, str]:
+def _training_status(episode: Episode, is_solved: bool, is_fresh: bool) -> tuple[RolloutOutcome, str]:
     failure = episode.trajectory.failure
     if failure is not None:
         return RolloutOutcome.FAILED, failure.part
@@ -266,7 +259,7 @@ def run_rft(session: TrainingSession, folder: RunFolder, reporter: Reporter) -> 
     engine = make_engine(session)
     sync = WeightSync.of(config, session.model, engine, probe_tokens(session))
     save_config(folder, config)
-    forget_after(folder, done)
+    remove_after(folder, done)
     trackers = make_trackers(config, folder, done)
     try:
         return asyncio.run(_run(RftTrainer(session, folder, engine, sync, trackers, reporter, ledger), done))

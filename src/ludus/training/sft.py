@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ludus.algorithms.losses import sft as sft_loss
+from ludus.algorithms.losses.likelihood import sft as sft_loss
 from ludus.chat.render import Renderer
 from ludus.chat.tokenizer import train_tokenizer
 from ludus.config.schema import Config

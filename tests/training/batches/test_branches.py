@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ludus.algorithms.greso import GresoState
+from ludus.algorithms.filters import GresoState
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import LengthConfig, RewardsConfig
@@ -23,21 +23,17 @@ from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_li
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import paths
 from ludus.tasks.order import TaskOrder
-from ludus.training.batches.rows import microbatches, row_of_trajectory
-from ludus.training.batches.trajectory_tree import BREAK, new_actions, num_distinct
-from ludus.training.collection.algorithm_state import AlgorithmState
-from ludus.training.collection.greso import after_visits
-from ludus.training.collection.group_filters import keep_most_varied
+from ludus.training.batches.rows import BREAK, microbatches, new_actions, num_distinct, row_of_trajectory
+from ludus.training.collection.filters import AlgorithmState, filter_low_variance, mask_over_age, record_greso_visits
 from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.replay_buffer import ReplayBuffer
 from ludus.training.collection.reward_mixing import RewardMixer, plan_parts
-from ludus.training.collection.staleness import mask_over_age
 from ludus.training.credit.advantages import assign_credit, training_rows
 from ludus.training.learner.learner import LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.moe_routing_replay import RoutingReplay
-from ludus.training.rl.advantage_inputs import refine
-from ludus.training.value_models.factory import train_judge
+from ludus.training.rl.train_step import filter_and_estimate
+from ludus.training.value_models.factory import train_value_model
 from ludus.types import Group, Segment, StopReason, Task, Trajectory
 from tests.training.learner.test_learner import learner, tiny_model
 from tests.training.value_models.test_critic import critic
@@ -133,7 +129,7 @@ def of_two(name, *leaves):
 
 def test_the_groups_that_vary_most_are_those_whose_leaves_do():
     split, near = of_two("split", (1.0, 0.0, 0.5), (0.5, 1.0, 0.0)), of_two("near", (0.4,) * 3, (0.6,) * 3)
-    credits = keep_most_varied(
+    credits = filter_low_variance(
         assign_credit([near, split], PRESETS["grpo"]), replace(PRESETS["grpo"], top_variance_fraction=0.5)
     )
     assert {c.episode.task.id for c in credits if c.outcome is RolloutOutcome.TRAINED} == {"split"}
@@ -142,7 +138,7 @@ def test_the_groups_that_vary_most_are_those_whose_leaves_do():
 def test_a_task_whose_leaves_differ_is_not_skipped():
     start = AlgorithmState(greso=GresoState(streaks={"split": -1}))
     groups = [of_two("split", (1.0, 0.0, 0.5), (0.5, 1.0, 0.0)), of_two("flat", (0.5,) * 3, (0.5,) * 3)]
-    after = after_visits(start, assign_credit(groups, PRESETS["grpo"]), "right", PRESETS["grpo"])
+    after = record_greso_visits(start, assign_credit(groups, PRESETS["grpo"]), "right", PRESETS["grpo"])
     assert after.greso.streaks == {"flat": -1}
 
 
@@ -230,8 +226,8 @@ def test_a_critic_and_a_kl_in_the_reward_take_a_tree():
     judge = critic(model, clip=None)
     losses = []
     for _ in range(4):
-        credits = refine(assign_credit([group], algorithm), one, 0, judge)
-        losses.append(train_judge(judge, credits)["critic/loss"])
+        credits = filter_and_estimate(assign_credit([group], algorithm), one, 0, judge)
+        losses.append(train_value_model(judge, credits)["critic/loss"])
     assert losses[-1] < losses[0]
     assert [len(c.advantages) for c in credits] == [len(c.targets) for c in credits] == [10, 3, 10]
     metrics = one.train(training_rows(credits, mask_observations=True), seed=0)

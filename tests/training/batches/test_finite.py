@@ -12,10 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.errors import LearnerError
-from ludus.training.batches.finite_checks import FiniteChecks
-from ludus.training.batches.rows import microbatches
-from ludus.training.credit.advantages import assign_credit, with_estimates
-from ludus.training.credit.estimates import Estimates
+from ludus.training.batches.rows import FiniteChecks, microbatches
+from ludus.training.credit.advantages import Estimates, assign_credit, with_estimates
 from ludus.training.learner.learner import CachedLogprobs, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
 from tests.training.credit.test_credit import group

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from ludus.engines.embedded.kv_cache import common_prefix
+from ludus.engines.base import common_prefix
 from ludus.training.batches.chunked_lm_head import LmHead, logits_to_scores
 from ludus.training.batches.prefix_packing import LEAST_SHARED, plant
 from ludus.training.batches.rows import Row, microbatches

@@ -22,14 +22,14 @@ from ludus.errors import ConfigError, UserError
 from ludus.evaluation.env_audit import CheckPlan, play
 from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
 from ludus.rewards.base import truth_of
-from ludus.rollout.build import episode_limits
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.rollout_files import read_rollouts
-from ludus.rollout.scheduler import Episode
-from ludus.training.collection.demonstrations import Demonstrations, check_experts, make_experts
-from ludus.training.credit.advantages import EXPERT, assign_credit, settle, training_rows
-from ludus.training.rl.advantage_inputs import refine
+from ludus.rollout.scheduler import Episode, episode_limits
+from ludus.training.collection.demonstrations import Demonstrations, make_experts
+from ludus.training.credit.advantages import EXPERT, assign_credit, record_outcomes, training_rows
 from ludus.training.rl.build import train
+from ludus.training.rl.train_step import filter_and_estimate
+from ludus.training.rl.validate import check_experts
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import open_session
 from ludus.worlds.functions.gold_calls import Truth
@@ -53,7 +53,7 @@ def test_an_expert_counts_in_its_group_and_trains_with_its_own_shaping():
     model, algorithm = tiny_model(), replace(PRESETS["mixed_policy"], entropy_coef=0.0)
     group = with_expert(real_group((0.0, 0.0, 0.4, 0.0))[0])
     one = learner(model, algorithm)
-    credits = refine(assign_credit([group], algorithm), one, 0, check=True)
+    credits = filter_and_estimate(assign_credit([group], algorithm), one, 0, check=True)
     rewards = torch.tensor([0.0, 0.0, 0.4, 0.0, 1.0], dtype=torch.float64)
     index, mask = torch.zeros(5, dtype=torch.int64), torch.ones(5, 1, dtype=torch.bool)
     expected = advantages.dr_grpo(rewards=rewards, group=index, mask=mask)[:, 0].tolist()
@@ -78,7 +78,7 @@ def test_the_ledger_knows_no_expert():
     ledger = Ledger()
     for episode in group[:-1]:
         ledger.start(episode.key)
-    settle(ledger, assign_credit([group], PRESETS["mixed_policy"]))
+    record_outcomes(ledger, assign_credit([group], PRESETS["mixed_policy"]))
     assert ledger.close(1, trained=4).started == 4
 
 

@@ -8,16 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from ludus.algorithms.greso import GresoState
+from ludus.algorithms.filters import GresoState
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.cli.main import main
 from ludus.config.schema import Config
 from ludus.recipes import recipe_folder
+from ludus.rollout.group_queue import StreamedGroup
 from ludus.rollout.ledger import Ledger
-from ludus.rollout.streaming.group_queue import StreamedGroup
 from ludus.tasks.order import TaskOrder
-from ludus.training.collection.algorithm_state import AlgorithmState
-from ludus.training.collection.greso import SETTINGS, GresoDraw, after_visits, choose
+from ludus.training.collection.filters import SETTINGS, AlgorithmState, GresoDraw, choose_tasks, record_greso_visits
 from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import assign_credit
@@ -37,7 +36,7 @@ DRAW = GresoDraw(seed=5, step=3)
 
 def test_tasks_with_a_streak_are_skipped_and_the_next_ones_played():
     memory = AlgorithmState(greso=GresoState(streaks={f"t{i}": -2 for i in range(6)}), position=2)
-    chosen = choose(ORDER, 4, memory, {ORDER.take(4, 1)[0].id}, DRAW)
+    chosen = choose_tasks(ORDER, 4, memory, {ORDER.take(4, 1)[0].id}, DRAW)
     looked = ORDER.take(2, chosen.memory.position - 2)
     free = [task for task in looked if task.id != ORDER.take(4, 1)[0].id]
     skips = [memory.greso.skips(task.id, SETTINGS, seed=5, step=3) for task in free]
@@ -48,12 +47,12 @@ def test_tasks_with_a_streak_are_skipped_and_the_next_ones_played():
 
 
 def test_without_streaks_the_order_is_kept():
-    assert list(choose(ORDER, 4, AlgorithmState(), (), DRAW).tasks) == ORDER.take(0, 4)
+    assert list(choose_tasks(ORDER, 4, AlgorithmState(), (), DRAW).tasks) == ORDER.take(0, 4)
 
 
 def test_where_all_are_skipped_the_first_are_played():
     state = GresoState(p_hard=0.0, p_easy=0.0, streaks={task.id: -1 for task in TASKS})
-    chosen = choose(ORDER, 3, AlgorithmState(greso=state), (), GresoDraw(0, 0))
+    chosen = choose_tasks(ORDER, 3, AlgorithmState(greso=state), (), GresoDraw(0, 0))
     all_skipped = [t for t in ORDER.take(0, 12) if state.skips(t.id, SETTINGS, seed=0, step=0)]
     played = [t for t in ORDER.take(0, 12) if t not in all_skipped]
     assert list(chosen.tasks) == (played[:3] or all_skipped[:3])
@@ -76,7 +75,7 @@ def test_groups_say_whether_a_task_was_too_easy_or_too_hard():
         [replace(broken[0], trajectory=lost), *broken[1:]],
     ]
     start = AlgorithmState(greso=GresoState(streaks={"hard": -1, "good": 3}))
-    after = after_visits(start, assign_credit(groups, PRESETS["grpo"]), "right", PRESETS["grpo"]).greso
+    after = record_greso_visits(start, assign_credit(groups, PRESETS["grpo"]), "right", PRESETS["grpo"]).greso
     assert after.streaks == {"easy": 1, "hard": -2}
     assert (after.p_easy, after.p_hard) == (0.49, 0.49)
 

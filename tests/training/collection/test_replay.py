@@ -13,9 +13,10 @@ from ludus.config.sections.staleness import ReplayConfig, StalenessConfig
 from ludus.errors import ConfigError, StorageError
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.scheduler import Episode
-from ludus.training.collection.replay_buffer import ReplayBuffer, check_replay
-from ludus.training.collection.staleness import age_metrics, staleness_metrics
+from ludus.training.collection.filters import age_metrics, staleness_metrics
+from ludus.training.collection.replay_buffer import ReplayBuffer
 from ludus.training.credit.advantages import TrainingSample
+from ludus.training.rl.validate import check_replay
 from ludus.types import Segment, StopReason, Task, Trajectory
 
 ALGORITHM = algorithm_of(load_config("search", ["--training.mode", "async"]))

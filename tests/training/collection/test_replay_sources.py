@@ -13,9 +13,9 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import ConfigError
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path, write_rollouts
-from ludus.training.collection.replay_buffer import TO_REPLAY, check_replay
-from ludus.training.rl.async_trainer import StreamRunner
-from ludus.training.rl.replay_sources import refuse_far
+from ludus.training.collection.replay_buffer import TO_REPLAY
+from ludus.training.rl.async_trainer import StreamRunner, exclude_far_groups
+from ludus.training.rl.validate import check_replay
 from tests.training.collection.test_replay import ALGORITHM, buffer, counts, draw, group
 from tests.training.rl.test_async_run import BOUND, records, run, words
 from tiny_run import refused
@@ -148,7 +148,7 @@ def test_a_group_that_has_become_too_far_is_left_out_and_counted():
     replay = buffer()
     replay.add_source("a/run", [[c.episode for c in group(1, version=0)]])
     foreign = replay.foreign(1, ALGORITHM)
-    assert refuse_far(replay, foreign, Drifted(), 0.1) == 0
-    assert refuse_far(replay, foreign, Drifted(), 0.9) == 1
+    assert exclude_far_groups(replay, foreign, Drifted(), 0.1) == 0
+    assert exclude_far_groups(replay, foreign, Drifted(), 0.9) == 1
     assert replay.metrics([])["replay/refused"] == 1
     assert draw(replay, 1) == []

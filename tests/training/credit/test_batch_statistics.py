@@ -13,10 +13,9 @@ from ludus.algorithms.kl import penalised_advantages
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.trees import paths
-from ludus.training.collection.staleness import mask_over_age
-from ludus.training.credit.advantages import assign_credit, training_rows, with_estimates
-from ludus.training.credit.estimates import Estimates
-from ludus.training.rl.advantage_inputs import refine
+from ludus.training.collection.filters import mask_over_age
+from ludus.training.credit.advantages import Estimates, assign_credit, training_rows, with_estimates
+from ludus.training.rl.train_step import filter_and_estimate
 from ludus.types import StopReason
 from tests.training.batches.test_branches import episodes as branching
 from tests.training.batches.test_branches import tree
@@ -64,7 +63,7 @@ def test_a_group_without_variance_is_in_no_mean():
 def test_what_is_rejected_is_in_no_mean():
     episodes, one = real_group(shift=1.0)
     one.algorithm = replace(BASELINE, correction="reject_sequence")
-    credits = refine(assign_credit([episodes], one.algorithm), one, 0)
+    credits = filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0)
     assert [c.reason for c in credits] == ["rejected", *["trained"] * 3]
     assert moments(credits) == standard(31)
 
@@ -77,7 +76,7 @@ def test_what_is_too_old_is_in_no_mean():
     episodes[0] = replace(episodes[0], trajectory=replace(old, segments=versions))
     credits = mask_over_age(assign_credit([episodes], one.algorithm), 1, bound=2)
     assert [c.reason for c in credits] == ["over_age", *["trained"] * 3]
-    assert moments(refine(credits, one, 0)) == standard(31)
+    assert moments(filter_and_estimate(credits, one, 0)) == standard(31)
 
 
 @pytest.mark.parametrize("name", sorted(WHITENED_ADVANTAGES))
@@ -94,7 +93,7 @@ def test_tokens_that_are_too_old_are_in_no_mean(name):
     assert [c.reason for c in credits] == ["trained"] * 4
     left = 38 - len(segments[began].tokens)
     assert credits[0].trains == tuple(i >= 38 - left for i in range(first.num_action_tokens))
-    assert moments(refine(credits, one, 0)) == standard(left)
+    assert moments(filter_and_estimate(credits, one, 0)) == standard(left)
 
 
 def test_old_tokens_of_a_tree_are_in_no_mean():

@@ -33,8 +33,8 @@ from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.reward_mixing import RewardMixer, check_reward_settings, plan_parts
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import TrainingSample, assign_credit
+from ludus.training.value_models.base import HeadModel
 from ludus.training.value_models.reward_model import RewardEnsemble, RewardModel
-from ludus.training.value_models.scalar_head import HeadModel
 from ludus.types import Failure, Group, Segment, StopReason, Task, Trajectory
 from small_runs import lasting_files
 from tests.training.credit.test_credit import group as attempts

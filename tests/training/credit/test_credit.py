@@ -12,8 +12,7 @@ import torch
 from algorithm_parts import FUNCTIONS, GREEDY_ADVANTAGES, GROUP_ADVANTAGES, TURN_READING_ADVANTAGES
 from ludus.algorithms import advantages
 from ludus.algorithms.advantages import optimal_token_baseline
-from ludus.algorithms.kl import penalised_advantages, penalised_rewards
-from ludus.algorithms.kl_controller import control_of
+from ludus.algorithms.kl import control_of, penalised_advantages, penalised_rewards
 from ludus.algorithms.shaping import soft_overlong
 from ludus.algorithms.spec.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
@@ -26,13 +25,17 @@ from ludus.rewards.base import Reward
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.scheduler import Episode
 from ludus.training.batches.rows import row_of_trajectory
-from ludus.training.collection.algorithm_state import AlgorithmState
+from ludus.training.collection.filters import AlgorithmState
 from ludus.training.collection.rollout_collector import overlong_limit
-from ludus.training.credit.advantages import assign_credit, training_rows, with_estimates
-from ludus.training.credit.estimates import Estimates
-from ludus.training.rl.advantage_inputs import check_parity, refine, rejected_share, with_entropy_filter
+from ludus.training.credit.advantages import Estimates, assign_credit, training_rows, with_estimates
 from ludus.training.rl.sync_trainer import SyncTrainer
-from ludus.training.rl.train_step import TrainStep
+from ludus.training.rl.train_step import (
+    TrainStep,
+    check_parity,
+    filter_and_estimate,
+    rejected_share,
+    with_entropy_filter,
+)
 from ludus.types import Failure, Segment, StopReason, Task, Trajectory
 from tests.training.learner.test_learner import learner, tiny_model
 
@@ -298,14 +301,14 @@ def real_group(rewards=REWARDS, shift=0.0):
 
 def test_a_trajectory_whose_ratio_is_out_of_bounds_does_not_train():
     episodes, one = real_group(shift=1.0)
-    credits = refine(assign_credit([episodes], one.algorithm), one, 0)
+    credits = filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0)
     assert [c.outcome for c in credits] == [RolloutOutcome.MASKED, *[RolloutOutcome.TRAINED] * 3]
     assert credits[0].reason == "rejected"
     lengths = [len(c.advantages) for c in credits]
     assert rejected_share(credits) == lengths[0] / sum(lengths)
     wide = PartOptions(correction={"high": 3.0})
     one.algorithm = replace(one.algorithm, options=wide)
-    kept = refine(assign_credit([episodes], one.algorithm), one, 0)
+    kept = filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0)
     assert all(c.outcome is RolloutOutcome.TRAINED for c in kept)
     assert rejected_share(kept) == rejected_share([]) == 0.0
 
@@ -327,7 +330,7 @@ def test_the_tokens_that_a_filter_drops_leave_a_trajectory_that_trains():
     ):
         parts = PartOptions(correction=options)
         one.algorithm = replace(one.algorithm, correction=correction, options=parts)
-        found = refine(assign_credit([group_of], one.algorithm), one, 0)
+        found = filter_and_estimate(assign_credit([group_of], one.algorithm), one, 0)
         count = len(found[0].advantages)
         if trains:
             assert found[0].trains == (False, *[True] * (count - 1))
@@ -342,7 +345,7 @@ def test_the_optimal_token_baseline_reads_the_policy_s_distributions():
     played, one = real_group()
     episodes = [replace(e, trajectory=replace(e.trajectory, turn_rewards=())) for e in played]
     one.algorithm = PRESETS["optimal_token_baseline"]
-    found = refine(assign_credit([episodes], one.algorithm), one, 0)
+    found = filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0)
     columns = {"old": [], "squares": []}
     for episode in episodes:
         row = row_of_trajectory(episode.trajectory, 0.0)
@@ -373,19 +376,22 @@ def test_the_engine_and_the_learner_are_compared_by_length_before_the_first_step
     assert measured.labels[0] == "<=512"
     assert measured.buckets[0].tokens == sum(e.trajectory.num_action_tokens for e in episodes)
     assert measured.buckets[0].gap_max < 1e-9
-    refine(credits, one, 0, check=True)
+    filter_and_estimate(credits, one, 0, check=True)
     others, _ = real_group(shift=0.5)
     with pytest.raises(SyncError, match="at positions <=512"):
-        refine(assign_credit([others], one.algorithm), one, 0, check=True)
+        filter_and_estimate(assign_credit([others], one.algorithm), one, 0, check=True)
 
 
 def test_gtpo_leaves_out_completions_of_high_entropy():
     episodes, one = real_group()
     one.algorithm = replace(PRESETS["gtpo"], options=PartOptions(loss={"entropy_bound": 0.01}))
-    credits = refine(assign_credit([episodes], one.algorithm), one, 0)
+    credits = filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0)
     assert {(c.outcome, c.reason) for c in credits} == {(RolloutOutcome.MASKED, "entropy")}
     one.algorithm = replace(one.algorithm, options=PartOptions(loss={"entropy_bound": math.log(61)}))
-    assert all(c.outcome is RolloutOutcome.TRAINED for c in refine(assign_credit([episodes], one.algorithm), one, 0))
+    assert all(
+        c.outcome is RolloutOutcome.TRAINED
+        for c in filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0)
+    )
 
 
 def gtpo_parts(credits, one):
@@ -403,7 +409,7 @@ def test_gtpo_subtracts_a_multiple_of_the_mean_entropy_from_the_advantage():
         loss = {"entropy_bound": 10.0} | ({} if penalty == 0.1 else {"entropy_penalty": penalty})
         one.algorithm = replace(PRESETS["gtpo"], options=PartOptions(loss=loss))
         before = assign_credit([episodes], one.algorithm)
-        credits = refine(before, one, 0)
+        credits = filter_and_estimate(before, one, 0)
         plain, means = gtpo_parts(credits, one)
         for i, credit in enumerate(credits):
             weights = [a / p for a, p in zip(before[i].advantages, plain[i], strict=True)]
@@ -425,7 +431,7 @@ def test_a_run_measures_the_initial_entropy_once_and_keeps_it(bound, filters):
     """The tiny model starts near ln 61; a bound below that would keep nothing, and is switched off."""
     episodes, one = real_group()
     one.algorithm = replace(PRESETS["gtpo"], options=PartOptions(loss={"entropy_bound": bound}))
-    control = control_of(load_config("guess", []), one.algorithm)
+    control = control_of(load_config("guess", []), one.algorithm.kl_coef)
     learning = TrainStep(SimpleNamespace(config=load_config("guess", [])), one, control, Ledger())
     credits = learning._prepare(1, assign_credit([episodes], one.algorithm))
     assert {c.outcome for c in credits} == {RolloutOutcome.TRAINED}
@@ -478,7 +484,7 @@ def test_every_preset_trains_real_rows(name):
     episodes = real_group(rewards)[0]
     if algorithm.advantage in GREEDY_ADVANTAGES:
         episodes.append(replace(episodes[-1], key=RolloutKey(1, "t", len(episodes)), greedy=True))
-    credits = refine(assign_credit([episodes], algorithm, 30), one, 30)
+    credits = filter_and_estimate(assign_credit([episodes], algorithm, 30), one, 30)
     metrics = one.train(training_rows(credits, mask_observations=True), seed=0)
     assert all(math.isfinite(value) for value in metrics.values())
     assert any(not torch.equal(before[n], p) for n, p in model.named_parameters())

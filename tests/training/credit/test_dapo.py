@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from ludus.algorithms.aggregate import Normalizer
-from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.objective import objective
 from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.tensors import TokenBatch
 from ludus.config.load import load_config
 from ludus.rollout.ledger import Ledger
 from ludus.tasks.order import TaskOrder

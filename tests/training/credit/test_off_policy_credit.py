@@ -13,9 +13,9 @@ from ludus.config.load import load_config
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.errors import ConfigError
 from ludus.training.credit.advantages import assign_credit, training_rows
-from ludus.training.learner.old_logprobs import check_old_logprobs
-from ludus.training.rl.advantage_inputs import refine
-from ludus.training.value_models.factory import train_judge
+from ludus.training.rl.train_step import filter_and_estimate
+from ludus.training.rl.validate import check_old_logprobs
+from ludus.training.value_models.factory import train_value_model
 from tests.training.credit.test_credit import real_group
 from tests.training.value_models.test_critic import critic
 
@@ -63,8 +63,8 @@ def judged_credits(name, options):
     one.algorithm = resolve(given)
     judge = critic(one.scorer.model, clip=None)
     for _ in range(3):
-        train_judge(judge, refine(assign_credit([episodes], one.algorithm), one, 0, judge))
-    return refine(assign_credit([episodes], one.algorithm), one, 0, judge), one, judge
+        train_value_model(judge, filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0, judge))
+    return filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0, judge), one, judge
 
 
 @pytest.mark.parametrize(("name", "loop"), [("vtrace", vtrace), ("retrace", retrace)])
@@ -77,7 +77,7 @@ def test_a_run_has_the_advantages_and_targets_of_the_loop(name, loop):
         assert all(credit.values)
         assert credit.advantages == pytest.approx(advantages, abs=1e-9)
         assert credit.targets == pytest.approx(targets, abs=1e-6)
-    assert train_judge(judge, credits)["critic/loss"] > 0
+    assert train_value_model(judge, credits)["critic/loss"] > 0
     metrics = one.train(training_rows(credits, mask_observations=True), seed=0)
     assert metrics["optim/grad_norm"] > 0
 
@@ -87,7 +87,7 @@ def test_on_policy_vtrace_is_gae():
     found = {}
     for name in ("vtrace", "gae"):
         one.algorithm = replace(PRESETS["ppo"], advantage=name, options=replace(PRESETS["ppo"].options, advantage={}))
-        found[name] = refine(assign_credit([episodes], one.algorithm), one, 0, critic(one.scorer.model))
+        found[name] = filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0, critic(one.scorer.model))
     for ours, theirs in zip(found["vtrace"], found["gae"], strict=True):
         assert ours.advantages == pytest.approx(theirs.advantages, abs=1e-9)
         assert ours.targets == pytest.approx(theirs.targets, abs=1e-6)

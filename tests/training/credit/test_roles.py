@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ludus.algorithms import advantages
-from ludus.algorithms.advantages import RoleBaselines
+from ludus.algorithms.advantages.running_baselines import RoleBaselines
 from ludus.algorithms.spec.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.cli.main import main
@@ -22,13 +22,12 @@ from ludus.errors import ConfigError
 from ludus.recipes import recipe_folder
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.training.collection.algorithm_state import AlgorithmState
-from ludus.training.collection.group_filters import as_one_batch, with_role_baselines
+from ludus.training.collection.filters import AlgorithmState, filter_batch, with_role_baselines
 from ludus.training.collection.replay_buffer import ReplayBuffer
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import assign_credit
-from ludus.training.credit.self_play_roles import check_roles
 from ludus.training.rl.build import train
+from ludus.training.rl.validate import check_roles
 from ludus.training.run.checkpoint import checkpoint_path
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import open_session
@@ -51,7 +50,7 @@ def test_each_role_is_compared_with_its_own_average_read_before_it_moves():
     algorithm = PRESETS["rae"]
     start = RoleBaselines(means={("chess", "white"): 0.7, ("go", "black"): 9.0})
     credits, after = with_role_baselines(assign_credit(episodes, algorithm), "chess", start)
-    found, mask = table(as_one_batch(credits, algorithm, 0))
+    found, mask = table(filter_batch(credits, algorithm, 0))
     rewards = torch.tensor([*FIRST, *SECOND, *FIRST], dtype=torch.float64)
     roles = [("chess", role) for role in ("white", "black", "policy") for _ in range(4)]
     same(found, advantages.rae(rewards=rewards, roles=roles, baselines=start, mask=mask))
@@ -65,9 +64,9 @@ def test_groups_that_train_again_are_compared_with_the_averages_of_now_and_move_
     sampler = RolloutCollector(session, None, algorithm, None, Ledger())
     sampler.memory = AlgorithmState(RoleBaselines(means={("chess", "white"): 0.7}))
     replay = ReplayBuffer(ReplayConfig(share=0.5, max_age=9), 1)
-    replay.add(sampler.as_batch(assign_credit([played(FIRST, "a", role="white")], algorithm)))
+    replay.add(sampler.apply_batch_filters(assign_credit([played(FIRST, "a", role="white")], algorithm)))
     before = sampler.memory
-    again = sampler.again(replay.draw(1, algorithm, 0, 1))
+    again = sampler.replay_samples(replay.draw(1, algorithm, 0, 1))
     expected, _ = with_role_baselines(again, "chess", before.averages)
     assert [credit.baseline for credit in again] == [credit.baseline for credit in expected]
     assert again[0].advantage == pytest.approx(1.0 - before.averages.means["chess", "white"])

@@ -19,9 +19,9 @@ from ludus.config.load import load_config
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.rollout.ledger import Ledger, RolloutOutcome
 from ludus.tasks.order import TaskOrder
-from ludus.training.collection.group_filters import EmptyBatchGuard, as_one_batch, keep_most_varied
+from ludus.training.collection.filters import EmptyBatchGuard, filter_batch, filter_low_variance
 from ludus.training.collection.rollout_collector import RolloutCollector, num_training_groups
-from ludus.training.credit.advantages import assign_credit, settle, training_rows
+from ludus.training.credit.advantages import assign_credit, record_outcomes, training_rows
 from ludus.types import StopReason, Task
 from tests.training.credit.test_credit import group, same, table
 from tests.training.learner.test_learner import gradients, largest_difference, learner, tiny_model
@@ -36,7 +36,7 @@ def groups():
 
 
 def test_the_groups_that_vary_most_are_kept_and_the_others_counted():
-    credits = keep_most_varied(
+    credits = filter_low_variance(
         assign_credit(groups(), PRESETS["ppo"]), replace(PRESETS["ppo"], top_variance_fraction=0.5)
     )
     fate = {c.episode.task.id: (c.outcome, c.reason) for c in credits}
@@ -53,7 +53,7 @@ def test_the_groups_that_vary_most_are_kept_and_the_others_counted():
     ledger = Ledger()
     for credit in credits:
         ledger.start(credit.episode.key)
-    settle(ledger, credits)
+    record_outcomes(ledger, credits)
     assert ledger.close(1, trained=8).metrics()["ledger/dropped/variance_top"] == 8
 
 
@@ -92,11 +92,11 @@ def test_top_p_is_set_by_its_name_and_drops_a_whole_batch_of_equal_groups():
     algorithm = resolve(config)
     assert (algorithm.variance_filter, algorithm.top_variance_fraction) == ("top_p", 0.9)
     assert resolve(config.model_copy(update={"top_variance_fraction": 0.5})).top_variance_fraction == 0.5
-    credits = as_one_batch(assign_credit(groups(), algorithm), algorithm, 0)
+    credits = filter_batch(assign_credit(groups(), algorithm), algorithm, 0)
     kept = {c.episode.task.id for c in credits if c.outcome is RolloutOutcome.TRAINED}
     assert kept == {"t1", "t2"}
     flat = [group(EQUAL, "a"), group(EQUAL, "b")]
-    credits = as_one_batch(assign_credit(flat, algorithm), algorithm, 0)
+    credits = filter_batch(assign_credit(flat, algorithm), algorithm, 0)
     assert {(c.outcome, c.reason) for c in credits} == {(RolloutOutcome.DROPPED, "variance_top")}
 
 
@@ -121,14 +121,14 @@ def test_five_batches_in_a_row_that_the_filter_empties_stop_the_run():
 
 def test_a_group_without_variance_keeps_the_word_of_that_filter():
     algorithm = replace(PRESETS["grpo"], top_variance_fraction=0.25)
-    credits = as_one_batch(assign_credit(groups(), algorithm), algorithm, 0)
+    credits = filter_batch(assign_credit(groups(), algorithm), algorithm, 0)
     reasons = {c.episode.task.id: c.reason for c in credits}
     assert reasons == {"t0": "variance_top", "t1": "trained", "t2": "variance_top", "t3": "zero_variance"}
 
 
 def test_what_is_dropped_is_in_no_mean_over_the_batch():
     algorithm = replace(PRESETS["reinforce_pp_baseline"], kl_coef=0.0, top_variance_fraction=0.5)
-    credits = as_one_batch(assign_credit(groups(), algorithm), algorithm, 0)
+    credits = filter_batch(assign_credit(groups(), algorithm), algorithm, 0)
     kept = [c for c in credits if c.outcome is RolloutOutcome.TRAINED]
     found, mask = table(kept)
     rewards = torch.tensor([*WIDE, *NARROW], dtype=torch.float64)
@@ -140,7 +140,7 @@ def test_what_is_dropped_is_in_no_mean_over_the_batch():
 def test_several_rounds_are_one_batch():
     algorithm = replace(PRESETS["reinforce_pp"], kl_coef=0.0)
     rounds = assign_credit(groups()[:2], algorithm) + assign_credit(groups()[2:], algorithm, 0, 2)
-    assert as_one_batch(rounds, algorithm, 0) == assign_credit(groups(), algorithm)
+    assert filter_batch(rounds, algorithm, 0) == assign_credit(groups(), algorithm)
 
 
 def test_what_a_limit_cut_off_is_compared_and_does_not_train():
@@ -223,7 +223,7 @@ def test_a_group_that_was_cut_off_whole_leaves_no_trace_in_the_gradient(name):
     ledger = Ledger()
     for credit in credits:
         ledger.start(credit.episode.key)
-    settle(ledger, credits)
+    record_outcomes(ledger, credits)
     assert ledger.close(1, trained=4).metrics()["ledger/masked/overlong"] == 4
     found, statistics, tokens = with_gradient(credits, algorithm)
     alone, expected, num_alone = with_gradient(assign_credit([groups[1]], algorithm), algorithm)
@@ -244,7 +244,7 @@ def test_a_step_of_which_everything_was_cut_off_trains_nothing(name):
     members = cut_off(group((1.0, 0.0, 1.0, 0.0, 0.0), "t0"))
     greedy = algorithm.advantage in GREEDY_ADVANTAGES
     members[4] = replace(members[4], greedy=greedy)
-    credits = as_one_batch(assign_credit([members], algorithm), algorithm, 0)
+    credits = filter_batch(assign_credit([members], algorithm), algorithm, 0)
     fates = [(c.outcome, c.reason) for c in credits]
     assert sorted(fates) == [
         *[(RolloutOutcome.MASKED, "baseline")] * greedy,

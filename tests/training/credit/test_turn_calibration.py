@@ -16,8 +16,7 @@ from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord, rollouts_path, write_rollouts
 from ludus.rollout.trees import attempts, with_chains
 from ludus.training.credit.advantages import BASELINE, assign_credit
-from ludus.training.credit.turn_calibration import align, calibration_algorithm, measure
-from ludus.training.credit.turn_rewards import with_turn_rewards
+from ludus.training.credit.turn_rewards import align, calibration_algorithm, measure, with_turn_rewards
 from ludus.types import Leaf, StopReason, ToolStatus
 from tests.rewards.test_turn_verifiers import calls_of, play
 from tests.training.batches.test_branches import tree

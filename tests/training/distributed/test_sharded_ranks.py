@@ -19,7 +19,7 @@ import sharded_ranks
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError, StorageError, UserError
 from ludus.training.batches.rows import balanced, row_of_segments
-from ludus.training.distributed.fsdp import decoder_layers, is_sharded
+from ludus.training.distributed.collectives import decoder_layers, is_sharded
 from ludus.training.distributed.launcher import LeaderRank, RankGroup, StopRanks
 from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
 from ludus.types import Segment

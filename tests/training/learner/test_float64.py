@@ -8,9 +8,8 @@ import torch
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.engines.models.loading import load_model
 from ludus.recipes import recipe_folder
-from ludus.training.learner.float64 import Float64
 from ludus.training.learner.learner import Learner, LearnerSettings
-from ludus.training.learner.logprobs import LogprobScorer
+from ludus.training.learner.logprobs import Float64, LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from tests.training.learner.test_learner import gradients, largest_difference, random_rows
 

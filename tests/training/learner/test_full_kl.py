@@ -12,8 +12,7 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.errors import LearnerError
-from ludus.training.batches.chunked_lm_head import LmHead
-from ludus.training.learner.full_kl import DivergenceTarget, HiddenStates, divergence
+from ludus.training.batches.chunked_lm_head import DivergenceTarget, HiddenStates, LmHead, divergence
 from ludus.training.learner.learner import LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
 from tests.training.learner.test_learner import gradients, learner, random_rows, tiny_model

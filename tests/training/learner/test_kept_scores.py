@@ -9,10 +9,9 @@ import torch
 
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.training.credit.advantages import assign_credit, training_rows
-from ludus.training.learner.learner import CachedLogprobs, LearnerSettings
-from ludus.training.learner.logprob_cache import LogprobCache
+from ludus.training.learner.learner import CachedLogprobs, LearnerSettings, LogprobCache
 from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens
-from ludus.training.rl.advantage_inputs import refine
+from ludus.training.rl.train_step import filter_and_estimate
 from tests.training.credit.test_credit import group, real_group
 from tests.training.learner.test_learner import learner, random_rows, tiny_model
 
@@ -94,11 +93,11 @@ def step(kept: bool, **settings):
     algorithm = replace(PRESETS["reinforce_pp"], correction="none")
     one = learner(model, algorithm, LearnerSettings(**settings), {"reference": reference})
     one.scorer.score = policy.score
-    credits = refine(assign_credit([episodes], algorithm), one, 0)
+    credits = filter_and_estimate(assign_credit([episodes], algorithm), one, 0)
     if not kept:
-        one._kept.clear()
+        one._cache.clear()
     one.train(training_rows(credits, mask_observations=True), seed=0)
-    assert not one._kept._found
+    assert not one._cache._found
     return weights(model), sum(policy.passes), sum(reference.passes)
 
 
@@ -114,7 +113,7 @@ def test_what_credit_asked_is_not_asked_again(epochs, policy, reference):
 def test_only_the_same_rows_are_known():
     rows = random_rows(3)
     kept = LogprobCache()
-    kept.keep("", rows, [torch.zeros(1)] * 3)
+    kept.add("", rows, [torch.zeros(1)] * 3)
     assert kept.get("", rows) is not None
     assert kept.get("reference", rows) is None
     assert kept.get("", rows[:2]) is None

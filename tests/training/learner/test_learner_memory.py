@@ -17,13 +17,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.sections.model import LoraConfig
 from ludus.errors import LearnerError
-from ludus.training.checks import memory_check as dry_runs
-from ludus.training.checks.memory_check import dry_run, dry_run_of, longest_rows
-from ludus.training.learner.learner import LearnerSettings
+from ludus.training.learner.learner import LearnerSettings, out_of_memory
 from ludus.training.learner.logprobs import LogprobScorer, own_types
-from ludus.training.learner.microbatch_budget import out_of_memory
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
+from ludus.training.rl import memory_check as dry_runs
 from ludus.training.rl.build import train
+from ludus.training.rl.memory_check import dry_run, dry_run_of, longest_rows
 from ludus.training.run.run_dir import locked, new_run
 from ludus.training.run.session import open_session, with_adapters
 from small_runs import SMALLEST, Silent, config, lasting_files
@@ -131,7 +130,7 @@ def test_rows_of_a_dry_run_share_no_prefix():
 
 _MEASURE = """
 import torch
-from ludus.training.checks.memory_check import dry_run
+from ludus.training.rl.memory_check import dry_run
 from ludus.training.learner.learner import LearnerSettings
 from tests.training.learner.test_learner import learner, tiny_model
 torch.ones(2**28).sum()  # an older peak of 1 GiB, which is not the dry run's

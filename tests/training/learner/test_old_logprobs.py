@@ -9,9 +9,9 @@ import torch
 
 from ludus.algorithms.spec.resolve import resolve
 from ludus.errors import ConfigError, SyncError
-from ludus.training.learner.learner import CachedLogprobs, LearnerSettings
-from ludus.training.learner.old_logprobs import OLD_FROM_ENGINE, check_old_logprobs
-from ludus.training.rl.advantage_inputs import check_parity
+from ludus.training.learner.learner import OLD_FROM_ENGINE, CachedLogprobs, LearnerSettings
+from ludus.training.rl.train_step import check_parity
+from ludus.training.rl.validate import check_old_logprobs
 from small_runs import config
 from tests.training.learner.test_learner import gradients, largest_difference, learner, random_rows, tiny_model
 

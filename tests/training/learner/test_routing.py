@@ -14,7 +14,7 @@ from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.errors import UserError
 from ludus.training.learner.learner import CachedLogprobs, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
-from ludus.training.learner.moe_routing_replay import RoutingReplay, recording
+from ludus.training.learner.moe_routing_replay import RoutingReplay
 from tests.engines.test_engine_local import play, prompts
 from tests.training.batches.test_forest import in_double
 from tests.training.learner.test_learner import VOCAB, gradients, largest_difference, learner, random_rows, tiny_model
@@ -78,7 +78,7 @@ def replaying(model, settings=None, *, recompute=False):
 
 
 def known_of(one, rows):
-    with recording(one.scorer.routing):
+    with one.scorer.routing.recording():
         found, experts = one._score_all(rows, one.scorer)
     return CachedLogprobs([scores.logprobs for scores in found], experts=experts)
 

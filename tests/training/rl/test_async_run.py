@@ -25,13 +25,12 @@ from ludus.rewards.registry import NAMED, RegisteredReward
 from ludus.rollout.ledger import AccountingError, Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode, SchedulerLimits
+from ludus.training.collection.filters import ESS, EssGuard, mask_over_age, staleness_metrics
 from ludus.training.collection.rollout_collector import RolloutCollector
-from ludus.training.collection.staleness import ESS, EssGuard, mask_over_age, staleness_metrics
 from ludus.training.credit.advantages import TrainingSample, training_rows
-from ludus.training.rl import build
+from ludus.training.rl import build, validate
 from ludus.training.rl.async_trainer import StreamRunner
-from ludus.training.rl.learner_thread import LearnerThread
-from ludus.training.rl.train_step import TrainStep
+from ludus.training.rl.train_step import LearnerThread, TrainStep
 from ludus.training.run.checkpoint import checkpoint_path, list_checkpoints
 from ludus.types import Segment, StopReason, Task, Trajectory
 from small_runs import lasting_files
@@ -164,10 +163,13 @@ def test_a_history_that_is_computed_again_under_new_weights_trains_as_any_other(
 def test_a_cache_that_a_server_does_not_keep_is_announced():
     asked = ["--training.mode", "async", *SERVED]
     assert any(
-        "staleness.kv_cache_on_update has no effect" in text for text in build.doubts(load_config("search", asked))
+        "staleness.kv_cache_on_update has no effect" in text
+        for text in validate.config_warnings(load_config("search", asked))
     )
     again = [*asked, "--staleness.kv_cache_on_update", "recompute"]
-    assert not any("staleness.kv_cache_on_update" in text for text in build.doubts(load_config("search", again)))
+    assert not any(
+        "staleness.kv_cache_on_update" in text for text in validate.config_warnings(load_config("search", again))
+    )
 
 
 def test_weights_that_take_longer_than_the_run_allows_stop_it(tiny_run, tmp_path, monkeypatch):
@@ -233,7 +235,7 @@ def test_the_engine_rests_while_batches_wait_unless_its_episodes_are_to_end(
 
     def made(session):
         engine = plain(session)
-        engine.rest = told.append
+        engine.throttle = told.append
         return engine
 
     async def slowly(*given):
@@ -670,7 +672,7 @@ def test_failures_are_counted_among_all_episodes_that_began_since_the_last_batch
     player = StreamRunner(RolloutCollector(None, None, PRESETS["grpo"], None, scheduler.ledger), scheduler, 10)
 
     async def play():
-        return await asyncio.gather(*(player.play(job) for job in make_jobs(40)))
+        return await asyncio.gather(*(player.run_one(job) for job in make_jobs(40)))
 
     if stops:
         with pytest.raises(WorldError, match="episodes failed for good"):

@@ -74,7 +74,7 @@ def test_the_greedy_episode_is_punished_for_its_length_as_the_others_are():
 
 
 def test_without_a_greedy_episode_remax_says_what_it_needs():
-    with pytest.raises(ValueError, match="needs a baseline"):
+    with pytest.raises(ValueError, match="needs baselines"):
         assign_credit([group()], PRESETS["remax"])
 
 

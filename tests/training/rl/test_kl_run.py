@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from ludus.algorithms.aggregate import Normalizer
-from ludus.algorithms.batch import TokenBatch
-from ludus.algorithms.kl_controller import KlState, control_of
+from ludus.algorithms.kl import KlState, control_of
 from ludus.algorithms.objective import objective
 from ludus.algorithms.spec.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
+from ludus.algorithms.tensors import TokenBatch
 from ludus.cli.main import main
 from ludus.config.schema import Config
 from ludus.errors import ConfigError, LearnerError
@@ -43,7 +43,7 @@ def control(kl_coef=0.5, steps=10, **settings):
     given = Config.model_validate(
         {"algorithm": {"kl_coef": kl_coef}, "training": {"steps": steps}, "kl_control": settings}
     )
-    return control_of(given, resolve(given.algorithm))
+    return control_of(given, resolve(given.algorithm).kl_coef)
 
 
 def test_a_schedule_follows_the_training_steps():
@@ -90,7 +90,7 @@ def test_the_guard_follows_the_run_unless_it_is_told_what_to_expect():
     ("settings", "words"),
     [
         ({"kind": "adaptive", "target": 0.1, "kl_coef": 0.0}, "algorithm.kl_coef is 0"),
-        ({"kind": "adaptive"}, "needs a KL to hold"),
+        ({"kind": "adaptive"}, "needs a target"),
         ({"target": 0.1}, 'kl_control.target = 0.1 would have no effect: kl_control.kind is "constant"'),
         ({"kind": "pid", "target": 0.1}, "no gain"),
         ({"kind": "pid", "target": 0.1, "kp": 1.0, "max_coef": 0.1}, "above kl_control.max_coef"),

@@ -14,9 +14,9 @@ from ludus.config import load_config
 from ludus.config.toml import to_toml
 from ludus.errors import EngineError, UserError
 from ludus.evaluation.evaluate import load_evaluation
-from ludus.training.checks.reference_digests import check_origins, origins_of
 from ludus.training.collection import rollout_collector
 from ludus.training.resume import check_resume, place_of
+from ludus.training.rl.build import check_origins, origins_of
 from ludus.training.run.run_dir import RunFolder
 from ludus.training.run.session import open_session
 from small_runs import lasting_files

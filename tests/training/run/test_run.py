@@ -17,11 +17,11 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.embedded.scheduler import BatchScheduler
 from ludus.engines.models.loading import load_model
 from ludus.evaluation.evaluate import load_evaluation
-from ludus.rollout.build import SamplingPlan, engine_scheduler
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.rollout.scheduler import RolloutRequest
-from ludus.training.rl.build import doubts, train
+from ludus.rollout.scheduler import RolloutRequest, SamplingPlan, engine_scheduler
+from ludus.training.rl.build import train
+from ludus.training.rl.validate import config_warnings
 from ludus.training.run.checkpoint import checkpoint_path
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import make_engine, model_path, open_session
@@ -229,7 +229,7 @@ def test_a_run_that_is_extended_does_not_stop_its_policy_for_the_critic_once_mor
     ],
 )
 def test_what_changes_the_meaning_of_training_is_announced(settings, found):
-    said = doubts(load_config("search", settings))
+    said = config_warnings(load_config("search", settings))
     assert len(said) == found
     assert any("truncated distribution" in text for text in said) == (settings[:1] != [])
 
@@ -237,7 +237,7 @@ def test_what_changes_the_meaning_of_training_is_announced(settings, found):
 def test_settings_of_another_mode_of_training_are_announced():
     given = ["--staleness.max_staleness", "4", "--staleness.replay.share", "0.2", "--staleness.min_ess", "0.5"]
     for mode, told in (("sync", True), ("one_step", True), ("async", False)):
-        said = doubts(load_config("search", [*given, "--training.mode", mode]))
+        said = config_warnings(load_config("search", [*given, "--training.mode", mode]))
         for key in ("max_staleness = 4", "replay = "):
             assert any(f"staleness.{key}" in text for text in said) == told
         assert not any("min_ess" in text for text in said)

@@ -20,7 +20,7 @@ from ludus.training.datasets.token_limits import (
     rollout_warnings,
     sft_warnings,
 )
-from ludus.training.rl.build import prepare
+from ludus.training.rl.validate import open_validated_session
 from ludus.training.run.session import busy_warning, open_session, usable_cores
 from ludus.training.sft import batches
 from tiny_run import refused
@@ -90,7 +90,7 @@ def test_prompts_without_room_for_an_answer_are_refused_before_anything_is_writt
     with pytest.raises(UserError, match=r"No prompt of the world 'search' leaves room .* Set --rollout.max_seq_len"):
         check_prompts(tight)
     with pytest.raises(UserError, match="No prompt of the world"):
-        prepare(tight.config)
+        open_validated_session(tight.config)
     words = ("--rollout.max_seq_len", "40", "--rollout.max_tokens_per_turn", "8", "--run.dir", tmp_path / "run")
     assert "No prompt of the world" in refused("train", "search", *words)
     assert not (tmp_path / "run").exists()

@@ -114,7 +114,7 @@ def nested(depth: int) -> dict[str, object]:
 
 
 WRONG = {
-    "it is not JSON": "{",
+    "it is not valid JSON": "{",
     "must be an object": [1],
     "neither a dialogue": {"text": "hello"},
     "it has no assistant message": messages(ASK),
@@ -133,8 +133,8 @@ WRONG = {
         ASK, LOOK, tools=[{**TOOL, "function": {**TOOL["function"], "name": "see"}}]
     ),
     "two tools are called 'look'": messages(ASK, SAY, tools=[TOOL, TOOL]),
-    "tools is text that is not JSON": messages(ASK, SAY, tools="["),
-    "arguments is text that is not JSON": messages(
+    "tools is not valid JSON": messages(ASK, SAY, tools="["),
+    "arguments is not valid JSON": messages(
         ASK, {**SAY, "tool_calls": [{"function": {"name": "look", "arguments": "{"}}]}
     ),
     'train is "no"': messages(ASK, {**SAY, "train": "no"}),
@@ -257,7 +257,7 @@ def test_what_is_written_as_a_dataset_reads_as_the_file_did(tmp_path, records):
     before, after = (list(map(row_of, read_records(path))) for path in (file, folder))
     assert before == after
     assert len(after) == len(records)
-    assert "is there already" in refused("data", "convert", file, folder)
+    assert "exists" in refused("data", "convert", file, folder)
 
 
 def test_a_file_that_cannot_be_converted_leaves_nothing(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import ConfigError
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
-from ludus.training.batches.epoch_sampler import batch_of_step, num_steps
+from ludus.training.batches.rows import batch_of_step, num_steps
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.preference.pairs import (

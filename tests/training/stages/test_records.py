@@ -8,7 +8,7 @@ import math
 import pytest
 
 from ludus.errors import StorageError
-from ludus.training.datasets.jsonl import write_records
+from ludus.training.datasets.files import write_records
 from ludus.training.preference.pairs import PairSide, PreferencePair, load_pairs
 from ludus.training.reward_model.data import load_examples
 from ludus.training.value_models.reward_model import RewardExample, ScoredSequence

@@ -16,15 +16,14 @@ from ludus.config.schema import Config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import UserError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rollout.build import SamplingPlan, engine_scheduler
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
-from ludus.rollout.scheduler import RolloutRequest
+from ludus.rollout.scheduler import RolloutRequest, SamplingPlan, engine_scheduler
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.reward_model.data import examples_of_rollouts, hold_out, load_examples
-from ludus.training.reward_model.mc_rollouts import play_on
+from ludus.training.reward_model.data import examples_of_rollouts, hold_out, load_examples, sample_continuations
 from ludus.training.reward_model.train import auc, losses, measure, reward_step
 from ludus.training.run.session import make_engine, open_session
+from ludus.training.value_models.base import HeadModel
 from ludus.training.value_models.reward_model import (
     RewardExample,
     RewardModel,
@@ -32,7 +31,6 @@ from ludus.training.value_models.reward_model import (
     load_reward_model,
     parts,
 )
-from ludus.training.value_models.scalar_head import HeadModel
 from ludus.types import Segment, StopReason, Trajectory
 from small_runs import lasting_files, words
 from tests.training.learner.test_learner import tiny_model
@@ -247,9 +245,9 @@ def test_rollouts_from_a_later_turn_begin_with_what_was_recorded(tmp_path):
     records = [("x", RolloutRecord(1, e.task.id, RolloutOutcome.TRAINED, "", e.trajectory)) for e in episodes]
     turns = [t for e in episodes for t in range(e.trajectory.num_turns - 1)]
     assert turns
-    found = play_on(session, records, 2)
+    found = sample_continuations(session, records, 2)
     assert len(found) == 2 * len(turns)
-    assert found == play_on(session, records, 2)
+    assert found == sample_continuations(session, records, 2)
     beginnings = [
         one.segments[: 2 * t + 2] for e in episodes for one in [e.trajectory] for t in range(one.num_turns - 1)
     ]
@@ -261,7 +259,7 @@ def test_rollouts_from_a_later_turn_begin_with_what_was_recorded(tmp_path):
     seen = replace(first.segments[2], tokens=(9, *first.segments[2].tokens))
     other = replace(first, segments=(*first.segments[:2], seen, *first.segments[3:]))
     with pytest.raises(WorldError, match="is not deterministic: turn 1"):
-        play_on(session, [("x", replace(records[0][1], trajectory=other))], 1)
+        sample_continuations(session, [("x", replace(records[0][1], trajectory=other))], 1)
 
 
 def test_a_process_model_learns_from_further_rollouts(source, tmp_path):
@@ -291,7 +289,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(source, tmp_path, trai
     assert "reward_model.kind" in refused("reward-model", "--resume", trained, "--reward_model.kind", "pairwise")
     assert f"ludus reward-model --resume {trained}" in refused("train", "--resume", trained)
     for words in (("eval", "--run", trained), ("chat", trained), ("serve", trained)):
-        assert "judges and does not act" in refused(*words)
+        assert "is a run of a reward model, which cannot act" in refused(*words)
 
 
 @pytest.mark.parametrize("kind", ["pairwise", "pointwise"])

@@ -89,7 +89,7 @@ def test_a_round_trains_on_what_it_kept_and_evaluates(finished, model):
     assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), start.parameters(), strict=True))
     said = ludus("show", finished, "--episodes", "0")
     assert "rejection sampling" in said.out
-    assert "attempts kept for training" in said.out
+    assert "rollouts kept for training" in said.out
     assert "48 rollouts started" in said.out
 
 

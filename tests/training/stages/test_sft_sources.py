@@ -147,7 +147,7 @@ def test_demonstrations_that_end_are_shown_again(tmp_path):
     short = ToolWorld("short", {"train": ()}, (), (), show=lambda seed: iter([said]))
     assert len(list(islice(dialogues(config, short), 5))) == 5
     empty = ToolWorld("none", {"train": ()}, (), (), show=lambda seed: iter(()))
-    with pytest.raises(UserError, match="The world 'none' shows no dialogue"):
+    with pytest.raises(UserError, match="The world 'none' has no dialogue"):
         next(dialogues(config, empty))
 
 

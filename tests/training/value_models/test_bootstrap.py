@@ -10,11 +10,11 @@ import torch
 from algorithm_parts import CRITIC_ADVANTAGES
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.sections.algorithm import AlgorithmConfig
-from ludus.training.batches.trajectory_tree import last_actions
+from ludus.training.batches.rows import last_actions
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.learner.logprobs import own_types
-from ludus.training.rl.advantage_inputs import refine
-from ludus.training.value_models.factory import train_judge
+from ludus.training.rl.train_step import filter_and_estimate
+from ludus.training.value_models.factory import train_value_model
 from ludus.types import StopReason
 from tests.training.batches.test_branches import episodes as episodes_of
 from tests.training.batches.test_branches import tree
@@ -34,7 +34,7 @@ def taught(one, episodes, rounds=4):
     """A critic whose values are not 0."""
     judge = critic(one.scorer.model, clip=None)
     for _ in range(rounds):
-        train_judge(judge, refine(assign_credit([episodes], one.algorithm), one, 0, judge))
+        train_value_model(judge, filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0, judge))
     return judge
 
 
@@ -55,11 +55,11 @@ def value_after(judge, tokens):
 
 def test_the_last_token_of_a_cut_episode_looks_at_the_value_after_it():
     episodes, one, judge = cut_group()
-    plain = refine(assign_credit([episodes], one.algorithm), one, 0, judge)
+    plain = filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0, judge)
     one.algorithm = algorithm(gamma=0.9, lam=0.8, lam_critic=0.8, bootstrap=1)
-    asked = refine(assign_credit([episodes], one.algorithm), one, 0, judge)
+    asked = filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0, judge)
     one.algorithm = algorithm(gamma=0.9, lam=0.8, lam_critic=0.8)
-    without = refine(assign_credit([episodes], one.algorithm), one, 0, judge)
+    without = filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0, judge)
     for i, (before, after) in enumerate(zip(without, asked, strict=True)):
         v = value_after(judge, episodes[i].trajectory.token_ids) if i in (0, 2) else 0.0
         assert (v != 0) == (i in (0, 2))
@@ -77,7 +77,7 @@ def test_every_advantage_with_a_critic_takes_it(name):
     found = {}
     for bootstrap in (0, 1):
         one.algorithm = algorithm(name, bootstrap=bootstrap)
-        found[bootstrap] = refine(assign_credit([episodes], one.algorithm), one, 0, judge)
+        found[bootstrap] = filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0, judge)
     changed = [a.advantages != b.advantages for a, b in zip(found[0], found[1], strict=True)]
     assert changed == [True, False, True, False]
     assert [a.targets != b.targets for a, b in zip(found[0], found[1], strict=True)] == changed
@@ -90,9 +90,9 @@ def test_each_path_of_a_tree_bootstraps_from_its_own_end():
     judge = taught(one, group)
     row_ends = last_actions(cut[0])
     assert row_ends == {0: 16, 1: 33, 2: 52}
-    asked = refine(assign_credit([group], one.algorithm), one, 0, judge)
+    asked = filter_and_estimate(assign_credit([group], one.algorithm), one, 0, judge)
     one.algorithm = algorithm(lam=1.0)
-    without = refine(assign_credit([group], one.algorithm), one, 0, judge)
+    without = filter_and_estimate(assign_credit([group], one.algorithm), one, 0, judge)
     paths = [[*range(20, 30), 4, 5, 6, 7, *end] for end in ((8, 9, 10), (8, 12), (11, 13, 14, 15))]
     own = [value_after(judge, path) for path in paths]
     gained = [a - b for a, b in zip(asked[0].advantages, without[0].advantages, strict=True)]

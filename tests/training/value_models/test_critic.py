@@ -24,13 +24,14 @@ from ludus.training.credit.advantages import assign_credit
 from ludus.training.learner.learner import Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.rl.advantage_inputs import refine
 from ludus.training.rl.build import train
+from ludus.training.rl.train_step import filter_and_estimate
+from ludus.training.rl.validate import check_critic
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import open_session
 from ludus.training.value_models.base import StateSettings, batches
 from ludus.training.value_models.critic import Critic, CriticSettings
-from ludus.training.value_models.factory import check_critic, make_judge, planned_warmup, train_judge, warmup_steps
+from ludus.training.value_models.factory import make_value_model, planned_warmup, train_value_model, warmup_steps
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from tests.rewards.test_judges import outcome_critic
 from tests.training.credit.test_credit import group, real_group
@@ -258,7 +259,7 @@ def test_a_critic_has_a_learning_rate_of_its_own_and_a_default_that_follows_the_
             "critic": critic_settings,
         }
         config = Config.model_validate(one)
-        return make_judge(config, algorithm_of(config), tiny_model(), "success").optimiser.settings
+        return make_value_model(config, algorithm_of(config), tiny_model(), "success").optimiser.settings
 
     assert made().learning_rate == pytest.approx(4e-4)
     assert made(learning_rate=3e-5).learning_rate == 3e-5
@@ -305,8 +306,8 @@ def test_its_loss_falls_on_what_a_run_sampled(preset, sampled):
     one = critic(session.model, rate=3e-3)
     losses = []
     for _ in range(36):
-        credits = refine(assign_credit(list(groups.values()), algorithm), learner, 300, one, check=False)
-        losses.append(train_judge(one, credits)["critic/loss"])
+        credits = filter_and_estimate(assign_credit(list(groups.values()), algorithm), learner, 300, one, check=False)
+        losses.append(train_value_model(one, credits)["critic/loss"])
     print([round(x, 4) for x in losses])
     assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
 
@@ -324,8 +325,8 @@ def test_ppo_takes_its_advantages_and_targets_from_the_values():
     one.algorithm = algorithm
     judge = critic(one.scorer.model)
     for _ in range(3):
-        train_judge(judge, refine(assign_credit([episodes], algorithm), one, 0, judge))
-    credits = refine(assign_credit([episodes], algorithm), one, 0, judge)
+        train_value_model(judge, filter_and_estimate(assign_credit([episodes], algorithm), one, 0, judge))
+    credits = filter_and_estimate(assign_credit([episodes], algorithm), one, 0, judge)
     width = max(len(c.advantages) for c in credits)
     mask = torch.zeros(len(credits), width, dtype=torch.bool)
     values = torch.zeros(len(credits), width, dtype=torch.float64)

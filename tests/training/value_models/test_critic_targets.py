@@ -13,11 +13,10 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.config.load import load_config
 from ludus.training.batches.rows import row_of_trajectory
-from ludus.training.credit.advantages import assign_credit, with_estimates
-from ludus.training.credit.estimates import Estimates
+from ludus.training.credit.advantages import Estimates, assign_credit, with_estimates
 from ludus.training.learner.logprobs import LogprobScorer
-from ludus.training.rl.advantage_inputs import refine
-from ludus.training.value_models.factory import at_openings, make_judge, train_judge
+from ludus.training.rl.train_step import filter_and_estimate
+from ludus.training.value_models.factory import at_openings, make_value_model, train_value_model
 from ludus.types import Segment, StopReason, Trajectory
 from tests.training.credit.test_credit import group, inputs, real_group
 from tests.training.learner.test_learner import tiny_model
@@ -109,7 +108,7 @@ def test_the_weights_of_conflict_tokens_are_no_part_of_the_targets():
 
 def judge_of(preset, model):
     config = load_config("search", ["--algorithm.preset", preset, "--critic.clip", "0"])
-    return make_judge(config, algorithm_of(config), model, "success")
+    return make_value_model(config, algorithm_of(config), model, "success")
 
 
 @pytest.mark.parametrize(("preset", "tokens"), [("step_ppo", 10), ("turn_ppo", 38), ("ppo", 38)])
@@ -118,14 +117,14 @@ def test_a_critic_of_turns_learns_at_their_first_tokens_alone(preset, tokens):
     episodes, one = real_group()
     one.algorithm = replace(PRESETS[preset])
     judge = judge_of(preset, one.scorer.model)
-    train_judge(judge, refine(assign_credit([episodes], one.algorithm), one, 0, judge))
-    credits = refine(assign_credit([episodes], one.algorithm), one, 0, judge)
+    train_value_model(judge, filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0, judge))
+    credits = filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0, judge)
     errors = []
     for i, credit in enumerate(credits):
         first = [0, 3, 7][: 2 + i % 2] if preset == "step_ppo" else range(len(credit.values))
         errors += [0.5 * (credit.values[t] - credit.targets[t]) ** 2 for t in first]
     assert len(errors) == tokens
-    assert train_judge(judge, credits)["critic/loss"] == pytest.approx(sum(errors) / tokens, abs=1e-9)
+    assert train_value_model(judge, credits)["critic/loss"] == pytest.approx(sum(errors) / tokens, abs=1e-9)
 
 
 @pytest.mark.parametrize(("preset", "tokens"), [("step_ppo", 9), ("ppo", 35)])
@@ -134,7 +133,7 @@ def test_a_critic_does_not_learn_at_tokens_that_are_too_old(preset, tokens):
     episodes, one = real_group()
     one.algorithm = replace(PRESETS[preset])
     judge = judge_of(preset, one.scorer.model)
-    credits = refine(assign_credit([episodes], one.algorithm), one, 0, judge)
+    credits = filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0, judge)
     length = len(credits[0].values)
     credits[0] = replace(credits[0], trains=tuple(i >= 3 for i in range(length)))
     errors = []
@@ -143,7 +142,7 @@ def test_a_critic_does_not_learn_at_tokens_that_are_too_old(preset, tokens):
         young = [t for t in first if credit.trains is None or credit.trains[t]]
         errors += [0.5 * (credit.values[t] - credit.targets[t]) ** 2 for t in young]
     assert len(errors) == tokens
-    assert train_judge(judge, credits)["critic/loss"] == pytest.approx(sum(errors) / tokens, abs=1e-9)
+    assert train_value_model(judge, credits)["critic/loss"] == pytest.approx(sum(errors) / tokens, abs=1e-9)
 
 
 @pytest.mark.parametrize("preset", ["ppo", "coderl", "prime"])
@@ -158,8 +157,8 @@ def test_autocast_around_the_training_of_a_judge_changes_nothing(preset):
         greedy = replace(episodes[1], key=replace(episodes[1].key, sample=4), greedy=True)
         group = [*episodes, *([greedy] if preset == "coderl" else [])]
         with torch.autocast("cpu", torch.bfloat16, enabled=under):
-            credits = refine(assign_credit([group], one.algorithm), one, 0, judge)
-            metrics = train_judge(judge, credits)
+            credits = filter_and_estimate(assign_credit([group], one.algorithm), one, 0, judge)
+            metrics = train_value_model(judge, credits)
         weights = torch.cat([p.detach().flatten() for p in judge.model.parameters()])
         found.append(([c.advantages for c in credits], metrics, weights.tolist()))
     assert found[0] == found[1]

@@ -1,26 +1,23 @@
 """Per-turn reward tiers set from recorded rollouts, arXiv:2604.02869 (iterative reward calibration).
 
 A *tier* is a kind of turn (right call, read-only call, error, ...). Its reward follows how well its presence
-tells success from failure; a tier that does not tell gets 0. Then `tier_advantages` says whether the
-advantage pushes each tier the way its reward means; where the signs differ, calibrate again on new rollouts.
+separates success from failure; a tier that does not gets 0. `tier_advantages` then shows whether the advantage of each
+tier has the sign of its reward; if the signs differ, calibrate again on new rollouts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from ludus.algorithms.advantages.rows import numbers
-from ludus.algorithms.advantages.token_rewards import turns_of
+from ludus.algorithms.advantages.action_tokens import turns_of
+from ludus.algorithms.tensors import Tensor, numbers, torch
 
 
 @dataclass(frozen=True, slots=True)
 class TierCalibration:
-    """What recorded rollouts say of each of C tiers; all [C] float64.
+    """Statistics of recorded rollouts for each of C tiers; all [C] float64.
 
-    `correlation` of a trajectory having the tier with its success (point-biserial; 0 where either is
+    `correlation` of a trajectory having the tier with its success (point-biserial; 0 if either is
     constant); `reward` it should have; `in_success`, `in_failure` the share of such trajectories that have
     it.
     """
@@ -34,11 +31,11 @@ class TierCalibration:
 def calibrate_tiers(
     *, tiers: Tensor, success: Tensor, num_tiers: int, alpha: float = 1.0, threshold: float = 0.1
 ) -> TierCalibration:
-    """`r_c = alpha rho_c` where `|rho_c| > threshold`, else 0.
+    """Return `r_c = alpha rho_c` if `|rho_c| > threshold`, else 0.
 
     `tiers` [N, K] integers, the tier of each turn of N trajectories, negative for none and padding;
     `success` [N] of 0 and 1; `rho_c` the correlation of `1[c occurs in i]` with `success_i`. The paper's
-    threshold is not stated as a number: 0.1 is ours. ValueError for shapes, a tier past `num_tiers`, or
+    threshold is not stated as a number: 0.1 is ours. Raises ValueError for shapes, a tier past `num_tiers`, or
     another success value (naming the row).
     """
     if tiers.ndim != 2 or tiers.is_floating_point():
@@ -65,10 +62,10 @@ def calibrate_tiers(
 
 
 def tier_advantages(*, advantages: Tensor, tiers: Tensor, turn: Tensor, mask: Tensor, num_tiers: int) -> Tensor:
-    """The mean advantage of the turns of each tier, [C] float64; 0 for a tier without turns.
+    """Return the mean advantage of the turns of each tier, [C] float64; 0 for a tier without turns.
 
     `advantages`, `turn`, `mask` [N, L]; a turn counts once, with the advantage of its first action token.
-    A tier is misaligned where this and its reward have opposite signs.
+    A tier is misaligned if this and its reward have opposite signs.
     """
     if tiers.ndim != 2 or tiers.is_floating_point():
         raise ValueError(f"tiers must be [N, K] integers, not {list(tiers.shape)} {tiers.dtype}")

@@ -1,8 +1,8 @@
-"""Advantages of whole trajectories: one number for all action tokens, from the rewards of its group.
+"""Advantages against a group, a batch or a greedy attempt, without a critic.
 
-They compute in float64 and return the dtype of the rewards. All raise ValueError for a reward that is not
-finite (naming the row), and for a group with one member where they compare within groups. A group of equal
-rewards gets exactly 0, rounding noise notwithstanding.
+Most are one number for all action tokens of a trajectory. They compute in float64 and return the dtype of the
+rewards. All raise ValueError for a reward that is not finite (naming the row), and for a group with one member if
+they compare within groups. A group of equal rewards gets exactly 0, rounding noise notwithstanding.
 """
 
 from __future__ import annotations
@@ -10,24 +10,38 @@ from __future__ import annotations
 from math import comb
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from ludus.algorithms.advantages.rows import (
+from ludus.algorithms.advantages.action_tokens import ActionTokens, action_tokens, scan_back, token_rewards
+from ludus.algorithms.parts import FRACTION, NOT_NEGATIVE, SWITCH, AdvantageSpec, Need, Option, OptionBounds
+from ludus.algorithms.tensors import (
+    Tensor,
     check_group,
     check_rows,
+    check_shapes,
     float_dtype,
+    group_rewards,
     groups_to_compare,
     numbers,
     on_actions,
+    rounding,
+    select,
+    torch,
 )
-from ludus.algorithms.grouping import group_rewards, rounding
-from ludus.algorithms.masking import check_shapes, select
-from ludus.algorithms.spec.words import COUNTS, SPREADS
 
+SPREADS = ("group", "batch")
+COUNTS = ("varying", "nonzero")
 WHITEN_EPS = 1e-8
+NO_ENERGY = 1e-8
+"""A sum of weights up to which there is no optimal baseline."""
 
 
+@AdvantageSpec(
+    help="rewards minus the mean of the group, over its deviation",
+    needs={Need.GROUP, Need.STD},
+    options={
+        "std_floor": Option("lower bound of the standard deviation of a group", NOT_NEGATIVE),
+        "std_over": Option("standard deviation of each group, or of the batch", choices=SPREADS),
+    },
+)
 def grpo(
     *,
     rewards: Tensor,
@@ -38,7 +52,7 @@ def grpo(
     std_floor: float = 0.0,
     std_over: Literal["group", "batch"] = "group",
 ) -> Tensor:
-    """`(r - mean_g) / (std_g + eps)`, arXiv:2402.03300 (section 4.1.2).
+    """Return `(r - mean_g) / (std_g + eps)`, arXiv:2402.03300 (section 4.1.2).
 
     `std_over` `batch` divides by the deviation of all rewards given instead (arXiv:2508.08221; TRL's
     `scale_rewards="batch"`, with `eps` 1e-4), so that a group of small differences is not blown up.
@@ -54,16 +68,22 @@ def grpo(
     return on_actions(grouped.minus(grouped.mean()) / scale[spread.index], mask, float_dtype(rewards))
 
 
+@AdvantageSpec(help="rewards minus the mean of the group", needs={Need.GROUP})
 def dr_grpo(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """`r - mean_g`, arXiv:2503.20783 (Dr. GRPO)."""
+    """Return `r - mean_g`, arXiv:2503.20783 (Dr. GRPO)."""
     grouped = groups_to_compare(rewards, group, mask)
     return on_actions(grouped.minus(grouped.mean()), mask, float_dtype(rewards))
 
 
+@AdvantageSpec(
+    help="dr_grpo, scaled by the share of groups that vary",
+    needs={Need.GROUP},
+    options={"counted": Option("count attempts of groups that vary, or rewards that are not 0", choices=COUNTS)},
+)
 def gpg(*, rewards: Tensor, group: Tensor, mask: Tensor, counted: Literal["varying", "nonzero"] = "varying") -> Tensor:
-    """`N / M (r - mean_g)`, arXiv:2504.02546 (GPG), its `F_norm` 1.
+    """Return `N / M (r - mean_g)`, arXiv:2504.02546 (GPG), its `F_norm` 1.
 
-    `M` counts the rows whose group has rewards that differ, so that the groups which teach nothing do not
+    `M` counts the rows whose group has rewards that differ, so that groups of equal rewards do not
     shrink the batch's gradient; with `nonzero`, as verl has it, the rows whose reward is not 0. At least 1.
     """
     if counted not in COUNTS:
@@ -74,68 +94,26 @@ def gpg(*, rewards: Tensor, group: Tensor, mask: Tensor, counted: Literal["varyi
     return on_actions(factor * grouped.minus(grouped.mean()), mask, float_dtype(rewards))
 
 
+@AdvantageSpec(help="rewards minus the mean of the other attempts", needs={Need.GROUP})
 def rloo(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """`r - mean of the others in the group` = `G/(G-1) (r - mean_g)`, arXiv:2402.14740."""
+    """Return `r - mean of the others in the group` = `G/(G-1) (r - mean_g)`, arXiv:2402.14740."""
     grouped = groups_to_compare(rewards, group, mask)
     factor = grouped.sizes / (grouped.sizes - 1)
     return on_actions(grouped.minus(grouped.mean()) * factor[grouped.index], mask, float_dtype(rewards))
 
 
+@AdvantageSpec(help="rewards minus the length-weighted mean of the group", needs={Need.GROUP})
 def opo(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """`r - sum_j n_j r_j / sum_j n_j` over the group, `n` the action tokens, arXiv:2505.23585."""
+    """Return `r - sum_j n_j r_j / sum_j n_j` over the group, `n` the action tokens, arXiv:2505.23585."""
     grouped = groups_to_compare(rewards, group, mask)
     lengths = mask.bool().sum(1).double().to(grouped.rewards.device)
     baseline = grouped.sum(lengths * grouped.rewards) / grouped.sum(lengths).clamp(min=1)
     return on_actions(grouped.minus(baseline), mask, float_dtype(rewards))
 
 
-def reinforce_pp_baseline(
-    *, rewards: Tensor, group: Tensor, mask: Tensor, trains: Tensor | None = None, ddof: int = 1
-) -> Tensor:
-    """`r - mean_g`, whitened over the action tokens of the batch, arXiv:2501.03262 (REINFORCE++-baseline).
-
-    `ddof` 1 as in verl, 0 as in OpenRLHF. `trains` as in `whiten`; the mean is over all members of a group.
-    """
-    grouped = groups_to_compare(rewards, group, mask)
-    centred = grouped.minus(grouped.mean()).to(mask.device)[:, None].expand(mask.shape)
-    return whiten(values=centred, mask=mask, trains=trains, ddof=ddof).to(float_dtype(rewards))
-
-
-def raw(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """`r` itself, no baseline (Williams 1992). The groups do not matter; equal rewards are not 0 here."""
-    grouped = group_rewards(rewards, group)
-    check_rows(len(grouped.rewards), mask)
-    return on_actions(grouped.rewards, mask, float_dtype(rewards))
-
-
-def whiten(*, values: Tensor, mask: Tensor, trains: Tensor | None = None, ddof: int = 1) -> Tensor:
-    """`(x - mean) / sqrt(var + 1e-8)` on the masked positions of `values` [N, L], 0 elsewhere.
-
-    Mean and variance are over those masked positions that are set in `trains` [N, L] as well (None: all):
-    what a filter keeps from training is in neither. With no more than `ddof` of them the variance is 0.
-    """
-    trains = mask if trains is None else trains
-    check_shapes(mask, values=values, trains=trains)
-    counted = mask.bool() & trains.bool()
-    count = counted.sum()
-    kept = select(values, mask)
-    centred = select(kept - select(kept, counted).sum() / count.clamp(min=1), mask)
-    variance = select(centred, counted).square().sum() / (count - ddof).clamp(min=1)
-    return centred / (variance + WHITEN_EPS).sqrt()
-
-
-def remax(*, rewards: Tensor, greedy_rewards: Tensor, mask: Tensor, group: Tensor | None = None) -> Tensor:
-    """`r - r(greedy)`, arXiv:2310.10505 (ReMax).
-
-    `greedy_rewards` [N]: the reward of the greedy trajectory of each row's task. `group` is not read.
-    """
-    check_group(group, mask)
-    scores = numbers("rewards", rewards, mask) - numbers("greedy_rewards", greedy_rewards, mask)
-    return on_actions(scores, mask, float_dtype(rewards))
-
-
+@AdvantageSpec(help="rewards minus the mean of the group, over the mean", needs={Need.GROUP})
 def maxrl(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """`(r - mean_g) / mean_g`, 0 where the mean is not positive, arXiv:2602.02710 (MaxRL).
+    """Return `(r - mean_g) / mean_g`, 0 if the mean is not positive, arXiv:2602.02710 (MaxRL).
 
     With rewards 0 and 1 this weighs hard tasks up: `1/p - 1` for a success, `-1` for a failure. A mean that
     is positive by rounding alone counts as not positive.
@@ -148,10 +126,11 @@ def maxrl(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     return on_actions(grouped.minus(mean) * scale[grouped.index], mask, float_dtype(rewards))
 
 
+@AdvantageSpec(help="the best attempt of a group alone", needs={Need.GROUP, Need.NON_NEGATIVE})
 def best_of_group(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """`max - second max` to the best of the group, 0 to the others, arXiv:2503.19595 (best-of-k objective).
+    """Return `max - second max` for the best of the group, 0 for the others, arXiv:2503.19595 (best-of-k objective).
 
-    Two members that share the maximum leave nothing to give.
+    If two members share the maximum, all get 0.
     """
     grouped = groups_to_compare(rewards, group, mask)
     if not grouped.rewards.numel():
@@ -162,12 +141,17 @@ def best_of_group(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     return on_actions(torch.where(best, gain, 0.0), mask, float_dtype(rewards))
 
 
+@AdvantageSpec(
+    help="the analytic advantage of pass@k",
+    needs={Need.GROUP, Need.BINARY_REWARDS},
+    options={"k": Option("attempts that pass@k counts", OptionBounds(1, whole=True), default=4)},
+)
 def pass_at_k(*, rewards: Tensor, group: Tensor, mask: Tensor, k: int) -> Tensor:
-    """The analytic advantage of pass@k for rewards 0 and 1, arXiv:2508.10751 (Pass@k Training).
+    """Return the analytic advantage of pass@k for rewards 0 and 1, arXiv:2508.10751 (Pass@k Training).
 
     With `R = 1 - C(G_neg, k) / C(G, k)`, `s = sqrt(R (1 - R))`: successes get `(1 - R) / s`, failures
-    `(1 - R - C(G_neg - 1, k - 1) / C(G - 1, k - 1)) / s`, all 0 where `s = 0`. `k` 1 is `grpo` with `ddof` 0
-    and no eps. ValueError for another reward (naming the row), and for `k` outside [1, G].
+    `(1 - R - C(G_neg - 1, k - 1) / C(G - 1, k - 1)) / s`, all 0 if `s = 0`. `k` 1 is `grpo` with `ddof` 0
+    and no eps. Raises ValueError for another reward (naming the row), and for `k` outside [1, G].
     """
     grouped = groups_to_compare(rewards, group, mask)
     odd = ((grouped.rewards != 0) & (grouped.rewards != 1)).nonzero()
@@ -186,7 +170,7 @@ def pass_at_k(*, rewards: Tensor, group: Tensor, mask: Tensor, k: int) -> Tensor
 
 
 def _pass_at_k_pair(size: int, failed: int, k: int) -> tuple[float, float]:
-    """The advantage of a success and of a failure, in a group of `size` with `failed` failures."""
+    """Return the advantage of a success and of a failure, in a group of `size` with `failed` failures."""
     lost = comb(failed, k) / comb(size, k)
     scale = (lost * (1 - lost)) ** 0.5
     if scale == 0:
@@ -195,7 +179,7 @@ def _pass_at_k_pair(size: int, failed: int, k: int) -> tuple[float, float]:
 
 
 def role_groups(*, group: Tensor, proposer: Tensor, proposer_group: Tensor | None = None) -> Tensor:
-    """Comparison groups [N] for self-play with proposed tasks: solvers and proposers never share one.
+    """Return comparison groups [N] for self-play with proposed tasks: solvers and proposers never share one.
 
     `group` [N]: the proposed task that a solver works on; `proposer` [N] bool. Solvers are compared within
     one proposed task, proposers across proposals: all of the batch together, or by `proposer_group` [N]
@@ -220,7 +204,7 @@ def hierarchical(
     proposer_group: Tensor | None = None,
     ddof: int = 1,
 ) -> Tensor:
-    """`grpo` within the groups of `role_groups`: solvers within a proposed task, proposers across proposals.
+    """Return `grpo` within the groups of `role_groups`: solvers within a proposed task, proposers across proposals.
 
     Proposer and solver as in arXiv:2505.03335 (Absolute Zero), whose baselines are per task and role. For
     another advantage than `grpo` pass it the ids of `role_groups`.
@@ -229,3 +213,187 @@ def hierarchical(
         raise ValueError(f"proposer must be [{mask.shape[0]}], not {list(proposer.shape)}")
     groups = role_groups(group=group, proposer=proposer, proposer_group=proposer_group)
     return grpo(rewards=rewards, group=groups, mask=mask, ddof=ddof)
+
+
+@AdvantageSpec(
+    name="hierarchical",
+    help="proposers and solvers, each compared in their own groups",
+    needs={Need.GROUP, Need.STD, Need.PROPOSALS, Need.ADVANTAGE_OF_EQUAL_REWARDS},
+)
+def _hierarchical(*, rewards: Tensor, proposals: Tensor, proposer: Tensor, mask: Tensor, ddof: int) -> Tensor:
+    return hierarchical(rewards=rewards, group=proposals, proposer=proposer, mask=mask, ddof=ddof)
+
+
+# Against a greedy attempt, or nothing
+
+
+def remax(*, rewards: Tensor, greedy_rewards: Tensor, mask: Tensor, group: Tensor | None = None) -> Tensor:
+    """Return `r - r(greedy)`, arXiv:2310.10505 (ReMax).
+
+    `greedy_rewards` [N]: the reward of the greedy trajectory of each row's task. `group` is not read.
+    """
+    check_group(group, mask)
+    scores = numbers("rewards", rewards, mask) - numbers("greedy_rewards", greedy_rewards, mask)
+    return on_actions(scores, mask, float_dtype(rewards))
+
+
+@AdvantageSpec(
+    name="remax",
+    help="rewards minus that of a greedy episode",
+    needs={Need.GREEDY_ROLLOUT, Need.ADVANTAGE_OF_EQUAL_REWARDS},
+)
+def _remax(*, rewards: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
+    return remax(rewards=rewards, greedy_rewards=baselines, mask=mask)
+
+
+@AdvantageSpec(help="the reward itself")
+def raw(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
+    """Return `r` itself, no baseline (Williams 1992). The groups do not matter; equal rewards are not 0 here."""
+    grouped = group_rewards(rewards, group)
+    check_rows(len(grouped.rewards), mask)
+    return on_actions(grouped.rewards, mask, float_dtype(rewards))
+
+
+# Against the batch
+
+
+def whiten(*, values: Tensor, mask: Tensor, trains: Tensor | None = None, ddof: int = 1) -> Tensor:
+    """Return `(x - mean) / sqrt(var + 1e-8)` on the masked positions of `values` [N, L], 0 elsewhere.
+
+    Mean and variance are over those masked positions that are set in `trains` [N, L] as well (None: all):
+    what a filter keeps from training is in neither. With no more than `ddof` of them the variance is 0.
+    """
+    trains = mask if trains is None else trains
+    check_shapes(mask, values=values, trains=trains)
+    counted = mask.bool() & trains.bool()
+    count = counted.sum()
+    kept = select(values, mask)
+    centred = select(kept - select(kept, counted).sum() / count.clamp(min=1), mask)
+    variance = select(centred, counted).square().sum() / (count - ddof).clamp(min=1)
+    return centred / (variance + WHITEN_EPS).sqrt()
+
+
+@AdvantageSpec(
+    help="discounted returns, whitened over the batch",
+    needs={Need.STD, Need.BATCH_STATISTICS, Need.TOKEN_KL},
+    options={"gamma": Option("discount", FRACTION)},
+)
+def reinforce_pp(
+    *,
+    mask: Tensor,
+    rewards: Tensor | None = None,
+    turn_rewards: Tensor | None = None,
+    turn: Tensor | None = None,
+    group: Tensor | None = None,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    gamma: float = 1.0,
+    trains: Tensor | None = None,
+    ddof: int = 1,
+) -> Tensor:
+    """Return `R_t = r_t + gamma R_next` over the action tokens, whitened over the batch, arXiv:2501.03262
+    (REINFORCE++).
+
+    `gamma` 1 as in the paper, verl and OpenRLHF; `ddof` 1 as in verl, 0 as in OpenRLHF; `trains` as in
+    `whiten`. An observation neither discounts nor resets the return. Where the returns that train are equal
+    up to rounding, all are exactly 0.
+    """
+    check_group(group, mask)
+    placed = token_rewards(mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef)
+    tokens = action_tokens(mask)
+    terms = tokens.take("rewards", placed)
+    dtype = float_dtype(rewards, turn_rewards)
+    returns = tokens.spread(scan_back(terms, torch.full_like(terms, gamma)), torch.float64)
+    kept = returns[tokens.mask if trains is None else tokens.mask & trains.bool()]
+    if kept.numel():
+        scale = max(1.0, float(kept.abs().max()))
+        if float(kept.max() - kept.min()) <= rounding(dtype) * scale:
+            return torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return whiten(values=returns, mask=mask, trains=trains, ddof=ddof).to(dtype)
+
+
+@AdvantageSpec(
+    help="rewards minus the mean of the group, whitened over the batch",
+    needs={Need.GROUP, Need.STD, Need.BATCH_STATISTICS},
+)
+def reinforce_pp_baseline(
+    *, rewards: Tensor, group: Tensor, mask: Tensor, trains: Tensor | None = None, ddof: int = 1
+) -> Tensor:
+    """Return `r - mean_g`, whitened over the action tokens of the batch, arXiv:2501.03262 (REINFORCE++-baseline).
+
+    `ddof` 1 as in verl, 0 as in OpenRLHF. `trains` as in `whiten`; the mean is over all members of a group.
+    """
+    grouped = groups_to_compare(rewards, group, mask)
+    centred = grouped.minus(grouped.mean()).to(mask.device)[:, None].expand(mask.shape)
+    return whiten(values=centred, mask=mask, trains=trains, ddof=ddof).to(float_dtype(rewards))
+
+
+# Token by token
+
+
+@AdvantageSpec(
+    help="returns minus the variance-optimal baseline of each token",
+    needs={Need.GROUP, Need.OPTIONAL_TURN_REWARDS, Need.DISTRIBUTIONS, Need.ADVANTAGE_OF_EQUAL_REWARDS},
+    options={"zero_tail": Option("1: tokens that only the longest attempt has are without a baseline", SWITCH)},
+)
+def optimal_token_baseline(
+    *,
+    rewards: Tensor,
+    group: Tensor,
+    mask: Tensor,
+    old_logprobs: Tensor | None = None,
+    sum_pi_squared: Tensor | None = None,
+    weights: Tensor | None = None,
+    turn_rewards: Tensor | None = None,
+    turn: Tensor | None = None,
+    zero_tail: bool = True,
+) -> Tensor:
+    """Return `R_t - sum_j W_jt R_jt / sum_j W_jt` over the group, [N, L]; `R_t` the return from token `t` on.
+
+    `W_t = sum_{s <= t} (1 - 2 exp(old_s) + sum_pi_squared_s)` is what the scores of the tokens so far add to
+    the variance; tokens are compared by their place among the action tokens of a row. `sum_pi_squared`
+    [N, L] is the sum of squared probabilities over the vocabulary before each token; without it, or without
+    `old_logprobs`, each token adds 1. `weights` [N, L], truncated importance weights, enter squared. With
+    `zero_tail` a row's tokens past the end of all others have no baseline, and 0 as advantage without.
+
+    verl's `optimal_token_baseline`, in the form of its `tir_optimal_token_baseline`, which leaves out
+    observations; there `sum_j W_jt` has 1e-8 added. Up to that sum there is no baseline here.
+    """
+    grouped = groups_to_compare(rewards, group, mask)
+    tokens = action_tokens(mask)
+    placed = token_rewards(mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn)
+    terms = tokens.take("rewards", placed)
+    returns = scan_back(terms, torch.ones_like(terms))
+    energy = _energy(tokens, old_logprobs, sum_pi_squared, weights)
+    found = torch.zeros_like(returns)
+    for member in grouped.member:
+        rows = member.nonzero()[:, 0].to(mask.device)
+        found[rows] = _above_baseline(returns[rows], energy[rows], tokens.present[rows], zero_tail)
+    return tokens.spread(found, float_dtype(rewards, turn_rewards))
+
+
+def _energy(tokens: ActionTokens, old: Tensor | None, sum_pi_squared: Tensor | None, weights: Tensor | None) -> Tensor:
+    """Return `W` [N, T]."""
+    added = tokens.present.double()
+    if old is not None and sum_pi_squared is not None:
+        chances = tokens.take("old_logprobs", old).exp()
+        added = added * (1 - 2 * chances + tokens.take("sum_pi_squared", sum_pi_squared))
+    if weights is not None:
+        added = added * tokens.take("weights", weights).square()
+    return added.cumsum(1).clamp(min=0)
+
+
+def _above_baseline(returns: Tensor, energy: Tensor, present: Tensor, zero_tail: bool) -> Tensor:
+    """Return `returns` of one group minus their baseline, all [G, T]; equal returns leave exactly 0."""
+    lowest = torch.where(present, returns, torch.inf).amin(0)
+    above = torch.where(present, returns - lowest, 0.0)
+    weights = torch.where(present, energy, 0.0)
+    total = weights.sum(0)
+    compared = total > NO_ENERGY
+    baseline = (weights * above).sum(0) / torch.where(compared, total, 1.0)
+    found = torch.where(compared, above - baseline, returns)
+    if zero_tail:
+        second, longest = present.sum(1).sort().values[-2:].tolist()
+        past = (torch.arange(returns.shape[1], device=returns.device) >= second) & (longest > second)
+        found = torch.where(past, returns, found)
+    return torch.where(present, found, 0.0)

@@ -1,6 +1,6 @@
 """Statistics that outlive a step: moving averages per role, moments per domain.
 
-Both are small frozen records: reading one changes nothing, `updated` gives the next one, `to_json` and
+Both are small frozen records: reading one changes nothing, `updated` returns the next one, `to_json` and
 `from_json` save it with a checkpoint and bring it back exactly.
 """
 
@@ -10,11 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor
-
-from ludus.algorithms.advantages.rows import check_group, float_dtype, numbers, on_actions
-from ludus.algorithms.grouping import rounding
+from ludus.algorithms.advantages.group_relative import remax
+from ludus.algorithms.parts import FRACTION, AdvantageSpec, Need, Option
+from ludus.algorithms.tensors import Tensor, check_group, float_dtype, numbers, on_actions, rounding, torch
 
 RoleKey = tuple[str, str]
 """An environment and a role in it."""
@@ -32,11 +30,11 @@ class RoleBaselines:
     means: Mapping[RoleKey, float] = field(default_factory=dict)
 
     def read(self, roles: Sequence[RoleKey], rewards: Tensor) -> Tensor:
-        """The baseline of each row, [N] float64: the average as it stands before that row's reward enters."""
+        """Return the baseline of each row, [N] float64: the average before that row's reward enters."""
         return torch.tensor(self._run(roles, rewards)[0], dtype=torch.float64)
 
     def updated(self, roles: Sequence[RoleKey], rewards: Tensor) -> RoleBaselines:
-        """The averages after `rewards` [N] entered in the order of the rows. ValueError if not finite."""
+        """Return the averages after `rewards` [N] entered in the order of the rows. Raises ValueError if not finite."""
         return replace(self, means=self._run(roles, rewards)[1])
 
     def _run(self, roles: Sequence[RoleKey], rewards: Tensor) -> tuple[list[float], dict[RoleKey, float]]:
@@ -48,13 +46,13 @@ class RoleBaselines:
         return before, means
 
     def to_json(self) -> str:
-        """One line that `from_json` reads back to an equal record."""
+        """Return one line that `from_json` reads back to an equal record."""
         rows = [[*role, mean] for role, mean in sorted(self.means.items())]
         return json.dumps({"decay": self.decay, "initial": self.initial, "means": rows})
 
     @classmethod
     def from_json(cls, text: str) -> RoleBaselines:
-        """The record that `to_json` wrote."""
+        """Return the record that `to_json` wrote."""
         saved = json.loads(text)
         means = {(environment, role): mean for environment, role, mean in saved["means"]}
         return cls(saved["decay"], saved["initial"], means)
@@ -63,17 +61,27 @@ class RoleBaselines:
 def rae(
     *, rewards: Tensor, roles: Sequence[RoleKey], baselines: RoleBaselines, mask: Tensor, group: Tensor | None = None
 ) -> Tensor:
-    """`r - b(environment, role)`, arXiv:2506.24119 (SPIRAL, role-conditioned advantage), [N, L].
+    """Return `r - b(environment, role)`, arXiv:2506.24119 (SPIRAL, role-conditioned advantage), [N, L].
 
     `roles` [N] names each row's environment and role. Rows enter the moving average in their order, and each
     reads it before its own reward enters (the paper's listing updates first, which shrinks the advantage by
     `decay`). `baselines` is not changed: `baselines.updated(roles, rewards)` is the next step's. `decay` 0.95
-    as in the paper. ValueError for rewards that are not finite (naming the row) or a wrong shape.
+    as in the paper. Raises ValueError for rewards that are not finite (naming the row) or a wrong shape.
     """
     check_group(group, mask)
     given = numbers("rewards", rewards, mask)
     before = baselines.read(roles, given).to(given.device)
     return on_actions(given - before, mask, float_dtype(rewards))
+
+
+@AdvantageSpec(
+    name="rae",
+    help="rewards minus the running average of the role",
+    needs={Need.ROLE_BASELINES},
+    options={"decay": Option("decay of the running average of a role", FRACTION, default=0.95)},
+)
+def _rae(*, rewards: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
+    return remax(rewards=rewards, greedy_rewards=baselines, mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,7 @@ class Moments:
         return self.squares / (self.count - 1) if self.count > 1 else 0.0
 
     def with_values(self, values: Sequence[float]) -> Moments:
-        """Joined with those of `values` (Chan, Golub and LeVeque 1979); at least one value."""
+        """Return the moments joined with those of `values` (Chan, Golub and LeVeque 1979); at least one value."""
         count = self.count + len(values)
         mean = sum(values) / len(values)
         squares = sum((value - mean) ** 2 for value in values)
@@ -109,7 +117,7 @@ class DomainMoments:
     moments: Mapping[str, Moments] = field(default_factory=dict)
 
     def updated(self, domains: Sequence[str], rewards: Tensor) -> DomainMoments:
-        """The moments after `rewards` [N] of `domains` [N] entered. ValueError if not finite."""
+        """Return the moments after `rewards` [N] of `domains` [N] entered. Raises ValueError if not finite."""
         values = _values_of(domains, rewards, "domains")
         found = dict(self.moments)
         for domain in dict.fromkeys(domains):
@@ -118,25 +126,25 @@ class DomainMoments:
         return replace(self, moments=found)
 
     def to_json(self) -> str:
-        """One line that `from_json` reads back to an equal record."""
+        """Return one line that `from_json` reads back to an equal record."""
         rows = [[name, m.count, m.mean, m.squares] for name, m in sorted(self.moments.items())]
         return json.dumps(rows)
 
     @classmethod
     def from_json(cls, text: str) -> DomainMoments:
-        """The record that `to_json` wrote."""
+        """Return the record that `to_json` wrote."""
         return cls({name: Moments(*saved) for name, *saved in json.loads(text)})
 
 
 def domain_normalised(*, rewards: Tensor, domains: Sequence[str], moments: DomainMoments, eps: float = 1e-8) -> Tensor:
-    """`(r - mean_d) / sqrt(var_d + eps)`, [N] in the dtype of the rewards: several tasks on one scale.
+    """Return `(r - mean_d) / sqrt(var_d + eps)`, [N] in the dtype of the rewards: several tasks on one scale.
 
     Goes before grouping, for advantages that keep the scale of the rewards (`dr_grpo`, `rloo`, `gae`); one
     that divides by the deviation of its group does not feel it. Enter the step's own rewards first
     (`moments.updated`), so that the first step has statistics. A domain with fewer than two rewards, or with
-    equal ones up to rounding, has no scale: its rewards become their difference to the mean, exactly 0 where
+    equal ones up to rounding, has no scale: its rewards become their difference to the mean, exactly 0 if
     that is rounding. One with none stays as it is.
-    ValueError for rewards that are not finite (naming the row) or not [N]. The running mean and variance are
+    Raises ValueError for rewards that are not finite (naming the row) or not [N]. The running mean and variance are
     those of reward scaling in PPO (arXiv:2005.12729); here there is one pair a domain.
     """
     values = _values_of(domains, rewards, "domains")

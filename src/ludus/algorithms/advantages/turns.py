@@ -2,10 +2,10 @@
 
 `turn` [N, L] integers counts from 0 on action tokens (None: each run of action tokens is a turn);
 `turn_rewards` [N, K] is read up to a row's last turn.
-A *normalised* number is `(x - mean) / (std + eps)` over those it is compared with (`scale="none"`: `x -
-mean`), with the `ddof` of `grpo`, exactly 0 where they are equal up to rounding or where there is one alone.
-A turn is reached by the members that have an action token in it. All return [N, L] in the widest float type
-of the rewards. ValueError: shapes, numbers that are not finite (naming the row), a row alone in its group.
+A *normalised* number is `(x - mean) / (std + eps)` over those it is compared with (`scale="none"`: `x - mean`),
+with the `ddof` of `grpo`, exactly 0 if they are equal up to rounding or if there is only one. A turn is reached by
+the members that have an action token in it. All return [N, L] in the widest float type of the rewards. They raise
+ValueError for shapes, numbers that are not finite (naming the row), and a row alone in its group.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from ludus.algorithms.advantages.reverse_scan import scan_back
-from ludus.algorithms.advantages.rows import float_dtype, groups_to_compare
-from ludus.algorithms.advantages.token_rewards import Turns, rewards_of_turns, turns_of
-from ludus.algorithms.grouping import rounding
-from ludus.algorithms.masking import select
+from ludus.algorithms.advantages.action_tokens import Turns, rewards_of_turns, scan_back, turns_of
+from ludus.algorithms.parts import FRACTION, NOT_NEGATIVE, AdvantageSpec, Need, Option
+from ludus.algorithms.tensors import Tensor, float_dtype, groups_to_compare, rounding, select, torch
 
 Scale = Literal["std", "none"]
+SCALES = ("std", "none")
+COMPARES_TURNS = {Need.GROUP, Need.STD, Need.TURN_REWARDS, Need.OPTIONAL_TURN_REWARDS, Need.ADVANTAGE_OF_EQUAL_REWARDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ class _Normaliser:
     noise: float
 
     def __call__(self, values: Tensor, ids: Tensor) -> Tensor:
-        """`values` [P] among those with the same row of `ids` [P, D], [P]."""
+        """Return `values` [P] among those with the same row of `ids` [P, D], [P]."""
         if not values.numel():
             return values
         unique, index = torch.unique(ids, dim=0, return_inverse=True)
@@ -52,21 +49,29 @@ class _Normaliser:
         return torch.where(equal[index], 0.0, centred)
 
     def rows(self, values: Tensor, group: Tensor) -> Tensor:
-        """`values` [N] within each group, [N]."""
+        """Return `values` [N] within each group, [N]."""
         return self(values, group[:, None])
 
     def per_turn(self, values: Tensor, group: Tensor, turns: Turns) -> Tensor:
-        """`values` [N, K] of each turn among the group's members that reached it, [N, K]."""
+        """Return `values` [N, K] of each turn among the group's members that reached it, [N, K]."""
         number = torch.arange(values.shape[1], device=values.device).expand(values.shape)
         return self.cells(values, torch.stack([group[:, None].expand(values.shape), number], -1), turns.reached)
 
     def cells(self, values: Tensor, ids: Tensor, where: Tensor) -> Tensor:
-        """`values` [N, K] where `where` [N, K] is set, by `ids` [N, K, D]; 0 elsewhere."""
+        """Return `values` [N, K] where `where` [N, K] is set, by `ids` [N, K, D]; 0 elsewhere."""
         found = torch.zeros_like(values)
         found[where] = self(values[where], ids[where])
         return found
 
 
+@AdvantageSpec(
+    help="turn rewards and outcomes, each compared in the group",
+    needs=COMPARES_TURNS,
+    options={
+        "turn_weight": Option("weight of the turn-level term", NOT_NEGATIVE),
+        "outcome_weight": Option("weight of the outcome", NOT_NEGATIVE),
+    },
+)
 def turn_grpo(
     *,
     rewards: Tensor,
@@ -79,7 +84,7 @@ def turn_grpo(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Turn reward plus outcome, each normalised in the group, arXiv:2505.11821 (MT-GRPO).
+    """Return turn reward plus outcome, each normalised in the group, arXiv:2505.11821 (MT-GRPO).
 
     Turn `k` of trajectory `i` gets `turn_weight norm(r[:, k])_i + outcome_weight norm(rewards)_i`; its own
     last turn the outcome term alone. Turn `k` is compared among all members that reached it, those for which
@@ -96,6 +101,11 @@ def turn_grpo(
     return _on_tokens(turns, credit, rewards, turn_rewards)
 
 
+@AdvantageSpec(
+    help="returns of turns, compared in the group",
+    needs=COMPARES_TURNS,
+    options={"gamma": Option("discount", FRACTION)},
+)
 def turn_return(
     *,
     turn_rewards: Tensor | None = None,
@@ -107,7 +117,7 @@ def turn_return(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Tensor:
-    """`R[i, k] = sum_{j >= k} gamma^(j-k) r[i, j]`, normalised over the group's members that reached turn
+    """Return `R[i, k] = sum_{j >= k} gamma^(j-k) r[i, j]`, normalised over the group's members that reached turn
     `k`.
 
     arXiv:2511.14846 (group turn policy optimisation, whose GTPO is not that of arXiv:2508.03772), which takes
@@ -120,6 +130,11 @@ def turn_return(
     return _on_tokens(turns, norm.per_turn(returns, group.to(mask.device), turns), turn_rewards, rewards)
 
 
+@AdvantageSpec(
+    help="returns of turns and the outcome, compared in the group",
+    needs=COMPARES_TURNS,
+    options={"gamma": Option("discount", FRACTION), "outcome_weight": Option("weight of the outcome", NOT_NEGATIVE)},
+)
 def turn_return_hybrid(
     *,
     rewards: Tensor,
@@ -132,10 +147,10 @@ def turn_return_hybrid(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Tensor:
-    """`norm_k(sum_{j=k..K-1} gamma^(j-k) r[i, j] + gamma^(K-k) o_i) + outcome_weight norm(o)_i`.
+    """Return `norm_k(sum_{j=k..K-1} gamma^(j-k) r[i, j] + gamma^(K-k) o_i) + outcome_weight norm(o)_i`.
 
     The hybrid of arXiv:2604.02869, equation 2, with its damping 0.3 and `gamma` 0.9. `o` is `rewards`, `K`
-    the row's own number of turns: the outcome stands one step behind the last turn. `norm_k` as in
+    the row's own number of turns: the outcome is placed one step behind the last turn. `norm_k` as in
     `turn_return`.
     """
     outcome = _checked(rewards, group, mask)
@@ -162,10 +177,10 @@ def gigpo(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Tensor:
-    """`norm(r)_i + weight norm_over_equal_anchors(R[i, k])`, arXiv:2505.10978 (GiGPO).
+    """Return `norm(r)_i + weight norm_over_equal_anchors(R[i, k])`, arXiv:2505.10978 (GiGPO).
 
     `anchors` [N, K] integers: the hash of the environment's state before each turn. Turns of one group with
-    the same anchor are compared, several of one trajectory among them; an anchor with one turn gives 0. `R`
+    the same anchor are compared, several of one trajectory among them; an anchor with one turn gets 0. `R`
     is the return of `turn_return` with `gamma`, from `turn_rewards`, or without them from `rewards` on the
     last turn. `gamma` 0.95, `weight` 1 and both terms divided by the deviation, as in the paper;
     `scale="none"` only centres, which its example runs also use.
@@ -185,6 +200,52 @@ def gigpo(
     return _on_tokens(turns, norm.rows(outcome, ids)[:, None] + weight * local, rewards, turn_rewards)
 
 
+@AdvantageSpec(
+    name="gigpo",
+    help="episode-level and state-level comparison",
+    needs={Need.GROUP, Need.STD, Need.OPTIONAL_TURN_REWARDS, Need.STATE_KEYS, Need.ADVANTAGE_OF_EQUAL_REWARDS},
+    options={
+        "gamma": Option("discount", FRACTION, default=0.95),
+        "weight": Option("weight of the step-level term", NOT_NEGATIVE, default=1.0),
+        "scale": Option("divide by the standard deviation, or do not", choices=SCALES, default="std"),
+    },
+)
+def _gigpo(
+    *,
+    rewards: Tensor,
+    anchors: Tensor,
+    group: Tensor,
+    mask: Tensor,
+    turn: Tensor,
+    turn_rewards: Tensor,
+    gamma: float,
+    weight: float,
+    scale: Scale,
+    ddof: int,
+) -> Tensor:
+    """Call `gigpo` with the reward added to that of each row's last turn."""
+    last = torch.where(mask.bool(), turn, -1).amax(1)
+    columns = torch.arange(turn_rewards.shape[1], device=last.device)
+    outcome = torch.where(columns == last[:, None], rewards[:, None].to(last.device), 0.0)
+    return gigpo(
+        rewards=rewards,
+        anchors=anchors,
+        group=group,
+        mask=mask,
+        turn=turn,
+        turn_rewards=turn_rewards + outcome,
+        gamma=gamma,
+        weight=weight,
+        scale=scale,
+        ddof=ddof,
+    )
+
+
+@AdvantageSpec(
+    help="branches of a fork compared with each other",
+    needs={Need.GROUP, Need.STD, Need.BRANCHES},
+    options={"scale": Option("divide by the standard deviation, or do not", choices=SCALES)},
+)
 def siblings(
     *,
     rewards: Tensor,
@@ -196,9 +257,9 @@ def siblings(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Tensor:
-    """The value of each branch among those of its siblings, normalised.
+    """Return the value of each branch among those of its siblings, normalised.
 
-    Rows are paths of trees; `nodes` [N, K] integers, read up to a row's last turn, are equal where rows of a
+    Rows are paths of trees; `nodes` [N, K] integers, read up to a row's last turn, are equal if rows of a
     group share a turn's action. The value of an action is the mean of `rewards` over the rows through it. Its
     siblings are the distinct actions of the group with the same turns before them; those of first turns are
     all first actions of the group. An action without siblings belongs to the branch of the one before it and
@@ -235,15 +296,15 @@ def siblings(
 
 
 def _checked(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """The rewards [N] in float64 on the device of the mask; refused as `grpo` refuses them."""
+    """Return the rewards [N] in float64 on the device of the mask; refused as `grpo` refuses them."""
     return groups_to_compare(rewards, group, mask).rewards.to(mask.device)
 
 
 def _on_tokens(turns: Turns, credit: Tensor, *rewards: Tensor | None) -> Tensor:
-    """`credit` [N, K] on the action tokens of each turn, [N, L]."""
+    """Return `credit` [N, K] on the action tokens of each turn, [N, L]."""
     return turns.tokens.spread(turns.spread(credit), float_dtype(*rewards))
 
 
 def _noise(*rewards: Tensor | None) -> float:
-    """The relative difference that rounding may leave: the largest of the types given."""
+    """Return the relative difference that rounding may leave: the largest of the types given."""
     return max((rounding(t.dtype) for t in rewards if t is not None), default=0.0)

@@ -1,17 +1,15 @@
-"""Losses on the ratio of each token to the policy of the step's start, clipped or gated.
+"""Losses on the ratio of each token to the policy at the start of the step, clipped or gated.
 
-The gradient flows through `logprobs` alone; `old_logprobs` and `advantages` are constants.
+The gradient flows through `logprobs` alone; `old_logprobs` and `advantages` are constants. The `cut` of a loss
+returns the tokens that its clip cuts off, for the statistics of a step; a loss without one clips nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypedDict, Unpack
 
-import torch
-from torch import Tensor
-
-from ludus.algorithms.masking import check_shapes, clamped_ratio, select
+from ludus.algorithms.parts import POSITIVE, LossSpec, Need, Option
+from ludus.algorithms.tensors import Cut, Tensor, check_shapes, clamped_ratio, select, torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,7 @@ class ClipRange:
             raise ValueError(f"dual_clip must be above 1, not {self.dual_clip}")
 
     def surrogate(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """`-min(ratio A, clip(ratio) A)`, and not above `-dual_clip A` where `A < 0`; any one shape."""
+        """Return `-min(ratio A, clip(ratio) A)`, and not above `-dual_clip A` if `A < 0`; any one shape."""
         clipped = ratio.clamp(1 - self.eps_low, 1 + self.eps_high)
         loss = -torch.minimum(ratio * advantages, clipped * advantages)
         if self.dual_clip is None:
@@ -37,29 +35,66 @@ class ClipRange:
         return torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)
 
 
-class ClipOptions(TypedDict, total=False):
-    """The fields of `ClipRange` as keywords."""
+def ppo_cut(*, ratio: Tensor, advantages: Tensor, mask: Tensor, clip: ClipRange) -> Cut:
+    """Return what the clip of PPO cuts off at these ratios, all [N, L]."""
+    check_shapes(mask, ratio=ratio, advantages=advantages)
+    positive, negative = mask.bool() & (advantages > 0), mask.bool() & (advantages < 0)
+    dual = torch.inf if clip.dual_clip is None else clip.dual_clip
+    return Cut(negative & (ratio < 1 - clip.eps_low), positive & (ratio > 1 + clip.eps_high), negative & (ratio > dual))
 
-    eps_low: float
-    eps_high: float
-    dual_clip: float | None
+
+def token_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Return `exp(logprobs - old_logprobs)` with the exponent clamped to +-20, 1 where the mask is 0, [N, L]."""
+    return clamped_ratio(select(logprobs, mask) - select(old_logprobs, mask).detach())
 
 
+def token_cut(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None = None,
+) -> Cut:
+    """Return what the clip of each token's own ratio cuts off."""
+    ratio = token_ratio(logprobs, old_logprobs, mask)
+    return ppo_cut(ratio=ratio, advantages=advantages, mask=mask, clip=ClipRange(eps_low, eps_high, dual_clip))
+
+
+def _weight_cut(*, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, eps_low: float, eps_high: float) -> Cut:
+    """Return where the weight is bounded, whatever the advantage; the gradient stays."""
+    ratio, actions = token_ratio(logprobs, old_logprobs, mask), mask.bool()
+    low, high = actions & (ratio < 1 - eps_low), actions & (ratio > 1 + eps_high)
+    return Cut(low, high, torch.zeros_like(actions))
+
+
+@LossSpec(help="the clipped surrogate of PPO", needs={Need.CLIP, Need.DUAL_CLIP}, ratio_part="The clip", cut=token_cut)
 def ppo_clip(
-    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **clip: Unpack[ClipOptions]
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    dual_clip: float | None = None,
 ) -> Tensor:
-    """`-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A)`, `ratio = exp(logprobs - old_logprobs)`.
+    """Return `-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A)`, `ratio = exp(logprobs - old_logprobs)`.
 
-    Keywords `eps_low=0.2`, `eps_high=0.2`, `dual_clip=None`, as in `ClipRange`. arXiv:1707.06347 (eq. 7); two
-    bounds as in DAPO (arXiv:2503.14476). With `dual_clip = c`, where `A < 0`: `min(that, -c A)`
-    (arXiv:1912.09729).
+    arXiv:1707.06347 (eq. 7); two bounds as in DAPO (arXiv:2503.14476). With `dual_clip = c`, if `A < 0`:
+    `min(that, -c A)` (arXiv:1912.09729).
     """
-    bounds = ClipRange(**clip)
+    bounds = ClipRange(eps_low, eps_high, dual_clip)
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     ratio = token_ratio(logprobs, old_logprobs, mask)
     return select(bounds.surrogate(ratio, select(advantages, mask).detach()), mask)
 
 
+@LossSpec(
+    help="REINFORCE weighted by a clipped, detached ratio", needs={Need.CLIP}, ratio_part="The clip", cut=_weight_cut
+)
 def cispo(
     *,
     logprobs: Tensor,
@@ -69,7 +104,7 @@ def cispo(
     eps_low: float = 1.0,
     eps_high: float = 0.28,
 ) -> Tensor:
-    """`-stop_grad(clip(ratio, 1 - eps_low, 1 + eps_high)) A logprobs`, [N, L]: no token loses its gradient.
+    """Return `-stop_grad(clip(ratio, 1 - eps_low, 1 + eps_high)) A logprobs`, [N, L]: no token loses its gradient.
 
     arXiv:2506.13585 (MiniMax-M1), which leaves the weight without a lower bound (`eps_low = 1`) and
     names no upper one; 0.28 is Trinity's. verl takes the clip range of PPO for both, TRL and ScaleRL
@@ -82,6 +117,14 @@ def cispo(
     return -select(weights * select(advantages, mask).detach(), mask) * select(logprobs, mask)
 
 
+@LossSpec(
+    help="a smooth gate in place of the clip",
+    options={
+        "tau_pos": Option("temperature of the gate for positive advantages", POSITIVE),
+        "tau_neg": Option("temperature of the gate for negative advantages", POSITIVE),
+    },
+    ratio_part="The gate",
+)
 def sapo(
     *,
     logprobs: Tensor,
@@ -91,9 +134,9 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> Tensor:
-    """`-A (4 / tau) sigmoid(tau (ratio - 1))`, [N, L]: a soft gate in place of the clip.
+    """Return `-A (4 / tau) sigmoid(tau (ratio - 1))`, [N, L]: a soft gate in place of the clip.
 
-    arXiv:2511.20347 with its temperatures: `tau_pos` where `A > 0`, the larger `tau_neg` elsewhere, so that
+    arXiv:2511.20347 with its temperatures: `tau_pos` if `A > 0`, else the larger `tau_neg`, so that
     negative tokens fade faster. At ratio 1 the gradient is that of `-A ratio`. TRL has the same defaults.
     """
     if tau_pos <= 0 or tau_neg <= 0:
@@ -109,8 +152,8 @@ def sapo(
 class ClipStats:
     """Counts and sums over action tokens; `+` joins microbatches.
 
-    A token is clipped as `Cut` says, by the ratio that its loss takes. `ratio_sum` and `ratio_max` are of the
-    tokens' own ratios, whatever the loss.
+    A token is clipped as in `Cut`, by the ratio that its loss takes. `ratio_sum` and `ratio_max` are of the
+    ratios of tokens, also for losses on other ratios.
     """
 
     tokens: int
@@ -141,28 +184,8 @@ class ClipStats:
         )
 
 
-class Cut(NamedTuple):
-    """The tokens [N, L] bool whose policy gradient a clip cuts off.
-
-    `high` (A > 0 and the ratio above the interval), `low` (A < 0 and the ratio below it), `dual` (A < 0 and
-    the ratio above `dual_clip`).
-    """
-
-    low: Tensor
-    high: Tensor
-    dual: Tensor
-
-
-def ppo_cut(*, ratio: Tensor, advantages: Tensor, mask: Tensor, clip: ClipRange) -> Cut:
-    """What the clip of PPO cuts off at these ratios, all [N, L]."""
-    check_shapes(mask, ratio=ratio, advantages=advantages)
-    positive, negative = mask.bool() & (advantages > 0), mask.bool() & (advantages < 0)
-    dual = torch.inf if clip.dual_clip is None else clip.dual_clip
-    return Cut(negative & (ratio < 1 - clip.eps_low), positive & (ratio > 1 + clip.eps_high), negative & (ratio > dual))
-
-
 def clip_stats(*, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cut: Cut | None) -> ClipStats:
-    """How far the policy moved from `old_logprobs` on action tokens; `cut` None counts none as clipped."""
+    """Return how far the policy moved from `old_logprobs` on action tokens; `cut` None counts none as clipped."""
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     actions = mask.bool()
     ratio = select(token_ratio(logprobs.detach(), old_logprobs, mask), mask).double()
@@ -171,8 +194,3 @@ def clip_stats(*, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cut: Cut
     sums = [actions.sum(), low.sum(), high.sum(), dual.sum(), ratio.sum(), largest]
     tokens, num_low, num_high, num_dual, ratio_sum, ratio_max = torch.stack([s.double() for s in sums]).tolist()
     return ClipStats(int(tokens), int(num_low), int(num_high), int(num_dual), ratio_sum, ratio_max)
-
-
-def token_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """`exp(logprobs - old_logprobs)` with the exponent clamped to +-20, 1 where the mask is 0, [N, L]."""
-    return clamped_ratio(select(logprobs, mask) - select(old_logprobs, mask).detach())

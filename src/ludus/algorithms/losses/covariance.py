@@ -10,13 +10,12 @@ random choice are those of the microbatch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
 
-import torch
-from torch import Tensor
+from ludus.algorithms.losses.clipped import ppo_clip, token_cut, token_ratio
+from ludus.algorithms.parts import NOT_NEGATIVE, LossSpec, Need, Option, OptionBounds
+from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 
-from ludus.algorithms.losses.clipped import ClipOptions, ppo_clip, token_ratio
-from ludus.algorithms.masking import check_shapes, select
+_SHARE = OptionBounds(0, 1, above=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class CovarianceMeans:
 
     @classmethod
     def of(cls, *, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> CovarianceMeans:
-        """The sums over the action tokens of one part; all [N, L]."""
+        """Return the sums over the action tokens of one part; all [N, L]."""
         check_shapes(mask, old_logprobs=old_logprobs, advantages=advantages)
         sums = [select(x.detach(), mask).sum(dtype=torch.float64) for x in (old_logprobs, advantages)]
         tokens, logprob_sum, advantage_sum = torch.stack([mask.bool().sum().double(), *sums]).tolist()
@@ -52,7 +51,7 @@ class CovarianceMeans:
 
 
 def token_covariance(*, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, means: CovarianceMeans) -> Tensor:
-    """`(old - mean old) (A - mean A)`, [N, L], 0 off the mask (arXiv:2505.22617).
+    """Return `(old - mean old) (A - mean A)`, [N, L], 0 off the mask (arXiv:2505.22617).
 
     `means` are those of the whole batch. The paper and verl take the current log-probabilities of a
     microbatch, which are `old` in the first pass over the batch.
@@ -72,10 +71,10 @@ def choose_between(
     high: float = 5.0,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """A seeded choice of `max(1, floor(share M))` action tokens with `low < covariance < high`, [N, L].
+    """Return a seeded choice of `max(1, floor(share M))` action tokens with `low < covariance < high`, [N, L].
 
     For Clip-Cov (arXiv:2505.22617; numbers of the authors' code and verl), over the whole batch;
-    all of them where fewer lie in the band. The choice depends on the seed, on `rows` [N] (an integer that
+    all of them if fewer lie in the band. The choice depends on the seed, on `rows` [N] (an integer that
     names each trajectory; None: its place) and on the column, not on the order of the trajectories.
     """
     _check_share(share)
@@ -90,7 +89,7 @@ def choose_between(
 
 
 def choose_highest(*, covariance: Tensor, mask: Tensor, share: float = 2e-4) -> Tensor:
-    """The `max(1, floor(share M))` action tokens with the highest covariance, [N, L] bool; ties by place.
+    """Return the `max(1, floor(share M))` action tokens with the highest covariance, [N, L] bool; ties by place.
 
     For KL-Cov (arXiv:2505.22617), over the whole batch. `share` 2e-4 as in verl; the authors use
     2e-3 for 7B and 2e-4 for 32B models.
@@ -100,6 +99,18 @@ def choose_highest(*, covariance: Tensor, mask: Tensor, share: float = 2e-4) -> 
     return _smallest(-covariance, mask.bool(), _count(share, mask))
 
 
+@LossSpec(
+    help="PPO without the gradient of some tokens of high covariance",
+    needs={Need.CLIP, Need.DUAL_CLIP, Need.TOKEN_CHOICE},
+    options={
+        "share": Option("fraction of the tokens that is chosen", _SHARE, default=2e-4),
+        "low": Option("lower bound of the covariance", default=1.0),
+        "high": Option("upper bound of the covariance", default=5.0),
+    },
+    ratio_part="The clip",
+    cut=token_cut,
+    choose=choose_between,
+)
 def clip_cov(
     *,
     logprobs: Tensor,
@@ -107,9 +118,11 @@ def clip_cov(
     advantages: Tensor,
     mask: Tensor,
     chosen: Tensor | None = None,
-    **clip: Unpack[ClipOptions],
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    dual_clip: float | None = None,
 ) -> Tensor:
-    """`ppo_clip`, and 0 with no gradient on the tokens of `chosen`, [N, L] (arXiv:2505.22617).
+    """Return `ppo_clip`, and 0 with no gradient on the tokens of `chosen`, [N, L] (arXiv:2505.22617).
 
     `chosen` [N, L] bool comes from `choose_between` over the whole batch; None: from its defaults with seed
     0, as if these rows were the whole batch. The tokens stay in the normaliser.
@@ -118,10 +131,28 @@ def clip_cov(
         covariance = _covariance(old_logprobs, advantages, mask)
         chosen = choose_between(covariance=covariance, mask=mask, seed=0)
     check_shapes(mask, chosen=chosen)
-    loss = ppo_clip(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, **clip)
+    loss = ppo_clip(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        mask=mask,
+        eps_low=eps_low,
+        eps_high=eps_high,
+        dual_clip=dual_clip,
+    )
     return select(loss, ~chosen.bool())
 
 
+@LossSpec(
+    help="a KL on the tokens of the highest covariance",
+    needs={Need.TOKEN_CHOICE},
+    options={
+        "share": Option("fraction of the tokens that is chosen", _SHARE, default=2e-4),
+        "coef": Option("coefficient of the KL of chosen tokens", NOT_NEGATIVE),
+    },
+    ratio_part="The KL of the chosen tokens",
+    choose=choose_highest,
+)
 def kl_cov(
     *,
     logprobs: Tensor,
@@ -131,7 +162,7 @@ def kl_cov(
     chosen: Tensor | None = None,
     coef: float = 1.0,
 ) -> Tensor:
-    """`-ratio A`, plus `coef |logprobs - old|` on the tokens of `chosen`, [N, L] (arXiv:2505.22617).
+    """Return `-ratio A`, plus `coef |logprobs - old|` on the tokens of `chosen`, [N, L] (arXiv:2505.22617).
 
     `chosen` [N, L] bool comes from `choose_highest` over the whole batch; None: from its defaults, as
     if these rows were the whole batch. `coef` 1 as in the paper and verl. No clip.
@@ -145,7 +176,7 @@ def kl_cov(
 
 
 def _covariance(old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """`token_covariance` with the means of these rows."""
+    """Return `token_covariance` with the means of these rows."""
     means = CovarianceMeans.of(old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     return token_covariance(old_logprobs=old_logprobs, advantages=advantages, mask=mask, means=means)
 
@@ -160,7 +191,7 @@ def _count(share: float, mask: Tensor) -> int:
 
 
 def _smallest(keys: Tensor, eligible: Tensor, count: int) -> Tensor:
-    """The `count` eligible places with the smallest keys, fewer where fewer are eligible; ties by place."""
+    """Return the `count` eligible places with the smallest keys, fewer if fewer are eligible; ties by place."""
     places = eligible.flatten().nonzero().squeeze(1)
     order = torch.argsort(keys.flatten()[places], stable=True)[:count]
     chosen = torch.zeros(eligible.numel(), dtype=torch.bool, device=eligible.device)
@@ -169,7 +200,7 @@ def _smallest(keys: Tensor, eligible: Tensor, count: int) -> Tensor:
 
 
 def _scrambled(numbers: Tensor) -> Tensor:
-    """A fixed pseudo-random int64 for each int64: the finaliser of SplitMix64 (Steele et al. 2014)."""
+    """Return a fixed pseudo-random int64 for each int64: the finaliser of SplitMix64 (Steele et al. 2014)."""
     mixed = numbers + -0x61C8864680B583EB
     mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15

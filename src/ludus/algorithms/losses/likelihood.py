@@ -1,27 +1,26 @@
 """Losses without a ratio to an old policy: likelihoods, the value loss, distillation.
 
-`reinforce`, `sft`, `value_loss` and `distill` give one term per token; `echo` and `positive_nll` are means
-over tokens of their own, and so carry a normaliser of their own and give [].
+`reinforce`, `sft`, `value_loss` and `distill` return one term per token; `echo` and `positive_nll` are means over other
+tokens, so they have a separate normaliser and return [].
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from ludus.algorithms.kl import full_reverse
 from ludus.algorithms.losses.clipped import token_ratio
-from ludus.algorithms.masking import check_shapes, select
+from ludus.algorithms.parts import LossSpec, Need
+from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 
 
+@LossSpec(help="the policy gradient without a ratio")
 def reinforce(*, logprobs: Tensor, advantages: Tensor, mask: Tensor, old_logprobs: Tensor | None = None) -> Tensor:
-    """`-A logprobs`, [N, L] (Williams 1992). `old_logprobs` are not read: it has no ratio."""
+    """Return `-A logprobs`, [N, L] (Williams 1992). `old_logprobs` are not read: it has no ratio."""
     check_shapes(mask, logprobs=logprobs, advantages=advantages)
     return -select(advantages, mask).detach() * select(logprobs, mask)
 
 
 def sft(*, logprobs: Tensor, mask: Tensor) -> Tensor:
-    """`-logprobs`, [N, L]: the negative log-likelihood of the masked tokens, for supervised training."""
+    """Return `-logprobs`, [N, L]: the negative log-likelihood of the masked tokens, for supervised training."""
     check_shapes(mask, logprobs=logprobs)
     return -select(logprobs, mask)
 
@@ -29,7 +28,7 @@ def sft(*, logprobs: Tensor, mask: Tensor) -> Tensor:
 def positive_nll(
     *, logprobs: Tensor, positive: Tensor, mask: Tensor, coef: float = 0.1, num_tokens: int | None = None
 ) -> Tensor:
-    """`coef` times the mean of `-logprobs` over the action tokens of positive trajectories, [].
+    """Return `coef` times the mean of `-logprobs` over the action tokens of positive trajectories, [].
 
     VAPO's second term (arXiv:2504.05118, `coef` 0.1), to be added to the aggregated policy loss.
     `positive` [N] bool. `num_tokens` is the number of such tokens in the whole batch of the step, so that
@@ -42,7 +41,7 @@ def positive_nll(
 
 
 def echo(*, logprobs: Tensor, observations: Tensor, coef: float, num_tokens: int | None = None) -> Tensor:
-    """`coef` times the mean of `-logprobs` over observation tokens, []: the one place where those train.
+    """Return `coef` times the mean of `-logprobs` over observation tokens, []: the only term that trains them.
 
     ECHO (arXiv:2605.24517), to be added to the aggregated policy loss. `observations` [N, L] is set on the
     tokens that the environment wrote (not on prompt or padding); `logprobs` must hold their
@@ -53,7 +52,7 @@ def echo(*, logprobs: Tensor, observations: Tensor, coef: float, num_tokens: int
 
 
 def value_loss(*, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, eps: float | None = 0.2) -> Tensor:
-    """`0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)`, [N, L].
+    """Return `0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)`, [N, L].
 
     PPO's clipped value loss as in OpenAI baselines (`ppo2`), TRL and OpenRLHF (`eps` 0.2); verl's default is
     0.5. `eps` None does not clip. The gradient flows through `values` alone.
@@ -69,6 +68,7 @@ def value_loss(*, values: Tensor, old_values: Tensor, returns: Tensor, mask: Ten
     return select(0.5 * error, mask)
 
 
+@LossSpec(help="reverse KL from a teacher, on sampled tokens", needs={Need.TEACHER})
 def distill(
     *,
     logprobs: Tensor,
@@ -77,11 +77,11 @@ def distill(
     old_logprobs: Tensor | None = None,
     advantages: Tensor | None = None,
 ) -> Tensor:
-    """`ratio stop_grad(logprobs - teacher_logprobs)`, [N, L]: on-policy distillation, the reverse KL as cost.
+    """Return `ratio stop_grad(logprobs - teacher_logprobs)`, [N, L]: on-policy distillation, the reverse KL as cost.
 
     `ratio` is `exp(logprobs - old_logprobs)`; without `old_logprobs` its value is 1 and the loss is
     `logprobs - teacher_logprobs`. The gradient is `ratio (logprobs - teacher) d logprobs`, that of the
-    reverse KL at each token; the plain gradient of the difference has expectation 0 and would teach nothing.
+    reverse KL at each token; the plain gradient of the difference has expectation 0 and would train nothing.
     Sources: arXiv:2306.13649 (GKD), https://thinkingmachines.ai/blog/on-policy-distillation. No reward is
     needed, and `advantages` are not read; the teacher scores the student's own tokens in one forward pass.
     """
@@ -93,10 +93,10 @@ def distill(
 
 
 def distill_full(*, logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
-    """`KL(student || teacher)` over the whole vocabulary at each action token, [N, L].
+    """Return `KL(student || teacher)` over the whole vocabulary at each action token, [N, L].
 
     `logits`, `teacher_logits` [N, L, V]; column `t` holds the distribution that token `t` was drawn from. Its
-    gradient has no sampling noise, for the price of the teacher's logits. arXiv:2306.13649 (GKD).
+    gradient has no sampling noise, at the cost of the teacher's logits. arXiv:2306.13649 (GKD).
     """
     if mask.ndim != 2 or logits.shape[:-1] != mask.shape or teacher_logits.shape != logits.shape:
         raise ValueError(
@@ -109,6 +109,17 @@ def distill_full(*, logits: Tensor, teacher_logits: Tensor, mask: Tensor, temper
     )
     empty = torch.zeros(mask.shape, dtype=divergence.dtype, device=divergence.device)
     return empty.masked_scatter(actions, divergence)
+
+
+@LossSpec(
+    name="distill_full",
+    help="reverse KL from a teacher, over the vocabulary",
+    needs={Need.TEACHER, Need.TEACHER_DISTRIBUTION},
+    off_policy=True,
+)
+def _distill_full(*, teacher_kl: Tensor, mask: Tensor) -> Tensor:
+    """Return `teacher_kl` [N, L], which the learner computes in chunks, on action tokens."""
+    return select(teacher_kl, mask)
 
 
 def _mean_nll(logprobs: Tensor, tokens: Tensor, num_tokens: int | None) -> Tensor:

@@ -1,18 +1,78 @@
 """Losses whose ratio belongs to the whole trajectory: the geometric mean of token ratios, or their product.
 
-`A_i`, the advantage of a trajectory, is the mean of `advantages` over its action tokens: the advantage itself
-where all tokens carry the same. A trajectory without action tokens gives 0.
+`A_i`, the advantage of a trajectory, is the mean of `advantages` over its action tokens: the advantage itself if all
+tokens carry the same. A trajectory without action tokens gets 0.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from ludus.algorithms.losses.clipped import ClipRange
-from ludus.algorithms.masking import check_shapes, clamped_ratio, select
+from ludus.algorithms.losses.clipped import ClipRange, ppo_cut
+from ludus.algorithms.parts import LossSpec, Need
+from ludus.algorithms.tensors import Cut, Tensor, check_shapes, clamped_ratio, select, torch
 
 
+def trajectory_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of `values` [N, L] over the action tokens of each trajectory, [N]; 0 without action tokens."""
+    return select(values, mask).sum(1) / mask.bool().sum(1).clamp(min=1)
+
+
+def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Return `exp(mean_t (logprobs - old))` over the action tokens, the exponent clamped to +-20, [N]."""
+    return clamped_ratio(trajectory_mean(select(logprobs, mask) - select(old_logprobs, mask).detach(), mask))
+
+
+def product_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Return `exp(sum_t (logprobs - old))` over the action tokens, the exponent clamped to +-20, [N]."""
+    return clamped_ratio((select(logprobs, mask) - select(old_logprobs, mask).detach()).sum(1))
+
+
+def _sequence_cut(
+    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float
+) -> Cut:
+    """Return what is cut off by one ratio and one advantage for all tokens of a trajectory."""
+    ratio = sequence_ratio(logprobs, old_logprobs, mask)
+    return _cut_of_rows(ratio, trajectory_mean(advantages, mask)[:, None], mask, ClipRange(eps_low, eps_high))
+
+
+def _product_cut(
+    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float
+) -> Cut:
+    """Return what is cut off by the product of a trajectory's ratios, and one advantage."""
+    ratio = product_ratio(logprobs, old_logprobs, mask)
+    return _cut_of_rows(ratio, trajectory_mean(advantages, mask)[:, None], mask, ClipRange(eps_low, eps_high))
+
+
+def _sequence_cut_by_token(
+    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float
+) -> Cut:
+    """Return what is cut off by one ratio for all tokens of a trajectory, and each token's own advantage."""
+    ratio = sequence_ratio(logprobs, old_logprobs, mask)
+    return _cut_of_rows(ratio, advantages, mask, ClipRange(eps_low, eps_high))
+
+
+def _cut_of_rows(ratio: Tensor, advantages: Tensor, mask: Tensor, clip: ClipRange) -> Cut:
+    """Return what the clip cuts off at one ratio [N] a trajectory; `advantages` [N, L] or [N, 1]."""
+    ratio, advantages = ratio[:, None].expand(mask.shape), advantages.expand(mask.shape)
+    return ppo_cut(ratio=ratio, advantages=advantages, mask=mask, clip=clip)
+
+
+def _log_ratio_cut(
+    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float
+) -> Cut:
+    """Return what is cut off token by token, by the log-ratio and the token's advantage."""
+    gap = select(logprobs, mask) - select(old_logprobs, mask)
+    scores, actions = select(advantages, mask), mask.bool()
+    low, high = actions & (scores < 0) & (gap < -eps_low), actions & (scores > 0) & (gap > eps_high)
+    return Cut(low, high, torch.zeros_like(actions))
+
+
+@LossSpec(
+    help="the geometric mean of the ratios, clipped",
+    needs={Need.CLIP},
+    ratio_part="The clip",
+    per_trajectory=True,
+    cut=_sequence_cut,
+)
 def gspo(
     *,
     logprobs: Tensor,
@@ -22,7 +82,7 @@ def gspo(
     eps_low: float = 3e-4,
     eps_high: float = 4e-4,
 ) -> Tensor:
-    """`-min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)` with `s = exp(mean_t (logprobs - old))`, [N].
+    """Return `-min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)` with `s = exp(mean_t (logprobs - old))`, [N].
 
     arXiv:2507.18071 (clip range of its section 5.1). One term per trajectory; `aggregate` takes
     their mean over the trajectories. With one action token in each this is `ppo_clip`.
@@ -33,6 +93,13 @@ def gspo(
     return bounds.surrogate(ratio, trajectory_mean(advantages, mask).detach())
 
 
+@LossSpec(
+    help="PPO with the ratio of the whole trajectory",
+    needs={Need.CLIP},
+    ratio_part="The clip",
+    per_trajectory=True,
+    cut=_product_cut,
+)
 def ppo_sequence(
     *,
     logprobs: Tensor,
@@ -42,10 +109,10 @@ def ppo_sequence(
     eps_low: float = 0.2,
     eps_high: float = 0.2,
 ) -> Tensor:
-    """`-min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)` with `s = exp(sum_t (logprobs - old))`, [N].
+    """Return `-min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)` with `s = exp(sum_t (logprobs - old))`, [N].
 
     PPO with a trajectory as the action, as TRL's RLOO trainer has it (arXiv:2402.14740): the ratio is the
-    product over the tokens, which leaves the range soon where trajectories are long.
+    product over the tokens, which soon leaves the range if trajectories are long.
     """
     bounds = ClipRange(eps_low, eps_high)
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
@@ -53,6 +120,9 @@ def ppo_sequence(
     return bounds.surrogate(ratio, trajectory_mean(advantages, mask).detach())
 
 
+@LossSpec(
+    help="GSPO with the advantage of each token", needs={Need.CLIP}, ratio_part="The clip", cut=_sequence_cut_by_token
+)
 def gspo_token(
     *,
     logprobs: Tensor,
@@ -62,7 +132,7 @@ def gspo_token(
     eps_low: float = 3e-4,
     eps_high: float = 4e-4,
 ) -> Tensor:
-    """`gspo` with an advantage per token: the value of `s`, each token's own gradient, [N, L].
+    """Return `gspo` with an advantage per token: the value of `s`, each token's own gradient, [N, L].
 
     `s_t = stop_grad(s) exp(logprobs - stop_grad(logprobs))` (arXiv:2507.18071). With one advantage
     per trajectory and the aggregation `seq_mean_token_mean` value and gradient are those of `gspo`.
@@ -75,6 +145,13 @@ def gspo_token(
     return select(bounds.surrogate(carried, select(advantages, mask).detach()), mask)
 
 
+@LossSpec(
+    help="the geometric mean of clipped ratios",
+    needs={Need.CLIP},
+    ratio_part="The clip",
+    per_trajectory=True,
+    cut=_log_ratio_cut,
+)
 def gmpo(
     *,
     logprobs: Tensor,
@@ -84,7 +161,7 @@ def gmpo(
     eps_low: float = 0.4,
     eps_high: float = 0.4,
 ) -> Tensor:
-    """`-A exp(mean_t g min(g d, g clip(d, -eps_low, eps_high)))`, `d = logprobs - old`, `g = sign(A)`, [N].
+    """Return `-A exp(mean_t g min(g d, g clip(d, -eps_low, eps_high)))`, `d = logprobs - old`, `g = sign(A)`, [N].
 
     Geometric-mean policy optimisation (arXiv:2507.20673, range (exp(-0.4), exp(0.4))); the bounds are
     those of the log-ratio, each token is clipped before the mean, by the sign of its own advantage; the `A`
@@ -98,18 +175,3 @@ def gmpo(
     log_ratio = select(logprobs, mask) - select(old_logprobs, mask).detach()
     kept = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-eps_low, eps_high))
     return -scores * clamped_ratio(trajectory_mean(kept, mask))
-
-
-def trajectory_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of `values` [N, L] over the action tokens of each trajectory, [N]; 0 without action tokens."""
-    return select(values, mask).sum(1) / mask.bool().sum(1).clamp(min=1)
-
-
-def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """`exp(mean_t (logprobs - old))` over the action tokens, the exponent clamped to +-20, [N]."""
-    return clamped_ratio(trajectory_mean(select(logprobs, mask) - select(old_logprobs, mask).detach(), mask))
-
-
-def product_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """`exp(sum_t (logprobs - old))` over the action tokens, the exponent clamped to +-20, [N]."""
-    return clamped_ratio((select(logprobs, mask) - select(old_logprobs, mask).detach()).sum(1))

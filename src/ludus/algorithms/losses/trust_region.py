@@ -1,16 +1,92 @@
-"""Losses that look at who sampled the token: the engine's policy (`dppo`) or an expert (`mixed_policy`)."""
+"""Losses that depend on who sampled the token: the engine's policy (`dppo`) or an expert (`mixed_policy`)."""
 
 from __future__ import annotations
 
-from typing import Literal, Unpack
+from typing import Literal
 
-import torch
-from torch import Tensor
+from ludus.algorithms.losses.clipped import ppo_clip, token_cut, token_ratio
+from ludus.algorithms.parts import NOT_NEGATIVE, POSITIVE, LossSpec, Need, Option
+from ludus.algorithms.tensors import Cut, Tensor, check_shapes, select, torch
 
-from ludus.algorithms.losses.clipped import ClipOptions, ppo_clip, token_ratio
-from ludus.algorithms.masking import check_shapes, select
+DIVERGENCES = ("tv", "kl")
 
 
+def dppo_blocked(
+    logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, bound: float, divergence: str
+) -> tuple[Tensor, Tensor]:
+    """Return tokens beyond `bound` that a step would move further out, any shape: those with A < 0, with A > 0."""
+    measure = binary_tv if divergence == "tv" else binary_kl
+    far = measure(logprobs, behavior_logprobs) > bound
+    apart = logprobs - behavior_logprobs
+    return far & (advantages < 0) & (apart < 0), far & (advantages > 0) & (apart > 0)
+
+
+def binary_tv(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
+    """Return `|exp(logprobs) - exp(behavior)|`, any shape: total variation between "this token or another"."""
+    return (logprobs.exp() - behavior_logprobs.exp()).abs()
+
+
+def binary_kl(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
+    """Return `b log(b/p) + (1 - b) log((1 - b)/(1 - p))` with `p, b` the two probabilities, any shape, nats.
+
+    Infinite if the current policy leaves no probability to other tokens and the behaviour policy did.
+    """
+    behavior = behavior_logprobs.exp()
+    other, behavior_other = _log_complement(logprobs), _log_complement(behavior_logprobs)
+    rest = torch.where(behavior < 1, (1 - behavior) * (behavior_other - other), 0.0)
+    return behavior * (behavior_logprobs - logprobs) + rest
+
+
+def _log_complement(logprobs: Tensor) -> Tensor:
+    """Return `log(1 - exp(x))` for x <= 0 (a rounding error above 0 counts as 0)."""
+    below = logprobs.clamp(max=0.0)
+    return torch.where(below > -0.6931, torch.log(-torch.expm1(below)), torch.log1p(-below.exp()))
+
+
+def _trust_region_cut(
+    *, logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, mask: Tensor, bound: float, divergence: str
+) -> Cut:
+    """Return the tokens that a step would move further out of the trust region."""
+    current, behavior, scores = (select(one, mask) for one in (logprobs, behavior_logprobs, advantages))
+    low, high = dppo_blocked(current, behavior, scores, bound, divergence)
+    return Cut(low, high, torch.zeros_like(low))
+
+
+def _own_token_cut(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None = None,
+    expert: Tensor | None = None,
+) -> Cut:
+    """Return what the clip cuts off of the policy's own tokens; those of experts are not clipped."""
+    own = mask.bool() if expert is None else mask.bool() & ~expert.bool()[:, None]
+    return token_cut(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        mask=own,
+        eps_low=eps_low,
+        eps_high=eps_high,
+        dual_clip=dual_clip,
+    )
+
+
+@LossSpec(
+    help="a trust region on the divergence from the behaviour policy",
+    needs={Need.BEHAVIOR_RATIO},
+    options={
+        "bound": Option("bound of the divergence from the behaviour policy", NOT_NEGATIVE),
+        "divergence": Option("total variation, or KL", choices=DIVERGENCES),
+    },
+    ratio_part="The trust region",
+    off_policy=True,
+    cut=_trust_region_cut,
+)
 def dppo(
     *,
     logprobs: Tensor,
@@ -21,16 +97,16 @@ def dppo(
     divergence: Literal["tv", "kl"] = "tv",
     old_logprobs: Tensor | None = None,
 ) -> Tensor:
-    """`-rho A` with `rho = exp(logprobs - behavior)`, 0 where a step would leave the trust region, [N, L].
+    """Return `-rho A` with `rho = exp(logprobs - behavior)`, 0 if a step would leave the trust region, [N, L].
 
-    A token has weight 0 where `A > 0, rho > 1` or `A < 0, rho < 1`, and its divergence passes `bound`: of
+    A token has weight 0 if `A > 0, rho > 1` or `A < 0, rho < 1`, and its divergence passes `bound`: of
     the two distributions "this token or another", `tv` is `|exp(logprobs) - exp(behavior)|`, `kl` is
     `KL(behavior || current)`. arXiv:2602.04879. Two policies only: `old_logprobs` are not read,
-    and there is no other correction beside it. `bound` 0.2 as verl's default; for `kl` it is in nats. verl
+    and no other correction is allowed. `bound` 0.2 as verl's default; for `kl` it is in nats. verl
     truncates a detached `rho` at 20 and multiplies `logprobs`, which has the same gradient below 20.
     """
     check_shapes(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages)
-    if divergence not in ("tv", "kl"):
+    if divergence not in DIVERGENCES:
         raise ValueError(f"divergence = {divergence!r} is neither 'tv' nor 'kl'")
     scores = select(advantages, mask).detach()
     current, behavior = select(logprobs, mask), select(behavior_logprobs, mask).detach()
@@ -38,32 +114,13 @@ def dppo(
     return select(-token_ratio(logprobs, behavior_logprobs, mask) * scores, mask.bool() & ~(low | high))
 
 
-def dppo_blocked(
-    logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, bound: float, divergence: str
-) -> tuple[Tensor, Tensor]:
-    """Tokens beyond `bound` that a step would move further out, any shape: those with A < 0, with A > 0."""
-    measure = binary_tv if divergence == "tv" else binary_kl
-    far = measure(logprobs, behavior_logprobs) > bound
-    apart = logprobs - behavior_logprobs
-    return far & (advantages < 0) & (apart < 0), far & (advantages > 0) & (apart > 0)
-
-
-def binary_tv(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
-    """`|exp(logprobs) - exp(behavior)|`, any shape: total variation between "this token or another"."""
-    return (logprobs.exp() - behavior_logprobs.exp()).abs()
-
-
-def binary_kl(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
-    """`b log(b/p) + (1 - b) log((1 - b)/(1 - p))` with `p, b` the two probabilities, any shape, nats.
-
-    Infinite where the current policy leaves no probability to other tokens and the behaviour policy did.
-    """
-    behavior = behavior_logprobs.exp()
-    other, behavior_other = _log_complement(logprobs), _log_complement(behavior_logprobs)
-    rest = torch.where(behavior < 1, (1 - behavior) * (behavior_other - other), 0.0)
-    return behavior * (behavior_logprobs - logprobs) + rest
-
-
+@LossSpec(
+    help="PPO on own rollouts, a shaped ratio on demonstrations",
+    needs={Need.CLIP, Need.DUAL_CLIP, Need.DEMONSTRATIONS},
+    options={"gamma": Option("shaping constant of the demonstrations", POSITIVE)},
+    ratio_part="The clip",
+    cut=_own_token_cut,
+)
 def mixed_policy(
     *,
     logprobs: Tensor,
@@ -72,14 +129,16 @@ def mixed_policy(
     mask: Tensor,
     expert: Tensor,
     gamma: float = 0.1,
-    **clip: Unpack[ClipOptions],
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    dual_clip: float | None = None,
 ) -> Tensor:
-    """`ppo_clip` on the policy's own tokens, `-f(p) A` with `f(p) = p / (p + gamma)` on an expert's, [N, L].
+    """Return `ppo_clip` on the policy's own tokens, `-f(p) A` with `f(p) = p / (p + gamma)` on an expert's, [N, L].
 
     LUFFY (arXiv:2504.14945, `gamma` 0.1): expert trajectories sit inside the group and share
     its advantages; the shaping keeps a gradient on tokens that the policy finds unlikely, `gamma p / (p +
     gamma)^2` times that of `logprobs`. `expert` is [N] or [N, L] bool; `old_logprobs` are not read there.
-    LUFFY's scripts do not clip the own tokens (wide `eps_low`, `eps_high` give that).
+    LUFFY's scripts do not clip the own tokens (set `eps_low` and `eps_high` wide).
     """
     if gamma <= 0:
         raise ValueError(f"gamma must be above 0, not {gamma}")
@@ -88,13 +147,15 @@ def mixed_policy(
     foreign = expert.bool()[:, None].expand(mask.shape) if expert.ndim == 1 else expert.bool()
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, expert=foreign)
     own, foreign = mask.bool() & ~foreign, mask.bool() & foreign
-    on_policy = ppo_clip(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=own, **clip)
+    on_policy = ppo_clip(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        mask=own,
+        eps_low=eps_low,
+        eps_high=eps_high,
+        dual_clip=dual_clip,
+    )
     probability = select(logprobs, foreign).exp()
     shaped = probability / (probability + gamma)
     return on_policy - select(shaped * select(advantages, foreign).detach(), foreign)
-
-
-def _log_complement(logprobs: Tensor) -> Tensor:
-    """`log(1 - exp(x))` for x <= 0 (a rounding error above 0 counts as 0)."""
-    below = logprobs.clamp(max=0.0)
-    return torch.where(below > -0.6931, torch.log(-torch.expm1(below)), torch.log1p(-below.exp()))

@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from operator import attrgetter
 from typing import Literal, TypeVar
 
-from ludus.algorithms.spec.advantages import ADVANTAGES, TARGETS
-from ludus.algorithms.spec.corrections import CORRECTIONS, KL_OPTIONS, TERM_OPTIONS
-from ludus.algorithms.spec.losses import LOSSES
-from ludus.algorithms.spec.parts import AdvantageSpec, CorrectionSpec, LossSpec, Option, PartSpec
+from ludus.algorithms.advantages import ADVANTAGES, TARGETS
+from ludus.algorithms.corrections import CORRECTIONS
+from ludus.algorithms.kl import KL_OPTIONS
+from ludus.algorithms.losses import LOSSES
+from ludus.algorithms.parts import (
+    NOT_NEGATIVE,
+    AdvantageSpec,
+    CorrectionSpec,
+    LossSpec,
+    Need,
+    Option,
+    PartSpec,
+    spec_of,
+)
+from ludus.algorithms.tensors import NEUTRAL, Outcomes, Tensor, TokenBatch, torch
 from ludus.errors import ConfigError
 from ludus.plugins import find_plugin
 
-AGGREGATION_NAMES = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
-FULL_KL_NAMES: tuple[Literal["full_reverse", "full_forward"], ...] = ("full_reverse", "full_forward")
-"""KL divergences of whole distributions, without sampling noise."""
-KL_NAMES = ("k1", "k2", "k3", "abs", "k3_k2grad", *FULL_KL_NAMES)
-TERM_NAMES = tuple(TERM_OPTIONS)
-PLACEMENTS = ("loss", "reward", "advantage")
+TERM_OPTIONS: Mapping[str, Option] = {
+    "echo": Option("coefficient of the log-likelihood of observations", NOT_NEGATIVE, default=0.0),
+    "positive_nll": Option("coefficient of the log-likelihood of solved attempts", NOT_NEGATIVE, default=0.0),
+}
+"""The coefficients of the auxiliary losses."""
 
 Part = Literal["advantage", "loss", "correction", "kl", "terms"]
-W = TypeVar("W", bound=str)
+R = TypeVar("R")
 S = TypeVar("S", bound=PartSpec)
+W = TypeVar("W", bound=str)
+
+SETTING_PARAMETERS = {
+    "ddof": "std_ddof",
+    "eps_low": "clip_low",
+    "eps_high": "clip_high",
+    "dual_clip": "dual_clip",
+    "kl_coef": "kl_coef",
+    "cap": "tis_cap",
+}
+"""The settings of an algorithm that a function takes, by the name of its parameter."""
 
 
 @cache
@@ -40,7 +63,7 @@ def find_loss(name: str) -> LossSpec:
 
 @cache
 def find_correction(name: str) -> CorrectionSpec:
-    """Return the spec of a built-in correction. Raises ConfigError if there is none."""
+    """Return the spec of a built-in correction or of a plug-in. Raises ConfigError if there is none."""
     return _find(CorrectionSpec, "correction", name, CORRECTIONS)
 
 
@@ -48,13 +71,35 @@ def _find(kind: type[S], part: str, name: str, built_in: Mapping[str, S]) -> S:
     if name in built_in:
         return built_in[name]
     group = {"advantage": "advantages", "loss": "losses", "correction": "corrections"}[part]
-    found = find_plugin(group, name, f"algorithm.{part}", built_in)
-    if isinstance(found, kind):
-        return found
-    if callable(found):
-        summary = (found.__doc__ or name).strip().splitlines()[0]
-        return kind(help=summary, function=found)
-    raise ConfigError(f"algorithm.{part} = {name!r} is not a function or {kind.__name__}.")
+    spec = spec_of(kind, find_plugin(group, name, f"algorithm.{part}", built_in))
+    if spec is None:
+        raise ConfigError(f"algorithm.{part} = {name!r} is not a function that {kind.__name__} can declare.")
+    record, itself = (Outcomes, "outcomes") if kind is AdvantageSpec else (TokenBatch, "batch")
+    known = {*spec.options, *(f.name for f in fields(record)), itself, "algorithm", *SETTING_PARAMETERS}
+    for parameter in _required(spec.function):
+        if parameter not in known:
+            raise ConfigError(
+                f"algorithm.{part} = {name!r}: nothing is passed for the parameter {parameter!r}.",
+                f"Give it a default, declare it as an option, or take one of: {', '.join(sorted(known))}.",
+            )
+    return spec
+
+
+@cache
+def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+def _required(function: Callable[..., object]) -> list[str]:
+    return [name for name, one in _parameters(function).items() if one.default is inspect.Parameter.empty]
+
+
+def inputs_of(batch: Outcomes | TokenBatch) -> dict[str, object]:
+    """Return the fields of a batch by name, and the batch itself, `outcomes` or `batch`."""
+    names = [one.name for one in fields(batch)]
+    return dict(zip(names, attrgetter(*names)(batch), strict=True)) | {
+        "outcomes" if isinstance(batch, Outcomes) else "batch": batch
+    }
 
 
 Options = dict[str, float | str]
@@ -66,7 +111,7 @@ Measure = Literal["sequence", "action_tokens"]
 
 @dataclass(frozen=True, slots=True)
 class PartOptions:
-    """What each part has to itself."""
+    """The options of each part that are set."""
 
     advantage: Options = field(default_factory=dict)
     loss: Options = field(default_factory=dict)
@@ -77,11 +122,10 @@ class PartOptions:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One algorithm. The fields mean what they mean in `AlgorithmConfig`; `summary` is one line,
-    `source` where it is from.
+    """One algorithm. The fields are those of `AlgorithmConfig`; `summary` is one line, `source` names the paper.
 
     `minibatches` is what `training.minibatches` is unless set: a clip needs several updates a batch.
-    `kl_coef` 0 is no KL term. The C of the aggregation `constant` is not here: it is the token budget of a
+    `kl_coef` 0: there is no KL term. The C of the aggregation `constant` is not here: it is the token budget of a
     trajectory and comes with the `Normalizer`.
     """
 
@@ -149,6 +193,45 @@ class Algorithm:
             if choice == value:
                 return choice
         raise ConfigError(f"{name} = {value!r} is not known.", f"There are: {', '.join(choices)}.")
+
+    def compute(self, part: Part, batch: Outcomes | TokenBatch) -> Tensor:
+        """Return the result of the advantage, the loss or the correction."""
+        spec = {"advantage": self.advantage_spec, "loss": self.loss_spec, "correction": self.correction_spec}[part]
+        inputs = inputs_of(batch)
+        if not spec.has(Need.OPTIONAL_TURN_REWARDS):
+            inputs["turn_rewards"] = None
+        found = self.call(spec.function, part, inputs)
+        if isinstance(spec, AdvantageSpec) and spec.finish is not None:
+            return self.call(spec.finish, part, inputs | {"advantages": found})
+        return found
+
+    def call(self, function: Callable[..., R], part: Part, inputs: Mapping[str, object]) -> R:
+        """Call a function of a part, each parameter by its name: an option of the part, an input, or a setting.
+
+        An input that is None and has no default is replaced by its neutral value (`batch.NEUTRAL`). Raises
+        Raises ValueError if it has none.
+        """
+        known = self.options_of(part)[1]
+        given: dict[str, object] = {}
+        for name, parameter in _parameters(function).items():
+            if name in known:
+                given[name] = known[name].argument(self.option(part, name))
+            elif name in inputs:
+                required = parameter.default is inspect.Parameter.empty
+                given[name] = self._present(name, part, inputs) if required else inputs[name]
+            elif name in SETTING_PARAMETERS:
+                given[name] = attrgetter(SETTING_PARAMETERS[name])(self)
+            elif name == "algorithm":
+                given[name] = self
+        return function(**given)
+
+    def _present(self, name: str, part: Part, inputs: Mapping[str, object]) -> object:
+        value, mask = inputs[name], inputs["mask"]
+        if value is None and name in NEUTRAL and isinstance(mask, torch.Tensor):
+            return torch.full(mask.shape, NEUTRAL[name], dtype=torch.float64)
+        if value is None:
+            raise ValueError(f"the {part} {attrgetter(part)(self)} needs {name}, and the batch has none")
+        return value
 
     def options_of(self, part: Part) -> tuple[Options, Mapping[str, Option]]:
         """Return the options of a part that are set, and those that it has."""

@@ -1,6 +1,6 @@
-"""List the algorithms: what `--algorithm.preset` takes, each with one line, its source and its settings.
+"""List the presets of `--algorithm.preset`, each with one line and its source.
 
-NAME shows one of them whole, its parts and the numbers that each part has to itself; or a part alone.
+NAME shows one preset with its parts and their options, or one part.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from dataclasses import asdict
 
 from rich.table import Table
 
-from ludus.algorithms.spec.advantages import ADVANTAGES
-from ludus.algorithms.spec.algorithm import AGGREGATION_NAMES, KL_NAMES, Algorithm, Part
-from ludus.algorithms.spec.corrections import CORRECTIONS, KL_OPTIONS
-from ludus.algorithms.spec.losses import LOSSES
-from ludus.algorithms.spec.parts import Option, PartSpec
+from ludus.algorithms.advantages import ADVANTAGES
+from ludus.algorithms.aggregate import AGGREGATIONS
+from ludus.algorithms.corrections import CORRECTIONS
+from ludus.algorithms.kl import KL_NAMES, KL_OPTIONS
+from ludus.algorithms.losses import LOSSES
+from ludus.algorithms.parts import Option, PartSpec
+from ludus.algorithms.spec.algorithm import Algorithm, Part
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
 from ludus.cli.arguments import no_settings
@@ -27,8 +29,8 @@ PARTS: tuple[Part, ...] = ("advantage", "loss", "correction", "kl", "terms")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="show this one whole, or this part of one")
+    """Add the arguments of the command."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a preset or a part to show")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -48,17 +50,17 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     console.print(table)
     for part, names in without_preset():
         print_line(console, f"Without a preset, for --algorithm.{part}: {', '.join(names)}")
-    print_line(console, "One of them whole: ludus algorithms NAME     Train with it: --algorithm.preset NAME")
+    print_line(console, "Show one: ludus algorithms NAME     Train with it: --algorithm.preset NAME")
     return 0
 
 
 def without_preset() -> Iterator[tuple[str, list[str]]]:
-    """The parts that no preset has, by the setting that takes them."""
+    """Yield the parts that no preset has, by the setting that takes them."""
     presets = PRESETS.values()
     parts = (
         ("advantage", ADVANTAGES, {one.advantage for one in presets}),
         ("loss", LOSSES, {one.loss for one in presets}),
-        ("aggregation", AGGREGATION_NAMES, {one.aggregation for one in presets}),
+        ("aggregation", AGGREGATIONS, {one.aggregation for one in presets}),
         ("kl", KL_NAMES, {one.kl for one in presets if one.kl_coef > 0}),
         ("correction", CORRECTIONS, {one.correction for one in presets}),
     )
@@ -68,7 +70,7 @@ def without_preset() -> Iterator[tuple[str, list[str]]]:
 
 
 def describe(algorithm: Algorithm) -> Iterator[str]:
-    """Its settings, a line each, and what may be set besides."""
+    """Yield the settings of an algorithm, one per line, and its further options."""
     yield f"{algorithm.name}: {algorithm.summary} ({algorithm.source})"
     for name, value in asdict(algorithm).items():
         if name not in ("name", "summary", "source", "options"):
@@ -79,7 +81,7 @@ def describe(algorithm: Algorithm) -> Iterator[str]:
 
 
 def describe_part(name: str) -> Iterator[str]:
-    """The settings that take a name which is no preset, and what may be set of each."""
+    """Yield the settings that take the name of a part, and its options."""
     tables: dict[Part, Mapping[str, PartSpec]] = {"advantage": ADVANTAGES, "loss": LOSSES, "correction": CORRECTIONS}
     for part, specs in tables.items():
         if name in specs:
@@ -88,12 +90,12 @@ def describe_part(name: str) -> Iterator[str]:
     if name in KL_NAMES:
         yield f"{name} is a part of presets: --algorithm.kl {name}"
         yield from _options("kl", KL_OPTIONS, {})
-    if name in AGGREGATION_NAMES:
+    if name in AGGREGATIONS:
         yield f"{name} is a part of presets: --algorithm.aggregation {name}"
 
 
 def _options(part: Part, known: Mapping[str, Option], given: Mapping[str, float | str]) -> Iterator[str]:
-    """The settings of a part, a line each: those `given`, and the defaults of the others."""
+    """Yield the options of a part, one per line: those `given`, and the defaults of the others."""
     for name, option in known.items():
         value = given.get(name, option.default)
         shown = value if isinstance(value, str) else f"{value:g} ({option.bounds})"

@@ -25,8 +25,15 @@ from ludus.rollout.rollout_files import read_rollouts
 from ludus.rollout.scheduler import Episode
 from ludus.training.collection.reward_mixing import parts_of
 from ludus.training.credit.advantages import BASELINE
-from ludus.training.credit.turn_calibration import Alignment, align, calibration_algorithm, measure
-from ludus.training.credit.turn_rewards import EventRewards, calibrate, with_turn_rewards
+from ludus.training.credit.turn_rewards import (
+    Alignment,
+    EventRewards,
+    align,
+    calibrate,
+    calibration_algorithm,
+    measure,
+    with_turn_rewards,
+)
 from ludus.types import Task
 
 

@@ -17,10 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.compatibility import check_binary_rewards
-from ludus.algorithms.spec.parts import Need
-from ludus.algorithms.spec.resolve import algorithm_of
+from ludus.algorithms.spec.resolve import algorithm_of, check_binary_rewards
 from ludus.cli.arguments import model_settings
 from ludus.config.load import load_config
 from ludus.config.schema import Config
@@ -28,7 +27,7 @@ from ludus.config.settings import Setting, is_section, list_settings, suggestion
 from ludus.config.toml import to_toml, value_text
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, LudusError
-from ludus.rewards.registry import added_parts, check_names, parts_that_train
+from ludus.rewards.registry import added_parts, check_names, training_parts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +73,7 @@ def check_rewards(config: Config, algorithm: Algorithm) -> str:
         return str(error)
     if config.rewards.is_default and not algorithm.advantage_spec.has(Need.BINARY_REWARDS):
         return ""
-    parts = parts_that_train(config.rewards, world.rewards)
+    parts = training_parts(config.rewards, world.rewards)
     check_names(config.rewards, parts)
     check_binary_rewards(algorithm, config.rewards, parts)
     return ""

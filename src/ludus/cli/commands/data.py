@@ -37,8 +37,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def convert(paths: Sequence[Path]) -> int:
     """Write the records of the first path as a dataset at the second."""
     from ludus.cli.ui.terminal import make_console, print_line
-    from ludus.training.datasets.files import read_records, row_of
-    from ludus.training.datasets.hf_datasets import write_rows
+    from ludus.training.datasets.files import read_records, row_of, write_rows
 
     if len(paths) != 2:
         raise UserError("`ludus data convert` needs a file and a new folder.", "Name both.")

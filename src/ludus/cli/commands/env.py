@@ -31,9 +31,9 @@ from ludus.evaluation.env_audit import AuditRow, CheckPlan, CheckReport, check_w
 from ludus.evaluation.scripted_agents import AgentKind
 from ludus.evaluation.verifier_report import ScorecardVerdict, problems_in, scorecard, verdicts
 from ludus.recipes import list_recipes
-from ludus.rewards.registry import added_parts, check_fed, judges_more
-from ludus.rollout.build import episode_limits
+from ludus.rewards.registry import added_parts, check_task_fits, has_extra_rewards
 from ludus.rollout.reward_executor import ProcessRewardExecutor
+from ludus.rollout.scheduler import episode_limits
 from ludus.types import Task, Trajectory
 
 
@@ -182,7 +182,7 @@ def show(console: Console, report: CheckReport, config: Config, scoring: Process
     from ludus.cli.ui.transcripts import message_text, print_transcript
 
     world, task, added = report.world, report.tasks[0], added_parts(config.rewards)
-    check_fed(config.rewards.extra, task, len(world.environment(task).tools))
+    check_task_fits(config.rewards.extra, task, len(world.environment(task).tools))
     print_line(console, f"World: {world.name}")
     for split in world.splits:
         print_line(console, f"  split {split}: {len(world.tasks(split)):,} tasks")
@@ -210,7 +210,7 @@ def as_trained(
     world: World, task: Task, trajectory: Trajectory, config: Config, scoring: ProcessRewardExecutor
 ) -> Trajectory:
     """Return the trajectory with added parts and the reward that trains. Raises WorldError."""
-    if not judges_more(config.rewards):
+    if not has_extra_rewards(config.rewards):
         return trajectory
     found = asyncio.run(scoring.with_added(world, task, trajectory))
     own = 0.0 if config.rewards.preset else trajectory.reward

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.errors import ConfigError
-from ludus.rollout.build import SamplingPlan, engine_scheduler, scheduler
 from ludus.rollout.ledger import Ledger
-from ludus.rollout.openai_client import OpenAIClient, OpenAIClientSettings, endpoint_conversations
+from ludus.rollout.openai_client import OpenAIClient, OpenAIClientSettings, endpoint_chat_factory
 from ludus.rollout.reward_executor import ProcessRewardExecutor
-from ludus.rollout.scheduler import Scheduler
+from ludus.rollout.scheduler import SamplingPlan, Scheduler, engine_scheduler, scheduler
 
 if TYPE_CHECKING:
     from ludus.cli.ui.load_run import LoadedRun
@@ -84,8 +83,8 @@ class OpenAIBackend:
         """Return a scheduler with the same limits as for an engine."""
         rollout, parser = self.config.rollout, self.config.env.tool_parser
         named = "" if parser == "auto" else parser
-        converse = endpoint_conversations(self.endpoint, rollout, play, named, self.world)
-        return replace(scheduler(self.world, converse, rollout, Ledger()), scoring=self.scoring)
+        make_chat = endpoint_chat_factory(self.endpoint, rollout, play, named, self.world)
+        return replace(scheduler(self.world, make_chat, rollout, Ledger()), scoring=self.scoring)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -159,12 +159,12 @@ async def _evaluate(
 @asynccontextmanager
 async def removing_empty_folder(folder: RunFolder, run: Path | None) -> AsyncIterator[None]:
     """Remove a new result folder if the evaluation fails before its first result."""
-    from ludus.training.run.run_dir import forget_unbegun
+    from ludus.training.run.run_dir import remove_unstarted
 
     try:
         yield
     except LudusError as error:
-        if folder.path != run and forget_unbegun(folder):
+        if folder.path != run and remove_unstarted(folder):
             error.hint = f"{error.hint}\nThere is no result: the folder {folder.path} was removed."
         raise
 
@@ -229,7 +229,7 @@ async def play(backend: EvalBackend, plan: EvaluationPlan, console: Console) -> 
     from ludus.cli.ui.tables import sampling_words
     from ludus.cli.ui.terminal import bars, print_line
     from ludus.evaluation.evaluate import evaluate, short_split
-    from ludus.rollout.build import SamplingPlan
+    from ludus.rollout.scheduler import SamplingPlan
 
     scheduler = backend.scheduler(SamplingPlan("evaluate", plan.temperature, plan.seed))
     with bars(console) as progress:

@@ -6,7 +6,7 @@
 
 The simulation runs the group queue, staleness control and scheduler of training in virtual time. The last columns
 are the closed-form bound of the step time and its bottleneck. An option replaces a fitted number.
-docs/use/scaling.md describes the cost model and what it leaves out.
+docs/use/planning.md describes the cost model and what it leaves out.
 """
 
 from __future__ import annotations

@@ -37,11 +37,10 @@ from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward, success
-from ludus.rewards.presets import training_parts
-from ludus.rewards.registry import judges_more
+from ludus.rewards.registry import has_extra_rewards, preset_parts
 from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
-from ludus.rollout.trees import of_each_path
+from ludus.rollout.trees import map_paths
 from ludus.types import Task, Trajectory
 
 if TYPE_CHECKING:
@@ -157,7 +156,7 @@ def rescore(saved: Config, config: Config, files: Sequence[Path], wanted: Callab
     """
     world = build_world(config.env, config.rollout, config.sandbox)
     combiner = _combiner(config, world)
-    before = training_parts(saved.rewards.preset, build_world(saved.env, saved.rollout).rewards)
+    before = preset_parts(saved.rewards.preset, build_world(saved.env, saved.rollout).rewards)
     read = {file: list(read_rollouts(file)) for file in _with_earlier(files, config)}
     tasks = find_tasks(world, {record.group for records in read.values() for record in records})
     scores = asyncio.run(_scores(config, world, tasks, read))
@@ -170,7 +169,7 @@ def rescore(saved: Config, config: Config, files: Sequence[Path], wanted: Callab
             scored = _combined(combiner, tasks, known, scored)
         if file not in files:
             continue
-        after = training_parts(config.rewards.preset if trains else None, world.rewards)
+        after = preset_parts(config.rewards.preset if trains else None, world.rewards)
         chosen += filter(wanted, records)
         rescored += [
             _compared(file, record, now, before, after)
@@ -257,7 +256,7 @@ async def _scores(
     config: Config, world: World, tasks: dict[str, Task], read: Mapping[Path, Sequence[RolloutRecord]]
 ) -> dict[Path, list[Trajectory]]:
     """Return the known rollouts of each file with the rewards of the world and, for training steps, added parts."""
-    scoring, adds = ProcessRewardExecutor.of(config), judges_more(config.rewards)
+    scoring, adds = ProcessRewardExecutor.of(config), has_extra_rewards(config.rewards)
 
     async def one(record: RolloutRecord, trains: bool) -> Trajectory:
         task = tasks[record.group]
@@ -267,7 +266,7 @@ async def _scores(
             found = await scoring.scored(world, None, task, blank)
             return await scoring.with_added(world, task, found) if trains else found
 
-        return await of_each_path(record.trajectory, path)
+        return await map_paths(record.trajectory, path)
 
     found = {}
     for file, records in read.items():

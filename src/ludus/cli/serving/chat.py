@@ -27,10 +27,10 @@ from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.envs.base import Environment
 from ludus.envs.registry import closing
-from ludus.envs.toolbox import describe_error
+from ludus.envs.tool_env import describe_error
 from ludus.errors import LudusError, UserError, WorldError
-from ludus.rollout.build import sampling_params
-from ludus.rollout.chat_session import EngineChatSession
+from ludus.rollout.episode import EngineChatSession
+from ludus.rollout.scheduler import sampling_params
 from ludus.types import Action, Message, StopReason, Task
 
 if TYPE_CHECKING:

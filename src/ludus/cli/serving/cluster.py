@@ -3,7 +3,7 @@
 RUN is the folder of a run that was started with --cluster. `ludus cluster list RUN` shows its engines;
 `ludus cluster add-engine RUN` starts one more, which receives the current weights before any episode starts on
 it; `ludus cluster remove-engine RUN` drains and stops the least busy one, or the one with --number.
-docs/use/scaling.md has more.
+docs/use/cluster.md has more.
 """
 
 from __future__ import annotations

@@ -103,17 +103,17 @@ def check_stage(stage: Stage, config: Config, fed: bool) -> None:
     """Raise an error for unusable settings, files or sandbox; `fed`: the stage has training data."""
     from ludus.training import rft, sft
     from ludus.training.datasets.files import read_dialogues
-    from ludus.training.rl import build
+    from ludus.training.rl import validate
 
     world = build_world(config.env, config.rollout, config.sandbox)
-    build.check_trackers(config)
+    validate.check_trackers(config)
     match stage.kind:
         case "sft":
             sft.check_sft(config, world)
         case "rft":
             rft.check_rft(config, world)
         case "rl":
-            build.check_settings(config, world)
+            validate.check_settings(config, world)
             if config.experts.path is not None:
                 read_dialogues(Path(config.experts.path))
         case _:

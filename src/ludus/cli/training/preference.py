@@ -25,7 +25,7 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     from ludus.cli.ui.progress import EpisodeBar
     from ludus.training.preference.sources import gather_pairs
     from ludus.training.preference.train import open_training
-    from ludus.training.rl.build import check_trackers
+    from ludus.training.rl.validate import check_trackers
     from ludus.training.run.session import open_session
 
     if not new:

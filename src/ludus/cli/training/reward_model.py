@@ -25,7 +25,7 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     """Load the model and, for a new run, gather the examples. Raises UserError for examples that cannot be used."""
     from ludus.training.reward_model.data import gather_examples
     from ludus.training.reward_model.train import open_training
-    from ludus.training.rl.build import check_trackers
+    from ludus.training.rl.validate import check_trackers
     from ludus.training.run.session import open_session
     from ludus.training.value_models.reward_model import make_reward_model
 

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     """Check the configuration and load the model. Raises UserError and its subclasses."""
     from ludus.training.rft import check_rft
-    from ludus.training.rl.build import check_plays
+    from ludus.training.rl.validate import check_rollouts
     from ludus.training.run.session import open_session
 
     refuse_from_scratch(config, "Rejection sampling needs a model that solves some tasks")
     session = open_session(config)
     check_rft(config, session.world)
-    check_plays(config, session.world)
+    check_rollouts(config, session.world)
     return lambda folder: train(session, folder)
 
 

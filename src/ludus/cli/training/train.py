@@ -27,10 +27,10 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     """Check the configuration and load the model, unless the run has to create it."""
     check_rewards(config, algorithm_of(config))  # before torch is imported, which takes seconds
     from ludus.cli.ui import progress
-    from ludus.training.rl import build
+    from ludus.training.rl.validate import open_validated_session
 
     with bars(make_console(), transient=True) as console:
-        session = build.prepare(config, AuditBar(console))
+        session = open_validated_session(config, AuditBar(console))
     return lambda folder: progress.train(config, folder, session)
 
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not launched_rank():
         return STAGE.run(args, overrides)
     from ludus.engines.models.loading import resolve_device
-    from ludus.training.rl.rank_worker import follow_launched
+    from ludus.training.rl.rank_worker import run_launched_rank
 
     silence_libraries()
     if args.resume is not None:
@@ -82,5 +82,5 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             return 0
     else:
         config = recipe_config(args.recipe, STAGE.shortcuts(args), overrides)
-    follow_launched(resolve_device(config.model.device), config.training.learner.rank_timeout_s)
+    run_launched_rank(resolve_device(config.model.device), config.training.learner.rank_timeout_s)
     return 0

@@ -70,18 +70,18 @@ class TrainingStage:
 
     def start(self, config: Config, name: str, recipe: str | None) -> None:
         """Prepare, then train in a new folder."""
-        from ludus.training.learner.microbatch_budget import naming_what_to_change
+        from ludus.training.learner.learner import explain_out_of_memory
         from ludus.training.run.run_dir import locked, new_run
 
         silence_libraries()
         train = self.prepare(config, True)
         folder = new_run(config, name, self.kind, recipe)
-        with locked(folder), ResumeHint(folder, new=True), naming_what_to_change():
+        with locked(folder), ResumeHint(folder, new=True), explain_out_of_memory():
             train(folder)
 
     def resume(self, folder: RunFolder, overrides: Sequence[str]) -> int:
         """Resume a run, unless it is complete."""
-        from ludus.training.learner.microbatch_budget import naming_what_to_change
+        from ludus.training.learner.learner import explain_out_of_memory
         from ludus.training.resume import check_kind, check_resume, is_complete, place_of
         from ludus.training.run.run_dir import locked
 
@@ -95,7 +95,7 @@ class TrainingStage:
                 return 0
             train = self.prepare(config, False)
             print_line(make_console(), place_of(folder, config, self.kind))
-            with ResumeHint(folder), naming_what_to_change():
+            with ResumeHint(folder), explain_out_of_memory():
                 train(folder)
         return 0
 
@@ -147,11 +147,11 @@ class ResumeHint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        from ludus.training.run.run_dir import forget_unbegun
+        from ludus.training.run.run_dir import remove_unstarted
 
         self._interrupts.__exit__(kind, error, trace)
         if isinstance(error, LudusError):
-            if self._new is not None and forget_unbegun(self._new):
+            if self._new is not None and remove_unstarted(self._new):
                 error.hint = f"{error.hint}\nThe run had not begun: its folder {self._new.path} was removed."
             elif self._command not in error.hint:
                 error.hint = f"{error.hint}\n{self._hint}"

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ludus.cli.ui.terminal import print_line
-from ludus.engines.embedded.kv_cache import common_prefix
+from ludus.engines.base import common_prefix
 from ludus.rollout.rollout_files import RolloutRecord
 from ludus.rollout.trees import attempts
 from ludus.types import Message, Segment, ToolOutcome, ToolStatus, Trajectory

@@ -190,8 +190,8 @@ class TorchPass:
     offsets: NDArray[np.int64]
     _patterns: dict[HeadShape, Pattern] = field(default_factory=dict)
     _masks: dict[MaskShape, Tensor] = field(default_factory=dict)
-    _places: dict[int, Tensor] = field(default_factory=dict)
-    _known: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _write_rows: dict[int, Tensor] = field(default_factory=dict)
+    _key_rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _gathers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def attend(self, layer: int, new: tuple[Tensor, Tensor, Tensor], scores: ScoreRule) -> Tensor:
@@ -205,24 +205,24 @@ class TorchPass:
         singles = [span for span in self.spans if span.is_single]
         if singles:
             index = torch.tensor([span.first for span in singles], device=query.device)
-            asked = query.index_select(1, index).transpose(0, 1)
-            with_all = self._sparse if query.device.type == "cpu" else self._padded
-            out.index_copy_(0, index, with_all(singles, asked, (keys, values), scores))
+            queries = query.index_select(1, index).transpose(0, 1)
+            attend = self._attend_sparse if query.device.type == "cpu" else self._attend_padded
+            out.index_copy_(0, index, attend(singles, queries, (keys, values), scores))
         for span in self.spans:
             if not span.is_single:
-                out[span.first : span.last] = self._dense(span, query, (keys, values), scores, shape)
+                out[span.first : span.last] = self._attend_dense(span, query, (keys, values), scores, shape)
         return out.to(new[0].dtype)
 
     def _write(self, memory: Tensor, new: Tensor) -> None:
         """Write the real tokens of `[H, T, D]` to their pages."""
         heads, width = new.shape[0], new.shape[2]
-        if heads not in self._places:
+        if heads not in self._write_rows:
             rows = (self.pages[:, None] * heads + np.arange(heads)) * PAGE + self.offsets[:, None]
-            self._places[heads] = torch.from_numpy(rows.ravel()).to(new.device)
+            self._write_rows[heads] = torch.from_numpy(rows.ravel()).to(new.device)
         real = new[:, : len(self.pages)].transpose(0, 1).reshape(-1, width)
-        memory.view(-1, width).index_copy_(0, self._places[heads], real)
+        memory.view(-1, width).index_copy_(0, self._write_rows[heads], real)
 
-    def _sparse(
+    def _attend_sparse(
         self, spans: Sequence[QuerySpan], query: Tensor, memory: tuple[Tensor, Tensor], scores: ScoreRule
     ) -> Tensor:
         """Attend from one token `[N, Hq, D]` of each of N sequences; `[N, Hq, D]`."""
@@ -233,18 +233,18 @@ class TorchPass:
         got = self._patterns[shape].attend(query.reshape(-1, query.shape[-1]), keys, values, scores)
         return got.view(len(query), -1, got.shape[-1])
 
-    def _padded(
+    def _attend_padded(
         self, spans: Sequence[QuerySpan], query: Tensor, memory: tuple[Tensor, Tensor], scores: ScoreRule
     ) -> Tensor:
-        """Attend as `_sparse` over gathered pages; the heads of a group are rows of queries."""
+        """Attend as `_attend_sparse` over gathered pages; the heads of a group are rows of queries."""
         if scores.window not in self._gathers:
             self._gathers[scores.window] = _gather(spans, scores.window, query.device)
         pages, mask = self._gathers[scores.window]
         key, value = (tensor[pages].transpose(1, 2).flatten(2, 3) for tensor in memory)
-        asked = query.reshape(len(spans), key.shape[1], -1, query.shape[-1])
-        return scores.attend(asked, key, value, mask[:, None, None]).flatten(1, 2)
+        queries = query.reshape(len(spans), key.shape[1], -1, query.shape[-1])
+        return scores.attend(queries, key, value, mask[:, None, None]).flatten(1, 2)
 
-    def _dense(
+    def _attend_dense(
         self, span: QuerySpan, query: Tensor, memory: tuple[Tensor, Tensor], scores: ScoreRule, shape: HeadShape
     ) -> Tensor:
         """Attend from several tokens of one sequence, with a group's heads stacked; `[n, Hq, D]`."""
@@ -253,20 +253,20 @@ class TorchPass:
             tensor.view(-1, tensor.shape[-1]).index_select(0, rows).view(1, shape.heads, span.end, -1)
             for tensor in memory
         )
-        asked = query[:, span.first : span.last].reshape(1, shape.heads, -1, query.shape[-1])
+        queries = query[:, span.first : span.last].reshape(1, shape.heads, -1, query.shape[-1])
         mask = MaskShape(span.last - span.first, span.end, shape.window, shape.query_heads // shape.heads)
         if mask not in self._masks:
             self._masks[mask] = added_mask(mask, query)
-        got = scores.attend(asked, key, value, self._masks[mask])
+        got = scores.attend(queries, key, value, self._masks[mask])
         return got.view(shape.query_heads, -1, got.shape[-1]).transpose(0, 1)
 
     def _rows(self, span: QuerySpan, heads: int, device: torch.device) -> Tensor:
         """Return the rows of all heads of a sequence, head by head."""
         key = (span.first, heads)
-        if key not in self._known:
+        if key not in self._key_rows:
             rows = np.arange(heads)[:, None] * PAGE + span.rows(0, heads)
-            self._known[key] = torch.from_numpy(rows.ravel()).to(device)
-        return self._known[key]
+            self._key_rows[key] = torch.from_numpy(rows.ravel()).to(device)
+        return self._key_rows[key]
 
 
 def _gather(spans: Sequence[QuerySpan], window: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -384,10 +384,10 @@ class Kernel:
             how[2],
         )
         self._library.ludus_write(ctypes.byref(arguments), 0, tokens)
-        self._share(arguments, tokens, num_heads * int(ragged.positions.sum()))
+        self._run_parallel(arguments, tokens, num_heads * int(ragged.positions.sum()))
         return out
 
-    def _share(self, arguments: _Pass, tokens: int, work: int) -> None:
+    def _run_parallel(self, arguments: _Pass, tokens: int, work: int) -> None:
         parts = self._threads if work >= _MIN_WORK * self._threads else 1
         bounds = [tokens * i // parts for i in range(parts + 1)]
 

@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import copy as copying
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from ludus.engines.adapter_versions import AdapterVersions
-from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, check_num_top, check_params
-from ludus.engines.embedded import scheduler
-from ludus.engines.embedded.compute_thread import ComputeThread, compute_threads
+from ludus.engines.base import BASE, DEFAULT, AdapterVersions, EngineStats, Request, check_num_top, check_params
 from ludus.engines.embedded.guided_decoding import GuideCompiler, GuideState
 from ludus.engines.embedded.kv_cache import AT, PAGE, RadixCache
 from ludus.engines.embedded.model_runner import RaggedForward
@@ -36,7 +37,7 @@ from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_Place = tuple[scheduler.SequenceState, Future[Completion]]
+_Pending = tuple[SequenceState, Future[Completion]]
 
 _PIECE_S = 0.02
 """Seconds between two pieces of a streamed action."""
@@ -104,8 +105,8 @@ class LocalEngine:
         self._guides: GuideCompiler | None = None
         adapted = is_peft(model)
         self._versions = AdapterVersions(DEFAULT if adapted else BASE, adapted and settings.adapter_versions)
-        self._counted = EngineStats()
-        self._open: set[Future[Completion]] = set()
+        self._drained = EngineStats()
+        self._unfinished: set[Future[Completion]] = set()
         self._settings = settings
         threads = settings.threads or torch.get_num_threads()
         num_pages = max(-(-settings.kv_cache_tokens // PAGE), -(-settings.context_tokens // PAGE), 16)
@@ -120,7 +121,7 @@ class LocalEngine:
         )
         self._core.version = version
         self._core.block = block
-        self._caches = SessionCache(self._core, outlive=not settings.recompute_on_update)
+        self._sessions = SessionCache(self._core, keep_on_update=not settings.recompute_on_update)
         self._worker = ComputeThread(self._core, settings.threads)
 
     @property
@@ -151,19 +152,19 @@ class LocalEngine:
 
         Raises RequestRefused for a request that can never be served, EngineBusy if too many are queued.
         """
-        places = await self._sequences(requests)
-        self._worker.post(partial(_each, self._caches.add, places))
+        pending = await self._sequences(requests)
+        self._worker.submit(partial(_for_each, self._sessions.add, pending))
         try:
-            done = [await asyncio.wrap_future(future) for _, future in places]
+            done = [await asyncio.wrap_future(future) for _, future in pending]
         except (asyncio.CancelledError, EngineError):  # the others have no caller left
-            self._worker.post(partial(_each, self._core.abort, places))
+            self._worker.submit(partial(_for_each, self._core.abort, pending))
             raise
         return done
 
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
         """Sample one action and yield its new tokens every 20 ms; the last piece has the finish reason."""
         ((sequence, future),) = await self._sequences([request])
-        self._worker.post(partial(self._caches.add, sequence))
+        self._worker.submit(partial(self._sessions.add, sequence))
         done, given = asyncio.wrap_future(future), 0
         try:
             while not done.done():
@@ -177,11 +178,11 @@ class LocalEngine:
         finally:
             if not done.done():
                 done.cancel()
-                self._worker.post(partial(self._core.abort, sequence))
+                self._worker.submit(partial(self._core.abort, sequence))
 
     def abort(self, episode: str) -> None:
         """End the episode's requests with the tokens so far and `finish_reason` "abort"."""
-        self._worker.post(partial(self._abort, episode))
+        self._worker.submit(partial(self._abort, episode))
 
     async def pause(self) -> None:
         """Pause computation until `resume`; requests stay queued. Returns between two passes."""
@@ -191,9 +192,9 @@ class LocalEngine:
         """Resume computation."""
         await self._worker.call(partial(self._worker.set_paused, False))
 
-    def rest(self, times: float) -> None:
-        """Sleep after each pass for `times` its duration; 0 disables this."""
-        self._worker.rest(times)
+    def throttle(self, factor: float) -> None:
+        """Sleep after each pass for `factor` times its duration; 0 disables this."""
+        self._worker.throttle(factor)
 
     async def sleep(self) -> None:
         """Free the KV cache's memory until the next request. Raises EngineError if there are requests."""
@@ -205,17 +206,17 @@ class LocalEngine:
 
     def forget_name(self, episode: str) -> None:
         """End the episode but keep its cache entries for others until evicted."""
-        self._over(episode, self._caches.forget_name)
+        self._forget_episode(episode, self._sessions.forget_name)
 
     def release(self, episode: str) -> None:
         """End the episode and free the cache entries that it shares with no other."""
-        self._over(episode, self._caches.release)
+        self._forget_episode(episode, self._sessions.release)
 
-    def _over(self, episode: str, forget: Callable[[str], object]) -> None:
+    def _forget_episode(self, episode: str, forget: Callable[[str], object]) -> None:
         if not self._worker.closed:
-            self._worker.post(partial(forget, episode))
+            self._worker.submit(partial(forget, episode))
             if (unused := self._versions.release(episode)) is not None:
-                self._worker.post(partial(self._unload_adapter, unused))
+                self._worker.submit(partial(self._unload_adapter, unused))
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Copy `state` (all or some parameters, by name) into the model between two passes.
@@ -235,8 +236,8 @@ class LocalEngine:
     async def fingerprint(self, *, adapter: str | None = None) -> str:
         """Return `fingerprint_module` of the current weights, with an adapter in PEFT's layout."""
         self._check_adapter(adapter)
-        asked = self._versions.current if adapter is None else adapter
-        return await self._worker.call(partial(self._fingerprint, asked))
+        name = self._versions.current if adapter is None else adapter
+        return await self._worker.call(lambda: fingerprint_adapted(self._model, self._forward.adapters.pairs(name)))
 
     async def load_adapter(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
         """Load LoRA factors, named as in PEFT, as the adapter `name`; its tokens carry `version`.
@@ -270,7 +271,7 @@ class LocalEngine:
         params = SamplingParams(top_logprobs=num_top)
         sequence, future = self._sequence(Request("", tuple(token_ids), params, adapter=adapter))
         sequence.scores = [0.0]
-        self._worker.post(partial(self._caches.add, sequence))
+        self._worker.submit(partial(self._sessions.add, sequence))
         await asyncio.wrap_future(future)
         return sequence.scores, [(), *(sequence.top_logprobs or [()] * (len(token_ids) - 1))]
 
@@ -281,9 +282,9 @@ class LocalEngine:
 
     def stats(self, *, reset: bool = False) -> EngineStats:
         """Return the counters since the start or the last reset."""
-        now, before = self._core.stats, self._counted
+        now, before = self._core.stats, self._drained
         if reset:
-            self._counted = now
+            self._drained = now
         return now - before
 
     def _check(self, requests: Sequence[Request]) -> None:
@@ -300,31 +301,31 @@ class LocalEngine:
             known = ", ".join(sorted(self._forward.adapters.names)) or "none"
             raise RequestRefused(f"Adapter {adapter!r} is not loaded; loaded: {known}.")
 
-    async def _sequences(self, requests: Sequence[Request]) -> list[_Place]:
+    async def _sequences(self, requests: Sequence[Request]) -> list[_Pending]:
         """Create sequences for valid requests; guides are compiled on another thread."""
         self._check(requests)
-        _check_room(len(self._open), len(requests), self._settings.max_requests)
+        _check_room(len(self._unfinished), len(requests), self._settings.max_requests)
         guides: list[GuideState | None] = [None] * len(requests)
         if any(request.params.guide is not None for request in requests):
             assert self._tokenizer is not None
             self._guides = self._guides or GuideCompiler(self._tokenizer)
             guides = await asyncio.to_thread(self._guides.start_all, requests)
-            _check_room(len(self._open), len(requests), self._settings.max_requests)
+            _check_room(len(self._unfinished), len(requests), self._settings.max_requests)
         return [self._sequence(request, guide) for request, guide in zip(requests, guides, strict=True)]
 
-    def _sequence(self, request: Request, guide: GuideState | None = None) -> _Place:
+    def _sequence(self, request: Request, guide: GuideState | None = None) -> _Pending:
         """Create a sequence whose end resolves the future, possibly on the worker thread."""
         future: Future[Completion] = Future()
         limit = min(request.params.max_new_tokens, self.context_tokens - len(request.token_ids))
         adapter = self._versions.of(request.episode) if request.adapter is None else request.adapter
         ended = partial(self._ended, future)
-        sequence = scheduler.SequenceState(request, limit, ended, adapter, guide=guide)
-        self._open.add(future)
+        sequence = SequenceState(request, limit, ended, adapter, guide=guide)
+        self._unfinished.add(future)
         return sequence, future
 
-    def _ended(self, future: Future[Completion], sequence: scheduler.SequenceState) -> None:
-        self._open.discard(future)
-        self._caches.ended(sequence)
+    def _ended(self, future: Future[Completion], sequence: SequenceState) -> None:
+        self._unfinished.discard(future)
+        self._sessions.ended(sequence)
         if not future.set_running_or_notify_cancel():
             return
         if sequence.error is not None:
@@ -357,9 +358,6 @@ class LocalEngine:
         self._forward.adapters.load(name, state, scaling)
         self._core.new_weights(version, recompute=self._settings.recompute_on_update, adapter=name)
 
-    def _fingerprint(self, adapter: str) -> str:
-        return fingerprint_adapted(self._model, self._forward.adapters.pairs(adapter))
-
     def _unload_adapter(self, name: str) -> None:
         for sequence in [*self._core.running, *self._core.waiting]:
             if sequence.adapter == name:
@@ -369,10 +367,8 @@ class LocalEngine:
         self._core.forget_adapter(name)
 
 
-def _each(
-    act: Callable[[scheduler.SequenceState], None], places: Sequence[tuple[scheduler.SequenceState, Future[Completion]]]
-) -> None:
-    for sequence, _ in places:
+def _for_each(act: Callable[[SequenceState], None], pending: Sequence[_Pending]) -> None:
+    for sequence, _ in pending:
         act(sequence)
 
 
@@ -414,7 +410,7 @@ def _check_shapes(version: int, state: Mapping[str, torch.Tensor], own: Mapping[
             )
 
 
-def _piece(sequence: scheduler.SequenceState, start: int, end: int, finish: FinishReason | None) -> Piece:
+def _piece(sequence: SequenceState, start: int, end: int, finish: FinishReason | None) -> Piece:
     at = sequence.num_prompt
     return Piece(
         tokens=tuple(sequence.tokens[at + start : at + end]),
@@ -429,35 +425,35 @@ def _piece(sequence: scheduler.SequenceState, start: int, end: int, finish: Fini
 class SessionCache:
     """Cache entries of episodes by name, until release or eviction.
 
-    With `outlive` they stay valid across weight updates. Only the engine's worker calls this, between two
+    With `keep_on_update` they stay valid across weight updates. Only the engine's worker calls this, between two
     passes, so that no weight update falls between an episode's cache lookup and its first pass.
     """
 
     core: BatchScheduler
-    outlive: bool
+    keep_on_update: bool
     _histories: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
-    _shelves: dict[str, str] = field(default_factory=dict, init=False)
+    _cache_roots: dict[str, str] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         """Number of known episodes."""
-        return len(self._histories.keys() | self._shelves.keys())
+        return len(self._histories.keys() | self._cache_roots.keys())
 
     def add(self, sequence: SequenceState) -> None:
         """Queue a sequence on its episode's cache branch."""
-        episode, sequence.shelf = sequence.request.episode, sequence.adapter
-        if self.outlive and episode:  # separate from episodes that started under other weights
+        episode, sequence.cache_root = sequence.request.episode, sequence.adapter
+        if self.keep_on_update and episode:  # separate from episodes that started under other weights
             own = f"{sequence.adapter}{AT}{self.core.version_of(sequence.adapter)}"
-            sequence.shelf = self._shelves.setdefault(episode, own)
+            sequence.cache_root = self._cache_roots.setdefault(episode, own)
         self.core.add(sequence)
 
     def ended(self, sequence: SequenceState) -> None:
         """Record the computed history of the sequence; its last token was never computed."""
         if sequence.error is None and sequence.scores is None:
-            self._histories[sequence.request.episode] = (sequence.shelf, tuple(sequence.tokens[:-1]))
+            self._histories[sequence.request.episode] = (sequence.cache_root, tuple(sequence.tokens[:-1]))
 
     def forget_name(self, episode: str) -> tuple[str, tuple[int, ...]] | None:
         """Forget the episode; return its cache branch and tokens."""
-        self._shelves.pop(episode, None)
+        self._cache_roots.pop(episode, None)
         return self._histories.pop(episode, None)
 
     def release(self, episode: str) -> None:
@@ -465,3 +461,134 @@ class SessionCache:
         history = self.forget_name(episode)
         if history is not None:
             self.core.forget(history[1], history[0])
+
+
+Result = TypeVar("Result")
+
+
+class ComputeThread:
+    """Drives a `BatchScheduler` on its own thread with `threads` compute threads (0: torch's default).
+
+    No other thread may touch the scheduler; `submit` and `call` run functions between two passes.
+    """
+
+    def __init__(self, core: BatchScheduler, threads: int) -> None:
+        self._core = core
+        self._threads = threads
+        self._commands: deque[Callable[[], object]] = deque()
+        self._wake = threading.Condition()
+        self.closed = self._paused = False
+        self._throttle = self._took_s = self._ended = 0.0
+        self._thread = threading.Thread(target=self._work, name="ludus-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, command: Callable[[], object]) -> None:
+        """Run `command` on the thread between two passes. Raises EngineError if closed."""
+        with self._wake:
+            if self.closed:
+                raise EngineError("The engine is closed.")
+            self._commands.append(command)
+            self._wake.notify()
+
+    async def call(self, work: Callable[[], Result]) -> Result:
+        """Run `work` on the thread and return its result.
+
+        It is skipped if the caller was cancelled before it starts.
+        """
+        future: Future[Result] = Future()
+
+        def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work())
+            except BaseException as error:  # boundary: the caller gets the cause
+                future.set_exception(error)
+
+        self.submit(command)
+        return await asyncio.wrap_future(future)
+
+    def set_paused(self, paused: bool) -> None:
+        """Pause or resume computation. Must run on the thread itself, through `call`."""
+        self._paused = paused
+
+    def throttle(self, factor: float) -> None:
+        """Sleep after each pass for `factor` times its duration; 0 disables this."""
+        with self._wake:
+            self._throttle = factor
+            self._wake.notify()
+
+    async def close(self) -> None:
+        """Finish the current pass, reject further work and join the thread."""
+        with self._wake:
+            self.closed = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def _work(self) -> None:
+        """Run commands, then a pass, until closed."""
+        _set_num_threads(self._threads)
+        while True:
+            commands, closed = self._next()
+            for command in commands:
+                command()
+            if closed:
+                self._core.fail_all(EngineError("The engine is closed."))
+                return
+            self._core.expire()
+            if self._has_work and not self._pause_s:
+                self._step()
+
+    def _next(self) -> tuple[deque[Callable[[], object]], bool]:
+        """Wait for a command, for work or for a deadline; return the pending commands and `closed`."""
+        with self._wake:
+            while not (self.closed or self._commands):
+                pause_s = self._pause_s
+                if self._has_work and not pause_s:
+                    break
+                known = [left for left in (self._core.next_timeout_s, pause_s or None) if left is not None]
+                self._wake.wait(min(known, default=None))
+                if self._core.next_timeout_s == 0:
+                    break
+            commands, self._commands = self._commands, deque()
+            return commands, self.closed
+
+    @property
+    def _has_work(self) -> bool:
+        return self._core.busy and not self._paused
+
+    @property
+    def _pause_s(self) -> float:
+        """Remaining seconds of sleep after the last pass, at least 0."""
+        return max(0.0, self._ended + self._throttle * self._took_s - time.monotonic())
+
+    def _step(self) -> None:
+        """Run a pass. An error in one sequence fails that sequence; an error outside fails all."""
+        begin = time.monotonic()
+        try:
+            self._core.step()
+        except EngineError as error:
+            self._core.fail_all(error)
+        except Exception as error:  # boundary: if the thread died, all callers would wait forever
+            count = len(self._core.running)
+            self._core.fail_all(EngineError(f"Inference failed on a batch of {count}: {error}"))
+        self._ended = time.monotonic()
+        self._took_s = self._ended - begin
+
+
+@contextmanager
+def compute_threads(threads: int) -> Iterator[None]:
+    """Set the number of compute threads inside the block (0: torch's default)."""
+    before = torch.get_num_threads()
+    _set_num_threads(threads)
+    try:
+        yield
+    finally:
+        _set_num_threads(before)
+
+
+def _set_num_threads(threads: int) -> None:
+    """Set the calling thread's number of compute threads, which OpenMP keeps per thread."""
+    if threads:
+        torch.zeros(1).sum()  # torch applies its global number on first use, so trigger that first
+        torch.set_num_threads(threads)

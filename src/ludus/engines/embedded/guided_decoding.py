@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_KEPT = 128
+_CACHE_SIZE = 128
 """Number of compiled guides kept (least recently used are dropped)."""
 
 
@@ -45,8 +45,7 @@ class GuideState:
             raise EngineError(f"The guide failed: {_first_line(self._matcher.get_error())}.")
 
     def allowed(self, vocab_size: int) -> np.ndarray:
-        """Return the mask of allowed next tokens, `[vocab_size]` bool; includes stop ids if the action may
-        end."""
+        """Return the mask of allowed next tokens, `[vocab_size]` bool; with stop ids if the action may end."""
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         bits = np.unpackbits(words, count=min(vocab_size, 8 * len(words)), bitorder="little").astype(bool)
         allowed = np.zeros(vocab_size, dtype=bool)
@@ -70,7 +69,7 @@ class GuideCompiler:
         self._library = llguidance
         self._tokenizer = llguidance.hf.from_tokenizer(tokenizer)
         self._lock = threading.Lock()
-        self._matcher = lru_cache(_KEPT)(self._compile)
+        self._matcher = lru_cache(_CACHE_SIZE)(self._compile)
 
     def start(self, guide: Guide, stop_token_ids: tuple[int, ...]) -> GuideState:
         """Return the initial state of an action. Raises RequestRefused for an invalid guide."""

@@ -11,12 +11,13 @@ A page is written from left to right, so its prefix may be read while its owner 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ludus.engines.base import common_prefix
 
 PAGE = 16
 """Tokens of one page; must equal PAGE of the compiled kernel."""
@@ -61,14 +62,6 @@ class CacheMatch:
         return PAGE * len(self.nodes) + self.num_copied
 
 
-def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
-    """Return the length of the common prefix of two sequences."""
-    length = min(len(left), len(right))
-    if left[:length] == right[:length]:
-        return length
-    return next((i for i in range(length) if left[i] != right[i]), length)
-
-
 class RadixCache:
     """Allocates the pages 0 to `num_pages - 1` and finds those that hold a prefix."""
 
@@ -84,11 +77,6 @@ class RadixCache:
     def num_available(self) -> int:
         """Number of pages that are free or can be evicted."""
         return len(self._free) + len(self._idle)
-
-    @property
-    def num_held(self) -> int:
-        """Number of pages held by running sequences."""
-        return self.num_pages - self.num_available
 
     def root(self, adapter: str) -> RadixNode:
         """Return the root of the prefixes computed with this adapter (or a version of it)."""
@@ -119,7 +107,7 @@ class RadixCache:
             found.owned = whole and source.refs == 0
         return found
 
-    def hold(self, match: CacheMatch) -> list[RadixNode]:
+    def acquire(self, match: CacheMatch) -> list[RadixNode]:
         """Hold the pages of a match and return the path so far. The caller copies `source`."""
         path = [*match.nodes, match.source] if match.owned and match.source is not None else match.nodes
         for node in path:
@@ -143,7 +131,7 @@ class RadixCache:
         path.append(node)
         return node
 
-    def settle(self, path: list[RadixNode], place: int, tokens: tuple[int, ...]) -> None:
+    def commit(self, path: list[RadixNode], place: int, tokens: tuple[int, ...]) -> None:
         """Mark `tokens` of a path's page as computed, so that others can match them.
 
         A full page that duplicates another sequence's is replaced by that page.
@@ -180,7 +168,7 @@ class RadixCache:
             if node.listed and node.ready:
                 self._idle[node] = None
             else:
-                self._drop(node)
+                self._free_page(node)
 
     def forget(self, tokens: tuple[int, ...], adapter: str = "") -> None:
         """Drop the end of a finished episode's history that no other sequence holds or shares."""
@@ -197,12 +185,12 @@ class RadixCache:
         while node.parent is not None and node.refs == 0 and not node.children:
             above = node.parent
             self._idle.pop(node, None)
-            self._drop(node)
+            self._free_page(node)
             node = above
 
     def clear(self, adapter: str | None = None) -> None:
         """Make all entries (of one adapter, or all) unfindable; running sequences keep their pages."""
-        roots = self._names(adapter)
+        roots = self._root_names(adapter)
         stack = [node for name in roots for node in self.root(name).children.values()]
         while stack:
             node = stack.pop()
@@ -218,14 +206,14 @@ class RadixCache:
     def forget_adapter(self, adapter: str) -> None:
         """Drop all entries and roots of an unloaded adapter."""
         self.clear(adapter)
-        for name in self._names(adapter):
+        for name in self._root_names(adapter):
             del self._roots[name]
 
     def forget_empty(self) -> None:
         """Drop roots without entries."""
         self._roots = {name: root for name, root in self._roots.items() if root.children}
 
-    def _names(self, adapter: str | None) -> list[str]:
+    def _root_names(self, adapter: str | None) -> list[str]:
         """Return the root names of an adapter, or all."""
         return [name for name in self._roots if adapter in (None, name, name.partition(AT)[0])]
 
@@ -234,20 +222,20 @@ class RadixCache:
         ordered = sorted(self._idle, key=lambda n: n.used)
         count = max(1, len(ordered) // 8)
         while count and ordered:
-            kept = []
+            remaining = []
             for node in ordered:
                 if count and not node.children:
                     self._idle.pop(node)
-                    self._drop(node)
+                    self._free_page(node)
                     self.num_evicted += 1
                     count -= 1
                 else:
-                    kept.append(node)
-            if len(kept) == len(ordered):
+                    remaining.append(node)
+            if len(remaining) == len(ordered):
                 return
-            ordered = kept
+            ordered = remaining
 
-    def _drop(self, node: RadixNode) -> None:
+    def _free_page(self, node: RadixNode) -> None:
         self._unlist(node)
         self._free.append(node.page)
 
@@ -293,19 +281,19 @@ class PagePool:
             for s in layers
         ]
         self._kind = dtype, device
-        self.take_back()
+        self.allocate()
 
-    def take_back(self) -> None:
+    def allocate(self) -> None:
         """Allocate the memory, filled with zeros."""
         self.keys = [lazy_zeros(key, *self._kind) for key, _ in self._shapes]
         self.values = [lazy_zeros(value, *self._kind) for _, value in self._shapes]
 
-    def give_up(self) -> None:
+    def free(self) -> None:
         """Free all memory and its contents."""
         self.keys, self.values = [], []
 
     @property
-    def is_there(self) -> bool:
+    def is_allocated(self) -> bool:
         """Whether the memory is allocated."""
         return bool(self.keys)
 

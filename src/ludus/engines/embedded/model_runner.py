@@ -21,7 +21,7 @@ from ludus.engines.base import DEFAULT
 from ludus.engines.embedded import attention
 from ludus.engines.embedded.attention import Kernel, QuerySpan, RaggedPass, TorchPass, make_kernel
 from ludus.engines.embedded.kv_cache import PAGE, LayerShape, PagePool
-from ludus.engines.embedded.onednn_linear import LEAST, as_before, by_onednn, use_onednn
+from ludus.engines.embedded.onednn_linear import MIN_ROWS, restore_linear, use_onednn, uses_onednn
 from ludus.engines.models.lora import AdapterBank, is_peft
 from ludus.errors import EngineError, UserError
 
@@ -58,20 +58,20 @@ class RaggedForward:
         self.device: torch.device = first.device
         self.dtype: torch.dtype = first.dtype
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
-        self._keeps = "logits_to_keep" in inspect.signature(_inner(model).forward).parameters
-        self._plain = model.config._attn_implementation
+        self._selects_logits = "logits_to_keep" in inspect.signature(_base_model(model).forward).parameters
+        self._original_attention = model.config._attn_implementation
         _check_kind(model)
-        self._changed = use_onednn(model)
+        self._onednn_layers = use_onednn(model)
         name = type(model).__name__
         try:
-            plain, layers = self._plain_trial()
+            plain, layers = self._run_plain_trial()
             self.adapters = AdapterBank(model)
             self._default = DEFAULT if DEFAULT in self.adapters.names else ""
             self._kernel = self._make_kernel(layers, max_tokens, threads)
             self.pool = self._make_pool(layers, num_pages)
             attention.register()
             model.set_attn_implementation(attention.NAME)
-            difference = float((self._trial() - plain).abs().max())
+            difference = float((self._run_ragged_trial() - plain).abs().max())
             self.invariant = self._rows_are_alike()
         except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, EngineError) as error:
             raise UserError(
@@ -98,11 +98,11 @@ class RaggedForward:
         `table` `[slots, M]` holds the pages of each slot, which receive the chunks' keys and values. Tokens
         and logits are padded to multiples of `block`.
         """
-        if not self.pool.is_there:
-            self.pool.take_back()
+        if not self.pool.is_allocated:
+            self.pool.allocate()
         counts = np.array([len(chunk.ids) for chunk in chunks])
         total = int(counts.sum())
-        padded = self._padded(total, block)
+        padded = self._round_up(total, block)
         ids = np.zeros((1, padded), dtype=np.int64)
         ids[0, :total] = np.concatenate([np.asarray(chunk.ids) for chunk in chunks])
         slots = np.full(padded, -1, dtype=np.int32)
@@ -111,9 +111,9 @@ class RaggedForward:
         positions = np.zeros(padded, dtype=np.int32)
         starts = np.repeat(np.array([chunk.start for chunk in chunks]) - (ends - counts), counts)
         positions[:total] = np.arange(total) + starts
-        how = self._kernel or self._by_torch(chunks, ends.tolist(), table, (slots[:total], positions[:total]))
+        how = self._kernel or self._torch_pass(chunks, ends.tolist(), table, (slots[:total], positions[:total]))
         ragged = RaggedPass(self.pool, slots, positions, table, how)
-        rows = np.zeros(self._padded(len(keep), block), dtype=np.int64)
+        rows = np.zeros(self._round_up(len(keep), block), dtype=np.int64)
         rows[: len(keep)] = keep
         index = torch.from_numpy(rows).to(self.device)
         names = [chunk.adapter for chunk in chunks]
@@ -123,10 +123,10 @@ class RaggedForward:
             position_ids=torch.from_numpy(positions.astype(np.int64))[None].to(self.device),
             use_cache=False,
             ragged=ragged,
-            **({"logits_to_keep": index} if self._keeps else {}),
+            **({"logits_to_keep": index} if self._selects_logits else {}),
         )
         logits: Tensor = output.logits[0]
-        return (logits if self._keeps else logits[index])[: len(keep)]
+        return (logits if self._selects_logits else logits[index])[: len(keep)]
 
     @torch.inference_mode()
     def block_for(self, pass_tokens: int) -> int:
@@ -141,10 +141,10 @@ class RaggedForward:
         alone, among = (self.logits(chunks, table, np.arange(1), b) for b in (ROW_BLOCK, pass_tokens))
         return ROW_BLOCK if torch.equal(alone, among) else pass_tokens
 
-    def _padded(self, rows: int, block: int) -> int:
-        """Return the next multiple of `block`; oneDNN needs its own block size from `LEAST` rows on."""
-        if rows > LEAST and by_onednn(self.model.get_input_embeddings().weight):
-            block = max(block, LEAST)
+    def _round_up(self, rows: int, block: int) -> int:
+        """Return the next multiple of `block`; oneDNN needs its own block size from `MIN_ROWS` rows on."""
+        if rows > MIN_ROWS and uses_onednn(self.model.get_input_embeddings().weight):
+            block = max(block, MIN_ROWS)
         return -(-rows // block) * block
 
     def close(self) -> None:
@@ -152,8 +152,8 @@ class RaggedForward:
         if self._kernel is not None:
             self._kernel.close()
         self.adapters.close()
-        self.model.set_attn_implementation(self._plain)
-        as_before(self._changed)
+        self.model.set_attn_implementation(self._original_attention)
+        restore_linear(self._onednn_layers)
 
     def _make_kernel(self, layers: list[LayerShape], max_tokens: int, threads: int) -> Kernel | None:
         if self.device.type != "cpu" or self.dtype != torch.float32:
@@ -166,15 +166,14 @@ class RaggedForward:
         dtype = torch.float32 if wide else self.dtype
         return PagePool(layers, num_pages, dtype, self.device, transposed=self._kernel is not None)
 
-    def _by_torch(
+    def _torch_pass(
         self,
         chunks: list[Chunk],
         ends: list[int],
         table: NDArray[np.int32],
         tokens: tuple[NDArray[np.int32], NDArray[np.int32]],
     ) -> TorchPass:
-        """Describe the pass for torch attention. `ends` are the chunks' ends, `tokens` the slots and
-        positions."""
+        """Create the pass for torch attention: `ends` of the chunks, slots and positions of the `tokens`."""
         spans = tuple(
             QuerySpan(end - len(chunk.ids), end, chunk.start + len(chunk.ids), table[chunk.slot])
             for chunk, end in zip(chunks, ends, strict=True)
@@ -184,7 +183,7 @@ class RaggedForward:
         return TorchPass(self.pool, spans, pages, positions.astype(np.int64) % PAGE)
 
     @torch.inference_mode()
-    def _plain_trial(self) -> tuple[Tensor, list[LayerShape]]:
+    def _run_plain_trial(self) -> tuple[Tensor, list[LayerShape]]:
         """Return log-probabilities of a few tokens by the model's own attention, and its layers' shapes."""
         recorder = _ShapeRecorder()
         ids = torch.tensor([self._trial_ids()], device=self.device)
@@ -197,7 +196,7 @@ class RaggedForward:
         return tuple(i * 7 % self.vocab_size for i in range(_TRIAL_TOKENS))
 
     @torch.inference_mode()
-    def _trial(self) -> Tensor:
+    def _run_ragged_trial(self) -> Tensor:
         """Return the same by ragged passes: in two chunks, each batched with another sequence."""
         ids, cut = self._trial_ids(), _TRIAL_TOKENS // 2 + 3
         table = self._trial_table()
@@ -253,7 +252,7 @@ class _ShapeRecorder(Cache):  # type: ignore[misc]
         return query_length, 0
 
 
-def _inner(model: PreTrainedModel) -> Any:  # noqa: ANN401 (a model, or a PEFT model's inner one)
+def _base_model(model: PreTrainedModel) -> Any:  # noqa: ANN401 (a model, or a PEFT model's inner one)
     """Return the model below the adapters."""
     return model.get_base_model() if is_peft(model) else model
 

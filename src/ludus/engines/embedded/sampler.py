@@ -102,25 +102,6 @@ class SamplingRules:
             any_top=any(p.top_logprobs for p in params),
         )
 
-    def select(self, rows: Sequence[int]) -> SamplingRules:
-        """Return the rules of the given rows, in order."""
-        index = torch.tensor(rows, dtype=torch.int64, device=self.greedy.device)
-        return SamplingRules(
-            words=self.words[np.asarray(rows, dtype=np.int64)],
-            temperature=self.temperature[index],
-            top_k=self.top_k[index],
-            top_p=self.top_p[index],
-            min_p=self.min_p[index],
-            greedy=self.greedy[index],
-            cut=self.cut[index],
-            all_greedy=self.all_greedy,
-            any_greedy=self.any_greedy,
-            any_cut=self.any_cut,
-            any_tempered=self.any_tempered,
-            num_top=tuple(self.num_top[row] for row in rows),
-            any_top=any(self.num_top[row] for row in rows),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class TokenDraw:
@@ -150,7 +131,7 @@ def sample(
     best = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
     if rules.all_greedy and allowed is None:
         tokens = best.argmax(dim=-1)
-        plain = _at(logprobs, tokens)
+        plain = _gather(logprobs, tokens)
         return TokenDraw(tokens, plain, plain, top)
     probs = logprobs.exp()
     if allowed is not None:
@@ -160,10 +141,10 @@ def sample(
     tokens, total = _draw(probs, rules, steps)
     if rules.any_greedy:
         tokens = torch.where(rules.greedy, best.argmax(dim=-1), tokens)
-    plain = _at(logprobs, tokens)
+    plain = _gather(logprobs, tokens)
     if allowed is None and not rules.any_cut:
         return TokenDraw(tokens, plain, plain, top)
-    share = _at(probs, tokens).double() / total
+    share = _gather(probs, tokens).double() / total
     changed = rules.cut if allowed is None else rules.cut | ~allowed.all(dim=-1)
     return TokenDraw(tokens, plain, torch.where(changed, share.log().to(plain.dtype), plain), top)
 
@@ -174,8 +155,8 @@ def likeliest(logprobs: Tensor, nums: Sequence[int]) -> list[TopLogprobs]:
 
     Tokens of zero probability are omitted. The result of a row depends on that row only.
     """
-    asking = [row for row, num in enumerate(nums) if num > 0]
-    rows = logprobs if len(asking) == len(nums) else logprobs[asking]
+    requested = [row for row, num in enumerate(nums) if num > 0]
+    rows = logprobs if len(requested) == len(nums) else logprobs[requested]
     most = min(max(nums), rows.shape[1])
     values, tokens = rows.topk(most, dim=-1)
     # `topk` breaks ties at the end arbitrarily: take all tied tokens, then keep the lowest ids.
@@ -186,13 +167,13 @@ def likeliest(logprobs: Tensor, nums: Sequence[int]) -> list[TopLogprobs]:
     values, by_value = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
     tokens = tokens.gather(1, by_value)[:, :most]
     found: list[TopLogprobs] = [()] * len(nums)
-    for row, ids, given in zip(asking, tokens.tolist(), values[:, :most].tolist(), strict=True):
+    for row, ids, given in zip(requested, tokens.tolist(), values[:, :most].tolist(), strict=True):
         pairs = zip(ids[: nums[row]], given[: nums[row]], strict=True)
         found[row] = tuple((token, logprob) for token, logprob in pairs if logprob > -math.inf)
     return found
 
 
-def _at(values: Tensor, tokens: Tensor) -> Tensor:
+def _gather(values: Tensor, tokens: Tensor) -> Tensor:
     return values.gather(1, tokens[:, None])[:, 0]
 
 

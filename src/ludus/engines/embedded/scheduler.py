@@ -29,19 +29,16 @@ from ludus.engines.embedded.kv_cache import PAGE, CacheMatch, RadixCache, RadixN
 from ludus.engines.embedded.model_runner import ROW_BLOCK, Chunk, RaggedForward
 from ludus.engines.embedded.sampler import SamplingRules, StopStrings, TokenDraw, likeliest, sample
 from ludus.errors import EngineError
-from ludus.types import Completion, FinishReason, TopLogprobs
+from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SCORE_CHUNK = 256
 """Tokens of one scoring chunk: each needs a row of logits as wide as the vocabulary."""
-
-
 _STOP_TAIL = 512
 """Number of last tokens searched for stop strings."""
-
-_KEPT_STOPS = 64
+_STOP_CACHE_SIZE = 64
 """Number of sets of stop strings kept (least recently used are dropped)."""
 
 
@@ -49,14 +46,14 @@ _KEPT_STOPS = 64
 class SequenceState:
     """One request being processed: `tokens` is its history plus the tokens sampled so far.
 
-    `shelf` is the cache branch on which its history is looked up and stored.
+    `cache_root` is the cache branch on which its history is looked up and stored.
     """
 
     request: Request
     limit: int
     done: Callable[[SequenceState], None]
     adapter: str = ""
-    shelf: str = ""
+    cache_root: str = ""
     stops: StopStrings | None = None
     guide: GuideState | None = None
     scores: list[float] | None = None
@@ -70,7 +67,7 @@ class SequenceState:
     deadline: float = math.inf
     slot: int = -1
     num_computed: int = 0
-    num_settled: int = 0
+    num_committed: int = 0
     path: list[RadixNode] = field(default_factory=list)
     reserved: int = 0
 
@@ -118,7 +115,7 @@ class SequenceState:
         self.versions.append(version)
         if (
             token in self.request.params.stop_token_ids
-            or self._guided_to_the_end(token)
+            or self._advance_guide(token)
             or (
                 self.stops is not None
                 and self.stops.completed(self.tokens[max(self._action, len(self.tokens) - _STOP_TAIL) :])
@@ -133,7 +130,7 @@ class SequenceState:
         self.error = self.error or EngineError(message, hint)
         self.finish = "abort"
 
-    def _guided_to_the_end(self, token: int) -> bool:
+    def _advance_guide(self, token: int) -> bool:
         if self.guide is None:
             return False
         self.guide.advance(token)
@@ -165,12 +162,12 @@ class BatchScheduler:
     ) -> None:
         """`slots` is (maximum number of running sequences, maximum length in tokens)."""
         self._forward = forward
-        self._stop_strings = None if tokenizer is None else lru_cache(_KEPT_STOPS)(partial(StopStrings, tokenizer))
+        self._stop_strings = None if tokenizer is None else lru_cache(_STOP_CACHE_SIZE)(partial(StopStrings, tokenizer))
         self._tree = tree
         self._pass_tokens = pass_tokens
         self._table = np.zeros((slots[0], -(-slots[1] // PAGE)), dtype=np.int32)
         self._free_slots = deque(range(slots[0]))
-        self._params = SlotParams(slots[0], forward)
+        self._rules: tuple[list[SamplingParams], SamplingRules] | None = None
         self._reserved = 0
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
@@ -189,14 +186,15 @@ class BatchScheduler:
         return bool(self.waiting or self.running)
 
     @property
-    def patience(self) -> float | None:
+    def next_timeout_s(self) -> float | None:
         """Seconds to the earliest deadline, at least 0; None if there is no deadline."""
         earliest = min((s.deadline for s in (*self.running, *self.waiting)), default=math.inf)
         return None if earliest == math.inf else max(0.0, earliest - time.monotonic())
 
     def add(self, sequence: SequenceState) -> None:
         """Queue a sequence. It must fit an empty cache."""
-        sequence.stops = self._stops(sequence.request.params.stop)
+        stop = sequence.request.params.stop
+        sequence.stops = self._stop_strings(stop) if stop and self._stop_strings is not None else None
         self.waiting.append(sequence)
 
     @torch.inference_mode()
@@ -210,7 +208,7 @@ class BatchScheduler:
         passes = self._compute(plan)
         computed = time.perf_counter()
         for one in passes:
-            _use(one, self.version_of)
+            _append_results(one, self.version_of)
         model_s, draw_s = sum(one.model_s for one in passes), sum(one.draw_s for one in passes)
         used_s = time.perf_counter() - computed
         prefill = sum(len(chunk.ids) for sequence, chunk in plan if chunk.start < sequence.num_prompt)
@@ -236,7 +234,7 @@ class BatchScheduler:
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         elif sequence in self.running:
-            self._leave(sequence)
+            self._release_slot(sequence)
         else:
             return
         sequence.finish = "abort"
@@ -246,16 +244,16 @@ class BatchScheduler:
         """End all sequences with an error and clear the cache, whose contents may be corrupt."""
         sequences = [*self.running, *self.waiting]
         for sequence in self.running[:]:
-            self._leave(sequence)
+            self._release_slot(sequence)
         self.waiting.clear()
         self._tree.clear()
         for sequence in sequences:
             sequence.error = error
             sequence.done(sequence)
 
-    def forget(self, tokens: tuple[int, ...], shelf: str) -> None:
+    def forget(self, tokens: tuple[int, ...], cache_root: str) -> None:
         """Drop the cached end of a history that no other sequence uses."""
-        self._tree.forget(tokens, shelf)
+        self._tree.forget(tokens, cache_root)
 
     def new_weights(self, version: int, *, recompute: bool, adapter: str | None = None) -> None:
         """Set the version of all further tokens (or of one adapter's).
@@ -273,7 +271,7 @@ class BatchScheduler:
         stale = [s for s in self.running if adapter is None or s.adapter == adapter]
         again = sum(sequence.num_computed for sequence in stale)
         for sequence in stale:
-            sequence.num_computed = sequence.num_settled = 0
+            sequence.num_computed = sequence.num_committed = 0
         self.stats = replace(self.stats, recomputed_tokens=self.stats.recomputed_tokens + again)
 
     def forget_adapter(self, adapter: str) -> None:
@@ -289,7 +287,7 @@ class BatchScheduler:
         if self.busy:
             raise EngineError("The engine's cache is in use: it has requests.")
         self._tree.clear()
-        self._forward.pool.give_up()
+        self._forward.pool.free()
 
     def expire(self) -> None:
         """End sequences past their deadline with the tokens so far."""
@@ -306,12 +304,12 @@ class BatchScheduler:
             if match.wait:
                 stay.append(sequence)
                 continue
-            path = self._tree.hold(match)
+            path = self._tree.acquire(match)
             if not self._reserve(sequence, sequence.num_pages - len(path)):
                 self._tree.release(path)
                 stay.append(sequence)
                 break
-            self._enter(sequence, path, match)
+            self._start(sequence, path, match)
         stay.extend(self.waiting)
         self.waiting = stay
 
@@ -319,7 +317,7 @@ class BatchScheduler:
         """Look up the cached prefix; scoring matches nothing, since it needs every row of logits."""
         if sequence.scores is not None:
             return CacheMatch([])
-        return self._tree.match(tuple(sequence.tokens), sequence.shelf)
+        return self._tree.match(tuple(sequence.tokens), sequence.cache_root)
 
     def _reserve(self, sequence: SequenceState, pages: int) -> bool:
         if self._tree.num_available - self._reserved < pages:
@@ -328,27 +326,26 @@ class BatchScheduler:
         self._reserved += pages
         return True
 
-    def _enter(self, sequence: SequenceState, path: list[RadixNode], match: CacheMatch) -> None:
+    def _start(self, sequence: SequenceState, path: list[RadixNode], match: CacheMatch) -> None:
         """Assign a slot and the pages of its history to a sequence."""
         sequence.slot = self._free_slots.popleft()
-        self._params.put(sequence.slot, sequence.request)
         self._table[sequence.slot, : len(path)] = [node.page for node in path]
         sequence.path = path
-        sequence.num_computed = sequence.num_settled = match.num_tokens
+        sequence.num_computed = sequence.num_committed = match.num_tokens
         if match.source is not None and not match.owned:
             source = match.source.page
-            self._take(sequence, listed=True)
+            self._take_page(sequence, listed=True)
             self._forward.pool.copy(source, path[-1].page)
         while len(path) * PAGE < len(sequence.tokens):
-            self._take(sequence, listed=sequence.scores is None)
+            self._take_page(sequence, listed=sequence.scores is None)
         self.running.append(sequence)
         self.stats = replace(self.stats, cached_tokens=self.stats.cached_tokens + match.num_tokens)
 
-    def _take(self, sequence: SequenceState, *, listed: bool) -> None:
+    def _take_page(self, sequence: SequenceState, *, listed: bool) -> None:
         """Take one of the sequence's reserved pages; prompt pages are `listed` for others to share."""
         at = len(sequence.path)
         tokens = tuple(sequence.tokens[at * PAGE : (at + 1) * PAGE]) if listed else ()
-        node = self._tree.take(sequence.path, tokens, listed=listed, adapter=sequence.shelf)
+        node = self._tree.take(sequence.path, tokens, listed=listed, adapter=sequence.cache_root)
         sequence.reserved -= 1
         self._reserved -= 1
         self._table[sequence.slot, at] = node.page
@@ -375,8 +372,7 @@ class BatchScheduler:
         return plan
 
     def _compute(self, plan: list[tuple[SequenceState, Chunk]]) -> list[Pass]:
-        """Compute the plan in one pass; if that raises, one pass per sequence, so that only the faulty one
-        fails."""
+        """Compute the plan in one pass; if that raises, in one per sequence, so that only the faulty one fails."""
         try:
             return [self._pass(plan)]
         except Exception as error:  # boundary: torch errors (memory, device, index)
@@ -388,86 +384,67 @@ class BatchScheduler:
     def _pass(self, plan: list[tuple[SequenceState, Chunk]]) -> Pass:
         """Compute logits and sample a token for each sampling sequence; safe to repeat."""
         begin = time.perf_counter()
-        keep, rows = _kept_rows(plan)
+        keep, rows = _select_rows(plan)
         logits = self._forward.logits([chunk for _, chunk in plan], self._table, keep, self.block)
         computed = time.perf_counter()
         draw = None
         if rows:
-            slots = np.array([sequence.slot for sequence in rows])
             steps = np.array([sequence.num_drawn for sequence in rows], dtype=np.uint64)
-            draw = sample(logits[: len(rows)], self._params.rules(slots), steps, _allowed(rows, self._forward))
+            draw = sample(logits[: len(rows)], self._sampling_rules(rows), steps, _guide_mask(rows, self._forward))
         return Pass(plan, rows, logits, draw, computed - begin, time.perf_counter() - computed)
+
+    def _sampling_rules(self, rows: list[SequenceState]) -> SamplingRules:
+        """Return the rules of these rows; cached while the same requests sample."""
+        params = [sequence.request.params for sequence in rows]
+        if self._rules is None or self._rules[0] != params:
+            self._rules = params, SamplingRules.of(params, self._forward.vocab_size, self._forward.device)
+        return self._rules[1]
 
     def _finish_ended(self, plan: list[tuple[SequenceState, Chunk]]) -> None:
         for sequence, _ in plan:
             if sequence.error is not None:  # its results are not cached
-                self._end(sequence)
+                self._finish(sequence)
                 continue
             if sequence.scores is not None:
                 if sequence.num_computed == len(sequence.tokens):
-                    self._end(sequence)
+                    self._finish(sequence)
                 continue
-            self._settle(sequence)
+            self._commit(sequence)
             if sequence.finish is not None:
-                self._end(sequence)
+                self._finish(sequence)
             elif sequence.num_computed == len(sequence.path) * PAGE:
-                self._take(sequence, listed=False)
+                self._take_page(sequence, listed=False)
         if not self.running and any(sequence.error is not None for sequence, _ in plan):
             self._tree.clear()  # all computed results may be faulty
 
-    def _end(self, sequence: SequenceState) -> None:
-        self._leave(sequence)
+    def _finish(self, sequence: SequenceState) -> None:
+        self._release_slot(sequence)
         sequence.done(sequence)
 
-    def _settle(self, sequence: SequenceState) -> None:
+    def _commit(self, sequence: SequenceState) -> None:
         """Make computed pages available to others: whole pages, the end of the prompt, and all at the end."""
         ended = sequence.finish is not None or sequence.num_computed == sequence.num_prompt
-        while sequence.num_settled < sequence.num_computed:
-            place = sequence.num_settled // PAGE
+        while sequence.num_committed < sequence.num_computed:
+            place = sequence.num_committed // PAGE
             until = min((place + 1) * PAGE, sequence.num_computed)
             if until % PAGE and not ended:
                 return
             tokens = tuple(sequence.tokens[place * PAGE : until])
-            self._tree.settle(sequence.path, place, tokens)
+            self._tree.commit(sequence.path, place, tokens)
             self._table[sequence.slot, place] = sequence.path[place].page
             if until % PAGE:
                 return
-            sequence.num_settled = until
+            sequence.num_committed = until
 
-    def _leave(self, sequence: SequenceState) -> None:
+    def _release_slot(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
         self._tree.release(sequence.path)
         self._reserved -= sequence.reserved
         sequence.path, sequence.slot, sequence.reserved = [], -1, 0
 
-    def _stops(self, stop: tuple[str, ...]) -> StopStrings | None:
-        return self._stop_strings(stop) if stop and self._stop_strings is not None else None
 
-
-class SlotParams:
-    """Sampling parameters of the running sequences, by slot."""
-
-    def __init__(self, num_slots: int, forward: RaggedForward) -> None:
-        self._forward = forward
-        self._requests: list[Request | None] = [None] * num_slots
-        self._known: tuple[bytes, SamplingRules] | None = None
-
-    def put(self, slot: int, request: Request) -> None:
-        """Assign a request to the slot."""
-        self._requests[slot] = request
-        self._known = None
-
-    def rules(self, slots: np.ndarray) -> SamplingRules:
-        """Return the rules of these slots; cached while the same slots are requested."""
-        key = slots.tobytes()
-        if self._known is None or self._known[0] != key:
-            params = [request.params for slot in slots if (request := self._requests[slot]) is not None]
-            self._known = (key, SamplingRules.of(params, self._forward.vocab_size, self._forward.device))
-        return self._known[1]
-
-
-def _kept_rows(plan: list[tuple[SequenceState, Chunk]]) -> tuple[np.ndarray, list[SequenceState]]:
+def _select_rows(plan: list[tuple[SequenceState, Chunk]]) -> tuple[np.ndarray, list[SequenceState]]:
     """Return the token indices whose logits are needed, and the sequences that sample from the first ones.
 
     A sequence samples if the chunk contains its last token; a scored sequence needs every row.
@@ -486,7 +463,7 @@ def _kept_rows(plan: list[tuple[SequenceState, Chunk]]) -> tuple[np.ndarray, lis
     return np.array([*last, *scored], dtype=np.int64), rows
 
 
-def _use(done: Pass, version_of: Callable[[str], int]) -> None:
+def _append_results(done: Pass, version_of: Callable[[str], int]) -> None:
     """Append the tokens or scores of a pass to its sequences."""
     for sequence, chunk in done.plan:
         sequence.num_computed += len(chunk.ids)
@@ -507,10 +484,10 @@ def _use(done: Pass, version_of: Callable[[str], int]) -> None:
     at = len(done.rows)
     for sequence, chunk in done.plan:
         if sequence.scores is not None:
-            at += _score(sequence, chunk, done.logits[at : at + len(chunk.ids)])
+            at += _append_scores(sequence, chunk, done.logits[at : at + len(chunk.ids)])
 
 
-def _allowed(rows: list[SequenceState], forward: RaggedForward) -> Tensor | None:
+def _guide_mask(rows: list[SequenceState], forward: RaggedForward) -> Tensor | None:
     """Return the guides' mask for these rows; a row whose guide fails ends with the error."""
     states = [sequence.guide for sequence in rows]
     if all(state is None for state in states):
@@ -526,7 +503,7 @@ def _allowed(rows: list[SequenceState], forward: RaggedForward) -> Tensor | None
     return torch.from_numpy(allowed).to(forward.device)
 
 
-def _score(sequence: SequenceState, chunk: Chunk, logits: Tensor) -> int:
+def _append_scores(sequence: SequenceState, chunk: Chunk, logits: Tensor) -> int:
     """Append log-probabilities of the tokens that follow each of the chunk's; return the rows used."""
     after = sequence.tokens[chunk.start + 1 : chunk.start + 1 + len(chunk.ids)]
     logits = logits if logits.dtype == torch.float64 else logits.float()

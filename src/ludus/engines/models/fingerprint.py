@@ -1,10 +1,15 @@
-"""Digests of weights, computed identically by learner and engine."""
+"""Digests of weights: of a whole model, computed identically by learner and engine, and of a server's tensors.
+
+A server's digest is the SHA-256 of a tensor's raw bytes, as reported by vLLM's `weight_checker`. vLLM fuses some
+tensors and pads the vocabulary, so the expected digests are computed likewise. On a CPU it repacks linear weights
+and drops the originals; their digest is then that of an empty tensor and verifies nothing.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +18,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ludus.engines.models.lora import LowRank
+
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+_VOCABULARY_ROWS = 64
+_EMPTY = hashlib.sha256().hexdigest()
 
 
 def fingerprint_module(module: nn.Module) -> str:
@@ -49,7 +59,7 @@ def fingerprint_gathered(module: nn.Module, tensors: Mapping[str, torch.Tensor])
 def _fingerprint_parts(tensors: Mapping[str, torch.Tensor], pairs: Mapping[str, LowRank]) -> str:
     import torch
 
-    base = {_plain(name): p for name, p in tensors.items() if ".lora_" not in name}
+    base = {_base_name(name): p for name, p in tensors.items() if ".lora_" not in name}
     digest = fingerprint_tensors(base)
     if not pairs:
         return digest
@@ -71,12 +81,12 @@ def fingerprint_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(_content(tensor))
+        digest.update(_content_digest(tensor))
     return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _CachedDigest:
     """Digest of a tensor's content at one version of its memory."""
 
     version: int
@@ -84,27 +94,27 @@ class _Known:
     digest: bytes
 
 
-def _content(tensor: torch.Tensor) -> bytes:
+def _content_digest(tensor: torch.Tensor) -> bytes:
     """Return the digest of a tensor's raw bytes."""
     if tensor.requires_grad or tensor.is_inference():
         return hashlib.blake2b(_raw_bytes(tensor)).digest()
-    cache = _digests_of_frozen()
+    cache = _frozen_digests()
     state = (tensor._version, tensor.data_ptr())
     known = cache.get(tensor)
     if known is None or (known.version, known.pointer) != state:
-        known = cache[tensor] = _Known(*state, hashlib.blake2b(_raw_bytes(tensor)).digest())
+        known = cache[tensor] = _CachedDigest(*state, hashlib.blake2b(_raw_bytes(tensor)).digest())
     return known.digest
 
 
 @functools.cache
-def _digests_of_frozen() -> MutableMapping[torch.Tensor, _Known]:
+def _frozen_digests() -> MutableMapping[torch.Tensor, _CachedDigest]:
     """Return the cache of digests, whose entries are dropped with their tensors."""
     from torch.utils.weak import WeakIdKeyDictionary
 
     return WeakIdKeyDictionary()
 
 
-def _plain(name: str) -> str:
+def _base_name(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
@@ -113,3 +123,63 @@ def _raw_bytes(tensor: torch.Tensor) -> memoryview:
 
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
+
+
+@dataclass(frozen=True, slots=True)
+class WeightProof:
+    """Number of tensors of a server that agree, names of those that differ, and number that cannot be verified."""
+
+    proved: int
+    wrong: tuple[str, ...]
+    silent: int
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 of the tensor's bytes in row-major order, as hexadecimal text."""
+    return hashlib.sha256(_raw_bytes(tensor)).hexdigest()
+
+
+def compare_digests(theirs: Mapping[str, str], sent: Mapping[str, torch.Tensor]) -> WeightProof:
+    """Compare a server's digests with the tensors sent, in any of the usual precisions.
+
+    Names may have a worker's prefix (`dp0:pp0:pcp0:tp0:`). With several workers, each of which holds shards,
+    nothing is verified.
+    """
+    workers = {name.rpartition(":")[0] for name in theirs}
+    if len(workers) > 1:
+        return WeightProof(0, (), len(theirs))
+    proved, silent, wrong = 0, 0, []
+    for full_name, digest in theirs.items():
+        name = full_name.rpartition(":")[2]
+        expected = _expected_tensor(name, sent)
+        if expected is None or digest == _EMPTY:
+            silent += 1
+        elif any(tensor_digest(candidate) == digest for candidate in _candidates(name, expected)):
+            proved += 1
+        else:
+            wrong.append(name)
+    return WeightProof(proved, tuple(sorted(wrong)), silent)
+
+
+def _expected_tensor(name: str, sent: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return the tensor of that name, concatenated from its parts if the server fuses them."""
+    import torch
+
+    if name in sent:
+        return sent[name]
+    for fused, parts in _FUSED.items():
+        names = [name.replace(f".{fused}.", f".{part}.") for part in parts]
+        if f".{fused}." in name and all(part in sent for part in names):
+            return torch.cat([sent[part] for part in names])
+    return None
+
+
+def _candidates(name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    import torch
+
+    for dtype in dict.fromkeys((tensor.dtype, torch.float32, torch.bfloat16, torch.float16)):
+        cast = tensor.to(dtype)
+        yield cast
+        missing = -tensor.shape[0] % _VOCABULARY_ROWS
+        if name.endswith(_VOCABULARY) and missing:
+            yield torch.cat([cast, cast.new_zeros(missing, *cast.shape[1:])])

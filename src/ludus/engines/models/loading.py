@@ -33,8 +33,7 @@ _SAFE = "Unpickling them could run code. Save them as safetensors."
 
 
 def resolve_device(device: DeviceName) -> torch.device:
-    """Return the torch device; `auto` is the GPU if there is one. Raises `UserError` for `cuda` without a
-    GPU."""
+    """Return the torch device; `auto` is the GPU if there is one. Raises `UserError` for a missing GPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -121,7 +120,7 @@ def _load_adapted(folder: Path, dtype: DTypeName, device: DeviceName) -> PreTrai
         from peft import PeftModel
 
         model = load_model(base, dtype, device)
-        merged, lost = _merged(PeftModel.from_pretrained(model, str(folder)))
+        merged, lost = _merge_adapters(PeftModel.from_pretrained(model, str(folder)))
     except UserError as error:
         raise UserError(
             f"{folder} holds only adapters, and their base model cannot be loaded: {error.message}", error.hint
@@ -145,7 +144,7 @@ def _load_adapted(folder: Path, dtype: DTypeName, device: DeviceName) -> PreTrai
 
 
 @torch.no_grad()
-def _merged(adapted: PeftModel) -> tuple[PreTrainedModel, float]:
+def _merge_adapters(adapted: PeftModel) -> tuple[PreTrainedModel, float]:
     """Merge the adapters; return the model and the fraction of their effect on some logits that is lost."""
     vocabulary = adapted.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(_TRIAL_TOKENS, device=adapted.device)[None] * 7 % vocabulary

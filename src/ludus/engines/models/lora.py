@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,7 +55,7 @@ class AdapterBank:
             if isinstance(module, nn.Linear) and ".lora_" not in name and plain != _HEAD:
                 self._layers[plain] = module
         if own:
-            self._put(DEFAULT, own)
+            self._register(DEFAULT, own)
             model.disable_adapter_layers()
 
     @property
@@ -76,7 +77,7 @@ class AdapterBank:
             pairs[layer] = _pair(name, layer, parts, module, scaling)
         if not pairs:
             raise SyncError(f"The adapter {name} holds no tensors.")
-        self._put(name, pairs)
+        self._register(name, pairs)
 
     def pairs(self, name: str) -> Mapping[str, LowRank]:
         """Return the factors of an adapter by layer; {} for "".
@@ -111,29 +112,22 @@ class AdapterBank:
                 at += count
             self._active.append((self._pairs[name], mask.to(device)))
 
-    def _put(self, name: str, pairs: dict[str, LowRank]) -> None:
+    def _register(self, name: str, pairs: dict[str, LowRank]) -> None:
         for layer in pairs:
             if layer not in self._hooks:
-                self._hooks[layer] = self._layers[layer].register_forward_hook(_Hook(self, layer))
+                self._hooks[layer] = self._layers[layer].register_forward_hook(partial(self._add, layer))
         self._pairs[name] = pairs
 
-    def added(self, layer: str, x: Tensor, y: Tensor) -> Tensor:
-        """Return the layer's output with the adapters of this pass added."""
+    def _add(self, layer: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
+        """Return the layer's output with the adapters of this pass added (a forward hook)."""
+        del module
+        x = args[0]
         for pairs, mask in self._active:
             pair = pairs.get(layer)
             if pair is not None:
                 extra = linear(linear(x, pair.down), pair.up) * pair.scaling
                 y = y + extra if mask is None else torch.where(mask, y + extra, y)
         return y
-
-
-@dataclass(frozen=True, slots=True)
-class _Hook:
-    bank: AdapterBank
-    layer: str
-
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return self.bank.added(self.layer, args[0], output)
 
 
 def _pair(name: str, layer: str, parts: dict[str, Tensor], module: nn.Linear, scaling: float) -> LowRank:

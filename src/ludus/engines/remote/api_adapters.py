@@ -236,15 +236,15 @@ class VllmApi:
     async def update(self, replica: Replica, folder: str, version: int) -> None:
         """Reload from the folder through `exchange`."""
         reload: Mapping[str, object] = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-        await self.exchange(replica, version, lambda: replica.tell("/collective_rpc", reload))
+        await self.exchange(replica, version, lambda: replica.send("/collective_rpc", reload))
 
     async def exchange(self, replica: Replica, version: int, load: Callable[[], Awaitable[object]]) -> None:
         """Pause, `load`, clear the prefix cache, set the version, resume."""
         await self.pause(replica)
         try:
             await load()
-            await replica.tell("/reset_prefix_cache?reset_running_requests=true", {})
-            await replica.tell("/update_weight_version", {"new_version": str(version)})
+            await replica.send("/reset_prefix_cache?reset_running_requests=true", {})
+            await replica.send("/update_weight_version", {"new_version": str(version)})
         finally:
             await self.resume(replica)
 
@@ -271,7 +271,7 @@ class VllmApi:
         """Call `/v1/load_lora_adapter`; vLLM ignores the version."""
         body = {"lora_name": adapter.name, "lora_path": adapter.folder}
         try:
-            await replica.tell("/v1/load_lora_adapter", body | {"weight_version": str(adapter.version)})
+            await replica.send("/v1/load_lora_adapter", body | {"weight_version": str(adapter.version)})
         except HttpRefusal as error:
             error.hint = (
                 f"Start vLLM with --enable-lora --max-loras 2 --max-lora-rank {max(16, adapter.rank)} and "
@@ -283,7 +283,7 @@ class VllmApi:
 
     async def unload_adapter(self, replica: Replica, name: str) -> None:
         """Call `/v1/unload_lora_adapter`."""
-        await replica.tell("/v1/unload_lora_adapter", {"lora_name": name})
+        await replica.send("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def adapters(self, replica: Replica) -> frozenset[str]:
         """Read `/v1/models`."""
@@ -291,12 +291,12 @@ class VllmApi:
 
     async def abort(self, replica: Replica, name: str) -> None:
         """Call `/abort_requests` with the server's id of the request."""
-        await replica.tell("/abort_requests", {"request_ids": [f"cmpl-{name}-0"]})
+        await replica.send("/abort_requests", {"request_ids": [f"cmpl-{name}-0"]})
 
     async def pause(self, replica: Replica) -> None:
         """Call `/pause`, keeping the requests."""
         try:
-            await replica.tell("/pause?mode=keep", {})
+            await replica.send("/pause?mode=keep", {})
         except HttpRefusal as error:
             if error.status in (_NOT_FOUND, _FORBIDDEN):
                 error.hint = "Start `ludus serve` with --control, vLLM with VLLM_SERVER_DEV_MODE=1."
@@ -306,7 +306,7 @@ class VllmApi:
 
     async def resume(self, replica: Replica) -> None:
         """Call `/resume`."""
-        await replica.tell("/resume", {})
+        await replica.send("/resume", {})
 
 
 class _SglangFinish(BaseModel):
@@ -437,15 +437,15 @@ class SglangApi:
 
     async def abort(self, replica: Replica, name: str) -> None:
         """Call `/abort_request`."""
-        await replica.tell("/abort_request", {"rid": name})
+        await replica.send("/abort_request", {"rid": name})
 
     async def pause(self, replica: Replica) -> None:
         """Call `/pause_generation`, keeping the requests in place."""
-        await replica.tell("/pause_generation", {"mode": "in_place"})
+        await replica.send("/pause_generation", {"mode": "in_place"})
 
     async def resume(self, replica: Replica) -> None:
         """Call `/continue_generation`."""
-        await replica.tell("/continue_generation", {})
+        await replica.send("/continue_generation", {})
 
 
 def _sampling(params: SamplingParams) -> dict[str, object]:

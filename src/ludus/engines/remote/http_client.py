@@ -128,7 +128,7 @@ class Replica:
         EngineError."""
         return self._read(await self._call("POST", path, json.dumps(body).encode(), samples=samples), reply)
 
-    async def tell(self, path: str, body: Mapping[str, object]) -> None:
+    async def send(self, path: str, body: Mapping[str, object]) -> None:
         """POST JSON and ignore the response body. Raises EngineError."""
         await self._call("POST", path, json.dumps(body).encode(), samples=False)
 

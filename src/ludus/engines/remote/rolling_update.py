@@ -63,7 +63,7 @@ class Placement:
     def __post_init__(self) -> None:
         self.floor = self.newest
 
-    def held(self, replica: Replica) -> int:
+    def version_of(self, replica: Replica) -> int:
         """Return the version that a replica samples from."""
         return self.newest if replica.behind is None else replica.behind
 
@@ -71,10 +71,10 @@ class Placement:
     def open(self) -> list[Replica]:
         """Replicas that accept new episodes."""
         shut = self.taking | self._waiting.keys()
-        return [one for one in self._kept if one not in shut and self.held(one) >= self.floor]
+        return [one for one in self._active if one not in shut and self.version_of(one) >= self.floor]
 
     @property
-    def _kept(self) -> list[Replica]:
+    def _active(self) -> list[Replica]:
         """Replicas that have not left and are not being removed."""
         return [one for one in self.replicas if not one.gone and one.url not in self.leaving]
 
@@ -88,8 +88,8 @@ class Placement:
         found = self.open
         if not found:
             return None
-        chosen = min(found, key=lambda one: (one.is_down, busy[one.url], -self.held(one)))
-        self._pins[episode] = EpisodePin(chosen.url, self.held(chosen))
+        chosen = min(found, key=lambda one: (one.is_down, busy[one.url], -self.version_of(one)))
+        self._pins[episode] = EpisodePin(chosen.url, self.version_of(chosen))
         return self._pins[episode]
 
     def move(self, episode: str) -> EpisodePin | None:
@@ -97,13 +97,13 @@ class Placement:
         it stays."""
         pin = self._pins[episode]
         waits = {one.url for one in self._waiting} | self.leaving
-        newer = [one for one in self.open if self.held(one) > pin.version]
+        newer = [one for one in self.open if self.version_of(one) > pin.version]
         if pin.url not in waits or not newer:
             return None
         del self._pins[episode]
         busy = self._busy()
-        chosen = min(newer, key=lambda one: (one.is_down, busy[one.url], -self.held(one)))
-        self._pins[episode] = EpisodePin(chosen.url, self.held(chosen))
+        chosen = min(newer, key=lambda one: (one.is_down, busy[one.url], -self.version_of(one)))
+        self._pins[episode] = EpisodePin(chosen.url, self.version_of(chosen))
         return self._pins[episode]
 
     def end(self, episode: str) -> None:
@@ -118,25 +118,25 @@ class Placement:
         """Start episodes only on the newest version from now on."""
         self.floor = self.newest
 
-    def settle(self) -> list[Replica]:
+    def due_updates(self) -> list[Replica]:
         """Choose the engines to drain; return those that may update now."""
         busy = self._busy()
-        behind = [one for one in self._kept if self.held(one) < self.newest]
+        behind = [one for one in self._active if self.version_of(one) < self.newest]
         self._waiting = {one: since for one, since in self._waiting.items() if one in behind}
         self._change_places(busy)
-        for one in sorted(behind, key=lambda one: (self.held(one), busy[one.url])):
-            late = self.newest - self.held(one) > self.lag
+        for one in sorted(behind, key=lambda one: (self.version_of(one), busy[one.url])):
+            late = self.newest - self.version_of(one) > self.lag
             num_open, num = len(self.open), len(self.replicas)
             if one in self.open and num_open > 1 and (late or num - num_open < num // 2):
                 self._waiting[one] = self.newest
-        self.floor = max(self.floor, min(map(self.held, self.open), default=0))
+        self.floor = max(self.floor, min(map(self.version_of, self.open), default=0))
         return [one for one in behind if not (busy[one.url] or one in self.taking)]
 
     def _change_places(self, busy: Counter[str]) -> None:
         """Prevent a slow episode from blocking updates of engines of the same version."""
         for one, since in tuple(self._waiting.items()):
-            as_old = [other for other in self.open if self.held(other) == self.held(one)]
-            if self.newest - since > self.lag and self.held(one) >= self.floor and as_old:
+            as_old = [other for other in self.open if self.version_of(other) == self.version_of(one)]
+            if self.newest - since > self.lag and self.version_of(one) >= self.floor and as_old:
                 del self._waiting[one]
                 self._waiting[min(as_old, key=lambda other: busy[other.url])] = self.newest
 
@@ -175,13 +175,13 @@ class RollingUpdates:
         """Move an episode between two turns, if its engine drains; that engine may then update."""
         pin = self.placement.move(episode)
         if pin is not None:
-            self._settle()
+            self._start_due_updates()
         return pin
 
     def release(self, episode: str) -> None:
         """End an episode."""
         self.placement.end(episode)
-        self._settle()
+        self._start_due_updates()
 
     async def served(self, beyond: int) -> int:
         """Return the minimum version on which episodes may start, once it exceeds `beyond`.
@@ -192,14 +192,14 @@ class RollingUpdates:
             await self._change()
         return self.placement.floor
 
-    async def catch_up(self) -> None:
+    async def wait_until_current(self) -> None:
         """Allow only the newest weights for new episodes, and wait until one engine has them."""
         self.placement.serve_newest()
-        self._settle()
+        self._start_due_updates()
         while not self.placement.open:
             await self._change()
 
-    async def offer(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
+    async def push_weights(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
         """Store weights for each replica to load and verify once its episodes have ended."""
         async with self.quiet():
             await self.hold(check.version, state)
@@ -215,17 +215,17 @@ class RollingUpdates:
             yield
         finally:
             self._paused = False
-            self._settle()
+            self._start_due_updates()
 
     def change(self) -> None:
         """Re-plan after an engine joined or left."""
-        self._settle()
+        self._start_due_updates()
 
     async def empty(self, url: str) -> None:
         """Stop new episodes at an address and wait until its episodes have ended."""
         self.placement.leaving.add(url)
         try:
-            self._settle()
+            self._start_due_updates()
             while not self.placement.is_empty(url):
                 await self._change()
         finally:
@@ -237,9 +237,9 @@ class RollingUpdates:
         for task in self._transfers.values():
             task.cancel()
 
-    def _settle(self) -> None:
+    def _start_due_updates(self) -> None:
         """Start the transfers that may start, and wake all waiters."""
-        for replica in () if self._paused else self.placement.settle():
+        for replica in () if self._paused else self.placement.due_updates():
             assert self._check is not None
             self.placement.taking.add(replica)
             task = asyncio.get_running_loop().create_task(self._give(replica, self._check))
@@ -269,11 +269,11 @@ class RollingUpdates:
         if error is None:
             self.placement.taking.discard(replica)
         self._failure = self._failure or error
-        self._settle()
+        self._start_due_updates()
 
     def _versions(self) -> str:
         """Return the number of engines per version as text."""
-        counts = Counter(map(self.placement.held, self.placement.replicas))
+        counts = Counter(map(self.placement.version_of, self.placement.replicas))
         return ", ".join(f"{counts[version]} at version {version}" for version in sorted(counts))
 
     async def _change(self) -> None:

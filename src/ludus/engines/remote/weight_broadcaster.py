@@ -146,13 +146,13 @@ class Broadcaster:
 
     async def _prepare(self, manifest: WeightManifest) -> None:
         body = manifest.model_dump()
-        await asyncio.gather(*(self._tell(r, "/prepare_weights", body) for r in self.replicas))
+        await asyncio.gather(*(self._command(r, "/prepare_weights", body) for r in self.replicas))
 
-    async def _tell(self, replica: Replica, path: str, body: Mapping[str, object]) -> None:
+    async def _command(self, replica: Replica, path: str, body: Mapping[str, object]) -> None:
         """Send a command to the server or to its workers."""
         if replica.url not in self._by_workers:
             try:
-                await replica.tell(path, body)
+                await replica.send(path, body)
                 return
             except HttpRefusal as error:
                 if error.status != _NOT_FOUND:
@@ -170,7 +170,7 @@ class Broadcaster:
             for i in range(1, count)
         ]
         asked = [
-            self._tell(replica, "/join_weight_line", place.model_dump())
+            self._command(replica, "/join_weight_line", place.model_dump())
             for replica, place in zip(self.replicas, places, strict=True)
         ]
         joined = aside(partial(join_line, store, TRAINER, count, self.timeout_s, self.host))
@@ -188,7 +188,7 @@ class Broadcaster:
         asked = [
             receive(replica, self.dialect, version)
             if replica.url in self._by_workers
-            else replica.tell("/receive_weights", {})
+            else replica.send("/receive_weights", {})
             for replica in self.replicas
         ]
         await asyncio.gather(*asked, aside(partial(line.broadcast, tensors)))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ludus.engines.base import DEFAULT
-from ludus.engines.models.checksums import compare_digests
+from ludus.engines.models.fingerprint import compare_digests
 from ludus.engines.remote.api_adapters import ApiAdapter, RemoteAdapter, SampledTokens
 from ludus.engines.remote.gloo_broadcast import with_head
 from ludus.engines.remote.http_client import RemoteEngineSettings, Replica

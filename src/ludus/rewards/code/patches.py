@@ -14,16 +14,16 @@ from itertools import accumulate
 
 from ludus.rewards.base import RewardFunction, truth_of
 from ludus.rewards.extract import Evidence, fenced, final_answer
+from ludus.tools.base import ToolError
+from ludus.tools.patch import file_name, read_hunk
 from ludus.types import Task, Trajectory
 
 MAX_CHARACTERS = 400_000
 """A longer patch is of the wrong format."""
 MAX_PAIRS = 10_000_000
-"""Maximum number of compared pairs of equal characters over all files. Files beyond it are compared line by
-line, with the same maximum: together one or two seconds.
-"""
+"""Maximum number of compared pairs of equal characters over all files (about a second); files beyond it are
+compared line by line, with the same maximum."""
 
-_HUNK = re.compile(r"@@ -\d{1,9}(?:,(\d{1,9}))? \+\d{1,9}(?:,(\d{1,9}))? @@.*")
 _SECTION = re.compile(r"(@@ [^@]* @@).*")
 
 
@@ -47,42 +47,24 @@ def read_patch(text: str) -> dict[str, str] | None:
     while at < len(lines):
         line = lines[at]
         if line.startswith("--- ") and at + 1 < len(lines) and lines[at + 1].startswith("+++ "):
-            path = _path(line, lines[at + 1])
+            after = file_name(lines[at + 1])
+            path = after if after is not None else file_name(line) or "/dev/null"
             at += 2
-        elif path and (header := _HUNK.fullmatch(line)):
-            hunk = _hunk(lines, at + 1, *(int(count or 1) for count in header.groups()))
-            if hunk is None:
+        elif path and line.startswith("@@"):
+            try:
+                _, end = read_hunk(lines, at)
+            except ToolError:
+                return None
+            hunk = lines[at + 1 : end]
+            if not any(line.startswith(("+", "-")) for line in hunk):
                 return None
             found.setdefault(path, []).extend([_SECTION.sub(r"\1", line), *hunk])
-            at += 1 + len(hunk)
+            at = end
         elif path and line[:1] in ("+", "-", " ", "@") and line.rstrip() != "--":
             return None
         else:
             at += 1
     return {name: "\n".join(change) for name, change in found.items()} or None
-
-
-def _path(old: str, new: str) -> str:
-    """Return the file's name after the change, or before it if the file is removed."""
-    names = [re.sub(r"^[ab]/", "", line[4:].split("\t")[0].strip()) for line in (new, old)]
-    return names[1] if names[0] == "/dev/null" else names[0]
-
-
-def _hunk(lines: Sequence[str], start: int, old: int, new: int) -> list[str] | None:
-    """Return the lines of a hunk from `start` on; None if they do not match its header or change nothing."""
-    taken: list[str] = []
-    for place in range(start, len(lines)):
-        line = lines[place]
-        if old <= 0 and new <= 0 and not line.startswith("\\"):
-            break
-        kind = line[:1] or " "
-        if kind not in "+- \\":
-            return None
-        old -= kind in "- "
-        new -= kind in "+ "
-        taken.append(line)
-    changes = any(line[:1] in ("+", "-") for line in taken)
-    return taken if old == new == 0 and changes else None
 
 
 def similarity(given: Mapping[str, str], oracle: Mapping[str, str]) -> float:
@@ -97,18 +79,18 @@ def similarity(given: Mapping[str, str], oracle: Mapping[str, str]) -> float:
 class _Work:
     """Remaining budget of comparisons."""
 
-    of_characters: int = MAX_PAIRS
-    of_lines: int = MAX_PAIRS
+    characters_left: int = MAX_PAIRS
+    lines_left: int = MAX_PAIRS
 
     def ratio(self, one: str, other: str) -> float:
         """Return difflib's ratio of the characters while the budget lasts, then of the lines."""
         if one == other:
             return 1.0
-        matcher = _Matcher(one, other, autojunk=False, left=self.of_characters)
-        ratio, self.of_characters = matcher.ratio(), max(matcher.left, 0)
+        matcher = _Matcher(one, other, autojunk=False, left=self.characters_left)
+        ratio, self.characters_left = matcher.ratio(), max(matcher.left, 0)
         if matcher.left < 0:
-            matcher = _Matcher(one.splitlines(), other.splitlines(), autojunk=True, left=self.of_lines)
-            ratio, self.of_lines = matcher.ratio(), max(matcher.left, 0)
+            matcher = _Matcher(one.splitlines(), other.splitlines(), autojunk=True, left=self.lines_left)
+            ratio, self.lines_left = matcher.ratio(), max(matcher.left, 0)
         return ratio
 
 
@@ -133,7 +115,7 @@ class _Matcher(difflib.SequenceMatcher[str]):
 
 
 def patch_value(text: str, truth: Patch) -> float:
-    """-1 where neither the text nor its only fenced block is a patch, else the `similarity`, in [0, 1]."""
+    """Return -1 if neither the text nor its only fenced block is a patch, else the `similarity`, in [0, 1]."""
     oracle = read_patch(truth.diff)
     if oracle is None:
         raise ValueError(f"the reference patch is not a unified diff: {truth.diff[:80]!r}")

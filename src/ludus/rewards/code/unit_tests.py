@@ -45,7 +45,7 @@ class Suite:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run of the tests gave."""
+    """Result of a run of the tests."""
 
     passed: frozenset[str] = frozenset()
     seconds: float = math.inf
@@ -97,9 +97,7 @@ def share_of(suite: Suite, passed: Collection[str], which: Which) -> float:
 
 
 def suite_passes(read: Evidence) -> RewardFunction:
-    """Create a verifier: 1 if the report that `read` returns says that all tests passed, else 0 (SWE-bench,
-    arXiv:2310.06770).
-    """
+    """Create a verifier: 1 if all tests passed in the report of `read`, else 0 (SWE-bench, arXiv:2310.06770)."""
 
     def resolved(task: Task, trajectory: Trajectory) -> float:
         return float(all_passed(truth_of(task, Suite), read_report(read(trajectory)).passed))

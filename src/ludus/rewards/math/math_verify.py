@@ -12,15 +12,15 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, lru_cache, partial
 
 from ludus.errors import WorldError
-from ludus.rewards.answer_extraction import candidates
 from ludus.rewards.base import truth_of
 from ludus.rewards.exact_match import normalise
+from ludus.rewards.extract import candidates
 from ludus.rewards.math.notation import ExpressionNode, NotationError, letters_of, plain_text, text_words
 from ludus.rewards.math.parser import read
 from ludus.rewards.math.regions import region_of
@@ -81,6 +81,7 @@ _SPELLINGS = {
     for spelling in (other, f"{other}s")
 }
 _BEFORE_UNIT = re.compile(r"(?P<body>.*[\d)}\]])\s*(?P<unit>[a-zA-Z]+(?:(?:\s*/\s*|\s+)[a-zA-Z]+)*(?:\^\{?[23]\}?)?)")
+_STRUCTURES = frozenset(("pair", "matrix", "row", "union", "intersection", "difference", "domain", "based"))
 _SMALL_WORDS = frozenset(["yes", "no", "true", "false", "none", "odd", "even", "neither", "both", "undefined"])
 
 
@@ -125,13 +126,13 @@ def mathematics(task: Task, trajectory: Trajectory) -> float:
 @lru_cache(maxsize=4_096)
 def _gold(text: str, units: tuple[str, ...], expected: str = "") -> _Gold:
     try:
-        plain, unit = _with_unit(text, units, expected)
+        plain, unit = _split_unit(text, units, expected)
     except NotationError as error:
         raise ValueError(f"the gold answer {text[:80]!r} cannot be read: {error}") from error
     if _is_words(text, plain):
         return _Gold(plain, unit, None)
     try:
-        return _Gold(plain, unit, _without_degrees(read(plain)))
+        return _Gold(plain, unit, _drop_degrees(read(plain)))
     except NotationError:
         return _Gold(plain, unit, None)
 
@@ -146,7 +147,7 @@ def _is_words(text: str, plain: str) -> bool:
 
 def _is_right(text: str, gold: _Gold, truth: Expression) -> bool:
     try:
-        plain, unit = _with_unit(text, truth.units, gold.unit)
+        plain, unit = _split_unit(text, truth.units, gold.unit)
     except NotationError:
         return False
     if unit and not gold.unit:
@@ -158,7 +159,7 @@ def _is_right(text: str, gold: _Gold, truth: Expression) -> bool:
     if plain == gold.plain:
         return True
     try:
-        given = _without_degrees(read(plain, gold.tree.names() | letters_of(gold.plain)))
+        given = _drop_degrees(read(plain, gold.tree.names() | letters_of(gold.plain)))
         worked = not truth.evaluated or is_worked_out(given, gold.tree)
         return worked and same(gold.tree, given)
     except NotationError:
@@ -170,11 +171,11 @@ def _spelt(text: str) -> str:
     return normalise(text) if re.fullmatch(r"[\w\s'.-]+", text) else "".join(text.split())
 
 
-def _with_unit(text: str, units: tuple[str, ...], expected: str = "") -> tuple[str, str]:
+def _split_unit(text: str, units: tuple[str, ...], expected: str = "") -> tuple[str, str]:
     """Return the plain text without its unit, and the unit's usual spelling.
 
     Any of `units` is removed. A word after a number is a unit if it is known or set as text; a single letter
-    only if a unit is `expected`. Raises Unreadable, as `plain_text` does.
+    only if a unit is `expected`. Raises NotationError, as `plain_text` does.
     """
     plain = plain_text(text)
     for unit in sorted(units, key=len, reverse=True):
@@ -191,21 +192,21 @@ def _with_unit(text: str, units: tuple[str, ...], expected: str = "") -> tuple[s
     return plain, ""
 
 
-def _without_degrees(node: ExpressionNode) -> ExpressionNode:
+def _drop_degrees(node: ExpressionNode) -> ExpressionNode:
     """Remove the degree signs of whole answers: 90° is 90."""
     if node.op == "degree":
         return node.args[0]
     if node.op in ("list", "set", "relation", "neg"):
-        return replace(node, args=tuple(map(_without_degrees, node.args)))
+        return replace(node, args=tuple(map(_drop_degrees, node.args)))
     return node
 
 
 def same(gold: ExpressionNode, given: ExpressionNode) -> bool:
-    """Return whether two trees are equivalent. Raises Unreadable for numbers beyond the bounds."""
+    """Return whether two trees are equivalent. Raises NotationError for numbers beyond the bounds."""
     if gold == given:
         return True
     ops = {gold.op, given.op}
-    if ops & {"list", "set"} or "plusminus" in _ops(gold) | _ops(given):
+    if ops & {"list", "set"} or _has_two_signs(gold) or _has_two_signs(given):
         return _same_items(gold, given) or _same_regions(gold, given)
     if gold.op == "relation":
         return _same_relations(gold, given)
@@ -222,8 +223,8 @@ def _pairwise(first: Sequence[ExpressionNode], second: Sequence[ExpressionNode])
     return len(first) == len(second) and all(same(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _ops(node: ExpressionNode) -> set[str]:
-    return {node.op}.union(*map(_ops, node.args))
+def _has_two_signs(node: ExpressionNode) -> bool:
+    return any(one.op == "plusminus" for one in node.walk())
 
 
 def _same_items(gold: ExpressionNode, given: ExpressionNode) -> bool:
@@ -252,29 +253,24 @@ def _items(node: ExpressionNode) -> tuple[set[str], list[ExpressionNode]]:
     if node.op == "relation" and node.name == "∈" and node.args[0].op == "name":
         node = node.args[1]  # x ∈ {1, 2} says 1, 2
     items = node.args if node.op in ("list", "set") else (node,)
-    named = [_named(item) for item in items]
+    named = [_split_name(item) for item in items]
     labels = {label.partition("_")[0] for label, _ in named}
     if len(items) > 1 and len(labels) == 1:
         items, labels = tuple(value for _, value in named), set()
-    return labels - {""}, [one for item in items for one in _both_signs(item)]
+    signed = [[_replace_signs(item, sign) for sign in "±∓"] if _has_two_signs(item) else [item] for item in items]
+    return labels - {""}, [one for both in signed for one in both]
 
 
-def _named(node: ExpressionNode) -> tuple[str, ExpressionNode]:
+def _split_name(node: ExpressionNode) -> tuple[str, ExpressionNode]:
     """Name and value of `x = 2`; an empty name for anything else."""
     if node.op == "relation" and node.name == "=" and node.args[0].op == "name":
         return node.args[0].name, node.args[1]
     return "", node
 
 
-def _both_signs(node: ExpressionNode) -> list[ExpressionNode]:
-    if "plusminus" not in _ops(node):
-        return [node]
-    return [_signed(node, sign) for sign in "±∓"]
-
-
-def _signed(node: ExpressionNode, plus: str) -> ExpressionNode:
+def _replace_signs(node: ExpressionNode, plus: str) -> ExpressionNode:
     """Replace ± and ∓ by plus and minus, or the reverse."""
-    args = tuple(_signed(arg, plus) for arg in node.args)
+    args = tuple(_replace_signs(arg, plus) for arg in node.args)
     if node.op == "plusminus":
         return args[0] if node.name == plus else ExpressionNode("neg", args)
     return replace(node, args=args)
@@ -318,9 +314,9 @@ def _same_relations(gold: ExpressionNode, given: ExpressionNode) -> bool:
 def _same_two_sided(gold: ExpressionNode, given: ExpressionNode) -> bool:
     """Whether one equation or inequality is a multiple of the other."""
     ways = [ExpressionNode("add", (node.args[0], ExpressionNode("neg", (node.args[1],)))) for node in (gold, given)]
-    if any("infty" in {one.name for one in _all(way)} for way in ways):
+    if any("infty" in {one.name for one in way.walk()} for way in ways):
         return False
-    sign = _verdict("ratio", *ways)
+    sign = _compare("ratio", *ways)
     due = gold.name if sign > 0 else gold.name.translate(str.maketrans("<>≤≥", "><≥≤"))
     return sign != 0 and given.name == due
 
@@ -342,15 +338,15 @@ def _same_regions(gold: ExpressionNode, given: ExpressionNode) -> bool:
 
 def _same_values(gold: ExpressionNode, given: ExpressionNode) -> bool:
     """Whether two numbers or expressions with variables are equal, or one is the other in six decimals."""
-    names = {one.name for node in (gold, given) for one in _all(node) if one.op == "constant"}
+    names = {one.name for node in (gold, given) for one in node.walk() if one.op == "constant"}
     if "infty" in names:
         return False
     due, found = exact(gold), exact(given)
     if due is not None and found is not None:
         return due == found or _is_rounded(due, found, given)
     if found is not None and _decimals(found, given) >= ROUNDED_DECIMALS and not gold.names():
-        return _verdict("rounded", gold, given) > 0
-    return _verdict("equal", gold, given) > 0
+        return _compare("rounded", gold, given) > 0
+    return _compare("equal", gold, given) > 0
 
 
 def _is_rounded(due: Fraction, found: Fraction, given: ExpressionNode) -> bool:
@@ -371,7 +367,7 @@ def _decimals(value: Fraction, given: ExpressionNode) -> int:
 def exact(node: ExpressionNode) -> Fraction | None:
     """Return the value of an expression of rational numbers; None for any other.
 
-    Raises Unreadable for a division by zero or a number beyond the bounds.
+    Raises NotationError for a division by zero or a number beyond the bounds.
     """
     if node.op == "number":
         return node.value
@@ -406,24 +402,17 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
     return base ** int(exponent)
 
 
-def _all(node: ExpressionNode) -> Iterator[ExpressionNode]:
-    yield node
-    for arg in node.args:
-        yield from _all(arg)
+def _compare(kind: str, gold: ExpressionNode, given: ExpressionNode) -> int:
+    return _compare_trees(json.dumps([kind, _to_json(gold), _to_json(given)]))
 
 
-def _verdict(kind: str, gold: ExpressionNode, given: ExpressionNode) -> int:
-    return _asked(json.dumps([kind, _plain(gold), _plain(given)]))
-
-
-def _plain(node: ExpressionNode) -> JSON:
-    """Return a tree as JSON."""
+def _to_json(node: ExpressionNode) -> JSON:
     value = None if node.value is None else str(node.value)
-    return [node.op, node.name, value, [_plain(arg) for arg in node.args]]
+    return [node.op, node.name, value, [_to_json(arg) for arg in node.args]]
 
 
 @lru_cache(maxsize=20_000)
-def _asked(question: str) -> int:
+def _compare_trees(question: str) -> int:
     """Return the verdict; 0 if finding it exceeds the limits."""
     try:
         return _process(os.getpid()).call(partial(judge, *json.loads(question)), CPU_S)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ludus.rewards.answer_extraction import plain_signs
+from ludus.rewards.extract import plain_signs
 
 MAX_CHARACTERS = 1_000
 """A longer expression is refused."""
@@ -75,7 +76,6 @@ _TEXT = re.compile(_TEXT_LEFT.pattern + r"\s*\{([^{}]*)\}")
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ⁄]+")
 _LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _VULGAR = re.compile("[¼-¾⅐-⅞↉]")
-_POINT = r"(?:\.\d+|\.(?!\.|\s*$))?"
 _NUMBER = re.compile(
     r"(?P<grouped>[1-9]\d{0,2}(?:(?:,|\{,\}|[ ])\d{3})+(?![\d]|,\d|\{,\}|[ ]\d))(?:\.(?P<cents>\d+))?"
     r"|(?P<plain>\d+(?:\.\d+|\.(?=\s*\\bar|\(|\s*\\overline|\s*\\dot(?![a-z])))?|\d+\.(?!\.)|\.\d+)",
@@ -109,8 +109,13 @@ class ExpressionNode:
 
     def names(self) -> frozenset[str]:
         """Return the names of all variables."""
-        own = frozenset({self.name}) if self.op == "name" else frozenset()
-        return own.union(*(arg.names() for arg in self.args))
+        return frozenset(node.name for node in self.walk() if node.op == "name")
+
+    def walk(self) -> Iterator[ExpressionNode]:
+        """Iterate over the node and all nodes below it."""
+        yield self
+        for arg in self.args:
+            yield from arg.walk()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,7 @@ class Token:
 def plain_text(text: str) -> str:
     """Return LaTeX without spacing, text commands and dollar signs, and with ASCII spellings of other characters.
 
-    Raises Unreadable for a text that is too long, nested too deep, or still has text commands.
+    Raises NotationError for a text that is too long, nested too deep, or still has text commands.
     """
     if len(text) > MAX_CHARACTERS:
         raise NotationError("too long")
@@ -153,7 +158,7 @@ def _ascii(text: str) -> str:
     text = _VULGAR.sub(lambda m: _fraction(m[0]), plain_signs(text))
     text = _RAISED.sub(lambda m: "^{" + _fold(m[0]) + "}" if m[0] != "⁄" else "/", text)
     text = _LOWERED.sub(lambda m: "_{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
-    return "".join(_CHARACTERS.get(c) or _folded(c) for c in text)
+    return "".join(_CHARACTERS.get(c) or _to_ascii(c) for c in text)
 
 
 def _fraction(character: str) -> str:
@@ -165,7 +170,7 @@ def _fold(raised: str) -> str:
     return unicodedata.normalize("NFKC", raised).replace("\N{MINUS SIGN}", "-").replace("⁄", "/")
 
 
-def _folded(character: str) -> str:
+def _to_ascii(character: str) -> str:
     plain = unicodedata.normalize("NFKC", character)
     return plain if plain.isascii() else character
 
@@ -181,7 +186,7 @@ def text_words(text: str) -> frozenset[str]:
 
 
 def tokens_of(text: str, letters: frozenset[str] | None) -> list[Token]:
-    """Tokenize a plain text. Raises Unreadable.
+    """Tokenize a plain text. Raises NotationError.
 
     A run of letters that is not a known word is a product if all its letters are among `letters`.
     """
@@ -212,9 +217,7 @@ _BEHIND_ITEM = frozenset(("", "∪", "∩", "∖", ",", ";", "or", "and", "U", "
 
 
 def _interval_sign(tokens: list[Token], place: int) -> Token:
-    """Return the token at an offset; an outward bracket as in `]0, 1[` becomes round, and the letter U between two
-    brackets a union.
-    """
+    """Return a token; an outward bracket as in `]0, 1[` becomes round, and a U between two brackets a union."""
     token = tokens[place]
     if token.text not in ("]", "[", "U"):
         return token
@@ -271,7 +274,7 @@ def _repeating(text: str, end: int, body: str, value: Fraction) -> tuple[str, Fr
         value += Fraction(int(digits), (10 ** len(digits) - 1) * 10**decimals)
         return "repeating", value, repeated.end()
     dots = _ELLIPSIS.match(text, end)
-    return ("repeating", _continued(body), dots.end()) if dots else None
+    return ("repeating", _read_repeating(body), dots.end()) if dots else None
 
 
 def _scientific(text: str, end: int, body: str, value: Fraction) -> tuple[str, Fraction, int] | None:
@@ -285,7 +288,7 @@ def _scientific(text: str, end: int, body: str, value: Fraction) -> tuple[str, F
     return "scientific", value * Fraction(10) ** int(power[1]), power.end()
 
 
-def _continued(body: str) -> Fraction:
+def _read_repeating(body: str) -> Fraction:
     """Return the value of `0.1666...`: the shortest block that ends three or more digits is repeated."""
     whole, _, digits = body.partition(".")
     for size in range(1, len(digits) // 2 + 1):
@@ -293,9 +296,9 @@ def _continued(body: str) -> Fraction:
         while digits.endswith(block * (times + 1)):
             times += 1
         if times >= 2 and times * size >= 3:
-            kept = digits[: len(digits) - size]
-            repeating = Fraction(int(block), (10**size - 1) * 10 ** len(kept))
-            return Fraction(f"{whole or 0}.{kept or 0}") + repeating
+            prefix = digits[: len(digits) - size]
+            repeating = Fraction(int(block), (10**size - 1) * 10 ** len(prefix))
+            return Fraction(f"{whole or 0}.{prefix or 0}") + repeating
     raise NotationError("digits that go on in an unknown way")
 
 

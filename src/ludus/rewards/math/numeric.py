@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 
-from ludus.rewards.answer_extraction import candidates, plain_signs
 from ludus.rewards.base import truth_of
+from ludus.rewards.extract import candidates, plain_signs
 from ludus.rewards.math.math_verify import exact
 from ludus.rewards.math.notation import ExpressionNode, NotationError
 from ludus.rewards.math.parser import read
@@ -60,12 +60,12 @@ def read_quantity(text: str, truth: Quantity, *, reduced: bool = False) -> Fract
         value = None if numeral is None else exact(numeral)
     except NotationError:
         return None
-    return None if value is None else value * _as_written(size)
+    return None if value is None else value * _to_fraction(size)
 
 
 def _read(text: str, truth: Quantity) -> tuple[ExpressionNode | None, float]:
     """Return the numeral of a text without its unit, and the unit's size."""
-    plain = _LEAD.sub("", _without_latex(plain_signs(text)).strip())
+    plain = _LEAD.sub("", _strip_latex(plain_signs(text)).strip())
     sizes = {"%": 0.01, "percent": truth.units.get("%", 0.01)} | dict(truth.units)
     unit, size, rest = _unit(plain, sizes)
     if truth.needs_unit and not unit:
@@ -82,10 +82,10 @@ def close(value: Fraction, truth: Quantity) -> bool:
     """
     if isinstance(truth.value, float) and not math.isfinite(truth.value):
         return False
-    due = _as_written(truth.value)
+    due = _to_fraction(truth.value)
     whole = due.denominator == 1
     relative = truth.relative if truth.relative is not None else 0.0 if whole else _RELATIVE
-    reach = max(_as_written(truth.absolute), _as_written(relative) * abs(due))
+    reach = max(_to_fraction(truth.absolute), _to_fraction(relative) * abs(due))
     lost = abs(due) * _LOST
     return abs(value - due) <= reach + (min(lost, _LOST_OF_WHOLE) if whole else lost)
 
@@ -104,7 +104,7 @@ def number_close(task: Task, trajectory: Trajectory) -> float:
     return float(is_close(trajectory.answer, truth_of(task, Quantity)))
 
 
-def _without_latex(text: str) -> str:
+def _strip_latex(text: str) -> str:
     bare = text.strip().removeprefix("\\(").removesuffix("\\)").removeprefix("\\[").removesuffix("\\]")
     if len(bare) > 1 and bare[0] == bare[-1] == "$":
         bare = bare.strip("$")
@@ -113,7 +113,7 @@ def _without_latex(text: str) -> str:
     return bare.replace("\\%", "%").replace("\\$", "$").replace("\\approx", "≈")
 
 
-def _as_written(number: float) -> Fraction:
+def _to_fraction(number: float) -> Fraction:
     """Return the number as written: 0.01 is a hundredth, not the nearest float."""
     return Fraction(str(number)) if isinstance(number, float) else Fraction(number)
 
@@ -149,12 +149,12 @@ def _is_numeral(node: ExpressionNode) -> bool:
         return node.args[0].op != "neg" and not _is_negative(node.args[0]) and _is_numeral(node.args[0])
     if node.op != "div":
         return node.op == "number"
-    return all(arg.op == "number" and arg.name == "whole" for arg in map(_unsigned, node.args))
+    return all(arg.op == "number" and arg.name == "whole" for arg in map(_drop_sign, node.args))
 
 
 def _is_negative(node: ExpressionNode) -> bool:
     return node.op == "div" and any(arg.op == "neg" for arg in node.args)
 
 
-def _unsigned(node: ExpressionNode) -> ExpressionNode:
+def _drop_sign(node: ExpressionNode) -> ExpressionNode:
     return node.args[0] if node.op == "neg" else node

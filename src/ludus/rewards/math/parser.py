@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from fractions import Fraction
 
 from ludus.rewards.math.notation import (
@@ -44,15 +45,15 @@ _BETWEEN = {"over": ("div", "frac"), "choose": ("call", "binom")}
 
 
 def read(text: str, letters: frozenset[str] | None = None) -> ExpressionNode:
-    """Parse a whole text into a tree. Raises Unreadable.
+    """Parse a whole text into a tree. Raises NotationError.
 
     A run of letters that is not a known word is a product if all its letters are among `letters`.
     """
     return _Parser(tokens_of(plain_text(text), letters)).whole()
 
 
-class _Reader:
-    """The tokens of one text, read from left to right."""
+class _Structures(ABC):
+    """The tokens of one text, from left to right; brackets, sets and matrices."""
 
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens = tokens
@@ -72,6 +73,12 @@ class _Reader:
             return token.text
         return ""
 
+    def _separated(self, parse: Callable[[], ExpressionNode], *separators: str) -> list[ExpressionNode]:
+        items = [parse()]
+        while self._accept(*separators):
+            items.append(parse())
+        return items
+
     def _expect(self, text: str) -> None:
         if not self._accept(text):
             raise NotationError(f"{text!r} is missing")
@@ -80,10 +87,6 @@ class _Reader:
         self.depth += by
         if self.depth > 2 * MAX_DEPTH:
             raise NotationError("nested too deep")
-
-
-class _Structures(_Reader, ABC):
-    """Brackets, sets and matrices."""
 
     @abstractmethod
     def _items(self, closing: str | None) -> ExpressionNode: ...
@@ -118,12 +121,10 @@ class _Structures(_Reader, ABC):
         if opening == "\\{":
             return self._set()
         if opening == "{":
-            found = self._condition("}") or self._over("}")
+            found = self._condition("}") or self._parse_over("}")
             self._expect("}")
             return found
-        items = [self._relation()]
-        while self._accept(",", ";"):
-            items.append(self._relation())
+        items = self._separated(self._relation, ",", ";")
         closing = self._accept(")", "]")
         if not closing:
             raise NotationError("a bracket is open")
@@ -140,9 +141,7 @@ class _Structures(_Reader, ABC):
         if condition := self._condition("\\}"):
             self._expect("\\}")
             return condition
-        items = [self._relation()]
-        while self._accept(",", ";"):
-            items.append(self._relation())
+        items = self._separated(self._relation, ",", ";")
         self._expect("\\}")
         return ExpressionNode("set", tuple(items))
 
@@ -162,7 +161,7 @@ class _Structures(_Reader, ABC):
             return None
         return ExpressionNode("list", (member, self._relation()), "and")
 
-    def _over(self, closing: str | None) -> ExpressionNode:
+    def _parse_over(self, closing: str | None) -> ExpressionNode:
         r"""Parse items, or a fraction or binomial coefficient of two: `a \over b`, `n \choose k`."""
         found = self._items(closing)
         command = self._peek()
@@ -173,9 +172,7 @@ class _Structures(_Reader, ABC):
         return ExpressionNode(op, (found, self._items(closing)), name)
 
     def _sequence(self, name: str, closing: str) -> ExpressionNode:
-        items = [self._sum()]
-        while self._accept(","):
-            items.append(self._sum())
+        items = self._separated(self._sum, ",")
         if self._peek().text != closing:
             raise NotationError("a bracket is open")
         self.at += 1
@@ -207,7 +204,7 @@ class _Parser(_Structures):
         """Parse all tokens as one tree."""
         if not self.tokens:
             raise NotationError("empty")
-        found = self._over(None)
+        found = self._parse_over(None)
         if self.at < len(self.tokens):
             raise NotationError(f"what follows {self.tokens[self.at].text[:40]!r}")
         return found

@@ -70,7 +70,7 @@ def region_of(node: ExpressionNode) -> Region | None:
 
 
 def approximate(node: ExpressionNode) -> float:
-    """Return the value of a constant as a float. Raises Unreadable if it is unknown or not real."""
+    """Return the value of a constant as a float. Raises NotationError if it is unknown or not real."""
     value = _value(node)
     if abs(value.imag) > _NEAR * max(1.0, abs(value.real)) or math.isnan(value.real):
         raise NotationError("not real")
@@ -80,35 +80,27 @@ def approximate(node: ExpressionNode) -> float:
 def _region(node: ExpressionNode) -> Region:
     match node.op:
         case "relation":
-            return _related(node)
+            return _relation_region(node)
         case "pair" if len(node.args) == 2 and len(node.name) == 2:
             return Region((_span(*node.args, node.name[0] == "[", node.name[1] == "]"),))
         case "set":
-            return _joined([Region((_point(arg),)) for arg in node.args])
+            return _unite([Region((_point(arg),)) for arg in node.args])
         case "domain" if node.name == "R":
             return Region((_LINE,))
         case "union":
-            return _joined([_region(arg) for arg in node.args])
+            return _unite([_region(arg) for arg in node.args])
         case "intersection":
-            return _common([_region(arg) for arg in node.args])
+            return _intersect([_region(arg) for arg in node.args])
         case "difference":
             first, second = node.args
             without = _region(second if second.op in _REGIONS else ExpressionNode("set", (second,)))
-            return _common([_region(first), Region(tuple(_complement(without.spans)))])
-        case "list" if node.name == "or":
-            return _joined([_region(_condition(arg)) for arg in node.args])
-        case "list" if node.name == "and":
-            return _common([_region(_condition(arg)) for arg in node.args])
+            return _intersect([_region(first), Region(tuple(_complement(without.spans)))])
+        case "list" if node.name in ("or", "and") and all(arg.op == "relation" for arg in node.args):
+            return (_unite if node.name == "or" else _intersect)([_region(arg) for arg in node.args])
     raise NotationError("no region")
 
 
-def _condition(node: ExpressionNode) -> ExpressionNode:
-    if node.op != "relation":
-        raise NotationError("no condition")
-    return node
-
-
-def _related(node: ExpressionNode) -> Region:
+def _relation_region(node: ExpressionNode) -> Region:
     sides, signs = node.args, node.name
     if len(sides) == 2 and sides[0].op == "name" and signs == "∈":
         return Region(_region(sides[1]).spans, sides[0].name)
@@ -119,19 +111,19 @@ def _related(node: ExpressionNode) -> Region:
     if len(sides) == 3 and sides[1].op == "name" and set(signs) <= {"<", "≤"}:
         low, name, high = sides[0], sides[1].name, sides[2]
         span = _span(low, high, signs[0] == "≤", signs[1] == "≤")
-        return Region((span,), _own(name, low, high))
+        return Region((span,), _check_bounds(name, low, high))
     if len(sides) == 2 and sides[0].op == "abs" and signs in set("<>≤≥"):
-        return _distant(sides[0].args[0], signs, sides[1])
+        return _distance_region(sides[0].args[0], signs, sides[1])
     if len(sides) != 2 or sides[0].op != "name" or signs not in _FLIPPED:
         raise NotationError("no region")
-    end, name = sides[1], _own(sides[0].name, sides[1])
+    end, name = sides[1], _check_bounds(sides[0].name, sides[1])
     below = TextSpan(_MINUS_INFINITE, end, False, signs == "≤")
     above = TextSpan(end, _INFINITE, signs == "≥", False)
     spans = {"<": (below,), "≤": (below,), ">": (above,), "≥": (above,), "≠": (below, above)}
     return Region(spans.get(signs) or (_point(end),), name)
 
 
-def _distant(inner: ExpressionNode, sign: str, distance: ExpressionNode) -> Region:
+def _distance_region(inner: ExpressionNode, sign: str, distance: ExpressionNode) -> Region:
     """Return the region of `|x - a| < b` and similar relations."""
     terms = inner.args if inner.op == "add" else (inner,)
     if len(terms) > 2 or terms[0].op != "name" or distance.names() or approximate(distance) <= 0:
@@ -139,14 +131,14 @@ def _distant(inner: ExpressionNode, sign: str, distance: ExpressionNode) -> Regi
     centre = [ExpressionNode("neg", (term,)) for term in terms[1:]]
     low = ExpressionNode("add", (*centre, ExpressionNode("neg", (distance,))))
     high = ExpressionNode("add", (*centre, distance))
-    name = _own(terms[0].name, *terms[1:])
+    name = _check_bounds(terms[0].name, *terms[1:])
     if sign in "<≤":
         return Region((_span(low, high, sign == "≤", sign == "≤"),), name)
     ends = TextSpan(_MINUS_INFINITE, low, False, sign == "≥"), TextSpan(high, _INFINITE, sign == "≥", False)
     return Region(ends, name)
 
 
-def _own(name: str, *ends: ExpressionNode) -> str:
+def _check_bounds(name: str, *ends: ExpressionNode) -> str:
     if any(name in end.names() for end in ends):
         raise NotationError("a variable in its own bound")
     return name
@@ -167,7 +159,7 @@ def _is_infinite(node: ExpressionNode) -> bool:
     return node in (_INFINITE, _MINUS_INFINITE)
 
 
-def _joined(regions: Sequence[Region]) -> Region:
+def _unite(regions: Sequence[Region]) -> Region:
     spans = sorted((span for region in regions for span in region.spans), key=lambda s: approximate(s.low))
     if len(spans) > _MAX_SPANS:
         raise NotationError("too many intervals")
@@ -177,19 +169,11 @@ def _joined(regions: Sequence[Region]) -> Region:
         if last is None or not _touch(last, span):
             found.append(span)
             continue
-        closed = _closed_low([last, span])
-        if approximate(span.high) > approximate(last.high) + _NEAR:
-            found[-1] = TextSpan(last.low, span.high, closed, span.high_closed)
-        elif _are_near(span.high, last.high):
-            found[-1] = TextSpan(last.low, last.high, closed, span.high_closed or last.high_closed)
-        else:
-            found[-1] = TextSpan(last.low, last.high, closed, last.high_closed)
-    return Region(tuple(found), _variable(regions))
-
-
-def _closed_low(spans: Sequence[TextSpan]) -> bool:
-    """Whether the lower end of the first span belongs to one of them."""
-    return any(span.low_closed and _are_near(span.low, spans[0].low) for span in spans)
+        low_closed = last.low_closed or (span.low_closed and _are_near(span.low, last.low))
+        end = span if approximate(span.high) > approximate(last.high) + _NEAR else last
+        high_closed = end.high_closed or (span.high_closed and _are_near(span.high, last.high))
+        found[-1] = TextSpan(last.low, end.high, low_closed, high_closed)
+    return Region(tuple(found), _shared_variable(regions))
 
 
 def _touch(first: TextSpan, second: TextSpan) -> bool:
@@ -200,17 +184,17 @@ def _touch(first: TextSpan, second: TextSpan) -> bool:
     return gap < 0
 
 
-def _common(regions: Sequence[Region]) -> Region:
+def _intersect(regions: Sequence[Region]) -> Region:
     spans: Sequence[TextSpan] = regions[0].spans
     for region in regions[1:]:
-        found = [both for one in spans for other in region.spans if (both := _overlap(one, other))]
+        found = [both for one in spans for other in region.spans if (both := _intersect_spans(one, other))]
         if len(found) > _MAX_SPANS:
             raise NotationError("too many intervals")
         spans = found
-    return Region(tuple(spans), _variable(regions))
+    return Region(tuple(spans), _shared_variable(regions))
 
 
-def _overlap(one: TextSpan, other: TextSpan) -> TextSpan | None:
+def _intersect_spans(one: TextSpan, other: TextSpan) -> TextSpan | None:
     first, second = (one, other) if approximate(one.low) >= approximate(other.low) else (other, one)
     low_closed = first.low_closed and (second.low_closed or not _are_near(first.low, second.low))
     low = first.low
@@ -238,7 +222,7 @@ def _are_near(one: ExpressionNode, other: ExpressionNode) -> bool:
     return math.isclose(first, second, rel_tol=_NEAR, abs_tol=_NEAR)
 
 
-def _variable(regions: Sequence[Region]) -> str:
+def _shared_variable(regions: Sequence[Region]) -> str:
     names = {region.variable for region in regions} - {""}
     if len(names) > 1:
         raise NotationError("two variables")

@@ -33,7 +33,7 @@ def is_worked_out(answer: ExpressionNode, gold: ExpressionNode) -> bool:
 
 def unfinished(node: ExpressionNode) -> Counter[str]:
     """Count the operations left undone, by kind."""
-    return Counter(_unfinished(node))
+    return Counter(_find_unfinished(node))
 
 
 def size(node: ExpressionNode) -> int:
@@ -48,7 +48,7 @@ def size(node: ExpressionNode) -> int:
         case "mul" | "div":
             return _product_size(node)
         case "pow":
-            return 1 if _is_surd(node) else size(node.args[0]) + _exponent_size(node.args[1])
+            return 1 if _is_surd(node) else size(node.args[0]) + (_rational(node.args[1]) != -1) * size(node.args[1])
         case "root":
             return 1 if _is_surd(node) else size(node.args[0]) + 1
         case "call" | "abs" | "factorial":
@@ -70,22 +70,12 @@ def _last_side(node: ExpressionNode) -> ExpressionNode:
 def _is_expanded(node: ExpressionNode) -> bool:
     """Whether an expression is a sum with names, roots and numbers only."""
     sums = node.op == "add" or (node.op == "div" and node.args[0].op == "add")
-    return sums and all(one.op in _POLYNOMIAL and not _has_name_above(one) for one in _all(node))
+    return sums and all(one.op in _POLYNOMIAL and not (one.op == "pow" and one.args[1].names()) for one in node.walk())
 
 
-def _has_name_above(node: ExpressionNode) -> bool:
-    return node.op == "pow" and bool(node.args[1].names())
-
-
-def _all(node: ExpressionNode) -> Iterator[ExpressionNode]:
-    yield node
+def _find_unfinished(node: ExpressionNode) -> Iterator[str]:
     for arg in node.args:
-        yield from _all(arg)
-
-
-def _unfinished(node: ExpressionNode) -> Iterator[str]:
-    for arg in node.args:
-        yield from _unfinished(arg)
+        yield from _find_unfinished(arg)
     match node.op:
         case "number" if node.name == "unreduced":
             yield "fraction"
@@ -94,13 +84,13 @@ def _unfinished(node: ExpressionNode) -> Iterator[str]:
         case "neg" if node.args[0].op == "add":
             yield "product of a sum"
         case "add":
-            yield from _of_sum(node.args)
+            yield from _scan_sum(node.args)
         case "mul" | "div":
-            yield from _of_product(node)
+            yield from _scan_product(node)
         case "pow":
-            yield from _of_power(*node.args)
+            yield from _scan_power(*node.args)
         case "root":
-            yield from _of_root(*node.args)
+            yield from _scan_root(*node.args)
         case "call" if not any(arg.names() for arg in node.args):
             yield "function of a number"
         case "factorial" | "abs":
@@ -111,18 +101,18 @@ def _starts_negative(node: ExpressionNode) -> bool:
     return node.op in ("mul", "div") and node.args[0].op == "neg"
 
 
-def _of_sum(terms: Sequence[ExpressionNode]) -> Iterator[str]:
+def _scan_sum(terms: Sequence[ExpressionNode]) -> Iterator[str]:
     keys = [_term_key(term) for term in terms]
     for num in Counter(keys).values():
         if num > 1:
             yield "like terms"
-    if any(_without_sign(term).op == "add" for term in terms):
+    if any(_drop_sign(term).op == "add" for term in terms):
         yield "product of a sum"
-    if any(_rational(_without_sign(term)) == 0 for term in terms):
+    if any(_rational(_drop_sign(term)) == 0 for term in terms):
         yield "zero term"
 
 
-def _of_product(node: ExpressionNode) -> Iterator[str]:
+def _scan_product(node: ExpressionNode) -> Iterator[str]:
     above, below = _factors(node)
     numbers = [value for factor in above if (value := _rational(factor)) is not None]
     divisors = [value for factor in below if (value := _rational(factor)) is not None]
@@ -137,14 +127,14 @@ def _of_product(node: ExpressionNode) -> Iterator[str]:
         yield "fraction"  # 15 / (-184) is a step, \frac{15}{-184} a number
     if any(abs(value) == 1 for value in numbers) and len(above) > 1 and not divisors:
         yield "factor of one"
-    if sum(_is_negative(factor) for factor in (*above, *below)) > 1:
+    if sum(factor.op == "neg" for factor in (*above, *below)) > 1:
         yield "double sign"
     sums = [factor for factor in above if _base(factor).op == "add"]
     if sums and len(above) > 1:
         yield "product of a sum"
 
 
-def _of_power(base: ExpressionNode, exponent: ExpressionNode) -> Iterator[str]:
+def _scan_power(base: ExpressionNode, exponent: ExpressionNode) -> Iterator[str]:
     power = _constant(exponent)
     if power in (0, 1):
         yield "power of one"
@@ -159,7 +149,7 @@ def _of_power(base: ExpressionNode, exponent: ExpressionNode) -> Iterator[str]:
         yield "power of a number"
 
 
-def _of_root(inner: ExpressionNode, degree: ExpressionNode) -> Iterator[str]:
+def _scan_root(inner: ExpressionNode, degree: ExpressionNode) -> Iterator[str]:
     value, order = _rational(inner), _rational(degree)
     if value is not None and order is not None and order.denominator == 1 and _root(value, int(order)):
         yield "root of a number"
@@ -223,10 +213,6 @@ def _constant(node: ExpressionNode) -> Fraction | None:
     return up / down if up is not None and down else None
 
 
-def _is_negative(node: ExpressionNode) -> bool:
-    return node.op == "neg"
-
-
 def _product_size(node: ExpressionNode) -> int:
     above, below = _factors(node)
     factors = [*above, *below]
@@ -236,12 +222,7 @@ def _product_size(node: ExpressionNode) -> int:
     return int(coefficient) + sum(map(size, others))
 
 
-def _exponent_size(node: ExpressionNode) -> int:
-    power = _rational(node)
-    return 0 if power == -1 else size(node)
-
-
-def _without_sign(node: ExpressionNode) -> ExpressionNode:
+def _drop_sign(node: ExpressionNode) -> ExpressionNode:
     return node.args[0] if node.op in ("neg", "plusminus") else node
 
 
@@ -253,14 +234,14 @@ def _base(node: ExpressionNode) -> ExpressionNode:
 
 def _term_key(term: ExpressionNode) -> str:
     """Return a key shared by terms that can be added: everything but their coefficients."""
-    above, below = _factors(_without_sign(term))
-    kept = (sorted(_key(factor) for factor in side if _rational(factor) is None) for side in (above, below))
-    return "/".join("*".join(side) for side in kept)
+    above, below = _factors(_drop_sign(term))
+    sides = (sorted(_key(factor) for factor in side if _rational(factor) is None) for side in (above, below))
+    return "/".join("*".join(side) for side in sides)
 
 
 def _key(node: ExpressionNode) -> str:
     """Return a key shared by identical factors, up to the order of sums and products and a leading sign."""
-    node = _without_sign(node)
+    node = _drop_sign(node)
     inner = [_key(arg) for arg in node.args]
     if node.op in ("add", "mul"):
         inner.sort()

@@ -182,7 +182,7 @@ def _ratio(first: Expr, second: Expr) -> int:
 
 
 def _expression(tree: Tree) -> Expr:
-    """Convert a tree to sympy. Raises Refused for infinities, and for powers and factorials beyond the bounds."""
+    """Convert a tree to sympy. Raises ExpressionRefused for infinities and operations beyond the bounds."""
     import sympy
 
     op, name, value = str(tree[0]), str(tree[1]), tree[2]
@@ -196,13 +196,13 @@ def _expression(tree: Tree) -> Expr:
             raise ExpressionRefused(name)
         return constants[name]
     args = [_expression(cast("Tree", arg)) for arg in cast("Tree", tree[3])]
-    found = _combined(op, name, args)
+    found = _apply_operation(op, name, args)
     if found.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
         raise ExpressionRefused("no finite value")
     return found
 
 
-def _combined(op: str, name: str, args: list[Expr]) -> Expr:
+def _apply_operation(op: str, name: str, args: list[Expr]) -> Expr:
     import sympy
 
     simple: dict[str, Callable[..., Expr]] = {
@@ -218,7 +218,7 @@ def _combined(op: str, name: str, args: list[Expr]) -> Expr:
         "factorial": _factorial,
     }
     if op == "call":
-        return _called(name, args)
+        return _call_function(name, args)
     if op not in simple:
         raise ExpressionRefused(op)
     return simple[op](*args)
@@ -258,7 +258,7 @@ def _factorial(number: Expr) -> Expr:
     return sympy.factorial(number)
 
 
-def _called(name: str, args: list[Expr]) -> Expr:
+def _call_function(name: str, args: list[Expr]) -> Expr:
     """Return a function's value. `log` without a base has an unknown base: ratios of logarithms do not need it."""
     import sympy
 

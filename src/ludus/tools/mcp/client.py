@@ -30,7 +30,7 @@ from typing import IO, TYPE_CHECKING, Final, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
-from ludus.tools.base import ArgumentError, FunctionSchema, Latency, Tool, ToolError, ToolSchema, Traits
+from ludus.tools.base import ArgumentError, DescribedTool, FunctionSchema, Latency, Tool, ToolError, ToolSchema, Traits
 from ludus.tools.mcp.messages import MOST_BYTES, Screen
 from ludus.tools.mcp.transport import ServerProgram, program_transport, screened_client
 from ludus.types import JSON
@@ -52,8 +52,7 @@ STOP_S: Final = 10.0
 _CLOSED: Final = "Connection closed"
 """The package's message for a lost connection; servers use its error code for other errors too."""
 _BROKEN: Final = ("Session terminated", "Server returned an error response", "SSE stream ")
-"""Beginnings of the package's messages when an HTTP server lost the session, failed, or dropped a
-response."""
+"""Prefixes of the package's messages when an HTTP server lost the session, failed, or dropped a response."""
 
 
 class McpSettings(BaseModel):
@@ -103,20 +102,12 @@ class McpSettings(BaseModel):
 
 
 @dataclass(frozen=True)
-class ServedTool(Tool):
+class ServedTool(DescribedTool):
     """A server's tool, with the schema that the server sent."""
-
-    given: ToolSchema | None = field(default=None, kw_only=True)
-
-    @cached_property
-    def schema(self) -> ToolSchema:
-        """The server's schema."""
-        assert self.given is not None
-        return self.given
 
     def check(self, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
         """Return the arguments unchanged. Raises `ArgumentError` if they do not match the schema."""
-        return _fitting(arguments, misfits(self.schema["function"]["parameters"], arguments))
+        return _check(arguments, misfits(self.schema["function"]["parameters"], arguments))
 
     async def check_bounded(self, arguments: Mapping[str, JSON]) -> Mapping[str, object]:
         """Check in a limited process: patterns and unique items of a schema may be slow."""
@@ -124,10 +115,10 @@ class ServedTool(Tool):
             found = await call_bounded(misfits, self.schema["function"]["parameters"], dict(arguments))
         except LimitExceeded as error:
             raise ArgumentError("the arguments take too long to compare with the schema") from error
-        return _fitting(arguments, found)
+        return _check(arguments, found)
 
 
-def _fitting(arguments: Mapping[str, JSON], found: Sequence[str]) -> dict[str, JSON]:
+def _check(arguments: Mapping[str, JSON], found: Sequence[str]) -> dict[str, JSON]:
     if found:
         raise ArgumentError("; ".join(found))
     return dict(arguments)
@@ -144,15 +135,11 @@ def misfits(schema: Mapping[str, JSON], arguments: Mapping[str, JSON]) -> list[s
         errors = sorted(validator.iter_errors(dict(arguments)), key=lambda error: list(map(str, error.path)))
     except (SchemaError, Unresolvable, re.error, RecursionError):
         return []
-    return [_in_words(error) for error in errors[:4]]
-
-
-class _Any(BaseModel):
-    """Placeholder: arguments are checked against the server's schema."""
+    return [_describe(error) for error in errors[:4]]
 
 
 @dataclass(eq=False)
-class _Life:
+class _Connection:
     """One connection, from start to end."""
 
     up: asyncio.Future[tuple[types.Tool, ...]]
@@ -171,10 +158,10 @@ class McpServer:
         self.starts = 0
         self._listed = listed
         self._loop = asyncio.new_event_loop()
-        self._life: _Life | None = None
+        self._connection: _Connection | None = None
         self._thread = Thread(target=self._loop.run_forever, name=f"mcp-{settings.name}", daemon=True)
-        self._lives: list[_Life] = []
-        self._stop = weakref.finalize(self, _stop, self._loop, self._thread, self._lives)
+        self._connections: list[_Connection] = []
+        self._stop = weakref.finalize(self, _stop, self._loop, self._thread, self._connections)
 
     @cached_property
     def tools(self) -> tuple[Tool, ...]:
@@ -182,8 +169,8 @@ class McpServer:
         if self._listed is None:
             self.connect()
         assert self._listed is not None
-        chosen = _chosen(self._listed, self.settings)
-        made = tuple(self._tool(listed) for listed in chosen)
+        selected = _select_tools(self._listed, self.settings)
+        made = tuple(self._tool(listed) for listed in selected)
         if len({tool.name for tool in made}) < len(made):
             names = ", ".join(tool.name for tool in made)
             raise UserError(f"Two tools of the MCP server {self.settings.name} share a name: {names}.")
@@ -204,7 +191,7 @@ class McpServer:
         """
         if importlib.util.find_spec("mcp") is None:
             raise UserError("Tools of an MCP server need the package mcp.", "pip install 'ludus[mcp]'")
-        self._submit(self._alive()).result()
+        self._submit(self._ensure_connected()).result()
 
     def disconnect(self) -> None:
         """Stop the server. Idempotent."""
@@ -231,52 +218,52 @@ class McpServer:
         async def call(**arguments: JSON) -> str:
             return await asyncio.wrap_future(self._submit(self._call(listed.name, arguments)))
 
+        schema = _schema(self.settings.prefix, listed)
         return ServedTool(
-            name=_name(self.settings.prefix + listed.name),
-            description=listed.description or listed.title or "",
+            name=schema["function"]["name"],
+            description=schema["function"]["description"],
             function=call,
-            arguments=_Any,
             timeout_s=self.settings.timeout_s,
             concurrency=self.settings.concurrency,
             traits=Traits(self.settings.latency, self.settings.cost, _is_idempotent(listed)),
-            given=_schema(_name(self.settings.prefix + listed.name), listed),
+            given=schema,
         )
 
     async def _call(self, name: str, arguments: dict[str, JSON]) -> str:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
-        life = await self._alive()
-        assert life.client is not None
+        connection = await self._ensure_connected()
+        assert connection.client is not None
         try:
             limit_s = self.settings.timeout_s + 1
-            return _said(await life.client.call_tool(name, arguments, read_timeout_seconds=limit_s))
+            return _result_text(await connection.client.call_tool(name, arguments, read_timeout_seconds=limit_s))
         except MCPError as error:
-            closed = error.code == CONNECTION_CLOSED and (life.ended.is_set() or error.message == _CLOSED)
+            closed = error.code == CONNECTION_CLOSED and (connection.ended.is_set() or error.message == _CLOSED)
             if closed or (self.settings.url and error.message.startswith(_BROKEN)):
-                life.ended.set()
+                connection.ended.set()
                 raise WorldError(f"The MCP server {self.settings.name} broke off: {error.message}.") from error
             if error.code == REQUEST_TIMEOUT:
                 raise ToolError(f"{name} took longer than {limit_s:g} s") from error
             raise ToolError(error.message) from error
 
-    async def _alive(self) -> _Life:
+    async def _ensure_connected(self) -> _Connection:
         """Return the connection, starting a new one if necessary."""
-        life = self._life
-        if life is None or life.ended.is_set():
-            life = self._begin(life)
-        self._listed = await asyncio.shield(life.up)
-        return life
+        connection = self._connection
+        if connection is None or connection.ended.is_set():
+            connection = self._start_connection(connection)
+        self._listed = await asyncio.shield(connection.up)
+        return connection
 
-    def _begin(self, last: _Life | None) -> _Life:
-        life = self._life = _Life(self._loop.create_future())
-        life.up.add_done_callback(lambda up: up.cancelled() or up.exception())  # retrieves the exception
-        life.task = self._loop.create_task(self._live(life, last))
-        self._lives[:] = [life]
+    def _start_connection(self, last: _Connection | None) -> _Connection:
+        connection = self._connection = _Connection(self._loop.create_future())
+        connection.up.add_done_callback(lambda up: up.cancelled() or up.exception())  # retrieves the exception
+        connection.task = self._loop.create_task(self._run_connection(connection, last))
+        self._connections[:] = [connection]
         self.starts += 1
-        return life
+        return connection
 
-    async def _live(self, life: _Life, last: _Life | None) -> None:
+    async def _run_connection(self, connection: _Connection, last: _Connection | None) -> None:
         """Run one connection in one task, as the package requires."""
         from mcp import Client
 
@@ -285,18 +272,18 @@ class McpServer:
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
             try:
                 async with asyncio.timeout(self.settings.start_timeout_s) as clock, AsyncExitStack() as stack:
-                    transport = _watched(await _transport(self.settings, errors, stack), life.ended)
-                    life.client = await stack.enter_async_context(Client(transport))
-                    listed = await _all_tools(life.client)
+                    transport = _watch(await _transport(self.settings, errors, stack), connection.ended)
+                    connection.client = await stack.enter_async_context(Client(transport))
+                    listed = await _all_tools(connection.client)
                     clock.reschedule(None)
-                    life.up.set_result(listed)
-                    await life.ended.wait()
+                    connection.up.set_result(listed)
+                    await connection.ended.wait()
             except Exception as error:  # boundary: foreign server and transport; the cause is kept
-                if not life.up.done():
-                    life.up.set_exception(_refusal(self.settings, error, errors))
+                if not connection.up.done():
+                    connection.up.set_exception(_start_error(self.settings, error, errors))
             finally:
-                life.ended.set()
-                life.up.cancel()
+                connection.ended.set()
+                connection.up.cancel()
 
 
 def mcp_server(settings: McpSettings | None = None, **given: object) -> McpServer:
@@ -316,16 +303,16 @@ def mcp_server(settings: McpSettings | None = None, **given: object) -> McpServe
     return server
 
 
-def _stop(loop: asyncio.AbstractEventLoop, thread: Thread, lives: Sequence[_Life]) -> None:
+def _stop(loop: asyncio.AbstractEventLoop, thread: Thread, connections: Sequence[_Connection]) -> None:
     """End the connection, then the event loop. Also runs at interpreter exit."""
 
     async def end() -> None:
-        for life in lives:
-            life.ended.set()
-            if life.task is not None:
-                if not life.up.done():
-                    life.task.cancel()
-                await asyncio.wait({life.task}, timeout=STOP_S)
+        for connection in connections:
+            connection.ended.set()
+            if connection.task is not None:
+                if not connection.up.done():
+                    connection.task.cancel()
+                await asyncio.wait({connection.task}, timeout=STOP_S)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -346,7 +333,7 @@ async def _transport(settings: McpSettings, errors: IO[str], stack: AsyncExitSta
         from mcp.client.stdio import get_default_environment
 
         path = (get_default_environment() | dict(settings.env)).get("PATH")
-        command = [_program(settings, path), *settings.args]
+        command = [_find_program(settings, path), *settings.args]
         return program_transport(ServerProgram(command, settings.env, settings.cwd, errors), screen)
     from mcp.client.streamable_http import streamable_http_client
 
@@ -357,12 +344,12 @@ async def _transport(settings: McpSettings, errors: IO[str], stack: AsyncExitSta
     return streamable_http_client(settings.url, http_client=client, max_sse_event_size=None)
 
 
-def _program(settings: McpSettings, path: str | None) -> str:
+def _find_program(settings: McpSettings, path: str | None) -> str:
     """Find the command on the path or next to the interpreter. Raises UserError if it is missing."""
     if settings.cwd and "/" in settings.command:
         return settings.command
-    beside = str(Path(sys.executable).parent)
-    found = shutil.which(settings.command, path=path) or shutil.which(settings.command, path=beside)
+    interpreter_dir = str(Path(sys.executable).parent)
+    found = shutil.which(settings.command, path=path) or shutil.which(settings.command, path=interpreter_dir)
     if found is None:
         raise UserError(
             f"The MCP server {settings.name} cannot be started: program {settings.command} not found.",
@@ -372,7 +359,7 @@ def _program(settings: McpSettings, path: str | None) -> str:
 
 
 @asynccontextmanager
-async def _watched(transport: Transport, ended: asyncio.Event) -> AsyncIterator[TransportStreams]:
+async def _watch(transport: Transport, ended: asyncio.Event) -> AsyncIterator[TransportStreams]:
     """Wrap the transport; `ended` is set before the session sees the server's side closed."""
     import anyio
     from mcp.shared.message import SessionMessage
@@ -407,7 +394,7 @@ async def _all_tools(client: mcp.Client) -> tuple[types.Tool, ...]:
             return tuple(found)
 
 
-def _refusal(settings: McpSettings, error: BaseException, errors: IO[str]) -> LudusError:
+def _start_error(settings: McpSettings, error: BaseException, errors: IO[str]) -> LudusError:
     """Return the error of a failed start, with the end of the server's stderr."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -419,11 +406,11 @@ def _refusal(settings: McpSettings, error: BaseException, errors: IO[str]) -> Lu
         words = f"no response within {settings.start_timeout_s:g} s"
     else:
         words = f"{type(error).__name__}: {error}"
-    said = f" Its output: {printed}" if printed else ""
-    return WorldError(f"The MCP server {settings.name} failed to start: {words}.{said}", "Run it manually.")
+    output = f" Its output: {printed}" if printed else ""
+    return WorldError(f"The MCP server {settings.name} failed to start: {words}.{output}", "Run it manually.")
 
 
-def _chosen(listed: Sequence[types.Tool], settings: McpSettings) -> list[types.Tool]:
+def _select_tools(listed: Sequence[types.Tool], settings: McpSettings) -> list[types.Tool]:
     """Select the requested tools. Raises UserError for a missing one."""
     by_name = {tool.name: tool for tool in listed}
     for name in settings.only:
@@ -434,24 +421,21 @@ def _chosen(listed: Sequence[types.Tool], settings: McpSettings) -> list[types.T
     return [by_name[name] for name in settings.only] if settings.only else list(listed)
 
 
-def _name(name: str) -> str:
-    return re.sub(r"[^a-zA-Z0-9_-]", "_", name)[:MAX_NAME]
-
-
 def _is_idempotent(listed: types.Tool) -> bool:
     """Return whether the server declares that repeated calls have no further effect; it is trusted."""
     hints = listed.annotations
     return hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
 
 
-def _schema(name: str, listed: types.Tool) -> ToolSchema:
+def _schema(prefix: str, listed: types.Tool) -> ToolSchema:
+    name = re.sub(r"[^a-zA-Z0-9_-]", "_", prefix + listed.name)[:MAX_NAME]
     parameters = {key: value for key, value in listed.input_schema.items() if key != "$schema"}
     parameters = {"type": "object", "properties": {}} | parameters
     function = FunctionSchema(name=name, description=listed.description or listed.title or "", parameters=parameters)
     return ToolSchema(type="function", function=function)
 
 
-def _in_words(error: ValidationError) -> str:
+def _describe(error: ValidationError) -> str:
     """Describe a violation as `Tool.check` does."""
     where = ".".join(map(str, error.absolute_path)) or "arguments"
     if error.validator == "required":
@@ -462,32 +446,32 @@ def _in_words(error: ValidationError) -> str:
     return f"the argument {where!r} is wrong: {error.message[:300]}"
 
 
-def _said(result: types.CallToolResult) -> str:
+def _result_text(result: types.CallToolResult) -> str:
     """Convert a result to text. Raises ToolError with that text if the server marks it as an error."""
-    parts = [_block(block) for block in result.content]
+    parts = [_content_text(block) for block in result.content]
     text = "\n".join(part for part in parts if part) or "[no output]"
     if result.is_error:
         raise ToolError(text)
     return text
 
 
-def _block(block: types.ContentBlock) -> str:
+def _content_text(block: types.ContentBlock) -> str:
     """Convert a content item to text; non-text items are named with type and size."""
     from mcp import types
 
     if isinstance(block, types.TextContent):
         return block.text
     if isinstance(block, types.ImageContent | types.AudioContent):
-        return f"[{block.type}: {block.mime_type}, {_size(block.data)} bytes]"
+        return f"[{block.type}: {block.mime_type}, {_decoded_size(block.data)} bytes]"
     if isinstance(block, types.ResourceLink):
         about = f": {block.description}" if block.description else ""
         return f"[resource {block.uri}: {block.name}{about}]"
     resource = block.resource
     if isinstance(resource, types.TextResourceContents):
         return f"[resource {resource.uri}]\n{resource.text}"
-    return f"[resource {resource.uri}: {resource.mime_type or 'data'}, {_size(resource.blob)} bytes]"
+    return f"[resource {resource.uri}: {resource.mime_type or 'data'}, {_decoded_size(resource.blob)} bytes]"
 
 
-def _size(base64: str) -> int:
+def _decoded_size(base64: str) -> int:
     """Return the decoded size of base64 text."""
     return len(base64.rstrip("=")) * 3 // 4

@@ -53,13 +53,13 @@ class Screen:
         try:
             return reduced(raw) if len(raw) <= _SHORT else await call_bounded(reduced, raw)
         except LimitExceeded:
-            return _refused("its answer takes too much time or memory to be read", raw, raw, call)
+            return _error_response("its answer takes too much time or memory to be read", raw, raw, call)
         except (ValueError, RecursionError) as error:
-            return _refused(f"its answer cannot be read: {error}"[:300], raw, raw, call)
+            return _error_response(f"its answer cannot be read: {error}"[:300], raw, raw, call)
 
     def refused(self, head: bytes, tail: bytes, call: bytes | None = None) -> bytes | None:
         """Return the replacement of an oversized message, given its two ends."""
-        return _refused(f"its answer has more than {self.most_bytes} bytes", head, tail, call)
+        return _error_response(f"its answer has more than {self.most_bytes} bytes", head, tail, call)
 
     async def lines(self, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the messages of a line stream. Only the ends of an oversized line are kept."""
@@ -114,7 +114,7 @@ class Screen:
         return b"" if message is None else others + b"data: " + message + b"\n\n"
 
 
-def _refused(why: str, head: bytes, tail: bytes, call: bytes | None) -> bytes | None:
+def _error_response(why: str, head: bytes, tail: bytes, call: bytes | None) -> bytes | None:
     """Return the error response of the call; None, with a warning, if the call is unknown."""
     if call is None and (found := _FIRST_ID.search(head[:_ENDS]) or _LAST_ID.search(tail[-_ENDS:])):
         call = found.group(1)

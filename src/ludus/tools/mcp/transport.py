@@ -153,7 +153,7 @@ def screened_client(headers: Mapping[str, str], screen: Screen) -> httpx2.AsyncC
         def __init__(self, response: httpx2.Response) -> None:
             self.inner = cast(httpx2.AsyncByteStream, response.stream)
             self.kind = response.headers.get("Content-Type", "").lower()
-            self.call = _call_of(response.request.content) if response.is_success else None
+            self.call = _request_id(response.request.content) if response.is_success else None
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
             read = None
@@ -178,7 +178,7 @@ def screened_client(headers: Mapping[str, str], screen: Screen) -> httpx2.AsyncC
     return client
 
 
-def _call_of(request: bytes) -> bytes | None:
+def _request_id(request: bytes) -> bytes | None:
     """Return the JSON id of a request, or None."""
     number = json.loads(request).get("id") if request else None
     return None if number is None else json.dumps(number).encode()

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from hidden states, without the full table of logits.
+"""Log-probabilities, entropies and KL from hidden states, without the full table of logits.
 
 The logits of `rows` states at a time are computed, used, dropped, and recomputed in the backward pass; the
 gradient of the output layer is accumulated in place. Memory grows with the chunk times the vocabulary instead
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from ludus.algorithms.kl import full_forward, full_reverse
 from ludus.engines.embedded.onednn_linear import apply, linear, outer_sum, product
 
 KEPT_LOGITS = 16_777_216
@@ -62,17 +63,19 @@ class LmHead:
             if hidden.shape[0] * self.weight.shape[0] <= KEPT_LOGITS:
                 return self._score_kept(hidden, targets, entropy)
             rows = max(1, CHUNK_LOGITS // self.weight.shape[0])
-        how = _How(self.temperature, rows, entropy)
-        return self._apply(_Chunked, hidden, targets, how)
+        how = _HeadArgs(self.temperature, rows, entropy)
+        return self._apply(_ChunkedTable, hidden, targets, how)
 
     def _score_kept(self, hidden: Tensor, targets: Tensor, entropy: Entropy) -> TokenScores:
         """Score without chunks; the probabilities are kept for the backward pass."""
         if entropy == "gradient":
             return logits_to_scores(self.logits(hidden), targets, entropy)
-        how = _How(self.temperature, len(hidden), entropy)
-        return self._apply(_Kept, hidden, targets, how)
+        how = _HeadArgs(self.temperature, len(hidden), entropy)
+        return self._apply(_WholeTable, hidden, targets, how)
 
-    def _apply(self, function: type[_Kept] | type[_Chunked], hidden: Tensor, targets: Tensor, how: _How) -> TokenScores:
+    def _apply(
+        self, function: type[_WholeTable] | type[_ChunkedTable], hidden: Tensor, targets: Tensor, how: _HeadArgs
+    ) -> TokenScores:
         logprobs, spread = apply(function, hidden, self.weight, self.bias, targets, how)
         return TokenScores(logprobs, None if how.entropy == "none" else spread)
 
@@ -98,21 +101,21 @@ def _entropy_of(probabilities: Tensor, table: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _How:
+class _HeadArgs:
     temperature: float
     rows: int
     entropy: Entropy
 
 
-class _Context(FunctionCtx):
-    how: _How
+class _HeadContext(FunctionCtx):
+    how: _HeadArgs
     probabilities: Tensor
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
 
 
 def _gradients(
-    ctx: _Context, probabilities: Tensor, upstream: Tensor
+    ctx: _HeadContext, probabilities: Tensor, upstream: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of states, weight and bias for logit gradients `g (onehot - p) / temperature`.
 
@@ -132,12 +135,12 @@ def _gradients(
     return to_hidden, to_weight, to_bias
 
 
-class _Kept(torch.autograd.Function):
+class _WholeTable(torch.autograd.Function):
     """Score all rows at once; no gradient flows through the entropies."""
 
     @staticmethod
     def forward(
-        ctx: _Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How
+        ctx: _HeadContext, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _HeadArgs
     ) -> tuple[Tensor, Tensor]:
         head = LmHead(weight, bias, how.temperature)
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -156,11 +159,11 @@ class _Kept(torch.autograd.Function):
         return logprobs, spread
 
     @staticmethod
-    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _HeadContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return *_gradients(ctx, ctx.probabilities, grads[0]), None, None
 
 
-class _Chunked(torch.autograd.Function):
+class _ChunkedTable(torch.autograd.Function):
     """Score in chunks of rows.
 
     With `p` the distribution, `lp` its logarithm, `h` the entropy and upstream gradients `g` and `e` of the
@@ -169,7 +172,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How
+        ctx: _HeadContext, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _HeadArgs
     ) -> tuple[Tensor, Tensor]:
         head = LmHead(weight, bias, how.temperature)
         parts = [
@@ -186,7 +189,7 @@ class _Chunked(torch.autograd.Function):
         return logprobs, spread
 
     @staticmethod
-    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _HeadContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, *rest = ctx.saved_tensors
         bias, how = rest[0] if rest else None, ctx.how
         head = LmHead(weight, bias, how.temperature)
@@ -196,7 +199,7 @@ class _Chunked(torch.autograd.Function):
         for start in range(0, hidden.shape[0], how.rows):
             at = slice(start, start + how.rows)
             of_entropy = grads[1][at] if how.entropy == "gradient" else None
-            slope = _slope(head.logits(hidden[at]), targets[at], grads[0][at], of_entropy)
+            slope = _logits_slope(head.logits(hidden[at]), targets[at], grads[0][at], of_entropy)
             slope = slope.div_(how.temperature).to(hidden.dtype)
             if to_hidden is not None:
                 to_hidden[at] = product(slope, weight)
@@ -209,7 +212,7 @@ class _Chunked(torch.autograd.Function):
         return to_hidden, to_weight, to_bias, None, None
 
 
-def _slope(logits: Tensor, targets: Tensor, of_logprob: Tensor, of_entropy: Tensor | None) -> Tensor:
+def _logits_slope(logits: Tensor, targets: Tensor, of_logprob: Tensor, of_entropy: Tensor | None) -> Tensor:
     """Return the gradient of tempered logits."""
     table = torch.log_softmax(logits, -1)
     slope = table.exp()
@@ -220,3 +223,100 @@ def _slope(logits: Tensor, targets: Tensor, of_logprob: Tensor, of_entropy: Tens
         spread = -(slope * table).sum(-1, keepdim=True)
         slope *= -of_entropy[:, None] * (table + spread) - of_logprob[:, None]
     return slope.scatter_add_(1, targets[:, None], of_logprob[:, None].to(slope.dtype))
+
+
+Divergence = Literal["full_reverse", "full_forward"]
+
+
+class HiddenStates(NamedTuple):
+    """Hidden states of a model at some positions: `hidden` `[A, H]`, input of its output layer `head`."""
+
+    hidden: Tensor
+    head: LmHead
+
+
+class DivergenceTarget(NamedTuple):
+    """Another model's states at the scored positions, and the divergence to compute."""
+
+    states: HiddenStates
+    which: Divergence
+
+
+@dataclass(frozen=True, slots=True)
+class _DivergenceArgs:
+    temperature: float
+    rows: int
+    against: DivergenceTarget
+
+
+class _DivergenceContext(FunctionCtx):
+    how: _DivergenceArgs
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
+def divergence(own: HiddenStates, against: DivergenceTarget, *, rows: int | None = None) -> Tensor:
+    """Return `[A]` nats between tempered distributions, in float32 or better, with gradient to `own`.
+
+    `rows` is the chunk size; None uses that of the output layer.
+    """
+    head = own.head
+    if rows is None:
+        rows = max(1, CHUNK_LOGITS // head.weight.shape[0])
+    how = _DivergenceArgs(head.temperature, rows, DivergenceTarget(_detach(against.states), against.which))
+    (found,) = apply(_Divergence, own.hidden, head.weight, head.bias, how)
+    return found
+
+
+def _detach(states: HiddenStates) -> HiddenStates:
+    """Detach the states."""
+    head = states.head
+    bias = None if head.bias is None else head.bias.detach()
+    return HiddenStates(states.hidden.detach(), LmHead(head.weight.detach(), bias, head.temperature))
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _DivergenceContext, hidden: Tensor, weight: Tensor, bias: Tensor | None, how: _DivergenceArgs
+    ) -> Tensor:
+        head, other = LmHead(weight, bias, how.temperature), how.against.states
+        function = full_reverse if how.against.which == "full_reverse" else full_forward
+        parts = [
+            function(logits=head.logits(own), ref_logits=other.head.logits(theirs))
+            for own, theirs in zip(torch.split(hidden, how.rows), torch.split(other.hidden, how.rows), strict=True)
+        ]
+        found = torch.cat(parts)
+        ctx.save_for_backward(hidden, weight, found, *([] if bias is None else [bias]))
+        ctx.how = how
+        return found
+
+    @staticmethod
+    def backward(ctx: _DivergenceContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, found, *rest = ctx.saved_tensors
+        bias, how, other = rest[0] if rest else None, ctx.how, ctx.how.against.states
+        head = LmHead(weight, bias, how.temperature)
+        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        to_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        for start in range(0, hidden.shape[0], how.rows):
+            at = slice(start, start + how.rows)
+            tables = (head.logits(hidden[at]), other.head.logits(other.hidden[at]))
+            slope = _divergence_slope(how.against.which, tables, found[at])
+            slope = slope.mul_((grads[0][at] / how.temperature)[:, None]).to(hidden.dtype)
+            if to_hidden is not None:
+                to_hidden[at] = product(slope, weight)
+            if to_weight is not None:
+                to_weight += outer_sum(slope, hidden[at])
+            if to_bias is not None:
+                to_bias += slope.sum(0)
+        return to_hidden, to_weight, to_bias, None
+
+
+def _divergence_slope(which: Divergence, tables: tuple[Tensor, Tensor], found: Tensor) -> Tensor:
+    """Return the gradient of the first tempered logits `[A, V]`; 0 for tokens that the policy masks."""
+    own, theirs = (torch.log_softmax(table, -1) for table in tables)
+    if which == "full_forward":
+        return own.exp() - theirs.exp()
+    gap = torch.where(own == -torch.inf, 0.0, own - theirs)
+    return own.exp() * (gap - found[:, None])

@@ -20,8 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ludus.engines.base import common_prefix
 from ludus.engines.embedded.attention import MaskShape, added_mask
-from ludus.engines.embedded.kv_cache import common_prefix
 
 NAME = "ludus_forest"
 """Name of the attention implementation in transformers. Without a forest it is `sdpa`."""

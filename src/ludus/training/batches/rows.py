@@ -1,22 +1,130 @@
 """Token rows and their packing into padded microbatches.
 
-A row is one trajectory (for a tree, its concatenated paths, `trajectory_tree.py`) or one demonstration. The
-order and grouping of rows do not change the gradient.
+A row is one trajectory or one demonstration. The row of a tree is its concatenated paths, in the order of
+`Trajectory.rows`, separated by `BREAK`. An action token is marked in the first path through it and is context
+in the others, so that sums over marked tokens count it once; shared tokens are computed once anyway
+(`prefix_packing.plant`). A linear trajectory is its own only path. The order and grouping of rows do not
+change the gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from ludus.engines.embedded.kv_cache import common_prefix
+from ludus.config.sections.rewards import RewardModelConfig
+from ludus.config.sections.stages import PreferenceConfig
+from ludus.engines.base import common_prefix
+from ludus.errors import LearnerError
+from ludus.rollout.trees import Path
 from ludus.training.batches.prefix_packing import LEAST_SHARED
-from ludus.training.batches.trajectory_tree import BREAK, laid, num_distinct
 from ludus.types import Segment, Trajectory
+
+BREAK: Final = -1
+"""Separator between two paths of a row. It is never passed to a model."""
+_GAP = Segment("prompt", (BREAK,))
+
+Positions = tuple[Tensor, Tensor]
+"""Row and column indices of a table."""
+
+
+def row_segments(trajectory: Trajectory) -> Iterator[tuple[Segment, bool]]:
+    """Yield the segments of the row in order, each with whether it is new, and the separators.
+
+    Raises ValueError if a path after the first starts with an action, whose first token has no context.
+    """
+    met: set[int] = set()
+    for number, path in enumerate(trajectory.rows):
+        if number:
+            yield _GAP, False
+            if trajectory.segments[path[0]].kind == "action" and path[0] not in met:
+                raise ValueError(f"path {number} of task {trajectory.task_id} begins with an action")
+        for i in path:
+            yield trajectory.segments[i], i not in met
+            met.add(i)
+
+
+def new_actions(trajectory: Trajectory) -> list[Segment]:
+    """Return the distinct actions in row order."""
+    return [segment for segment, new in row_segments(trajectory) if new and segment.kind == "action"]
+
+
+def last_actions(trajectory: Trajectory) -> dict[int, int]:
+    """Return the row index of each path's last action token, for paths that have one."""
+    found, path, place = {}, 0, 0
+    for segment, _ in row_segments(trajectory):
+        place += len(segment.tokens)
+        if segment is _GAP:
+            path += 1
+        elif segment.kind == "action" and segment.tokens:
+            found[path] = place - 1
+    return found
+
+
+def where_any(own: Sequence[Path], marked: Sequence[bool]) -> tuple[bool, ...]:
+    """Return for each action token whether any path through it is marked."""
+    chosen = {place for path, mark in zip(own, marked, strict=True) if mark for place in path.places}
+    every = sorted({place for path in own for place in path.places})
+    return tuple(place in chosen for place in every)
+
+
+def turn_nodes(split: Sequence[Sequence[Path]]) -> Tensor:
+    """Return action ids of each path of each trajectory, `[P, K]`; shared actions have equal ids.
+
+    Padded with -1.
+    """
+    rows: list[list[int]] = []
+    first = 0
+    for own in split:
+        for path in own:
+            actions = [len(s.tokens) for s in path.trajectory.segments if s.kind == "action" and s.tokens]
+            starts = [0, *accumulate(actions)][: len(actions)]
+            rows.append([first + path.places[start] for start in starts])
+        first += 1 + max((place for path in own for place in path.places), default=0)
+    table = torch.full((len(rows), max(map(len, rows), default=0)), -1)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = torch.tensor(row)
+    return table
+
+
+def num_distinct(tokens: tuple[int, ...]) -> int:
+    """Return the number of tokens to compute; a prefix that paths share counts once."""
+    if BREAK not in tokens:
+        return len(tokens)
+    ways = sorted(tokens[start:end] for start, end in _spans(tokens))
+    return sum(map(len, ways)) - sum(common_prefix(a, b) for a, b in pairwise(ways))
+
+
+def _spans(tokens: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return the start and end of each path in a row."""
+    gaps = [i for i, token in enumerate(tokens) if token == BREAK]
+    return list(zip([0, *(i + 1 for i in gaps)], [*gaps, len(tokens)], strict=True))
+
+
+def split_paths(tokens: Tensor, at: Positions) -> tuple[Tensor, Positions]:
+    """Split the rows `[B, L]` into one row per path; also return the positions `at` in the new rows."""
+    gaps = tokens == BREAK
+    if not bool(gaps.any()):
+        return tokens, at
+    columns = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    starts = torch.where(gaps, columns + 1, 0)
+    starts = torch.cat([torch.zeros_like(starts[:, :1]), starts[:, :-1]], 1).cummax(1).values
+    path = gaps.long().cumsum(1) - gaps.long()
+    counts = gaps.sum(1) + 1
+    row = (counts.cumsum(0) - counts)[:, None] + path
+    found = tokens.new_zeros(int(counts.sum()), tokens.shape[1])
+    kept = ~gaps
+    found[row[kept], (columns - starts)[kept]] = tokens[kept]
+    rows, places = at
+    return found, (row[rows, places], places - starts[rows, places])
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +185,7 @@ def row_of_trajectory(
     `advantage` is one number, or one per action token. If `mask_observations` is False, observation tokens
     also train, with the advantage of the preceding action.
     """
-    parts = list(laid(trajectory))
+    parts = list(row_segments(trajectory))
     sampled = tuple(new and s.kind == "action" for s, new in parts for _ in s.tokens)
     trains = sampled
     if not mask_observations:
@@ -85,7 +193,7 @@ def row_of_trajectory(
     if isinstance(advantage, float | int):
         advantages = tuple(float(advantage) if t else 0.0 for t in trains)
     else:
-        advantages = _spread(advantage, sampled, trains)
+        advantages = _scatter_advantages(advantage, sampled, trains)
     observed = tuple(new and s.kind == "observation" for s, new in parts for _ in s.tokens)
     tokens = tuple(token for s, _ in parts for token in s.tokens)
     behavior = tuple(lp for s, _ in parts for lp in (s.logprobs or (0.0,) * len(s.tokens)))
@@ -109,25 +217,32 @@ def transitions_of(row: Row, trajectory: Trajectory) -> list[Row]:
     """
     spans: list[tuple[int, int, int]] = []
     path, begin, place = 0, 0, 0
-    for segment, new in laid(trajectory):
+    for segment, new in row_segments(trajectory):
         if segment.tokens == (BREAK,):
-            spans = _to_the_end(spans, path, place)
+            spans = _extend_last_span(spans, path, place)
             path = begin = place + 1
         place += len(segment.tokens)
         if new and segment.kind == "action" and segment.tokens:
             spans.append((path, begin, place))
             begin = place
-    return [_only(row, *span) for span in _to_the_end(spans, path, place)]
+    return [_cut_row(row, *span) for span in _extend_last_span(spans, path, place)]
 
 
-def _to_the_end(spans: list[tuple[int, int, int]], path: int, end: int) -> list[tuple[int, int, int]]:
+def _extend_last_span(spans: list[tuple[int, int, int]], path: int, end: int) -> list[tuple[int, int, int]]:
     """Extend the last span of a path to its end."""
     if not spans or spans[-1][0] != path:
         return spans
     return [*spans[:-1], (path, spans[-1][1], end)]
 
 
-def _only(row: Row, path: int, start: int, end: int) -> Row:
+def scored_mask(trains: Tensor) -> Tensor:
+    """Return `trains` `[B, L]` without the first column, which no position predicts."""
+    mask = trains.clone()
+    mask[:, 0] = False
+    return mask
+
+
+def _cut_row(row: Row, path: int, start: int, end: int) -> Row:
     """Return the tokens from `path` to `end`; only those from `start` on keep their training fields."""
     context = start - path
     return replace(
@@ -141,7 +256,7 @@ def _only(row: Row, path: int, start: int, end: int) -> Row:
     )
 
 
-def _spread(values: Sequence[float], sampled: Sequence[bool], trains: Sequence[bool]) -> tuple[float, ...]:
+def _scatter_advantages(values: Sequence[float], sampled: Sequence[bool], trains: Sequence[bool]) -> tuple[float, ...]:
     """Map action token values to the row; other trained tokens get the value of the preceding action."""
     given = iter(values)
     found, current = [], 0.0
@@ -186,7 +301,7 @@ def balanced(rows: Sequence[Row], count: int, *, shared: bool = True) -> list[li
     return [sorted(part) for part in parts]
 
 
-def blank(device: torch.device, dtype: torch.dtype) -> Microbatch:
+def blank_microbatch(device: torch.device, dtype: torch.dtype) -> Microbatch:
     """Return a microbatch without rows: one unscored token."""
     return _pad([Row((0,), (False,), (False,), (0.0,), (0.0,))], (), device, dtype)
 
@@ -251,3 +366,114 @@ def _pad(rows: Sequence[Row], index: tuple[int, ...], device: torch.device, dtyp
         expert=torch.tensor([row.expert for row in rows], device=device),
         names=tuple(row.name for row in rows),
     )
+
+
+HINT = "Nothing was trained on it. Look for extreme rewards or weights."
+RECORDED = "recorded log-probability"
+
+
+def check_trajectories(trajectories: Sequence[Trajectory]) -> None:
+    """Raise LearnerError if a reward or a recorded log-probability is not finite."""
+    for one in trajectories:
+        recorded = tuple(lp for segment in one.segments for lp in segment.logprobs)
+        given = {"reward": (one.reward, *one.leaf_rewards), "reward of a turn": one.turn_rewards, RECORDED: recorded}
+        for what, values in given.items():
+            if fault := describe_fault(what, values, one.name):
+                raise LearnerError(fault, HINT)
+
+
+def check_estimates(estimates: Mapping[str, Sequence[Tensor] | None], names: Sequence[str]) -> None:
+    """Raise LearnerError if a model estimate is not finite."""
+    for what, tables in estimates.items():
+        for values, name in zip(tables, names, strict=True) if tables is not None else ():
+            if fault := describe_fault(what, values.tolist(), name):
+                raise LearnerError(fault, HINT)
+
+
+def find_row_fault(rows: Sequence[Row]) -> str:
+    """Describe the first row with a non-finite advantage or log-probability; "" if there is none."""
+    for place, row in enumerate(rows):
+        for what, values in (("advantage", row.advantages), (RECORDED, row.behavior)):
+            if not math.isfinite(sum(values)):
+                trained = [v for v, trains in zip(values, row.trains, strict=True) if trains]
+                if fault := describe_fault(what, trained, row.name or f"row {place}"):
+                    return fault
+    return ""
+
+
+@dataclass
+class FiniteChecks:
+    """Check a step's microbatches for non-finite numbers, once after the last of them.
+
+    Each check synchronizes with a GPU, so flags accumulate on the device; the row is only searched for on a
+    failure.
+    """
+
+    _odd: list[Tensor] = field(default_factory=list, init=False)
+    _losses: list[Tensor] = field(default_factory=list, init=False)
+    _seen: list[tuple[Microbatch, Tensor, dict[str, Tensor]]] = field(default_factory=list, init=False)
+
+    def numbers(self, part: Microbatch, mask: Tensor, given: Mapping[str, Tensor | None]) -> None:
+        """Add numbers `[B, L]` of a microbatch, by their names in messages; only those in `mask` count."""
+        there = {what: values.detach() for what, values in given.items() if values is not None}
+        self._odd.append((mask & _non_finite(there).any(0)).any())
+        self._seen.append((part, mask, there))
+
+    def loss(self, loss: Tensor) -> None:
+        """Add the loss `[]` of a microbatch."""
+        self._losses.append(loss.detach())
+        self._odd.append(~loss.detach().isfinite())
+
+    def clear(self) -> None:
+        """Reset before the passes are repeated."""
+        self._odd.clear()
+        self._losses.clear()
+        self._seen.clear()
+
+    @property
+    def fault(self) -> str:
+        """Describe the first row with a non-finite number, or the loss; "" if there is none."""
+        if not self._odd or not bool(torch.stack(self._odd).any()):
+            return ""
+        for part, mask, there in self._seen:
+            odd = (mask & _non_finite(there)).nonzero()
+            if len(odd):
+                field_number, place, column = odd[0].tolist()
+                what, values = list(there.items())[field_number]
+                name = part.names[place] or f"row {part.index[place]}"
+                return describe_fault(what, [float(values[place, column])], name)
+        odd_loss = next(float(loss) for loss in self._losses if not loss.isfinite())
+        return f"The loss is {odd_loss}."
+
+
+def _non_finite(given: Mapping[str, Tensor]) -> Tensor:
+    """Return where the values are not finite, `[K, B, L]`."""
+    return torch.stack([~values.isfinite() for values in given.values()])
+
+
+def describe_fault(what: str, values: Sequence[float], name: str) -> str:
+    """Describe the first non-finite value; "" if there is none."""
+    if math.isfinite(sum(values)):
+        return ""
+    odd = [value for value in values if not math.isfinite(value)]
+    article = "An" if what[0] in "aeiou" else "A"
+    return f"{article} {what} of {name} is {odd[0]}." if odd else ""
+
+
+def num_steps(settings: PreferenceConfig | RewardModelConfig, num_pairs: int) -> int:
+    """Return the number of optimizer steps of the run."""
+    return settings.steps or math.ceil(num_pairs * settings.epochs / min(settings.batch_size, num_pairs))
+
+
+def batch_of_step(step: int, num_pairs: int, batch_size: int, seed: int) -> list[int]:
+    """Return the indices of a step's examples; each epoch is shuffled separately."""
+    size = min(batch_size, num_pairs)
+    places = range((step - 1) * size, step * size)
+    return [_shuffled_epoch(num_pairs, seed, place // num_pairs)[place % num_pairs] for place in places]
+
+
+@lru_cache(maxsize=4)
+def _shuffled_epoch(num_pairs: int, seed: int, lap: int) -> tuple[int, ...]:
+    order = list(range(num_pairs))
+    random.Random(f"pairs:{seed}:{lap}").shuffle(order)
+    return tuple(order)

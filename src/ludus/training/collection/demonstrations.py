@@ -14,18 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.parts import Need
 from ludus.chat.render import Renderer
-from ludus.config.schema import Config
-from ludus.config.sections.algorithm import DemonstrationsConfig
 from ludus.engines.models.loading import num_positions
-from ludus.envs.base import World
-from ludus.errors import ConfigError, UserError
+from ludus.errors import UserError
 from ludus.rewards.base import Reward
-from ludus.rollout.build import rollout_for, scheduler
 from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.scheduler import Episode, RolloutRequest
+from ludus.rollout.scheduler import Episode, RolloutRequest, rollout_for, scheduler
 from ludus.tools.base import Tool
 from ludus.training.credit.advantages import EXPERT
 from ludus.training.datasets.files import read_dialogues
@@ -46,7 +42,7 @@ class DemonstrationSession:
     """
 
     renderer: Renderer
-    said: Sequence[Message]
+    messages: Sequence[Message]
     max_tokens: int
     _history: list[Message] = field(default_factory=list, init=False)
     _tools: Sequence[Tool] = field(default=(), init=False)
@@ -67,9 +63,9 @@ class DemonstrationSession:
 
     async def act(self) -> Action | StopReason:
         """Render the next message and parse its tokens."""
-        if self._turn == len(self.said):
+        if self._turn == len(self.messages):
             return StopReason.MAX_TURNS
-        turn, message = self._turn, self.said[self._turn]
+        turn, message = self._turn, self.messages[self._turn]
         tokens = self.renderer.action(self._history, message, self._tools)
         if not self._append(Segment("action", tokens, turn, agent=EXPERT)):
             return StopReason.MAX_TOKENS
@@ -133,12 +129,12 @@ class Demonstrations:
         Return the tasks whose expert failed because of infrastructure.
         """
         dialogues = {
-            RolloutKey(0, task.id, i): (task, said)
+            RolloutKey(0, task.id, i): (task, messages)
             for task in tasks
-            for i, said in enumerate(self._dialogues(task)[: self.session.config.experts.per_group])
+            for i, messages in enumerate(self._task_dialogues(task)[: self.session.config.experts.per_group])
         }
         episodes = await self._play(dialogues)
-        refused = {one.key: reason for one in episodes if (reason := self._refusal(one))}
+        refused = {one.key: reason for one in episodes if (reason := self._rejection_reason(one))}
         for task in tasks:
             own = [one for one in episodes if one.task.id == task.id]
             self._made[task.id] = [one.trajectory for one in own if one.key not in refused]
@@ -151,25 +147,25 @@ class Demonstrations:
         session, rollout = self.session, self.session.config.rollout
         positions = num_positions(session.model) or rollout.max_seq_len
 
-        def converse(job: RolloutRequest) -> DemonstrationSession:
+        def make_chat(job: RolloutRequest) -> DemonstrationSession:
             budget = min(positions, rollout_for(session.world, rollout, job.task).max_seq_len)
-            _, said = dialogues[replace(job.key, attempt=0)]
-            return DemonstrationSession(session.renderer, said, budget)
+            _, messages = dialogues[replace(job.key, attempt=0)]
+            return DemonstrationSession(session.renderer, messages, budget)
 
-        made = scheduler(session.world, converse, rollout, Ledger())
+        made = scheduler(session.world, make_chat, rollout, Ledger())
         limits = replace(made.limits, max_failure_rate=1.0)
         player = replace(made, limits=limits, scoring=session.scoring)
         episodes = await player.run([RolloutRequest(key, task) for key, (task, _) in dialogues.items()])
         return [replace(one, key=replace(one.key, attempt=0)) for one in episodes]
 
-    def _refusal(self, episode: Episode) -> str:
+    def _rejection_reason(self, episode: Episode) -> str:
         """Return why an expert is rejected, or an empty string."""
         played, config = episode.trajectory, self.session.config
         if played.failure is not None:
             return played.failure.error
         if played.stop_reason in _TOO_LONG:
             return f"it exceeds rollout.max_seq_len ({config.rollout.max_seq_len})."
-        if any(played.rewards.get(part.name, 0.0) > 0 for part in self._outcomes):
+        if any(played.rewards.get(part.name, 0.0) > 0 for part in self._outcome_parts):
             return ""
         turns = f"{played.num_turns} turn{'s' * (played.num_turns != 1)}"
         ended = f"its episode earns no outcome and ended with {played.stop_reason} after {turns}"
@@ -179,37 +175,16 @@ class Demonstrations:
         return f"{ended}; the call of {errors[0].tool!r} failed ({errors[0].status}): {errors[0].output[:200]}"
 
     @property
-    def _outcomes(self) -> list[Reward]:
+    def _outcome_parts(self) -> list[Reward]:
         return [part for part in self.session.world.rewards if part.outcome and part.weight > 0]
 
-    def _dialogues(self, task: Task) -> Sequence[Sequence[Message]]:
+    def _task_dialogues(self, task: Task) -> Sequence[Sequence[Message]]:
         """Return the assistant messages of each dialogue."""
         if self.given is not None:
             return self.given.get(task.id, ())
         world = self.session.world
         shown = world.expert(task)
-        return () if shown is None else (_said(shown.messages, task.prompt),)
-
-
-def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
-    """Raise ConfigError if the loss needs experts and has none, or configured experts are unused."""
-    path, reads = config.experts.path, algorithm.loss_spec.has(Need.DEMONSTRATIONS)
-    if path is not None and not reads:
-        raise ConfigError(
-            f"experts.path = {path} would have no effect: the loss {algorithm.loss} uses no experts.",
-            "Unset it, or set algorithm.preset = 'mixed_policy'.",
-        )
-    if config.experts.per_group != DemonstrationsConfig().per_group and not reads:
-        raise ConfigError(
-            f"experts.per_group = {config.experts.per_group} would have no effect: the loss {algorithm.loss} "
-            "uses no experts.",
-            "Unset it, or set algorithm.preset = 'mixed_policy'.",
-        )
-    if reads and path is None and not world.implements("expert"):
-        raise ConfigError(
-            f"The loss {algorithm.loss} needs experts, but the world {world.name!r} has none.",
-            "Set experts.path to a file of dialogues with task ids (docs/use/data.md).",
-        )
+        return () if shown is None else (_assistant_messages(shown.messages, task.prompt),)
 
 
 def make_experts(session: TrainingSession, algorithm: Algorithm) -> Demonstrations | None:
@@ -223,7 +198,7 @@ def make_experts(session: TrainingSession, algorithm: Algorithm) -> Demonstratio
     given: dict[str, list[Sequence[Message]]] = {}
     for dialogue in read_dialogues(Path(path)):
         if dialogue.task in known:
-            given.setdefault(dialogue.task, []).append(_said(dialogue.messages, known[dialogue.task]))
+            given.setdefault(dialogue.task, []).append(_assistant_messages(dialogue.messages, known[dialogue.task]))
     if not given:
         raise UserError(
             f"No dialogue of {path} has the id of a task in the train split.",
@@ -232,7 +207,7 @@ def make_experts(session: TrainingSession, algorithm: Algorithm) -> Demonstratio
     return Demonstrations(session, given)
 
 
-def _said(messages: Sequence[Message], prompt: Sequence[Message]) -> Sequence[Message]:
+def _assistant_messages(messages: Sequence[Message], prompt: Sequence[Message]) -> Sequence[Message]:
     """Return the assistant messages after the task's prompt; all of them if the prompt differs."""
     own = messages[len(prompt) :] if tuple(messages[: len(prompt)]) == tuple(prompt) else messages
     return [message for message in own if message["role"] == "assistant"]

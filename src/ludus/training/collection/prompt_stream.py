@@ -1,17 +1,132 @@
-"""Source of streamed groups: follows the task order."""
+"""Source of streamed groups, which follows the task order, and the checkpoint of the stream.
+
+A resumed run loses only episodes that were running; they are sampled again under the same keys by newer
+weights. Groups that ended without counting towards a batch are kept for the next step's ledger.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
 
+from ludus.errors import StorageError
+from ludus.rollout.group_queue import StartedEpisode, StreamedGroup
+from ludus.rollout.ledger import RolloutOutcome
+from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line
 from ludus.rollout.scheduler import Episode, RolloutRequest
-from ludus.rollout.streaming.group_queue import StreamedGroup
 from ludus.tasks.order import TaskSequence
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import varies
-from ludus.types import Task
+from ludus.types import StopReason, Task, Trajectory
+
+STREAM_FILE: Final = "stream.jsonl"
+"""File name in a checkpoint's trainer folder."""
+WAITING_FILE: Final = "waiting.jsonl"
+"""File name of episodes waiting for the next step's budget (`rollout.partial`)."""
+
+JobsOf = Callable[[int, Task, int | None], Sequence[RolloutRequest]]
+"""Return a group's requests by number, task and member count without the greedy one (None: default)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """Pending groups and the number of the next one.
+
+    `unwanted` are finished greedy episodes that a changed baseline no longer needs.
+    """
+
+    next_number: int = 0
+    groups: tuple[StreamedGroup, ...] = ()
+    unwanted: tuple[Episode, ...] = ()
+
+    @property
+    def num_ended(self) -> int:
+        """The number of successfully finished episodes."""
+        every = [*self.unwanted, *(episode for group in self.groups for episode in group.episodes)]
+        return sum(episode.trajectory.failure is None for episode in every)
+
+    def to_text(self) -> str:
+        """Serialize to JSON lines: the next number, then each group before its episodes."""
+        lines = [json.dumps({"next_number": self.next_number})]
+        for group in self.groups:
+            task = group.jobs[0].task.id
+            ended = [i for i in sorted(group.done) if _is_stored(group, i)]
+            head = {"group": group.number, "task": task, "version": group.version, "ended": ended}
+            members, step = sum(not job.greedy for job in group.jobs), group.jobs[0].key.step
+            head |= {"counts": group.counts, "members": members, "step": step, "begun": sorted(group.begun)}
+            lines.append(json.dumps(head))
+            lines += [episode_line(group.done[place]) for place in ended]
+            lines += [_started_line(group.begun[place], task) for place in sorted(group.begun)]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def from_text(cls, text: str, tasks: Mapping[str, Task], jobs: JobsOf) -> StreamState:
+        """Restore from `to_text`. A group keeps the size and step that it started with.
+
+        Raises StorageError if the text is invalid or a task is unknown.
+        """
+        try:
+            lines = iter([json.loads(line) for line in text.splitlines()])
+            next_number, groups, unwanted = int(next(lines)["next_number"]), [], []
+            for head in lines:
+                own = jobs(head["group"], task := tasks[head["task"]], members := head.get("members"))
+                if "step" in head:
+                    own = [replace(job, key=replace(job.key, step=head["step"])) for job in own]
+                done = {}
+                for place in head["ended"]:
+                    greedy = own[place].greedy if members is None else place >= members
+                    done[place] = read_episode(next(lines), task, greedy)
+                gone = [done.pop(place) for place in head["ended"] if place >= len(own)]
+                unwanted += [one for one in gone if one.trajectory.failure is None]
+                counts = head.get("counts", True)
+                begun = {place: _read_begun(next(lines)) for place in head.get("begun", ())}
+                groups.append(StreamedGroup(head["group"], own, head["version"], done, counts, begun))
+        except (ValueError, TypeError, KeyError, IndexError, StopIteration) as error:
+            raise StorageError(
+                f"The checkpoint's episodes cannot be read: {error!r}.",
+                "Remove this checkpoint and resume from the one before.",
+            ) from error
+        return cls(next_number, tuple(groups), tuple(unwanted))
+
+
+def waiting_texts(groups: Sequence[StreamedGroup]) -> dict[str, str]:
+    """Return the checkpoint files of waiting groups; empty if there are none."""
+    return {WAITING_FILE: StreamState(0, tuple(groups)).to_text()} if groups else {}
+
+
+def _is_stored(group: StreamedGroup, place: int) -> bool:
+    """Return whether a finished episode is kept; failed ones are retried if the group continues."""
+    return not group.counts or group.done[place].trajectory.failure is None
+
+
+def _started_line(begun: StartedEpisode, task_id: str) -> str:
+    """Serialize a waiting episode (an unfinished attempt) to a line of JSON."""
+    key = begun.key
+    so_far = Trajectory(task_id, key.sample, begun.segments, (), StopReason.TRUNCATED)
+    return rollout_line(RolloutRecord(key.step, task_id, RolloutOutcome.DROPPED, "waits", so_far, None, key.attempt))
+
+
+def _read_begun(data: object) -> StartedEpisode:
+    """Read the output of `_begun_line`. Raises as `read_episode`."""
+    record = parse_rollout(data)
+    return StartedEpisode(record.key, record.trajectory.segments)
+
+
+def episode_line(episode: Episode) -> str:
+    """Serialize an episode to a line of JSON, without its greedy flag."""
+    key, one = episode.key, episode.trajectory
+    return rollout_line(
+        RolloutRecord(key.step, key.task_id, RolloutOutcome.DROPPED, "on its way", one, attempt=key.attempt)
+    )
+
+
+def read_episode(data: object, task: Task, greedy: bool) -> Episode:
+    """Read the output of `episode_line`. Raises ValueError, TypeError or KeyError if it is invalid."""
+    record = parse_rollout(data)
+    return Episode(record.key, task, record.trajectory, greedy)
 
 
 @dataclass
@@ -38,7 +153,7 @@ class PromptStream:
         """Return the rollout requests of a new group."""
         if self.sampler.algorithm.greso:
             step = self._step(number)
-            (task,) = self.sampler.choose(step, self.order, 1, set(self._recent))
+            (task,) = self.sampler.choose_tasks(step, self.order, 1, set(self._recent))
         else:
             (task,) = self.order.take(number, 1)
         self._recent.append(task.id)
@@ -55,11 +170,11 @@ class PromptStream:
         They can collide if an earlier run had a different group count per step or task order.
         """
         first = [group.jobs[0] for group in groups]
-        if all(self._would_play(job, group.number) for job, group in zip(first, groups, strict=True)):
+        if all(self._would_request(job, group.number) for job, group in zip(first, groups, strict=True)):
             return number
         return max(number, *(job.key.step * self.per_step for job in first))
 
-    def _would_play(self, job: RolloutRequest, number: int) -> bool:
+    def _would_request(self, job: RolloutRequest, number: int) -> bool:
         """Return whether a group of that number would have this request; under GRESO any group may."""
         same = self.sampler.algorithm.greso or self.order.take(number, 1)[0].id == job.key.task_id
         return same and job.key.step == self._step(number)

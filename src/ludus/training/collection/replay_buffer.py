@@ -13,15 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.parts import Need
-from ludus.config.schema import Config
 from ludus.config.sections.staleness import ReplayConfig
-from ludus.errors import ConfigError, StorageError
+from ludus.errors import StorageError
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import leaf_rewards
-from ludus.training.collection.stream_checkpoint import episode_line, read_episode
+from ludus.training.collection.prompt_stream import episode_line, read_episode
 from ludus.training.credit.advantages import TrainingSample, assign_credit
 from ludus.types import Task
 
@@ -31,27 +30,8 @@ REPLAY_FILE: Final = "replay.jsonl"
 """File name of the buffer in a checkpoint's trainer folder."""
 
 
-def check_replay(config: Config, algorithm: Algorithm) -> None:
-    """Raise ConfigError if tokens beyond the staleness bound would train without a correction."""
-    bound, replays = config.staleness.max_staleness, config.staleness.replay
-    corrects = algorithm.correction != "none" or algorithm.loss_spec.off_policy
-    mode = config.training.mode
-    why = f" (with training.mode = {mode!r}, none is the default)" if not config.training.off_policy else ""
-    if replays.share and replays.sources and not corrects:
-        raise ConfigError(
-            f"staleness.replay.sources are off-policy rollouts, and algorithm.correction is 'none'{why}.",
-            "Set algorithm.correction (tis).",
-        )
-    if replays.share and replays.max_age > bound and not corrects:
-        raise ConfigError(
-            f"staleness.replay.max_age ({replays.max_age}) replays tokens beyond staleness.max_staleness "
-            f"({bound}), and algorithm.correction is 'none'{why}.",
-            "Set algorithm.correction (tis), or a max_age within the bound.",
-        )
-
-
 @dataclass
-class _Kept:
+class _StoredGroup:
     """Group in the buffer; `version` is that of its oldest token.
 
     A group of another run has a `source` and no age here; it counts as oldest.
@@ -82,7 +62,7 @@ class ReplayBuffer:
     """Groups of other runs since then whose effective sample share was too low."""
     used: int = field(default=0, init=False)
     """Groups since then that were evicted after `times` replays."""
-    _kept: list[_Kept] = field(default_factory=list, init=False)
+    _stored: list[_StoredGroup] = field(default_factory=list, init=False)
 
     def num_at(self, step: int) -> int:
         """Return how many groups a step replays; summed over steps it is the share, rounded down."""
@@ -90,80 +70,83 @@ class ReplayBuffer:
         rate = self.groups_per_step * share / (1 - share) + 1e-9
         return int(step * rate) - int((step - 1) * rate)
 
-    def add(self, credits: Sequence[TrainingSample]) -> None:
+    def add(self, samples: Sequence[TrainingSample]) -> None:
         """Add the groups of a step that were trained at least in part."""
         if not self.config.share:
             return
         groups: dict[int, list[Episode]] = {}
-        trained = {c.group for c in credits if c.outcome is RolloutOutcome.TRAINED and not c.replayed}
-        for credit in credits:
-            if credit.group in trained and not credit.replayed and not credit.expert:
-                groups.setdefault(credit.group, []).append(credit.episode)
-        self._kept += [_Kept(episodes, _oldest(episodes)) for episodes in groups.values()]
+        trained = {c.group for c in samples if c.outcome is RolloutOutcome.TRAINED and not c.replayed}
+        for sample in samples:
+            if sample.group in trained and not sample.replayed and not sample.expert:
+                groups.setdefault(sample.group, []).append(sample.episode)
+        self._stored += [_StoredGroup(episodes, _oldest_version(episodes)) for episodes in groups.values()]
         self._drop_beyond()
 
-    def take_late(self, credits: Sequence[TrainingSample], step: int, bound: int) -> list[TrainingSample]:
+    def take_late(self, samples: Sequence[TrainingSample], step: int, bound: int) -> list[TrainingSample]:
         """Move groups with a token older than `bound` to the buffer and return the samples.
 
         The moved ones are marked as dropped; they train from the buffer and leave the ledger.
         """
-        old = {c.group for c in credits if step - 1 - _oldest([c.episode], step) > bound and not c.expert}
-        late = {c.group for c in credits if c.group in old and c.outcome is RolloutOutcome.TRAINED}
+        old = {c.group for c in samples if step - 1 - _oldest_version([c.episode], step) > bound and not c.expert}
+        late = {c.group for c in samples if c.group in old and c.outcome is RolloutOutcome.TRAINED}
 
-        def goes(credit: TrainingSample) -> bool:
-            return credit.group in late and credit.outcome is not RolloutOutcome.FAILED and not credit.expert
+        def goes(sample: TrainingSample) -> bool:
+            return sample.group in late and sample.outcome is not RolloutOutcome.FAILED and not sample.expert
 
         groups: dict[int, list[Episode]] = {}
-        for credit in filter(goes, credits):
-            groups.setdefault(credit.group, []).append(credit.episode)
+        for sample in filter(goes, samples):
+            groups.setdefault(sample.group, []).append(sample.episode)
         self.late += len(groups)
-        self._kept += [_Kept(episodes, _oldest(episodes)) for episodes in groups.values()]
+        self._stored += [_StoredGroup(episodes, _oldest_version(episodes)) for episodes in groups.values()]
         self._drop_beyond()
         return [
-            replace(credit, outcome=RolloutOutcome.DROPPED, reason=TO_REPLAY) if goes(credit) else credit
-            for credit in credits
+            replace(sample, outcome=RolloutOutcome.DROPPED, reason=TO_REPLAY) if goes(sample) else sample
+            for sample in samples
         ]
 
     def add_source(self, source: str, groups: Sequence[list[Episode]]) -> None:
         """Add groups of another run."""
-        self._kept += [_Kept(episodes, 0, source=source) for episodes in groups]
+        self._stored += [_StoredGroup(episodes, 0, source=source) for episodes in groups]
         self._drop_beyond()
 
     def foreign(self, step: int, algorithm: Algorithm) -> list[list[Episode]]:
         """Return the groups of other runs that `step` would replay."""
-        return [kept.episodes for kept in self._chosen(step, algorithm) if kept.source]
+        return [stored.episodes for stored in self._chosen(step, algorithm) if stored.source]
 
     def refuse(self, episodes: list[Episode]) -> None:
         """Remove a group whose effective sample share is too low."""
-        left = [kept for kept in self._kept if kept.episodes is not episodes]
-        self.refused, self._kept = self.refused + len(self._kept) - len(left), left
+        left = [stored for stored in self._stored if stored.episodes is not episodes]
+        self.refused, self._stored = self.refused + len(self._stored) - len(left), left
 
     def draw(self, step: int, algorithm: Algorithm, max_length: int, first_group: int) -> list[TrainingSample]:
         """Return the samples of the groups that `step` replays, numbered from `first_group`.
 
-        `RolloutCollector.again` makes a batch of them.
+        `RolloutCollector.replay_samples` makes a batch of them.
         """
         chosen = self._chosen(step, algorithm)
-        fit = [kept for kept in self._kept if self._fits(kept, step, algorithm)]
-        self.expired += len(self._kept) - len(fit)
-        for kept in chosen:
-            kept.replayed += 1
-        self._kept = fit
+        fit = [stored for stored in self._stored if self._fits(stored, step, algorithm)]
+        self.expired += len(self._stored) - len(fit)
+        for stored in chosen:
+            stored.replayed += 1
+        self._stored = fit
         self._drop_used()
         oldest = step - 1 - self.config.max_age
-        groups = [[_as_of(one, oldest) for one in kept.episodes] if kept.source else kept.episodes for kept in chosen]
-        credits = assign_credit(groups, algorithm, max_length, first_group)
-        return [replace(credit, replayed=True) for credit in credits]
+        groups = [
+            [_relabel_versions(one, oldest) for one in stored.episodes] if stored.source else stored.episodes
+            for stored in chosen
+        ]
+        samples = assign_credit(groups, algorithm, max_length, first_group)
+        return [replace(sample, replayed=True) for sample in samples]
 
-    def metrics(self, credits: Sequence[TrainingSample]) -> dict[str, float]:
+    def metrics(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
         """Return the replay metrics of a step; empty if replay is unused."""
         if not self.config.share:
             return {}
-        again = [credit for credit in credits if credit.replayed]
+        again = [sample for sample in samples if sample.replayed]
         return {
-            "replay/groups": float(len({credit.group for credit in again})),
-            "replay/trained": float(sum(credit.outcome is RolloutOutcome.TRAINED for credit in again)),
-            "replay/kept": float(len(self._kept)),
+            "replay/groups": float(len({sample.group for sample in again})),
+            "replay/trained": float(sum(sample.outcome is RolloutOutcome.TRAINED for sample in again)),
+            "replay/kept": float(len(self._stored)),
             "replay/expired": float(self.expired),
             "replay/late": float(self.late),
             "replay/refused": float(self.refused),
@@ -173,12 +156,12 @@ class ReplayBuffer:
     def to_text(self) -> str:
         """Serialize to JSON lines: each group before its episodes, oldest first."""
         lines = []
-        for kept in self._kept:
-            greedy = [episode.greedy for episode in kept.episodes]
-            task = kept.episodes[0].task.id
-            head = {"task": task, "replayed": kept.replayed, "greedy": greedy, "source": kept.source}
+        for stored in self._stored:
+            greedy = [episode.greedy for episode in stored.episodes]
+            task = stored.episodes[0].task.id
+            head = {"task": task, "replayed": stored.replayed, "greedy": greedy, "source": stored.source}
             lines.append(json.dumps(head))
-            lines += [episode_line(episode) for episode in kept.episodes]
+            lines += [episode_line(episode) for episode in stored.episodes]
         return "".join(f"{line}\n" for line in lines)
 
     def restore(self, text: str, tasks: Mapping[str, Task]) -> None:
@@ -190,46 +173,46 @@ class ReplayBuffer:
                 task = tasks[head["task"]]
                 episodes = [read_episode(next(lines), task, greedy) for greedy in head["greedy"]]
                 source = str(head.get("source", ""))
-                found.append(_Kept(episodes, _oldest(episodes), int(head["replayed"]), source))
+                found.append(_StoredGroup(episodes, _oldest_version(episodes), int(head["replayed"]), source))
         except (ValueError, TypeError, KeyError, StopIteration) as error:
             raise StorageError(
                 f"The checkpoint's replay buffer cannot be read: {error!r}.",
                 "Remove this checkpoint and resume from the one before.",
             ) from error
-        self._kept = found
+        self._stored = found
         self._drop_used()
         self._drop_beyond()
 
-    def _fits(self, kept: _Kept, step: int, algorithm: Algorithm) -> bool:
+    def _fits(self, stored: _StoredGroup, step: int, algorithm: Algorithm) -> bool:
         """Return whether a group is young enough and has the baseline that the algorithm needs.
 
         Groups from before a resume with another algorithm may lack it.
         """
-        whole = not algorithm.advantage_spec.has(Need.GREEDY_ROLLOUT) or any(one.greedy for one in kept.episodes)
-        return whole and (bool(kept.source) or step - 1 - kept.version <= self.config.max_age)
+        whole = not algorithm.advantage_spec.has(Need.GREEDY_ROLLOUT) or any(one.greedy for one in stored.episodes)
+        return whole and (bool(stored.source) or step - 1 - stored.version <= self.config.max_age)
 
-    def _chosen(self, step: int, algorithm: Algorithm) -> list[_Kept]:
+    def _chosen(self, step: int, algorithm: Algorithm) -> list[_StoredGroup]:
         """Return the groups that a step would replay."""
-        fit = [kept for kept in self._kept if self._fits(kept, step, algorithm)]
-        by_spread = sorted(fit, key=lambda kept: -kept.spread)  # stable sort: first in, first out among equals
+        fit = [stored for stored in self._stored if self._fits(stored, step, algorithm)]
+        by_spread = sorted(fit, key=lambda stored: -stored.spread)  # stable sort: first in, first out among equals
         return (by_spread if self.config.order == "priority" else fit)[: self.num_at(step)]
 
     def _drop_beyond(self) -> None:
-        beyond = max(0, len(self._kept) - self.config.size)
-        self._kept, self.expired = self._kept[beyond:], self.expired + beyond
+        beyond = max(0, len(self._stored) - self.config.size)
+        self._stored, self.expired = self._stored[beyond:], self.expired + beyond
 
     def _drop_used(self) -> None:
-        left = [kept for kept in self._kept if kept.replayed < self.config.times]
-        self.used, self._kept = self.used + len(self._kept) - len(left), left
+        left = [stored for stored in self._stored if stored.replayed < self.config.times]
+        self.used, self._stored = self.used + len(self._stored) - len(left), left
 
 
-def _as_of(episode: Episode, version: int) -> Episode:
+def _relabel_versions(episode: Episode, version: int) -> Episode:
     """Return the episode with all tokens labelled with one version."""
     trajectory = episode.trajectory
     segments = tuple(replace(s, versions=(version,) * len(s.versions)) for s in trajectory.segments)
     return replace(episode, trajectory=replace(trajectory, segments=segments))
 
 
-def _oldest(episodes: Sequence[Episode], default: int = 0) -> int:
+def _oldest_version(episodes: Sequence[Episode], default: int = 0) -> int:
     versions = (v for e in episodes for s in e.trajectory.segments for v in s.versions)
     return min(versions, default=default)

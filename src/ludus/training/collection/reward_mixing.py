@@ -1,6 +1,6 @@
 """Combine reward parts into the reward that is trained: weight schedules, gates, ranks, normalization.
 
-Takes a step's scored episodes, including the extra parts of the settings (`with_added`), and returns them
+Takes a step's scored episodes, including the extra parts of the settings (`add_extra_parts`), and returns them
 with a new `reward` (and `turn_rewards` if there is a process model). Parts stay recorded under their names.
 There is no combiner if the settings are the defaults. Evaluations are not affected.
 """
@@ -16,25 +16,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ludus.algorithms.advantages import advantages_that_need
 from ludus.algorithms.advantages.running_baselines import DomainMoments, domain_normalised
+from ludus.algorithms.kl import Schedule
+from ludus.algorithms.parts import Need
 from ludus.algorithms.shaping import ShapingRange, check_shaping, dominance_violations, gated, pareto, weighted_sum
-from ludus.algorithms.spec.advantages import advantages_that_need
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.compatibility import check_binary_rewards
-from ludus.algorithms.spec.parts import Need
-from ludus.algorithms.spec.resolve import resolve
-from ludus.algorithms.spec.schedules import Schedule
+from ludus.algorithms.spec.resolve import check_binary_rewards, resolve
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.engines.models.loading import load_tokenizer
 from ludus.envs.base import World
 from ludus.errors import ConfigError, LearnerError, UserError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rewards.presets import PUBLISHED
-from ludus.rewards.registry import MODEL_PART, check_fed, check_names, judges_more, parts_that_train
+from ludus.rewards.registry import (
+    MODEL_PART,
+    PUBLISHED,
+    check_names,
+    check_task_fits,
+    has_extra_rewards,
+    training_parts,
+)
 from ludus.rollout.reward_executor import ProcessRewardExecutor, waited
 from ludus.rollout.scheduler import Episode
-from ludus.rollout.trees import attempts, of_each_path, with_chains
+from ludus.rollout.trees import attempts, map_paths, with_chains
 from ludus.training.credit.turn_rewards import LENGTH_PART, shaping_ranges, with_length, with_turn_rewards
 from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.reward_model import (
@@ -85,7 +90,7 @@ def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[RewardPart, .
     check_names(settings, rewards)
     _check_caps(settings)
     _check_terms(settings, names)
-    found = [_planned(config, part) for part in rewards]
+    found = [_plan_part(config, part) for part in rewards]
     if has_model:
         high = min(1.0, settings.caps.get(MODEL_PART, 1.0))
         found.append(RewardPart(MODEL_PART, False, _schedule(config, MODEL_PART, settings.model_weight), 0.0, high))
@@ -100,7 +105,7 @@ def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[RewardPart, .
             raise ConfigError("No outcome has a weight above 0.", "See rewards.weights and weights_end.")
         if settings.aggregation != "pareto" and not settings.allow_outweigh:
             for world in {part.world for part in parts}:
-                _check_outcome([p for p in parts if p.world in ("", world)], config, step)
+                _check_outweigh([p for p in parts if p.world in ("", world)], config, step)
     return parts
 
 
@@ -114,7 +119,7 @@ def parts_of(config: Config, world: World) -> Sequence[Reward]:
 
     Raises ConfigError for an unknown or duplicate part.
     """
-    return parts_that_train(config.rewards, world.rewards)
+    return training_parts(config.rewards, world.rewards)
 
 
 def check_reward_settings(config: Config, world: World) -> None:
@@ -141,7 +146,7 @@ def check_reward_settings(config: Config, world: World) -> None:
     for task in by_world.values():
         _check_task(settings, task)
         if settings.extra:
-            check_fed(settings.extra, task, len(world.environment(task).tools))
+            check_task_fits(settings.extra, task, len(world.environment(task).tools))
 
 
 def _check_task(settings: RewardsConfig, task: Task) -> None:
@@ -159,7 +164,7 @@ def _check_task(settings: RewardsConfig, task: Task) -> None:
         )
 
 
-def reward_doubts(config: Config) -> list[str]:
+def reward_warnings(config: Config) -> list[str]:
     """Return warnings for reward settings that are valid but probably unintended."""
     settings, found = config.rewards, []
     if settings.aggregation == "pareto":
@@ -204,15 +209,15 @@ def reads_turns(algorithm: Algorithm) -> bool:
     return algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS)
 
 
-async def with_added(
+async def add_extra_parts(
     scoring: ProcessRewardExecutor, world: World, groups: Sequence[Sequence[Episode]], most_failures: float
 ) -> list[list[Episode]]:
-    """Return the episodes of groups, each as in `one_with_added`.
+    """Return the episodes of groups, each as in `add_extra_parts_to`.
 
     Raises WorldError with the first error if more than `most_failures` fail.
     """
     errors: list[WorldError] = []
-    every = (one_with_added(scoring, world, one, errors.append) for group in groups for one in group)
+    every = (add_extra_parts_to(scoring, world, one, errors.append) for group in groups for one in group)
     found = await asyncio.gather(*every)
     if len(errors) > most_failures + 1e-9:
         raise errors[0]
@@ -220,7 +225,7 @@ async def with_added(
     return [[next(following) for _ in group] for group in groups]
 
 
-async def one_with_added(
+async def add_extra_parts_to(
     scoring: ProcessRewardExecutor, world: World, episode: Episode, on_error: Callable[[WorldError], None]
 ) -> Episode:
     """Return an episode with the extra reward parts of the settings.
@@ -231,7 +236,7 @@ async def one_with_added(
         return episode
     begin = time.perf_counter()
     try:
-        scored = await of_each_path(episode.trajectory, lambda path: scoring.with_added(world, episode.task, path))
+        scored = await map_paths(episode.trajectory, lambda path: scoring.with_added(world, episode.task, path))
         return replace(episode, trajectory=waited(scored, time.perf_counter() - begin))
     except WorldError as error:
         on_error(error)
@@ -247,7 +252,7 @@ def combiner_of(config: Config, world: World, takes_turns: bool) -> RewardMixer:
     return RewardMixer(
         settings=settings,
         parts=plan_parts(config, parts),
-        adds=judges_more(settings),
+        adds=has_extra_rewards(settings),
         microbatch_tokens=config.training.microbatch_tokens,
         takes_turns=takes_turns,
         model=load_ensemble(models, settings.model_std_coef, config) if models else None,
@@ -290,7 +295,7 @@ class RewardMixer:
         for group, members, together in zip(groups, split, self._combine(step, apart), strict=True):
             following = iter(together)
             taken = [[next(following) for _ in own] for own in members]
-            found.append([_rejoined(one, own) for one, own in zip(group, taken, strict=True)])
+            found.append([_merge_paths(one, own) for one, own in zip(group, taken, strict=True)])
         return found
 
     def _combine(self, step: int, groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
@@ -306,11 +311,11 @@ class RewardMixer:
             return found
         episodes = [groups[g][i] for g, i in places]
         _check_leaves(episodes)
-        trajectories = self._judged([episode.trajectory for episode in episodes], step)
-        rewards = self._rewards(trajectories, torch.tensor([g for g, _ in places]), step)
+        trajectories = self._add_model_part([episode.trajectory for episode in episodes], step)
+        rewards = self._combine_parts(trajectories, torch.tensor([g for g, _ in places]), step)
         trajectories, rewards = with_length(trajectories, rewards, self.settings.length)
         if self.settings.rewards_turns:
-            trajectories = [self._with_turns(trajectory) for trajectory in trajectories]
+            trajectories = [self._add_turn_rewards(trajectory) for trajectory in trajectories]
         if self.settings.normalise_by is not None:
             trajectories = [
                 replace(t, rewards={**t.rewards, COMBINED_PART: reward})
@@ -350,13 +355,13 @@ class RewardMixer:
         texts = {tuple(segment.tokens for segment in one.segments) for one in trajectories}
         if len(parts) > 1 or (self.model is not None and len(texts) > 1):
             return True
-        turns = {self._with_turns(one).turn_rewards for one in trajectories}
+        turns = {self._add_turn_rewards(one).turn_rewards for one in trajectories}
         if self.settings.rewards_turns and len(turns) > 1:
             return True
         rewards = torch.tensor([one.reward for one in trajectories], dtype=torch.float64)
         return len(set(with_length(trajectories, rewards, self.settings.length)[1].tolist())) > 1
 
-    def _with_turns(self, trajectory: Trajectory) -> Trajectory:
+    def _add_turn_rewards(self, trajectory: Trajectory) -> Trajectory:
         return with_turn_rewards(trajectory, self.settings.turns, self.settings.turn_verifier_weight)
 
     def metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
@@ -377,13 +382,13 @@ class RewardMixer:
             return weights
         earned = [t.rewards.get(COMBINED_PART, t.reward) for t in trajectories]
         bad = dominance_violations(
-            parts=self._signed(trajectories, step),
+            parts=self._signed_parts(trajectories, step),
             rewards=torch.tensor(earned, dtype=torch.float64),
             group=torch.tensor([g for g, _ in rows]),
         )
         return weights | {"reward/dominance_violations": float(len(bad))}
 
-    def _judged(self, trajectories: Sequence[Trajectory], step: int) -> list[Trajectory]:
+    def _add_model_part(self, trajectories: Sequence[Trajectory], step: int) -> list[Trajectory]:
         """Add the reward model's part, and the turn rewards of a process model."""
         model = self.model
         if model is None:
@@ -398,16 +403,16 @@ class RewardMixer:
         ]
         judged = dict(zip(known, model.judge(arms, self.microbatch_tokens), strict=True)) if arms else {}
         unknown = Judgement((), 0.0)
-        return [self._with_values(t, judged.get(i, unknown), step) for i, t in enumerate(trajectories)]
+        return [self._set_model_part(t, judged.get(i, unknown), step) for i, t in enumerate(trajectories)]
 
-    def _with_values(self, trajectory: Trajectory, judgement: Judgement, step: int) -> Trajectory:
+    def _set_model_part(self, trajectory: Trajectory, judgement: Judgement, step: int) -> Trajectory:
         """Set the part to the mean value; turn rewards sum to the weight times that mean."""
         part, values = self.parts[-1], judgement.values
         rewards = {MODEL_PART: sum(values) / len(values) if values else 0.0}
         if len(self.settings.models) > 1:
             rewards[MODEL_STD] = judgement.std
         found = replace(trajectory, rewards={**trajectory.rewards, **rewards})
-        if not self._gives_turns or not self._is_open(found):
+        if not self._sets_turn_rewards or not self._is_open(found):
             return found
         weight = part.weight.at(step - 1)
         own = [weight * min(value, part.high) / len(values) for value in values]
@@ -416,16 +421,16 @@ class RewardMixer:
         return replace(found, turn_rewards=tuple(a + b for a, b in zip(before, own, strict=True)))
 
     @property
-    def _gives_turns(self) -> bool:
+    def _sets_turn_rewards(self) -> bool:
         is_process = self.model is not None and self.model.kind == "process"
         return is_process and self.takes_turns and self.settings.aggregation != "pareto"
 
     def _is_open(self, trajectory: Trajectory) -> bool:
         if self.settings.aggregation != "gated":
             return True
-        return bool(self._gate([trajectory])[0] > FULL)
+        return bool(self._gate_values([trajectory])[0] > FULL)
 
-    def _gate(self, trajectories: Sequence[Trajectory]) -> Tensor:
+    def _gate_values(self, trajectories: Sequence[Trajectory]) -> Tensor:
         """Return the gate values, `[N]`."""
         gate = self.settings.gate
         opens = [part for part in self.parts if part.name == gate or (part.outcome and gate == "outcome")]
@@ -433,7 +438,7 @@ class RewardMixer:
         table = [[t.rewards.get(name, 0.0) for name in names] for t in trajectories]
         return torch.tensor(table, dtype=torch.float64).amin(1)
 
-    def _values(self, trajectories: Sequence[Trajectory]) -> Tensor:
+    def _part_values(self, trajectories: Sequence[Trajectory]) -> Tensor:
         """Return the value of each part, clamped to its range, `[N, K]` float64."""
         table = torch.tensor(
             [[t.rewards.get(part.name, 0.0) for part in self.parts] for t in trajectories], dtype=torch.float64
@@ -445,28 +450,29 @@ class RewardMixer:
     def _weights(self, step: int) -> list[float]:
         """Return the weights at `step`; 0 for a model whose values become turn rewards."""
         return [
-            0.0 if part.name == MODEL_PART and self._gives_turns else part.weight.at(step - 1) for part in self.parts
+            0.0 if part.name == MODEL_PART and self._sets_turn_rewards else part.weight.at(step - 1)
+            for part in self.parts
         ]
 
-    def _signed(self, trajectories: Sequence[Trajectory], step: int) -> Tensor:
+    def _signed_parts(self, trajectories: Sequence[Trajectory], step: int) -> Tensor:
         """Return the active parts, negated if their weight is negative, `[N, K]`."""
         weights = torch.tensor(self._weights(step), dtype=torch.float64)
-        return (self._values(trajectories) * weights.sign())[:, weights != 0]
+        return (self._part_values(trajectories) * weights.sign())[:, weights != 0]
 
-    def _rewards(self, trajectories: Sequence[Trajectory], group: Tensor, step: int) -> Tensor:
+    def _combine_parts(self, trajectories: Sequence[Trajectory], group: Tensor, step: int) -> Tensor:
         """Return the combined rewards, `[N]` float64."""
         if self.settings.aggregation == "pareto":
-            return pareto(parts=self._signed(trajectories, step), group=group)
-        values, weights = self._values(trajectories), self._weights(step)
+            return pareto(parts=self._signed_parts(trajectories, step), group=group)
+        values, weights = self._part_values(trajectories), self._weights(step)
         if self.settings.aggregation == "weighted_sum":
             return weighted_sum(parts=values, weights=weights)
         pairs = list(zip(self.parts, weights, strict=True))
         outcome = weighted_sum(parts=values, weights=[w if part.outcome else 0.0 for part, w in pairs])
         shaping = weighted_sum(parts=values, weights=[0.0 if part.outcome else w for part, w in pairs])
-        return outcome + gated(gate=self._gate(trajectories), rewards=shaping, threshold=FULL)
+        return outcome + gated(gate=self._gate_values(trajectories), rewards=shaping, threshold=FULL)
 
 
-def _rejoined(episode: Episode, paths: Sequence[Episode]) -> Episode:
+def _merge_paths(episode: Episode, paths: Sequence[Episode]) -> Episode:
     """Merge the combined paths back into the episode."""
     whole = episode.trajectory
     if whole.failure is not None:
@@ -506,7 +512,7 @@ def _check_terms(settings: RewardsConfig, names: Sequence[str]) -> None:
         )
 
 
-def _planned(config: Config, part: Reward) -> RewardPart:
+def _plan_part(config: Config, part: Reward) -> RewardPart:
     weight = config.rewards.weights.get(part.name, part.weight)
     schedule = _schedule(config, part.name, weight)
     if part.outcome:
@@ -522,7 +528,7 @@ def _schedule(config: Config, name: str, weight: float) -> Schedule:
     return Schedule(settings.schedule, weight, settings.weights_end[name], part_steps(config))
 
 
-def _check_outcome(parts: Sequence[RewardPart], config: Config, step: int) -> None:
+def _check_outweigh(parts: Sequence[RewardPart], config: Config, step: int) -> None:
     """Raise ConfigError if shaping could outweigh the outcome at `step`.
 
     All weights follow one curve, so a condition that holds at both ends holds in between. Behind a gate

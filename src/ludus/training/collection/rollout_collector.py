@@ -12,27 +12,31 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Protocol
 
+from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.parts import Need
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import Engine
 from ludus.envs.base import World
-from ludus.errors import ConfigError, WorldError
+from ludus.errors import WorldError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
-from ludus.rollout.build import SamplingPlan
+from ludus.rollout.group_queue import StreamedGroup
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
+from ludus.rollout.partial import PartialRollouts, StepBudget
 from ludus.rollout.reward_executor import RewardFault
-from ludus.rollout.scheduler import CANCELLED, Attempt, Episode, FailureBudget, RolloutRequest, Scheduler
-from ludus.rollout.streaming.group_queue import StreamedGroup
-from ludus.rollout.streaming.partial import PartialRollouts, StepBudget
+from ludus.rollout.scheduler import CANCELLED, Attempt, Episode, FailureBudget, RolloutRequest, SamplingPlan, Scheduler
 from ludus.tasks.order import TaskSequence
-from ludus.training.collection.algorithm_state import AlgorithmState
 from ludus.training.collection.demonstrations import Demonstrations
-from ludus.training.collection.greso import GresoDraw, after_visits, choose
-from ludus.training.collection.group_filters import as_one_batch, with_role_baselines
-from ludus.training.collection.reward_mixing import RewardMixer, one_with_added, with_added
-from ludus.training.credit.advantages import TrainingSample, assign_credit, compared_again, is_experts
+from ludus.training.collection.filters import (
+    AlgorithmState,
+    GresoDraw,
+    choose_tasks,
+    filter_batch,
+    record_greso_visits,
+    with_role_baselines,
+)
+from ludus.training.collection.reward_mixing import RewardMixer, add_extra_parts, add_extra_parts_to
+from ludus.training.credit.advantages import TrainingSample, assign_credit, compared_again, is_expert
 from ludus.training.run.session import TrainingSession, session_scheduler
 from ludus.types import Task
 
@@ -54,7 +58,7 @@ class EpisodeReporter(Protocol):
 class RemoteSampler(Protocol):
     """Worker processes that run episodes."""
 
-    def attempts(self, play: SamplingPlan) -> Attempt:
+    def attempts(self, plan: SamplingPlan) -> Attempt:
         """Return the function that runs an attempt on the workers."""
         ...
 
@@ -86,14 +90,14 @@ class RolloutCollector:
     memory: AlgorithmState = field(default_factory=AlgorithmState)
     combiner: RewardMixer | None = None
     experts: Demonstrations | None = None
-    elsewhere: RemoteSampler | None = None
+    remote: RemoteSampler | None = None
     partial: PartialRollouts | None = field(default=None, init=False)
     """Unfinished episodes, if a step has a budget."""
     skipped: int = field(default=0, init=False)
     """Number of tasks that GRESO skipped for the current step."""
     _added: set[RolloutKey] = field(default_factory=set, init=False)
     """Episodes with the extra reward parts that have no credit yet."""
-    _said_short: bool = field(default=False, init=False)
+    _warned_short: bool = field(default=False, init=False)
 
     @property
     def state(self) -> CollectorState:
@@ -104,13 +108,13 @@ class RolloutCollector:
         waiting, partial = self.partial.waiting(), self.partial.metrics()
         return CollectorState(self.memory, self.skipped, moments, waiting, partial)
 
-    def go_on_with(self, kept: Sequence[StreamedGroup]) -> None:
+    def restore_partial(self, kept: Sequence[StreamedGroup]) -> None:
         """Enable step budgets and restore the waiting episodes; call before the first step."""
         config = self.session.config
         if not (config.rollout.partial.is_set or kept):
             return
         scheduler = self.scheduler()
-        if (room := room_for_sessions(self.session.world)) is not None:
+        if (room := max_sessions(self.session.world)) is not None:
             limits = replace(scheduler.limits, concurrency=min(scheduler.limits.concurrency, room // 2))
             scheduler = replace(scheduler, limits=limits)
         self.partial = PartialRollouts(scheduler, step_budget(config), kept, self.reporter.episode)
@@ -119,28 +123,28 @@ class RolloutCollector:
         """Roll out groups in rounds until enough can train or the rounds are used up."""
         num_tasks = self.session.config.training.prompts_per_step
         rounds = self.algorithm.max_resample_rounds + 1
-        credits: list[TrainingSample] = []
+        samples: list[TrainingSample] = []
         self.skipped, first_group = 0, 0
         if self.partial is not None:
             self.partial.begin_step(step, last=step == self.session.config.training.steps)
         for number in range(rounds):
-            wanted = num_tasks - num_training_groups(credits)
+            wanted = num_tasks - num_training_groups(samples)
             if self.algorithm.greso:
-                taken = {c.episode.task.id for c in credits} | self.ledger.trained_ahead(step)
-                tasks = self.choose(step, order, wanted, taken)
+                taken = {c.episode.task.id for c in samples} | self.ledger.trained_ahead(step)
+                tasks = self.choose_tasks(step, order, wanted, taken)
             else:
                 tasks = order.take(((step - 1) * rounds + number) * num_tasks, wanted)
-                tasks = self._untrained(step, tasks, order)
+                tasks = self._replace_trained(step, tasks, order)
             groups = await self.roll_out(step, tasks)
             first_group = max(first_group, number * num_tasks)
-            credits += await self.credit(step, groups, first_group)
+            samples += await self.make_samples(step, groups, first_group)
             first_group += len(groups)
-            if num_training_groups(credits) >= num_tasks or self._has_spent:
-                return self.as_batch(self.normalised(credits))
-        self._say_short(step, num_training_groups(credits), num_tasks)
-        return self.as_batch(self.normalised(credits))
+            if num_training_groups(samples) >= num_tasks or self._budget_is_spent:
+                return self.apply_batch_filters(self.normalize_batch(samples))
+        self._warn_short_batch(step, num_training_groups(samples), num_tasks)
+        return self.apply_batch_filters(self.normalize_batch(samples))
 
-    def _untrained(self, step: int, tasks: Sequence[Task], order: TaskSequence) -> Sequence[Task]:
+    def _replace_trained(self, step: int, tasks: Sequence[Task], order: TaskSequence) -> Sequence[Task]:
         """Return the tasks of a step, with tasks whose groups were already trained replaced by owed tasks.
 
         If none is owed, the first task that is not in the step is used.
@@ -149,36 +153,36 @@ class RolloutCollector:
         found = [task for task in tasks if task.id not in ahead]
         taken = ahead | {task.id for task in tasks}
         known = {task.id: task for task in order.tasks}
-        owed = [known[name] for name in self.memory.owed if name in known]
+        untrained_tasks = [known[name] for name in self.memory.untrained_tasks if name in known]
         for _ in range(len(tasks) - len(found)):
-            one = next((task for task in (*owed, *order.tasks) if task.id not in taken), None)
+            one = next((task for task in (*untrained_tasks, *order.tasks) if task.id not in taken), None)
             if one is None:
                 break
             found.append(one)
             taken.add(one.id)
-            if one in owed:
-                owed.remove(one)
-                self.memory = replace(self.memory, owed=tuple(task.id for task in owed))
+            if one in untrained_tasks:
+                untrained_tasks.remove(one)
+                self.memory = replace(self.memory, untrained_tasks=tuple(task.id for task in untrained_tasks))
         return found
 
     @property
-    def _has_spent(self) -> bool:
+    def _budget_is_spent(self) -> bool:
         return self.partial is not None and self.partial.is_spent
 
-    def _say_short(self, step: int, found: int, wanted: int) -> None:
+    def _warn_short_batch(self, step: int, found: int, wanted: int) -> None:
         """Log once per run that the rounds were used up before the batch was full."""
         rounds = self.algorithm.max_resample_rounds
-        if rounds and found < wanted and not self._said_short:
-            self._said_short = True
+        if rounds and found < wanted and not self._warned_short:
+            self._warned_short = True
             log.warning(
                 "Step %d trains on %d of %d groups: all %d algorithm.max_resample_rounds were used. "
                 "Logged once per run; see groups/zero_variance for every step.",
                 *(step, found, wanted, rounds),
             )
 
-    def choose(self, step: int, order: TaskSequence, wanted: int, taken: set[str]) -> Sequence[Task]:
+    def choose_tasks(self, step: int, order: TaskSequence, wanted: int, taken: set[str]) -> Sequence[Task]:
         """Return the next tasks that GRESO does not skip and that are not in `taken`."""
-        chosen = choose(order, wanted, self.memory, taken, GresoDraw(self.session.config.run.seed, step))
+        chosen = choose_tasks(order, wanted, self.memory, taken, GresoDraw(self.session.config.run.seed, step))
         self.memory = chosen.memory
         self.skipped += chosen.skipped
         return chosen.tasks
@@ -189,7 +193,7 @@ class RolloutCollector:
             groups = [self.jobs(step, task) for task in tasks]
             total = self.partial.num_unfinished + sum(map(len, groups))
             self.reporter.phase(f"step {step}: episodes", total, self.engine)
-            return await self.partial.play(groups)
+            return await self.partial.run(groups)
         jobs = [job for task in tasks for job in self.jobs(step, task)]
         self.reporter.phase(f"step {step}: episodes", len(jobs), self.engine)
         episodes = await self.scheduler().run(jobs, self.reporter.episode)
@@ -217,53 +221,53 @@ class RolloutCollector:
         config, rollout = self.session.config, self.session.config.rollout
         if config.training.streams:
             rollout = rollout.model_copy(update={"reproducible": False})
-        play = SamplingPlan("train", rollout.temperature, config.run.seed, branches=True)
-        return self._scheduler(rollout, play, self.ledger)
+        plan = SamplingPlan("train", rollout.temperature, config.run.seed, branches=True)
+        return self._scheduler(rollout, plan, self.ledger)
 
-    def _scheduler(self, rollout: RolloutConfig, play: SamplingPlan, ledger: Ledger) -> Scheduler:
+    def _scheduler(self, rollout: RolloutConfig, plan: SamplingPlan, ledger: Ledger) -> Scheduler:
         """Return a scheduler in this process or on remote workers, which do not run in lockstep."""
-        here = session_scheduler(self.session, self.engine, play, ledger, rollout)
-        if self.elsewhere is None:
+        here = session_scheduler(self.session, self.engine, plan, ledger, rollout)
+        if self.remote is None:
             return here
-        return replace(here, lockstep=None, elsewhere=self.elsewhere.attempts(play))
+        return replace(here, lockstep=None, remote=self.remote.attempts(plan))
 
-    async def credit(
+    async def make_samples(
         self, step: int, groups: Sequence[Sequence[Episode]], first_group: int = 0
     ) -> list[TrainingSample]:
         """Return the training samples of the groups, experts included, numbered from `first_group`."""
         if self.experts is not None:
             groups = await self.experts.join(step, groups)
         if self.combiner is not None:
-            groups = self.combiner.combine(step, await self._with_added(groups, self.combiner))
+            groups = self.combiner.combine(step, await self._add_extra_parts(groups, self.combiner))
         return assign_credit(groups, self.algorithm, self.overlong_limit, first_group)
 
-    async def _with_added(
+    async def _add_extra_parts(
         self, groups: Sequence[Sequence[Episode]], combiner: RewardMixer
     ) -> Sequence[Sequence[Episode]]:
         """Add the extra reward parts; episodes that fail at this are recorded as failed in the ledger."""
         if not combiner.adds:
             return groups
-        session, lacking = self.session, [[e for e in group if self._lacks_parts(e)] for group in groups]
+        session, lacking = self.session, [[e for e in group if self._needs_extra_parts(e)] for group in groups]
         most = session.config.rollout.max_failure_rate * sum(map(len, groups))
-        following = chain(*await with_added(session.scoring, session.world, lacking, most))
-        found = [[next(following) if self._lacks_parts(one) else one for one in group] for group in groups]
+        following = chain(*await add_extra_parts(session.scoring, session.world, lacking, most))
+        found = [[next(following) if self._needs_extra_parts(one) else one for one in group] for group in groups]
         for before, after in zip(chain(*groups), chain(*found), strict=True):
             self._note_failure(before, after)
             self._added.discard(after.key)
         return found
 
-    def _lacks_parts(self, episode: Episode) -> bool:
-        return episode.key not in self._added or is_experts(episode)
+    def _needs_extra_parts(self, episode: Episode) -> bool:
+        return episode.key not in self._added or is_expert(episode)
 
     def _note_failure(self, before: Episode, after: Episode) -> None:
         """Record in the ledger that computing the extra reward parts failed."""
         failure = after.trajectory.failure
-        if failure is not None and before.trajectory.failure is None and not is_experts(after):
+        if failure is not None and before.trajectory.failure is None and not is_expert(after):
             self.ledger.finish(after.key, RolloutOutcome.FAILED, failure.part)
             if failure.part == RewardFault.part:  # timed out, or its process has exited
                 self.ledger.note_clock_limit(after.key.step)
 
-    async def add_parts(self, episode: Episode, budget: FailureBudget) -> Episode:
+    async def add_extra_parts(self, episode: Episode, budget: FailureBudget) -> Episode:
         """Add the extra reward parts to a streamed episode, so that `credit` does not add them again.
 
         Failures count towards `budget`; a cancelled episode is recorded as dropped.
@@ -272,7 +276,7 @@ class RolloutCollector:
             return episode
         session, errors = self.session, list[WorldError]()
         try:
-            found = await one_with_added(session.scoring, session.world, episode, errors.append)
+            found = await add_extra_parts_to(session.scoring, session.world, episode, errors.append)
         except asyncio.CancelledError:
             self.ledger.finish(episode.key, RolloutOutcome.DROPPED, CANCELLED)
             raise
@@ -283,35 +287,35 @@ class RolloutCollector:
             self._added.add(found.key)
         return found
 
-    def normalised(self, credits: list[TrainingSample]) -> list[TrainingSample]:
+    def normalize_batch(self, samples: list[TrainingSample]) -> list[TrainingSample]:
         """Normalize the rewards over the batch if `rewards.normalise_over` is "batch"."""
         if self.combiner is None or self.combiner.settings.normalise_over != "batch":
-            return credits
-        episodes = self.combiner.over_batch([credit.episode for credit in credits])
-        found = [replace(c, episode=one) for c, one in zip(credits, episodes, strict=True)]
+            return samples
+        episodes = self.combiner.over_batch([sample.episode for sample in samples])
+        found = [replace(c, episode=one) for c, one in zip(samples, episodes, strict=True)]
         return compared_again(found, self.algorithm, self.overlong_limit)
 
-    def as_batch(self, credits: list[TrainingSample]) -> list[TrainingSample]:
+    def apply_batch_filters(self, samples: list[TrainingSample]) -> list[TrainingSample]:
         """Apply the filters and state updates that need all groups of a step."""
         if self.algorithm.greso:
             success = self.session.world.rewards[0].name
-            self.memory = after_visits(self.memory, credits, success, self.algorithm)
+            self.memory = record_greso_visits(self.memory, samples, success, self.algorithm)
         if self.algorithm.advantage_spec.has(Need.ROLE_BASELINES):
-            credits, averages = with_role_baselines(credits, self.session.world.name, self.memory.averages)
+            samples, averages = with_role_baselines(samples, self.session.world.name, self.memory.averages)
             self.memory = replace(self.memory, averages=averages)
-        return as_one_batch(credits, self.algorithm, self.overlong_limit)
+        return filter_batch(samples, self.algorithm, self.overlong_limit)
 
-    def again(self, credits: list[TrainingSample]) -> list[TrainingSample]:
+    def replay_samples(self, samples: list[TrainingSample]) -> list[TrainingSample]:
         """Return replayed samples as a separate batch, without updating any state."""
-        if credits and self.algorithm.advantage_spec.has(Need.ROLE_BASELINES):
-            credits, _ = with_role_baselines(credits, self.session.world.name, self.memory.averages)
-        return as_one_batch(credits, self.algorithm, self.overlong_limit)
+        if samples and self.algorithm.advantage_spec.has(Need.ROLE_BASELINES):
+            samples, _ = with_role_baselines(samples, self.session.world.name, self.memory.averages)
+        return filter_batch(samples, self.algorithm, self.overlong_limit)
 
     async def evaluate(self, plan: EvaluationPlan) -> tuple[Evaluation, list[Episode]]:
         """Run an evaluation with the engine's current weights."""
-        session, play = self.session, SamplingPlan("evaluate", plan.temperature, plan.seed)
-        scheduler = self._scheduler(session.config.rollout, play, Ledger())
-        if self.partial is not None and (room := room_for_sessions(session.world)) is not None:
+        session, sampling = self.session, SamplingPlan("evaluate", plan.temperature, plan.seed)
+        scheduler = self._scheduler(session.config.rollout, sampling, Ledger())
+        if self.partial is not None and (room := max_sessions(session.world)) is not None:
             left = min(scheduler.limits.concurrency, room - self.partial.num_open)
             scheduler = replace(scheduler, limits=replace(scheduler.limits, concurrency=left))
         tasks = session.world.tasks(plan.split)
@@ -320,12 +324,12 @@ class RolloutCollector:
         return await evaluate(scheduler, tasks, plan, self.reporter.episode)
 
 
-def room_for_sessions(world: World) -> int | None:
+def max_sessions(world: World) -> int | None:
     """Return the sandbox's session limit for concurrent episodes, or None if there is none."""
     return world.episodes_at_once
 
 
-def longest_wait(config: Config) -> int:
+def max_waits_of(config: Config) -> int:
     """Return how many extra steps an episode may wait under `staleness.max_staleness`."""
     return config.staleness.max_staleness - (config.training.one_step_behind)
 
@@ -333,58 +337,7 @@ def longest_wait(config: Config) -> int:
 def step_budget(config: Config) -> StepBudget:
     """Return the budget of `rollout.partial`."""
     partial = config.rollout.partial
-    return StepBudget(partial.tokens or None, partial.seconds or None, longest_wait(config))
-
-
-def check_partial(config: Config, world: World) -> None:
-    """Raise ConfigError if rollout.partial is set but no episode could wait for the next step."""
-    if not config.rollout.partial.is_set or config.training.streams:
-        return
-    if longest_wait(config) < 1:
-        raise ConfigError(
-            f"rollout.partial makes episodes wait for the next step, but staleness.max_staleness "
-            f"({config.staleness.max_staleness}) forbids this (training.mode = {config.training.mode!r}).",
-            f"Set staleness.max_staleness to {2 if config.training.one_step_behind else 1} or more.",
-        )
-    if config.cluster.enabled:
-        raise ConfigError(
-            "rollout.partial needs episodes that run in the learner's process.",
-            "With --cluster set training.mode = 'async', which streams episodes.",
-        )
-    if (room := room_for_sessions(world)) is not None and room < 2:
-        raise ConfigError(
-            "rollout.partial needs at least two sandbox sessions: one may belong to an episode that waits.",
-            "Raise sandbox.sessions or unset rollout.partial.",
-        )
-
-
-def check_branch(config: Config) -> None:
-    """Raise ConfigError if training episodes cannot branch."""
-    rollout = config.rollout
-    if not rollout.branch.branches:
-        return
-    if rollout.partial.is_set:
-        raise ConfigError(
-            "rollout.branch cannot be combined with rollout.partial: waiting episodes do not support forks.",
-            "Unset one of them.",
-        )
-    if rollout.temperature == 0:
-        raise ConfigError(
-            "rollout.branch needs sampling: at rollout.temperature = 0 all branches are identical.",
-            "Set rollout.temperature above 0 or unset rollout.branch.",
-        )
-    if late := [turn for turn in rollout.branch.turns if turn >= rollout.max_turns]:
-        raise ConfigError(
-            f"rollout.branch.turns has turn {late[0]}, but episodes have turns 0 to "
-            f"{rollout.max_turns - 1} (rollout.max_turns).",
-            "Choose an earlier turn.",
-        )
-    if config.training.learner.replay_routing:
-        raise ConfigError(
-            "rollout.branch cannot be combined with training.learner.replay_routing: the routing of a tree "
-            "is not recorded.",
-            "Unset one of them.",
-        )
+    return StepBudget(partial.tokens or None, partial.seconds or None, max_waits_of(config))
 
 
 def overlong_limit(config: Config, algorithm: Algorithm) -> int:
@@ -397,6 +350,6 @@ def overlong_limit(config: Config, algorithm: Algorithm) -> int:
     return min(rollout.max_seq_len, rollout.max_turns * rollout.max_tokens_per_turn)
 
 
-def num_training_groups(credits: Sequence[TrainingSample]) -> int:
+def num_training_groups(samples: Sequence[TrainingSample]) -> int:
     """Return the number of groups with at least one trained sample."""
-    return len({c.group for c in credits if c.outcome is RolloutOutcome.TRAINED})
+    return len({c.group for c in samples if c.outcome is RolloutOutcome.TRAINED})

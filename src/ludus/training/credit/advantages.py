@@ -1,40 +1,116 @@
-"""Credit assignment: decide which episodes train and compute their advantages."""
+"""Credit assignment: decide which episodes train and compute their advantages.
+
+In self-play the task tag `role` is the policy's role (default "policy"); the tag `proposal` is the proposed
+task that it attempts (default: its own id).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ludus.algorithms.batch import Outcomes
 from ludus.algorithms.filters import mean_entropy, overlong_mask, zero_variance
-from ludus.algorithms.kl import penalised_advantages, penalised_rewards
-from ludus.algorithms.losses import conflict_weights
+from ludus.algorithms.kl import GRANULARITIES, penalised_advantages, penalised_rewards
+from ludus.algorithms.losses.gtpo import conflict_weights
+from ludus.algorithms.parts import Need
 from ludus.algorithms.shaping import soft_overlong
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.parts import Need
-from ludus.algorithms.spec.words import GRANULARITIES
+from ludus.algorithms.tensors import Outcomes
 from ludus.errors import LearnerError
 from ludus.rewards.base import Reward
 from ludus.rollout.ledger import Ledger, RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import Path, attempts, leaf_rewards, paths
-from ludus.training.batches.finite_checks import check_estimates, check_trajectories
-from ludus.training.batches.rows import Row, row_of_trajectory, transitions_of, without_masked
-from ludus.training.batches.trajectory_tree import new_actions, turn_nodes, where_any
-from ludus.training.credit.estimates import UNKNOWN, Estimates
-from ludus.training.credit.self_play_roles import role_tables
-from ludus.types import StopReason, Trajectory
+from ludus.training.batches.rows import (
+    Row,
+    check_estimates,
+    check_trajectories,
+    new_actions,
+    row_of_trajectory,
+    transitions_of,
+    turn_nodes,
+    where_any,
+    without_masked,
+)
+from ludus.types import StopReason, Task, Trajectory
+
+
+class Estimates(NamedTuple):
+    """Model estimates of the compared samples, in order, per action token `[n_i]`.
+
+    `kl` to the reference, `values` of the critic, `outcome_probs` of an outcome critic, `prm_logprobs` of the
+    process reward model with `ref_logprobs` of its reference; `old_logprobs`, `entropies` and
+    `sum_pi_squared` (sum of squared probabilities) of the policy at the start of the step; `bootstrap` [one
+    per path], the critic's value after the last action token, 0 for episodes that terminated. None if the
+    algorithm does not use it.
+    """
+
+    kl: Sequence[Tensor] | None = None
+    values: Sequence[Tensor] | None = None
+    outcome_probs: Sequence[Tensor] | None = None
+    prm_logprobs: Sequence[Tensor] | None = None
+    ref_logprobs: Sequence[Tensor] | None = None
+    old_logprobs: Sequence[Tensor] | None = None
+    entropies: Sequence[Tensor] | None = None
+    sum_pi_squared: Sequence[Tensor] | None = None
+    bootstrap: Sequence[Tensor] | None = None
+
+    def along(self, split: Sequence[Sequence[Path]]) -> Estimates:
+        """Return the estimates for each path of each trajectory."""
+
+        def spread(rows: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
+            if rows is None:
+                return None
+            return [row[list(path.places)] for row, own in zip(rows, split, strict=True) for path in own]
+
+        *per_token, bootstrap = self
+        of_paths = None if bootstrap is None else [value[None] for own in bootstrap for value in own]
+        return Estimates._make([*map(spread, per_token), of_paths])
+
+
+ESTIMATE_NAMES = (
+    "KL to the reference",
+    "value of the critic",
+    "probability of the outcome",
+    "log-probability under the process reward model",
+    "log-probability under the reference",
+    "log-probability at the start of the step",
+    "entropy at the start of the step",
+    "sum of squared probabilities",
+    "value of the critic at the end",
+)
+"""Names of the estimates in messages, in the order of `Estimates`."""
+UNKNOWN = Estimates()
+"""No estimates."""
+
+
+ROLE, PROPOSAL, PROPOSER = "role", "proposal", "proposer"
+PLAIN_ROLE = "policy"
+
+
+def role_of(task: Task) -> str:
+    """Return the policy's role in a task."""
+    return task.tags.get(ROLE, PLAIN_ROLE)
+
+
+def role_tables(tasks: Sequence[Task]) -> tuple[Tensor, Tensor]:
+    """Return whether the policy proposes in each task, `[N]` bool, and the proposal's number, `[N]`."""
+    proposer = torch.tensor([role_of(task) == PROPOSER for task in tasks], dtype=torch.bool)
+    numbers: dict[str, int] = {}
+    names = [task.tags.get(PROPOSAL, task.id) for task in tasks]
+    return proposer, torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
+
 
 EXPERT = "expert"
 """Agent name of segments that the policy did not sample."""
 CUT_OFF = frozenset({StopReason.TRUNCATED, StopReason.MAX_TOKENS})
 """Stop reasons caused by a token limit, as used by the overlong filter."""
-
 BASELINE = "baseline"
 """Drop reason of a greedy baseline episode."""
 
@@ -65,7 +141,7 @@ class TrainingSample:
     @property
     def expert(self) -> bool:
         """Whether an expert produced it; experts are excluded from ledger and episode metrics."""
-        return is_experts(self.episode)
+        return is_expert(self.episode)
 
     @property
     def advantage(self) -> float | None:
@@ -92,7 +168,7 @@ class TrainingSample:
         )
 
 
-def is_experts(episode: Episode) -> bool:
+def is_expert(episode: Episode) -> bool:
     """Return whether an expert produced the episode."""
     return any(segment.agent == EXPERT for segment in episode.trajectory.segments)
 
@@ -108,33 +184,33 @@ def assign_credit(
     tokens of `algorithm.overlong_measure`. Raises LearnerError if a reward or log-probability is not finite,
     or the advantage does not support a reward.
     """
-    credits: list[TrainingSample] = []
+    samples: list[TrainingSample] = []
     compared: list[TrainingSample] = []
     for place, group in enumerate(groups, start=first_group):
         if any(episode.trajectory.failure for episode in group):
-            credits += [_of_partial_group(episode, place) for episode in group]
+            samples += [_drop_partial_group(episode, place) for episode in group]
         else:
             check_trajectories([episode.trajectory for episode in group])
             if algorithm.advantage_spec.has(Need.BINARY_REWARDS):
                 _check_binary([episode.trajectory for episode in group], algorithm)
-            credits += [TrainingSample(one, RolloutOutcome.MASKED, BASELINE, place) for one in group if one.greedy]
+            samples += [TrainingSample(one, RolloutOutcome.MASKED, BASELINE, place) for one in group if one.greedy]
             compared += _members(group, algorithm, max_length, place)
-    return credits + _compare(compared, algorithm, max_length)
+    return samples + _compare(compared, algorithm, max_length)
 
 
-def compared_again(credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
+def compared_again(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
     """Recompute the samples of a batch whose rewards have changed since `assign_credit`.
 
     Baselines, filters and advantages are recomputed; groups keep their numbers.
     """
     greedy = {
         c.group: c.episode.trajectory.reward + _punishment(c.episode.trajectory, algorithm, max_length)
-        for c in credits
+        for c in samples
         if c.reason == BASELINE
     }
-    compared = [replace(c, baseline=greedy.get(c.group, c.baseline)) for c in credits if c.advantages is not None]
+    compared = [replace(c, baseline=greedy.get(c.group, c.baseline)) for c in samples if c.advantages is not None]
     following = iter(_compare(compared, algorithm, max_length))
-    return [credit if credit.advantages is None else next(following) for credit in credits]
+    return [sample if sample.advantages is None else next(following) for sample in samples]
 
 
 def _members(group: Sequence[Episode], algorithm: Algorithm, max_length: int, place: int) -> list[TrainingSample]:
@@ -168,35 +244,37 @@ def _check_binary(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> N
 
 
 def with_estimates(
-    credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int, estimates: Estimates
+    samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int, estimates: Estimates
 ) -> list[TrainingSample]:
     """Return the samples with advantages that include the KL, as placed by `algorithm`, and the critic.
 
     If there are values, sets `values` and `targets`; if there are reference log-probabilities, sets
     `reference`. Raises LearnerError if an estimate is not finite.
     """
-    compared = [credit for credit in credits if credit.advantages is not None]
-    check_estimates(estimates.named, [credit.episode.trajectory.name for credit in compared])
+    compared = [sample for sample in samples if sample.advantages is not None]
+    check_estimates(
+        dict(zip(ESTIMATE_NAMES, estimates, strict=True)), [sample.episode.trajectory.name for sample in compared]
+    )
     advantages = _advantages(compared, algorithm, max_length, estimates)
-    found = [replace(credit, advantages=a) for credit, a in zip(compared, advantages, strict=True)]
+    found = [replace(sample, advantages=a) for sample, a in zip(compared, advantages, strict=True)]
     if estimates.ref_logprobs is not None:
         found = [
-            replace(credit, reference=tuple(row.tolist()))
-            for credit, row in zip(found, estimates.ref_logprobs, strict=True)
+            replace(sample, reference=tuple(row.tolist()))
+            for sample, row in zip(found, estimates.ref_logprobs, strict=True)
         ]
     if estimates.values is not None:
-        raw = _advantages(compared, _of_critic(algorithm), max_length, estimates)
+        raw = _advantages(compared, _critic_algorithm(algorithm), max_length, estimates)
         values = [v.double().cpu() for v in estimates.values]
         targets = [torch.tensor(a, dtype=v.dtype) + v for a, v in zip(raw, values, strict=True)]
         found = [
-            replace(credit, values=tuple(v.tolist()), targets=tuple(t.tolist()))
-            for credit, v, t in zip(found, values, targets, strict=True)
+            replace(sample, values=tuple(v.tolist()), targets=tuple(t.tolist()))
+            for sample, v, t in zip(found, values, targets, strict=True)
         ]
     following = iter(found)
-    return [credit if credit.advantages is None else next(following) for credit in credits]
+    return [sample if sample.advantages is None else next(following) for sample in samples]
 
 
-def _of_critic(algorithm: Algorithm) -> Algorithm:
+def _critic_algorithm(algorithm: Algorithm) -> Algorithm:
     """Return the algorithm whose advantages plus values are the critic's targets: unwhitened, own lambda.
 
     A KL in the reward is part of the targets; a KL in the advantage and GTPO's conflict weights are not.
@@ -212,37 +290,36 @@ def _of_critic(algorithm: Algorithm) -> Algorithm:
     return replace(algorithm.without_token_weights(), options=replace(algorithm.options, advantage=own))
 
 
-def _of_partial_group(episode: Episode, place: int) -> TrainingSample:
-    failure = episode.trajectory.failure
-    if failure is not None:
+def _drop_partial_group(episode: Episode, place: int) -> TrainingSample:
+    if (failure := episode.trajectory.failure) is not None:
         return TrainingSample(episode, RolloutOutcome.FAILED, failure.part, place)
     return TrainingSample(episode, RolloutOutcome.DROPPED, "partial_group", place)
 
 
-def _compare(credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
-    if not credits:
+def _compare(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
+    if not samples:
         return []
-    kept = varied_groups(credits, algorithm)
+    kept = varied_groups(samples, algorithm)
     found = []
-    for credit in credits:
-        ends = [one.stop_reason in CUT_OFF for one in attempts(credit.episode.trajectory)]
+    for sample in samples:
+        ends = [one.stop_reason in CUT_OFF for one in attempts(sample.episode.trajectory)]
         whole = overlong_mask(truncated=ends)
-        outcome, reason = _fate(credit.episode, kept[credit.group], bool(whole.any()), algorithm)
-        found.append(replace(credit, outcome=outcome, reason=reason))
+        outcome, reason = _training_status(sample.episode, kept[sample.group], bool(whole.any()), algorithm)
+        found.append(replace(sample, outcome=outcome, reason=reason))
         if algorithm.overlong_mask and whole.any() and not whole.all():
-            trains = where_any(paths(credit.episode.trajectory), whole.tolist())
+            trains = where_any(paths(sample.episode.trajectory), whole.tolist())
             found[-1] = replace(found[-1], trains=trains)
     advantages = _advantages(found, algorithm, max_length)
-    return [replace(credit, advantages=a) for credit, a in zip(found, advantages, strict=True)]
+    return [replace(sample, advantages=a) for sample, a in zip(found, advantages, strict=True)]
 
 
-def compared_rewards(credits: Sequence[TrainingSample], algorithm: Algorithm) -> tuple[Tensor, list[int]]:
+def compared_rewards(samples: Sequence[TrainingSample], algorithm: Algorithm) -> tuple[Tensor, list[int]]:
     """Return rewards [P, C] of each path of each trajectory, and the group of each path.
 
     Column 0 is the reward; other columns are turn rewards, if the advantage uses them. Length punishment is
     excluded, since DAPO's dynamic sampling is based on correctness.
     """
-    chains = [(path.trajectory, credit.group) for credit in credits for path in paths(credit.episode.trajectory)]
+    chains = [(path.trajectory, sample.group) for sample in samples for path in paths(sample.episode.trajectory)]
     reads_turns = algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS)
     turns = [list(t.turn_rewards[: t.num_turns]) if reads_turns else [] for t, _ in chains]
     most = max(map(len, turns), default=0)
@@ -250,32 +327,32 @@ def compared_rewards(credits: Sequence[TrainingSample], algorithm: Algorithm) ->
     return torch.tensor(rows, dtype=torch.float64), [group for _, group in chains]
 
 
-def varied_groups(credits: Sequence[TrainingSample], algorithm: Algorithm) -> dict[int, bool]:
+def varied_groups(samples: Sequence[TrainingSample], algorithm: Algorithm) -> dict[int, bool]:
     """Return whether the advantage distinguishes each group's members, by group number.
 
     Rewards count if they differ as the advantage reads them; for advantages with other inputs, a nonzero
     advantage also counts.
     """
-    table, index = compared_rewards(credits, algorithm)
+    table, index = compared_rewards(samples, algorithm)
     wider = algorithm.advantage_spec.has(Need.ADVANTAGE_OF_EQUAL_REWARDS)
     varied = zero_variance(rewards=table[:, 0] if wider else table, group=index).tolist()
     found = dict(zip(index, varied, strict=True))
     if wider:
         plain = replace(algorithm.without_token_weights(), kl_coef=0.0, overlong_buffer=0.0)
-        rows = _advantages(credits, plain, 0)
-        for credit, row in zip(credits, rows, strict=True):
-            found[credit.group] |= any(row)
+        rows = _advantages(samples, plain, 0)
+        for sample, row in zip(samples, rows, strict=True):
+            found[sample.group] |= any(row)
     return found
 
 
-def equal_groups(credits: Sequence[TrainingSample], algorithm: Algorithm) -> dict[int, bool]:
+def equal_groups(samples: Sequence[TrainingSample], algorithm: Algorithm) -> dict[int, bool]:
     """Return whether each compared group has zero variance, as the filter `zero_variance`; by number."""
-    compared = [credit for credit in credits if credit.advantages is not None]
+    compared = [sample for sample in samples if sample.advantages is not None]
     varied = varied_groups(compared, algorithm) if compared else {}
     return {number: not varies for number, varies in varied.items()}
 
 
-def _fate(episode: Episode, varied: bool, whole: bool, algorithm: Algorithm) -> tuple[RolloutOutcome, str]:
+def _training_status(episode: Episode, varied: bool, whole: bool, algorithm: Algorithm) -> tuple[RolloutOutcome, str]:
     if algorithm.filter_zero_variance and not varied:
         return RolloutOutcome.DROPPED, "zero_variance"
     if algorithm.overlong_mask and not whole:
@@ -286,24 +363,24 @@ def _fate(episode: Episode, varied: bool, whole: bool, algorithm: Algorithm) -> 
 
 
 def _advantages(
-    credits: Sequence[TrainingSample], algorithm: Algorithm, max_length: int, estimates: Estimates = UNKNOWN
+    samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int, estimates: Estimates = UNKNOWN
 ) -> list[tuple[float, ...]]:
     """Return one value per action token of each trajectory.
 
     Paths of a tree are compared as separate attempts; a token gets the mean over its paths.
     """
-    split = [paths(credit.episode.trajectory) for credit in credits]
+    split = [paths(sample.episode.trajectory) for sample in samples]
     if all(len(own) == 1 for own in split):
-        return _of_chains(credits, algorithm, max_length, estimates, split)
-    chains = [_along(credit, path) for credit, own in zip(credits, split, strict=True) for path in own]
-    found = iter(_of_chains(chains, algorithm, max_length, estimates.along(split), split))
+        return _chain_advantages(samples, algorithm, max_length, estimates, split)
+    chains = [_path_sample(sample, path) for sample, own in zip(samples, split, strict=True) for path in own]
+    found = iter(_chain_advantages(chains, algorithm, max_length, estimates.along(split), split))
     return [_mean_of_paths(own, [next(found) for _ in own]) for own in split]
 
 
-def _along(credit: TrainingSample, path: Path) -> TrainingSample:
-    trains = None if credit.trains is None else tuple(credit.trains[place] for place in path.places)
-    episode = replace(credit.episode, trajectory=path.trajectory)
-    return replace(credit, episode=episode, trains=trains)
+def _path_sample(sample: TrainingSample, path: Path) -> TrainingSample:
+    trains = None if sample.trains is None else tuple(sample.trains[place] for place in path.places)
+    episode = replace(sample.episode, trajectory=path.trajectory)
+    return replace(sample, episode=episode, trains=trains)
 
 
 def _mean_of_paths(own: Sequence[Path], values: Sequence[Sequence[float]]) -> tuple[float, ...]:
@@ -315,18 +392,18 @@ def _mean_of_paths(own: Sequence[Path], values: Sequence[Sequence[float]]) -> tu
     return tuple(math.fsum(through[place]) / len(through[place]) for place in sorted(through))
 
 
-def _of_chains(
-    credits: Sequence[TrainingSample],
+def _chain_advantages(
+    samples: Sequence[TrainingSample],
     algorithm: Algorithm,
     max_length: int,
     estimates: Estimates,
     split: Sequence[Sequence[Path]],
 ) -> list[tuple[float, ...]]:
-    outcomes = _outcomes(credits, estimates)
+    outcomes = _make_outcomes(samples, estimates)
     if algorithm.advantage_spec.has(Need.BRANCHES):
         outcomes = replace(outcomes, nodes=turn_nodes(split))
     rewards = outcomes.rewards
-    punished = [_punishment(credit.episode.trajectory, algorithm, max_length) for credit in credits]
+    punished = [_punishment(sample.episode.trajectory, algorithm, max_length) for sample in samples]
     rewards = rewards + torch.tensor(punished, dtype=torch.float64)
     penalty = outcomes.kl
     token_level = algorithm.advantage_spec.has(Need.TOKEN_KL)
@@ -335,7 +412,7 @@ def _of_chains(
     given = replace(outcomes, rewards=rewards)
     if algorithm.kl_placement != "reward":
         given = replace(given, kl=None)
-    found: Tensor = algorithm.advantage_spec.load()(given, algorithm)
+    found = algorithm.compute("advantage", given)
     if penalty is not None and algorithm.kl_placement == "advantage":
         found = penalised_advantages(
             advantages=found,
@@ -346,7 +423,7 @@ def _of_chains(
             trains=outcomes.trains,
         )
     if algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
-        weights = _spared(credits, outcomes, found, algorithm)
+        weights = _conflict_token_weights(samples, outcomes, found, algorithm)
         found = weights * (found - _entropy_penalty(estimates, outcomes.mask, algorithm))
     rows = found.tolist()
     return [tuple(row[:n]) for row, n in zip(rows, outcomes.mask.sum(1).tolist(), strict=True)]
@@ -363,14 +440,14 @@ def _punishment(one: Trajectory, algorithm: Algorithm, max_length: int) -> float
     return float(soft_overlong(lengths=torch.tensor(length), max_length=max_length, cache=cache))
 
 
-def _outcomes(credits: Sequence[TrainingSample], estimates: Estimates) -> Outcomes:
+def _make_outcomes(samples: Sequence[TrainingSample], estimates: Estimates) -> Outcomes:
     """Return the batch of action tokens: column `j` is a trajectory's j-th action token."""
-    trajectories = [credit.episode.trajectory for credit in credits]
+    trajectories = [sample.episode.trajectory for sample in samples]
     lengths = torch.tensor([t.num_action_tokens for t in trajectories])
     width = max(1, int(lengths.max()))
     turns = [turns_of_actions(t) for t in trajectories]
     most = max((max(row, default=0) + 1 for row in turns), default=1)
-    proposer, proposals = role_tables([credit.episode.task for credit in credits])
+    proposer, proposals = role_tables([sample.episode.task for sample in samples])
     turn = torch.zeros(len(turns), width, dtype=torch.int64)
     turn_rewards = torch.zeros(len(turns), most, dtype=torch.float64)
     for i, row in enumerate(turns):
@@ -380,9 +457,9 @@ def _outcomes(credits: Sequence[TrainingSample], estimates: Estimates) -> Outcom
     mask = torch.arange(width)[None, :] < lengths[:, None]
     return Outcomes(
         rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
-        group=torch.tensor([credit.group for credit in credits]),
+        group=torch.tensor([sample.group for sample in samples]),
         mask=mask,
-        trains=_training_tokens(credits, mask),
+        trains=_training_tokens(samples, mask),
         turn=turn,
         turn_rewards=turn_rewards,
         kl=_table(estimates.kl, width),
@@ -392,40 +469,34 @@ def _outcomes(credits: Sequence[TrainingSample], estimates: Estimates) -> Outcom
         prm_logprobs=_table(estimates.prm_logprobs, width),
         ref_logprobs=_table(estimates.ref_logprobs, width),
         old_logprobs=_table(estimates.old_logprobs, width),
-        behavior_logprobs=_behavior(credits, estimates.old_logprobs, width),
+        behavior_logprobs=_behavior(samples, estimates.old_logprobs, width),
         sum_pi_squared=_table(estimates.sum_pi_squared, width),
-        baselines=_baselines(credits),
+        baselines=_baselines(samples),
         anchors=_anchors(trajectories, most),
         proposer=proposer,
         proposals=proposals,
     )
 
 
-def _training_tokens(credits: Sequence[TrainingSample], mask: Tensor) -> Tensor | None:
+def _training_tokens(samples: Sequence[TrainingSample], mask: Tensor) -> Tensor | None:
     """Return which action tokens in `mask` [N, L] train, or None if none does."""
     found = mask.clone()
-    for i, credit in enumerate(credits):
-        if credit.outcome is not RolloutOutcome.TRAINED:
+    for i, sample in enumerate(samples):
+        if sample.outcome is not RolloutOutcome.TRAINED:
             found[i] = False
-        elif credit.trains is not None:
-            found[i, : len(credit.trains)] &= torch.tensor(credit.trains, dtype=torch.bool)
+        elif sample.trains is not None:
+            found[i, : len(sample.trains)] &= torch.tensor(sample.trains, dtype=torch.bool)
     return found if found.any() else None
 
 
-def _behavior(credits: Sequence[TrainingSample], old: Sequence[Tensor] | None, width: int) -> Tensor | None:
+def _behavior(samples: Sequence[TrainingSample], old: Sequence[Tensor] | None, width: int) -> Tensor | None:
     """Return the engine's log-probabilities, `[N, width]`; for experts the policy's."""
     if old is None:
         return None
-    recorded = [
-        row if credit.expert else _recorded(credit.episode.trajectory) for credit, row in zip(credits, old, strict=True)
-    ]
-    return _table(recorded, width)
-
-
-def _recorded(trajectory: Trajectory) -> Tensor:
-    """Return the engine's log-probabilities of the action tokens, `[n_i]`."""
-    lps = [lp for action in new_actions(trajectory) for lp in action.logprobs]
-    return torch.tensor(lps, dtype=torch.float64)
+    actions = [new_actions(sample.episode.trajectory) for sample in samples]
+    recorded = [torch.tensor([lp for one in own for lp in one.logprobs], dtype=torch.float64) for own in actions]
+    found = [row if sample.expert else mine for sample, row, mine in zip(samples, old, recorded, strict=True)]
+    return _table(found, width)
 
 
 def _anchors(trajectories: Sequence[Trajectory], width: int) -> Tensor:
@@ -441,10 +512,10 @@ def _anchors(trajectories: Sequence[Trajectory], width: int) -> Tensor:
     return table
 
 
-def _baselines(credits: Sequence[TrainingSample]) -> Tensor | None:
+def _baselines(samples: Sequence[TrainingSample]) -> Tensor | None:
     """Return the baselines `[N]`, or None unless all samples have one."""
-    found = [credit.baseline for credit in credits if credit.baseline is not None]
-    return torch.tensor(found, dtype=torch.float64) if len(found) == len(credits) else None
+    found = [sample.baseline for sample in samples if sample.baseline is not None]
+    return torch.tensor(found, dtype=torch.float64) if len(found) == len(samples) else None
 
 
 def _table(values: Sequence[Tensor] | None, width: int) -> Tensor | None:
@@ -464,11 +535,13 @@ def turns_of_actions(trajectory: Trajectory) -> list[int]:
     return [numbers[turn] for turn in of_actions]
 
 
-def _spared(credits: Sequence[TrainingSample], outcomes: Outcomes, advantages: Tensor, algorithm: Algorithm) -> Tensor:
+def _conflict_token_weights(
+    samples: Sequence[TrainingSample], outcomes: Outcomes, advantages: Tensor, algorithm: Algorithm
+) -> Tensor:
     """Return GTPO's weights of conflict tokens."""
     ids = torch.zeros(outcomes.mask.shape, dtype=torch.int64)
-    for i, credit in enumerate(credits):
-        trajectory = credit.episode.trajectory
+    for i, sample in enumerate(samples):
+        trajectory = sample.episode.trajectory
         actions = [token for token, action in zip(trajectory.token_ids, trajectory.action_mask, strict=True) if action]
         ids[i, : len(actions)] = torch.tensor(actions, dtype=torch.int64)
     return conflict_weights(
@@ -493,15 +566,15 @@ def _entropy_penalty(estimates: Estimates, mask: Tensor, algorithm: Algorithm) -
     return coef * mean_entropy(entropy=entropy, mask=mask)[:, None]
 
 
-def settle(ledger: Ledger, credits: Sequence[TrainingSample]) -> None:
+def record_outcomes(ledger: Ledger, samples: Sequence[TrainingSample]) -> None:
     """Record outcomes in the ledger, except failed and replayed samples (already recorded) and experts."""
-    for credit in credits:
-        if credit.outcome is not RolloutOutcome.FAILED and not (credit.expert or credit.replayed):
-            ledger.finish(credit.episode.key, credit.outcome, credit.reason)
+    for sample in samples:
+        if sample.outcome is not RolloutOutcome.FAILED and not (sample.expert or sample.replayed):
+            ledger.finish(sample.episode.key, sample.outcome, sample.reason)
 
 
 def training_rows(
-    credits: Sequence[TrainingSample],
+    samples: Sequence[TrainingSample],
     *,
     mask_observations: bool,
     rewards: Sequence[Reward] = (),
@@ -512,14 +585,14 @@ def training_rows(
     Without `rewards` the weighted sum is used. With `transitions` each turn is a row.
     """
     found = []
-    for credit in credits:
-        if credit.outcome is RolloutOutcome.TRAINED:
-            one = credit.episode.trajectory
-            row = row_of_trajectory(one, credit.advantages or (), mask_observations=mask_observations)
-            row = without_masked(row, credit.trains)
+    for sample in samples:
+        if sample.outcome is RolloutOutcome.TRAINED:
+            one = sample.episode.trajectory
+            row = row_of_trajectory(one, sample.advantages or (), mask_observations=mask_observations)
+            row = without_masked(row, sample.trains)
             parts = [one.rewards.get(reward.name, 0.0) for reward in rewards if reward.outcome]
-            sampled = (False,) * len(row.tokens) if credit.expert else row.sampled
+            sampled = (False,) * len(row.tokens) if sample.expert else row.sampled
             positive = max(parts, default=one.reward) > 0
-            row = replace(row, sampled=sampled, positive=positive, expert=credit.expert)
+            row = replace(row, sampled=sampled, positive=positive, expert=sample.expert)
             found += transitions_of(row, one) if transitions else [row]
     return found

@@ -1,8 +1,12 @@
-"""Reward terms added to the combined reward: episode length and turn events.
+"""Reward terms added to the combined reward, episode length and turn events, and their calibration.
 
 A turn's event is the status of its first failed call (`raised`, `malformed`, ...), otherwise `progress` if
 the world's turn verifier found a new milestone, otherwise the names of the called tools joined by `+` in
 order, otherwise `answer`.
+
+Calibration (arXiv:2604.02869): the sign of an event's reward and of its advantage can differ, since the
+advantage also depends on other turns, the group and the outcome. `align` measures the mean advantage per event
+on recorded attempts (`tier_advantages`), removes rewards with the wrong sign, and repeats.
 """
 
 from __future__ import annotations
@@ -14,10 +18,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ludus.algorithms.advantages import TierCalibration, calibrate_tiers
+from ludus.algorithms.advantages.calibration import TierCalibration, calibrate_tiers, tier_advantages
+from ludus.algorithms.parts import Need
 from ludus.algorithms.shaping import ShapingRange, length_linear, length_sigmoid
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.spec.presets import TURN_LEVEL
 from ludus.config.sections.rewards import PROGRESS, LengthConfig, RewardsConfig
 from ludus.rewards.code.turns import turn_of_call
+from ludus.rollout.scheduler import Episode
+from ludus.training.credit.advantages import assign_credit, turns_of_actions
 from ludus.types import ToolOutcome, ToolStatus, Trajectory
 
 LENGTH_PART = "length"
@@ -136,3 +145,71 @@ def calibrate(
     spread = max_turns * (max(values) - min(values))
     scale = min(1.0, _SAFE * outcome / spread) if spread else 1.0
     return EventRewards(counts, replace(whole, reward=whole.reward * scale), scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """Rewards of events and the mean advantage of their turns under these rewards."""
+
+    rewards: Mapping[str, float]
+    advantages: Mapping[str, float]
+
+    @property
+    def misaligned(self) -> list[str]:
+        """The events whose advantage and reward have opposite signs."""
+        return [e for e, reward in self.rewards.items() if reward * self.advantages.get(e, 0.0) < 0]
+
+
+def measure(groups: Sequence[Sequence[Episode]], rewards: Mapping[str, float], algorithm: Algorithm) -> Alignment:
+    """Measure the alignment of rewards on the groups; failed, greedy and branching attempts are ignored."""
+    played = [
+        [
+            replace(one, trajectory=with_turn_rewards(one.trajectory, rewards))
+            for one in group
+            if one.trajectory.failure is None
+            and not one.greedy
+            and len(one.trajectory.rows) == 1
+            and one.trajectory.num_action_tokens
+        ]
+        for group in groups
+    ]
+    samples = [sample for sample in assign_credit(played, algorithm) if sample.advantages]
+    if not samples:
+        return Alignment(rewards, {})
+    trajectories = [sample.episode.trajectory for sample in samples]
+    own = [events_of(trajectory) for trajectory in trajectories]
+    names = sorted({event for events in own for event in events})
+    advantages = _pad_rows([list(sample.advantages or ()) for sample in samples], 0.0)
+    turn = _pad_rows([turns_of_actions(trajectory) for trajectory in trajectories], 0)
+    lengths = torch.tensor([trajectory.num_action_tokens for trajectory in trajectories])
+    found = tier_advantages(
+        advantages=advantages,
+        tiers=_pad_rows([[names.index(event) for event in events] for events in own], -1),
+        turn=turn,
+        mask=torch.arange(turn.shape[1])[None, :] < lengths[:, None],
+        num_tiers=len(names),
+    )
+    return Alignment(rewards, dict(zip(names, found.tolist(), strict=True)))
+
+
+def align(groups: Sequence[Sequence[Episode]], rewards: Mapping[str, float], algorithm: Algorithm) -> list[Alignment]:
+    """Remove misaligned rewards repeatedly; return all rounds, the last of which is aligned."""
+    rounds = [measure(groups, rewards, algorithm)]
+    while rounds[-1].misaligned:
+        kept = {e: reward for e, reward in rounds[-1].rewards.items() if e not in rounds[-1].misaligned}
+        rounds.append(measure(groups, kept, algorithm))
+    return rounds
+
+
+def calibration_algorithm(algorithm: Algorithm) -> Algorithm:
+    """Return the run's algorithm if its advantage compares turns, otherwise `turn_return_hybrid`."""
+    return algorithm if algorithm.advantage_spec.has(Need.TURN_REWARDS) else TURN_LEVEL
+
+
+def _pad_rows(rows: Sequence[Sequence[float]], fill: float) -> torch.Tensor:
+    """Right-pad the rows to `[N, K]`: float64, or int64 for integers."""
+    kind = torch.float64 if isinstance(fill, float) else torch.int64
+    table = torch.full((len(rows), max(map(len, rows)) or 1), fill, dtype=kind)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = torch.tensor(row, dtype=kind)
+    return table

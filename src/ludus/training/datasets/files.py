@@ -1,7 +1,8 @@
 """Files of dialogues, labelled or not, of preference pairs and of rollouts: read for training, or checked.
 
-JSON lines (`.gz` if need be), or a local folder that Hugging Face `datasets` wrote. docs/use/data.md has the
-formats. A file holds records of one kind.
+Formats: JSON lines (`.gz` if compressed), or a local folder of Hugging Face `datasets`, whose package comes with
+the extra `datasets`; see docs/use/data.md. A file holds records of one kind. Also the artifacts of a run
+folder: gzip-compressed JSON lines, one record per line.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
-from ludus.errors import UserError
-from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line
+from ludus.errors import StorageError, UserError
+from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line, write_lines
 from ludus.tools.base import Tool
-from ludus.training.datasets.hf_datasets import read_rows
 from ludus.training.datasets.messages import (
     as_text,
     as_words,
@@ -30,6 +30,72 @@ from ludus.training.datasets.messages import (
 )
 from ludus.types import DataClass, Message
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def read_rows(path: Path) -> Iterator[object]:
+    """Yield the rows of a folder written by `Dataset.save_to_disk`; of several splits, those of train.
+
+    Raises UserError for another folder, and if the package is not installed.
+    """
+    try:
+        from datasets import DatasetDict, load_from_disk
+    except ImportError as error:
+        raise UserError(
+            f"{path} is a folder, and reading a dataset needs the package datasets.",
+            "Install it: pip install 'ludus[datasets]', or give a file of JSON lines.",
+        ) from error
+    try:
+        found = load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} is not a dataset: {str(error).splitlines()[0]}.",
+            "Give a folder that Dataset.save_to_disk wrote, or a file of JSON lines.",
+        ) from error
+    if isinstance(found, DatasetDict):
+        if "train" not in found:
+            raise UserError(f"{path} has no split train, but {', '.join(found)}.", "Give one split's folder.")
+        found = found["train"]
+    yield from found
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> None:
+    """Write rows with equal keys to a new folder, as read by `Dataset.load_from_disk`.
+
+    Raises UserError if `path` exists or the package is not installed, StorageError if writing fails.
+    """
+    if path.exists():
+        raise UserError(f"{path} exists.", "Choose another folder.")
+    try:
+        from datasets import Dataset
+    except ImportError as error:
+        raise UserError(
+            "Writing a dataset needs the package datasets.", "Install it: pip install 'ludus[datasets]'."
+        ) from error
+    try:
+        Dataset.from_list(list(rows)).save_to_disk(str(path))
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error}.", "Remove the incomplete folder.") from error
+
+
+T = TypeVar("T")
+
+
+def write_records(path: Path, records: Iterable[DataclassInstance]) -> None:
+    """Write records atomically; equal records give equal bytes. Raises StorageError."""
+    write_lines(path, (json.dumps(asdict(r), allow_nan=False, separators=(",", ":")) for r in records))
+
+
+def load_records(path: Path, parse: Callable[[bytes], T]) -> list[T]:
+    """Read the output of `write_records`; `parse` converts a line. Raises StorageError."""
+    try:
+        with gzip.open(path, "rb") as lines:
+            return [parse(line) for line in lines]
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{path} cannot be read: {error}.", "Start a new run.") from error
+
+
 DataKind = Literal["dialogue", "labelled dialogue", "pair", "rollout"]
 
 DATA_CLASSES: tuple[DataClass, ...] = get_args(DataClass)
@@ -38,10 +104,9 @@ _HOW = "docs/use/data.md has the formats; `ludus data check {path}` lists what i
 
 @dataclass(frozen=True, slots=True)
 class FileDialogue:
-    """A dialogue with the tools that its prompt offers; `trains` says which messages enter the loss.
+    """Dialogue with the tools of its prompt; `trains` marks the messages in the loss.
 
-    `task` is the id of the task that it solves; empty where it names none. `data_class` is what it teaches,
-    where the file says so.
+    `task` is the id of the task that it solves (empty: none), `data_class` its category if the file has one.
     """
 
     messages: tuple[Message, ...]
@@ -53,7 +118,7 @@ class FileDialogue:
 
 @dataclass(frozen=True, slots=True)
 class FilePair:
-    """A prompt, and two ways to go on from it: `chosen` is better than `rejected`."""
+    """Prompt with two continuations: `chosen` is better than `rejected`."""
 
     prompt: tuple[Message, ...]
     chosen: tuple[Message, ...]
@@ -63,7 +128,7 @@ class FilePair:
 
 @dataclass(frozen=True, slots=True)
 class FileLabelled:
-    """A dialogue and whether it is desirable; `trains` says which messages the label judges."""
+    """Dialogue and whether it is desirable; `trains` marks the labelled messages."""
 
     messages: tuple[Message, ...]
     trains: tuple[bool, ...]
@@ -76,7 +141,7 @@ Record = FileDialogue | FileLabelled | FilePair | RolloutRecord
 
 @dataclass(frozen=True, slots=True)
 class FileProblem:
-    """A record that is none: its number in the file, counted from 1, and why, as the end of a sentence."""
+    """Invalid record: its number in the file, from 1, and the fault as the end of a sentence."""
 
     line: int
     text: str
@@ -84,7 +149,7 @@ class FileProblem:
 
 @dataclass(frozen=True)
 class FileReport:
-    """What a file holds: records of one kind (None where it has no good one), and all that is wrong."""
+    """Contents of a file: records of one kind (None if there is no valid one), and all problems."""
 
     path: Path
     kind: DataKind | None
@@ -93,7 +158,7 @@ class FileReport:
 
 
 def check_file(path: Path) -> FileReport:
-    """Read every record of a file. Raises UserError where there is no file or no record at all."""
+    """Read all records of a file. Raises UserError if there is no file or no record."""
     kind: DataKind | None = None
     num_records = 0
     problems = []
@@ -113,36 +178,38 @@ def check_file(path: Path) -> FileReport:
 
 
 def read_dialogues(path: Path) -> list[FileDialogue]:
-    """The dialogues of a file. Raises UserError, with the line, where a record is none."""
-    return [found for found in _good(path, "dialogue") if isinstance(found, FileDialogue)]
+    """Return the dialogues of a file. Raises UserError, with the line, for another record."""
+    return [found for found in _read_kind(path, "dialogue") if isinstance(found, FileDialogue)]
 
 
 def read_pairs(path: Path) -> list[FilePair]:
-    """The pairs of a file. Raises UserError, with the line, where a record is none."""
-    return [found for found in _good(path, "pair") if isinstance(found, FilePair)]
+    """Return the pairs of a file. Raises UserError, with the line, for another record."""
+    return [found for found in _read_kind(path, "pair") if isinstance(found, FilePair)]
 
 
 def read_preferences(path: Path) -> list[FilePair] | list[FileLabelled]:
-    """The pairs of a file, or its labelled dialogues if the first record is one. Raises UserError, with the
-    line, for a record of another kind."""
+    """Return the pairs of a file, or its labelled dialogues if the first record is one.
+
+    Raises UserError, with the line, for a record of another kind.
+    """
     first = next((found for _, found in _records(path) if not isinstance(found, FileProblem)), None)
     if not isinstance(first, FileLabelled):
         return read_pairs(path)
-    return [found for found in _good(path, "labelled dialogue") if isinstance(found, FileLabelled)]
+    return [found for found in _read_kind(path, "labelled dialogue") if isinstance(found, FileLabelled)]
 
 
 def read_rollout_file(path: Path) -> list[RolloutRecord]:
-    """The rollouts of a file. Raises UserError, with the line, where a record is none."""
-    return [found for found in _good(path, "rollout") if isinstance(found, RolloutRecord)]
+    """Return the rollouts of a file. Raises UserError, with the line, for another record."""
+    return [found for found in _read_kind(path, "rollout") if isinstance(found, RolloutRecord)]
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a file, of whichever kind the first is. Raises UserError, with the line."""
+    """Return the records of a file, all of the first record's kind. Raises UserError, with the line."""
     first = next((found for _, found in _records(path) if not isinstance(found, FileProblem)), None)
-    return list(_good(path, "dialogue" if first is None else _kind(first)))
+    return list(_read_kind(path, "dialogue" if first is None else _kind(first)))
 
 
-def _good(path: Path, kind: DataKind) -> Iterator[Record]:
+def _read_kind(path: Path, kind: DataKind) -> Iterator[Record]:
     empty = True
     for line, found in _records(path):
         fault = found.text if isinstance(found, FileProblem) else ""
@@ -155,7 +222,7 @@ def _good(path: Path, kind: DataKind) -> Iterator[Record]:
         empty = False
         yield found
     if empty:
-        raise UserError(f"{path} holds no {kind}s.", _HOW.format(path=path))
+        raise UserError(f"{path} has no {kind}s.", _HOW.format(path=path))
 
 
 def _kind(record: Record) -> DataKind:
@@ -181,17 +248,17 @@ def _records(path: Path) -> Iterator[tuple[int, Record | FileProblem]]:
 
 
 def parse_record(data: object) -> Record:
-    """One record of any kind. Raises ValueError, TypeError or KeyError that says what is wrong."""
+    """Parse a record of any kind. Raises ValueError, TypeError or KeyError with the fault."""
     found = given(data, "it")
     if "messages" in found:
-        return _labelled(found) if isinstance(found.get("label"), bool) else _dialogue(found)
+        return _parse_labelled(found) if isinstance(found.get("label"), bool) else _parse_dialogue(found)
     if "trajectory" in found:
         trajectory = found["trajectory"]
-        if isinstance(trajectory, str):  # a row of a table, from which `given` took an empty advantage
+        if isinstance(trajectory, str):  # a table row, without an advantage that is None
             data = {"advantage": None, **found, "trajectory": parsed(trajectory, "trajectory")}
         return parse_rollout(data)
     if found.keys() & {"prompt", "completion", "chosen", "rejected"}:
-        return _pair(found) if "completion" not in found else _completed(found)
+        return _parse_pair(found) if "completion" not in found else _parse_completion(found)
     raise ValueError(
         "it is neither a dialogue (messages), a labelled one (prompt, completion, label), a pair (prompt, "
         "chosen, rejected) nor a rollout (trajectory)"
@@ -199,9 +266,9 @@ def parse_record(data: object) -> Record:
 
 
 def row_of(record: Record) -> dict[str, object]:
-    """A record as a row of a table, of which `parse_record` makes the record again.
+    """Return a record as a table row, as read by `parse_record`.
 
-    Rows of one kind have the same keys. What has other keys in each row (tools, a trajectory) is JSON text.
+    Rows of one kind have the same keys. Fields with varying keys (tools, a trajectory) become JSON text.
     """
     match record:
         case FileDialogue():
@@ -225,7 +292,7 @@ def _tools_text(tools: Sequence[Tool]) -> str | None:
     return json.dumps([tool.schema for tool in tools]) if tools else None
 
 
-def _dialogue(data: dict[str, object]) -> FileDialogue:
+def _parse_dialogue(data: dict[str, object]) -> FileDialogue:
     messages = read_messages(data["messages"], "messages")
     trains = read_train_flags(data["messages"], "messages")
     tools = read_tools(data.get("tools"))
@@ -237,13 +304,13 @@ def _dialogue(data: dict[str, object]) -> FileDialogue:
     return FileDialogue(messages, tools, trains, task, None if named is None else _data_class(named))
 
 
-def _labelled(data: dict[str, object]) -> FileLabelled:
-    found = _dialogue(data)
+def _parse_labelled(data: dict[str, object]) -> FileLabelled:
+    found = _parse_dialogue(data)
     return FileLabelled(found.messages, found.trains, data["label"] is True, found.tools)
 
 
-def _completed(data: dict[str, object]) -> FileLabelled:
-    """TRL's unpaired format; a text instead of messages is the user's or the assistant's."""
+def _parse_completion(data: dict[str, object]) -> FileLabelled:
+    """Parse TRL's unpaired format; text instead of messages is the user's or the assistant's."""
     if odd := sorted(data.keys() & {"chosen", "rejected"}):
         raise ValueError(f"it has {odd[0]} and completion, and is a pair or a labelled dialogue")
     label, answer, asked = data.get("label"), data["completion"], data.get("prompt")
@@ -252,7 +319,7 @@ def _completed(data: dict[str, object]) -> FileLabelled:
     tools = read_tools(data.get("tools"))
     prompt = _prompt([{"role": "user", "content": asked}] if isinstance(asked, str) else asked)
     said = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
-    completion = _arm(said, "completion", prompt, tools)
+    completion = _parse_side(said, "completion", prompt, tools)
     trains = [False] * len(prompt) + [message["role"] == "assistant" for message in completion]
     return FileLabelled((*prompt, *completion), tuple(trains), label, tools)
 
@@ -271,19 +338,19 @@ def _data_class(name: object) -> DataClass:
     raise ValueError(f"data_class is {name!r}, and must be one of {', '.join(DATA_CLASSES)}")
 
 
-def _pair(data: dict[str, object]) -> FilePair:
+def _parse_pair(data: dict[str, object]) -> FilePair:
     prompt = _prompt(data.get("prompt"))
     tools = read_tools(data.get("tools"))
     if prompt[-1]["role"] == "assistant":
         raise ValueError("prompt ends with the assistant's message, which belongs into chosen and rejected")
-    arms = [_arm(data.get(name), name, prompt, tools) for name in ("chosen", "rejected")]
+    arms = [_parse_side(data.get(name), name, prompt, tools) for name in ("chosen", "rejected")]
     if arms[0] == arms[1]:
         raise ValueError("chosen and rejected are the same")
     return FilePair(prompt, arms[0], arms[1], tools)
 
 
-def _arm(data: object, name: str, prompt: tuple[Message, ...], tools: tuple[Tool, ...]) -> tuple[Message, ...]:
-    """One way to go on: a message or a list of them."""
+def _parse_side(data: object, name: str, prompt: tuple[Message, ...], tools: tuple[Tool, ...]) -> tuple[Message, ...]:
+    """Parse one continuation: a message or a list of messages."""
     given_messages = [data] if isinstance(data, dict) else data
     messages = read_messages(given_messages, name)
     for i, trains in enumerate(read_train_flags(given_messages, name)):
@@ -296,7 +363,7 @@ def _arm(data: object, name: str, prompt: tuple[Message, ...], tools: tuple[Tool
 
 
 def _lines(path: Path) -> Iterator[tuple[int, object]]:
-    """The numbered JSON values of a file; a line that holds none is a Problem. Blank lines are skipped."""
+    """Yield the numbered JSON values of a file, FileProblem for invalid lines. Blank lines are skipped."""
     if path.is_dir():
         yield from enumerate(read_rows(path), start=1)
         return
@@ -304,7 +371,7 @@ def _lines(path: Path) -> Iterator[tuple[int, object]]:
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if line.strip() == b"[":  # each further line would be told as a fault of its own
+                if line.strip() == b"[":  # otherwise each further line would be reported
                     yield (number, FileProblem(number, "a list over several lines begins, and a record has one line"))
                     return
                 if line.strip():
@@ -325,7 +392,7 @@ def _value(line: bytes, number: int) -> object:
     except UnicodeDecodeError:
         return FileProblem(number, "it is not UTF-8 text")
     except ValueError as error:
-        return FileProblem(number, f"it is not JSON: {error}")
+        return FileProblem(number, f"it is not valid JSON: {error}")
     except RecursionError:
         return FileProblem(number, "it is nested too deeply")
     return value

@@ -1,6 +1,6 @@
-"""Messages and tools as they stand in a file, checked one by one: ValueError says what is wrong, and where.
+"""Read and validate messages and tools of data files; ValueError names the place and the fault.
 
-What is None counts as missing, since tables with columns (Hugging Face datasets) cannot leave a key out.
+None counts as missing, since tables with columns (Hugging Face datasets) cannot omit a key.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ludus.tools.base import FunctionSchema, Tool, ToolSchema
-from ludus.tools.described import described_tool
+from ludus.tools.base import FunctionSchema, Tool, ToolSchema, described_tool
 from ludus.types import FunctionCall, Message, MessageToolCall
 
 _ROLES: Mapping[str, Literal["system", "user", "assistant", "tool"]] = {
@@ -19,22 +18,22 @@ _ROLES: Mapping[str, Literal["system", "user", "assistant", "tool"]] = {
     "assistant": "assistant",
     "tool": "tool",
 }
-_OF_ROLE = {"reasoning_content": "assistant", "tool_calls": "assistant", "train": "assistant"}
-"""Keys that only messages of one role have."""
-_KEYS = {"role", "content", "tool_call_id", "name", *_OF_ROLE}
+_KEY_ROLES = {"reasoning_content": "assistant", "tool_calls": "assistant", "train": "assistant"}
+"""Keys of messages of a single role."""
+_KEYS = {"role", "content", "tool_call_id", "name", *_KEY_ROLES}
 _MAX_DEPTH = 100
-"""Lists and objects within each other; what renders them stands on a stack of its own."""
+"""Maximum nesting; templates render values recursively."""
 
 
 def given(data: object, where: str) -> dict[str, object]:
-    """The object without its keys that are None."""
+    """Return the object without keys whose value is None."""
     if not isinstance(data, dict):
         raise ValueError(f"{where} is {as_words(data)}, and must be an object")
     return {str(key): value for key, value in data.items() if value is not None}
 
 
 def as_text(data: object, where: str) -> str:
-    """The text itself. Raises ValueError where it is none, or cannot be encoded."""
+    """Return the text. Raises ValueError if it is not text or cannot be encoded."""
     if not isinstance(data, str):
         raise ValueError(f"{where} is {as_words(data)}, and must be text")
     try:
@@ -45,23 +44,23 @@ def as_text(data: object, where: str) -> str:
 
 
 def parsed(text: str, where: str) -> object:
-    """The value of JSON text. Raises ValueError where it is none."""
+    """Parse JSON text. Raises ValueError if it is invalid."""
     try:
         value: object = json.loads(text)
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"{where} is text that is not JSON: {error}") from None
+        raise ValueError(f"{where} is not valid JSON: {error}") from None
     return value
 
 
 def read_messages(data: object, where: str) -> tuple[Message, ...]:
-    """The messages of a list; their order is not looked at."""
+    """Return the messages of a list; their order is not checked."""
     return tuple(_message(item, f"{where}[{i}]") for i, item in enumerate(_list(data, where)))
 
 
 def read_train_flags(data: object, where: str) -> tuple[bool, ...]:
-    """For each message whether it trains: assistant messages do, unless their `train` is false."""
+    """Return whether each message trains: assistant messages do unless their `train` is false."""
     flags = []
     for i, item in enumerate(_list(data, where)):
         message = given(item, f"{where}[{i}]")
@@ -73,7 +72,7 @@ def read_train_flags(data: object, where: str) -> tuple[bool, ...]:
 
 
 def read_tools(data: object) -> tuple[Tool, ...]:
-    """The tools of a list of OpenAI descriptions; the list may stand as JSON text. None is no tools."""
+    """Return the tools of a list of OpenAI schemas, or of its JSON text; none for None."""
     if isinstance(data, str):
         data = parsed(data, "tools")
     tools = [_tool(item, f"tools[{i}]") for i, item in enumerate(_list(data, "tools"))] if data else []
@@ -84,11 +83,11 @@ def read_tools(data: object) -> tuple[Tool, ...]:
 
 
 def check_turns(messages: Sequence[Message], tools: Sequence[Tool], where: str) -> None:
-    """Raise ValueError where a message cannot stand where it stands."""
+    """Raise ValueError for a message in an invalid position."""
     known = {tool.name for tool in tools}
     for i, message in enumerate(messages):
         before = messages[i - 1]["role"] if i else None
-        if fault := _misplaced(message["role"], before):
+        if fault := _position_fault(message["role"], before):
             raise ValueError(f"{where}[{i}] {fault}")
         if message["role"] == "tool":
             _check_answer(messages, i, where)
@@ -97,8 +96,8 @@ def check_turns(messages: Sequence[Message], tools: Sequence[Tool], where: str) 
             raise ValueError(f"{where}[{i}] calls {unknown[0]!r}, which is not among its tools")
 
 
-def _misplaced(role: str, before: str | None) -> str:
-    """What is wrong with a role after another; empty where nothing is."""
+def _position_fault(role: str, before: str | None) -> str:
+    """Return why a role cannot follow another, or an empty string."""
     if role == "system" and before is not None:
         return "is a system message, and only the first message can be one"
     if role == "assistant" and before is None:
@@ -126,8 +125,8 @@ def _message(data: object, where: str) -> Message:
         raise ValueError(f"{where} has the unknown key {unknown[0]!r}")
     role = _ROLES.get(str(found.get("role")))
     if role is None:
-        raise ValueError(f"{where}.role is {as_words(found.get('role'))}, and must be one of {_or(_ROLES)}")
-    for key, owner in _OF_ROLE.items():
+        raise ValueError(f"{where}.role is {as_words(found.get('role'))}, and must be one of {_join_names(_ROLES)}")
+    for key, owner in _KEY_ROLES.items():
         if key in found and role != owner and found[key] not in ([], False):
             raise ValueError(f"{where}.{key} belongs to {owner} messages, and this one is of the {role}")
     calls = _list(found.get("tool_calls", []), f"{where}.tool_calls")
@@ -184,7 +183,7 @@ def _list(data: object, where: str) -> list[object]:
 
 
 def _check_value(data: object, where: str, depth: int = 0) -> None:
-    """Raise ValueError where a JSON value is nested too deeply, or a text in it is none."""
+    """Raise ValueError if a JSON value is nested too deeply or contains invalid text."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"{where} is nested too deeply")
     if isinstance(data, str):
@@ -194,12 +193,12 @@ def _check_value(data: object, where: str, depth: int = 0) -> None:
             _check_value(part, where, depth + 1)
 
 
-def _or(names: Mapping[str, object]) -> str:
+def _join_names(names: Mapping[str, object]) -> str:
     return ", ".join(names)
 
 
 def as_words(data: object) -> str:
-    """A value as a sentence names it."""
+    """Return a value as written in a message."""
     if data is None:
         return "missing"
     if isinstance(data, dict | list):

@@ -1,7 +1,6 @@
-"""Where the dialogues of fine-tuning come from: the world, a file, or several of both, by weight and class.
+"""Sources of fine-tuning dialogues: the world, a file, or several of both, by weight and class.
 
-Which dialogue stands at which place follows from the settings and the seed alone, so that a resumed run
-draws the same ones.
+The sequence of dialogues depends on the settings and the seed alone, so that a resumed run draws the same ones.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from ludus.training.datasets.files import DATA_CLASSES, read_dialogues
 from ludus.types import DataClass, Message, Segment
 
 MOST_LEFT_OUT = 2000
-"""Dialogues in a row of which none is of a class that is taken; then a source is refused."""
+"""Consecutive dialogues of excluded classes after which a source is rejected."""
 
 Labelled = tuple[Demonstration, DataClass]
-"""A dialogue and what it teaches."""
+"""Dialogue and its data class."""
 
 
 def dialogues(config: Config, world: World) -> Iterator[Labelled]:
-    """The dialogues of a run, without end. Raises UserError for a source that has none to give."""
+    """Yield the dialogues of a run endlessly. Raises UserError for an empty source."""
     streams = {name: _stream(config, world, name) for name in sources_of(config)}
     weights = [source.weight for source in sources_of(config).values()]
     rng = random.Random(f"sources:{config.run.seed}")
@@ -43,7 +42,7 @@ def dialogues(config: Config, world: World) -> Iterator[Labelled]:
 
 
 def first_dialogues(config: Config, world: World, name: str, num: int) -> Iterator[Demonstration]:
-    """The first `num` dialogues of a source that is a world, or one pass over its file."""
+    """Yield the first `num` dialogues of a world source, or one pass over a file."""
     source = sources_of(config)[name]
     if source.data is not None:
         num = len(read_dialogues(Path(source.data)))
@@ -51,52 +50,51 @@ def first_dialogues(config: Config, world: World, name: str, num: int) -> Iterat
 
 
 def dialogue_segments(renderer: Renderer, dialogue: Demonstration) -> tuple[Segment, ...]:
-    """Return a dialogue as segments, without what its messages say for training only."""
+    """Return a dialogue as segments, without training-only keys of its messages."""
     return render_dialogue(renderer, [_plain(message) for message in dialogue.messages], dialogue.tools)
 
 
 def _plain(message: Message) -> Message:
-    """The message without what is for training only: the prompt of a rollout has no such key."""
+    """Return the message without training-only keys, which the prompt of a rollout does not have."""
     plain = message.copy()
     plain.pop("train", None)
     return plain
 
 
 def check_sources(config: Config, world: World) -> None:
-    """Raise UserError for a source without a dialogue of a class that is taken, and for one with a fault."""
+    """Raise UserError for a source without a dialogue of an accepted class, and for an invalid one."""
     for name in sources_of(config):
         next(_stream(config, world, name), None)
 
 
 def sources_of(config: Config) -> Mapping[str, SftSource]:
-    """The sources by name; without `sft.sources` the one source of `sft.data` or of the world."""
+    """Return the sources by name; without `sft.sources` the single source of `sft.data` or of the world."""
     return config.sft.sources or {"": SftSource(data=config.sft.data)}
 
 
 def _stream(config: Config, world: World, name: str) -> Iterator[Labelled]:
-    """The dialogues of a source of which a class is taken, each class as often as its weight says."""
+    """Yield the dialogues of a source in accepted classes, sampled by class weight."""
     source, classes = sources_of(config)[name], config.sft.classes
     most = max([*classes.values(), *([1.0] if len(classes) < len(DATA_CLASSES) else [])])
     rng = random.Random(f"classes:{config.run.seed}:{name}")
     left_out = 0
-    for shown in _shown(config, world, name):
+    for shown in _read_source(config, world, name):
         own = class_of(shown) if shown.data_class or not source.data_class else source.data_class
         share = classes.get(own, 1.0) / most
         left_out = 0 if share else left_out + 1
         if left_out == MOST_LEFT_OUT:
             gone = ", ".join(one for one, weight in classes.items() if not weight)
             raise UserError(
-                f"{_words(source, world)} has {MOST_LEFT_OUT:,} dialogues in a row of classes that "
+                f"{_source_name(source, world)} has {MOST_LEFT_OUT:,} dialogues in a row of classes that "
                 f"sft.classes leaves out ({gone}).",
-                "Raise a weight in sft.classes, or take the source out.",
+                "Raise a weight in sft.classes, or remove the source.",
             )
         if share == 1 or rng.random() < share:
             yield shown, own
 
 
-def _shown(config: Config, world: World, name: str) -> Iterator[Demonstration]:
-    """The dialogues of a source, passed over again and again: a file in another order each time, a world with
-    another seed if its demonstrations end."""
+def _read_source(config: Config, world: World, name: str) -> Iterator[Demonstration]:
+    """Yield the dialogues of a source repeatedly: a file in a new order each time, a world with a new seed."""
     source, seed = sources_of(config)[name], f"{config.run.seed}:{name}" if name else str(config.run.seed)
     if source.data is not None:
         found = read_dialogues(Path(source.data))
@@ -110,11 +108,11 @@ def _shown(config: Config, world: World, name: str) -> Iterator[Demonstration]:
             empty = False
             yield shown
         if empty:
-            raise UserError(f"{_words(source, world)} shows no dialogue.", "Take the source out.")
+            raise UserError(f"{_source_name(source, world)} has no dialogue.", "Remove the source.")
 
 
 def world_of(source: SftSource, config: Config, world: World) -> World:
-    """The world of a source that is not a file: the run's own unless it names another."""
+    """Return the world of a source: the run's own unless it names another."""
     if source.world is None:
         return world
     env = EnvConfig(name=source.world, settings=source.settings)
@@ -122,7 +120,7 @@ def world_of(source: SftSource, config: Config, world: World) -> World:
 
 
 def demonstrating(world: World) -> World:
-    """The world itself. Raises UserError if it has no demonstrations."""
+    """Return the world. Raises UserError if it has no demonstrations."""
     if not world.implements("demonstrations"):
         raise UserError(
             f"The world {world.name!r} has no demonstrations to fine-tune on.",
@@ -131,10 +129,10 @@ def demonstrating(world: World) -> World:
     return world
 
 
-def words_of(config: Config, world: World, name: str) -> str:
-    """A source in a sentence: its file, or its world."""
-    return _words(sources_of(config)[name], world)
+def source_name(config: Config, world: World, name: str) -> str:
+    """Return the name of a source for messages."""
+    return _source_name(sources_of(config)[name], world)
 
 
-def _words(source: SftSource, world: World) -> str:
+def _source_name(source: SftSource, world: World) -> str:
     return source.data or f"The world {source.world or world.name!r}"

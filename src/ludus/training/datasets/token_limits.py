@@ -1,7 +1,7 @@
-"""Whether a world's prompts and demonstrations fit the token limits of a rollout, before anything trains.
+"""Check that a world's prompts and demonstrations fit the token limits of a rollout, before training.
 
-Under a pretrained model's chat template the schemas of the tools alone may take hundreds of tokens, so limits
-that were set for another model leave no room for an answer.
+Under a pretrained model's chat template the tool schemas alone may take hundreds of tokens, so limits set for
+another model may leave no room for an answer.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.models.loading import num_positions
 from ludus.envs.base import Demonstration, World
 from ludus.errors import UserError
-from ludus.rollout.build import rollout_for
+from ludus.rollout.scheduler import rollout_for
 from ludus.tasks.order import permutation
 from ludus.tools.base import Tool
-from ludus.training.datasets.sources import dialogue_segments, first_dialogues, sources_of, words_of
+from ludus.training.datasets.sources import dialogue_segments, first_dialogues, source_name, sources_of
 from ludus.training.run.session import TrainingSession
 from ludus.types import Task
 
 NUM_PROMPTS = 32
 NUM_DIALOGUES = 64
 _STEP = 64
-"""A limit that a message proposes is a multiple of this."""
+"""Limits proposed in messages are multiples of this."""
 
 
 @dataclass(frozen=True, slots=True)
 class DialogueLength:
-    """Tokens of one dialogue: in all, of its prompt, and of its longest action; and its assistant turns."""
+    """Token counts of a dialogue (total, prompt, longest action) and its number of assistant turns."""
 
     total: int
     prompt: int
@@ -47,9 +47,9 @@ def dialogue_length(renderer: Renderer, dialogue: Demonstration) -> DialogueLeng
 
 
 def check_dialogues(session: TrainingSession) -> None:
-    """Raise UserError for a source of fine-tuning of which no dialogue fits into `rollout.max_seq_len`.
+    """Raise UserError for a fine-tuning source of which no dialogue fits into `rollout.max_seq_len`.
 
-    A file is searched whole, of a world the first dialogues.
+    Files are searched completely; of a world, the first dialogues.
     """
     config, budget = session.config, session.config.rollout.max_seq_len
     for name in sources_of(config):
@@ -59,7 +59,7 @@ def check_dialogues(session: TrainingSession) -> None:
             if lengths[-1].total <= budget:
                 break
         else:
-            raise _none_fits(lengths, budget, words_of(config, session.world, name))
+            raise _none_fits(lengths, budget, source_name(config, session.world, name))
 
 
 def _none_fits(lengths: Sequence[DialogueLength], budget: int, source: str) -> UserError:
@@ -72,7 +72,7 @@ def _none_fits(lengths: Sequence[DialogueLength], budget: int, source: str) -> U
 
 
 def sft_warnings(session: TrainingSession) -> list[str]:
-    """What of the first dialogues of fine-tuning does not fit the limits of a rollout, a sentence each."""
+    """Return warnings about the first fine-tuning dialogues that exceed the limits of a rollout."""
     found = []
     for name in sources_of(session.config):
         shown = islice(first_dialogues(session.config, session.world, name, NUM_DIALOGUES), NUM_DIALOGUES)
@@ -82,8 +82,7 @@ def sft_warnings(session: TrainingSession) -> list[str]:
 
 
 def dialogue_warnings(lengths: Sequence[DialogueLength], rollout: RolloutConfig, effect: str) -> list[str]:
-    """What does not fit the limits of a rollout, a sentence each; `effect` says what becomes of a dialogue
-    that is too long."""
+    """Return warnings about dialogues that exceed the limits; `effect` describes the consequence."""
     found = []
     long = [one for one in lengths if one.total > rollout.max_seq_len]
     if long:
@@ -105,8 +104,10 @@ def dialogue_warnings(lengths: Sequence[DialogueLength], rollout: RolloutConfig,
 
 
 def check_prompts(session: TrainingSession) -> list[str]:
-    """Return warnings about prompts of the training tasks that leave no room for an action of
-    `rollout.max_tokens_per_turn`. Raises UserError if no prompt leaves room for a single token."""
+    """Return warnings about training prompts that leave no room for an action of `rollout.max_tokens_per_turn`.
+
+    Raises UserError if no prompt leaves room for a single token.
+    """
     rollout, world = session.config.rollout, session.world
     tasks = world.tasks("train")
     chosen = [tasks[i] for i in permutation(len(tasks), "prompts", 0)[:NUM_PROMPTS]]
@@ -144,13 +145,15 @@ def _tools(world: World, task: Task) -> Sequence[Tool] | None:
     """Return the tools of a task, None if its environment raises: a rollout retries and reports it."""
     try:
         return world.environment(task).tools
-    except Exception:  # boundary: foreign code; the rollouts say what it raised
+    except Exception:  # boundary: foreign code; rollouts report the error
         return None
 
 
 def rollout_warnings(session: TrainingSession) -> list[str]:
-    """What of the world's prompts and demonstrations does not fit the limits of a rollout. Raises as
-    `check_prompts`."""
+    """Return warnings about prompts and demonstrations that exceed the limits of a rollout.
+
+    Raises as `check_prompts`.
+    """
     found = check_prompts(session)
     effect = "an episode that solves its task like them is cut off"
     lengths = [dialogue_length(session.renderer, dialogue) for dialogue in _demonstrations(session)]
@@ -168,5 +171,5 @@ def _demonstrations(session: TrainingSession) -> list[Demonstration]:
 
 
 def rounded(tokens: int) -> int:
-    """The next multiple of 64 from `tokens` on."""
+    """Round up to a multiple of 64."""
     return -(-tokens // _STEP) * _STEP

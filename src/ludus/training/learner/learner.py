@@ -1,47 +1,182 @@
 """Learner: update weights from rows with advantages. Independent of environment and tokenizer.
 
-The gradient is that of the whole batch however it is split: microbatches are normalized by batch counts.
-Other models are used through named scorers (`reference`), so that the algorithm only sees tensors.
+The gradient is that of the whole batch however it is split: microbatches are normalized by batch counts, and
+a pass that ran out of memory is retried from its beginning with smaller ones. Other models are used through
+named scorers (`reference`), so that the algorithm only sees tensors.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import random
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
 from ludus.algorithms.aggregate import Normalizer
-from ludus.algorithms.aux_losses import coefficient
-from ludus.algorithms.batch import TokenBatch
-from ludus.algorithms.kl import KLS
-from ludus.algorithms.losses import CovarianceMeans, token_covariance
+from ludus.algorithms.kl import FULL_KL_NAMES, KLS
+from ludus.algorithms.losses.covariance import CovarianceMeans, token_covariance
 from ludus.algorithms.objective import Statistics, objective
-from ludus.algorithms.spec.algorithm import FULL_KL_NAMES, Algorithm
-from ludus.algorithms.spec.parts import Need, loaded
+from ludus.algorithms.parts import Need
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.tensors import TokenBatch
 from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP
 from ludus.errors import LearnerError
 from ludus.training.batches.chunked_lm_head import Entropy
-from ludus.training.batches.finite_checks import FiniteChecks, fault_of_rows
-from ludus.training.batches.rows import Microbatch, Row, balanced, blank, microbatches
-from ludus.training.distributed.collectives import Collectives, current_ranks, merged, raise_together, sum_gradients
-from ludus.training.distributed.fsdp import is_sharded
+from ludus.training.batches.rows import (
+    FiniteChecks,
+    Microbatch,
+    Row,
+    balanced,
+    blank_microbatch,
+    find_row_fault,
+    microbatches,
+    scored_mask,
+)
+from ludus.training.distributed.collectives import (
+    ONE_PROCESS,
+    Collectives,
+    current_ranks,
+    is_sharded,
+    merged,
+    raise_together,
+    sum_gradients,
+)
 from ludus.training.distributed.launcher import ScoreRows, TrainRows
-from ludus.training.learner.logprob_cache import LogprobCache
-from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens, own_types
-from ludus.training.learner.microbatch_budget import TokenBudget
-from ludus.training.learner.moe_routing_replay import following, recording
-from ludus.training.learner.old_logprobs import OLD_FROM_ENGINE, OldLogprobs, recorded_logprobs
+from ludus.training.learner.logprobs import (
+    AuxLogprobs,
+    AuxScorers,
+    FullKl,
+    LogprobScorer,
+    ScoredTokens,
+    SumPiSquared,
+    TokenScorer,
+    own_types,
+    pad_rows,
+    score_dtype,
+)
 from ludus.training.learner.optimizer import Optimizer
-from ludus.training.learner.ref_and_teacher import AuxLogprobs, AuxScorers, FullKl, SumPiSquared, TokenScorer, table_of
+
+log = logging.getLogger("ludus.learner")
+REMEDY = "Set model.activation_checkpointing, lower rollout.max_seq_len, or train adapters (model.lora)."
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Return whether a torch error means out of memory, on GPU or CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+@contextmanager
+def explain_out_of_memory() -> Iterator[None]:
+    """Convert an out-of-memory error of a whole stage into an error with a hint."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise LearnerError(
+            f"Out of memory: {str(error).splitlines()[0]}",
+            f"Lower microbatch_tokens in the section of the stage. {REMEDY}",
+        ) from error
+
+
+@dataclass
+class TokenBudget:
+    """At most `tokens` per forward pass. With `halve` the number is halved when memory runs out."""
+
+    tokens: int
+    halve: bool = True
+
+    def each(
+        self,
+        split: Callable[[int], Sequence[Microbatch]],
+        work: Callable[[Microbatch], None],
+        undo: Callable[[], None],
+        ranks: Collectives = ONE_PROCESS,
+    ) -> None:
+        """Run `work` on each part of `split(tokens)`; if memory runs out, call `undo` and start over.
+
+        Raises LearnerError if memory runs out on a single row, on all `ranks` if it does on one of them.
+        """
+        fault, hint = "", ""
+        try:
+            while (failed := self._first_failure(split(self.tokens), work)) is not None:
+                undo()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+                self.tokens = max(1, min(self.tokens, failed) // 2)
+                log.warning(
+                    "Out of memory over %d tokens: retrying the pass with at most %d. "
+                    "Set training.microbatch_tokens = %d, or model.activation_checkpointing.",
+                    *(failed, self.tokens, self.tokens),
+                )
+        except LearnerError as error:
+            fault, hint = error.message, error.hint
+        raise_together(fault, hint, ranks)
+
+    def _first_failure(self, parts: Sequence[Microbatch], work: Callable[[Microbatch], None]) -> int | None:
+        """Return the token count, with padding, of the part that ran out of memory, or None."""
+        for part in parts:
+            try:
+                work(part)
+            except RuntimeError as error:
+                if not (self.halve and out_of_memory(error)):
+                    raise
+                if len(part.index) == 1:
+                    raise LearnerError(
+                        f"One row of {part.tokens.shape[1]} tokens does not fit into memory.", REMEDY
+                    ) from error
+                return part.tokens.numel()
+        return None
+
+
+_MAX_CACHED = 8
+"""Maximum number of cached entries; a step needs fewer."""
+_RowKeys = tuple[str, list[tuple[tuple[int, ...], tuple[bool, ...]]]]
+
+
+@dataclass
+class LogprobCache:
+    """Log-probabilities `[T]` of rows by scorer name, cleared when the weights change.
+
+    Rounding depends on how rows are batched, so values are only returned for the same list of rows.
+    """
+
+    _found: deque[tuple[_RowKeys, list[Tensor]]] = field(default_factory=lambda: deque(maxlen=_MAX_CACHED))
+
+    def add(self, name: str, rows: Sequence[Row], logprobs: Sequence[Tensor]) -> None:
+        """Cache a scorer's values of the rows."""
+        self._found.append((_row_keys(name, rows), list(logprobs)))
+
+    def get(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
+        """Return the values of exactly these rows in this order, or None."""
+        key = _row_keys(name, rows)
+        return next((logprobs for known, logprobs in self._found if known == key), None)
+
+    def clear(self) -> None:
+        """Drop all entries because the weights have changed."""
+        self._found.clear()
+
+
+def _row_keys(name: str, rows: Sequence[Row]) -> _RowKeys:
+    return name, [(row.tokens, row.trains) for row in rows]
+
+
+OldLogprobs = Literal["recomputed", "engine"]
+OLD_FROM_ENGINE: Final = "policy/old_from_engine"
+"""Metric: 1 if ratios divide by the engine's log-probabilities, 0 if the learner recomputed them."""
+
 
 FULL_KL = "full_kl"
 SUM_PI_SQUARED = "sum_pi_squared"
-"""Name under which `ask` returns the sum of squared probabilities."""
+"""Name under which `score_with` returns the sum of squared probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +232,8 @@ class Learner:
     scorers: Mapping[str, TokenScorer] = field(default_factory=dict)
     ranks: Collectives = field(default_factory=current_ranks)
     budget: TokenBudget = field(init=False)
-    _kept: LogprobCache = field(default_factory=LogprobCache, init=False)
-    _watch: FiniteChecks = field(default_factory=FiniteChecks, init=False)
+    _cache: LogprobCache = field(default_factory=LogprobCache, init=False)
+    _finite: FiniteChecks = field(default_factory=FiniteChecks, init=False)
 
     def __post_init__(self) -> None:
         self._sharded = is_sharded(self.scorer.model)
@@ -110,42 +245,39 @@ class Learner:
 
         With `keep` the next `train` on the same rows reuses them; the weights must not change in between.
         """
-        return [scores.logprobs for scores in self.ask("", rows, keep=keep)]
+        return [scores.logprobs for scores in self.score_with("", rows, keep=keep)]
 
     def entropies(self, rows: Sequence[Row]) -> list[Tensor]:
         """Return entropies `[T]` in nats at each row's training tokens under the current weights."""
-        found = self.ask("", rows, "value")
+        found = self.score_with("", rows, "value")
         return [scores.logprobs if scores.entropy is None else scores.entropy for scores in found]
 
-    def ask(
+    def score_with(
         self, name: str, rows: Sequence[Row], entropy: Entropy = "none", *, keep: bool = False
     ) -> list[ScoredTokens]:
         """Return the scores `[T]` of each row by the policy ("") or another scorer; `keep` as in `score`."""
         with self.ranks.together(ScoreRows(name, rows, entropy, keep)):
             found = self._score_all(rows, self._scorer_of(name), entropy)[0]
             if keep:
-                self._kept.keep(name, rows, [scores.logprobs for scores in found])
+                self._cache.add(name, rows, [scores.logprobs for scores in found])
             return found
 
     def _scorer_of(self, name: str) -> TokenScorer:
-        """Return a scorer by name. Raises LearnerError for a full KL without a reference."""
+        """Return a scorer by name. Raises LearnerError without a reference if it is needed."""
         if name == SUM_PI_SQUARED:
             return SumPiSquared(self.scorer)
-        if name != FULL_KL:
-            return self.scorers[name] if name else self.scorer
-        if "reference" not in self.scorers:
+        if name in ("reference", FULL_KL) and "reference" not in self.scorers:
             raise LearnerError("There is no reference model.")
-        return FullKl(self.scorer, self._beside)
+        if name == FULL_KL:
+            return FullKl(self.scorer, self._aux)
+        return self.scorers[name] if name else self.scorer
 
     def reference(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Return log-probabilities `[T]` of each row's training tokens under the reference, cached for
-        `train`.
+        """Return reference log-probabilities `[T]` of each row's training tokens, cached for `train`.
 
         Raises LearnerError without a reference.
         """
-        if "reference" not in self.scorers:
-            raise LearnerError("There is no reference model.")
-        return [scores.logprobs for scores in self.ask("reference", rows, keep=True)]
+        return [scores.logprobs for scores in self.score_with("reference", rows, keep=True)]
 
     def penalties(self, rows: Sequence[Row], proximal: Sequence[Tensor]) -> list[Tensor]:
         """Return the KL estimate to the reference `[T]` of each row, 0 off its training tokens.
@@ -153,7 +285,7 @@ class Learner:
         Raises LearnerError without a reference.
         """
         if self.algorithm.kl in FULL_KL_NAMES:
-            return [scores.logprobs for scores in self.ask(FULL_KL, rows)]
+            return [scores.logprobs for scores in self.score_with(FULL_KL, rows)]
         references = self.reference(rows)
         estimate = KLS[self.algorithm.kl]
         return [estimate(logprobs=own, ref_logprobs=theirs) for own, theirs in zip(proximal, references, strict=True)]
@@ -170,7 +302,7 @@ class Learner:
             try:
                 return self._train(rows, seed)
             finally:
-                self._kept.clear()
+                self._cache.clear()
 
     def _train(self, rows: Sequence[Row], seed: int) -> dict[str, float]:
         if not any(self.ranks.gather(len(rows))):
@@ -191,19 +323,19 @@ class Learner:
                 chosen = order[part :: settings.minibatches]
                 if any(self.ranks.gather(len(chosen))):
                     updates.append(self._update([rows[i] for i in chosen], known.of(chosen)))
-        of_tokens = _metrics([statistics for statistics, _ in updates])
-        of_updates = _mean_metrics([report for _, report in updates])
-        return of_tokens | of_updates | {OLD_FROM_ENGINE: float(settings.old_logprobs == "engine")}
+        metrics = _token_metrics([statistics for statistics, _ in updates])
+        metrics |= _mean_metrics([report for _, report in updates])
+        return metrics | {OLD_FROM_ENGINE: float(settings.old_logprobs == "engine")}
 
     def _start(self, rows: Sequence[Row], seed: int) -> CachedLogprobs:
         """Compute what the updates need from the weights at the start of the step."""
-        settings, experts, others = self.settings, None, self._said_by_others(rows)
+        settings, experts, others = self.settings, None, self._aux_logprobs(rows)
         if settings.old_logprobs == "engine":
-            proximal = recorded_logprobs(rows)
+            proximal = [torch.tensor(row.behavior, dtype=torch.float64) for row in rows]
         elif settings.epochs * settings.minibatches > 1 or self.algorithm.loss_spec.has(Need.TOKEN_CHOICE):
             known = None if self.scorer.routing is not None else self._known("", rows)
             if known is None:
-                with recording(self.scorer.routing):
+                with nullcontext() if self.scorer.routing is None else self.scorer.routing.recording():
                     found, experts = self._score_all(rows, self.scorer)
                 known = [scores.logprobs for scores in found]
             proximal = known
@@ -213,18 +345,18 @@ class Learner:
         return CachedLogprobs(proximal, chosen, experts, others)
 
     @property
-    def _beside(self) -> AuxScorers:
+    def _aux(self) -> AuxScorers:
         return AuxScorers(self.algorithm, self.scorers)
 
     def _known(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
         """Return a scorer's cached values if every rank has them."""
-        found = self._kept.get(name, rows)
+        found = self._cache.get(name, rows)
         return found if all(self.ranks.gather(found is not None)) else None
 
-    def _said_by_others(self, rows: Sequence[Row]) -> dict[str, Sequence[Tensor]]:
+    def _aux_logprobs(self, rows: Sequence[Row]) -> dict[str, Sequence[Tensor]]:
         """Return values of frozen scorers that are cached or needed several times."""
         found: dict[str, Sequence[Tensor]] = {}
-        for name in self._beside.by_token:
+        for name in self._aux.per_token:
             known = self._known(name, rows)
             if known is None and self.settings.epochs > 1:
                 known = [scores.logprobs for scores in self._score_all(rows, self.scorers[name])[0]]
@@ -256,17 +388,17 @@ class Learner:
             if part.index:
                 found.append(statistics)
 
-        def forget() -> None:
+        def undo() -> None:
             found.clear()
-            self._watch.clear()
+            self._finite.clear()
             self.optimiser.clear()
 
-        self._watch.clear()
-        self._check_finite(fault_of_rows(rows))
+        self._finite.clear()
+        self._check_finite(find_row_fault(rows))
         with own_types(self.scorer.model):
-            self.budget.each(lambda limit: self._split(rows, limit), backward, forget, self.ranks)
-        self._check_finite(self._watch.fault)
-        self._watch.clear()
+            self.budget.each(lambda limit: self._split(rows, limit), backward, undo, self.ranks)
+        self._check_finite(self._finite.fault)
+        self._finite.clear()
         sum_gradients(self.optimiser.parameters, self.ranks)
         everything = [statistics for part in self.ranks.gather(found) for statistics in part]
         if not everything:
@@ -281,12 +413,12 @@ class Learner:
 
     def _split(self, rows: Sequence[Row], limit: int) -> list[Microbatch]:
         """Split into microbatches; equally many on every rank if weights are sharded."""
-        device = next(self.scorer.model.parameters()).device
-        parts = microbatches(rows, limit, device, self._float, shared=self.scorer.shares_prefixes)
+        device, dtype = next(self.scorer.model.parameters()).device, score_dtype(self.scorer.model)
+        parts = microbatches(rows, limit, device, dtype, shared=self.scorer.shares_prefixes)
         if not self._sharded:
             return parts
         most = max(self.ranks.gather(len(parts)))
-        return parts + [blank(device, self._float)] * (most - len(parts))
+        return parts + [blank_microbatch(device, dtype)] * (most - len(parts))
 
     def _check_finite(self, fault: str) -> None:
         """Raise LearnerError on all ranks if one has a fault; gradients are cleared."""
@@ -295,11 +427,6 @@ class Learner:
         except LearnerError:
             self.optimiser.clear()
             raise
-
-    @property
-    def _float(self) -> torch.dtype:
-        dtype = next(self.scorer.model.parameters()).dtype
-        return dtype if dtype == torch.float64 else torch.float32
 
     def _update(self, batch: Sequence[Row], known: CachedLogprobs) -> tuple[Statistics, dict[str, float]]:
         statistics, tokens = self.gradient(batch, known)
@@ -313,11 +440,13 @@ class Learner:
         }
 
     def _backward(self, part: Microbatch, normaliser: Normalizer, known: CachedLogprobs) -> Statistics:
-        others = self._beside.say(part, known.others, _asked(part, self.algorithm))
-        experts = None if known.experts is None else [known.experts[i] for i in part.index]
-        with following(self.scorer.routing, experts):
+        others = self._aux.score(part, known.others, _scored_tokens(part, self.algorithm))
+        replay: AbstractContextManager[None] = nullcontext()
+        if self.scorer.routing is not None and known.experts is not None:
+            replay = self.scorer.routing.following([known.experts[i] for i in part.index])
+        with replay:
             loss, statistics = self._loss(part, normaliser, known, others)
-            self._watch.loss(loss)
+            self._finite.loss(loss)
             if loss.requires_grad:
                 torch.autograd.backward(loss)
         return statistics
@@ -326,31 +455,31 @@ class Learner:
         self, part: Microbatch, normaliser: Normalizer, known: CachedLogprobs, others: AuxLogprobs
     ) -> tuple[Tensor, Statistics]:
         entropy: Entropy = "gradient" if self.algorithm.entropy_coef > 0 else "value"
-        asked, divergences = _asked(part, self.algorithm), dict[str, Tensor]()
+        scored, divergences = _scored_tokens(part, self.algorithm), dict[str, Tensor]()
         if others.against:
-            scores, divergences = self.scorer.compare(part.tokens, asked, entropy, others.against)
+            scores, divergences = self.scorer.compare(part.tokens, scored, entropy, others.against)
         else:
-            scores = self.scorer.score(part.tokens, asked, entropy)
+            scores = self.scorer.score(part.tokens, scored, entropy)
         old = scores.logprobs.detach()
         if known.proximal is not None:
-            old = table_of(known.proximal, part, old)
+            old = pad_rows(known.proximal, part, old)
         batch = TokenBatch(
             logprobs=scores.logprobs,
             old_logprobs=old,
             behavior_logprobs=torch.where(part.sampled, part.behavior, old),
             advantages=part.advantages,
-            mask=_scored(part.trains),
+            mask=scored_mask(part.trains),
             ref_logprobs=others.reference,
             teacher_logprobs=others.teacher,
             full_kl=divergences.get("reference"),
             teacher_kl=divergences.get("teacher"),
             entropy=scores.entropy,
-            chosen=None if known.chosen is None else table_of(known.chosen, part, part.trains),
-            observed=_scored(part.observed),
+            chosen=None if known.chosen is None else pad_rows(known.chosen, part, part.trains),
+            observed=scored_mask(part.observed),
             positive=part.positive,
             expert=part.expert,
         )
-        self._watch.numbers(part, _scored(asked), _said(batch))
+        self._finite.numbers(part, scored_mask(scored), _named_outputs(batch))
         loss, statistics = objective(batch, self.algorithm, normaliser)
         if self._sharded and not (loss.requires_grad and part.index):
             loss = 0.0 * scores.logprobs.sum()
@@ -380,16 +509,15 @@ class Learner:
         with own_types(self.scorer.model):
             self.budget.each(lambda limit: self._split(own, limit), score, found.clear, self.ranks)
         found, experts = merged(found, self.ranks), merged(experts, self.ranks)
-        every = range(len(rows))
-        return [found[i] for i in every], [experts[i] for i in every] if experts else None
+        return [found[i] for i in range(len(rows))], [experts[i] for i in range(len(rows))] if experts else None
 
 
-def _asked(part: Microbatch, algorithm: Algorithm) -> Tensor:
+def _scored_tokens(part: Microbatch, algorithm: Algorithm) -> Tensor:
     """Return the mask of tokens that the policy scores, `[B, L]`."""
-    return part.trains | part.observed if coefficient(algorithm, "echo") > 0 else part.trains
+    return part.trains | part.observed if algorithm.number("terms", "echo") > 0 else part.trains
 
 
-def _said(batch: TokenBatch) -> dict[str, Tensor | None]:
+def _named_outputs(batch: TokenBatch) -> dict[str, Tensor | None]:
     """Return the model outputs of a batch, `[B, L]` each, by their names in messages."""
     return {
         "log-probability": batch.logprobs,
@@ -402,13 +530,6 @@ def _said(batch: TokenBatch) -> dict[str, Tensor | None]:
     }
 
 
-def _scored(trains: Tensor) -> Tensor:
-    """Return `trains` without the first column, which no position predicts."""
-    scored = trains.clone()
-    scored[:, 0] = False
-    return scored
-
-
 def choose_tokens(
     rows: Sequence[Row], proximal: Sequence[Tensor], algorithm: Algorithm, seed: int
 ) -> list[Tensor] | None:
@@ -416,7 +537,8 @@ def choose_tokens(
 
     The selection does not depend on the order of rows.
     """
-    if not algorithm.loss_spec.has(Need.TOKEN_CHOICE):
+    choose = algorithm.loss_spec.choose
+    if choose is None:
         return None
     order = sorted(range(len(rows)), key=lambda i: (rows[i].name, rows[i].tokens, rows[i].advantages))
     width = max(len(row.tokens) for row in rows)
@@ -428,15 +550,15 @@ def choose_tokens(
         old[place, : len(row.tokens)] = proximal[i].double().cpu()
         advantages[place, : len(row.tokens)] = torch.tensor(row.advantages, dtype=torch.float64)
         mask[place, : len(row.tokens)] = torch.tensor(row.trains)
-    mask = _scored(mask)
+    mask = scored_mask(mask)
     means = CovarianceMeans.of(old_logprobs=old, advantages=advantages, mask=mask)
     covariance = token_covariance(old_logprobs=old, advantages=advantages, mask=mask, means=means)
-    chosen = loaded(algorithm.loss_spec.choose)(covariance, mask, seed, algorithm)
+    chosen = algorithm.call(choose, "loss", {"covariance": covariance, "mask": mask, "seed": seed})
     of_row = {i: chosen[place, : len(rows[i].tokens)] for place, i in enumerate(order)}
     return [of_row[i] for i in range(len(rows))]
 
 
-def _metrics(updates: Sequence[Statistics]) -> dict[str, float]:
+def _token_metrics(updates: Sequence[Statistics]) -> dict[str, float]:
     """Return the public metrics of a step's updates; losses are averaged over the updates."""
     statistics = functools.reduce(operator.add, updates)
     clip, mismatch = statistics.clip, statistics.mismatch
@@ -470,8 +592,7 @@ def _metrics(updates: Sequence[Statistics]) -> dict[str, float]:
 
 
 def _mean_metrics(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name in dict.fromkeys(name for report in reports for name in report):
-        values = [report[name] for report in reports if name in report]
-        found[name] = sum(values) / len(values)
-    return found
+    values: dict[str, list[float]] = {}
+    for name, value in (item for report in reports for item in report.items()):
+        values.setdefault(name, []).append(value)
+    return {name: sum(own) / len(own) for name, own in values.items()}

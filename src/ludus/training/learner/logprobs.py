@@ -2,33 +2,128 @@
 
 Rows are packed as a forest: no padding, shared prefixes computed once. Only scored positions pass through the
 output layer, in chunks. Both are used only if they reproduce the model's own logits on a trial; otherwise
-padded rows and full logits are used.
+padded rows and full logits are used. Reference and teacher are scored per token or over full distributions.
+
+Activation checkpointing: transformers' layers support it only in training mode, which would also enable
+dropout, so only the layers' own flags are switched during a forward pass. Float64: transformers computes
+norms, rotary angles, routers and some softmaxes in float32; under `Float64` casts to float32 become float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
+from ludus.algorithms.kl import FULL_KL_NAMES
+from ludus.algorithms.parts import Need
+from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.engines.embedded.onednn_linear import OneDnnLinear, use_onednn
 from ludus.engines.models.lora import is_peft
-from ludus.errors import LearnerError
+from ludus.errors import LearnerError, UserError
 from ludus.training.batches import prefix_packing as forests
-from ludus.training.batches.chunked_lm_head import Entropy, LmHead, TokenScores, logits_to_scores
-from ludus.training.batches.trajectory_tree import BREAK, Positions, apart
-from ludus.training.distributed.fsdp import is_sharded, within
-from ludus.training.learner.activation_checkpointing import recomputable_layers, recomputing
-from ludus.training.learner.float64 import in_float64
-from ludus.training.learner.full_kl import DivergenceTarget, HiddenStates, divergence
+from ludus.training.batches.chunked_lm_head import (
+    CHUNK_LOGITS,
+    Divergence,
+    DivergenceTarget,
+    Entropy,
+    HiddenStates,
+    LmHead,
+    TokenScores,
+    divergence,
+    logits_to_scores,
+)
+from ludus.training.batches.rows import BREAK, Microbatch, Positions, split_paths
+from ludus.training.distributed.collectives import is_sharded, within
 from ludus.training.learner.moe_routing_replay import RoutingReplay
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+class Float64(TorchFunctionMode):
+    """Function mode that replaces float32 by float64 in casts and in `dtype` arguments."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        del types
+        if func is Tensor.float:
+            func = Tensor.double
+        return func(
+            *(_wider(value) for value in args), **{name: _wider(value) for name, value in (kwargs or {}).items()}
+        )
+
+
+def in_float64(module: nn.Module) -> AbstractContextManager[object]:
+    """Return `Float64()` if the weights of `module` are float64, otherwise a null context."""
+    return Float64() if next(module.parameters()).dtype == torch.float64 else nullcontext()
+
+
+def _wider(value: object) -> object:
+    return torch.float64 if value is torch.float32 else value
+
+
+class Checkpointable(Protocol):
+    """Interface of transformers' `GradientCheckpointingLayer`."""
+
+    training: bool
+    gradient_checkpointing: bool
+    _gradient_checkpointing_func: Callable[..., object]
+
+
+def recomputable_layers(model: PreTrainedModel) -> list[Checkpointable]:
+    """Return the layers that support checkpointing. Raises UserError if there are none."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UserError(
+            f"{type(model).__name__} has no layers that support activation checkpointing.",
+            "Unset model.activation_checkpointing.",
+        )
+    return layers
+
+
+@contextmanager
+def recomputing(layers: Sequence[Checkpointable]) -> Iterator[None]:
+    """Checkpoint `layers` in forward passes within the block; passes without gradient are unchanged."""
+    if not layers or not torch.is_grad_enabled():
+        yield
+        return
+    modes = [layer.training for layer in layers]
+    for layer in layers:
+        again = partial(_contexts, layer)
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, context_fn=again)
+        layer.gradient_checkpointing = True
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer, mode in zip(layers, modes, strict=True):
+            layer.gradient_checkpointing = False
+            layer.training = mode
+
+
+def _contexts(layer: Checkpointable) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """Return the contexts of a layer's forward pass and of its recomputation.
+
+    The forward pass uses its caller's; autograd runs the recomputation outside of any function mode.
+    """
+    assert isinstance(layer, nn.Module)
+    return nullcontext(), in_float64(layer)
+
 
 _TRIAL_TOKENS = 24
 
@@ -57,7 +152,7 @@ class LogprobScorer:
         forests.register()
         use_onednn(self.model)
         self._body = _body(self.model)
-        self._head = _plain_head(self.model)
+        self._head = _linear_head(self.model)
         self._planted = self._body is not None and self._head is not None and self._trial()
 
     @property
@@ -65,27 +160,27 @@ class LogprobScorer:
         """Whether rows are packed as a forest; otherwise they are padded."""
         return self._planted
 
-    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> ScoredTokens:
-        """Return log-probabilities (natural, float32 or better) of the tokens `[B, L]` marked in `asked`.
+    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
+        """Return log-probabilities (natural, float32 or better) of the tokens `[B, L]` marked in `scored`.
 
         The first token of a row has no context and scores 0. Tokens after a row's last marked one are
         ignored. `entropy` adds the entropy of the full distribution, in nats.
         """
-        return self.compare(tokens, asked, entropy, {})[0]
+        return self.compare(tokens, scored, entropy, {})[0]
 
     def compare(
-        self, tokens: Tensor, asked: Tensor, entropy: Entropy, against: Mapping[str, DivergenceTarget]
+        self, tokens: Tensor, scored: Tensor, entropy: Entropy, against: Mapping[str, DivergenceTarget]
     ) -> tuple[ScoredTokens, dict[str, Tensor]]:
         """Return the scores, and by name the divergences `[B, L]` from other models at the same positions.
 
         Raises LearnerError for divergences if the model's hidden states are unavailable.
         """
-        rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
+        rows, columns = torch.nonzero(scored[:, 1:], as_tuple=True)
         self._check_routing(tokens)
         if rows.numel() == 0:
             if self.routing is not None:
                 self.routing.place([rows] * tokens.shape[0], 0)
-            nothing = torch.zeros(tokens.shape, dtype=self._dtype, device=tokens.device)
+            nothing = torch.zeros(tokens.shape, dtype=score_dtype(self.model), device=tokens.device)
             if is_sharded(self.model):
                 nothing = nothing + self._idle(tokens.device)
             return ScoredTokens(nothing, None if entropy == "none" else nothing), dict.fromkeys(against, nothing)
@@ -95,18 +190,18 @@ class LogprobScorer:
         else:
             score = self._planted_scores if self._planted else self._padded_scores
             scores, found = score(tokens, (rows, columns), entropy), {}
-        spread = None if scores.entropy is None else _placed(scores.entropy, at, tokens)
-        divergences = {name: _placed(values, at, tokens) for name, values in found.items()}
-        return ScoredTokens(_placed(scores.logprobs, at, tokens), spread), divergences
+        spread = None if scores.entropy is None else _scatter(scores.entropy, at, tokens)
+        divergences = {name: _scatter(values, at, tokens) for name, values in found.items()}
+        return ScoredTokens(_scatter(scores.logprobs, at, tokens), spread), divergences
 
     @torch.no_grad()
-    def distributions(self, tokens: Tensor, asked: Tensor) -> HiddenStates:
-        """Return the states that predict the tokens marked in `asked`, in row-major order.
+    def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
+        """Return the states that predict the tokens marked in `scored`, in row-major order.
 
         Raises LearnerError if the model's hidden states are unavailable.
         """
         head = self._whole_head()
-        rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
+        rows, columns = torch.nonzero(scored[:, 1:], as_tuple=True)
         if rows.numel() == 0:
             return HiddenStates(head.weight.new_zeros(0, head.weight.shape[1]), head)
         return HiddenStates(self.states(tokens, (rows, columns)), head)
@@ -145,11 +240,6 @@ class LogprobScorer:
         scores = found(torch.zeros(1, 2, dtype=torch.int64, device=device), (nowhere, nowhere))
         return 0.0 * scores.logprobs.sum()
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        own = next(self.model.parameters()).dtype
-        return own if own == torch.float64 else torch.float32
-
     def _planted_scores(self, tokens: Tensor, at: tuple[Tensor, Tensor], entropy: Entropy = "none") -> TokenScores:
         """Return scores `[A]` of the tokens after the positions `at` (rows, columns), using a forest."""
         rows, columns = at
@@ -160,13 +250,13 @@ class LogprobScorer:
             pairs = torch.stack([states, targets])
             (states, targets), back = torch.unique(pairs, dim=1, return_inverse=True)
 
-        def scored() -> TokenScores:
+        def score_hidden() -> TokenScores:
             assert self._head is not None
             head = LmHead(self._head.weight, self._head.bias, self.temperature)
             found = head.score(self._hidden(forest)[states], targets, entropy)
             return TokenScores(found.logprobs.clone(), found.entropy)  # hooks may not return a view
 
-        scores = within(self.model, scored)
+        scores = within(self.model, score_hidden)
         if back is None:
             return scores
         return TokenScores(scores.logprobs[back], None if scores.entropy is None else scores.entropy[back])
@@ -187,7 +277,7 @@ class LogprobScorer:
 
     def _plant(self, tokens: Tensor, at: tuple[Tensor, Tensor]) -> tuple[Tensor, forests.PrefixForest]:
         """Return the forest of the rows up to the last scored position, and the positions in it."""
-        tokens, (rows, columns) = apart(tokens, at)
+        tokens, (rows, columns) = split_paths(tokens, at)
         lengths = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
         lengths.scatter_reduce_(0, rows, columns + 1, "amax")
         given = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
@@ -213,7 +303,7 @@ class LogprobScorer:
 
     def _padded_scores(self, tokens: Tensor, at: tuple[Tensor, Tensor], entropy: Entropy = "none") -> TokenScores:
         targets = tokens[at[0], at[1] + 1]
-        tokens, (rows, columns) = apart(tokens, at)
+        tokens, (rows, columns) = split_paths(tokens, at)
         used = int(columns.max()) + 1
         if self.routing is not None:
             every = torch.arange(tokens.shape[0] * used, device=tokens.device)
@@ -269,7 +359,12 @@ def own_types(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _placed(values: Tensor, at: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
+def score_dtype(model: nn.Module) -> torch.dtype:
+    """Return the type of scores: float64 if the weights are float64, otherwise float32."""
+    return torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
+
+
+def _scatter(values: Tensor, at: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
     empty = torch.zeros(like.shape, dtype=values.dtype, device=values.device)
     return empty.index_put(at, values)
 
@@ -281,7 +376,124 @@ def _body(model: PreTrainedModel) -> nn.Module | None:
     return None if body is inner else body
 
 
-def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
+def _linear_head(model: PreTrainedModel) -> nn.Linear | None:
     """Return the output layer if it is a plain linear layer, otherwise None."""
     head = model.get_output_embeddings()
     return head if type(head) in (nn.Linear, OneDnnLinear) else None
+
+
+FROZEN_SCORERS = ("reference", "teacher")
+"""Frozen scorers."""
+
+
+class TokenScorer(Protocol):
+    """Interface of models that score tokens `[B, L]`, such as a reference or a teacher.
+
+    `distributions` returns full distributions at the scored tokens.
+    """
+
+    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens: ...
+
+    def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AuxLogprobs:
+    """Outputs of the auxiliary models on one microbatch.
+
+    Log-probabilities `[B, L]` of reference and teacher, or targets of full divergences, by name.
+    """
+
+    reference: Tensor | None = None
+    teacher: Tensor | None = None
+    against: Mapping[str, DivergenceTarget] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AuxScorers:
+    """Scorers of an algorithm besides its policy."""
+
+    algorithm: Algorithm
+    scorers: Mapping[str, TokenScorer]
+
+    @property
+    def full_divergences(self) -> dict[str, Divergence]:
+        """Return the scorers that are compared over full distributions, with their divergence."""
+        found: dict[str, Divergence] = {}
+        if self.algorithm.loss_spec.has(Need.TEACHER_DISTRIBUTION) and "teacher" in self.scorers:
+            found["teacher"] = "full_reverse"
+        for which in FULL_KL_NAMES:
+            if self.algorithm.kl == which and "reference" in self.scorers:
+                found["reference"] = which
+        return found
+
+    @property
+    def per_token(self) -> list[str]:
+        """Return the scorers that are read token by token."""
+        return [name for name in FROZEN_SCORERS if name in self.scorers and name not in self.full_divergences]
+
+    def against(self, tokens: Tensor, scored: Tensor) -> dict[str, DivergenceTarget]:
+        """Return the divergence targets at the scored tokens."""
+        return {
+            name: DivergenceTarget(self.scorers[name].distributions(tokens, scored), which)
+            for name, which in self.full_divergences.items()
+        }
+
+    def score(self, part: Microbatch, known: Mapping[str, Sequence[Tensor]], scored: Tensor) -> AuxLogprobs:
+        """Return the scores of a microbatch; `known` holds cached ones, `[T]` a row."""
+        found: dict[str, Tensor] = {}
+        for name in self.per_token:
+            if name in known:
+                found[name] = pad_rows(known[name], part, part.advantages)
+            else:
+                with torch.no_grad():
+                    found[name] = self.scorers[name].score(part.tokens, part.trains).logprobs
+        return AuxLogprobs(found.get("reference"), found.get("teacher"), self.against(part.tokens, scored))
+
+
+@dataclass(frozen=True, slots=True)
+class FullKl:
+    """Scorer that returns the full KL to the reference instead of log-probabilities."""
+
+    policy: LogprobScorer
+    aux: AuxScorers
+
+    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
+        """Return the divergence at each scored token."""
+        found, divergences = self.policy.compare(tokens, scored, entropy, self.aux.against(tokens, scored))
+        return ScoredTokens(divergences["reference"], found.entropy)
+
+    def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
+        """Return the policy's distributions."""
+        return self.policy.distributions(tokens, scored)
+
+
+def pad_rows(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor:
+    """Pad values `[T]` of each row to `[B, L]` of a microbatch, typed as `like`, without gradient."""
+    table = torch.zeros_like(like)
+    for place, i in enumerate(part.index):
+        table[place, : len(values[i])] = values[i].to(table)
+    return table.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class SumPiSquared:
+    """Scorer that returns the sum of squared probabilities instead of log-probabilities."""
+
+    policy: LogprobScorer
+
+    @torch.no_grad()
+    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
+        """Return the sum at each scored token."""
+        states = self.policy.distributions(tokens, scored)
+        rows, columns = torch.nonzero(scored[:, 1:], as_tuple=True)
+        size = max(1, CHUNK_LOGITS // states.head.weight.shape[0])
+        parts = torch.split(states.hidden, size)
+        sums = [torch.softmax(states.head.logits(part), -1).square().sum(-1) for part in parts]
+        found = torch.zeros(tokens.shape, dtype=sums[0].dtype, device=tokens.device)
+        found[rows, columns + 1] = torch.cat(sums)
+        return ScoredTokens(found, None)
+
+    def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
+        """Return the policy's distributions."""
+        return self.policy.distributions(tokens, scored)

@@ -128,23 +128,3 @@ class RoutingReplay:
 def _chooses(router: nn.Module) -> bool:
     """Return whether the router can disable weight normalization; Mixtral's cannot."""
     return type(router).__name__ != "MixtralTopKRouter"
-
-
-@contextmanager
-def recording(routing: RoutingReplay | None) -> Iterator[None]:
-    """Enter `RoutingReplay.recording` unless `routing` is None."""
-    if routing is None:
-        yield
-        return
-    with routing.recording():
-        yield
-
-
-@contextmanager
-def following(routing: RoutingReplay | None, rows: Sequence[Tensor] | None) -> Iterator[None]:
-    """Enter `RoutingReplay.following` if there is a routing with recorded experts."""
-    if routing is None or rows is None:
-        yield
-        return
-    with routing.following(rows):
-        yield

@@ -15,8 +15,15 @@ from ludus.config.sections.rewards import RewardModelConfig
 from ludus.config.sections.stages import PreferenceConfig, RftConfig, SftConfig
 from ludus.config.sections.training import TrainingConfig
 from ludus.errors import LearnerError
-from ludus.training.distributed.collectives import Collectives, SingleProcess, raise_together, sum_gradients
-from ludus.training.distributed.fsdp import local, put, whole
+from ludus.training.distributed.collectives import (
+    Collectives,
+    SingleProcess,
+    local,
+    put,
+    raise_together,
+    sum_gradients,
+    whole,
+)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

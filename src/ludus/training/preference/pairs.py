@@ -1,8 +1,8 @@
-"""Pairs of a better and a worse trajectory, as token ids, with what the reference model thinks of them.
+"""Preference pairs as token ids, with the reference model's log-probabilities.
 
-Pairs of a run are made of the ids that its engine sampled: nothing is turned into tokens again. Observations
-and the prompt never train. The pairs of a run folder are made once and kept in `pairs.jsonl.gz`, with the
-reference's log-probabilities, so that a resumed run trains on exactly the same.
+Pairs of a run use the sampled ids, which are never re-tokenized. Prompts and observations never train. The pairs
+of a run folder are built once and stored in `pairs.jsonl.gz` with the reference's log-probabilities, so that a
+resumed run trains on the same ones.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from ludus.errors import UserError
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
 from ludus.rollout.trees import paths
 from ludus.training.batches.rows import Row, microbatches
-from ludus.training.datasets.files import FileLabelled, FilePair, read_pairs, read_preferences
-from ludus.training.datasets.jsonl import load_records
+from ludus.training.datasets.files import FileLabelled, FilePair, load_records, read_pairs, read_preferences
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.types import Message
 
@@ -30,8 +29,10 @@ PAIRS_FILE = "pairs.jsonl.gz"
 
 @dataclass(frozen=True, slots=True)
 class PairSide:
-    """One trajectory: tokens `[T]`, which of them train `[T]`, and the log-probabilities that the reference
-    gives to those that train, in order (nats; empty where there is no reference)."""
+    """One trajectory: tokens `[T]`, training mask `[T]`, and the reference's log-probabilities.
+
+    `reference` has one value (nats) per training token, in order; empty without a reference.
+    """
 
     tokens: tuple[int, ...]
     trains: tuple[bool, ...]
@@ -39,26 +40,26 @@ class PairSide:
 
     @property
     def row(self) -> Row:
-        """The arm as the microbatches take it."""
+        """The side as a row."""
         nothing, zeros = (False,) * len(self.tokens), (0.0,) * len(self.tokens)
         return Row(self.tokens, self.trains, nothing, zeros, zeros)
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first one that trains."""
+        """The number of tokens before the first training token."""
         return self.trains.index(True)
 
 
 NO_ARM = PairSide((), ())
-"""The side that a labelled dialogue does not have."""
+"""Missing side of a labelled dialogue."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreferencePair:
-    """Two trajectories from one prompt. `source` names where it is from, `gap` is the difference of rewards.
+    """Two trajectories with one prompt. `source` names its origin, `gap` is the reward difference.
 
-    A labelled dialogue is one side alone: the other has no tokens (`NO_ARM`).
-    `others` are this prompt with the answers to another one: what KTO estimates its baseline on.
+    A labelled dialogue has one side; the other one is `NO_ARM`. `others` are this prompt with the answers to
+    another one, on which KTO estimates its baseline.
     """
 
     source: str
@@ -69,27 +70,26 @@ class PreferencePair:
 
     @property
     def sides(self) -> tuple[PairSide, ...]:
-        """Those of `chosen` and `rejected` that there are."""
+        """The existing ones of `chosen` and `rejected`."""
         return tuple(arm for arm in (self.chosen, self.rejected) if arm.tokens)
 
     @property
     def arms(self) -> tuple[PairSide, ...]:
-        """All its trajectories, `chosen` first."""
+        """All trajectories, `chosen` first."""
         return (*self.sides, *self.others)
 
 
 PairMaker = Callable[[str, Iterable[RolloutRecord], float, int], list["PreferencePair"]]
-"""Makes pairs of the records of a file: its name, the records, the least gap, the most tokens."""
+"""Build pairs from a file: its name, its records, the minimum gap, the maximum number of tokens."""
 
 
 def pairs_of_attempts(
     name: str, records: Iterable[RolloutRecord], min_gap: float, max_tokens: int
 ) -> list[PreferencePair]:
-    """The best against the worst of each group of a file, which is called `name`.
+    """Pair the best with the worst attempt of each group of the file `name`.
 
-    Groups whose rewards are all equal give none, nor do those whose gap is below `min_gap`. Of several that
-    are best (or worst) the first counts. Attempts that the infrastructure failed, that sampled nothing, that
-    branch or that are longer than `max_tokens` stay out of it.
+    Groups with equal rewards or a gap below `min_gap` are skipped. Ties go to the first attempt. Attempts that
+    failed, have no action tokens, branch, or exceed `max_tokens` are ignored.
     """
     pairs = []
     for source, group in _groups(name, (r for r in records if is_usable(r, max_tokens))):
@@ -104,12 +104,11 @@ def pairs_of_attempts(
 def pairs_of_branches(
     name: str, records: Iterable[RolloutRecord], min_gap: float, max_tokens: int
 ) -> list[PreferencePair]:
-    """At each step of each group's tree where several actions were tried, the best against the worst.
+    """Pair the best with the worst action at each step where a group tried several.
 
-    The paths of a group's trajectories, chains and trees alike, make one tree: two actions are branches of
-    one step where all tokens before them are equal. A branch is worth the mean reward of the leaves below it,
-    each path counted once. Both arms are the shared history and that one action, which alone trains
-    (step-level preferences, arXiv:2405.00451). Otherwise as `pairs_of_attempts`.
+    All paths of a group form one tree: two actions branch at a step if all tokens before them are equal. A branch
+    is worth the mean reward of the leaves below it, each path counted once. Both sides are the shared history and
+    the action, which alone trains (step-level preferences, arXiv:2405.00451). Otherwise as `pairs_of_attempts`.
     """
     pairs = []
     for source, group in _groups(name, records):
@@ -126,16 +125,16 @@ def pairs_of_branches(
 def pairs_of_rollouts(
     files: Sequence[Path], min_gap: float, max_tokens: int, made: PairMaker = pairs_of_attempts
 ) -> list[PreferencePair]:
-    """What `made` makes of each file, in the order of the files."""
+    """Return the pairs that `made` builds from each file, in file order."""
     return [pair for file in files for pair in made(_name(file), read_rollouts(file), min_gap, max_tokens)]
 
 
 Steps = dict[tuple[int, ...], dict[tuple[int, ...], list[float]]]
-"""The rewards of the leaves below each action, by the tokens before it and by its own."""
+"""Rewards of the leaves below each action, by preceding tokens and by its own tokens."""
 
 
 def _steps(records: Sequence[RolloutRecord], max_tokens: int) -> Steps:
-    """In the order in which they were met."""
+    """Return the steps in the order in which they occur."""
     steps: Steps = {}
     for record in records:
         if record.trajectory.failure is not None:
@@ -157,7 +156,7 @@ def _step(history: tuple[int, ...], action: tuple[int, ...]) -> PairSide:
 
 
 def _groups(name: str, records: Iterable[RolloutRecord]) -> Iterator[tuple[str, list[RolloutRecord]]]:
-    """The groups of a file, named by file and task."""
+    """Yield the groups of a file with their names."""
     groups: dict[str, list[RolloutRecord]] = {}
     for record in records:
         groups.setdefault(record.group, []).append(record)
@@ -170,19 +169,19 @@ def _name(file: Path) -> str:
 
 
 def pairs_of_file(path: Path, renderer: Renderer, max_tokens: int, labelled: bool = False) -> list[PreferencePair]:
-    """The pairs of a file, rendered as a rollout would be; those longer than `max_tokens` are left out.
+    """Return the pairs of a file, rendered as in a rollout; those longer than `max_tokens` are skipped.
 
-    `labelled`: it may be of labelled dialogues instead.
+    `labelled`: the file may contain labelled dialogues instead.
     """
     pairs = []
     records: Sequence[FilePair | FileLabelled] = read_preferences(path) if labelled else read_pairs(path)
     for number, given in enumerate(records, start=1):
         if isinstance(given, FileLabelled):
-            arm = _labelled(renderer, given)
+            arm = _render_labelled(renderer, given)
             sides = (arm, NO_ARM) if given.label else (NO_ARM, arm)
             found = PreferencePair(f"dialogue {number}", 0.0, *sides)
         else:
-            chosen, rejected = (_rendered(renderer, given, arm) for arm in (given.chosen, given.rejected))
+            chosen, rejected = (_render_side(renderer, given, arm) for arm in (given.chosen, given.rejected))
             found = PreferencePair(f"pair {number}", 0.0, chosen, rejected)
         if max(len(arm.tokens) for arm in found.sides) <= max_tokens:
             pairs.append(found)
@@ -190,20 +189,20 @@ def pairs_of_file(path: Path, renderer: Renderer, max_tokens: int, labelled: boo
 
 
 def with_others(pairs: Sequence[PreferencePair], max_tokens: int) -> list[PreferencePair]:
-    """Each pair with its prompt before the answers of the next pair that has another prompt, if they fit."""
+    """Add to each pair its prompt with the answers of the next pair with another prompt, if they fit."""
     prompts = [pair.sides[0].tokens[: pair.sides[0].prompt_length] for pair in pairs]
     found = []
     for i, pair in enumerate(pairs):
         later = (j % len(pairs) for j in range(i + 1, i + len(pairs)))
         other = next((pairs[j] for j in later if prompts[j] != prompts[i]), None)
-        arms = () if other is None else tuple(_moved(prompts[i], arm) for arm in other.sides)
+        arms = () if other is None else tuple(_with_prompt(prompts[i], arm) for arm in other.sides)
         found.append(replace(pair, others=tuple(arm for arm in arms if len(arm.tokens) <= max_tokens)))
     return found
 
 
 @torch.no_grad()
 def with_reference(pairs: Sequence[PreferencePair], scorer: LogprobScorer, max_tokens: int) -> list[PreferencePair]:
-    """The pairs with the log-probabilities of `scorer`, the reference. `max_tokens`: of one forward pass."""
+    """Return the pairs with the reference's log-probabilities; `max_tokens` limits a forward pass."""
     arms = [arm for pair in pairs for arm in pair.arms]
     device = next(scorer.model.parameters()).device
     scored: dict[int, PairSide] = {}
@@ -218,25 +217,25 @@ def with_reference(pairs: Sequence[PreferencePair], scorer: LogprobScorer, max_t
 
 
 def load_pairs(path: Path) -> list[PreferencePair]:
-    """The pairs of a run folder. Raises StorageError for what is no such file."""
+    """Load the pairs of a run folder. Raises StorageError if the file is invalid."""
     return load_records(path, _pair)
 
 
 def rollout_files(run: Path) -> list[Path]:
-    """The rollouts of a run's training, oldest first. Raises UserError where there are none."""
+    """Return the training rollouts of a run, oldest first. Raises UserError if there are none."""
     if not (run / "config.toml").is_file():
         raise UserError(f"{run} is not a run folder: it has no config.toml.", "Check the path.")
     files = sorted((run / "rollouts").glob("step-*.jsonl.gz"))
     if not files:
         raise UserError(
             f"The run {run} has no rollouts of training.",
-            "Take one of `ludus train` or `ludus rft` that kept them (run.save_rollouts).",
+            "Use a run of `ludus train` or `ludus rft` with run.save_rollouts.",
         )
     return files
 
 
 def is_usable(record: RolloutRecord, max_tokens: int) -> bool:
-    """Whether something was sampled, in one chain of at most `max_tokens` tokens, without a failure."""
+    """Return whether a record is a linear trajectory with action tokens, within `max_tokens`, that did not fail."""
     trajectory = record.trajectory
     return (
         trajectory.failure is None
@@ -250,15 +249,15 @@ def _sampled(record: RolloutRecord) -> PairSide:
     return PairSide(record.trajectory.token_ids, record.trajectory.action_mask)
 
 
-def _rendered(renderer: Renderer, pair: FilePair, arm: Sequence[Message]) -> PairSide:
-    """The prompt and one arm; what the assistant says in the prompt does not train."""
+def _render_side(renderer: Renderer, pair: FilePair, arm: Sequence[Message]) -> PairSide:
+    """Render the prompt and one side; assistant messages in the prompt do not train."""
     told = sum(message["role"] == "assistant" for message in pair.prompt)
     segments = render_dialogue(renderer, (*pair.prompt, *arm), pair.tools)
     tokens = tuple(token for segment in segments for token in segment.tokens)
     return PairSide(tokens, tuple(s.kind == "action" and s.turn >= told for s in segments for _ in s.tokens))
 
 
-def _labelled(renderer: Renderer, dialogue: FileLabelled) -> PairSide:
+def _render_labelled(renderer: Renderer, dialogue: FileLabelled) -> PairSide:
     segments = render_dialogue(renderer, dialogue.messages, dialogue.tools)
     said = zip(dialogue.messages, dialogue.trains, strict=True)
     trains = [trained for message, trained in said if message["role"] == "assistant"]
@@ -266,8 +265,8 @@ def _labelled(renderer: Renderer, dialogue: FileLabelled) -> PairSide:
     return PairSide(tokens, tuple(s.kind == "action" and trains[s.turn] for s in segments for _ in s.tokens))
 
 
-def _moved(prompt: tuple[int, ...], arm: PairSide) -> PairSide:
-    """What follows an arm's own prompt, after another one."""
+def _with_prompt(prompt: tuple[int, ...], arm: PairSide) -> PairSide:
+    """Return the part of a side after its own prompt, appended to another prompt."""
     start = arm.prompt_length
     return PairSide(prompt + arm.tokens[start:], (False,) * len(prompt) + arm.trains[start:])
 
@@ -289,6 +288,6 @@ def _arm(data: dict[str, list[float]]) -> PairSide:
 
 
 def arms_of(pairs: Sequence[PreferencePair]) -> Iterator[PairSide]:
-    """Every `chosen`, then every `rejected`."""
+    """Yield every `chosen`, then every `rejected`."""
     yield from (pair.chosen for pair in pairs if pair.chosen.tokens)
     yield from (pair.rejected for pair in pairs if pair.rejected.tokens)

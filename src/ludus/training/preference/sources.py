@@ -1,17 +1,23 @@
-"""Where the pairs of preference training come from: a file, rollouts of a run, attempts sampled for them."""
+"""Sources of preference pairs: a file, the rollouts of a run, or attempts sampled for the purpose.
+
+The sampled tasks and attempts depend on the seed alone, so an interrupted command samples the same again.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ludus.algorithms.spec.preferences import PREFERENCES
+from ludus.algorithms.preference import PREFERENCES
 from ludus.config.sections.stages import UNPAIRED_LOSSES
+from ludus.engines.base import Engine
+from ludus.envs.registry import closing
 from ludus.errors import UserError
-from ludus.rollout.ledger import RolloutOutcome
+from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord
-from ludus.rollout.scheduler import Episode
+from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan
 from ludus.rollout.trees import paths
 from ludus.training.collection.rollout_collector import EpisodeReporter
 from ludus.training.credit.advantages import TrainingSample
@@ -25,38 +31,94 @@ from ludus.training.preference.pairs import (
     rollout_files,
     with_others,
 )
-from ludus.training.preference.sampling import SampledAttempts, sample_attempts
+from ludus.training.rl.build import probe_tokens
+from ludus.training.rl.validate import check_rollouts
+from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.run_dir import RunFolder
-from ludus.training.run.session import TrainingSession
-from ludus.training.run.tokenizer_check import check_tokenizer, check_vocabulary
+from ludus.training.run.session import (
+    TrainingSession,
+    check_tokenizer,
+    check_vocabulary,
+    make_engine,
+    session_scheduler,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledAttempts:
+    """Sampling plan: `samples` attempts at each of `tasks` tasks, or of all if there are fewer."""
+
+    tasks: int
+    samples: int
+
+
+class SilentReporter:
+    """Reporter that ignores everything."""
+
+    def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
+        """Do nothing."""
+
+    def episode(self, episode: Episode) -> None:
+        """Do nothing."""
+
+
+def sample_attempts(
+    session: TrainingSession, wanted: SampledAttempts, watch: EpisodeReporter | None = None
+) -> list[Episode]:
+    """Sample attempts with the session's current weights; attempts at a task are consecutive.
+
+    Raises ConfigError if the world rewards cheating, EngineError and WorldError as the scheduler.
+    """
+    check_rollouts(session.config, session.world)
+    engine = make_engine(session)
+    try:
+        return asyncio.run(_sample(session, wanted, engine, watch or SilentReporter()))
+    finally:
+        asyncio.run(engine.close())
+
+
+async def _sample(
+    session: TrainingSession, wanted: SampledAttempts, engine: Engine, watch: EpisodeReporter
+) -> list[Episode]:
+    config, world = session.config, session.world
+    num = min(wanted.tasks, len(world.tasks("train")))
+    tasks = world.order(config.run.seed, num, 1).take(0, num)
+    jobs = [RolloutRequest(RolloutKey(0, task.id, i), task) for task in tasks for i in range(wanted.samples)]
+    play = SamplingPlan("attempts", config.rollout.temperature, config.run.seed)
+    async with closing(world):
+        sync = WeightSync.of(config, session.model, engine, probe_tokens(session))
+        await sync.publish(0)
+        scheduler = session_scheduler(session, engine, play, Ledger())
+        watch.phase("attempts", len(jobs), engine)
+        return await scheduler.run(jobs, watch.episode)
 
 
 @dataclass(frozen=True)
 class GatheredPairs:
-    """Pairs to train on, and the attempts that were sampled for them; none where they are from elsewhere."""
+    """Pairs to train on, and the attempts that were sampled for them, if any."""
 
     pairs: Sequence[PreferencePair]
     sampled: Sequence[RolloutRecord] = ()
 
 
 def gather_pairs(session: TrainingSession, watch: EpisodeReporter | None = None) -> GatheredPairs:
-    """The pairs that the settings name, before anything is written. Raises UserError where there are none.
+    """Gather the configured pairs, before anything is written. Raises UserError if there are none.
 
-    Where they name no file and no run, the session's model samples attempts, which `watch` hears of.
+    If no file or run is configured, the session's model samples attempts, reported to `watch`.
     """
     settings, limit = session.config.preference, session.config.rollout.max_seq_len
     sampled: Sequence[RolloutRecord] = ()
     if settings.data is not None:
         pairs = pairs_of_file(Path(settings.data), session.renderer, limit, settings.loss in UNPAIRED_LOSSES)
-        where = f"Nothing of {settings.data} fits into rollout.max_seq_len = {limit}."
+        where = f"No dialogue of {settings.data} fits into rollout.max_seq_len = {limit}."
     elif settings.run is not None:
         run = RunFolder(Path(settings.run))
         files = rollout_files(run.path)
         check_tokenizer(run, session)
-        pairs = pairs_of_rollouts(files, settings.min_reward_gap, limit, _maker(session))
+        pairs = pairs_of_rollouts(files, settings.min_reward_gap, limit, _pair_maker(session))
         where = f"No group of {settings.run} has two attempts with different rewards that make a pair."
     else:
-        pairs, sampled = _own_pairs(session, watch)
+        pairs, sampled = _sample_pairs(session, watch)
         where = "No task has two attempts of the model with different rewards that make a pair."
     if not pairs:
         raise UserError(where, "See docs/use/stages.md, or lower preference.min_reward_gap.")
@@ -64,33 +126,33 @@ def gather_pairs(session: TrainingSession, watch: EpisodeReporter | None = None)
     return GatheredPairs(with_others(pairs, limit) if PREFERENCES[settings.loss].mismatched else pairs, sampled)
 
 
-def _own_pairs(
+def _sample_pairs(
     session: TrainingSession, watch: EpisodeReporter | None
 ) -> tuple[list[PreferencePair], Sequence[RolloutRecord]]:
-    """Pairs of what the session's model samples, and all that it sampled, each with what became of it."""
+    """Return pairs of attempts by the session's model, and the records of all attempts."""
     settings, limit = session.config.preference, session.config.rollout.max_seq_len
     episodes = sample_attempts(session, SampledAttempts(settings.tasks, settings.samples), watch)
-    records = [TrainingSample(episode, *_unpaired(episode)).record for episode in episodes]
-    pairs = _maker(session)("step-000000", records, settings.min_reward_gap, limit)
+    records = [TrainingSample(episode, *_initial_status(episode)).record for episode in episodes]
+    pairs = _pair_maker(session)("step-000000", records, settings.min_reward_gap, limit)
     arms = {arm.tokens for pair in pairs for arm in pair.arms}
     return pairs, [
-        replace(record, outcome=RolloutOutcome.TRAINED, reason="trained") if _is_in(record, arms) else record
+        replace(record, outcome=RolloutOutcome.TRAINED, reason="trained") if _is_in_pair(record, arms) else record
         for record in records
     ]
 
 
-def _maker(session: TrainingSession) -> PairMaker:
+def _pair_maker(session: TrainingSession) -> PairMaker:
     return pairs_of_branches if session.config.preference.pairs == "steps" else pairs_of_attempts
 
 
-def _is_in(record: RolloutRecord, arms: Collection[tuple[int, ...]]) -> bool:
-    """Whether what was sampled is an arm of a pair, or goes on from one."""
+def _is_in_pair(record: RolloutRecord, arms: Collection[tuple[int, ...]]) -> bool:
+    """Return whether a record is an arm of a pair, or continues one."""
     if record.trajectory.failure is not None:
         return False
     whole = [path.trajectory.token_ids for path in paths(record.trajectory)]
     return any(tokens[: len(arm)] == arm for tokens in whole for arm in arms)
 
 
-def _unpaired(episode: Episode) -> tuple[RolloutOutcome, str]:
+def _initial_status(episode: Episode) -> tuple[RolloutOutcome, str]:
     failure = episode.trajectory.failure
     return (RolloutOutcome.DROPPED, "no pair") if failure is None else (RolloutOutcome.FAILED, failure.part)

@@ -1,8 +1,7 @@
 """Preference training on pairs of trajectories, and KTO and BCO on labelled ones; the losses are `LOSSES`.
 
-Takes a session and pairs. Gives new weights, a line of metrics a step and checkpoints. The reference is the
-model as it is before the first step; it scores every pair once. Which pairs a step takes depends on the seed
-and the step alone, so that a resumed run repeats the uninterrupted one bit for bit.
+The reference is the model before the first step; it scores every pair once. The pairs of a step depend on the
+seed and the step alone, so a resumed run repeats the uninterrupted one bit for bit.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms import preference as losses
-from ludus.algorithms.spec.preferences import PREFERENCES
+from ludus.algorithms.preference import PREFERENCES
 from ludus.config.sections.stages import PreferenceConfig
 from ludus.diagnostics.trackers import Tracker
 from ludus.errors import LearnerError
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.rollout_files import rollouts_path, write_rollouts
-from ludus.training.batches.epoch_sampler import batch_of_step, num_steps
-from ludus.training.batches.rows import microbatches
-from ludus.training.datasets.jsonl import write_records
+from ludus.training.batches.rows import batch_of_step, microbatches, num_steps
+from ludus.training.datasets.files import write_records
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.preference.pairs import PAIRS_FILE, PairSide, PreferencePair, arms_of, load_pairs, with_reference
@@ -57,7 +55,7 @@ DISCOPOP_TAU = 0.05
 class PairTensors:
     """Pairs of one microbatch: all `[N, L]`, padded to one length; `baseline` is that of KTO or BCO.
 
-    The mask of a side that a labelled dialogue does not have is empty.
+    The mask of a labelled dialogue's missing side is empty.
     """
 
     chosen_logprobs: Tensor
@@ -71,7 +69,7 @@ class PairTensors:
 
 @dataclass(frozen=True)
 class PreferenceTraining:
-    """A session that is to be trained on `pairs` from step `done` on; `last` is that step's checkpoint."""
+    """Session to train on `pairs` from step `done`; `last` is the checkpoint of that step."""
 
     session: TrainingSession
     folder: RunFolder
@@ -84,9 +82,10 @@ class PreferenceTraining:
 
 
 def open_training(session: TrainingSession, folder: RunFolder, gathered: GatheredPairs | None) -> PreferenceTraining:
-    """Bring session and optimiser to the newest checkpoint in `folder`, if there is one.
+    """Restore session and optimizer from the newest checkpoint in `folder`, if any.
 
-    The reference scores the pairs unless the folder holds them already. `gathered` None: as the settings say.
+    The reference scores the pairs unless the folder already contains them. `gathered` None: gather them as
+    configured.
     """
     settings = session.config.preference
     file = folder.path / PAIRS_FILE
@@ -114,14 +113,14 @@ def open_training(session: TrainingSession, folder: RunFolder, gathered: Gathere
     return PreferenceTraining(session, folder, optimiser, pairs, steps, done, last, running)
 
 
-def steps_of_run(folder: RunFolder, settings: PreferenceConfig) -> int | None:
-    """Optimiser steps of the run in a folder; None where it has not made its pairs yet."""
+def planned_steps(folder: RunFolder, settings: PreferenceConfig) -> int | None:
+    """Return the number of optimizer steps of a run; None if its pairs are not gathered yet."""
     file = folder.path / PAIRS_FILE
     return num_steps(settings, len(load_pairs(file))) if file.is_file() else None
 
 
 def run_preference(training: PreferenceTraining, trackers: Sequence[Tracker], on_step: OnStep) -> Path:
-    """Train to the last step; gives its checkpoint."""
+    """Train to the last step; return its checkpoint."""
     session, folder, optimiser, last = training.session, training.folder, training.optimiser, training.last
     settings, pairs = session.config.preference, training.pairs
     scorer = LogprobScorer(session.model, recompute=session.config.model.activation_checkpointing)
@@ -146,9 +145,9 @@ def preference_step(
     settings: PreferenceConfig,
     running: RunningMean,
 ) -> dict[str, float]:
-    """One optimiser step on the mean loss of `pairs`, whose implicit rewards enter `running` if it is read.
+    """Take one optimizer step on the mean loss of `pairs`; updates `running` if the loss uses it.
 
-    Raises LearnerError where the loss is not finite.
+    Raises LearnerError if the loss is not finite.
     """
     baseline = _baseline(scorer, pairs, settings, running)
     totals: dict[str, float] = {}
@@ -195,7 +194,7 @@ class _Alone(TypedDict):
 
 
 def _alone(pairs: PairTensors) -> _Alone:
-    """Both trajectories of each pair, the chosen first: for losses that judge them alone."""
+    """Return both trajectories of each pair, chosen ones first, for losses that score them separately."""
     num = len(pairs.chosen_mask)
     return {
         "logprobs": torch.cat([pairs.chosen_logprobs, pairs.rejected_logprobs]),
@@ -229,7 +228,7 @@ def _kto(pairs: PairTensors, settings: PreferenceConfig) -> Tensor:
 
 
 def _mean_of_sides(found: Tensor, pairs: PairTensors) -> Tensor:
-    """The loss of a pair whose trajectories are judged alone: the mean of those that there are."""
+    """Return the mean loss over the existing sides of each pair."""
     there = torch.stack([pairs.chosen_mask.any(1), pairs.rejected_mask.any(1)])
     return (found.view(2, -1) * there).sum(0) / there.sum(0)
 
@@ -250,28 +249,28 @@ LOSSES: Mapping[str, Callable[[PairTensors, PreferenceConfig], Tensor]] = {
     "bco": lambda p, s: _mean_of_sides(losses.bco(**_alone(p), delta=p.baseline, beta=_beta(s)), p),
     "bco_pair": lambda p, s: losses.bco_pair(**_pair(p), delta=p.baseline, beta=_beta(s)),
 }
-"""The loss of each pair `[N]`, by the name in the settings."""
+"""Losses of pairs `[N]` by name."""
 
 
 @dataclass
 class RunningMean:
-    """The mean of all numbers that entered."""
+    """Mean of all numbers added so far."""
 
     count: int = 0
     mean: float = 0.0
 
     def add(self, values: Tensor) -> None:
-        """Let `values` [N], at least one, enter."""
+        """Add `values` [N], at least one."""
         self.count += len(values)
         self.mean += (float(values.double().mean()) - self.mean) * len(values) / self.count
 
     @classmethod
     def from_json(cls, text: str) -> RunningMean:
-        """What `to_json` wrote; without text the empty mean."""
+        """Restore `to_json`; empty text is the empty mean."""
         return cls(**json.loads(text)) if text else cls()
 
     def to_json(self) -> str:
-        """One line that `from_json` reads back exactly."""
+        """Serialize to one line; round-trips exactly."""
         return json.dumps(asdict(self)) if self.count else ""
 
 
@@ -279,12 +278,12 @@ class RunningMean:
 def _baseline(
     scorer: LogprobScorer, pairs: Sequence[PreferencePair], settings: PreferenceConfig, running: RunningMean
 ) -> Tensor:
-    """What the loss compares with, over the whole batch: KTO's KL, BCO's running mean, 0 for others."""
+    """Return the baseline of the batch: KTO's KL, BCO's running mean, 0 for other losses."""
     if PREFERENCES[settings.loss].running_mean:
         logprobs, reference, mask = _scored(scorer, list(arms_of(pairs)), settings.microbatch_tokens)
         running.add(losses.implicit_rewards(logprobs=logprobs, ref_logprobs=reference, mask=mask, beta=_beta(settings)))
         return torch.tensor(running.mean, dtype=torch.float64)
-    # Pairs for the other losses have no other answers, and KTO's may have none.
+    # Only KTO uses mismatched answers, and it may have none.
     others = [arm for pair in pairs for arm in pair.others]
     if not others:
         return torch.zeros(())
@@ -293,7 +292,7 @@ def _baseline(
 
 
 def _scored(scorer: LogprobScorer, arms: Sequence[PairSide], max_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of the arms, those of the reference and the mask, `[N, L]` without gradient."""
+    """Return log-probabilities, reference log-probabilities and mask of the arms, `[N, L]`, without gradient."""
     rows, device = [arm.row for arm in arms], next(scorer.model.parameters()).device
     logprobs = torch.zeros(len(arms), max(len(arm.tokens) for arm in arms), device=device)
     for part in microbatches(rows, max_tokens, device, torch.float32, shared=scorer.shares_prefixes):
@@ -303,7 +302,7 @@ def _scored(scorer: LogprobScorer, arms: Sequence[PairSide], max_tokens: int) ->
 
 
 def _parts(pairs: Sequence[PreferencePair], max_tokens: int) -> list[list[PreferencePair]]:
-    """The pairs in order, in parts of at most `max_tokens` tokens (or one pair); their prompt counts once."""
+    """Split the pairs in order into parts of at most `max_tokens` tokens or one pair; prompts count once."""
     parts: list[list[PreferencePair]] = []
     size = 0
     for pair in pairs:
@@ -335,28 +334,25 @@ def _tensors(scorer: LogprobScorer, pairs: Sequence[PreferencePair], baseline: T
 
 
 def _places(pairs: Sequence[PreferencePair], device: torch.device) -> Tensor:
-    """Where the arms of `arms_of` stand among every `chosen` and `rejected`, absent ones counted."""
+    """Return the indices of the arms of `arms_of` among all `chosen` and `rejected`, missing ones included."""
     sides = [*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)]
     return torch.tensor([i for i, arm in enumerate(sides) if arm.tokens], device=device)
 
 
 def _at(places: Tensor, rows: Tensor, num: int) -> Tensor:
-    """The rows at their places among `num`, and zeros elsewhere."""
+    """Scatter the rows to their places among `num`; other rows are zero."""
     return rows.new_zeros(num, rows.shape[1]).index_copy(0, places, rows)
 
 
 def _shares(pairs: Sequence[PreferencePair]) -> dict[str, int]:
-    """Of how many pairs the metrics of one side are the mean."""
+    """Return the number of pairs over which one-sided metrics are averaged."""
     chosen = sum(bool(pair.chosen.tokens) for pair in pairs)
     rejected = sum(bool(pair.rejected.tokens) for pair in pairs)
     return {"preference/chosen_logprob": chosen, "preference/rejected_logprob": rejected}
 
 
 def _reference(arms: Sequence[PairSide], like: Tensor) -> tuple[Tensor, Tensor]:
-    """The reference's log-probabilities of the arms and the mask of what trains, both shaped as `like`.
-
-    0 where there is no reference.
-    """
+    """Return reference log-probabilities and the training mask, shaped as `like`; 0 without a reference."""
     mask = torch.zeros(like.shape, dtype=torch.bool)
     reference = torch.zeros(like.shape, dtype=like.dtype)
     for i, arm in enumerate(arms):
@@ -368,9 +364,9 @@ def _reference(arms: Sequence[PairSide], like: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _sums(pairs: PairTensors, settings: PreferenceConfig) -> dict[str, float]:
-    """The metrics of a microbatch, summed over its pairs.
+    """Return the metrics of a microbatch, summed over its pairs.
 
-    The margin of a labelled dialogue is that over the baseline of KTO or BCO, or below it.
+    The margin of a labelled dialogue is its distance to the baseline of KTO or BCO.
     """
     there = [mask.any(1) for mask in (pairs.chosen_mask, pairs.rejected_mask)]
     chosen_tokens, rejected_tokens = (mask.sum(1).clamp(min=1) for mask in (pairs.chosen_mask, pairs.rejected_mask))
@@ -380,7 +376,7 @@ def _sums(pairs: PairTensors, settings: PreferenceConfig) -> dict[str, float]:
     spec = PREFERENCES[settings.loss]
     if spec.per_token:
         gain, loss = gain / chosen_tokens, loss / rejected_tokens
-    # BCO's baseline is one of rewards, beta times these.
+    # BCO's baseline is a reward, that is, beta times a log-ratio.
     level = pairs.baseline / _beta(settings) if spec.running_mean else pairs.baseline
     margin = torch.where(there[0], gain, level) - torch.where(there[1], loss, level)
     return {

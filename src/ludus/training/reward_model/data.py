@@ -1,11 +1,14 @@
-"""What a reward model learns from: attempts as token ids, where they are judged, and what should come out.
+"""Training examples of a reward model: attempts as token ids, scored positions and their targets.
 
-Made once for a run folder and kept in `examples.jsonl.gz`, so that a resumed run trains on exactly the same.
-Attempts of a run are the ids that its engine sampled: nothing is turned into tokens again.
+Examples are gathered once and stored in `examples.jsonl.gz` of the run folder, so that a resumed run trains on
+the same ones. Attempts of a run are the ids that its engine sampled and are never re-tokenized. Targets of a
+process model come from Monte Carlo rollouts that continue recorded attempts: the recorded actions are
+replayed in a fresh environment, which must respond equally to equal actions.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
@@ -13,24 +16,99 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ludus.errors import UserError
+from ludus.envs.registry import closing
+from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward, success
+from ludus.rollout.episode import ChatSession, EngineChatSession
+from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
-from ludus.training.datasets.files import read_rollout_file
-from ludus.training.datasets.jsonl import load_records
+from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan
+from ludus.training.datasets.files import load_records, read_rollout_file
 from ludus.training.preference.pairs import PairSide, is_usable, pairs_of_file, pairs_of_rollouts, rollout_files
-from ludus.training.reward_model.mc_rollouts import play_on
 from ludus.training.run.run_dir import RunFolder
-from ludus.training.run.session import TrainingSession
-from ludus.training.run.tokenizer_check import check_tokenizer, check_vocabulary
+from ludus.training.run.session import (
+    TrainingSession,
+    check_tokenizer,
+    check_vocabulary,
+    make_engine,
+    session_scheduler,
+)
 from ludus.training.value_models.reward_model import RewardExample, ScoredSequence, action_ends
-from ludus.types import Trajectory
+from ludus.types import Segment, Task, Trajectory
+
+History = tuple[Segment, ...]
+"""Segments of an attempt up to and including an action."""
+
+
+def sample_continuations(
+    session: TrainingSession, records: Sequence[tuple[str, RolloutRecord]], num: int
+) -> list[Trajectory]:
+    """Sample `num` continuations after each action of the attempts except the last; equal histories count once.
+
+    The session's model samples at `rollout.temperature`. Raises UserError if the world has no such task, and
+    WorldError if it does not respond as recorded.
+    """
+    if session.config.engine.is_external:
+        raise ConfigError(
+            "reward_model.rollouts are sampled by the model that becomes the reward model, in this process.",
+            "Unset engine.url.",
+        )
+    history = {key: value for _, record in records for key, value in _histories(record.trajectory).items()}
+    tasks = {task.id: task for task in session.world.tasks("train")}
+    jobs, histories = [], {}
+    for number, ((task_id, _), segments) in enumerate(history.items(), start=1):
+        for sample in range(num):
+            key = RolloutKey(number, task_id, sample)
+            jobs.append(RolloutRequest(key, _task(tasks, task_id)))
+            histories[number] = segments
+    episodes = asyncio.run(_run_rollouts(session, jobs, histories))
+    return [e.trajectory for e in episodes if e.trajectory.failure is None]
+
+
+def _histories(trajectory: Trajectory) -> dict[tuple[str, tuple[int, ...]], History]:
+    """Return the attempt up to each action except the last, by task and tokens."""
+    actions = [i for i, segment in enumerate(trajectory.chain) if segment.kind == "action"]
+    found = {}
+    for i in actions[:-1]:
+        history = trajectory.chain[: i + 1]
+        found[trajectory.task_id, tuple(t for segment in history for t in segment.tokens)] = history
+    return found
+
+
+def _task(tasks: dict[str, Task], task_id: str) -> Task:
+    if task_id not in tasks:
+        raise UserError(
+            f"The world has no task {task_id} to continue.", "Take the recipe and the settings of that run."
+        )
+    return tasks[task_id]
+
+
+async def _run_rollouts(
+    session: TrainingSession, jobs: Sequence[RolloutRequest], histories: dict[int, History]
+) -> list[Episode]:
+    config, engine = session.config, make_engine(session)
+    plan = SamplingPlan("play on", config.rollout.temperature, config.run.seed)
+    scheduler = session_scheduler(session, engine, plan, Ledger())
+    make_chat = scheduler.make_chat
+
+    def resume_from_history(job: RolloutRequest) -> ChatSession:
+        conversation = make_chat(job)
+        assert isinstance(conversation, EngineChatSession)
+        return replace(conversation, recorded=histories[job.key.step])
+
+    scheduler.make_chat = resume_from_history
+    try:
+        async with closing(session.world):
+            return await scheduler.run(jobs)
+    finally:
+        await engine.close()
+
 
 EXAMPLES_FILE = "examples.jsonl.gz"
 
 
 def gather_examples(session: TrainingSession) -> list[RewardExample]:
-    """The examples that the settings name, before anything is written. Raises UserError without any."""
+    """Gather the configured examples, before anything is written. Raises UserError if there are none."""
     settings, limit = session.config.reward_model, session.config.rollout.max_seq_len
     if settings.run is None and settings.data is None:
         raise UserError(
@@ -46,11 +124,11 @@ def gather_examples(session: TrainingSession) -> list[RewardExample]:
             if settings.data is None
             else pairs_of_file(Path(settings.data), session.renderer, limit)
         )
-        found = [_of_pair(pair.source, pair.chosen, pair.rejected) for pair in pairs]
+        found = [_pair_example(pair.source, pair.chosen, pair.rejected) for pair in pairs]
     else:
-        rows = _rollouts(files, settings.data, limit)
+        rows = _read_usable(files, settings.data, limit)
         discount = settings.discount if settings.kind == "process" else None
-        further = play_on(session, rows, settings.rollouts) if settings.rollouts else []
+        further = sample_continuations(session, rows, settings.rollouts) if settings.rollouts else []
         found = examples_of_rollouts(rows, session.world.rewards, discount, further)
     _check(found, session)
     return hold_out(found, settings.held_out, session.config.run.seed)
@@ -62,13 +140,12 @@ def examples_of_rollouts(
     discount: float | None,
     further: Sequence[Trajectory] = (),
 ) -> list[RewardExample]:
-    """One example for each rollout, named by the string beside it.
+    """Return one example per named rollout.
 
-    Without `discount` the target of the last action is the success, 1 or 0. With it every turn has a target:
-    the mean of the returns of all rollouts given that share the tokens up to and including that turn's
-    action, `discount ^ (turns still to come) * success` each. Where one rollout alone passes there, that is
-    its own return. This is the target of AgentPRM (arXiv:2502.10325). `further` are rollouts that count
-    there and give no example.
+    Without `discount` the target of the last action is the success, 1 or 0. With it every turn has a target: the
+    mean return of all rollouts that share the tokens up to and including that turn's action,
+    `discount ^ (remaining turns) * success` each (AgentPRM, arXiv:2502.10325). `further` rollouts only contribute to
+    these means.
     """
     ends = [action_ends(record.trajectory) for _, record in records]
     outcomes = [float(success(rewards, record.trajectory)) for _, record in records]
@@ -92,7 +169,7 @@ def examples_of_rollouts(
 
 
 def hold_out(examples: Sequence[RewardExample], share: float, seed: int) -> list[RewardExample]:
-    """The examples, those of a share of the prompts marked: at least one prompt, never all of them."""
+    """Mark the examples of a share of the prompts as held out: at least one prompt, never all of them."""
     prompts = [example.arms[0].tokens[: example.prompt_length] for example in examples]
     different = sorted(set(prompts))
     random.Random(f"held out:{seed}").shuffle(different)
@@ -102,11 +179,11 @@ def hold_out(examples: Sequence[RewardExample], share: float, seed: int) -> list
 
 
 def load_examples(path: Path) -> list[RewardExample]:
-    """The examples of a run folder. Raises StorageError for what is no such file."""
+    """Load the examples of a run folder. Raises StorageError if the file is invalid."""
     return load_records(path, _example)
 
 
-def _rollouts(files: Sequence[Path], data: str | None, limit: int) -> list[tuple[str, RolloutRecord]]:
+def _read_usable(files: Sequence[Path], data: str | None, limit: int) -> list[tuple[str, RolloutRecord]]:
     if data is not None:
         named = [(f"rollout {n}", record) for n, record in enumerate(read_rollout_file(Path(data)), start=1)]
     else:
@@ -124,7 +201,7 @@ def _example(line: bytes) -> RewardExample:
     return RewardExample(data["source"], data["prompt_length"], tuple(arms), data["held_out"])
 
 
-def _of_pair(source: str, chosen: PairSide, rejected: PairSide) -> RewardExample:
+def _pair_example(source: str, chosen: PairSide, rejected: PairSide) -> RewardExample:
     arms = [
         ScoredSequence(arm.tokens, (max(i for i, trains in enumerate(arm.trains) if trains),), (target,))
         for arm, target in ((chosen, 1.0), (rejected, 0.0))
@@ -139,14 +216,14 @@ def _check(examples: Sequence[RewardExample], session: TrainingSession) -> None:
         what = "pair" if settings.kind == "pairwise" else "attempt"
         raise UserError(
             f"{where} has no {what} of at most {session.config.rollout.max_seq_len} tokens.",
-            "See docs/use/rewards.md, or raise rollout.max_seq_len.",
+            "See docs/use/reward_models.md, or raise rollout.max_seq_len.",
         )
     targets = {target for example in examples for arm in example.arms for target in arm.targets}
     if len(targets) == 1:
         how = "succeeded" if targets == {1.0} else "failed"
         raise UserError(
             f"All {len(examples)} attempts of {where} {how}: there is nothing to tell apart.",
-            "Take a run with successes and failures, and the world that it was played in.",
+            "Use a run with successes and failures, and its world.",
         )
     check_vocabulary(max(max(arm.tokens) for example in examples for arm in example.arms), session)
 

@@ -1,7 +1,6 @@
-"""Reward models: a policy's body with one number in place of its output layer, trained on attempts.
+"""Train reward models: a policy's body with a scalar head in place of its output layer.
 
-Takes a session and examples. Gives weights and head, a line of metrics a step and checkpoints. What a step
-takes depends on seed and step alone, so that a resumed run repeats the uninterrupted one bit for bit.
+The examples of a step depend on seed and step alone, so a resumed run repeats the uninterrupted one bit for bit.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from ludus.config.schema import Config
 from ludus.diagnostics.trackers import Tracker
 from ludus.errors import LearnerError
 from ludus.rollout.ledger import Ledger
-from ludus.training.batches.epoch_sampler import batch_of_step, num_steps
-from ludus.training.datasets.jsonl import write_records
+from ludus.training.batches.rows import batch_of_step, num_steps
+from ludus.training.datasets.files import write_records
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.reward_model.data import EXAMPLES_FILE, gather_examples, load_examples
 from ludus.training.run.checkpoint import (
@@ -51,7 +50,7 @@ OnStep = Callable[[int, Mapping[str, float]], None]
 
 @dataclass(frozen=True)
 class RewardTraining:
-    """A session that is to become a reward model from step `done` on; `last` is that step's checkpoint."""
+    """Session to train as a reward model from step `done`; `last` is the checkpoint of that step."""
 
     session: TrainingSession
     folder: RunFolder
@@ -66,9 +65,9 @@ class RewardTraining:
 def open_training(
     session: TrainingSession, folder: RunFolder, examples: Sequence[RewardExample] | None
 ) -> RewardTraining:
-    """Bring model and optimiser to the newest checkpoint in `folder`, if there is one.
+    """Restore model and optimizer from the newest checkpoint in `folder`, if any.
 
-    `examples` None: those that the folder holds, or else those of the settings.
+    `examples` None: those in the folder, otherwise the configured ones.
     """
     settings = session.config.reward_model
     file = folder.path / EXAMPLES_FILE
@@ -92,18 +91,18 @@ def open_training(
 
 
 def num_training(examples: Sequence[RewardExample]) -> int:
-    """Examples that are not held out."""
+    """Return the number of examples that are not held out."""
     return sum(not example.held_out for example in examples)
 
 
 def planned_steps(folder: RunFolder, config: Config) -> int | None:
-    """Optimiser steps of the run in a folder; None where it has not made its examples yet."""
+    """Return the number of optimizer steps of a run; None if its examples are not gathered yet."""
     file = folder.path / EXAMPLES_FILE
     return num_steps(config.reward_model, num_training(load_examples(file))) if file.is_file() else None
 
 
 def run_reward_model(training: RewardTraining, trackers: Sequence[Tracker], on_step: OnStep) -> Path:
-    """Train to the last step; gives its checkpoint."""
+    """Train to the last step; return its checkpoint."""
     session, last = training.session, training.last
     settings = session.config.reward_model
     learned = [example for example in training.examples if not example.held_out]
@@ -142,7 +141,7 @@ def _save(training: RewardTraining, step: int) -> Path:
 def reward_step(
     model: RewardModel, optimiser: Optimizer, batch: Sequence[RewardExample], max_tokens: int
 ) -> dict[str, float]:
-    """One optimiser step on the mean loss. Raises LearnerError where the loss is not finite."""
+    """Take one optimizer step on the mean loss. Raises LearnerError if the loss is not finite."""
     total = 0.0
     for part in parts(batch, max_tokens):
         loss = losses(model, part).sum() / num_terms(model.kind, batch)
@@ -163,16 +162,16 @@ def reward_step(
 
 
 def num_terms(kind: Kind, examples: Sequence[RewardExample]) -> int:
-    """How many losses a batch has: one a pair, one a judged position otherwise."""
+    """Return the number of losses of a batch: one per pair, otherwise one per scored position."""
     if kind == "pairwise":
         return len(examples)
     return sum(len(arm.at) for example in examples for arm in example.arms)
 
 
 def losses(model: RewardModel, examples: Sequence[RewardExample]) -> Tensor:
-    """The loss of each pair (`-log sigmoid(s_chosen - s_rejected)`, Bradley-Terry), or of each position.
+    """Return the loss of each pair (`-log sigmoid(s_chosen - s_rejected)`, Bradley-Terry) or of each position.
 
-    That is the binary cross-entropy of `sigmoid(s)` against the target, which may lie between 0 and 1.
+    The latter is the binary cross-entropy of `sigmoid(s)` and the target, which may lie between 0 and 1.
     """
     arms = [arm for example in examples for arm in example.arms]
     scores = torch.cat(model.scores(arms))
@@ -184,11 +183,10 @@ def losses(model: RewardModel, examples: Sequence[RewardExample]) -> Tensor:
 
 @torch.no_grad()
 def measure(model: RewardModel, examples: Sequence[RewardExample], max_tokens: int) -> dict[str, float]:
-    """Loss and quality on examples that are not trained on.
+    """Return loss and quality on held-out examples.
 
-    Pairs: `accuracy`, the share whose better one scores higher (half for equal ones). Otherwise `error`, the
-    mean of `|sigmoid(s) - target|`, and `auc` of the positions with a target above 0.5 against the others,
-    where there are both.
+    Pairs: `accuracy`, the share whose better side scores higher (ties count half). Otherwise `error`, the mean of
+    `|sigmoid(s) - target|`, and `auc` of the positions with a target above 0.5 against the others, if both exist.
     """
     chunks = parts(examples, max_tokens)
     loss = sum(float(losses(model, part).sum()) for part in chunks) / num_terms(model.kind, examples)
@@ -205,7 +203,7 @@ def measure(model: RewardModel, examples: Sequence[RewardExample], max_tokens: i
 
 
 def auc(scores: Tensor, positive: Tensor) -> float | None:
-    """The chance that a positive scores above a negative (half for equal ones); None without both. `[N]`."""
+    """Return the probability that a positive scores above a negative, `[N]` scores; None without both."""
     high, low = scores[positive].double(), scores[~positive].double()
     if not high.numel() or not low.numel():
         return None

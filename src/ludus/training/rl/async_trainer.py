@@ -1,113 +1,49 @@
-"""One-step-off-policy and asynchronous training.
+"""Asynchronous training on streamed episodes, optionally with replay of earlier groups.
 
-`run_one_step` samples the next batch while the learner trains on the current one. Each batch is sampled by
-one version, one step old, so runs are as reproducible as synchronous ones. `AsyncTrainer` streams episodes:
-the learner takes a batch when the staleness controller admits it. New weights are loaded between two forward
+The learner takes a batch when the staleness controller admits it. New weights are loaded between two forward
 passes; if episodes must finish on the version they started with, each of several engines is updated once it
-has drained. In both modes the learner runs on its own thread; the event loop, the ledger and the episodes
-stay on the caller's.
+has drained. The learner runs on its own thread; the event loop, the ledger and the episodes stay on the
+caller's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from ludus.config.schema import Config
 from ludus.diagnostics.timings import StepTimings
-from ludus.engines.base import Engine, RemoteStats, RollingUpdate, SupportsRollingUpdate, Throttleable, counted
-from ludus.rollout.ledger import RolloutOutcome
+from ludus.engines.base import Engine, RemoteStats, RollingUpdate, SupportsRollingUpdate, Throttleable, drain_stats
+from ludus.errors import ConfigError
+from ludus.rollout.group_queue import GroupBatch, GroupQueue
+from ludus.rollout.ledger import RolloutKey, RolloutOutcome
+from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
 from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler
-from ludus.rollout.streaming.concurrency_control import ConcurrencyController, first_in_flight
-from ludus.rollout.streaming.group_queue import GroupBatch, GroupQueue
-from ludus.rollout.streaming.staleness_control import StalenessController, StalenessSchedule
-from ludus.training.collection.prompt_stream import PromptStream
+from ludus.rollout.stream_control import ConcurrencyController, StalenessController, StalenessSchedule, first_in_flight
+from ludus.training.collection.filters import staleness_metrics
+from ludus.training.collection.prompt_stream import STREAM_FILE, PromptStream, StreamState
 from ludus.training.collection.replay_buffer import REPLAY_FILE, ReplayBuffer
 from ludus.training.collection.rollout_collector import RolloutCollector
-from ludus.training.collection.staleness import staleness_metrics
-from ludus.training.collection.stream_checkpoint import STREAM_FILE, StreamState
 from ludus.training.credit.advantages import TrainingSample
-from ludus.training.rl.learner_thread import LearnerThread
-from ludus.training.rl.replay_sources import load_sources, refuse_far
-from ludus.training.rl.sync_trainer import SyncTrainer, Texts, proof_metrics, task_order
+from ludus.training.learner.learner import Learner
+from ludus.training.rl.sync_trainer import SyncTrainer, Texts, task_order
+from ludus.training.rl.train_step import LearnerThread, cancel_and_wait, effective_share
 from ludus.training.rl.weight_sync import SyncProof
 from ludus.training.run.checkpoint import checkpoint_path, load_text
 from ludus.training.run.session import keeps_adapter_versions
+from ludus.types import Task
 
 TOO_LATE = "too_late"
 """Drop reason of an episode from before a resume, sampled for settings that have changed."""
-
-
-async def run(loop: SyncTrainer, done: int, before: StreamState, waiting: StreamState) -> None:
-    """Train from step `done` to the last in the configured `training.mode`.
-
-    `before` and `waiting` are the restored stream and the restored leftover episodes. They are dropped if the
-    mode does not use them.
-    """
-    training, ledger = loop.session.config.training, loop.sampler.ledger
-    gone = waiting if training.streams else before
-    if gone.num_ended:
-        ledger.drop_kept(done + 1, gone.num_ended, TOO_LATE)
-    if training.streams:
-        await AsyncTrainer.of(loop, done, before).run(done, before)
-        return
-    late = [group.jobs[0] for group in before.groups if group.jobs[0].key.step <= done]
-    memory = loop.sampler.memory
-    loop.sampler.memory = replace(memory, owed=(*memory.owed, *(job.task.id for job in late)))
-    loop.sampler.go_on_with(waiting.groups)
-    try:
-        await (run_one_step(loop, done) if training.one_step_behind else loop.run(done))
-    finally:
-        if loop.sampler.partial is not None:
-            await loop.sampler.partial.close()
-
-
-async def run_one_step(loop: SyncTrainer, done: int) -> None:
-    """Train on each batch while the next one is sampled; sync weights after both."""
-    last = loop.session.config.training.steps
-    order = task_order(loop.session.config, loop.session.world)
-    await loop.sync.publish(done)
-    if done >= last:
-        return
-    thread = LearnerThread(torch.get_num_threads())
-    sampling: asyncio.Task[list[TrainingSample]] | None = None
-    try:
-        credits = await loop.sampler.sample(done + 1, order)
-        for step in range(done + 1, last + 1):
-            clock = StepTimings(beside=True)
-            loop.sampled = loop.sampler.state
-            await counted(loop.engine)
-            if step < last:
-                sampling = asyncio.create_task(loop.sampler.sample(step + 1, order))
-            with clock.phase("train"):
-                credits, learned = await loop.learning.learn(step, credits, thread)
-            with clock.phase("rollout"):
-                following = await sampling if sampling is not None else []
-            clock.engine = (await counted(loop.engine)).metrics()
-            with clock.phase("sync"):
-                proof = await loop.sync.publish(step)
-            learned |= proof_metrics(proof)
-            metrics = await loop.report(step, credits, learned, clock)
-            await loop.end_step(step, metrics)
-            credits, sampling = following, None
-    finally:
-        await _end(sampling)
-        thread.close()
-
-
-async def _end(task: asyncio.Task[list[TrainingSample]] | asyncio.Task[None] | None) -> None:
-    """Cancel a task and wait for it, ignoring its errors."""
-    if task is not None:
-        task.cancel()
-        await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()
 
 
 @dataclass
@@ -129,11 +65,11 @@ class StreamRunner:
         """Reset the failure budget."""
         self.budget = FailureBudget(self.num_jobs)
 
-    async def play(self, job: RolloutRequest) -> Episode:
+    async def run_one(self, job: RolloutRequest) -> Episode:
         """Run a request to its end, rewards included."""
         budget = self.budget
         budget.begun += 1
-        return await self.sampler.add_parts(await self.scheduler.play(job, budget), budget)
+        return await self.sampler.add_extra_parts(await self.scheduler.run_one(job, budget), budget)
 
 
 @dataclass
@@ -143,10 +79,10 @@ class AsyncTrainer:
     loop: SyncTrainer
     stream: GroupQueue
     source: PromptStream
-    player: StreamRunner
+    runner: StreamRunner
     thread: LearnerThread
     limit: ConcurrencyController
-    several: SupportsRollingUpdate | None = None
+    engines: SupportsRollingUpdate | None = None
     """The engines, if episodes keep their starting version and engines are updated one by one."""
     rolling: RollingUpdate | None = field(default=None, init=False)
     proofs: list[SyncProof] = field(default_factory=list)
@@ -172,42 +108,42 @@ class AsyncTrainer:
         order = task_order(config, loop.session.world)
         tasks = [group.jobs[0].task.id for group in before.groups]
         source = PromptStream(sampler, order, pace.groups_per_step, staleness.oversample, tasks)
-        player = StreamRunner(sampler, sampler.scheduler(), pace.groups_per_step * sampler.group_size)
+        runner = StreamRunner(sampler, sampler.scheduler(), pace.groups_per_step * sampler.group_size)
         limit = ConcurrencyController(
-            first_in_flight(player.num_jobs),
+            first_in_flight(runner.num_jobs),
             min(sampler.group_size, config.rollout.concurrency),
             config.rollout.concurrency,
         )
         stream = GroupQueue(
             admission=StalenessController(pace, done),
             source=source,
-            play=player.play,
+            run_request=runner.run_one,
             in_flight=staleness.max_concurrent_rollouts or limit.now,
             needed=sampler.algorithm.group_size,
             next_number=before.next_number,
-            kept=before.groups,
+            restored=before.groups,
             on_done=loop.reporter.episode,
         )
-        several = None if staleness.in_flight_weight_updates else rolling_engines(loop.engine)
-        made = cls(loop, stream, source, player, LearnerThread(torch.get_num_threads()), limit, several)
+        engines = None if staleness.in_flight_weight_updates else rolling_update_engines(loop.engine)
+        trainer = cls(loop, stream, source, runner, LearnerThread(torch.get_num_threads()), limit, engines)
         text = load_text(checkpoint_path(loop.folder.checkpoints, done), REPLAY_FILE) if done else None
         known = {task.id: task for task in order.tasks}
         if text is not None and staleness.replay.share:
-            made.replay.restore(text, known)
+            trainer.replay.restore(text, known)
         elif staleness.replay.share:
             vocab_size = len(loop.session.tokenizer)
-            load_sources(made.replay, known, loop.learning.learner, vocab_size, staleness.min_ess)
-        return made
+            load_sources(trainer.replay, known, loop.learning.learner, vocab_size, staleness.min_ess)
+        return trainer
 
     async def run(self, done: int, before: StreamState) -> None:
         """Train from step `done` to the last; `before` is the restored stream."""
         loop = self.loop
         await loop.sync.publish(done)
-        following: asyncio.Task[None] | None = None
+        tracking: asyncio.Task[None] | None = None
         try:
-            if self.several is not None:
-                self.rolling = await self.several.roll(self.stream.admission.pace.max_staleness // 2)
-                following = asyncio.create_task(follow(self.stream, self.rolling, done))
+            if self.engines is not None:
+                self.rolling = await self.engines.roll(self.stream.admission.pace.max_staleness // 2)
+                tracking = asyncio.create_task(track_version(self.stream, self.rolling, done))
             for episode in self.stream.start():
                 if episode.trajectory.failure is None:  # failed episodes are in the totals
                     loop.sampler.ledger.start(episode.key)
@@ -217,76 +153,78 @@ class AsyncTrainer:
             for step in range(done + 1, loop.session.config.training.steps + 1):
                 await self.step(step)
         finally:
-            await _end(following)
-            await _end(self.sending)
+            await cancel_and_wait(tracking)
+            await cancel_and_wait(self.sending)
             await self.stream.close()
             self.thread.close()
 
     async def step(self, step: int) -> None:
         """Wait for a batch, train on it and send the weights."""
-        loop, clock = self.loop, StepTimings(beside=True)
-        await counted(loop.engine)
+        loop, clock = self.loop, StepTimings(concurrent=True)
+        await drain_stats(loop.engine)
         loop.reporter.phase(f"step {step}: waiting for episodes", None, loop.engine)
         ready = self.stream.admission.num_ready / loop.session.config.training.prompts_per_step
         with clock.phase("rollout"):
             batch = await self.stream.take()
-            credits = await self._credit(step, batch)
-        with clock.phase("train"), self._unhurried():
-            credits, learned = await loop.learning.learn(step, credits, self.thread)
+            samples = await self._make_samples(step, batch)
+        with clock.phase("train"), self._throttled():
+            samples, learned = await loop.learning.learn(step, samples, self.thread)
         with clock.phase("sync"):
             now = await self._publish(step)
             if step % loop.session.config.evaluation.every == 0:
-                await (self._arrived() if self.rolling is None else self.rolling.catch_up())
-        learned |= self._proved(now)
-        self.replay.add(credits)
-        learned |= self._staleness(step, credits) | self.replay.metrics(credits)
-        clock.engine = await self._engine_load() | self._queues() | self._transfers()
-        self._adjust(clock, ready)
-        metrics = await loop.report(step, credits, learned, clock, self.thread)
+                await (self._wait_for_transfer() if self.rolling is None else self.rolling.wait_until_current())
+        learned |= self._proof_metrics(now)
+        self.replay.add(samples)
+        learned |= self._staleness_metrics(step, samples) | self.replay.metrics(samples)
+        clock.engine = await self._engine_metrics() | self._queue_metrics() | self._transfer_metrics()
+        self._adjust_concurrency(clock, ready)
+        metrics = await loop.report(step, samples, learned, clock, self.thread)
         loop.sampled = loop.sampler.state
         await loop.end_step(step, metrics, self.thread, self.texts())
 
-    def _unhurried(self) -> AbstractContextManager[None]:
+    def _throttled(self) -> AbstractContextManager[None]:
         """Throttle an engine in this process while the learner trains and batches are waiting.
 
         Not used if episodes must finish before the engine takes new weights.
         """
         engine, interruptible = self.loop.engine, self.loop.session.config.staleness.in_flight_weight_updates
         return (
-            self.stream.unhurried(engine.rest) if isinstance(engine, Throttleable) and interruptible else nullcontext()
+            self.stream.throttled(engine.throttle)
+            if isinstance(engine, Throttleable) and interruptible
+            else nullcontext()
         )
 
     def texts(self) -> Texts:
         """Return the serializers of the stream and the replay buffer in their present state."""
-        stream = StreamState(self.stream.next_number, tuple(self.stream.on_their_way()))
+        stream = StreamState(self.stream.next_number, tuple(self.stream.in_progress()))
         return lambda: {STREAM_FILE: stream.to_text(), REPLAY_FILE: self.replay.to_text()}
 
-    async def _credit(self, step: int, batch: GroupBatch) -> list[TrainingSample]:
+    async def _make_samples(self, step: int, batch: GroupBatch) -> list[TrainingSample]:
         groups = [group.episodes for group in (*batch.groups, *batch.others)]
         sampler = self.loop.sampler
-        credits = sampler.normalised(await sampler.credit(step, groups))
+        samples = sampler.normalize_batch(await sampler.make_samples(step, groups))
         if (staleness := self.loop.session.config.staleness).on_stale == "replay":
-            credits = self.replay.take_late(credits, step, staleness.max_staleness)
-        credits = sampler.as_batch(credits)
+            samples = self.replay.take_late(samples, step, staleness.max_staleness)
+        samples = sampler.apply_batch_filters(samples)
         self.loop.sampled = sampler.state
         self.source.begin_step()
-        self.player.begin_step()
-        await self._refuse_far(step)
+        self.runner.begin_step()
+        await self._exclude_far(step)
         drawn = self.replay.draw(step, sampler.algorithm, sampler.overlong_limit, len(groups))
-        return credits + sampler.again(drawn)
+        return samples + sampler.replay_samples(drawn)
 
-    async def _refuse_far(self, step: int) -> None:
+    async def _exclude_far(self, step: int) -> None:
         """Remove replay groups of other runs that are now too far from the policy."""
         least, learner = self.loop.session.config.staleness.min_ess, self.loop.learning.learner
         while foreign := self.replay.foreign(step, self.loop.sampler.algorithm):
-            if not await self.thread(partial(refuse_far, self.replay, foreign, learner, least)):
+            if not await self.thread(partial(exclude_far_groups, self.replay, foreign, learner, least)):
                 return
 
     async def _publish(self, step: int) -> tuple[SyncProof, ...]:
         """Send the weights, or start sending them; return the checks that have completed."""
         sync, config = self.loop.sync, self.loop.session.config
         if self.rolling is not None and step < config.training.steps:
-            await sync.offer(step, self.rolling, self.thread, self.proofs.append)
+            await sync.push_weights(step, self.rolling, self.thread, self.proofs.append)
             self.stream.published(step, everywhere=False)
             return ()
         if step == config.training.steps or not (
@@ -294,40 +232,42 @@ class AsyncTrainer:
         ):
             await self.stream.drain()  # at the end, so that cancelled group members are counted
         else:
-            await (self._send_beside if isinstance(self.loop.engine, RemoteStats) else self._prove_beside)(step)
+            await (
+                self._send_in_background if isinstance(self.loop.engine, RemoteStats) else self._check_in_background
+            )(step)
             return ()
-        await self._arrived()
-        proof = await sync.prove(await sync.hand_over(step, self.thread))
+        await self._wait_for_transfer()
+        proof = await sync.check(await sync.send_in_flight(step, self.thread))
         self.stream.published(step)
         return (proof,)
 
-    async def _send_beside(self, step: int) -> None:
+    async def _send_in_background(self, step: int) -> None:
         """Send a copy of the weights to a remote engine in the background.
 
         Episodes start on the previous version until it arrives. The next transfer waits for this one.
         """
-        await self._arrived()
-        kept = await self.loop.sync.keep(step, self.thread)
+        await self._wait_for_transfer()
+        copied = await self.loop.sync.copy_weights(step, self.thread)
         self.stream.published(step, everywhere=False)
 
         async def send() -> SyncProof:
             begin = time.perf_counter()
-            proof = await self.loop.sync.deliver(kept)
+            proof = await self.loop.sync.send_copy(copied)
             self.transfers_s.append(time.perf_counter() - begin)
             self.stream.serves(step)
             return proof
 
-        self.sending = asyncio.create_task(self._beside(send))
+        self.sending = asyncio.create_task(self._run_in_background(send))
 
-    async def _prove_beside(self, step: int) -> None:
+    async def _check_in_background(self, step: int) -> None:
         """Load the weights into the engine of this process and check them in the background."""
-        await self._arrived()
-        expected = await self.loop.sync.hand_over(step, self.thread)
+        await self._wait_for_transfer()
+        expected = await self.loop.sync.send_in_flight(step, self.thread)
         self.stream.published(step)
 
-        self.sending = asyncio.create_task(self._beside(partial(self.loop.sync.prove, expected)))
+        self.sending = asyncio.create_task(self._run_in_background(partial(self.loop.sync.check, expected)))
 
-    async def _beside(self, proving: Callable[[], Awaitable[SyncProof]]) -> None:
+    async def _run_in_background(self, proving: Callable[[], Awaitable[SyncProof]]) -> None:
         """Record a check that completes during the next step, whose batch raises its error."""
         try:
             self.proofs.append(await proving())
@@ -335,12 +275,12 @@ class AsyncTrainer:
             self.stream.fail(error)
             raise
 
-    async def _arrived(self) -> None:
+    async def _wait_for_transfer(self) -> None:
         """Wait until the last transfer is complete and checked. Raises its error."""
         if self.sending is not None:
             await self.sending
 
-    def _proved(self, now: tuple[SyncProof, ...]) -> dict[str, float]:
+    def _proof_metrics(self, now: tuple[SyncProof, ...]) -> dict[str, float]:
         """Return the largest probe difference since the last step and the number of engines updated one by
         one."""
         before, self.proofs[:] = tuple(self.proofs), ()
@@ -349,38 +289,38 @@ class AsyncTrainer:
             found["sync/probe_gap"] = max(proof.probe_gap for proof in (*before, *now))
         return found
 
-    def _staleness(self, step: int, credits: list[TrainingSample]) -> dict[str, float]:
+    def _staleness_metrics(self, step: int, samples: list[TrainingSample]) -> dict[str, float]:
         session = self.loop.session
         return staleness_metrics(
-            credits, step, session.config.staleness, self.stream.forget_ended(), session.world.rewards[0].name
+            samples, step, session.config.staleness, self.stream.pop_ended(), session.world.rewards[0].name
         )
 
-    def _transfers(self) -> dict[str, float]:
+    def _transfer_metrics(self) -> dict[str, float]:
         """Return the mean duration of the background transfers since the last step."""
         found, self.transfers_s = self.transfers_s, []
         return {"sync/transfer_s": statistics.fmean(found)} if found else {}
 
-    async def _engine_load(self) -> dict[str, float]:
+    async def _engine_metrics(self) -> dict[str, float]:
         """Return engine metrics since the last step.
 
         An engine of this process without a forward pass was idle.
         """
-        stats = await counted(self.loop.engine)
+        stats = await drain_stats(self.loop.engine)
         known = stats.steps or isinstance(self.loop.engine, RemoteStats)
         return stats.metrics() if known else {"engine/busy_s": 0.0}
 
-    def _queues(self) -> dict[str, float]:
+    def _queue_metrics(self) -> dict[str, float]:
         stream = self.stream
         return {
             "queue/in_flight": float(stream.num_in_flight),
             "queue/in_flight_limit": float(stream.in_flight),
             "queue/waiting": float(stream.num_waiting),
             "queue/groups_ready": float(stream.admission.num_ready),
-            "queue/groups_on_their_way": float(len(stream.admission.on_their_way)),
+            "queue/groups_on_their_way": float(len(stream.admission.in_progress)),
             "queue/room": float(stream.admission.room),
         }
 
-    def _adjust(self, clock: StepTimings, ready: float) -> None:
+    def _adjust_concurrency(self, clock: StepTimings, ready: float) -> None:
         """Adjust the number of concurrent episodes if it is set automatically."""
         if self.loop.session.config.staleness.max_concurrent_rollouts:
             return
@@ -388,7 +328,7 @@ class AsyncTrainer:
         self.stream.in_flight = self.limit.after_step(clock.metrics([]), ready, self.stream.flow(), limited)
 
 
-async def follow(stream: GroupQueue, engines: RollingUpdate, version: int) -> None:
+async def track_version(stream: GroupQueue, engines: RollingUpdate, version: int) -> None:
     """Keep a stream informed of the version that new episodes use, and of transfer errors."""
     try:
         while True:
@@ -398,6 +338,90 @@ async def follow(stream: GroupQueue, engines: RollingUpdate, version: int) -> No
         stream.fail(error)
 
 
-def rolling_engines(engine: Engine) -> SupportsRollingUpdate | None:
+def rolling_update_engines(engine: Engine) -> SupportsRollingUpdate | None:
     """Return the engines if there are several and each supports rolling updates."""
     return engine if isinstance(engine, SupportsRollingUpdate) and engine.can_roll else None
+
+
+_CHECKED = 16
+"""Groups per source that are checked before the first step, evenly spaced."""
+_CHECKPOINT = re.compile(r"step-(\d{6,})")
+
+
+def load_sources(
+    replay: ReplayBuffer, tasks: Mapping[str, Task], learner: Learner, vocab_size: int, min_share: float
+) -> None:
+    """Add the groups of `staleness.replay.sources` to the buffer.
+
+    Raises ConfigError if a source has no usable rollouts or its effective sample share under the learner's
+    policy is below `min_share`; UserError if a file cannot be read.
+    """
+    for source in replay.config.sources:
+        groups = _read_groups(source, tasks, vocab_size)
+        if not groups:
+            raise ConfigError(
+                f"{source} has no usable rollouts. Needed: groups of two or more, of tasks in "
+                "this world's train split, with log-probabilities, in this model's vocabulary.",
+                "Remove it from staleness.replay.sources.",
+            )
+        chosen = groups[:: -(-len(groups) // _CHECKED)]
+        share = effective_share([one.trajectory for group in chosen for one in group], learner)
+        if share < min_share:
+            raise ConfigError(
+                f"The rollouts of {source} are too far from this policy to train on: their effective sample "
+                f"share is {share:.2g}, below staleness.min_ess = {min_share:g}.",
+                "Remove it from staleness.replay.sources, or start from weights that are closer to it.",
+            )
+        replay.add_source(source, groups)
+
+
+def check_sources(config: Config) -> None:
+    """Raise ConfigError for a source of `staleness.replay` without rollouts."""
+    if config.training.streams and config.staleness.replay.share:
+        for source in config.staleness.replay.sources:
+            _rollout_files(source)
+
+
+def exclude_far_groups(replay: ReplayBuffer, groups: Sequence[list[Episode]], learner: Learner, least: float) -> int:
+    """Exclude the groups whose effective sample share is below `least`; return their number."""
+    far = [group for group in groups if effective_share([e.trajectory for e in group], learner) < least]
+    for group in far:
+        replay.refuse(group)
+    return len(far)
+
+
+def _rollout_files(source: str) -> list[Path]:
+    """Return the rollout files of a run, of a run up to a checkpoint, or a single file."""
+    path = Path(source)
+    if path.is_file():
+        return [path]
+    match = _CHECKPOINT.fullmatch(path.name)
+    run, last = (path.parent.parent, int(match[1])) if match and path.is_dir() else (path, None)
+    found = sorted((run / "rollouts").glob("step-*.jsonl.gz"))
+    found = [one for one in found if last is None or int(one.name.split("-")[1].split(".")[0]) <= last]
+    if not found:
+        raise ConfigError(
+            f"{source} has no rollouts to replay.",
+            "staleness.replay.sources takes run folders, checkpoints of runs and files step-*.jsonl.gz.",
+        )
+    return found
+
+
+def _read_groups(source: str, tasks: Mapping[str, Task], vocab_size: int) -> list[list[Episode]]:
+    found: dict[tuple[Path, int, str], list[Episode]] = {}
+    for path in _rollout_files(source):
+        for record in read_rollouts(path):
+            if record.group in tasks and _is_trainable(record, vocab_size):
+                key = RolloutKey(record.step, record.group, record.trajectory.sample, record.attempt)
+                group = found.setdefault((path, record.step, record.group), [])
+                group.append(Episode(key, tasks[record.group], record.trajectory))
+    return [group for group in found.values() if len(group) > 1]
+
+
+def _is_trainable(record: RolloutRecord, vocab_size: int) -> bool:
+    """Return whether a rollout has the fields that corrections need, and tokens of this model."""
+    segments = record.trajectory.segments
+    actions = [segment for segment in segments if segment.kind == "action"]
+    whole = all(len(s.logprobs) == len(s.versions) == len(s.tokens) for s in actions)
+    known = all(0 <= token < vocab_size for segment in segments for token in segment.tokens)
+    return record.trajectory.failure is None and bool(actions) and whole and known

@@ -14,55 +14,41 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ludus.algorithms.kl_controller import KlControl, control_of
+from ludus.algorithms.kl import KlControl, control_of
+from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.compatibility import check_observations
-from ludus.algorithms.spec.parts import Need
-from ludus.algorithms.spec.resolve import algorithm_of, minibatches_of, resolve
+from ludus.algorithms.spec.resolve import algorithm_of, minibatches_of
 from ludus.config.schema import Config
-from ludus.diagnostics.metrics import step_metrics
-from ludus.diagnostics.trackers import Tracker, find_tracker, make_tracker, read_metrics
-from ludus.envs.base import World
-from ludus.envs.mixture import worlds_in
-from ludus.envs.registry import build_world, check_sandbox, closing
-from ludus.errors import ConfigError
-from ludus.evaluation.env_audit import AuditProgress, CheckPlan, SilentProgress, refuse_cheats
-from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_evaluation, load_evaluation, plans
-from ludus.rollout.build import episode_limits, sampling_params
+from ludus.diagnostics.trackers import Tracker, make_tracker, read_metrics
+from ludus.engines.models.fingerprint import fingerprint_adapted
+from ludus.engines.models.loading import load_model, load_tokenizer
+from ludus.envs.registry import closing
+from ludus.errors import ConfigError, UserError
+from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
-from ludus.rollout.reward_executor import ProcessRewardExecutor
-from ludus.training.batches.chunked_lm_head import Entropy
-from ludus.training.checks.inactive_settings import inactive_parts, updates_of
-from ludus.training.checks.memory_check import dry_run_of
-from ludus.training.checks.reference_digests import check_origins, origins_of
-from ludus.training.checks.unused_settings import unread_settings
-from ludus.training.collection.algorithm_state import AlgorithmState
-from ludus.training.collection.demonstrations import check_experts, make_experts
-from ludus.training.collection.prompt_stream import PromptStream
-from ludus.training.collection.replay_buffer import check_replay
-from ludus.training.collection.reward_mixing import check_reward_settings, make_combiner, reward_doubts
-from ludus.training.collection.rollout_collector import RemoteSampler, RolloutCollector, check_branch, check_partial
-from ludus.training.collection.staleness import staleness_doubts
-from ludus.training.collection.stream_checkpoint import STREAM_FILE, WAITING_FILE, StreamState
-from ludus.training.credit.self_play_roles import check_roles
-from ludus.training.datasets.token_limits import check_prompts, rollout_warnings
+from ludus.training.batches.chunked_lm_head import Entropy, HiddenStates
+from ludus.training.collection.demonstrations import make_experts
+from ludus.training.collection.filters import AlgorithmState
+from ludus.training.collection.prompt_stream import STREAM_FILE, WAITING_FILE, PromptStream, StreamState
+from ludus.training.collection.reward_mixing import make_combiner
+from ludus.training.collection.rollout_collector import RemoteSampler, RolloutCollector
+from ludus.training.datasets.token_limits import rollout_warnings
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, same_weights
 from ludus.training.distributed.launcher import StartRanks, leading
-from ludus.training.learner.full_kl import HiddenStates
 from ludus.training.learner.learner import Learner, LearnerSettings
-from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens
+from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens, TokenScorer
 from ludus.training.learner.moe_routing_replay import RoutingReplay
-from ludus.training.learner.old_logprobs import check_old_logprobs
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.learner.ref_and_teacher import TokenScorer
-from ludus.training.rl import async_trainer
-from ludus.training.rl.replay_sources import check_sources
+from ludus.training.rl.async_trainer import TOO_LATE, AsyncTrainer
+from ludus.training.rl.memory_check import dry_run_of
+from ludus.training.rl.one_step_trainer import run_one_step
 from ludus.training.rl.sync_trainer import Reporter, SyncTrainer, task_order
-from ludus.training.rl.teacher import check_teacher, load_teacher
 from ludus.training.rl.train_step import TrainStep
+from ludus.training.rl.validate import config_warnings, inactive_parts, updates_of
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import (
     TrainerState,
+    broken,
     checkpoint_path,
     list_checkpoints,
     load_part,
@@ -71,18 +57,17 @@ from ludus.training.run.checkpoint import (
     load_weights,
     read_state,
 )
-from ludus.training.run.manifest import broken
 from ludus.training.run.run_dir import RunFolder, save_config
-from ludus.training.run.session import TrainingSession, busy_warning, make_engine, open_session
-from ludus.training.value_models.factory import Judge, check_critic, make_judge, part_name, planned_warmup, warmup_steps
+from ludus.training.run.session import TrainingSession, busy_warning, make_engine
+from ludus.training.value_models.factory import ValueModel, make_value_model, part_name, warmup_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
 log = logging.getLogger("ludus.start")
 
 PROBE_TOKENS = 64
-UNWATCHED = SilentProgress()
 
 
 @dataclass(frozen=True)
@@ -104,146 +89,36 @@ class AdapterOff:
     model: PreTrainedModel
     temperature: float
 
-    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> ScoredTokens:
+    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
         """Score as `LogprobScorer.score`, under the base weights."""
         with self.model.disable_adapter():
-            return self._scorer.score(tokens, asked, entropy)
+            return self._scorer.score(tokens, scored, entropy)
 
-    def distributions(self, tokens: Tensor, asked: Tensor) -> HiddenStates:
+    def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
         """Return `LogprobScorer.distributions` under the base weights."""
         with self.model.disable_adapter():
-            return self._scorer.distributions(tokens, asked)
+            return self._scorer.distributions(tokens, scored)
 
     @cached_property
     def _scorer(self) -> LogprobScorer:
         return LogprobScorer(self.model, self.temperature)
 
 
-def check(config: Config, world: World, watch: AuditProgress = UNWATCHED) -> None:
-    """Validate a configuration before anything is written.
-
-    Raises UserError as `check_settings`, and WorldError if the sandbox does not respond.
-    """
-    check_settings(config, world)
-    check_plays(config, world, watch)
-
-
-def check_settings(config: Config, world: World) -> None:
-    """Raise ConfigError and UserError for settings of the algorithm, rewards, trackers and splits."""
-    algorithm = algorithm_of(config)
-    check_roles(algorithm, world)
-    control_of(config, algorithm)
-    check_teacher(config, algorithm)
-    check_critic(config, algorithm)
-    check_experts(config, algorithm, world)
-    check_old_logprobs(config, algorithm)
-    check_replay(config, algorithm)
-    check_partial(config, world)
-    check_sources(config)
-    check_branch(config)
-    check_observations(algorithm, config.training.mask_observations)
-    check_trackers(config)
-    check_cache(config)
-    check_max_requests(config)
-    check_evaluation(config, world)
-    task_order(config, world)
-    check_reward_settings(config, world)
-
-
-def check_plays(config: Config, world: World, watch: AuditProgress = UNWATCHED) -> None:
-    """Raise WorldError if the world's sandbox does not respond; raise as `check_cheats`.
-
-    On a Ray cluster the workers check the sandbox, which may be unreachable from this machine.
-    """
-    if not config.cluster.on_ray:
-        check_sandbox(config.sandbox, world)
-    check_cheats(config, world, watch)
-
-
-def check_cheats(config: Config, world: World, watch: AuditProgress = UNWATCHED) -> None:
-    """Raise ConfigError if the world rewards cheating, WorldError if its rewards time out repeatedly.
-
-    Skipped if `env.check` is off.
-    """
-    if config.env.check:
-        for one, own in worlds_in(world, config):
-            limits, scoring = episode_limits(own.rollout), ProcessRewardExecutor.of(own)
-            refuse_cheats(one, CheckPlan(seed=own.run.seed, limits=limits, scoring=scoring, watch=watch))
-
-
-def check_cache(config: Config) -> None:
-    """Raise ConfigError if engine.sleep is set and not supported."""
-    if not config.engine.sleep:
-        return
-    if config.engine.is_external:
-        raise ConfigError("engine.sleep needs the embedded engine.", "Unset it or engine.url.")
-    if config.training.off_policy:
-        raise ConfigError(
-            f"With training.mode = {config.training.mode!r} the engine samples while the learner trains.",
-            "Set engine.sleep = false, or training.mode = 'sync'.",
-        )
-
-
-def check_max_requests(config: Config) -> None:
-    """Raise ConfigError if engine.max_requests has no effect or is below the run's own concurrency.
-
-    In async mode, evaluations and weight checks run concurrently with streamed episodes.
-    """
-    most = config.engine.max_requests
-    needed = config.rollout.concurrency * (2 if config.training.streams else 1)
-    if not most:
-        return
-    if config.engine.is_external:
-        raise ConfigError(
-            "engine.max_requests needs the embedded engine.", "Set it on the server: ludus serve --max-requests."
-        )
-    if not config.cluster.enabled and most < needed:
-        raise ConfigError(
-            f"engine.max_requests ({most}) is below the {needed} concurrent requests of this run.",
-            "Unset it (an engine in this process has no other clients) or lower rollout.concurrency.",
-        )
-
-
-def check_trackers(config: Config) -> None:
-    """Raise ConfigError for an unknown tracker or metric."""
-    for name in config.run.trackers:
-        find_tracker(name)
-    step_metrics(config.run.metrics)
-
-
-def prepare(config: Config, watch: AuditProgress = UNWATCHED) -> TrainingSession | None:
-    """Check a configuration and load its model, before anything is written.
-
-    `watch` receives the progress of the environment audit. Returns None if the model is still to be trained
-    from scratch. Settings and world are checked before the model is loaded.
-    """
-    algorithm_of(config)
-    world = build_world(config.env, config.rollout, config.sandbox)
-    check_reward_settings(config, world)
-    if config.model.from_scratch:
-        check(config, world, watch)
-        return None
-    session = open_session(config, world=world)
-    check(config, world, watch)
-    check_prompts(session)
-    return session
-
-
 def train(
-    session: TrainingSession, folder: RunFolder, reporter: Reporter, elsewhere: RemoteSampler | None = None
+    session: TrainingSession, folder: RunFolder, reporter: Reporter, remote: RemoteSampler | None = None
 ) -> list[Comparison]:
     """Run or resume the training in `folder` and return the evaluations before and after.
 
-    Episodes run in this process unless `elsewhere` is set.
+    Episodes run in this process unless `remote` is set.
     """
     config = session.config
     algorithm = algorithm_of(config)
-    warnings = (*doubts(config), *inactive_parts(config, session.world), *rollout_warnings(session))
+    warnings = (*config_warnings(config), *inactive_parts(config, session.world), *rollout_warnings(session))
     for text in filter(None, [*warnings, busy_warning(config)]):
         log.warning(text)
         reporter.alarm(text)
     with leading(config, next(session.model.parameters()).device) as ranks:
-        loop, done = build_loop(session, folder, algorithm, reporter, ranks, elsewhere)
+        loop, done = build_loop(session, folder, algorithm, reporter, ranks, remote)
         with _closing(loop):
             dry_run_of(config, loop.learning.learner)
             return asyncio.run(_run(loop, done, stream_before(loop, done), waiting_before(loop, done)))
@@ -277,50 +152,20 @@ def waiting_before(loop: SyncTrainer, done: int) -> StreamState:
     return StreamState.from_text(text, {task.id: task for task in order.tasks}, source.jobs_of)
 
 
-def doubts(config: Config) -> list[str]:
-    """Return warnings for settings that are valid but change what training does."""
-    found = []
-    if not config.training.mask_observations:
-        found.append("training.mask_observations is off: observations are in the loss. Use this for comparison only.")
-    pretrains = resolve(config.algorithm).advantage_spec.has(Need.PRETRAINED_CRITIC)
-    if pretrains and config.critic.warmup_steps == 0:
-        found.append("VAPO pre-trains its critic on a fixed policy, but critic.warmup_steps is 0.")
-    if (alone := planned_warmup(config)) >= config.training.steps:
-        found.append(f"The policy is never trained: the first {alone} steps (critic.warmup_steps) are the critic's.")
-    if config.training.streams and config.rollout.reproducible:
-        found.append(
-            "Asynchronous runs (training.mode = async) are not reproducible: rollout.reproducible "
-            "does not fix the order of episodes."
-        )
-    if config.training.streams and config.engine.is_external and config.staleness.kv_cache_on_update == "keep":
-        found.append(
-            "Servers manage their own KV cache on weight updates: "
-            "staleness.kv_cache_on_update has no effect with an engine.url."
-        )
-    params = sampling_params(config.rollout, config.rollout.temperature)
-    if params.cuts or config.rollout.guided_tools:
-        found.append(
-            "Actions are sampled from a truncated distribution (rollout.top_p, top_k, min_p, guided_tools), "
-            "but ratios use the full one: sampling probabilities are underestimated, and no "
-            "correction accounts for it."
-        )
-    return found + staleness_doubts(config) + reward_doubts(config) + unread_settings(config)
-
-
 def build_loop(
     session: TrainingSession,
     folder: RunFolder,
     algorithm: Algorithm,
     reporter: Reporter,
     ranks: Collectives = ONE_PROCESS,
-    elsewhere: RemoteSampler | None = None,
+    remote: RemoteSampler | None = None,
 ) -> tuple[SyncTrainer, int]:
     """Build the trainer and restore the newest checkpoint; return both the trainer and its step.
 
     The run folder is not changed until all parts are built.
     """
     config, model = session.config, session.model
-    control = control_of(config, algorithm)
+    control = control_of(config, algorithm.kl_coef)
     experts = make_experts(session, algorithm)
     combiner = make_combiner(session, algorithm)
     found = list_checkpoints(folder.checkpoints)
@@ -328,8 +173,8 @@ def build_loop(
     spanning = config.training.streams or config.rollout.partial.is_set or waits
     done, ledger, memory = 0, Ledger(spanning=spanning), AlgorithmState.start(algorithm)
     engine = None
-    if elsewhere is not None:
-        engine = elsewhere.engine()
+    if remote is not None:
+        engine = remote.engine()
     elif ranks.count > 1:  # before the weights are sharded
         engine = make_engine(session)
     with ranks.together(StartRanks(config, folder.path, found[-1][1] if found else None)):
@@ -347,17 +192,17 @@ def build_loop(
     engine = engine or make_engine(session)
     probe = probe_tokens(session)
     save_config(folder, config)
-    forget_after(folder, done)
-    warmup = warmup_steps(parts.judge, config, None if stored is None else stored.warmup)
+    remove_after(folder, done)
+    warmup = warmup_steps(parts.value_model, config, None if stored is None else stored.warmup)
     if warmup > done:
         log.info("only the critic is trained until step %d (critic.warmup_steps)", warmup)
     bound, entropy = over_age_bound(config), memory.initial_entropy
-    sampler = RolloutCollector(session, engine, algorithm, reporter, ledger, memory, combiner, experts, elsewhere)
+    sampler = RolloutCollector(session, engine, algorithm, reporter, ledger, memory, combiner, experts, remote)
     loop = SyncTrainer(
         session=session,
         folder=folder,
         sampler=sampler,
-        learning=TrainStep(session, parts.learner, control, ledger, parts.judge, bound, warmup, entropy),
+        learning=TrainStep(session, parts.learner, control, ledger, parts.value_model, bound, warmup, entropy),
         origins=parts.origins,
         sync=WeightSync.of(config, model, engine, probe, ranks),
         trackers=make_trackers(config, folder, done),
@@ -378,7 +223,7 @@ class LearnerParts:
     """The trained parts of a run and the restored trainer state (None without a checkpoint)."""
 
     learner: Learner
-    judge: Judge | None
+    value_model: ValueModel | None
     stored: TrainerState | None
     origins: Mapping[str, str] = field(default_factory=dict)
     """On rank 0: digests of models and data outside the checkpoint."""
@@ -393,9 +238,9 @@ def make_parts(
     """
     config, model = session.config, session.model
     same_weights(model, ranks)
-    scorers = _scorers(session, algorithm, control_of(config, algorithm))
+    scorers = _scorers(session, algorithm, control_of(config, algorithm.kl_coef))
     origins = origins_of(session, scorers) if ranks.rank == 0 else {}
-    judge = make_judge(config, algorithm, model, session.world.rewards[0].name, ranks)
+    value_model = make_value_model(config, algorithm, model, session.world.rewards[0].name, ranks)
     if resumed is not None:
         load_weights(resumed, model)
     ranks.split(model)
@@ -408,10 +253,10 @@ def make_parts(
     stored = None
     if resumed is not None:
         stored = load_trainer(resumed, optimiser)
-        if judge is not None:
-            part = load_part(resumed, part_name(judge), judge.blank_state())
-            judge.load_state(part, stored.judge_steps)
-    return LearnerParts(make_learner(session, algorithm, optimiser, scorers), judge, stored, origins)
+        if value_model is not None:
+            part = load_part(resumed, part_name(value_model), value_model.blank_state())
+            value_model.load_state(part, stored.judge_steps)
+    return LearnerParts(make_learner(session, algorithm, optimiser, scorers), value_model, stored, origins)
 
 
 def make_learner(
@@ -448,22 +293,46 @@ async def _run(loop: SyncTrainer, done: int, before: StreamState, waiting: Strea
         if done == 0:
             for plan in plans(config, 0):
                 await _evaluate_once(loop, plan)
-        await async_trainer.run(loop, done, before, waiting)
+        await run_trainer(loop, done, before, waiting)
         after = [await _evaluate_once(loop, plan) for plan in plans(config, config.training.steps)]
-    untrained = [kept_evaluation(loop.folder, plan) for plan in plans(config, 0)]
+    untrained = [stored_evaluation(loop.folder, plan) for plan in plans(config, 0)]
     return [Comparison(b, a) for b, a in zip(untrained, after, strict=True)]
+
+
+async def run_trainer(loop: SyncTrainer, done: int, before: StreamState, waiting: StreamState) -> None:
+    """Train from step `done` to the last in the configured `training.mode`.
+
+    `before` and `waiting` are the restored stream and the restored leftover episodes. They are dropped if the
+    mode does not use them.
+    """
+    training, ledger = loop.session.config.training, loop.sampler.ledger
+    gone = waiting if training.streams else before
+    if gone.num_ended:
+        ledger.drop_restored(done + 1, gone.num_ended, TOO_LATE)
+    if training.streams:
+        await AsyncTrainer.of(loop, done, before).run(done, before)
+        return
+    late = [group.jobs[0] for group in before.groups if group.jobs[0].key.step <= done]
+    memory = loop.sampler.memory
+    loop.sampler.memory = replace(memory, untrained_tasks=(*memory.untrained_tasks, *(job.task.id for job in late)))
+    loop.sampler.restore_partial(waiting.groups)
+    try:
+        await (run_one_step(loop, done) if training.one_step_behind else loop.run(done))
+    finally:
+        if loop.sampler.partial is not None:
+            await loop.sampler.partial.close()
 
 
 async def _evaluate_once(loop: SyncTrainer, plan: EvaluationPlan) -> Evaluation:
     """Run an evaluation plan unless an evaluation of that name exists."""
-    kept = kept_evaluation(loop.folder, plan)
+    kept = stored_evaluation(loop.folder, plan)
     if kept is None:
         return await loop.evaluate(plan)
     log.info("evaluation %s already exists, skipping it", plan.name)
     return kept
 
 
-def kept_evaluation(folder: RunFolder, plan: EvaluationPlan) -> Evaluation | None:
+def stored_evaluation(folder: RunFolder, plan: EvaluationPlan) -> Evaluation | None:
     """Return the stored evaluation of a plan, or None."""
     path = folder.evaluations / f"{plan.name}.json"
     return load_evaluation(path) if path.is_file() else None
@@ -490,7 +359,7 @@ def probe_tokens(session: TrainingSession) -> tuple[int, ...]:
     return session.renderer.prompt(task.prompt, ())[:PROBE_TOKENS]
 
 
-def forget_after(folder: RunFolder, done: int) -> None:
+def remove_after(folder: RunFolder, done: int) -> None:
     """Remove rollouts and evaluations of steps after `done`."""
     for path in [*folder.rollouts.glob("step-*"), *folder.evaluations.glob("step-*")]:
         if int(path.name.split("-")[1].split(".")[0]) > done:
@@ -506,3 +375,56 @@ def _closing(loop: SyncTrainer) -> Iterator[None]:
         asyncio.run(loop.engine.close())
         for tracker in loop.trackers:
             tracker.close()
+
+
+def load_teacher(session: TrainingSession) -> LogprobScorer:
+    """Load the configured teacher, frozen, at the rollout temperature.
+
+    Raises ConfigError if its vocabulary differs from the policy's.
+    """
+    config = session.config
+    path = config.teacher.path or ""
+    theirs, own = load_tokenizer(path, needs_template=False).get_vocab(), session.tokenizer.get_vocab()
+    if theirs != own:
+        odd = min(t for t in theirs.keys() | own.keys() if theirs.get(t) != own.get(t))
+        raise ConfigError(
+            f"The teacher {path} has a different vocabulary from the policy ({len(theirs)} tokens and"
+            f" {len(own)}; first difference: {odd!r}).",
+            "Use a teacher with the policy's tokenizer.",
+        )
+    model = load_model(path, config.model.dtype, config.model.device).requires_grad_(False).eval()
+    return LogprobScorer(model, config.rollout.temperature or 1.0)
+
+
+START, TEACHER = "start", "teacher"
+
+
+def origins_of(session: TrainingSession, scorers: Mapping[str, TokenScorer]) -> dict[str, str]:
+    """Return the digests of the fixed models by name, before a checkpoint is loaded.
+
+    `start` is the initial model, if it is the reference or the base of adapters.
+    """
+    found = {}
+    if "reference" in scorers or session.config.model.lora is not None:
+        found[START] = fingerprint_adapted(session.model, {})
+    teacher = scorers.get(TEACHER)
+    if isinstance(teacher, LogprobScorer):
+        found[TEACHER] = fingerprint_adapted(teacher.model, {})
+    return found
+
+
+def check_origins(stored: Mapping[str, str], now: Mapping[str, str], session: TrainingSession) -> None:
+    """Raise UserError if a model differs from the checkpoint's digest.
+
+    Models without a stored digest are not compared.
+    """
+    paths = {START: f"model that the run started with ({session.source})"}
+    paths[TEACHER] = f"teacher ({session.config.teacher.path})"
+    for name, digest in now.items():
+        before = stored.get(name, digest)
+        if before != digest:
+            raise UserError(
+                f"The {paths[name]} has changed: its weights have the digest {digest[:12]}, and had"
+                f" {before[:12]} when the checkpoint was written.",
+                "Restore them, or start a new run.",
+            )

@@ -1,7 +1,7 @@
 """Learner process of a rank other than 0.
 
 It joins the rendezvous of rank 0, receives the run's configuration, builds the learner and executes broadcast
-commands until `StopRanks`. It exits when rank 0 ends, even before the rendezvous. Under torchrun `follow_launched`
+commands until `StopRanks`. It exits when rank 0 ends, even before the rendezvous. Under torchrun `run_launched_rank`
 does the same.
 """
 
@@ -19,8 +19,7 @@ from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.engines.models.loading import hide_progress
 from ludus.errors import LearnerError
-from ludus.training.checks.memory_check import dry_run
-from ludus.training.distributed.fsdp import gathered
+from ludus.training.distributed.collectives import gathered
 from ludus.training.distributed.launcher import (
     DryRun,
     EvaluateValues,
@@ -37,23 +36,23 @@ from ludus.training.distributed.launcher import (
 from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.rl.build import LearnerParts, make_parts
+from ludus.training.rl.memory_check import dry_run
 from ludus.training.rl.weight_sync import probe_logprobs
-from ludus.training.run.checkpoint import list_checkpoints
+from ludus.training.run.checkpoint import list_checkpoints, save_shards
 from ludus.training.run.run_dir import RunFolder, log_into
 from ludus.training.run.session import TrainingSession, open_session
-from ludus.training.run.sharded_checkpoint import save_shards
-from ludus.training.value_models.factory import part_name, say, teach
+from ludus.training.value_models.factory import part_name, score_values, train_on_tables
 
 _LOOK_S = 1.0
 
 log = logging.getLogger("ludus.follow")
 
 
-def follow(rendezvous: Rendezvous, device: torch.device) -> None:
+def run_rank(rendezvous: Rendezvous, device: torch.device) -> None:
     """Join the other ranks and execute the commands of rank 0."""
     try:
         rendezvous.form_group(device)
-        _follow(rendezvous, device)
+        _execute_commands(rendezvous, device)
     except Exception as error:
         rendezvous.store_error(f"{type(error).__name__}: {error}")
         log.error("rank failed: %s: %s", type(error).__name__, error)
@@ -62,7 +61,7 @@ def follow(rendezvous: Rendezvous, device: torch.device) -> None:
         destroy_group()
 
 
-def _follow(rendezvous: Rendezvous, device: torch.device) -> None:
+def _execute_commands(rendezvous: Rendezvous, device: torch.device) -> None:
     follower = WorkerRank()
     command = follower.receive()
     if not isinstance(command, StartRanks):
@@ -76,25 +75,25 @@ def _follow(rendezvous: Rendezvous, device: torch.device) -> None:
     learning = make_parts(session, resolve(command.config.algorithm), follower, command.resumed)
     while not isinstance(command := follower.receive(), StopRanks):
         try:
-            obey(command, session, learning)
+            execute(command, session, learning)
         except LearnerError as error:  # rank 0 raises it as well and handles it
             log.warning("%s", error)
             rendezvous.store_error(str(error))
 
 
-def obey(command: object, session: TrainingSession, learning: LearnerParts) -> None:
+def execute(command: object, session: TrainingSession, learning: LearnerParts) -> None:
     """Execute this rank's part of a command."""
-    learner, judge = learning.learner, learning.judge
+    learner, judge = learning.learner, learning.value_model
     match command:
         case ScoreRows(name, rows, entropy, keep):
-            learner.ask(name, rows, entropy, keep=keep)
+            learner.score_with(name, rows, entropy, keep=keep)
         case TrainRows(rows, seed, algorithm):
             learner.algorithm = algorithm
             learner.train(rows, seed)
         case EvaluateValues(rows, solved, after) if judge is not None:
-            say(judge, rows, solved, after)
+            score_values(judge, rows, solved, after)
         case TrainValues(rows, tables, solved) if judge is not None:
-            teach(judge, rows, tables, solved)
+            train_on_tables(judge, rows, tables, solved)
         case ProbeTokens(tokens):
             probe_logprobs(LogprobScorer(session.model), tokens)
         case GatherWeights():
@@ -113,12 +112,12 @@ def cold_start(config: Config, folder: Path) -> Path | None:
     return list_checkpoints(RunFolder(folder / "cold_start").checkpoints)[-1][1]
 
 
-def follow_launched(device: torch.device, limit_s: float) -> None:
+def run_launched_rank(device: torch.device, limit_s: float) -> None:
     """Run as a rank other than 0 under torchrun. The rendezvous times out after `limit_s`."""
-    follow(Rendezvous.from_torchrun(limit_s), device)
+    run_rank(Rendezvous.from_torchrun(limit_s), device)
 
 
-def _end_with(leader: int) -> None:
+def _exit_with_parent(leader: int) -> None:
     """Exit once rank 0 is gone; this also covers the time before the rendezvous."""
     while os.getppid() == leader:
         time.sleep(_LOOK_S)
@@ -127,8 +126,8 @@ def _end_with(leader: int) -> None:
 
 def main(rank: str, port: str, count: str, limit_s: str, kind: str, leader: str) -> None:
     """Run as `rank` of `count` on a device of this kind; process `leader` holds the store at `port`."""
-    threading.Thread(target=_end_with, args=(int(leader),), name="ludus-leader", daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(int(leader),), name="ludus-leader", daemon=True).start()
     hide_progress()
     rendezvous = Rendezvous.join(int(port), int(rank), int(count), float(limit_s))
     rendezvous.mark_started()
-    follow(rendezvous, torch.device(kind))
+    run_rank(rendezvous, torch.device(kind))

@@ -2,8 +2,8 @@
 
 Each step samples all of its episodes, trains on them, and sends the weights; sampling resumes only after the
 engine's weights were checked. Writes one line of metrics a step, and checkpoints. The other modes are in
-`async_trainer`. In reproducible mode all output except timings is bit-identical for the same seed, also
-across a kill and resume.
+`one_step_trainer` and `async_trainer`. In reproducible mode all output except timings is bit-identical for
+the same seed, also across a kill and resume.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ludus.config.schema import Config
 from ludus.diagnostics.metrics import AlarmLimits, alarms, rollout_metrics, step_metrics
 from ludus.diagnostics.timings import StepTimings, scoring_hint, write_timings
 from ludus.diagnostics.trackers import Tracker
-from ludus.engines.base import Engine, Sleepable, counted
+from ludus.engines.base import Engine, Sleepable, drain_stats
 from ludus.envs.base import World
 from ludus.errors import ConfigError, LearnerError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, name_in_run, plan_during, save_evaluation
@@ -27,13 +27,11 @@ from ludus.rollout.reward_executor import places
 from ludus.rollout.rollout_files import rollouts_path, write_rollouts
 from ludus.rollout.scheduler import Episode
 from ludus.tasks.order import TaskSequence
-from ludus.training.collection.greso import greso_metrics
-from ludus.training.collection.group_filters import EmptyBatchGuard
+from ludus.training.collection.filters import EmptyBatchGuard, EssGuard, greso_metrics
+from ludus.training.collection.prompt_stream import waiting_texts
 from ludus.training.collection.rollout_collector import CollectorState, EpisodeReporter, RolloutCollector
-from ludus.training.collection.staleness import EssGuard
-from ludus.training.collection.stream_checkpoint import waiting_texts
 from ludus.training.credit.advantages import TrainingSample, equal_groups
-from ludus.training.rl.train_step import ComputeDispatch, TrainStep, here
+from ludus.training.rl.train_step import ComputeDispatch, TrainStep, run_inline
 from ludus.training.rl.weight_sync import SyncProof, WeightSync
 from ludus.training.run.checkpoint import Extra, TrainerState, prune, save_checkpoint
 from ludus.training.run.run_dir import RunFolder, resume_command
@@ -52,7 +50,7 @@ class PauseReason:
     """Reason to pause a run and the settings to change before resuming."""
 
     reason: str
-    way_on: str
+    remedy: str
 
 
 class Reporter(EpisodeReporter, Protocol):
@@ -113,35 +111,35 @@ class SyncTrainer:
     async def step(self, step: int, order: TaskSequence) -> dict[str, float]:
         """Run one step: sample, train, sync weights, report."""
         clock = StepTimings()
-        await counted(self.engine)
+        await drain_stats(self.engine)
         with clock.phase("rollout"):
-            credits = await self.sampler.sample(step, order)
+            samples = await self.sampler.sample(step, order)
         self.sampled = self.sampler.state
-        clock.engine = (await counted(self.engine)).metrics()
+        clock.engine = (await drain_stats(self.engine)).metrics()
         self.reporter.phase(f"step {step}: training", None)
         if self.session.config.engine.sleep and isinstance(self.engine, Sleepable):
             await self.engine.sleep()
         with clock.phase("train"):
-            credits, learned = await self.learning.learn(step, credits)
+            samples, learned = await self.learning.learn(step, samples)
         with clock.phase("sync"):
             proof = await self.sync.publish(step)
-        return await self.report(step, credits, learned | proof_metrics(proof), clock)
+        return await self.report(step, samples, learned | proof_metrics(proof), clock)
 
     async def report(
         self,
         step: int,
-        credits: list[TrainingSample],
+        samples: list[TrainingSample],
         learned: Mapping[str, float],
         clock: StepTimings,
-        work: ComputeDispatch = here,
+        work: ComputeDispatch = run_inline,
     ) -> dict[str, float]:
         """Close the step's ledger, evaluate every `evaluation.every` steps, and write the results."""
-        metrics = self.account(step, credits, learned)
+        metrics = self.account(step, samples, learned)
         with clock.phase("evaluate"):
             metrics |= await self.evaluate_during(step)
-        played = [credit.episode.trajectory for credit in credits]
+        played = [sample.episode.trajectory for sample in samples]
         timings = clock.metrics(played, places(self.session.config))
-        await work(lambda: self.write(step, credits, metrics, timings))
+        await work(lambda: self.write(step, samples, metrics, timings))
         limits = AlarmLimits()
         self.history = [*self.history, metrics][-limits.reach :]
         for text in alarms(self.history, limits):
@@ -152,21 +150,21 @@ class SyncTrainer:
         self.reporter.step(step, metrics, timings)
         return metrics
 
-    def account(self, step: int, credits: list[TrainingSample], learned: Mapping[str, float]) -> dict[str, float]:
+    def account(self, step: int, samples: list[TrainingSample], learned: Mapping[str, float]) -> dict[str, float]:
         """Close the ledger of a step and return its metrics. Replayed and expert samples leave `credits`."""
         sampler, found = self.sampler, dict(learned)
-        credits[:] = [credit for credit in credits if not credit.replayed]
-        equal = equal_groups(credits, sampler.algorithm)
+        samples[:] = [sample for sample in samples if not sample.replayed]
+        equal = equal_groups(samples, sampler.algorithm)
         if sampler.experts is not None:
-            foreign = [credit for credit in credits if credit.expert]
-            credits[:] = [credit for credit in credits if not credit.expert]
+            foreign = [sample for sample in samples if sample.expert]
+            samples[:] = [sample for sample in samples if not sample.expert]
             found["experts/count"] = float(len(foreign))
             found["experts/refused"] = float(sampler.experts.num_refused(step))
             found["experts/trained"] = float(sum(c.outcome is RolloutOutcome.TRAINED for c in foreign))
-        trained = sum(credit.outcome is RolloutOutcome.TRAINED for credit in credits)
+        trained = sum(sample.outcome is RolloutOutcome.TRAINED for sample in samples)
         counts = sampler.ledger.close(step, trained=trained)
-        groups = _groups(credits)
-        known = [equal.get(number) for number in _numbers(credits)]
+        groups = _metric_groups(samples)
+        known = [equal.get(number) for number in _group_numbers(samples)]
         metrics = rollout_metrics(groups, self.session.world.rewards[0].name, known)
         for metric in step_metrics(self.session.config.run.metrics):
             metrics |= metric(groups)
@@ -179,14 +177,14 @@ class SyncTrainer:
         return metrics | dict(self.sampled.partial)
 
     async def end_step(
-        self, step: int, metrics: Mapping[str, float], work: ComputeDispatch = here, texts: Texts = dict
+        self, step: int, metrics: Mapping[str, float], work: ComputeDispatch = run_inline, texts: Texts = dict
     ) -> None:
         """Write a checkpoint if due, with the trainer's own `texts`.
 
         Raises LearnerError if a guard on the KL or the effective sample share pauses the run.
         """
         training = self.session.config.training
-        verdict = self._judged(step, metrics)
+        verdict = self._pause_reason(step, metrics)
         if verdict is not None or step % training.checkpoint_every == 0 or step == training.steps:
             state = self.trainer_state(step)
             waiting = waiting_texts(self.sampled.waiting)
@@ -194,10 +192,10 @@ class SyncTrainer:
         if verdict is not None:
             raise LearnerError(
                 f"{verdict.reason} Run paused after step {step}.",
-                f"Resume with {verdict.way_on}: {resume_command(self.folder)}",
+                f"Resume with {verdict.remedy}: {resume_command(self.folder)}",
             )
 
-    def _judged(self, step: int, metrics: Mapping[str, float]) -> PauseReason | None:
+    def _pause_reason(self, step: int, metrics: Mapping[str, float]) -> PauseReason | None:
         """Return the first pause reason of the guards. Every guard receives the metrics."""
         warning = self.guard.warning(metrics)
         if warning:
@@ -230,11 +228,11 @@ class SyncTrainer:
         return (await self.evaluate(plan, name_in_run(plan, config))).metrics()
 
     def write(
-        self, step: int, credits: Sequence[TrainingSample], metrics: Mapping[str, float], timings: Mapping[str, float]
+        self, step: int, samples: Sequence[TrainingSample], metrics: Mapping[str, float], timings: Mapping[str, float]
     ) -> None:
         """Write rollouts, metrics and timings of a step."""
         if self.session.config.run.save_rollouts:
-            write_rollouts(rollouts_path(self.folder.path, step), [credit.record for credit in credits])
+            write_rollouts(rollouts_path(self.folder.path, step), [sample.record for sample in samples])
         for tracker in self.trackers:
             tracker.log(step, metrics)
         write_timings(self.folder.timings, step, timings)
@@ -251,7 +249,7 @@ class SyncTrainer:
             step=step,
             optimiser_steps=learning.learner.optimiser.num_steps,
             ledger=self.sampler.ledger.state(),
-            judge_steps=0 if learning.judge is None else learning.judge.optimiser.num_steps,
+            judge_steps=0 if learning.value_model is None else learning.value_model.optimiser.num_steps,
             memory=replace(self.sampled.memory, initial_entropy=learning.initial_entropy).to_json(),
             reward_moments=self.sampled.moments,
             kl=learning.kl.state,
@@ -262,9 +260,9 @@ class SyncTrainer:
 
     def save(self, state: TrainerState, texts: Mapping[str, str]) -> None:
         """Write a checkpoint and remove the oldest ones."""
-        session, judge, optimiser = self.session, self.learning.judge, self.learning.learner.optimiser
+        session, value_model, optimiser = self.session, self.learning.value_model, self.learning.learner.optimiser
         shelf = self.folder.checkpoints
-        parts = {} if judge is None else {part_name(judge): judge.state()}
+        parts = {} if value_model is None else {part_name(value_model): value_model.state()}
         extra = Extra(parts, texts)
         save_checkpoint(shelf, session.model, session.tokenizer, optimiser, state, extra)
         prune(shelf, session.config.training.keep_checkpoints)
@@ -288,15 +286,15 @@ def task_order(config: Config, world: World) -> TaskSequence:
     return world.order(config.run.seed, chunk, config.training.steps)
 
 
-def _numbers(credits: Sequence[TrainingSample]) -> list[int]:
+def _group_numbers(samples: Sequence[TrainingSample]) -> list[int]:
     """Return the ids of the groups of `_groups`."""
-    return list(dict.fromkeys(credit.group for credit in credits if not credit.episode.greedy))
+    return list(dict.fromkeys(sample.group for sample in samples if not sample.episode.greedy))
 
 
-def _groups(credits: Sequence[TrainingSample]) -> list[Group]:
+def _metric_groups(samples: Sequence[TrainingSample]) -> list[Group]:
     """Return the episodes grouped for the metrics, without greedy baselines."""
     by_group: dict[int, list[Episode]] = {}
-    for credit in credits:
-        if not credit.episode.greedy:
-            by_group.setdefault(credit.group, []).append(credit.episode)
+    for sample in samples:
+        if not sample.episode.greedy:
+            by_group.setdefault(sample.group, []).append(sample.episode)
     return [Group(e[0].task, tuple(x.trajectory for x in e)) for e in by_group.values()]

@@ -1,29 +1,39 @@
 """One training step: from training samples to updated weights.
 
-Independent of environment and engine. `ComputeDispatch` chooses the compute thread; the ledger is only used
-on the caller's thread.
+Before the first gradient of a batch: filters and the model-based inputs of advantages (KL, values, rejection,
+entropy filter, parity check), each only if the algorithm needs it. Independent of environment and engine.
+`ComputeDispatch` chooses the compute thread; the ledger is only used on the caller's thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
-from ludus.algorithms.kl_controller import KlControl
-from ludus.algorithms.spec.parts import Need
-from ludus.rollout.ledger import Ledger
-from ludus.training.batches.rows import Row
+from ludus.algorithms.corrections import MismatchByLength, mismatch, mismatch_by_length
+from ludus.algorithms.filters import entropy_bound
+from ludus.algorithms.kl import FULL_KL_NAMES, KlControl
+from ludus.algorithms.parts import Need
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.errors import SyncError
+from ludus.rollout.ledger import Ledger, RolloutOutcome
+from ludus.training.batches.rows import Row, row_of_trajectory
+from ludus.training.collection.filters import age_metrics, mask_over_age, on_policy
 from ludus.training.collection.rollout_collector import overlong_limit
-from ludus.training.collection.staleness import age_metrics, mask_over_age, on_policy
-from ludus.training.credit.advantages import TrainingSample, settle, training_rows
-from ludus.training.learner.learner import Learner
-from ludus.training.rl.advantage_inputs import compared_entropies, refine, rejected_share, with_entropy_filter
+from ludus.training.credit.advantages import Estimates, TrainingSample, record_outcomes, training_rows, with_estimates
+from ludus.training.learner.learner import SUM_PI_SQUARED, Learner
 from ludus.training.run.session import TrainingSession
-from ludus.training.value_models.factory import Judge, train_judge
+from ludus.training.value_models.factory import ValueModel, at_actions, estimate_values, train_value_model
+from ludus.types import Trajectory
 
 log = logging.getLogger("ludus.learning")
 
@@ -32,6 +42,14 @@ ENTROPY_FILTER_OFF = (
     "The entropy filter of gtpo is off: the policy's mean entropy on the first batch is %.3g nats per token, "
     "not below algorithm.options.loss.entropy_bound."
 )
+REJECTED = "rejected"
+"""Mask reason of a trajectory whose ratio to the engine is out of bounds."""
+PARITY_ROWS = 8
+"""Rows compared before the first step, evenly spread by length."""
+PARITY_NATS = 0.05
+"""Largest mean log-probability difference between engine and learner at which training starts."""
+ENGINE_PARITY_NATS = 1e-3
+"""The same bound if the engine's log-probabilities replace the learner's."""
 
 
 class ComputeDispatch(Protocol):
@@ -42,9 +60,62 @@ class ComputeDispatch(Protocol):
         ...
 
 
-async def here(work: Callable[[], T]) -> T:
+async def run_inline(work: Callable[[], T]) -> T:
     """Run `work` on the caller's thread."""
     return work()
+
+
+class LearnerThread:
+    """Single worker thread with `threads` compute threads, on which the learner runs work serially.
+
+    Work must not touch the event loop's state: the ledger and the episodes in flight. `busy_s` is the total busy
+    time.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.busy_s = 0.0
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._executor = ThreadPoolExecutor(1, "ludus-learner", _begin, (threads, device))
+
+    async def __call__(self, work: Callable[[], T]) -> T:
+        """Run `work` and wait for its result. Started work is never abandoned, even on cancellation."""
+        future = asyncio.get_running_loop().run_in_executor(self._executor, self._timed, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait({future})
+            raise
+
+    def close(self) -> None:
+        """Wait for running work and end the thread."""
+        self._executor.shutdown()
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        begin = time.perf_counter()
+        try:
+            return work()
+        finally:
+            self.busy_s += time.perf_counter() - begin
+
+
+def _begin(threads: int, device: int | None) -> None:
+    """Set the compute threads and the GPU of this thread.
+
+    OpenMP counts threads per thread, and torch sets its own number on first use.
+    """
+    torch.zeros(1).sum()
+    torch.set_num_threads(threads)
+    if device is not None:
+        torch.cuda.set_device(device)
+
+
+async def cancel_and_wait(task: asyncio.Task[list[TrainingSample]] | asyncio.Task[None] | None) -> None:
+    """Cancel a task and wait for it, ignoring its errors."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()
 
 
 @dataclass
@@ -60,18 +131,18 @@ class TrainStep:
     learner: Learner
     kl: KlControl
     ledger: Ledger
-    judge: Judge | None = None
+    value_model: ValueModel | None = None
     bound: int | None = None
     warmup: int = 0
     initial_entropy: float | None = None
     _checked: bool = field(default=False, init=False)
 
     async def learn(
-        self, step: int, credits: Sequence[TrainingSample], work: ComputeDispatch = here
+        self, step: int, samples: Sequence[TrainingSample], work: ComputeDispatch = run_inline
     ) -> tuple[list[TrainingSample], dict[str, float]]:
         """Record outcomes and train; return the final samples and the metrics."""
-        found = await work(lambda: self._prepare(step, credits))
-        settle(self.ledger, found)
+        found = await work(lambda: self._prepare(step, samples))
+        record_outcomes(self.ledger, found)
         rows = training_rows(
             found,
             mask_observations=self.session.config.training.mask_observations,
@@ -89,33 +160,234 @@ class TrainStep:
         self.kl = self.kl.update(kl, round(metrics["ledger/trained"]))
         return verdict
 
-    def _prepare(self, step: int, credits: Sequence[TrainingSample]) -> list[TrainingSample]:
+    def _prepare(self, step: int, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the samples after masking and refinement."""
         if self.kl.acts:
             self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl.coef(step))
         if self.learner.algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
-            self._set_entropy_filter(credits)
+            self._set_entropy_filter(samples)
         if self.bound is not None:
-            credits = mask_over_age(credits, step, self.bound)
+            samples = mask_over_age(samples, step, self.bound)
         limit = overlong_limit(self.session.config, self.learner.algorithm)
-        check = not self._checked and bool(on_policy(credits, step))
+        check = not self._checked and bool(on_policy(samples, step))
         self._checked = self._checked or check
-        return refine(credits, self.learner, limit, self.judge, check=check, version=step - 1)
+        return filter_and_estimate(samples, self.learner, limit, self.value_model, check=check, version=step - 1)
 
-    def _set_entropy_filter(self, credits: Sequence[TrainingSample]) -> None:
+    def _set_entropy_filter(self, samples: Sequence[TrainingSample]) -> None:
         """Measure the initial entropy on the first batch; switch GTPO's entropy filter off if it is high."""
-        if self.initial_entropy is None and (found := compared_entropies(credits, self.learner)):
+        if self.initial_entropy is None and (found := compared_entropies(samples, self.learner)):
             self.initial_entropy = float(torch.cat(found).mean())
             if with_entropy_filter(self.learner.algorithm, self.initial_entropy) != self.learner.algorithm:
                 log.warning(ENTROPY_FILTER_OFF, self.initial_entropy)
         if self.initial_entropy is not None:
             self.learner.algorithm = with_entropy_filter(self.learner.algorithm, self.initial_entropy)
 
-    def _train(self, step: int, credits: Sequence[TrainingSample], rows: Sequence[Row]) -> dict[str, float]:
-        metrics = {} if self.judge is None else train_judge(self.judge, credits)
+    def _train(self, step: int, samples: Sequence[TrainingSample], rows: Sequence[Row]) -> dict[str, float]:
+        metrics = {} if self.value_model is None else train_value_model(self.value_model, samples)
         if step > self.warmup:
             metrics |= self.learner.train(rows, seed=step)
         if self.learner.algorithm.correction_spec.has(Need.REJECTION):
-            metrics["is/mask_frac"] = rejected_share(credits)
-        metrics |= age_metrics(credits, step)
+            metrics["is/mask_frac"] = rejected_share(samples)
+        metrics |= age_metrics(samples, step)
         return metrics | ({"kl/coef": self.kl.coef(step)} if self.kl.acts else {})
+
+
+def filter_and_estimate(
+    samples: Sequence[TrainingSample],
+    learner: Learner,
+    max_length: int,
+    value_model: ValueModel | None = None,
+    *,
+    check: bool = False,
+    version: int | None = None,
+) -> list[TrainingSample]:
+    """Return the samples with filters and model estimates applied.
+
+    If `check` is set, engine and learner are compared first, on samples generated entirely by `version`
+    (None: on all). Raises SyncError if they disagree.
+    """
+    found = list(samples)
+    if check:
+        trained = [c for c in found if c.outcome is RolloutOutcome.TRAINED and not c.expert]
+        check_parity([_sample_row(sample) for sample in trained if _sampled_by(sample, version)], learner)
+    algorithm, entropies = learner.algorithm, None
+    if algorithm.correction_spec.has(Need.REJECTION):
+        found = _reject_samples(found, learner)
+    if algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
+        entropies = compared_entropies(found, learner)
+        found = _filter_uncertain(found, entropies, algorithm)
+    # Last, so that batch means cover only the remaining samples.
+    penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
+    whitened = algorithm.advantage_spec.has(Need.BATCH_STATISTICS)
+    compares_probabilities = algorithm.advantage_spec.has(Need.DISTRIBUTIONS)
+    if value_model is not None or penalised or whitened or compares_probabilities or entropies is not None:
+        found = _add_estimates(found, learner, value_model, max_length, Estimates(entropies=entropies))
+    return found
+
+
+def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | None:
+    """Compare recorded log-probabilities with the learner's, bucketed by position.
+
+    Returns the measurement, None without rows. Raises SyncError if any bucket exceeds `PARITY_NATS`, or
+    `ENGINE_PARITY_NATS` if ratios divide by the engine's log-probabilities.
+    """
+    if not rows:
+        return None
+    ranked = sorted(rows, key=lambda row: len(row.tokens))
+    places = {round(i * (len(ranked) - 1) / max(1, PARITY_ROWS - 1)) for i in range(PARITY_ROWS)}
+    chosen = [ranked[place] for place in sorted(places)]
+    old, behavior, mask = _pad_scores(chosen, learner.score(chosen))
+    from_engine = learner.settings.old_logprobs == "engine"
+    bound = ENGINE_PARITY_NATS if from_engine else PARITY_NATS
+    measured = mismatch_by_length(old_logprobs=old, behavior_logprobs=behavior, mask=mask)
+    apart = [
+        f"{bucket.gap_mean:.3g} at positions {label}"
+        for label, bucket in zip(measured.labels, measured.buckets, strict=True)
+        if not bucket.gap_mean <= bound
+    ]
+    if apart:
+        why = "Check that both use the same weights, temperature and precision. Nothing was trained."
+        raise SyncError(
+            f"Engine and learner differ in the log-probabilities of sampled tokens by {', '.join(apart)} "
+            f"nats on average (at most {bound:g}).",
+            "Set training.learner.old_logprobs = 'recomputed': the engine's are not precise enough."
+            if from_engine
+            else why,
+        )
+    return measured
+
+
+def effective_share(trajectories: Sequence[Trajectory], learner: Learner) -> float:
+    """Return the effective sample share of trajectories under the learner's policy, over their tokens."""
+    rows = [row_of_trajectory(trajectory, 0.0) for trajectory in trajectories]
+    old, behavior, mask = _pad_scores(rows, learner.score(rows))
+    return mismatch(old_logprobs=old, behavior_logprobs=behavior, mask=mask).effective_share
+
+
+def _sampled_by(sample: TrainingSample, version: int | None) -> bool:
+    segments = sample.episode.trajectory.segments
+    return version is None or all(v == version for segment in segments for v in segment.versions)
+
+
+def _sample_row(sample: TrainingSample) -> Row:
+    return row_of_trajectory(sample.episode.trajectory, 0.0)
+
+
+def _add_estimates(
+    samples: list[TrainingSample], learner: Learner, value_model: ValueModel | None, max_length: int, known: Estimates
+) -> list[TrainingSample]:
+    """Return the samples with `known` and the other model estimates that the algorithm needs."""
+    compared = [sample for sample in samples if sample.advantages is not None]
+    rows = [_sample_row(sample) for sample in compared]
+    if not rows:
+        return samples
+    algorithm, estimates = learner.algorithm, known
+    if value_model is not None:
+        estimates = estimate_values(value_model, compared, rows, learner)._replace(entropies=known.entropies)
+    penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
+    weighs_tokens = algorithm.advantage_spec.has(Need.DISTRIBUTIONS)
+    compared_to_engine = algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO) or weighs_tokens
+    sampled_alone = penalised and algorithm.kl not in FULL_KL_NAMES
+    old = learner.score(rows, keep=True) if sampled_alone or compared_to_engine else []
+    if penalised:
+        estimates = estimates._replace(kl=at_actions(learner.penalties(rows, old), rows))
+    if compared_to_engine:
+        estimates = estimates._replace(old_logprobs=at_actions(old, rows))
+    if weighs_tokens:
+        sums = [scores.logprobs for scores in learner.score_with(SUM_PI_SQUARED, rows)]
+        estimates = estimates._replace(sum_pi_squared=at_actions(sums, rows))
+    return with_estimates(samples, algorithm, max_length, estimates)
+
+
+def _reject_samples(samples: list[TrainingSample], learner: Learner) -> list[TrainingSample]:
+    trained = [c for c in samples if c.outcome is RolloutOutcome.TRAINED and not c.expert]
+    if not trained:
+        return samples
+    rows = [_sample_row(sample) for sample in trained]
+    old, behavior, mask = _pad_scores(rows, learner.score(rows, keep=True))
+    keep = _accepted_tokens(old, behavior, mask, learner.algorithm)
+    thinned = {
+        id(sample): replace(sample, trains=_intersect_mask(sample, row[inside]))
+        for sample, row, inside in zip(trained, keep, mask, strict=True)
+        if row.any() and not row[inside].all()
+    }
+    found = [thinned.get(id(sample), sample) for sample in samples]
+    left = [thinned.get(id(sample), sample) for sample in trained]
+    return _mask_samples(found, left, keep.any(1), REJECTED)
+
+
+def _accepted_tokens(old: Tensor, behavior: Tensor, mask: Tensor, algorithm: Algorithm) -> Tensor:
+    """Return the mask of action tokens that pass the correction's filter, [N, L] bool."""
+    inputs = {"old_logprobs": old, "behavior_logprobs": behavior, "mask": mask}
+    return algorithm.call(algorithm.correction_spec.function, "correction", inputs).bool()
+
+
+def _intersect_mask(sample: TrainingSample, keep: Tensor) -> tuple[bool, ...]:
+    """Return the training mask of a sample's action tokens, intersected with `keep` [n_i]."""
+    kept: list[bool] = keep.tolist()
+    before = sample.trains or (True,) * len(kept)
+    return tuple(a and b for a, b in zip(before, kept, strict=True))
+
+
+def rejected_share(samples: Sequence[TrainingSample]) -> float:
+    """Return the fraction of trainable action tokens that were rejected; 0 if there are none.
+
+    Tokens masked by another filter (`training.collection.staleness`) count as rejected.
+    """
+    trained = [c for c in samples if c.outcome is RolloutOutcome.TRAINED and not c.expert]
+    rejected = [c for c in samples if c.reason == REJECTED]
+    everything = sum(c.episode.trajectory.num_action_tokens for c in (*trained, *rejected))
+    kept = sum(c.episode.trajectory.num_action_tokens if c.trains is None else sum(c.trains) for c in trained)
+    return (everything - kept) / max(everything, 1)
+
+
+def compared_entropies(samples: Sequence[TrainingSample], learner: Learner) -> list[Tensor]:
+    """Return the policy's entropies at the action tokens of samples with advantages, `[n_i]` each."""
+    rows = [_sample_row(sample) for sample in samples if sample.advantages is not None]
+    return at_actions(learner.entropies(rows), rows) if rows else []
+
+
+def with_entropy_filter(algorithm: Algorithm, initial: float) -> Algorithm:
+    """Return the algorithm, without GTPO's entropy filter if the `initial` mean entropy reaches its bound.
+
+    At such an entropy the filter would remove every sample (arXiv:2508.03772).
+    """
+    if initial < algorithm.number("loss", "entropy_bound"):
+        return algorithm
+    options = replace(algorithm.options, loss=algorithm.options.loss | {"entropy_bound": math.inf})
+    return replace(algorithm, options=options)
+
+
+def _filter_uncertain(
+    samples: list[TrainingSample], entropies: Sequence[Tensor], algorithm: Algorithm
+) -> list[TrainingSample]:
+    bound = algorithm.number("loss", "entropy_bound")
+    compared = [sample for sample in samples if sample.advantages is not None]
+    pairs = [
+        (sample, bool(entropy_bound(entropy=row[None], mask=torch.ones(1, len(row)), bound=bound)))
+        for sample, row in zip(compared, entropies, strict=True)
+        if sample.outcome is RolloutOutcome.TRAINED
+    ]
+    return _mask_samples(samples, [c for c, _ in pairs], torch.tensor([kept for _, kept in pairs]), "entropy")
+
+
+def _mask_samples(
+    samples: list[TrainingSample], estimate_values: list[TrainingSample], keep: Tensor, reason: str
+) -> list[TrainingSample]:
+    fate = dict(zip(map(id, estimate_values), keep.tolist(), strict=True))
+    return [
+        sample if fate.get(id(sample), True) else replace(sample, outcome=RolloutOutcome.MASKED, reason=reason)
+        for sample in samples
+    ]
+
+
+def _pad_scores(rows: Sequence[Row], values: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad `values`, the engine's log-probabilities and the action mask to `[N, L]` on the CPU."""
+    width = max(len(row.tokens) for row in rows)
+    table, behavior = torch.zeros(2, len(rows), width, dtype=torch.float64)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        table[i, : len(row.tokens)] = values[i].double().cpu()
+        behavior[i, : len(row.tokens)] = torch.tensor(row.behavior, dtype=torch.float64)
+        mask[i, 1 : len(row.tokens)] = torch.tensor(row.sampled)[1:]
+    return table, behavior, mask

@@ -21,8 +21,7 @@ from ludus.config.schema import Config
 from ludus.engines.base import Engine, RollingUpdate, WeightCheck
 from ludus.engines.models.fingerprint import fingerprint_gathered
 from ludus.errors import EngineError, SyncError
-from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, SingleProcess
-from ludus.training.distributed.fsdp import gathered, is_sharded
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, SingleProcess, gathered, is_sharded
 from ludus.training.distributed.launcher import GatherWeights, ProbeTokens
 from ludus.training.learner.logprobs import LogprobScorer
 
@@ -118,8 +117,8 @@ class WeightSync:
         found = await self._transfer(version, self._trainable(weights))
         return self._expected(version, weights).compare(*found)
 
-    async def keep(self, version: int, work: ComputeDispatch) -> PendingWeights:
-        """Copy the weights as `version` for `deliver`. They may change once this returns.
+    async def copy_weights(self, version: int, work: ComputeDispatch) -> PendingWeights:
+        """Copy the weights as `version` for `send_copy`. They may change once this returns.
 
         Copying and the computation of the expected check run as `work`.
         """
@@ -132,38 +131,38 @@ class WeightSync:
 
         return await work(copy)
 
-    async def deliver(self, kept: PendingWeights) -> SyncProof:
+    async def send_copy(self, kept: PendingWeights) -> SyncProof:
         """Send a copy and check it. Raises SyncError."""
         return kept.expected.compare(*await self._transfer(kept.expected.version, kept.state))
 
-    async def hand_over(self, version: int, work: ComputeDispatch) -> Expected:
+    async def send_in_flight(self, version: int, work: ComputeDispatch) -> Expected:
         """Send the weights as `version`; they may change once this returns.
 
-        The expected check for `prove` is computed as `work`, concurrently with the transfer.
+        The expected check for `check` is computed as `work`, concurrently with the transfer.
         """
         weights = self._gathered()
-        async with self._in_time(version):
+        async with self._within_timeout(version):
             loading = self.engine.load_weights(version, self._trainable(weights))
             expected, _ = await asyncio.gather(work(lambda: self._expected(version, weights)), loading)
         return expected
 
-    async def prove(self, expected: Expected) -> SyncProof:
+    async def check(self, expected: Expected) -> SyncProof:
         """Compare the engine's weights with the expected check. Raises SyncError."""
-        async with self._in_time(expected.version):
-            return expected.compare(*await self._ask())
+        async with self._within_timeout(expected.version):
+            return expected.compare(*await self._read_engine())
 
     async def _transfer(self, version: int, state: Mapping[str, Tensor]) -> tuple[str | None, Sequence[float]]:
         """Send weights; return the engine's digest and its scores of the probe."""
-        async with self._in_time(version):
+        async with self._within_timeout(version):
             await self.engine.load_weights(version, state)
-            return await self._ask()
+            return await self._read_engine()
 
-    async def _ask(self) -> tuple[str | None, Sequence[float]]:
+    async def _read_engine(self) -> tuple[str | None, Sequence[float]]:
         """Return the engine's digest of its weights and its scores of the probe."""
         return await self.engine.fingerprint(), await self.engine.score(self.probe)
 
     @asynccontextmanager
-    async def _in_time(self, version: int) -> AsyncIterator[None]:
+    async def _within_timeout(self, version: int) -> AsyncIterator[None]:
         """Raise SyncError if a transfer times out or the engine fails."""
         try:
             async with asyncio.timeout(self.deadline_s):
@@ -176,7 +175,7 @@ class WeightSync:
         except EngineError as error:
             raise SyncError(f"The engine rejected weights {version}: {error}") from error
 
-    async def offer(
+    async def push_weights(
         self, version: int, engines: RollingUpdate, work: ComputeDispatch, on_proof: Callable[[SyncProof], None]
     ) -> None:
         """Publish the weights as `version` for rolling updates; `on_proof` receives each engine's check.
@@ -191,7 +190,9 @@ class WeightSync:
 
         try:
             async with asyncio.timeout(self.deadline_s):
-                await engines.offer(WeightCheck(version, self.probe, check, self.deadline_s), self._trainable(weights))
+                await engines.push_weights(
+                    WeightCheck(version, self.probe, check, self.deadline_s), self._trainable(weights)
+                )
         except TimeoutError as error:
             raise SyncError(f"Storing weights {version} took longer than {self.deadline_s:g} s.") from error
 

@@ -1,37 +1,224 @@
-"""Checkpoints, written atomically.
+"""Checkpoints, written atomically and verified on resume.
 
 A checkpoint is a folder in Hugging Face layout, which `from_pretrained` loads, with `trainer/` in it: the
-optimizer's moments (safetensors, or shards if the weights are sharded) and the trainer state (JSON). It is
-written under a temporary name, synced to disk and renamed, so that a folder `step-N` is always complete.
+optimizer's moments (safetensors, or shards if the weights are sharded), the trainer state (JSON) and a
+manifest with size and SHA-256 of each file. It is written under a temporary name, synced to disk and renamed,
+so that a folder `step-N` is always complete. Shards are written by all ranks and can be read by any number of
+them, also by a process without a group.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
+from pickle import UnpicklingError
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 
-from ludus.algorithms.kl_controller import KlState
+from ludus.algorithms.kl import KlState
 from ludus.engines.models.loading import save_model
 from ludus.errors import StorageError, UserError
 from ludus.rollout.ledger import AccountingError, LedgerCounts, LedgerState, RolloutKey
-from ludus.training.distributed.fsdp import is_sharded
+from ludus.training.distributed.collectives import gathered, is_sharded
 from ludus.training.distributed.launcher import SaveShards
 from ludus.training.learner.optimizer import Optimizer
-from ludus.training.run.manifest import broken, write_manifest
-from ludus.training.run.sharded_checkpoint import SHARDS, load_shards, save_shards
+from ludus.untrusted.pickles import load_pickle
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.checkpoint.metadata import Metadata
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ludus.training.learner.optimizer import Optimizer
+
+
+MANIFEST = "manifest.json"
+"""File name in a checkpoint's trainer folder."""
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the manifest of all files in a checkpoint."""
+    found = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    (folder / "trainer" / MANIFEST).write_text(json.dumps({"files": found}, indent=1) + "\n", "utf-8")
+
+
+def check_manifest(folder: Path) -> None:
+    """Raise StorageError, with file and remedy, if a checkpoint differs from its manifest.
+
+    A missing manifest is accepted for checkpoints of earlier versions only.
+    """
+    path = folder / "trainer" / MANIFEST
+    try:
+        files = json.loads(path.read_text("utf-8"))["files"]
+        due = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in files.items()}
+    except FileNotFoundError:
+        if _had_manifest(folder):
+            raise broken(folder, f"trainer/{MANIFEST} is missing") from None
+        return
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise broken(folder, f"trainer/{MANIFEST} cannot be read ({type(error).__name__})") from error
+    for name, (size, digest) in due.items():
+        file = folder / name
+        if not file.is_file():
+            raise broken(folder, f"{name} is missing")
+        if file.stat().st_size != size:
+            raise broken(folder, f"{name} has {file.stat().st_size} bytes instead of {size}")
+        if _digest(file) != digest:
+            raise broken(folder, f"{name} has changed since it was written")
+
+
+def broken(folder: Path, what: str) -> StorageError:
+    """Return the error for a damaged checkpoint."""
+    earlier = sorted(path.name for path in folder.parent.glob("step-*") if path.name < folder.name)
+    then = f"resume from {earlier[-1]}" if earlier else "restart the run from its first step"
+    return StorageError(
+        f"The checkpoint {folder} is damaged: {what}.", f"Remove that folder, and --resume will {then}."
+    )
+
+
+def _had_manifest(folder: Path) -> bool:
+    """Return whether the trainer state is from a version that writes manifests."""
+    try:
+        state = json.loads((folder / "trainer" / "state.json").read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return True
+    return not isinstance(state, dict) or "mode" in state or "step" not in state
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+SHARDS = "shards"
+"""Name of the folder in `trainer/`."""
+
+
+def save_shards(
+    folder: Path, model: nn.Module, optimiser: Optimizer, parts: Mapping[str, Mapping[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Write moments, weights and `parts`, one shard per rank; return the trained weights unsharded.
+
+    Collective. Raises StorageError on all ranks if one cannot write.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import StorageMeta
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    class Writer(FileSystemWriter):
+        """Writer without paths or random ids, so that equal tensors give equal files."""
+
+        def storage_meta(self) -> StorageMeta:
+            return StorageMeta()
+
+    weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    every = {"model": weights, "optimiser": optimiser.state(), **parts}
+    tensors = {f"{part}/{name}": t for part, named in every.items() for name, t in named.items()}
+    try:
+        with _quiet():
+            save(tensors, storage_writer=Writer(folder))
+    except CheckpointException as error:
+        rank = min(error.failures)
+        cause, _ = error.failures[rank]
+        raise StorageError(
+            f"Rank {rank} could not write its shards of the checkpoint to {folder}: {cause}.",
+            "Free some space and resume; earlier checkpoints are unchanged.",
+        ) from error
+    found = gathered(model)
+    return {name: found[name] for name in weights}
+
+
+def load_shards(folder: Path, part: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a part, sharded as those of `like`, which are overwritten.
+
+    Names missing in `like` are returned without data. Empty if there is no such part. Raises StorageError for
+    damaged files, and for metadata with anything but tensors in files of this folder.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    class Reader(FileSystemReader):
+        """Reader that parses the metadata with a restricted unpickler."""
+
+        def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+            return _read_metadata(folder)
+
+    try:
+        known = _read_metadata(folder).state_dict_metadata
+        names = [name.removeprefix(f"{part}/") for name in known if name.startswith(f"{part}/")]
+        wanted: dict[str, torch.Tensor] = {f"{part}/{name}": like[name] for name in names if name in like}
+        with _quiet():
+            load(wanted, storage_reader=Reader(folder))
+    except (OSError, EOFError, UnpicklingError, RuntimeError, CheckpointException) as error:
+        raise StorageError(f"{folder} is broken: {error}.", "Remove its checkpoint, and resume.") from error
+    return {name: wanted.get(f"{part}/{name}", torch.empty(0)) for name in names}
+
+
+@cache
+def _metadata_types() -> dict[str, object]:
+    """Return the types that `torch.distributed.checkpoint` pickles for tensors, by dotted name."""
+    from torch.distributed.checkpoint import filesystem, metadata
+    from torch.serialization import _get_layout
+
+    kinds: list[type] = [
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorStorageMetadata,
+        metadata.TensorProperties,
+        metadata.ChunkStorageMetadata,
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+    ]
+    known: dict[str, object] = {f"{kind.__module__}.{kind.__name__}": kind for kind in kinds}
+    known |= {f"torch.{name}": found for name, found in vars(torch).items() if isinstance(found, torch.dtype)}
+    return known | {"torch.Size": torch.Size, "torch.serialization._get_layout": _get_layout}
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    """Read the metadata. Raises UnpicklingError for contents that `save_shards` does not write."""
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+    found = load_pickle((folder / ".metadata").read_bytes(), _metadata_types())
+    if type(found) is not Metadata:
+        raise UnpicklingError("it is not the metadata of a checkpoint")
+    try:
+        kinds = {type(entry) for entry in found.state_dict_metadata.values()}
+        named = {str(place.relative_path) for place in found.storage_data.values()}
+    except AttributeError as error:
+        raise UnpicklingError(str(error)) from error
+    if kinds - {TensorStorageMetadata}:  # torch would unpickle other kinds of entry without restrictions
+        raise UnpicklingError("it lists something other than a tensor")
+    if outside := named - {path.name for path in folder.iterdir()}:
+        raise UnpicklingError(f"it names {min(outside)}, which is not a file in the folder")
+    found.storage_meta = StorageMeta()
+    return found
+
+
+class _quiet(warnings.catch_warnings):
+    """Suppress the warning about a missing process group."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
+
 
 _NAME = re.compile(r"step-(\d{6,})")
 

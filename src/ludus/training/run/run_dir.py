@@ -129,7 +129,7 @@ def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) ->
     return RunFolder(path)
 
 
-def forget_unbegun(folder: RunFolder) -> bool:
+def remove_unstarted(folder: RunFolder) -> bool:
     """Remove a new run without any results; return whether it was removed."""
     first = {"config.toml", "run.json", "lock", "log.txt"}
     if any(path.name not in first for path in folder.path.iterdir()):

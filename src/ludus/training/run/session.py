@@ -29,10 +29,11 @@ from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError
 from ludus.plugins import find_plugin
 from ludus.recipes import recipe_folder
-from ludus.rollout.build import SamplingPlan, engine_scheduler
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.reward_executor import ProcessRewardExecutor
-from ludus.rollout.scheduler import Scheduler
+from ludus.rollout.scheduler import SamplingPlan, Scheduler, engine_scheduler
+from ludus.training.run.checkpoint import list_checkpoints
+from ludus.training.run.run_dir import RunFolder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -135,11 +136,11 @@ def model_path(config: Config) -> str:
 
 
 def session_scheduler(
-    session: TrainingSession, engine: Engine, play: SamplingPlan, ledger: Ledger, rollout: RolloutConfig | None = None
+    session: TrainingSession, engine: Engine, plan: SamplingPlan, ledger: Ledger, rollout: RolloutConfig | None = None
 ) -> Scheduler:
     """Return the scheduler of the session's episodes; `rollout` overrides the session's settings."""
     how = rollout or session.config.rollout
-    made = engine_scheduler(session.world, engine, session.renderer, how, play, ledger)
+    made = engine_scheduler(session.world, engine, session.renderer, how, plan, ledger)
     return replace(made, scoring=session.scoring)
 
 
@@ -236,3 +237,26 @@ def with_adapters(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
     config = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
     adapted: PreTrainedModel = get_peft_model(model, config)
     return adapted
+
+
+def check_tokenizer(run: RunFolder, session: TrainingSession) -> None:
+    """Raise UserError if a run sampled with another vocabulary, as far as its checkpoints show."""
+    found = list_checkpoints(run.checkpoints)
+    if not found:
+        return
+    theirs = load_tokenizer(str(found[-1][1]), needs_template=False).get_vocab()
+    if theirs != session.tokenizer.get_vocab():
+        raise UserError(
+            f"The run {run.path} sampled with a different vocabulary from this model's.",
+            f"Train the model that sampled it, for example --model {found[-1][1]}.",
+        )
+
+
+def check_vocabulary(largest: int, session: TrainingSession) -> None:
+    """Raise UserError if the token `largest` is outside the model's vocabulary."""
+    size = session.model.get_input_embeddings().weight.shape[0]
+    if largest >= size:
+        raise UserError(
+            f"The data contain the token {largest}, but the model has {size} tokens.",
+            "Train the model that sampled them.",
+        )

@@ -8,22 +8,111 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from ludus.errors import LearnerError
-from ludus.training.batches.rows import Microbatch, Row
-from ludus.training.distributed.collectives import ONE_PROCESS, Collectives
-from ludus.training.distributed.fsdp import is_sharded, put
-from ludus.training.learner.data_parallel import DataParallelSplitter
+from ludus.errors import LearnerError, UserError
+from ludus.training.batches.rows import Microbatch, Row, balanced, blank_microbatch, microbatches
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, is_sharded, put, within
+from ludus.training.learner.logprobs import LogprobScorer, score_dtype
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.value_models.scalar_head import HeadModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+class _Parts(nn.ModuleDict):
+    """Container of named modules that can be sharded."""
+
+    def forward(self) -> None:
+        """Unused: the modules are called separately."""
+
+
+class HeadModel:
+    """The body of `policy`, not copied, with a zero-initialized linear head."""
+
+    def __init__(
+        self, policy: PreTrainedModel, what: str, hint: str, outputs: int = 1, *, recompute: bool = False
+    ) -> None:
+        """Raise UserError, naming the model type `what`, if hidden states are unavailable."""
+        self._scorer = LogprobScorer(policy, recompute=recompute)
+        if not self._scorer.shares_prefixes:
+            raise UserError(
+                f"{type(policy).__name__} cannot be used for a {what}: its hidden states are unavailable.", hint
+            )
+        parameter = next(policy.parameters())
+        self.head = nn.Linear(
+            policy.config.get_text_config().hidden_size, outputs, device=parameter.device, dtype=parameter.dtype
+        )
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.model = _Parts({"body": self._scorer.body, "head": self.head})
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return self.head.weight.device
+
+    def read(self, tokens: Tensor, at: tuple[Tensor, Tensor], *, frozen: bool = False) -> Tensor:
+        """Return values `[A, outputs]` after the positions `at` (rows, columns) of `tokens` `[B, L]`.
+
+        `frozen`: no gradient reaches the body.
+        """
+
+        def numbers() -> Tensor:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+                states = self._scorer.states(tokens, at)
+            values: Tensor = self.head(states)
+            return values
+
+        return within(self.model, numbers).to(score_dtype(self.head))
+
+    def idle(self) -> Tensor:
+        """Return 0 after a pass of one token: with sharded weights all ranks make every pass."""
+        nowhere = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return 0.0 * self.read(nowhere[None], (nowhere, nowhere)).sum()
+
+    def load_head(self, stored: Mapping[str, Tensor]) -> None:
+        """Restore a head's `weight` and `bias`. Raises LearnerError if the shapes differ."""
+        with torch.no_grad():
+            for name, parameter in self.head.named_parameters():
+                found = stored.get(name)
+                if found is None or found.shape != parameter.shape:
+                    raise LearnerError(f"The stored head does not match the model: {name}.")
+                parameter.copy_(found)
+
+
+@dataclass(frozen=True)
+class DataParallelSplitter:
+    """Split rows over the `ranks` that train `model`. Every rank calls it with all rows.
+
+    A microbatch's `index` refers to all rows. If weights are sharded, all ranks get equally many
+    microbatches; some may be empty.
+    """
+
+    ranks: Collectives
+    model: nn.Module
+    max_tokens: int
+    shared: bool = True
+
+    def parts(self, rows: Sequence[Row]) -> list[Microbatch]:
+        """Return this rank's microbatches."""
+        device, dtype = next(self.model.parameters()).device, score_dtype(self.model)
+        mine: Sequence[int] = range(len(rows))
+        if self.ranks.count > 1:
+            mine = balanced(rows, self.ranks.count, shared=self.shared)[self.ranks.rank]
+        own = [rows[i] for i in mine]
+        found = [
+            replace(part, index=tuple(mine[i] for i in part.index))
+            for part in microbatches(own, self.max_tokens, device, dtype, shared=self.shared)
+        ]
+        if is_sharded(self.model):
+            most = max(self.ranks.gather(len(found)))
+            found += [blank_microbatch(device, dtype)] * (most - len(found))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,45 +188,38 @@ def batches(num_rows: int, epochs: int, minibatches: int, seed: int) -> Iterator
             yield order[part::minibatches]
 
 
-def scored(part: Microbatch) -> Tensor:
-    """Return the training tokens `[B, L]` that have a preceding position."""
-    mask = part.trains.clone()
-    mask[:, 0] = False
-    return mask
+class TrainedModel:
+    """Model that trains next to the policy; `name` is used in messages."""
 
+    name: str
+    model: nn.Module
+    optimiser: Optimizer
 
-def padded(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor:
-    """Pad the rows' values `[T]` to `[B, L]`, without gradient."""
-    table = torch.zeros_like(like)
-    for place, i in enumerate(part.index):
-        table[place, : len(values[i])] = values[i].to(table)
-    return table.detach()
+    def state(self) -> dict[str, Tensor]:
+        """Return the trained weights and their moments for a checkpoint."""
+        return self._state({name: p.detach() for name, p in self._trained()}, self.optimiser.state())
 
+    def blank_state(self) -> dict[str, Tensor]:
+        """Return zeros in the shapes, types and sharding of `state` after a step."""
+        return self._state({name: torch.zeros_like(p) for name, p in self._trained()}, self.optimiser.blank_state())
 
-def state_of(model: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
-    """Return the trained weights and their moments for a checkpoint."""
-    weights = {f"model/{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    return weights | {f"optimiser/{name}": tensor for name, tensor in optimiser.state().items()}
+    def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
+        """Restore `state`. Raises LearnerError if the model differs."""
+        with torch.no_grad():
+            for key, parameter in self._trained():
+                stored = state.get(f"model/{key}")
+                if stored is None or stored.shape != parameter.shape:
+                    raise LearnerError(f"The checkpoint's {self.name} does not match: {key}.")
+                put(parameter, stored)
+        prefix = "optimiser/"
+        moments = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+        self.optimiser.load_state(moments, num_steps)
 
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
-def blank_state_of(model: nn.Module, optimiser: Optimizer) -> dict[str, Tensor]:
-    """Return zeros in the shapes, types and sharding of `state_of` after a step."""
-    weights = {f"model/{name}": torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
-    return weights | {f"optimiser/{name}": tensor for name, tensor in optimiser.blank_state().items()}
-
-
-def load_state_of(
-    model: nn.Module, optimiser: Optimizer, state: Mapping[str, Tensor], num_steps: int, name: str
-) -> None:
-    """Restore `state_of`. Raises LearnerError if the model differs; `name` is used in the message."""
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            stored = state.get(f"model/{key}")
-            if stored is None or stored.shape != parameter.shape:
-                raise LearnerError(f"The checkpoint's {name} does not match: {key}.")
-            put(parameter, stored)
-    prefix = "optimiser/"
-    moments = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
-    optimiser.load_state(moments, num_steps)
+    @staticmethod
+    def _state(weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {f"model/{name}": t for name, t in weights.items()} | {
+            f"optimiser/{name}": t for name, t in moments.items()
+        }

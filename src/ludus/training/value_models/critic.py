@@ -1,35 +1,30 @@
-"""Critic: one value per state.
+"""Critics: one value per state, or the probability of success at each action token.
 
-`values[t]` is V of the state before token `t`, read from the hidden state at `t - 1`. The critic is a copy of
-the policy's body with a zero head, so initial values are 0. Before its first gradient step its bias is set to
-the mean target, so that the reward scale need not be learned. It is trained with the clipped value loss.
+`values[t]` of a `Critic` is V of the state before token `t`, read from the hidden state at `t - 1`. It is a copy
+of the policy's body with a zero head, so initial values are 0. Before its first gradient step its bias is set
+to the mean target, so that the reward scale need not be learned. It is trained with the clipped value loss.
 Alternatively it is a head on the current policy's hidden states.
+
+`OutcomeCritic` follows CodeRL (arXiv:2207.01780), whose four outcomes of a program are compile error, runtime
+error, failed test and passed. Worlds have one outcome reward, so there are two classes: solved or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
-from ludus.algorithms.losses import value_loss
-from ludus.training.batches.rows import Row
-from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, merged
-from ludus.training.distributed.fsdp import put
+from ludus.algorithms.losses.likelihood import value_loss
+from ludus.training.batches.rows import Row, scored_mask
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, merged, put
+from ludus.training.learner.logprobs import pad_rows
 from ludus.training.learner.optimizer import OptimizerSettings
-from ludus.training.value_models.base import (
-    StateModel,
-    StateSettings,
-    batches,
-    blank_state_of,
-    load_state_of,
-    padded,
-    scored,
-    state_of,
-)
+from ludus.training.value_models.base import StateModel, StateSettings, TrainedModel, batches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,8 +45,10 @@ class CriticSettings:
     turns: bool = False
 
 
-class Critic:
+class Critic(TrainedModel):
     """Value model of states, with its training."""
+
+    name = "critic"
 
     def __init__(
         self,
@@ -97,27 +94,15 @@ class Critic:
             "critic/value_mean": _mean(_trained(old, rows)),
         }
 
-    def state(self) -> dict[str, Tensor]:
-        """Return weights and moments for a checkpoint."""
-        return state_of(self.model, self.optimiser)
-
-    def blank_state(self) -> dict[str, Tensor]:
-        """Return zeros in the shape of `state` after a step."""
-        return blank_state_of(self.model, self.optimiser)
-
-    def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
-        """Restore `state`. Raises LearnerError if the critic differs."""
-        load_state_of(self.model, self.optimiser, state, num_steps, "critic")
-
     def _step(self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> None:
         tokens, fault = sum(sum(row.trains[1:]) for row in rows), ""
         for part in self.states.parts(rows):
             values = self.states.read(part)[:, :, 0]
             loss = value_loss(
                 values=values,
-                old_values=padded(old, part, values),
-                returns=padded(targets, part, values),
-                mask=scored(part),
+                old_values=pad_rows(old, part, values),
+                returns=pad_rows(targets, part, values),
+                mask=scored_mask(part.trains),
                 eps=self.settings.clip,
             )
             scaled = loss.sum() / tokens
@@ -143,3 +128,89 @@ def _trained(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:
 def _mean(values: Sequence[Tensor]) -> float:
     joined = torch.cat(list(values))
     return float(joined.mean()) if joined.numel() else 0.0
+
+
+CLASSES = 2
+"""Not solved, solved."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeCriticSettings:
+    """Critic training: `epochs` passes over a step's rows, each in `minibatches` gradient steps.
+
+    `success` is the reward part that defines task success (value 1).
+    """
+
+    epochs: int = 1
+    minibatches: int = 1
+    success: str = ""
+    states: StateSettings = field(default_factory=StateSettings)
+
+
+class OutcomeCritic(TrainedModel):
+    """Outcome classifier at the states after action tokens, with its training."""
+
+    name = "critic"
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        optimiser: OptimizerSettings,
+        settings: OutcomeCriticSettings = OutcomeCriticSettings(),
+        ranks: Collectives = ONE_PROCESS,
+    ) -> None:
+        """Raise UserError if the model's hidden states are unavailable."""
+        self.settings = settings
+        self.states = StateModel(policy, CLASSES, optimiser, settings.states, ranks)
+        self.model, self.optimiser = self.states.model, self.states.optimiser
+
+    @torch.no_grad()
+    def probabilities(self, rows: Sequence[Row], solved: Sequence[bool]) -> list[Tensor]:
+        """Return the probability of each row's outcome at each training token, `[T]`, 0 elsewhere."""
+        found: dict[int, Tensor] = {}
+        for part in self.states.parts(rows):
+            chances = torch.softmax(self.states.read(part, after=True), -1)
+            for place, i in enumerate(part.index):
+                own = torch.where(scored_mask(part.trains)[place], chances[place, :, int(solved[i])], 0.0)
+                found[i] = own[: len(rows[i].tokens)]
+        found = merged(found, self.states.ranks)
+        return [found[i] for i in range(len(rows))]
+
+    def train(self, rows: Sequence[Row], solved: Sequence[bool]) -> dict[str, float]:
+        """Train with cross-entropy, averaged over tokens.
+
+        Return loss and accuracy (fraction of tokens that predict the row's outcome) of the first epoch, each
+        minibatch before its gradient step. Raises LearnerError if the loss is not finite.
+        """
+        settings = self.settings
+        tokens = sum(sum(row.trains[1:]) for row in rows)
+        if not tokens:
+            return {}
+        steps = [
+            self._step([rows[i] for i in index], [solved[i] for i in index])
+            for index in batches(len(rows), settings.epochs, settings.minibatches, self.optimiser.num_steps)
+            if any(any(rows[i].trains[1:]) for i in index)
+        ]
+        first = steps[: len(steps) // settings.epochs]
+        loss, right = (sum(column) for column in zip(*first, strict=True))
+        return {"critic/loss": loss / tokens, "critic/accuracy": right / tokens}
+
+    def _step(self, rows: Sequence[Row], solved: Sequence[bool]) -> tuple[float, int]:
+        """Take one gradient step; return the sum of losses before it and the number of correct tokens."""
+        tokens = sum(sum(row.trains[1:]) for row in rows)
+        total, right, fault = 0.0, 0, ""
+        for part in self.states.parts(rows):
+            mask = scored_mask(part.trains)
+            table = self.states.read(part, after=True)
+            logits = table[mask]
+            classes = torch.tensor([int(solved[i]) for i in part.index], device=logits.device)
+            labels = classes[:, None].expand(mask.shape)[mask]
+            loss = cross_entropy(logits, labels, reduction="sum") / tokens
+            if not torch.isfinite(loss):
+                fault = "The critic's loss is not a number."
+            torch.autograd.backward(loss if part.index else 0.0 * table.sum())
+            total += tokens * float(loss.detach())
+            right += int((logits.argmax(1) == labels).sum())
+        self.optimiser.step_together(fault, "Lower critic.learning_rate.")
+        ranks = self.states.ranks
+        return sum(ranks.gather(total)), sum(ranks.gather(right))

@@ -9,26 +9,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.algorithms.spec.parts import Need
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
-from ludus.config.sections.algorithm import CriticConfig, PrimeConfig
-from ludus.errors import ConfigError
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.trees import paths
-from ludus.training.batches.rows import Row, row_of_trajectory, without_masked
-from ludus.training.batches.trajectory_tree import laid, last_actions
-from ludus.training.credit.advantages import CUT_OFF, TrainingSample
-from ludus.training.credit.estimates import Estimates
+from ludus.training.batches.rows import Row, last_actions, row_of_trajectory, row_segments, without_masked
+from ludus.training.credit.advantages import CUT_OFF, Estimates, TrainingSample
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives
 from ludus.training.distributed.launcher import EvaluateValues, TrainValues
 from ludus.training.learner.learner import Learner
 from ludus.training.learner.logprobs import own_types
 from ludus.training.learner.optimizer import OptimizerSettings
 from ludus.training.value_models.base import StateSettings
-from ludus.training.value_models.critic import Critic, CriticSettings
-from ludus.training.value_models.outcome_critic import OutcomeCritic, OutcomeCriticSettings
+from ludus.training.value_models.critic import Critic, CriticSettings, OutcomeCritic, OutcomeCriticSettings
 from ludus.training.value_models.prime import ProcessReward, ProcessRewardSettings
 from ludus.types import Trajectory
 
@@ -38,12 +33,12 @@ if TYPE_CHECKING:
 CRITIC_RATE = 2.0
 """Default learning rate of a critic as a multiple of the policy's."""
 
-Judge = Critic | OutcomeCritic | ProcessReward
+ValueModel = Critic | OutcomeCritic | ProcessReward
 
 
-def make_judge(
+def make_value_model(
     config: Config, algorithm: Algorithm, model: PreTrainedModel, success: str, ranks: Collectives = ONE_PROCESS
-) -> Judge | None:
+) -> ValueModel | None:
     """Build the critic or process reward model of the algorithm, or None; `ranks` train it together.
 
     `success` is the reward part that defines task success.
@@ -73,49 +68,17 @@ def make_judge(
     return None
 
 
-def check_critic(config: Config, algorithm: Algorithm) -> None:
-    """Raise ConfigError for unused critic settings, and for a critic head on sharded weights."""
-    read, reason = _read_of_critic(algorithm)
-    given, plain = config.critic.model_dump(), CriticConfig().model_dump()
-    idle = [key for key, value in given.items() if value != plain[key] and key not in read]
-    if idle:
-        raise ConfigError(
-            f"critic.{idle[0]} = {given[idle[0]]} would have no effect: {reason}.",
-            "Unset it, or use an algorithm that reads it (ludus algorithms).",
-        )
-    if config.critic.model == "head" and config.training.learner.shard:
-        raise ConfigError(
-            "critic.model = head reads the policy's states, and training.learner.shard shards its weights.",
-            "Unset one of them.",
-        )
-
-
-def _read_of_critic(algorithm: Algorithm) -> tuple[set[str], str]:
-    """Return the `critic` settings that an algorithm uses, and why it ignores the others."""
-    of_critics = {key for key, f in CriticConfig.model_fields.items() if f.annotation is not PrimeConfig}
-    name, spec = algorithm.advantage, algorithm.advantage_spec
-    if spec.has(Need.PROCESS_REWARD_MODEL):
-        reason = f"the advantage {name} has a process reward model (critic.prime) and no critic"
-        return set(CriticConfig.model_fields) - of_critics, reason
-    if spec.has(Need.OUTCOME_CRITIC):
-        reason = f"the critic of {name} predicts outcomes and has no values"
-        return of_critics - {"clip"}, reason
-    if spec.has(Need.CRITIC):
-        return of_critics, f"the advantage {name} has no process reward model"
-    return set(), f"the advantage {name} has no critic"
-
-
-def part_name(judge: Judge) -> str:
+def part_name(value_model: ValueModel) -> str:
     """Return the name of its part of a checkpoint."""
-    return "process_reward" if isinstance(judge, ProcessReward) else "critic"
+    return "process_reward" if isinstance(value_model, ProcessReward) else "critic"
 
 
-def warmup_steps(judge: Judge | None, config: Config, started: int | None = None) -> int:
+def warmup_steps(value_model: ValueModel | None, config: Config, started: int | None = None) -> int:
     """Return the number of initial steps that train only the critic; default: a tenth of the run.
 
     A resumed run keeps the `started` value, so that extending a run does not pause the policy again.
     """
-    return planned_warmup(config, started) if isinstance(judge, Critic | OutcomeCritic) else 0
+    return planned_warmup(config, started) if isinstance(value_model, Critic | OutcomeCritic) else 0
 
 
 def planned_warmup(config: Config, started: int | None = None) -> int:
@@ -127,99 +90,103 @@ def planned_warmup(config: Config, started: int | None = None) -> int:
     return config.training.steps // 10 if started is None else started
 
 
-def judged(judge: Judge, credits: Sequence[TrainingSample], rows: Sequence[Row], learner: Learner) -> Estimates:
+def estimate_values(
+    value_model: ValueModel, samples: Sequence[TrainingSample], rows: Sequence[Row], learner: Learner
+) -> Estimates:
     """Return the estimates for the samples' rows, before training on them.
 
     Raises LearnerError if a reference is needed and missing.
     """
-    solved = [] if isinstance(judge, Critic) else _solved(credits, judge.settings.success)
-    with judge.optimiser.ranks.together(EvaluateValues(rows, solved)):
-        said = at_actions(say(judge, rows, solved), rows)
-    match judge:
+    solved = [] if isinstance(value_model, Critic) else _is_solved(samples, value_model.settings.success)
+    with value_model.optimiser.ranks.together(EvaluateValues(rows, solved)):
+        said = at_actions(score_values(value_model, rows, solved), rows)
+    match value_model:
         case Critic():
             asked = learner.algorithm.number("advantage", "bootstrap") != 0
-            return Estimates(values=said, bootstrap=bootstraps(judge, credits, rows) if asked else None)
+            return Estimates(values=said, bootstrap=bootstraps(value_model, samples, rows) if asked else None)
         case OutcomeCritic():
             return Estimates(outcome_probs=said)
         case ProcessReward():
             return Estimates(prm_logprobs=said, ref_logprobs=at_actions(learner.reference(rows), rows))
 
 
-def bootstraps(judge: Critic, credits: Sequence[TrainingSample], rows: Sequence[Row]) -> list[Tensor]:
+def bootstraps(value_model: Critic, samples: Sequence[TrainingSample], rows: Sequence[Row]) -> list[Tensor]:
     """Return V after the last action token of each path, 0 unless a token limit truncated the episode."""
-    found = [torch.zeros(len(credit.episode.trajectory.rows), dtype=torch.float64) for credit in credits]
+    found = [torch.zeros(len(sample.episode.trajectory.rows), dtype=torch.float64) for sample in samples]
     places: dict[int, dict[int, int]] = {}
-    for i, trajectory in enumerate(credit.episode.trajectory for credit in credits):
+    for i, trajectory in enumerate(sample.episode.trajectory for sample in samples):
         ended = [path.trajectory.stop_reason for path in paths(trajectory)]
         cut = {n: place for n, place in last_actions(trajectory).items() if ended[n] in CUT_OFF}
         if cut:
             places[i] = cut
-    ends = [replace(rows[i], trains=_marked(len(rows[i].tokens), own.values())) for i, own in places.items()]
-    with judge.optimiser.ranks.together(EvaluateValues(ends, [], True)):
-        said = say(judge, ends, [], True) if ends else []
+    ends = [replace(rows[i], trains=_mask_of_positions(len(rows[i].tokens), own.values())) for i, own in places.items()]
+    with value_model.optimiser.ranks.together(EvaluateValues(ends, [], True)):
+        said = score_values(value_model, ends, [], True) if ends else []
     for i, values in zip(places, said, strict=True):
         for path, place in places[i].items():
             found[i][path] = values[place]
     return found
 
 
-def _marked(length: int, places: Iterable[int]) -> tuple[bool, ...]:
+def _mask_of_positions(length: int, places: Iterable[int]) -> tuple[bool, ...]:
     chosen = set(places)
     return tuple(i in chosen for i in range(length))
 
 
-def say(judge: Judge, rows: Sequence[Row], solved: Sequence[bool], after: bool = False) -> list[Tensor]:
+def score_values(
+    value_model: ValueModel, rows: Sequence[Row], solved: Sequence[bool], after: bool = False
+) -> list[Tensor]:
     """Return the value model's output per token, `[T]`; `solved` are the outcomes, for an outcome critic.
 
     A critic scores the states before the tokens, or `after` them.
     """
-    with own_types(judge.model):
-        match judge:
+    with own_types(value_model.model):
+        match value_model:
             case Critic():
-                return judge.values(rows, after=after)
+                return value_model.values(rows, after=after)
             case OutcomeCritic():
-                return judge.probabilities(rows, solved)
+                return value_model.probabilities(rows, solved)
             case ProcessReward():
-                return judge.logprobs(rows)
+                return value_model.logprobs(rows)
 
 
-def train_judge(judge: Judge, credits: Sequence[TrainingSample]) -> dict[str, float]:
+def train_value_model(value_model: ValueModel, samples: Sequence[TrainingSample]) -> dict[str, float]:
     """Train on all trained trajectories; return metrics.
 
     A critic trains at training tokens; outcome predictors use the whole trajectory.
     """
-    trained = [credit for credit in credits if credit.outcome is RolloutOutcome.TRAINED]
-    rows = [row_of_trajectory(credit.episode.trajectory, 0.0) for credit in trained]
+    trained = [sample for sample in samples if sample.outcome is RolloutOutcome.TRAINED]
+    rows = [row_of_trajectory(sample.episode.trajectory, 0.0) for sample in trained]
     if not rows:
         return {}
-    if isinstance(judge, Critic):
-        if judge.settings.turns:
-            trajectories = [credit.episode.trajectory for credit in trained]
+    if isinstance(value_model, Critic):
+        if value_model.settings.turns:
+            trajectories = [sample.episode.trajectory for sample in trained]
             rows = [at_openings(row, one) for row, one in zip(rows, trajectories, strict=True)]
-        rows = [without_masked(row, credit.trains) for row, credit in zip(rows, trained, strict=True)]
-    solved = [] if isinstance(judge, Critic) else _solved(trained, judge.settings.success)
+        rows = [without_masked(row, sample.trains) for row, sample in zip(rows, trained, strict=True)]
+    solved = [] if isinstance(value_model, Critic) else _is_solved(trained, value_model.settings.success)
     given: list[list[tuple[float, ...] | None]] = []
-    if isinstance(judge, Critic):
-        given = [[credit.targets for credit in trained], [credit.values for credit in trained]]
-    elif isinstance(judge, ProcessReward):
-        given = [[credit.reference for credit in trained]]
-    tables = tuple([_spread(v, row) for v, row in zip(values, rows, strict=True)] for values in given)
-    with judge.optimiser.ranks.together(TrainValues(rows, tables, solved)):
-        return teach(judge, rows, tables, solved)
+    if isinstance(value_model, Critic):
+        given = [[sample.targets for sample in trained], [sample.values for sample in trained]]
+    elif isinstance(value_model, ProcessReward):
+        given = [[sample.reference for sample in trained]]
+    tables = tuple([_scatter_to_row(v, row) for v, row in zip(values, rows, strict=True)] for values in given)
+    with value_model.optimiser.ranks.together(TrainValues(rows, tables, solved)):
+        return train_on_tables(value_model, rows, tables, solved)
 
 
-def teach(
-    judge: Judge, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
+def train_on_tables(
+    value_model: ValueModel, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
 ) -> dict[str, float]:
     """Train on `tables` of numbers `[T]` a row, as taken by its `train`, or on the outcomes."""
-    with own_types(judge.model):
-        match judge:
+    with own_types(value_model.model):
+        match value_model:
             case Critic():
-                return judge.train(rows, tables[0], tables[1])
+                return value_model.train(rows, tables[0], tables[1])
             case OutcomeCritic():
-                return judge.train(rows, solved)
+                return value_model.train(rows, solved)
             case ProcessReward():
-                return judge.train(rows, tables[0], solved)
+                return value_model.train(rows, tables[0], solved)
 
 
 def at_actions(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:
@@ -231,7 +198,7 @@ def at_openings(row: Row, trajectory: Trajectory) -> Row:
     """Return the row with only the first action token of each turn trained."""
     opens: list[bool] = []
     turn: int | None = None
-    for segment, new in laid(trajectory):
+    for segment, new in row_segments(trajectory):
         action = segment.kind == "action" and bool(segment.tokens)
         opens += [new and action and segment.turn != turn and i == 0 for i in range(len(segment.tokens))]
         if action:
@@ -241,11 +208,11 @@ def at_openings(row: Row, trajectory: Trajectory) -> Row:
     return replace(row, trains=tuple(opens))
 
 
-def _solved(credits: Sequence[TrainingSample], success: str) -> list[bool]:
-    return [credit.episode.trajectory.rewards.get(success, 0.0) >= 1 for credit in credits]
+def _is_solved(samples: Sequence[TrainingSample], success: str) -> list[bool]:
+    return [sample.episode.trajectory.rewards.get(success, 0.0) >= 1 for sample in samples]
 
 
-def _spread(values: Sequence[float] | None, row: Row) -> Tensor:
+def _scatter_to_row(values: Sequence[float] | None, row: Row) -> Tensor:
     """Map action token values to the row, `[T]`."""
     spread = torch.zeros(len(row.tokens), dtype=torch.float64)
     spread[torch.tensor(row.sampled)] = torch.tensor(values or (), dtype=torch.float64)

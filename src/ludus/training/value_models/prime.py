@@ -7,7 +7,7 @@ it with cross-entropy on the outcome yields token rewards without labels (arXiv:
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from ludus.training.batches.rows import Row
+from ludus.training.batches.rows import Row, scored_mask
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, merged
-from ludus.training.learner.data_parallel import DataParallelSplitter
-from ludus.training.learner.logprobs import LogprobScorer
+from ludus.training.learner.logprobs import LogprobScorer, pad_rows
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.value_models.base import blank_state_of, load_state_of, padded, scored, state_of
+from ludus.training.value_models.base import DataParallelSplitter, TrainedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,8 +40,10 @@ class ProcessRewardSettings:
     recompute: bool = False
 
 
-class ProcessReward:
+class ProcessReward(TrainedModel):
     """Process reward model with its training. If there are adapters, only they train."""
+
+    name = "process reward model"
 
     def __init__(
         self,
@@ -82,18 +83,6 @@ class ProcessReward:
             self._step(rows, references, solved)
         return {"prime/loss": loss, "prime/accuracy": right / len(rows)}
 
-    def state(self) -> dict[str, Tensor]:
-        """Return weights and moments for a checkpoint."""
-        return state_of(self.model, self.optimiser)
-
-    def blank_state(self) -> dict[str, Tensor]:
-        """Return zeros in the shape of `state` after a step."""
-        return blank_state_of(self.model, self.optimiser)
-
-    def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
-        """Restore `state`. Raises LearnerError if the model differs."""
-        load_state_of(self.model, self.optimiser, state, num_steps, "process reward model")
-
     def _step(self, rows: Sequence[Row], references: Sequence[Tensor], solved: Sequence[bool]) -> tuple[float, int]:
         total, right, fault = 0.0, 0, ""
         for part in self._dealer.parts(rows):
@@ -101,8 +90,8 @@ class ProcessReward:
             if not part.index:
                 torch.autograd.backward(0.0 * scores.sum())
                 continue
-            ratio = scores - padded(references, part, scores)
-            logits = self.settings.beta * torch.where(scored(part), ratio, 0.0).sum(1)
+            ratio = scores - pad_rows(references, part, scores)
+            logits = self.settings.beta * torch.where(scored_mask(part.trains), ratio, 0.0).sum(1)
             labels = torch.tensor([float(solved[i]) for i in part.index]).to(logits)
             loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum") / len(rows)
             if not torch.isfinite(loss):

@@ -15,7 +15,7 @@ from ludus.engines.models.loading import load_model
 from ludus.errors import UserError
 from ludus.training.run.checkpoint import list_checkpoints, load_part
 from ludus.training.run.session import TrainingSession
-from ludus.training.value_models.scalar_head import HeadModel
+from ludus.training.value_models.base import HeadModel
 from ludus.types import Trajectory
 
 Kind = Literal["pairwise", "pointwise", "process"]

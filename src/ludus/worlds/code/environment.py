@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from ludus.envs.tool_env import ToolEnv
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import turn_report
 from ludus.rewards.code.unit_tests import read_report, share_passed, suite_passes, thrift

@@ -21,7 +21,7 @@ from typing import Final, Literal
 
 from ludus.rewards.code.unit_tests import Suite
 from ludus.sandbox.base import MIB, Limits, Outcome, Sandbox
-from ludus.tools.lines import stripped_lines
+from ludus.tools.fetch import stripped_lines
 from ludus.worlds.code import guest_runner
 from ludus.worlds.code.results import read_value, same_value, show_value
 

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from ludus.envs.base import World
 from ludus.envs.difficulty_report import shipped_report
 from ludus.envs.settings import read_settings
+from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import Dialogue, split_of
-from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import TurnVerifier, suite_progress

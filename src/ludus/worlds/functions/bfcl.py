@@ -35,7 +35,7 @@ from ludus.errors import UserError
 from ludus.rewards.extract import NotJson, read_json
 from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.tools.base import ToolSchema
-from ludus.tools.lines import json_lines
+from ludus.tools.fetch import json_lines
 from ludus.types import JSON, Message, Task
 from ludus.worlds.functions.bfcl_api import ApiTruth, Fault, described_functions, modules_of, read_schemas
 from ludus.worlds.functions.generate import SYSTEM

@@ -23,16 +23,14 @@ from pathlib import Path
 from typing import Final
 
 from ludus.envs.base import Environment
-from ludus.envs.tool_env import ToolEnv
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.errors import UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.unit_tests import Suite
 from ludus.rewards.extract import NotJson, last_output, read_json
 from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.sandbox.base import MIB, Limits, Sandbox
-from ludus.tools.base import FunctionSchema, ToolError, ToolSchema
-from ludus.tools.described import described_tool
+from ludus.tools.base import FunctionSchema, ToolError, ToolSchema, described_tool
 from ludus.types import JSON, Action, Message, StepResult, Task, ToolOutcome, ToolStatus
 from ludus.worlds.functions import guest_runner
 from ludus.worlds.functions.tool_distractors import CheckedTool

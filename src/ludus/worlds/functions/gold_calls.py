@@ -75,7 +75,7 @@ class Truth(ExpectedCalls):
     shape: str = ""
     form: str = ""
 
-    def is_said(self, answer: str) -> bool:
+    def accepts_text(self, answer: str) -> bool:
         """Return whether an answer without calls is right: it asks, answers, or refuses.
 
         If only the descriptions of the functions are known, any words are right unless they claim a call.
@@ -144,7 +144,7 @@ def solved(task: Task, trajectory: Trajectory) -> float:
         return float(calls_agree(truth.gold, made_well(trajectory)))
     if truth.right == "any_call":
         return float(bool(made_well(trajectory)))
-    return float(not trajectory.outcomes and truth.is_said(trajectory.answer))
+    return float(not trajectory.outcomes and truth.accepts_text(trajectory.answer))
 
 
 def part_made(task: Task, trajectory: Trajectory) -> float:

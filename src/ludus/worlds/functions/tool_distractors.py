@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ludus.tools.base import ArgumentError, FunctionSchema, ToolSchema
-from ludus.tools.described import DescribedTool, described_tool
+from ludus.tools.base import ArgumentError, DescribedTool, FunctionSchema, ToolSchema, described_tool
 from ludus.types import JSON
 from ludus.worlds.functions.catalogue import Function, Param
 from ludus.worlds.functions.state import DomainState, KnownValues, vocabulary

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.base import Environment, World
 from ludus.envs.settings import read_settings
+from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import Dialogue, split_of
-from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
 from ludus.types import Action, Message, StepResult, StopReason, Task, Trajectory

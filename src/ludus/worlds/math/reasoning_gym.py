@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ludus.errors import ConfigError, UserError
-from ludus.rewards.answer_extraction import candidates
+from ludus.rewards.extract import candidates
+from ludus.tasks.files import SPLITS
 from ludus.types import Task
 from ludus.worlds.math.grader import GymTruth, opening
 
-SPLITS = ("train", "validation", "test")
 _FULL = 0.99
 """Minimum score of a right answer."""
 _TRIED = 5

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import json
 import random
 from collections.abc import Sequence
 from typing import Literal
 
+from ludus.envs.messages import assistant, tool_turn
 from ludus.tools.calculator import show
-from ludus.types import FunctionCall, Message, MessageToolCall
+from ludus.types import Message
 from ludus.worlds.math.grader import answer_text
 from ludus.worlds.math.problems import MathProblem, worked
 
@@ -20,7 +20,7 @@ _PRIMES = "def primes(n):\n    return sum(all(k % d for d in range(2, k)) for k 
 
 def solve(problem: MathProblem, tool: ToolName) -> list[Message]:
     """Return the messages of a solution; without a tool the answer alone."""
-    return [*_calls(problem, tool), _assistant(answer_text(problem))]
+    return [*_calls(problem, tool), assistant(answer_text(problem))]
 
 
 def guess(problem: MathProblem, tool: ToolName, rng: random.Random) -> list[Message]:
@@ -28,8 +28,8 @@ def guess(problem: MathProblem, tool: ToolName, rng: random.Random) -> list[Mess
     a random number without a call."""
     calls = _calls(problem, tool)
     if len(calls) > 2:
-        return [*calls[:2], _assistant(calls[1]["content"])]
-    return [_assistant(str(rng.randint(2, 99)))]
+        return [*calls[:2], assistant(calls[1]["content"])]
+    return [assistant(str(rng.randint(2, 99)))]
 
 
 def _calls(problem: MathProblem, tool: ToolName) -> Sequence[Message]:
@@ -39,16 +39,8 @@ def _calls(problem: MathProblem, tool: ToolName) -> Sequence[Message]:
     messages: list[Message] = []
     for number, (expression, value) in enumerate(worked(problem.steps)):
         arguments = {"expression": expression} if tool == "calculator" else {"code": as_program(expression)}
-        call = MessageToolCall(
-            id=f"call_{number}_0", type="function", function=FunctionCall(name=tool, arguments=json.dumps(arguments))
-        )
-        messages.append(Message(role="assistant", content="", tool_calls=[call]))
-        messages.append(Message(role="tool", content=show(value), tool_call_id=call["id"], name=tool))
+        messages += tool_turn(number, tool, arguments, show(value))
     return messages
-
-
-def _assistant(text: str) -> Message:
-    return Message(role="assistant", content=text)
 
 
 def as_program(expression: str) -> str:

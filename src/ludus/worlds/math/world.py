@@ -12,19 +12,20 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.base import World
 from ludus.envs.settings import read_settings
-from ludus.envs.tool_env import ToolEnv
+from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
-from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 from ludus.sandbox import Limits, Sandbox, open_sandbox
+from ludus.tasks import files
 from ludus.tools.base import Tool
 from ludus.tools.calculator import exact_calculator_tool
 from ludus.tools.python import python_tool
 from ludus.types import Message, Task
 from ludus.worlds.math import reasoning_gym, records
+from ludus.worlds.math.generate import DEFAULT_TOPICS, LEVELS, SPLITS, TOPICS, draw_forever, make_problems
 from ludus.worlds.math.grader import Solution, as_task, math_rewards, opening, paraphrases
-from ludus.worlds.math.problems import DEFAULT_TOPICS, LEVELS, SPLITS, TOPICS, MathProblem, draw_forever, select
+from ludus.worlds.math.problems import MathProblem
 from ludus.worlds.math.solver import ToolName, guess, solve
 
 SHARES = {"train": 1.0, "validation": 0.1, "test": 0.25, "composition": 0.2}
@@ -56,7 +57,7 @@ class MathSettings(BaseModel):
     gym: tuple[str, ...] = ()
     """Generators of reasoning-gym that replace the generated problems; needs the extra `gym`."""
     seed: int = 0
-    """Seed of the selection (other than 0: shuffled problems) and of the demonstrations."""
+    """Seed of the problems and of the demonstrations."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class MathWorld(World):
     @property
     def splits(self) -> Sequence[str]:
         """Names of the splits; only generated problems have `composition`."""
-        return SPLITS if self._generated else records.SPLITS
+        return SPLITS if self._generated else files.SPLITS
 
     @property
     def rewards(self) -> tuple[Reward, ...]:
@@ -120,7 +121,7 @@ class MathWorld(World):
         return opening(question)
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """Yield solutions and guesses without end, on random training problems of the data file.
+        """Yield solutions and guesses without end, on new training problems.
 
         Problems of a user's file or of reasoning-gym have no steps, so the generated ones are shown for them too.
         """
@@ -163,7 +164,7 @@ class MathWorld(World):
             sizes |= dict.fromkeys(("test", "composition"), settings.num_held_out)
         if settings.gym:
             return reasoning_gym.gym_tasks(settings.gym, sizes, settings.seed)
-        problems = select(split, sizes[split], settings.levels, settings.topics, settings.seed)
+        problems = make_problems(split, sizes[split], settings.levels, settings.topics, settings.seed)
         return {split: tuple(as_task(problem, split, number) for number, problem in enumerate(problems))}
 
 

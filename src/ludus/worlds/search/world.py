@@ -13,9 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.base import World
 from ludus.envs.settings import read_settings
-from ludus.envs.tool_env import ToolEnv
+from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
-from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import Progress, TurnVerifier, turn_of_call
@@ -23,7 +22,7 @@ from ludus.rewards.exact_match import ExpectedAnswers, exact_match, strict_match
 from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.tools.base import Tool
 from ludus.tools.dense import DenseIndex, FolderEncoder, HybridIndex
-from ludus.tools.search import PassageIndex, Searches, search_tool
+from ludus.tools.search import PassageIndex, RankedIndex, search_tool
 from ludus.types import Message, Task, ToolStatus, Trajectory
 from ludus.worlds.search.facts import Facts, load_facts
 from ludus.worlds.search.questions import SPLITS, WEIGHTS, SearchQuestion, all_questions, sample_questions
@@ -84,7 +83,7 @@ class SearchWorld(World):
         return load_facts()
 
     @property
-    def index(self) -> Searches:
+    def index(self) -> RankedIndex:
         """The passages, indexed. Raises UserError for an encoder that cannot be read."""
         if self.settings.method == "bm25":
             return _index()

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ludus.envs.toolbox import describe_error
+from ludus.envs.tool_env import describe_error
 from ludus.tools.base import Tool
 from ludus.tools.sql import SqlError
 from ludus.types import JSON, FunctionCall, Message, MessageToolCall

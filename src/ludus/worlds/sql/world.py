@@ -12,9 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.base import World
 from ludus.envs.settings import read_settings
-from ludus.envs.tool_env import ToolEnv
+from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, split_of
-from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import TurnVerifier
 from ludus.rewards.exact_match import well_formed

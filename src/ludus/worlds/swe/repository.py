@@ -23,10 +23,9 @@ from typing import Final
 from ludus.envs.git_objects import GitObjects, Kind, git_index, sha1
 from ludus.errors import UserError
 from ludus.sandbox.base import MIB, Limits, Sandbox, Snapshot
-from ludus.tools.base import Tool, tool
+from ludus.tools.base import Tool, submit_tool, tool
 from ludus.tools.files import HOME, files_tools
 from ludus.tools.patch import apply_patch_tool
-from ludus.tools.submit import submit_tool
 from ludus.tools.workspace import Workspace, report
 from ludus.worlds.swe.guest_runner import ARCHIVE
 

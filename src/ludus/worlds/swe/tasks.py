@@ -34,7 +34,7 @@ from ludus.errors import ConfigError, UserError
 from ludus.rewards.code.unit_tests import Suite
 from ludus.sandbox.base import Snapshot
 from ludus.tools.base import ToolError
-from ludus.tools.lines import json_lines
+from ludus.tools.fetch import json_lines
 from ludus.tools.patch import patched_files, read_patch
 from ludus.types import Message, Task
 from ludus.worlds.swe.grader import SweProblem

@@ -20,7 +20,7 @@ from pathlib import PurePosixPath
 from typing import ClassVar, Final, Literal
 
 from ludus.sandbox.base import Process, Snapshot
-from ludus.tools.lines import stripped_lines
+from ludus.tools.fetch import stripped_lines
 
 BOX: Final = "/box"
 """The session's folder."""

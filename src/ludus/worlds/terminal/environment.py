@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from ludus.envs.tool_env import ToolEnv
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.errors import WorldError
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import turn_report

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from ludus.envs.base import World
 from ludus.envs.difficulty_report import shipped_report
 from ludus.envs.settings import read_settings
+from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import Dialogue, split_of
-from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import TurnVerifier, suite_progress
@@ -23,10 +23,9 @@ from ludus.rewards.code.unit_tests import share_passed, suite_passes
 from ludus.rewards.exact_match import well_formed
 from ludus.rewards.shaping import only_if
 from ludus.sandbox import Sandbox, open_sandbox
-from ludus.tools.base import Tool
+from ludus.tools.base import Tool, submit_tool
 from ludus.tools.files import files_tools
 from ludus.tools.python import shell_tool
-from ludus.tools.submit import submit_tool
 from ludus.tools.workspace import LIMITS, Workspace
 from ludus.types import Message, Task
 from ludus.worlds.terminal.bench.load import load_bench

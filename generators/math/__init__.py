@@ -1,1 +1,0 @@
-"""Draws the problems of the world `math`."""

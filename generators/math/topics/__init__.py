@@ -1,1 +1,0 @@
-"""The kinds of problems by topic."""

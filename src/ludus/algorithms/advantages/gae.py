@@ -1,0 +1,384 @@
+"""Advantages with a critic: by token, by turn, and corrected for another behaviour policy.
+
+`values` [N, L]: column `t` is V of the state before token `t`, read on action tokens alone.
+`bootstrap_values` [N]: V of the state after a row's last action token; 0 (None: for every row) if the episode
+ended by itself, so that only truncated ones bootstrap. Rewards are placed by `token_rewards`: `rewards` [N] on the
+last action token, `turn_rewards` [N, K] on the last one of each turn of `turn` [N, L], `-kl_coef kl` on all.
+
+All compute in float64 and return [N, L] in the widest float type of rewards and values, 0 off the mask, without
+gradient. They raise ValueError for a shape that does not fit and for a number that is not finite (naming the row).
+`group` [N] is taken for the common call shape and only checked. The value target of a token is its advantage plus
+its value: `value_targets`, before any whitening.
+
+V-trace and Retrace contain the behaviour ratio `w = exp(old_logprobs - behavior_logprobs)`, its exponent clamped to
++-20, without gradient: another correction on top of them counts it twice.
+"""
+
+from __future__ import annotations
+
+from ludus.algorithms.advantages.action_tokens import (
+    ActionTokens,
+    Turns,
+    action_tokens,
+    rewards_of_turns,
+    scan_back,
+    shifted,
+    token_rewards,
+)
+from ludus.algorithms.advantages.group_relative import whiten as whiten_tokens
+from ludus.algorithms.parts import FRACTION, POSITIVE, SWITCH, AdvantageSpec, Need, Option
+from ludus.algorithms.tensors import (
+    Tensor,
+    check_group,
+    check_shapes,
+    clamped_ratio,
+    float_dtype,
+    numbers,
+    select,
+    torch,
+)
+
+_CRITIC = {
+    "whiten": Option("1: whiten over the batch", SWITCH, default=1.0),
+    "bootstrap": Option("1: bootstrap the value of a truncated episode", SWITCH, default=0.0),
+}
+_GAMMA_LAM = {"gamma": Option("discount", FRACTION), "lam": Option("lambda of GAE", FRACTION)}
+_LAM_CRITIC = Option("lambda of the critic's targets", FRACTION, default=1.0)
+_VTRACE = {
+    "gamma": Option("discount", FRACTION),
+    "rho_bar": Option("upper bound of the ratio of a temporal difference", POSITIVE),
+    "c_bar": Option("upper bound of the ratio of a trace", POSITIVE),
+}
+_OFF_POLICY = {Need.OPTIONAL_TURN_REWARDS, Need.CRITIC, Need.BATCH_STATISTICS, Need.TOKEN_KL, Need.BEHAVIOR_RATIO}
+
+
+def _whitened(*, advantages: Tensor, mask: Tensor, ddof: int, whiten: bool, trains: Tensor | None = None) -> Tensor:
+    """Whiten over the training tokens of the batch, as PPO does, if the option `whiten` is set."""
+    return whiten_tokens(values=advantages, mask=mask, trains=trains, ddof=ddof) if whiten else advantages
+
+
+def _above_values(*, advantages: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Subtract the values from targets: what a critic adds to its values again."""
+    return advantages - torch.where(mask.bool(), values, 0.0)
+
+
+@AdvantageSpec(
+    help="generalised advantage estimation over tokens",
+    needs={Need.OPTIONAL_TURN_REWARDS, Need.CRITIC, Need.BATCH_STATISTICS, Need.TOKEN_KL},
+    options=_GAMMA_LAM | {"lam_critic": _LAM_CRITIC} | _CRITIC,
+    critic_targets="gae",
+    finish=_whitened,
+)
+def gae(
+    *,
+    values: Tensor,
+    mask: Tensor,
+    rewards: Tensor | None = None,
+    turn_rewards: Tensor | None = None,
+    turn: Tensor | None = None,
+    bootstrap_values: Tensor | None = None,
+    group: Tensor | None = None,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    gamma: float = 1.0,
+    lam: float | Tensor = 1.0,
+) -> Tensor:
+    """Return `A_t = delta_t + gamma lam A_next`, `delta_t = r_t + gamma V_next - V_t`, arXiv:1506.02438 (GAE).
+
+    "Next" is the next action token: an observation is neither a step nor a discount. `gamma` and `lam` 1 as
+    in verl and OpenRLHF; TRL takes `lam` 0.95. `lam` may be [N], one a row. With `turn_rewards` this is
+    MT-PPO (arXiv:2505.11821).
+    """
+    check_group(group, mask)
+    placed = token_rewards(mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef)
+    tokens = action_tokens(mask)
+    current, following = values_and_next(tokens, values, bootstrap_values)
+    delta = tokens.take("rewards", placed) + gamma * following - current
+    per_row = torch.as_tensor(lam, dtype=torch.float64, device=mask.device)
+    decay = gamma * (numbers("lam", per_row, mask)[:, None] if per_row.ndim else per_row)
+    found = scan_back(delta, decay.expand(delta.shape))
+    return tokens.spread(found, float_dtype(rewards, turn_rewards, values))
+
+
+@AdvantageSpec(
+    help="GAE with a length-adaptive lambda",
+    needs={Need.OPTIONAL_TURN_REWARDS, Need.CRITIC, Need.PRETRAINED_CRITIC, Need.BATCH_STATISTICS, Need.TOKEN_KL},
+    options={
+        "gamma": Option("discount", FRACTION),
+        "alpha": Option("lambda is 1 - 1 / (alpha * length)", POSITIVE),
+        "lam_critic": _LAM_CRITIC,
+    }
+    | _CRITIC,
+    critic_targets="gae",
+    finish=_whitened,
+)
+def vapo(
+    *,
+    values: Tensor,
+    mask: Tensor,
+    rewards: Tensor | None = None,
+    turn_rewards: Tensor | None = None,
+    turn: Tensor | None = None,
+    bootstrap_values: Tensor | None = None,
+    group: Tensor | None = None,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    gamma: float = 1.0,
+    alpha: float = 0.05,
+) -> Tensor:
+    """Return `gae` with `lam = 1 - 1 / (alpha n_i)` clamped to [0, 1], `n_i` the row's action tokens,
+    arXiv:2504.05118.
+
+    The clamp matters below `1 / alpha` tokens (20): the paper's formula is negative there. This is the
+    policy's advantage; the critic learns from `lam = 1`: `value_targets` of `gae(lam=1.0)`.
+    """
+    lengths = mask.bool().sum(1).double()
+    lam = (1 - 1 / (alpha * lengths.clamp(min=1))).clamp(0.0, 1.0)
+    return gae(
+        values=values,
+        mask=mask,
+        rewards=rewards,
+        turn_rewards=turn_rewards,
+        turn=turn,
+        bootstrap_values=bootstrap_values,
+        group=group,
+        kl=kl,
+        kl_coef=kl_coef,
+        gamma=gamma,
+        lam=lam,
+    )
+
+
+def value_targets(*, advantages: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Return what a critic learns, [N, L]: `A_t + V_t` on action tokens, 0 elsewhere, without gradient.
+
+    For the advantages of `gae`, `step_gae` and `turn_gae`, before whitening. (`step_gae` reads V at the first
+    action token of each turn alone: train its critic there.) `vtrace_targets` is that of V-trace.
+    """
+    check_shapes(mask, advantages=advantages, values=values)
+    tokens = action_tokens(mask)
+    total = tokens.take("advantages", advantages) + tokens.take("values", values)
+    return tokens.spread(total, float_dtype(advantages, values))
+
+
+@AdvantageSpec(
+    help="GAE with a turn as the step",
+    needs={Need.OPTIONAL_TURN_REWARDS, Need.CRITIC, Need.TURN_VALUES, Need.BATCH_STATISTICS, Need.TOKEN_KL},
+    options=_GAMMA_LAM | _CRITIC,
+    finish=_whitened,
+)
+def step_gae(
+    *,
+    values: Tensor,
+    mask: Tensor,
+    turn: Tensor | None = None,
+    rewards: Tensor | None = None,
+    turn_rewards: Tensor | None = None,
+    bootstrap_values: Tensor | None = None,
+    group: Tensor | None = None,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> Tensor:
+    """Return GAE whose step is a turn, one advantage for all its tokens, arXiv:2512.17008 (turn-PPO).
+
+    With `V_k` the value at the first action token of turn `k`: `delta_k = r_k + gamma V_{k+1} - V_k`,
+    `A_k = delta_k + gamma lam A_{k+1}`; a turn pays the KL penalty of all its tokens. `gamma` and `lam` 1;
+    the paper's best are near 0.99 and 0.9.
+    """
+    check_group(group, mask)
+    turns, reward = rewards_of_turns(mask, turn, turn_rewards, rewards)
+    if kl is not None:
+        reward = reward - kl_coef * turns.summed(turns.tokens.take("kl", kl))
+    found = _over_turns(turns, reward, values, bootstrap_values, (gamma, lam))
+    return turns.tokens.spread(turns.spread(found), float_dtype(rewards, turn_rewards, values))
+
+
+@AdvantageSpec(
+    help="GAE within turns and between them",
+    needs={Need.OPTIONAL_TURN_REWARDS, Need.CRITIC, Need.BATCH_STATISTICS, Need.TOKEN_KL},
+    options={
+        "gamma_turn": Option("discount between turns", FRACTION),
+        "lam_turn": Option("lambda between turns", FRACTION),
+        "gamma_token": Option("discount between the tokens of a turn", FRACTION),
+        "lam_token": Option("lambda between the tokens of a turn", FRACTION),
+    }
+    | _CRITIC,
+    finish=_whitened,
+)
+def turn_gae(
+    *,
+    values: Tensor,
+    mask: Tensor,
+    turn: Tensor | None = None,
+    rewards: Tensor | None = None,
+    turn_rewards: Tensor | None = None,
+    bootstrap_values: Tensor | None = None,
+    group: Tensor | None = None,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    gamma_turn: float = 1.0,
+    lam_turn: float = 1.0,
+    gamma_token: float = 1.0,
+    lam_token: float = 1.0,
+) -> Tensor:
+    """Return bi-level GAE: over turns first, then back through the tokens of each, arXiv:2510.16907 (VAGEN).
+
+    Turns as in `step_gae`, with `gamma_turn` and `lam_turn`. The last token of turn `k` gets `A_k`; an
+    earlier one `gamma_token V_{t+1} - V_t + gamma_token lam_token A_{t+1}`. A turn's reward enters once, at
+    the level of turns. The KL penalty of a turn's last token joins the turn's reward, that of an earlier one
+    stays its own. All four numbers 1; VAGEN's example runs take `gamma_turn` 0.95.
+    """
+    check_group(group, mask)
+    turns, reward = rewards_of_turns(mask, turn, turn_rewards, rewards)
+    tokens = turns.tokens
+    penalty = torch.zeros_like(turns.index, dtype=torch.float64)
+    if kl is not None:
+        penalty = kl_coef * tokens.take("kl", kl)
+    reward = reward - turns.summed(select(penalty, turns.closes))
+    of_turns = _over_turns(turns, reward, values, bootstrap_values, (gamma_turn, lam_turn))
+    current, following = values_and_next(tokens, values, bootstrap_values)
+    inside = gamma_token * following - current - penalty
+    terms = torch.where(turns.closes, turns.spread(of_turns), select(inside, tokens.present))
+    decay = select(torch.full_like(terms, gamma_token * lam_token), tokens.present & ~turns.closes)
+    return tokens.spread(scan_back(terms, decay), float_dtype(rewards, turn_rewards, values))
+
+
+@AdvantageSpec(
+    help="V-trace", needs=_OFF_POLICY, options=_VTRACE | _CRITIC, critic_targets="vtrace_error", finish=_whitened
+)
+def vtrace(
+    *,
+    values: Tensor,
+    old_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    mask: Tensor,
+    rewards: Tensor | None = None,
+    turn_rewards: Tensor | None = None,
+    turn: Tensor | None = None,
+    bootstrap_values: Tensor | None = None,
+    group: Tensor | None = None,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    gamma: float = 1.0,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+) -> Tensor:
+    """Return `A_t = rho_t (r_t + gamma v_next - V_t)`, arXiv:1802.01561 (IMPALA), [N, L].
+
+    `rho = min(rho_bar, w)`, `c = min(c_bar, w)`; `v` are the `vtrace_targets`, and `v_next` behind the last
+    action token is the bootstrap. Both bounds 1 as in the paper. Where `w = 1` it equals `gae(gamma, 1)`.
+    """
+    check_group(group, mask)
+    placed = token_rewards(mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef)
+    tokens = action_tokens(mask)
+    weights = _weights(tokens, old_logprobs, behavior_logprobs)
+    current, following = values_and_next(tokens, values, bootstrap_values)
+    reward = tokens.take("rewards", placed)
+    rho = weights.clamp(max=rho_bar)
+    delta = rho * (reward + gamma * following - current)
+    excess = scan_back(delta, gamma * weights.clamp(max=c_bar))
+    ahead = following + select(shifted(excess, 0.0), tokens.present)
+    return tokens.spread(rho * (reward + gamma * ahead - current), float_dtype(rewards, turn_rewards, values))
+
+
+@AdvantageSpec(help="Retrace", needs=_OFF_POLICY, options=_GAMMA_LAM | _CRITIC, finish=_whitened)
+def retrace(
+    *,
+    values: Tensor,
+    old_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    mask: Tensor,
+    rewards: Tensor | None = None,
+    turn_rewards: Tensor | None = None,
+    turn: Tensor | None = None,
+    bootstrap_values: Tensor | None = None,
+    group: Tensor | None = None,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> Tensor:
+    """Return `A_t = sum_{s >= t} gamma^(s-t) (prod_{u=t+1..s} lam min(1, w_u)) delta_s`, arXiv:1606.02647 (Retrace).
+
+    `delta_s = r_s + gamma V_next - V_s`; a token's own temporal difference has no weight. `lam` 1 as in the
+    paper. Where `w >= 1` it equals `gae(gamma, lam)`.
+    """
+    check_group(group, mask)
+    placed = token_rewards(mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef)
+    tokens = action_tokens(mask)
+    weights = _weights(tokens, old_logprobs, behavior_logprobs)
+    current, following = values_and_next(tokens, values, bootstrap_values)
+    delta = tokens.take("rewards", placed) + gamma * following - current
+    found = scan_back(delta, gamma * lam * shifted(weights.clamp(max=1.0), 0.0))
+    return tokens.spread(found, float_dtype(rewards, turn_rewards, values))
+
+
+@AdvantageSpec(
+    name="vtrace_error",
+    help="targets of V-trace minus the values",
+    needs=_OFF_POLICY,
+    options=_VTRACE | _CRITIC,
+    finish=_above_values,
+    selectable=False,
+)
+def vtrace_targets(
+    *,
+    values: Tensor,
+    old_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    mask: Tensor,
+    rewards: Tensor | None = None,
+    turn_rewards: Tensor | None = None,
+    turn: Tensor | None = None,
+    bootstrap_values: Tensor | None = None,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    gamma: float = 1.0,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+) -> Tensor:
+    """Return `v_t = V_t + delta_t + gamma c_t (v_next - V_next)`, arXiv:1802.01561: what V-trace's critic learns.
+
+    `delta_t = rho_t (r_t + gamma V_next - V_t)`; `v_next = V_next` (the bootstrap) behind the last action
+    token.
+    """
+    placed = token_rewards(mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef)
+    tokens = action_tokens(mask)
+    weights = _weights(tokens, old_logprobs, behavior_logprobs)
+    current, following = values_and_next(tokens, values, bootstrap_values)
+    delta = weights.clamp(max=rho_bar) * (tokens.take("rewards", placed) + gamma * following - current)
+    excess = scan_back(delta, gamma * weights.clamp(max=c_bar))
+    return tokens.spread(current + excess, float_dtype(rewards, turn_rewards, values))
+
+
+def values_and_next(tokens: ActionTokens, values: Tensor, bootstrap_values: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return V before each action token, and before the next one, both [N, T]."""
+    current = tokens.take("values", values)
+    if bootstrap_values is None:
+        after = current.new_zeros(current.shape[0])
+    else:
+        after = numbers("bootstrap_values", bootstrap_values, tokens.mask)
+    return current, tokens.following(current, after)
+
+
+def _over_turns(
+    turns: Turns, reward: Tensor, values: Tensor, bootstrap_values: Tensor | None, gamma_and_lam: tuple[float, float]
+) -> Tensor:
+    """Return GAE with a turn as the step, [N, K]; 0 for turns not reached."""
+    gamma, lam = gamma_and_lam
+    current = turns.at_opening(turns.tokens.take("values", values))
+    if bootstrap_values is None:
+        after = current.new_zeros(current.shape[0])
+    else:
+        after = numbers("bootstrap_values", bootstrap_values, turns.tokens.mask)
+    following = torch.where(turns.last, after[:, None], shifted(current, 0.0))
+    delta = select(reward + gamma * following - current, turns.reached)
+    return scan_back(delta, torch.full_like(delta, gamma * lam))
+
+
+def _weights(tokens: ActionTokens, old_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
+    """Return `w` at the action tokens, [N, T], 0 past the end of a row."""
+    log_ratio = tokens.take("old_logprobs", old_logprobs) - tokens.take("behavior_logprobs", behavior_logprobs)
+    return select(clamped_ratio(log_ratio), tokens.present)

@@ -1,0 +1,327 @@
+"""Stream of episode groups: groups start as slots become free, and batches of complete groups come out.
+
+`take` waits until the staleness controller admits a batch. At most `in_flight` episodes run; when one ends,
+the next starts, oldest group first. Groups are never split or dropped silently: a group that does not count (a
+member failed permanently, or a filter removed it) is returned next to the batch, and another group is admitted
+instead. `take` raises errors of episodes; `close` cancels all running ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from ludus.errors import LudusError
+from ludus.rollout.ledger import RolloutKey
+from ludus.rollout.scheduler import Episode, RolloutRequest
+from ludus.rollout.stream_control import StalenessController, StreamThroughput
+from ludus.types import Segment
+
+REST = 1.0
+"""Engine rest after a pass, as a multiple of its duration."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartedEpisode:
+    """Waiting episode: the key of its attempt and its segments so far."""
+
+    key: RolloutKey
+    segments: tuple[Segment, ...]
+
+
+@dataclass
+class StreamedGroup:
+    """Group in progress: its requests and finished episodes by index.
+
+    `counts` is False if it ended without counting. `begun` are members that wait for the next step.
+    """
+
+    number: int
+    jobs: Sequence[RolloutRequest]
+    version: int
+    done: dict[int, Episode] = field(default_factory=dict)
+    counts: bool = True
+    begun: dict[int, StartedEpisode] = field(default_factory=dict)
+
+    @property
+    def episodes(self) -> list[Episode]:
+        return [self.done[place] for place in sorted(self.done)]
+
+
+class GroupSource(Protocol):
+    """Source of groups, which also decides which of them count."""
+
+    def jobs(self, number: int) -> Sequence[RolloutRequest]:
+        """Return the requests of a new group."""
+        ...
+
+    def counts(self, group: Sequence[Episode]) -> bool:
+        """Return whether a group counts towards a batch."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBatch:
+    """Batch of a step: complete groups, oldest first, and groups that ended without counting."""
+
+    groups: tuple[StreamedGroup, ...]
+    others: tuple[StreamedGroup, ...]
+
+
+@dataclass
+class GroupQueue:
+    """Run groups of requests. `needed` members of a group suffice (0: all); the others are then cancelled.
+
+    `next_number` is the number of the next group; `restored` are groups from before a resume. One that became too
+    stale is sampled again as soon as there is room.
+    """
+
+    admission: StalenessController
+    source: GroupSource
+    run_request: Callable[[RolloutRequest], Awaitable[Episode]]
+    in_flight: int
+    needed: int = 0
+    next_number: int = 0
+    restored: Sequence[StreamedGroup] = ()
+    on_done: Callable[[Episode], None] | None = None
+    late: list[Episode] = field(default_factory=list, init=False)
+    """Finished episodes from before a resume whose groups are sampled again."""
+    ended: list[Episode] = field(default_factory=list, init=False)
+    """Episodes that ended since the last `pop_ended`."""
+    held: bool = field(default=False, init=False)
+    """Whether the last batch waited for a group that was due although enough others were complete."""
+    _groups: dict[int, StreamedGroup] = field(default_factory=dict, init=False)
+    _restarts: deque[StreamedGroup] = field(default_factory=deque, init=False)
+    _others: list[StreamedGroup] = field(default_factory=list, init=False)
+    _pending: deque[tuple[StreamedGroup, int]] = field(default_factory=deque, init=False)
+    _running: dict[asyncio.Task[None], tuple[StreamedGroup, int]] = field(default_factory=dict, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _failure: BaseException | None = field(default=None, init=False)
+    _rest: Callable[[float], None] | None = field(default=None, init=False)
+    _draining: bool = field(default=False, init=False)
+    _num_ready: int = field(default=0, init=False)
+    _flown_s: float = field(default=0.0, init=False)
+    _since: float = field(default=0.0, init=False)
+
+    def start(self) -> list[Episode]:
+        """Restore groups and start as many as fit.
+
+        Returns the restored finished episodes.
+        """
+        for group in self.restored:
+            if not group.counts:
+                self._others.append(group)
+            elif self.admission.readmit(group.number, group.version):
+                self._enter(group)
+            else:
+                self.late += [e for e in group.episodes if e.trajectory.failure is None]
+                self._restarts.append(_restart_group(group))
+        going = (*self._groups.values(), *self._others)
+        going_on = [episode for group in going for episode in group.episodes]
+        for group in tuple(self._groups.values()):
+            self._end_group(group)
+        self._num_ready = 0  # restored groups do not count as throughput
+        self._fill()
+        return going_on
+
+    async def take(self) -> GroupBatch:
+        """Wait for the next batch that the staleness controller admits."""
+        self.held = False
+        self._fill()  # the limit may have been raised
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            numbers = self.admission.take()
+            if numbers is not None:
+                break
+            if not self._running and not self.admission.is_behind:
+                raise LudusError("Internal error: no episode is in flight and no batch is complete.")
+            self.held = self.held or self.admission.is_held
+            self._changed.clear()
+            await self._changed.wait()
+        others, self._others = tuple(self._others), []
+        groups = tuple(self._groups.pop(number) for number in numbers)
+        self._fill()
+        return GroupBatch(groups, others)
+
+    @contextmanager
+    def throttled(self, rest: Callable[[float], None]) -> Iterator[None]:
+        """Throttle the engine within the block, in which the learner computes, while the next batch is ready.
+
+        Not throttled if the last batch waited for a group that was due. `rest` receives the pause after a pass as a
+        multiple of its duration; 0 at the end.
+        """
+        self._rest = rest
+        self._update_rest()
+        try:
+            yield
+        finally:
+            self._rest = None
+            rest(0.0)
+
+    def published(self, version: int, *, everywhere: bool = True) -> None:
+        """Record that the engine (or the first of several) has the weights of the last batch."""
+        self.admission.published(version, everywhere=everywhere)
+        self._draining = False
+        self._fill()
+
+    def serves(self, version: int) -> None:
+        """Record the oldest version on which new episodes may start."""
+        self.admission.serves(version)
+        self._fill()
+        self._changed.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Stop starting episodes and raise this error in `take`."""
+        self._failure = self._failure or error
+        self._changed.set()
+
+    async def drain(self) -> None:
+        """Stop starting episodes until `published`, and wait for running ones."""
+        self._draining = True
+        while self._running and self._failure is None:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        """Cancel all episodes in flight and wait for them."""
+        self._draining = True
+        tasks = tuple(self._running)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the number of episodes of admitted groups that have not started."""
+        return len(self._pending)
+
+    @property
+    def is_limited(self) -> bool:
+        """Return whether the concurrency limit keeps episodes from starting."""
+        return bool(self._pending) or self.admission.room > 0
+
+    def in_progress(self) -> list[StreamedGroup]:
+        """Return copies of the unfinished and untaken groups, by number."""
+        every = (*self._groups.values(), *self._others)
+        going = [replace(group, done=dict(group.done)) for group in every]
+        return sorted([*going, *self._restarts], key=lambda group: group.number)
+
+    def pop_ended(self) -> list[Episode]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def flow(self) -> StreamThroughput:
+        """Return and reset the throughput."""
+        self._count()
+        found = StreamThroughput(self._flown_s, self._num_ready / self.admission.pace.groups_per_step)
+        self._flown_s, self._num_ready = 0.0, 0
+        return found
+
+    def _count(self) -> None:
+        """Update the throughput before the number in flight changes."""
+        now = asyncio.get_running_loop().time()
+        self._flown_s += len(self._running) * (now - self._since)
+        self._since = now
+
+    def _update_rest(self) -> None:
+        if self._rest is not None:
+            self._rest(REST if self.admission.batches_ready and not self.held else 0.0)
+
+    def _fill(self) -> None:
+        """Start episodes up to the limit, oldest group first."""
+        while not self._draining and self._failure is None and len(self._running) < self.in_flight:
+            if not self._pending and self.admission.room:
+                self._admit()
+            if not self._pending:
+                return
+            group, place = self._pending.popleft()
+            self._count()
+            task = asyncio.get_running_loop().create_task(self._run(group, place))
+            self._running[task] = (group, place)
+            task.add_done_callback(self._after)
+
+    def _admit(self) -> None:
+        """Admit the next group."""
+        if self._restarts:
+            number, jobs = self._restarts[0].number, self._restarts.popleft().jobs
+        else:
+            number, self.next_number = self.next_number, self.next_number + 1
+            jobs = self.source.jobs(number)
+        self._enter(StreamedGroup(number, jobs, self.admission.admit(number).version))
+
+    def _enter(self, group: StreamedGroup) -> None:
+        self._groups[group.number] = group
+        places = (place for place in range(len(group.jobs)) if place not in group.done)
+        self._pending.extend((group, place) for place in places)
+
+    async def _run(self, group: StreamedGroup, place: int) -> None:
+        episode = group.done[place] = await self.run_request(group.jobs[place])
+        self.ended.append(episode)
+        if self.on_done is not None:
+            self.on_done(episode)
+        self._end_group(group)
+
+    def _end_group(self, group: StreamedGroup) -> None:
+        """Finish a group that has enough members: cancel the rest and decide whether it counts."""
+        if not self._is_complete(group) or group.number not in self._groups:
+            return
+        if len(group.done) < len(group.jobs):
+            self._stop_rest(group)
+        if self._has_needed(group):  # failures were retried and are in the ledger
+            group.done = {i: e for i, e in group.done.items() if e.trajectory.failure is None}
+        if self.source.counts(group.episodes):
+            self.admission.ready(group.number)
+            self._num_ready += 1
+            self._update_rest()
+        else:
+            self.admission.discard(group.number)
+            group.counts = False
+            self._others.append(self._groups.pop(group.number))
+
+    def _stop_rest(self, group: StreamedGroup) -> None:
+        """Cancel the unfinished members."""
+        self._pending = deque((g, place) for g, place in self._pending if g is not group)
+        for task, (of, place) in self._running.items():
+            if of is group and place not in group.done:
+                task.cancel()
+
+    def _is_complete(self, group: StreamedGroup) -> bool:
+        return len(group.done) == len(group.jobs) or self._has_needed(group)
+
+    def _has_needed(self, group: StreamedGroup) -> bool:
+        """Return whether enough members, and the baseline, have ended successfully."""
+        whole = [episode for episode in group.done.values() if episode.trajectory.failure is None]
+        baselines = sum(job.greedy for job in group.jobs)
+        if not self.needed or sum(episode.greedy for episode in whole) < baselines:
+            return False
+        return len(whole) - baselines >= self.needed
+
+    def _after(self, task: asyncio.Task[None]) -> None:
+        """Handle the end of an episode: record its error and start others."""
+        self._count()
+        self._running.pop(task, None)
+        error = None if task.cancelled() else task.exception()
+        self._failure = self._failure or error
+        try:
+            self._fill()
+        except Exception as fault:  # boundary: a callback of the loop; `take` raises it
+            self._failure = fault
+        self._changed.set()
+
+
+def _restart_group(group: StreamedGroup) -> StreamedGroup:
+    """Return the group without results; finished members become new attempts."""
+    jobs = [
+        replace(job, key=replace(job.key, attempt=group.done[i].key.attempt + 1)) if i in group.done else job
+        for i, job in enumerate(group.jobs)
+    ]
+    return replace(group, jobs=jobs, done={})

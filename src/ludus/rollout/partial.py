@@ -1,0 +1,290 @@
+"""Partial rollouts: episodes that exceed a step's budget pause and continue in the next step.
+
+Takes groups of requests step by step and returns complete groups, oldest first. A token budget is split
+equally among the unfinished episodes; what early finishers leave is split again until too little is left, so
+results depend on token counts alone and not on the clock. A group that has waited as long as staleness allows
+is due: its episodes run to their end regardless of the budget. A waiting episode keeps its environment, its
+asyncio task and its tokens, and occupies a concurrency slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ludus.rollout.episode import ChatSession, EngineChatSession, Grant
+from ludus.rollout.group_queue import StartedEpisode, StreamedGroup
+from ludus.rollout.ledger import RolloutKey
+from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, episode_name
+from ludus.sandbox.local.pausable_timeout import episode_paused
+
+NOTHING = Grant(0)
+UNBOUNDED = Grant()
+
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """Tokens and seconds of a step (None: unbounded). A group is due `max_waits` steps after its start."""
+
+    tokens: int | None = None
+    seconds: float | None = None
+    max_waits: int = 0
+
+
+@dataclass
+class _Member:
+    """Running or waiting episode: its allowance, and the chat session of its current attempt.
+
+    `on_change` is called when it starts to wait (True) and when it continues (False).
+    """
+
+    job: RolloutRequest
+    begun: StartedEpisode | None
+    grant: Grant
+    on_change: Callable[[_Member, bool], None]
+    spent: int = 0
+    waits: bool = False
+    task: asyncio.Task[None] | None = None
+    conversation: EngineChatSession | None = None
+    _granted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def granted(self) -> Grant:
+        """Return the current grant, waiting while it is empty."""
+        while self._is_used_up:
+            self.waits = True
+            self._granted.clear()
+            self.on_change(self, True)
+            with episode_paused():
+                await self._granted.wait()
+        tokens = self.grant.tokens
+        return replace(self.grant, tokens=None if tokens is None else tokens - self.spent)
+
+    def spend(self, tokens: int) -> None:
+        self.spent += tokens
+
+    def take_spent(self) -> int:
+        """Return the tokens sampled under the grant, and clear the grant."""
+        spent, self.spent, self.grant = self.spent, 0, NOTHING
+        return spent
+
+    def allow(self, grant: Grant) -> None:
+        """Set the grant; if it is not empty, the episode continues."""
+        self.grant = grant
+        if self.waits and not self._is_used_up:
+            self.waits = False
+            self.on_change(self, False)
+            self._granted.set()
+
+    def state(self) -> StartedEpisode | None:
+        """Return the attempt so far, None before its first token."""
+        recorded = () if self.conversation is None else self.conversation.so_far
+        return StartedEpisode(self.job.key, recorded) if recorded else self.begun
+
+    @property
+    def _is_used_up(self) -> bool:
+        tokens = self.grant.tokens
+        return self.grant.is_over or (tokens is not None and self.spent >= tokens)
+
+
+@dataclass
+class PartialRollouts:
+    """Unfinished episodes of a run. `scheduler` runs them; `kept` are groups from before a resume."""
+
+    scheduler: Scheduler
+    budget: StepBudget
+    kept: Sequence[StreamedGroup] = ()
+    on_done: Callable[[Episode], None] | None = None
+    num_sampled: int = field(default=0, init=False)
+    """Tokens sampled in this step."""
+    num_continued: int = field(default=0, init=False)
+    """Unfinished episodes of earlier steps at the start of this one."""
+    _groups: dict[int, StreamedGroup] = field(default_factory=dict, init=False)
+    _pending: deque[tuple[int, int]] = field(default_factory=deque, init=False)
+    _open: dict[tuple[int, int], _Member] = field(default_factory=dict, init=False)
+    _next_number: int = field(default=0, init=False)
+    _share: Grant = field(default=NOTHING, init=False)
+    _left: int | None = field(default=None, init=False)
+    _until: float | None = field(default=None, init=False)
+    _step: int = field(default=0, init=False)
+    _last: bool = field(default=False, init=False)
+    _failures: FailureBudget = field(default_factory=lambda: FailureBudget(0), init=False)
+    _failure: BaseException | None = field(default=None, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    def __post_init__(self) -> None:
+        make_chat = self.scheduler.make_chat
+        self.scheduler.make_chat = lambda job: self._resume_session(job, make_chat(job))
+        for group in self.kept:
+            self._enter(group.jobs, dict(group.done), dict(group.begun))
+            for episode in group.episodes:
+                self.scheduler.ledger.start(episode.key)
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of episodes that have not ended, including those that have not started."""
+        return len(self._open) + len(self._pending)
+
+    @property
+    def num_open(self) -> int:
+        """The number of started, unfinished episodes; each has an environment."""
+        return len(self._open)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the step's budget is too small for another round."""
+        return self._is_late or (self._left is not None and self._left < max(1, self.num_unfinished))
+
+    def begin_step(self, step: int, *, last: bool) -> None:
+        """Reset the budget for a step; in the `last` step every episode runs to its end."""
+        self._step, self._last, self._left = step, last, self.budget.tokens
+        self.num_sampled, self.num_continued = 0, self.num_unfinished
+        seconds = self.budget.seconds
+        self._until = None if seconds is None else time.monotonic() + seconds
+
+    async def run(self, groups: Sequence[Sequence[RolloutRequest]]) -> list[list[Episode]]:
+        """Start these groups and continue the others; return all complete groups."""
+        for jobs in groups:
+            self._enter(jobs, {}, {})
+        self._failures = FailureBudget(self.num_unfinished)
+        try:
+            while self._can_continue():
+                self._grant_shares()
+                await self._wait_until_idle()
+        except BaseException:
+            await self.close()
+            raise
+        complete = [n for n, group in sorted(self._groups.items()) if len(group.done) == len(group.jobs)]
+        return [self._groups.pop(number).episodes for number in complete]
+
+    def waiting(self) -> tuple[StreamedGroup, ...]:
+        """Return copies of the incomplete groups, with their finished and partial episodes."""
+        found = []
+        for number, group in sorted(self._groups.items()):
+            open_ = {place: one.state() for (n, place), one in self._open.items() if n == number}
+            begun = group.begun | {place: state for place, state in open_.items() if state is not None}
+            found.append(replace(group, done=dict(group.done), begun=begun))
+        return tuple(found)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the step that was just sampled."""
+        return {
+            "partial/tokens": float(self.num_sampled),
+            "partial/continued": float(self.num_continued),
+            "partial/waiting": float(self.num_unfinished),
+            "partial/groups_waiting": float(len(self._groups)),
+        }
+
+    async def close(self) -> None:
+        """Cancel every waiting episode; the ledger records them as cancelled."""
+        tasks = [one.task for one in self._open.values() if one.task is not None]
+        self._pending.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def _is_late(self) -> bool:
+        return self._until is not None and time.monotonic() >= self._until
+
+    def _is_due(self, number: int) -> bool:
+        return self._last or self._step - self._groups[number].jobs[0].key.step >= self.budget.max_waits
+
+    def _can_continue(self) -> bool:
+        """Return whether the step has more to sample. Raises errors of episodes."""
+        if self._failure is not None:
+            raise self._failure
+        if self._is_late and self.num_unfinished:
+            self.scheduler.ledger.note_clock_limit(self._step)
+        if any(map(self._is_due, {number for number, _ in (*self._open, *self._pending)})):
+            return True
+        return self.num_unfinished > 0 and not self.is_spent
+
+    def _grant_shares(self) -> None:
+        """Grant every unfinished episode an equal share of the budget, and start those with a free slot."""
+        tokens = None if self._left is None else max(0, self._left) // max(1, self.num_unfinished)
+        self._share = Grant(tokens, self._until)
+        for (number, _), one in sorted(self._open.items()):
+            one.allow(self._grant_of(number))
+        self._begin()
+
+    def _grant_of(self, number: int) -> Grant:
+        return UNBOUNDED if self._is_due(number) else self._share
+
+    async def _wait_until_idle(self) -> None:
+        """Wait until every open episode waits, and subtract their tokens from the budget."""
+        while self._failure is None and any(not one.waits for one in self._open.values()):
+            self._changed.clear()
+            await self._changed.wait()
+        for one in self._open.values():
+            self._count(one.take_spent())
+
+    def _count(self, tokens: int) -> None:
+        self.num_sampled += tokens
+        if self._left is not None:
+            self._left -= tokens
+
+    def _enter(
+        self, jobs: Sequence[RolloutRequest], done: dict[int, Episode], begun: dict[int, StartedEpisode]
+    ) -> None:
+        number, self._next_number = self._next_number, self._next_number + 1
+        self._groups[number] = StreamedGroup(number, jobs, jobs[0].key.step - 1, done, begun=begun)
+        self._pending.extend((number, place) for place in range(len(jobs)) if place not in done)
+
+    def _begin(self) -> None:
+        """Start episodes, oldest first, while slots are free and their grant is not empty."""
+        while self._pending and len(self._open) < self.scheduler.limits.concurrency:
+            number, place = self._pending[0]
+            grant = self._grant_of(number)
+            if grant.tokens == 0 or grant.is_over:
+                return
+            self._pending.popleft()
+            group = self._groups[number]
+            begun = group.begun.pop(place, None)
+            job = group.jobs[place] if begun is None else replace(group.jobs[place], key=begun.key)
+            one = self._open[number, place] = _Member(job, begun, grant, self._update_lockstep)
+            self._swap(None, episode_name(job.key))
+            one.task = asyncio.get_running_loop().create_task(self._run_episode(number, place, job))
+
+    async def _run_episode(self, number: int, place: int, job: RolloutRequest) -> None:
+        """Run an episode to its end, possibly over several steps, and start the next one."""
+        one = self._open[number, place]
+        try:
+            episode = await self.scheduler.run_one(job, self._failures, self._swap)
+            self._groups[number].done[place] = episode
+            if self.on_done is not None:
+                self.on_done(episode)
+        except Exception as error:  # boundary: `run` raises it
+            self._failure = self._failure or error
+        finally:
+            self._count(one.take_spent())
+            del self._open[number, place]
+            if self._failure is None:
+                self._begin()
+            self._swap(episode_name(one.job.key), None)
+            self._changed.set()
+
+    def _resume_session(self, job: RolloutRequest, conversation: ChatSession) -> ChatSession:
+        """Return the chat session of an attempt with its episode's allowance and recorded segments."""
+        assert isinstance(conversation, EngineChatSession)
+        one = next(o for o in self._open.values() if _same_episode(o.job.key, job.key))
+        recorded = one.begun.segments if one.begun is not None and one.begun.key == job.key else ()
+        one.job, one.conversation = job, replace(conversation, allowance=one, recorded=recorded)
+        return one.conversation
+
+    def _update_lockstep(self, one: _Member, waits: bool) -> None:
+        """Remove a waiting episode from the lockstep, or add a continuing one."""
+        name = episode_name(one.job.key)
+        self._swap(name if waits else None, None if waits else name)
+        self._changed.set()
+
+    def _swap(self, leaving: str | None, joining: str | None) -> None:
+        if self.scheduler.lockstep is not None:
+            self.scheduler.lockstep.swap(leaving, joining)
+
+
+def _same_episode(one: RolloutKey, other: RolloutKey) -> bool:
+    """Return whether two keys are attempts at the same episode."""
+    return (one.step, one.task_id, one.sample) == (other.step, other.task_id, other.sample)

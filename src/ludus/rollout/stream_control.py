@@ -1,0 +1,377 @@
+"""Control of streamed groups: bounded staleness by admission, and automatic concurrency.
+
+`StalenessController` decides how many groups may start and which of them train next. A group admitted while
+episodes start on version `v` has no token older than `v`, and step `s` trains the weights of version `s - 1`.
+With the bound `k` the group is therefore due at step `v + k + 1`. A step takes a fixed number of groups, those
+due first, so it suffices that for every step `d` from the next one on, no more groups are due until `d` than
+the steps until `d` take. Admission preserves this condition, and `take` waits for a group that would violate
+it. Slow groups are never dropped: an admitted group is taken unless it is discarded explicitly.
+
+`ConcurrencyController` finds the smallest number of episodes that keeps learner and engine busy, by the rule
+`next_in_flight`. It estimates the speedup of larger batches from a linear fit of the duration of engine passes,
+and the concurrency that the learner needs by Little's law.
+
+Neither uses a clock, an engine or an event loop, so that simulations run the same code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessSchedule:
+    """`groups_per_step` groups train in each step, up to `last_step`.
+
+    With `hold`, the learner waits for groups that are due, so that no token is older than `max_staleness`
+    versions; otherwise tokens may be older and must be masked.
+    """
+
+    groups_per_step: int
+    max_staleness: int
+    last_step: int
+    hold: bool = True
+
+
+@dataclass(slots=True)
+class GroupTicket:
+    """Admitted group. `version` is the oldest on which its episodes started."""
+
+    number: int
+    version: int
+    ready: bool = False
+
+
+@dataclass
+class StalenessController:
+    """Admitted groups. `version` is that of the last completed step.
+
+    `begins` is the oldest engine version on which an episode may start.
+    """
+
+    pace: StalenessSchedule
+    version: int = 0
+    begins: int = field(init=False)
+    learning: bool = field(default=False, init=False)
+    _tickets: dict[int, GroupTicket] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.begins = self.version
+
+    @property
+    def next_step(self) -> int:
+        return self.version + 1 + self.learning
+
+    @property
+    def in_progress(self) -> tuple[GroupTicket, ...]:
+        """Return the admitted groups that are neither taken nor discarded, by number."""
+        return tuple(self._tickets[number] for number in sorted(self._tickets))
+
+    @property
+    def num_ready(self) -> int:
+        return sum(ticket.ready for ticket in self._tickets.values())
+
+    @property
+    def room(self) -> int:
+        """Return the number of groups that may be admitted now."""
+        steps = self._due(self.begins) - self.next_step + 1
+        return max(0, self.pace.groups_per_step * steps - len(self._tickets))
+
+    def admit(self, number: int) -> GroupTicket:
+        """Admit a group. Raises ValueError if there is no room or the number is in use."""
+        if number in self._tickets:
+            raise ValueError(f"group {number} is on its way already")
+        if not self.room:
+            raise ValueError(f"there is no room for group {number}")
+        ticket = self._tickets[number] = GroupTicket(number, self.begins)
+        return ticket
+
+    def readmit(self, number: int, version: int) -> bool:
+        """Readmit a group that was admitted at `version` before a resume; return whether it continues.
+
+        It does not if it cannot train in time under the current schedule. Without `hold` it always continues.
+        """
+        self._tickets[number] = GroupTicket(number, version)
+        if not self.pace.hold or self._feasible(self._tickets.values(), self.next_step):
+            return True
+        del self._tickets[number]
+        return False
+
+    def ready(self, number: int) -> None:
+        """Record that all episodes of a group have ended."""
+        self._tickets[number].ready = True
+
+    def discard(self, number: int) -> None:
+        """Remove a group that will not train."""
+        del self._tickets[number]
+
+    def take(self) -> list[int] | None:
+        """Return the groups of the next step, oldest first; None if it must wait.
+
+        The learner works on them until `published`.
+        """
+        numbers = None if self.learning else self._next_batch()
+        if numbers is None:
+            return None
+        for number in numbers:
+            del self._tickets[number]
+        self.learning = True
+        return numbers
+
+    @property
+    def batches_ready(self) -> int:
+        """The number of complete batches; 0 if the learner would wait for a group that is due."""
+        return 0 if self._next_batch() is None else self.num_ready // self.pace.groups_per_step
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether a batch is complete but the learner waits for a group that is due."""
+        return not self.learning and self.num_ready >= self.pace.groups_per_step
+
+    def published(self, version: int, *, everywhere: bool = True) -> None:
+        """Record that the engine (or the first of several) has the weights of the last step."""
+        if version != self.version + 1 or not self.learning:
+            raise ValueError(f"version {version} follows {self.version}, learning: {self.learning}")
+        self.version, self.learning = version, False
+        if everywhere:
+            self.begins = version
+
+    @property
+    def is_behind(self) -> bool:
+        """Return whether episodes may still start on a version older than the newest."""
+        return self.begins < self.version
+
+    def serves(self, version: int) -> None:
+        """Record the oldest version on which new episodes may start."""
+        self.begins = max(self.begins, version)
+
+    def _next_batch(self) -> list[int] | None:
+        """Return the groups that the next step may train, oldest first, or None."""
+        if self.num_ready < self.pace.groups_per_step:
+            return None
+        ready = sorted((t for t in self._tickets.values() if t.ready), key=lambda t: (t.version, t.number))
+        chosen = {ticket.number: ticket for ticket in ready[: self.pace.groups_per_step]}
+        others = [ticket for ticket in self._tickets.values() if ticket.number not in chosen]
+        if self.pace.hold and not self._feasible(others, self.next_step + 1):
+            return None
+        return list(chosen)
+
+    def _due(self, version: int) -> int:
+        """Return the last step that may train a group of this version."""
+        return min(version + self.pace.max_staleness + 1, self.pace.last_step)
+
+    def _feasible(self, tickets: Collection[GroupTicket], first: int) -> bool:
+        """Return whether the steps from `first` on can take all tickets in time."""
+        due = Counter(self._due(ticket.version) for ticket in tickets)
+        total = 0
+        for step in sorted(due):
+            total += due[step]
+            if total > self.pace.groups_per_step * (step - first + 1):
+                return False
+        return True
+
+
+IDLE = 0.05
+"""Idle fraction from which something counts as idle."""
+QUEUED = 0.25
+"""Waiting requests per running one above which the queue is too long."""
+GAIN = 0.05
+"""Engine speedup from which larger batches are worth it."""
+MORE, FEWER = 1.3, 0.85
+LEAST = 0.7
+"""Largest reduction per step, as a factor."""
+READY = 1.5
+"""Target number of batches waiting for the learner."""
+PULL = 0.2
+"""Relative change per batch above or below `READY`."""
+FIRST = 2.0
+"""Growth per step until concurrency suffices for the first time."""
+FADE = 0.8
+"""Decay of a measurement's weight per step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamThroughput:
+    """Throughput of a step: total seconds of episodes in flight, and groups made ready, in batches."""
+
+    flown_s: float
+    batches: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Measurements of a step: idle fractions in [0, 1], waiting requests per running one, and ready batches.
+
+    `needed` is the concurrency that matches the learner's pace (None: unknown). `gain` is the engine's speedup
+    with `MORE` times the sequences. `limited`: this limit, not the staleness bound, kept episodes from starting.
+    `seconds` is the duration of the step.
+    """
+
+    learner_idle: float
+    engine_idle: float
+    engine_queue: float
+    ready: float
+    needed: float | None = None
+    gain: float = 0.0
+    limited: bool = True
+    seconds: float = 1.0
+
+
+def next_in_flight(now: int, load: EngineLoad, least: int, most: int, more: float = MORE) -> int:
+    """Return the concurrency of the next step, from `least` to `most`; `more` is its growth factor.
+
+    It grows if learner and engine both wait (for tools), or if the learner waits for an engine that larger batches
+    speed up. It shrinks if episodes only age in the engine's queue. If the learner does not wait, it follows
+    `needed`, reduced the more batches are ready. It stays if the learner waits for a group that is due, and does
+    not grow if the staleness bound limits admission.
+    """
+    wanted = float(now)
+    if load.engine_queue > QUEUED:
+        wanted = min(now - 1, now * FEWER)
+    elif load.learner_idle > IDLE:
+        if load.ready < 1 and load.limited and (load.engine_idle > IDLE or load.gain > GAIN):
+            wanted = max(now + 1, now * more)
+    elif load.needed is not None:
+        wanted = load.needed * (1 + PULL * (READY - load.ready))
+        grown = max(now + 1, now * MORE) if load.limited else now
+        wanted = max(now * LEAST, min(grown, wanted))
+    return max(least, min(most, round(wanted)))
+
+
+def first_in_flight(episodes_per_step: int) -> int:
+    """Return the initial concurrency: the episodes of two steps."""
+    return 2 * episodes_per_step
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """Mean sequences and duration of the engine's passes in a step."""
+
+    running: float
+    seconds: float
+
+
+@dataclass
+class PassTimeModel:
+    """Linear fit to the passes of recent steps, with decaying weights."""
+
+    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+
+    def add(self, passes: PassTimes) -> None:
+        """Add a step."""
+        x, y = passes.running, passes.seconds
+        self._sums = [FADE * old + new for old, new in zip(self._sums, (1.0, x, y, x * x, x * y), strict=True)]
+
+    def gain(self, running: float) -> float:
+        """Return the engine's speedup with `MORE` times as many sequences as `running`.
+
+        If all steps had the same number, the fit is undetermined and a pass is assumed to be fully shared.
+        """
+        count, x, y, xx, xy = self._sums
+        spread = xx * count - x * x
+        if count == 0 or spread <= 1e-3 * x * x:
+            return MORE - 1
+        slope = max(0.0, (xy * count - x * y) / spread)
+        shared = max(0.0, (y - slope * x) / count)
+        seconds = shared + slope * running
+        return MORE * seconds / (seconds + (MORE - 1) * slope * running) - 1 if seconds > 0 else 0.0
+
+
+@dataclass
+class IdleTime:
+    """Idle fractions over recent steps, weighted by duration, with decay.
+
+    Groups arrive in bursts, so a single step is too noisy.
+    """
+
+    _seconds: float = 0.0
+    _learner_s: float = 0.0
+    _engine_s: float = 0.0
+
+    def add(self, load: EngineLoad) -> EngineLoad:
+        """Add a step; return its load with averaged fractions."""
+        self._seconds = FADE * self._seconds + load.seconds
+        self._learner_s = FADE * self._learner_s + load.seconds * load.learner_idle
+        self._engine_s = FADE * self._engine_s + load.seconds * load.engine_idle
+        whole = self._seconds or 1.0
+        return replace(load, learner_idle=self._learner_s / whole, engine_idle=self._engine_s / whole)
+
+
+@dataclass
+class ThroughputAverage:
+    """Stream throughput over recent steps, with decaying weights."""
+
+    _flown_s: float = 0.0
+    _batches: float = 0.0
+    _learner_s: float = 0.0
+    _steps: float = 0.0
+
+    def add(self, flow: StreamThroughput, load: EngineLoad) -> float | None:
+        """Add a step; return the concurrency that matches the learner's pace, if known."""
+        self._flown_s = FADE * self._flown_s + flow.flown_s
+        self._batches = FADE * self._batches + flow.batches
+        self._learner_s = FADE * self._learner_s + load.seconds * (1 - load.learner_idle)
+        self._steps = FADE * self._steps + 1
+        if not self._batches or not self._learner_s:
+            return None
+        return self._flown_s / self._batches / (self._learner_s / self._steps)
+
+
+@dataclass
+class ConcurrencyController:
+    """Limit on episodes in flight: `now`, from `least` to `most`.
+
+    Grows by `FIRST` per step until concurrency suffices for the first time, then by `MORE`.
+    """
+
+    now: int
+    least: int
+    most: int
+    line: PassTimeModel = field(default_factory=PassTimeModel)
+    idle: IdleTime = field(default_factory=IdleTime)
+    flown: ThroughputAverage = field(default_factory=ThroughputAverage)
+    _more: float = FIRST
+    _fills: bool = True
+    """Whether this is the first step, in which the learner waits for the stream to fill."""
+
+    def __post_init__(self) -> None:
+        self.now = max(self.least, min(self.most, self.now))
+
+    def after_step(self, timings: Mapping[str, float], ready: float, flow: StreamThroughput, limited: bool) -> int:
+        """Return the limit after a step with these timings; unchanged without engine metrics.
+
+        An unknown idle fraction of the engine is ignored; if the learner waits, `gain` then decides.
+        """
+        if "engine/requests_running" not in timings:
+            return self.now
+        running, speed = timings["engine/requests_running"], timings["engine/decode_tokens_per_s"]
+        load = EngineLoad(
+            learner_idle=timings.get("idle/learner", 0.0),
+            engine_idle=timings.get("idle/engine", 0.0),
+            engine_queue=timings["engine/requests_waiting"] / max(running, 1.0),
+            ready=ready,
+            limited=limited,
+            seconds=timings.get("time/step_s", 0.0),
+        )
+        passes = PassTimes(running, running / speed) if speed else None  # each pass samples a token per sequence
+        return self.after(load, passes, flow)
+
+    def after(self, load: EngineLoad, passes: PassTimes | None, flow: StreamThroughput | None = None) -> int:
+        """Return the limit after a step. `passes` (None: unknown) determines `load.gain`.
+
+        If learner and engine share cores, a pass takes longer while the learner works, independently of the batch
+        size, so durations are compared as if the learner cost the engine half of its time.
+        """
+        if flow is not None:
+            load = replace(load, needed=self.flown.add(flow, load))
+        load = load if self._fills else self.idle.add(load)
+        self._fills = False
+        if passes is not None:
+            self.line.add(replace(passes, seconds=passes.seconds / (2 - load.learner_idle)))
+            load = replace(load, gain=self.line.gain(passes.running))
+        before, self.now = self.now, next_in_flight(self.now, load, self.least, self.most, self._more)
+        if self.now <= before:
+            self._more = MORE
+        return self.now

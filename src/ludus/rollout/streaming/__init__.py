@@ -1,1 +1,0 @@
-"""Asynchronous rollouts: the group queue, staleness control, partial rollouts."""

@@ -1,1 +1,0 @@
-"""Checks before the first step: memory, settings without effect, reference digests."""

@@ -1,0 +1,178 @@
+"""Memory check: run the longest allowed microbatch before the first step.
+
+Out-of-memory errors then occur at the start of a run instead of at its first long batch. The gradient is
+dropped; weights, moments and random state are unchanged. With several ranks all run it together.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ludus.config.schema import Config
+from ludus.engines.models.loading import num_positions
+from ludus.sandbox.guest.procfs import peak_memory
+from ludus.training.batches.rows import Row
+from ludus.training.distributed.collectives import Collectives, local, raise_together
+from ludus.training.distributed.launcher import DryRun
+from ludus.training.learner.learner import REMEDY, CachedLogprobs, Learner
+
+log = logging.getLogger("ludus.learner")
+
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Memory in bytes for the longest microbatch of `tokens` tokens, and what is `available`.
+
+    `others` is all prior memory besides the policy's weights: engine, reference, libraries. `activations` is
+    the memory of the pass without gradients. `moments` is what the first optimizer step will allocate. On the
+    CPU the numbers use the process's high-water mark, so an earlier peak can hide `activations`.
+    """
+
+    tokens: int
+    weights: int
+    others: int
+    gradients: int
+    activations: int
+    moments: int
+    available: int
+
+    @property
+    def total(self) -> int:
+        """The estimated peak."""
+        return self.weights + self.others + self.gradients + self.activations + self.moments
+
+    def __str__(self) -> str:
+        return (
+            f"the longest microbatch ({self.tokens} tokens) peaks at about {_gib(self.total)} GiB of "
+            f"{_gib(self.available)} GiB: weights {_gib(self.weights)}, gradients {_gib(self.gradients)}, "
+            f"moments {_gib(self.moments)}, activations {_gib(self.activations)}, "
+            f"all else {_gib(self.others)}"
+        )
+
+
+def dry_run_of(config: Config, learner: Learner) -> MemoryEstimate | None:
+    """Run the memory check if configured.
+
+    `auto` runs it on a GPU only: on the CPU it may take as long as a step.
+    """
+    wanted = config.training.learner.dry_run
+    device = next(learner.scorer.model.parameters()).device
+    if wanted == "never" or (wanted == "auto" and device.type != "cuda"):
+        return None
+    context = num_positions(learner.scorer.model) or config.rollout.max_seq_len
+    longest = min(config.rollout.max_seq_len, context)
+    with learner.ranks.together(DryRun(longest)):
+        return dry_run(learner, longest)
+
+
+def dry_run(learner: Learner, longest: int) -> MemoryEstimate:
+    """Run forward and backward over as many rows of `longest` tokens as fit the budget (or one).
+
+    All tokens but the first train, and no prefix is shared. All ranks have equally many rows. Raises
+    LearnerError on all ranks if the pass or the following step runs out of memory.
+    """
+    parameters, model, ranks = list(learner.optimiser.parameters), learner.scorer.model, learner.ranks
+    device = parameters[0].device
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    num = max(1, learner.budget.tokens // longest)
+    rows = longest_rows(num * (ranks.count if ranks.whole else 1), longest, vocabulary)
+    weights = sum(_size(p) for p in model.parameters())
+    before = _in_use(device)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        try:
+            learner.gradient(rows, CachedLogprobs(chosen=[torch.zeros(longest, dtype=torch.bool)] * len(rows)))
+            gradients = sum(_size(p.grad) for p in parameters if p.grad is not None)
+            peak = _peak(device)
+        finally:
+            learner.optimiser.clear()
+    estimate = MemoryEstimate(
+        tokens=min(num * longest, max(learner.budget.tokens, longest)),
+        weights=weights,
+        others=max(0, before - weights),
+        gradients=gradients,
+        activations=max(0, peak - before - gradients),
+        moments=learner.optimiser.bytes_to_come,
+        available=_available(device),
+    )
+    log.info("dry run: %s", estimate)
+    _check_fits(estimate, ranks, device)
+    return estimate
+
+
+def _check_fits(estimate: MemoryEstimate, ranks: Collectives, device: torch.device) -> None:
+    """Raise LearnerError if the estimate exceeds memory. CPU memory is shared by a machine's ranks."""
+    place = socket.gethostname() if device.type == "cpu" else str(ranks.rank)
+    found = ranks.gather((place, estimate.total))
+    here = [total for where, total in found if where == place]
+    fault = ""
+    if sum(here) > estimate.available:
+        beside = f"; with the {len(here) - 1} beside it {_gib(sum(here))} GiB" if len(here) > 1 else ""
+        fault = f"Not enough memory: {estimate}{beside}."
+    raise_together(fault, f"Lower training.microbatch_tokens. {REMEDY}", ranks)
+
+
+def _size(tensor: torch.Tensor) -> int:
+    """Return the local bytes of a tensor."""
+    return local(tensor).numel() * tensor.element_size()
+
+
+def longest_rows(num: int, length: int, vocabulary: int) -> list[Row]:
+    """Return `num` rows of `length` tokens without shared prefixes, all trained."""
+    trains = (False, *[True] * (length - 1))
+    zeros, ones = (0.0,) * length, (0.0, *[1.0] * (length - 1))
+    return [
+        Row(tuple((i * (2 * k + 3) + k) % vocabulary for i in range(length)), trains, trains, zeros, ones)
+        for k in range(num)
+    ]
+
+
+def _in_use(device: torch.device) -> int:
+    """Return the bytes in use, and reset the peak."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", "ascii")
+    try:
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    except OSError:
+        return _peak(device)
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _peak(device: torch.device) -> int:
+    """Return the peak in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if own := peak_memory("self"):  # what getrusage says may be that of the process that started this one
+        return own
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _available(device: torch.device) -> int:
+    """Return the total bytes available to this process."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = _CGROUP.read_text("ascii").strip()
+    except OSError:
+        return installed
+    return min(installed, int(limit)) if limit.isdigit() else installed
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}"

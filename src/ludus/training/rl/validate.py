@@ -1,0 +1,539 @@
+"""Validate a configuration before anything is written: errors, and warnings about settings without effect.
+
+The algorithm's parts declare what they need (`ludus.algorithms.spec.algorithm`: ratios other than 1, turn
+rewards, recurring states), so that no part is checked by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from ludus.algorithms.kl import control_of
+from ludus.algorithms.parts import Need
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.spec.resolve import algorithm_of, check_observations, minibatches_of, resolve
+from ludus.config.schema import Config
+from ludus.config.sections.algorithm import CriticConfig, DemonstrationsConfig, PrimeConfig
+from ludus.config.sections.cluster import ClusterConfig
+from ludus.config.sections.section import Section, changed
+from ludus.diagnostics.metrics import step_metrics
+from ludus.diagnostics.trackers import find_tracker
+from ludus.envs.base import World
+from ludus.envs.mixture import worlds_in
+from ludus.envs.registry import build_world, check_sandbox
+from ludus.errors import ConfigError
+from ludus.evaluation.env_audit import AuditProgress, CheckPlan, SilentProgress, refuse_cheats
+from ludus.evaluation.evaluate import check_evaluation
+from ludus.rewards.registry import has_extra_rewards
+from ludus.rollout.reward_executor import ProcessRewardExecutor
+from ludus.rollout.scheduler import episode_limits, sampling_params
+from ludus.training.collection.reward_mixing import check_reward_settings, reward_warnings
+from ludus.training.collection.rollout_collector import max_sessions, max_waits_of
+from ludus.training.credit.advantages import ROLE
+from ludus.training.datasets.token_limits import check_prompts
+from ludus.training.rl.async_trainer import check_sources
+from ludus.training.rl.sync_trainer import task_order
+from ludus.training.run.session import TrainingSession, open_session
+from ludus.training.value_models.factory import planned_warmup
+
+UNWATCHED = SilentProgress()
+OF_EVERY_MODE = ("min_ess", "ess_patience")
+"""Settings of `staleness` that apply in every training mode."""
+_ENGINE_WORKERS: Final = ("engines", "engine_cpus", "engine_gpus", "engine_resources")
+_REWARD_RESOURCES: Final = ("reward_cpus", "reward_gpus", "reward_resources")
+_REWARD_WORKERS: Final = ("scorings_per_worker", "scoring_timeout_s", *_REWARD_RESOURCES)
+_RAY: Final = ("address", *_ENGINE_WORKERS[1:], "worker_cpus", "worker_resources", *_REWARD_RESOURCES)
+_SERVERS: Final = ("api", "timeout_s", "connect_timeout_s", "weights_folder", "broadcast_host", "weight_delta")
+_SCORING: Final = ("reward_timeout_s", "reward_processes")
+_MORE_UPDATES = "Set training.minibatches = 4, or training.epochs = 2"
+
+
+def open_validated_session(config: Config, watch: AuditProgress = UNWATCHED) -> TrainingSession | None:
+    """Check a configuration and load its model, before anything is written.
+
+    `watch` receives the progress of the environment audit. Returns None if the model is still to be trained
+    from scratch. Settings and world are checked before the model is loaded.
+    """
+    algorithm_of(config)
+    world = build_world(config.env, config.rollout, config.sandbox)
+    check_reward_settings(config, world)
+    if config.model.from_scratch:
+        check(config, world, watch)
+        return None
+    session = open_session(config, world=world)
+    check(config, world, watch)
+    check_prompts(session)
+    return session
+
+
+def check(config: Config, world: World, watch: AuditProgress = UNWATCHED) -> None:
+    """Validate a configuration before anything is written.
+
+    Raises UserError as `check_settings`, and WorldError if the sandbox does not respond.
+    """
+    check_settings(config, world)
+    check_rollouts(config, world, watch)
+
+
+def check_settings(config: Config, world: World) -> None:
+    """Raise ConfigError and UserError for settings of the algorithm, rewards, trackers and splits."""
+    algorithm = algorithm_of(config)
+    check_roles(algorithm, world)
+    control_of(config, algorithm.kl_coef)
+    check_teacher(config, algorithm)
+    check_critic(config, algorithm)
+    check_experts(config, algorithm, world)
+    check_old_logprobs(config, algorithm)
+    check_replay(config, algorithm)
+    check_partial(config, world)
+    check_sources(config)
+    check_branch(config)
+    check_observations(algorithm, config.training.mask_observations)
+    check_trackers(config)
+    check_cache(config)
+    check_max_requests(config)
+    check_evaluation(config, world)
+    task_order(config, world)
+    check_reward_settings(config, world)
+
+
+def check_rollouts(config: Config, world: World, watch: AuditProgress = UNWATCHED) -> None:
+    """Raise WorldError if the world's sandbox does not respond; raise as `check_cheats`.
+
+    On a Ray cluster the workers check the sandbox, which may be unreachable from this machine.
+    """
+    if not config.cluster.on_ray:
+        check_sandbox(config.sandbox, world)
+    check_cheats(config, world, watch)
+
+
+def check_cheats(config: Config, world: World, watch: AuditProgress = UNWATCHED) -> None:
+    """Raise ConfigError if the world rewards cheating, WorldError if its rewards time out repeatedly.
+
+    Skipped if `env.check` is off.
+    """
+    if config.env.check:
+        for one, own in worlds_in(world, config):
+            limits, scoring = episode_limits(own.rollout), ProcessRewardExecutor.of(own)
+            refuse_cheats(one, CheckPlan(seed=own.run.seed, limits=limits, scoring=scoring, watch=watch))
+
+
+def check_trackers(config: Config) -> None:
+    """Raise ConfigError for an unknown tracker or metric."""
+    for name in config.run.trackers:
+        find_tracker(name)
+    step_metrics(config.run.metrics)
+
+
+def check_cache(config: Config) -> None:
+    """Raise ConfigError if engine.sleep is set and not supported."""
+    if not config.engine.sleep:
+        return
+    if config.engine.is_external:
+        raise ConfigError("engine.sleep needs the embedded engine.", "Unset it or engine.url.")
+    if config.training.off_policy:
+        raise ConfigError(
+            f"With training.mode = {config.training.mode!r} the engine samples while the learner trains.",
+            "Set engine.sleep = false, or training.mode = 'sync'.",
+        )
+
+
+def check_max_requests(config: Config) -> None:
+    """Raise ConfigError if engine.max_requests has no effect or is below the run's own concurrency.
+
+    In async mode, evaluations and weight checks run concurrently with streamed episodes.
+    """
+    most = config.engine.max_requests
+    needed = config.rollout.concurrency * (2 if config.training.streams else 1)
+    if not most:
+        return
+    if config.engine.is_external:
+        raise ConfigError(
+            "engine.max_requests needs the embedded engine.", "Set it on the server: ludus serve --max-requests."
+        )
+    if not config.cluster.enabled and most < needed:
+        raise ConfigError(
+            f"engine.max_requests ({most}) is below the {needed} concurrent requests of this run.",
+            "Unset it (an engine in this process has no other clients) or lower rollout.concurrency.",
+        )
+
+
+def check_teacher(config: Config, algorithm: Algorithm) -> None:
+    """Raise ConfigError if the loss lacks its teacher, or a configured teacher is unused."""
+    path, needed = config.teacher.path, algorithm.loss_spec.has(Need.TEACHER)
+    if needed and path is None:
+        raise ConfigError(
+            f"The loss {algorithm.loss} needs a teacher, but teacher.path is not set.",
+            "Set teacher.path to a model folder with the policy's tokenizer.",
+        )
+    if path is not None and not needed:
+        raise ConfigError(
+            f"teacher.path = {path} would have no effect: the loss {algorithm.loss} uses no teacher.",
+            "Unset it, or set algorithm.preset = 'distill'.",
+        )
+
+
+def check_critic(config: Config, algorithm: Algorithm) -> None:
+    """Raise ConfigError for unused critic settings, and for a critic head on sharded weights."""
+    read, reason = _critic_settings(algorithm)
+    given, plain = config.critic.model_dump(), CriticConfig().model_dump()
+    idle = [key for key, value in given.items() if value != plain[key] and key not in read]
+    if idle:
+        raise ConfigError(
+            f"critic.{idle[0]} = {given[idle[0]]} would have no effect: {reason}.",
+            "Unset it, or use an algorithm that reads it (ludus algorithms).",
+        )
+    if config.critic.model == "head" and config.training.learner.shard:
+        raise ConfigError(
+            "critic.model = head reads the policy's states, and training.learner.shard shards its weights.",
+            "Unset one of them.",
+        )
+
+
+def _critic_settings(algorithm: Algorithm) -> tuple[set[str], str]:
+    """Return the `critic` settings that an algorithm uses, and why it ignores the others."""
+    of_critics = {key for key, f in CriticConfig.model_fields.items() if f.annotation is not PrimeConfig}
+    name, spec = algorithm.advantage, algorithm.advantage_spec
+    if spec.has(Need.PROCESS_REWARD_MODEL):
+        reason = f"the advantage {name} has a process reward model (critic.prime) and no critic"
+        return set(CriticConfig.model_fields) - of_critics, reason
+    if spec.has(Need.OUTCOME_CRITIC):
+        reason = f"the critic of {name} predicts outcomes and has no values"
+        return of_critics - {"clip"}, reason
+    if spec.has(Need.CRITIC):
+        return of_critics, f"the advantage {name} has no process reward model"
+    return set(), f"the advantage {name} has no critic"
+
+
+def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
+    """Raise ConfigError if the loss needs experts and has none, or configured experts are unused."""
+    path, reads = config.experts.path, algorithm.loss_spec.has(Need.DEMONSTRATIONS)
+    if path is not None and not reads:
+        raise ConfigError(
+            f"experts.path = {path} would have no effect: the loss {algorithm.loss} uses no experts.",
+            "Unset it, or set algorithm.preset = 'mixed_policy'.",
+        )
+    if config.experts.per_group != DemonstrationsConfig().per_group and not reads:
+        raise ConfigError(
+            f"experts.per_group = {config.experts.per_group} would have no effect: the loss {algorithm.loss} "
+            "uses no experts.",
+            "Unset it, or set algorithm.preset = 'mixed_policy'.",
+        )
+    if reads and path is None and not world.implements("expert"):
+        raise ConfigError(
+            f"The loss {algorithm.loss} needs experts, but the world {world.name!r} has none.",
+            "Set experts.path to a file of dialogues with task ids (docs/use/data.md).",
+        )
+
+
+def check_roles(algorithm: Algorithm, world: World) -> None:
+    """Raise ConfigError if the algorithm needs proposers and solvers and no task has roles."""
+    if not algorithm.advantage_spec.has(Need.PROPOSALS):
+        return
+    if not any(ROLE in task.tags for task in world.tasks("train")):
+        raise ConfigError(
+            f"The advantage {algorithm.advantage} compares proposers and solvers, but no task of the world "
+            f"{world.name!r} has the tag {ROLE!r}.",
+            "Give tasks the tags role (proposer or solver) and proposal, or use grpo.",
+        )
+
+
+def check_old_logprobs(config: Config, algorithm: Algorithm) -> None:
+    """Raise ConfigError if the engine's log-probabilities cannot replace the learner's."""
+    if config.training.learner.old_logprobs != "engine":
+        return
+    reason = ""
+    if algorithm.correction != "none":
+        reason = f"algorithm.correction = {algorithm.correction!r} compares the two"
+    elif algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO):
+        reason = f"algorithm.advantage = {algorithm.advantage!r} compares the two"
+    elif sampling_params(config.rollout, config.rollout.temperature).cuts or config.rollout.guided_tools:
+        reason = "sampling is truncated (rollout.top_p, top_k, min_p, guided_tools)"
+    elif not config.training.mask_observations:
+        reason = "observations train (training.mask_observations is off) and have no log-probabilities"
+    elif config.training.learner.replay_routing:
+        reason = "training.learner.replay_routing records experts in the pass that this skips"
+    if reason:
+        raise ConfigError(
+            f"training.learner.old_logprobs = 'engine' is not possible: {reason}.",
+            "Set training.learner.old_logprobs = 'recomputed'.",
+        )
+
+
+def check_replay(config: Config, algorithm: Algorithm) -> None:
+    """Raise ConfigError if tokens beyond the staleness bound would train without a correction."""
+    bound, replays = config.staleness.max_staleness, config.staleness.replay
+    corrects = algorithm.correction != "none" or algorithm.loss_spec.off_policy
+    mode = config.training.mode
+    why = f" (with training.mode = {mode!r}, none is the default)" if not config.training.off_policy else ""
+    if replays.share and replays.sources and not corrects:
+        raise ConfigError(
+            f"staleness.replay.sources are off-policy rollouts, and algorithm.correction is 'none'{why}.",
+            "Set algorithm.correction (tis).",
+        )
+    if replays.share and replays.max_age > bound and not corrects:
+        raise ConfigError(
+            f"staleness.replay.max_age ({replays.max_age}) replays tokens beyond staleness.max_staleness "
+            f"({bound}), and algorithm.correction is 'none'{why}.",
+            "Set algorithm.correction (tis), or a max_age within the bound.",
+        )
+
+
+def check_partial(config: Config, world: World) -> None:
+    """Raise ConfigError if rollout.partial is set but no episode could wait for the next step."""
+    if not config.rollout.partial.is_set or config.training.streams:
+        return
+    if max_waits_of(config) < 1:
+        raise ConfigError(
+            f"rollout.partial makes episodes wait for the next step, but staleness.max_staleness "
+            f"({config.staleness.max_staleness}) forbids this (training.mode = {config.training.mode!r}).",
+            f"Set staleness.max_staleness to {2 if config.training.one_step_behind else 1} or more.",
+        )
+    if config.cluster.enabled:
+        raise ConfigError(
+            "rollout.partial needs episodes that run in the learner's process.",
+            "With --cluster set training.mode = 'async', which streams episodes.",
+        )
+    if (room := max_sessions(world)) is not None and room < 2:
+        raise ConfigError(
+            "rollout.partial needs at least two sandbox sessions: one may belong to an episode that waits.",
+            "Raise sandbox.sessions or unset rollout.partial.",
+        )
+
+
+def check_branch(config: Config) -> None:
+    """Raise ConfigError if training episodes cannot branch."""
+    rollout = config.rollout
+    if not rollout.branch.branches:
+        return
+    if rollout.partial.is_set:
+        raise ConfigError(
+            "rollout.branch cannot be combined with rollout.partial: waiting episodes do not support forks.",
+            "Unset one of them.",
+        )
+    if rollout.temperature == 0:
+        raise ConfigError(
+            "rollout.branch needs sampling: at rollout.temperature = 0 all branches are identical.",
+            "Set rollout.temperature above 0 or unset rollout.branch.",
+        )
+    if late := [turn for turn in rollout.branch.turns if turn >= rollout.max_turns]:
+        raise ConfigError(
+            f"rollout.branch.turns has turn {late[0]}, but episodes have turns 0 to "
+            f"{rollout.max_turns - 1} (rollout.max_turns).",
+            "Choose an earlier turn.",
+        )
+    if config.training.learner.replay_routing:
+        raise ConfigError(
+            "rollout.branch cannot be combined with training.learner.replay_routing: the routing of a tree "
+            "is not recorded.",
+            "Unset one of them.",
+        )
+
+
+def config_warnings(config: Config) -> list[str]:
+    """Return warnings for settings that are valid but change what training does."""
+    found = []
+    if not config.training.mask_observations:
+        found.append("training.mask_observations is off: observations are in the loss. Use this for comparison only.")
+    pretrains = resolve(config.algorithm).advantage_spec.has(Need.PRETRAINED_CRITIC)
+    if pretrains and config.critic.warmup_steps == 0:
+        found.append("VAPO pre-trains its critic on a fixed policy, but critic.warmup_steps is 0.")
+    if (alone := planned_warmup(config)) >= config.training.steps:
+        found.append(f"The policy is never trained: the first {alone} steps (critic.warmup_steps) are the critic's.")
+    if config.training.streams and config.rollout.reproducible:
+        found.append(
+            "Asynchronous runs (training.mode = async) are not reproducible: rollout.reproducible "
+            "does not fix the order of episodes."
+        )
+    if config.training.streams and config.engine.is_external and config.staleness.kv_cache_on_update == "keep":
+        found.append(
+            "Servers manage their own KV cache on weight updates: "
+            "staleness.kv_cache_on_update has no effect with an engine.url."
+        )
+    params = sampling_params(config.rollout, config.rollout.temperature)
+    if params.cuts or config.rollout.guided_tools:
+        found.append(
+            "Actions are sampled from a truncated distribution (rollout.top_p, top_k, min_p, guided_tools), "
+            "but ratios use the full one: sampling probabilities are underestimated, and no "
+            "correction accounts for it."
+        )
+    return found + staleness_warnings(config) + reward_warnings(config) + unused_settings(config)
+
+
+def staleness_warnings(config: Config) -> list[str]:
+    """Return a warning for each `staleness` setting that the training mode does not use."""
+    if config.training.streams:
+        return []
+    mode = config.training.mode
+    read = OF_EVERY_MODE + (("max_staleness",) if config.rollout.partial.is_set else ())
+    return [
+        f"staleness.{key} = {value} has no effect: training.mode is {mode}, and it needs async."
+        for key, value in changed(config.staleness).items()
+        if key not in read
+    ]
+
+
+def unused_settings(config: Config) -> list[str]:
+    """Return a warning for each cluster, engine or staleness setting that has no effect."""
+    return [
+        *_warn_unused("cluster", config.cluster, _explain_cluster(config)),
+        *_warn_unused("engine", config.engine, _explain_engine(config)),
+        *_warn_unused("rollout", config.rollout, _explain_scoring(config)),
+        *(_warn_streams(config) if config.training.streams else ()),
+        *(_warn_partial(config) if config.training.streams else ()),
+    ]
+
+
+def _warn_unused(section: str, given: Section, reasons: Mapping[str, str]) -> list[str]:
+    return [
+        f"{section}.{name} = {value} has no effect: {reasons[name]}."
+        for name, value in changed(given).items()
+        if name in reasons
+    ]
+
+
+def _explain_cluster(config: Config) -> dict[str, str]:
+    """Return why cluster settings have no effect, by name."""
+    own, reasons = config.cluster, dict[str, str]()
+    if own.kind == "none":
+        return dict.fromkeys(ClusterConfig.model_fields, "cluster.kind is none")
+    if own.kind == "local":
+        reasons |= dict.fromkeys(_RAY, "cluster.kind is local, and it needs ray")
+    if not own.reward_workers:
+        reasons |= dict.fromkeys(_REWARD_WORKERS, "cluster.reward_workers is 0")
+    if config.engine.is_external:
+        reasons |= dict.fromkeys(_ENGINE_WORKERS, "the engines are those at engine.url")
+    return reasons
+
+
+def _explain_engine(config: Config) -> dict[str, str]:
+    if config.engine.is_external:
+        return {"kv_cache_tokens": "it needs embedded engines, and engine.url is set"}
+    if not config.cluster.enabled:
+        return dict.fromkeys(_SERVERS, "this process samples, with neither engine.url nor a cluster")
+    return {}
+
+
+def _explain_scoring(config: Config) -> dict[str, str]:
+    """Return why scoring settings have no effect with reward workers.
+
+    Experts and the extra reward parts are still scored in processes.
+    """
+    own, experts = config.cluster, resolve(config.algorithm).loss_spec.has(Need.DEMONSTRATIONS)
+    if own.kind == "none" or not own.reward_workers or experts or has_extra_rewards(config.rewards):
+        return {}
+    why = "the episodes of training are scored by cluster.reward_workers, within cluster.scoring_timeout_s"
+    return dict.fromkeys(_SCORING, why)
+
+
+def _warn_partial(config: Config) -> list[str]:
+    own = config.rollout.partial
+    why = "training.mode is async, which streams episodes"
+    return _warn_unused("rollout.partial", own, dict.fromkeys(type(own).model_fields, why))
+
+
+def _warn_streams(config: Config) -> list[str]:
+    own, most = config.staleness, config.rollout.concurrency
+    if not own.replay.share:
+        reasons = dict.fromkeys(type(own.replay).model_fields, "staleness.replay.share is 0")
+    else:
+        reasons = {}
+    found = _warn_unused("staleness.replay", own.replay, reasons)
+    if own.in_flight_weight_updates:
+        found += _warn_unused("staleness", own, {"moves": "new weights take effect in the middle of episodes"})
+    elif not config.engine.is_external or config.cluster.enabled:
+        found += _warn_unused("staleness", own, {"moves": "no servers at engine.url sample for this process"})
+    if own.oversample >= most:
+        found.append(
+            f"staleness.oversample = {own.oversample} has no effect beyond {most - 1}: no more members "
+            f"start before the trained ones have ended (rollout.concurrency = {most})."
+        )
+    return found
+
+
+def inactive_parts(config: Config, world: World) -> list[str]:
+    """Return a warning per inactive part of the algorithm: which, why, and what to set."""
+    algorithm = algorithm_of(config)
+    return [
+        *_warn_ratios(config, algorithm),
+        *_warn_corrections(config, algorithm),
+        *_warn_turn_rewards(config, algorithm, world),
+        *_warn_branches(config, algorithm),
+        *_warn_overlong(config, algorithm),
+    ]
+
+
+def updates_of(config: Config) -> int:
+    """Return the number of optimizer steps per batch."""
+    return config.training.epochs * minibatches_of(config)
+
+
+def _warn_ratios(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    part = algorithm.loss_spec.ratio_part
+    if not part or updates_of(config) > 1:
+        return
+    to_engine = algorithm.loss_spec.has(Need.BEHAVIOR_RATIO) or config.training.learner.old_logprobs == "engine"
+    if to_engine and config.training.off_policy:
+        return
+    yield (
+        f"{part} of the loss {algorithm.loss} has no effect: with one update per batch all ratios are 1. "
+        f"{_MORE_UPDATES}."
+    )
+
+
+def _warn_corrections(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    """Yield warnings for synchronous runs with an embedded engine, where ratios are 1 up to rounding."""
+    if config.training.off_policy or config.engine.is_external:
+        return
+    remedy = "Set training.mode = 'async' or 'one_step' for rollouts of older weights."
+    why = "with training.mode = 'sync' and the embedded engine, engine and learner hold the same weights"
+    if algorithm.correction != "none":
+        yield f"The correction {algorithm.correction} has no effect: {why}. {remedy}"
+    if algorithm.opsm_delta is not None and updates_of(config) == 1:
+        yield f"The mask of algorithm.opsm_delta has no effect: {why}, with one update per batch. {remedy}"
+    if algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO):
+        yield f"The weights of the advantage {algorithm.advantage} are 1: {why}. {remedy}"
+
+
+def _warn_turn_rewards(config: Config, algorithm: Algorithm, world: World) -> Iterator[str]:
+    emits = world.emits_turn_rewards
+    given = config.rewards.rewards_turns or config.rewards.model is not None
+    if algorithm.advantage_spec.has(Need.TURN_REWARDS) and not emits and not given:
+        verifier = "rewards.turn_verifier_weight, " if world.turn_verifier is not None else ""
+        yield (
+            f"The turn term of the advantage {algorithm.advantage} has no effect: the world {world.name} "
+            f"declares no rewards of turns. Set {verifier}rewards.turns, or algorithm.preset = 'grpo'."
+        )
+    if algorithm.advantage_spec.has(Need.STATE_KEYS):
+        environment = world.environment(world.tasks("train")[0])
+        if not environment.implements("state_key"):
+            yield (
+                f"The comparison of equal states of the advantage {algorithm.advantage} has no effect: the "
+                f"world {world.name} has no state keys (`Environment.state_key`). Set algorithm.preset = 'grpo'."
+            )
+
+
+def _warn_branches(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    if algorithm.advantage_spec.has(Need.BRANCHES) and not config.rollout.branch.branches:
+        yield (
+            f"The comparison of branches of the advantage {algorithm.advantage} has no effect: no episode "
+            "branches. Set rollout.branch.branches and rollout.branch.turns, or algorithm.preset = 'grpo'."
+        )
+
+
+def _warn_overlong(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    if not algorithm.overlong_buffer:
+        return
+    if algorithm.overlong_mask:
+        yield (
+            "The soft overlong punishment has no effect on truncated episodes: algorithm.overlong_mask "
+            "keeps them from training. Set algorithm.overlong_mask = false, or algorithm.overlong_buffer = 0."
+        )
+    longest, limit = algorithm.overlong_length or 0, config.rollout.max_seq_len
+    begins = longest - max(1, round(algorithm.overlong_buffer * longest))
+    if begins >= limit:
+        yield (
+            f"The soft overlong punishment begins at {begins} tokens (algorithm.overlong_length, "
+            f"overlong_buffer), and episodes are cut at {limit}. Set a smaller algorithm.overlong_length."
+        )

@@ -1,0 +1,155 @@
+"""Draw distinct problems by level and topic, and assign them to splits."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+
+from ludus.errors import ConfigError
+from ludus.rewards.math.math_verify import Expression
+from ludus.worlds.math.composed import HELD_OUT, Pairs, link, tell
+from ludus.worlds.math.drafts import Draft, tables
+from ludus.worlds.math.problems import MathProblem
+from ludus.worlds.math.topics import algebra, arithmetic, counting, geometry, numbers
+
+SPLITS = ("train", "validation", "test", "composition")
+LEVELS = (1, 2, 3, 4, 5)
+DEFAULT_TOPICS = ("arithmetic", "ratios", "algebra", "numbers", "counting", "geometry", "stories", "links")
+"""`stories` are word problems of several steps, `links` combine numbers of several topics."""
+TOPICS = (*DEFAULT_TOPICS[:-2], "expressions", *DEFAULT_TOPICS[-2:])
+_UNITS: Mapping[str, Sequence[str]] = {"": (), "cm^2": ("cm^2", "cm²"), "cm^3": ("cm^3", "cm³"), "°": ("°", "degrees")}
+"""Notations of a unit; a unit that is not here has one."""
+_MOST_DRAWS = 100
+"""Consecutive failed draws after which a topic counts as exhausted."""
+_MAKERS: Mapping[str, Callable[[Draft], str]] = {
+    make.__name__: make for module in (algebra, arithmetic, counting, geometry, numbers) for make in module.MAKERS
+}
+
+
+def make_text(topic: str, kind: str, draft: Draft) -> str:
+    """Draw a problem of a kind and return its question, or the number in words if the kind is a part."""
+    return _MAKERS[kind](draft) if kind in _MAKERS else draft.fill(tables().kinds[topic][kind])
+
+
+@cache
+def _parts() -> Mapping[str, Sequence[tuple[int, Callable[[Draft], str]]]]:
+    """Return the kinds that links are composed of, with their levels, by topic."""
+    return {
+        topic: [
+            (min(kind["levels"]), partial(make_text, topic, name))
+            for name, kind in kinds.items()
+            if kind.get("part") and min(kind["levels"]) < 4
+        ]
+        for topic, kinds in tables().kinds.items()
+        if topic not in ("algebra", "expressions")
+    }
+
+
+@dataclass(frozen=True)
+class ProblemMaker:
+    """Draws problems of one level and split. The split of a problem depends only on its steps."""
+
+    level: int
+    split: str
+    topics: tuple[str, ...]
+
+    def open_topics(self) -> tuple[str, ...]:
+        """Return the topics that have problems of this level and split."""
+        return tuple(topic for topic in self.topics if self._has(topic))
+
+    def draw(self, rng: random.Random, topic: str) -> MathProblem | None:
+        """Return a problem of the topic, or None if the drawn one belongs to another split."""
+        draft, kind, pairs = Draft(rng, self.level), topic, Pairs()
+        if topic == "stories":
+            question, pairs = tell(draft)
+        elif topic == "links":
+            question, pairs = link(draft, _parts())
+        else:
+            kind = rng.choice(self._kinds(topic))
+            question = make_text(topic, kind, draft)
+            if tables().kinds[topic][kind].get("part"):
+                question = rng.choice(("What is {}?", "Work out {}.", "Find {}.")).format(question)
+        steps = tuple(draft.steps)
+        held_out = bool(pairs & HELD_OUT) if kind == topic else self.split == "composition"
+        if ("composition" if held_out else split_of_steps(steps)) != self.split:
+            return None
+        answer = Expression(draft.answer) if draft.answer else draft.value(draft.last)
+        units = dict.fromkeys(_UNITS.get(draft.unit, (draft.unit,)), 1.0)
+        return MathProblem(kind, topic, self.level, question, steps, answer, units, pairs)
+
+    def _has(self, topic: str) -> bool:
+        if topic == "stories":
+            return self.split != "composition" or self.level > 1
+        if topic == "links":
+            return self.level > 2
+        return bool(self._kinds(topic))
+
+    def _kinds(self, topic: str) -> list[str]:
+        fitting = [name for name, kind in tables().kinds[topic].items() if self.level in kind["levels"]]
+        held_out = self.split == "composition"
+        return [name for name in fitting if tables().kinds[topic][name].get("held_out", False) == held_out]
+
+
+def split_of_steps(steps: Sequence[str]) -> str:
+    """Return the split of a problem that is not held out, by a hash of its steps, 7 : 1 : 2."""
+    digest = hashlib.sha256("\n".join(steps).encode()).digest()[0] / 256
+    return "train" if digest < 0.7 else "validation" if digest < 0.8 else "test"
+
+
+def make_problems(
+    split: str, num: int, levels: Sequence[int], topics: Sequence[str], seed: int
+) -> tuple[MathProblem, ...]:
+    """Return problems with distinct steps, levels and topics in turn; fewer if a held-out split has fewer.
+
+    Raises ConfigError if there are too few for training.
+    """
+    streams = []
+    seen: set[tuple[str, ...]] = set()
+    for level in levels:
+        maker = ProblemMaker(level, split, tuple(topics))
+        if maker.open_topics():
+            streams.append(_stream(maker, random.Random(f"{seed}/{split}/{level}"), seen))
+    problems: list[MathProblem] = []
+    while streams and len(problems) < num:
+        given = [(stream, next(stream, None)) for stream in streams]
+        streams = [stream for stream, problem in given if problem is not None]
+        problems += [problem for _, problem in given if problem is not None]
+    if len(problems) < num and split == "train":
+        raise ConfigError(
+            f"The levels and topics have {len(problems)} different problems for training, not {num}.",
+            "Lower env.settings.num_tasks, or add levels or topics.",
+        )
+    return tuple(problems[:num])
+
+
+def _stream(maker: ProblemMaker, rng: random.Random, seen: set[tuple[str, ...]]) -> Iterator[MathProblem]:
+    """Yield problems with steps that are not in `seen`, topics in turn, until all topics are exhausted."""
+    topics = list(maker.open_topics())
+    while topics:
+        for topic in tuple(topics):
+            for _ in range(_MOST_DRAWS):
+                problem = maker.draw(rng, topic)
+                if problem is not None and problem.steps not in seen:
+                    seen.add(problem.steps)
+                    yield problem
+                    break
+            else:
+                topics.remove(topic)
+
+
+def draw_forever(rng: random.Random, levels: Sequence[int], topics: Sequence[str]) -> Iterator[MathProblem]:
+    """Yield training problems without end, levels in turn.
+
+    Raises ConfigError if the topics have no problems of the levels.
+    """
+    makers = [maker for level in levels if (maker := ProblemMaker(level, "train", tuple(topics))).open_topics()]
+    if not makers:
+        raise ConfigError("The topics have no problems of these levels.", "Add topics or levels.")
+    for maker in itertools.cycle(makers):
+        problem = maker.draw(rng, rng.choice(maker.open_topics()))
+        if problem is not None:
+            yield problem

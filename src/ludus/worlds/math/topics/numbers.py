@@ -1,0 +1,80 @@
+"""Number theory: divisors, remainders and digits."""
+
+from __future__ import annotations
+
+import math
+
+from ludus.worlds.math.drafts import Draft, listed
+
+_PRIMES = (2, 3, 5, 7, 11, 13)
+
+
+def common_divisor(d: Draft) -> str:
+    """The greatest common divisor of two numbers, from level 3 on of three."""
+    shared = d.randint(2, 12 * d.level)
+    values = [shared * d.randint(2, 20) for _ in range(2 if d.level < 3 else 3)]
+    d.do(f"gcd({', '.join(map(str, values))})")
+    return f"the greatest common divisor of {listed(values)}"
+
+
+def common_multiple(d: Draft) -> str:
+    """The least common multiple of two numbers, from level 3 on of three."""
+    values = [d.randint(3, 12 * d.level) for _ in range(2 if d.level < 3 else 3)]
+    d.do(f"lcm({', '.join(map(str, values))})")
+    return f"the least common multiple of {listed(values)}"
+
+
+def digit_sum(d: Draft) -> str:
+    """The sum of the digits."""
+    digits = [d.randint(1, 9), *(d.randint(0, 9) for _ in range(d.level + 1))]
+    d.do(" + ".join(map(str, digits)))
+    return f"the sum of the digits of {''.join(map(str, digits))}"
+
+
+def num_multiples(d: Draft) -> str:
+    """How many numbers up to a bound are multiples of one number, of either of two, or of only one."""
+    bound, a, b = d.randint(40, 300 * d.level), *d.rng.sample(range(2, 16), 2)
+    question = f"How many of the whole numbers from 1 to {bound} are multiples of"
+    first = d.do(f"{bound} // {a}")
+    if d.level < 4:
+        return f"{question} {a}?"
+    second, both = d.do(f"{bound} // {b}"), d.do(f"{bound} // lcm({a}, {b})")
+    exactly = d.coin()
+    d.do(f"{first} + {second} - {'2 * ' if exactly else ''}{both}")
+    return f"{question} {'exactly' if exactly else 'at least'} one of {a} and {b}?"
+
+
+def num_divisors(d: Draft) -> str:
+    """How many divisors a number has, or (level 5) their sum, from its prime factors."""
+    primes = sorted(d.rng.sample(_PRIMES[: d.level + 1], 3 if d.level > 3 else 2))
+    powers = {p: d.randint(1, 2 + (p < 5)) for p in primes}
+    d.do(" * ".join(f"{p} ** {e}" for p, e in powers.items()))
+    if d.level == 5:
+        d.do(" * ".join(f"(({p} ** {e + 1} - 1) / ({p} - 1))" for p, e in powers.items()))
+    else:
+        d.do(" * ".join(f"({e} + 1)" for e in powers.values()))
+    value = math.prod(p**e for p, e in powers.items())
+    return f"the {'sum of all' if d.level == 5 else 'number of'} positive divisors of {value}"
+
+
+def in_base(d: Draft) -> str:
+    """The value of digits in another base."""
+    base = d.choice([b for b in range(2, 10) if b != 8] if d.level < 4 else range(3, 10))
+    digits = [d.randint(1, base - 1), *(d.rng.randrange(base) for _ in range(d.level))]
+    d.do(" + ".join(f"{digit} * {base} ** {d.level - i}" for i, digit in enumerate(digits)))
+    return f"the decimal value of {''.join(map(str, digits))} in base {base}"
+
+
+def two_remainders(d: Draft) -> str:
+    """The Chinese remainder theorem for a prime modulus: n = r + a ((s - r) a^(p-2) mod p)."""
+    a, p = d.randint(4, 8 * d.level), int(d.word("moduli"))
+    if a % p == 0:
+        return two_remainders(d)
+    r, s = d.rng.randrange(a), d.rng.randrange(p)
+    inverse = d.do(f"{a} ** {p - 2} % {p}")
+    times = d.do(f"({s} - {r}) * {inverse} % {p}")
+    d.do(f"{r} + {a} * {times}")
+    return f"What is the smallest whole number that leaves {r} when divided by {a} and {s} when divided by {p}?"
+
+
+MAKERS = (common_divisor, common_multiple, digit_sum, num_multiples, num_divisors, in_base, two_remainders)
