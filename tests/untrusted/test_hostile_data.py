@@ -23,7 +23,7 @@ from ludus.sandbox.base import Outcome, Snapshot
 from ludus.sandbox.guest.wire import unpack_frame
 from ludus.sandbox.remote import client as sandbox_client
 from ludus.sandbox.remote.client import RemoteSandbox, RemoteSettings
-from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox, ServiceSettings
+from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox
 from ludus.tools.mcp.client import ServedTool
 from ludus.types import Action, ToolCall, ToolStatus
 from ludus.untrusted import replies, worker
@@ -325,8 +325,8 @@ CLIENTS = {
     "before there is a loop": lambda url: asyncio.to_thread(ask_once, url, "/x", Health),
     "an endpoint": ask_endpoint,
     "sandbox serve": lambda url: RemoteSandbox(RemoteSettings(url, "t")).run("print()"),
-    "SandboxFusion": lambda url: FusionSandbox(ServiceSettings(url)).run("print()"),
-    "Piston": lambda url: PistonSandbox(ServiceSettings(url)).run("print()"),
+    "SandboxFusion": lambda url: FusionSandbox(RemoteSettings(url)).run("print()"),
+    "Piston": lambda url: PistonSandbox(RemoteSettings(url)).run("print()"),
 }
 
 

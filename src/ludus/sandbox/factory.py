@@ -35,21 +35,24 @@ class SandboxSettings:
 
 def open_sandbox(settings: SandboxSettings | None = None) -> Sandbox:
     """Create the backend of the settings. Raises UserError if it cannot run on this machine."""
-    own = settings or SandboxSettings()
-    match own.backend:
+    chosen = settings or SandboxSettings()
+    match chosen.backend:
         case "namespaces":
-            return NamespacesSandbox(NamespaceSettings(own.concurrency, own.sessions, own.python, own.binds, own.paths))
+            return NamespacesSandbox(
+                NamespaceSettings(chosen.concurrency, chosen.sessions, chosen.python, chosen.binds, chosen.paths)
+            )
         case "docker" | "podman":
-            return ContainerSandbox(ContainerSettings(own.backend, own.image, own.runtime, own.sessions))
+            return ContainerSandbox(ContainerSettings(chosen.backend, chosen.image, chosen.runtime, chosen.sessions))
         case "remote":
             from ludus.sandbox.remote.client import RemoteSandbox, RemoteSettings
 
-            return RemoteSandbox(RemoteSettings(own.url, own.token))
+            return RemoteSandbox(RemoteSettings(chosen.url, chosen.token))
         case "sandbox_fusion" | "piston":
-            from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox, ServiceSettings
+            from ludus.sandbox.remote.client import RemoteSettings
+            from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox
 
-            service = FusionSandbox if own.backend == "sandbox_fusion" else PistonSandbox
-            return service(ServiceSettings(own.url, own.token))
+            service = FusionSandbox if chosen.backend == "sandbox_fusion" else PistonSandbox
+            return service(RemoteSettings(chosen.url, chosen.token))
         case "process":
-            return ProcessSandbox(unsafe=own.unsafe)
-    raise UserError(f"Unknown sandbox backend {own.backend!r}.", f"Backends: {', '.join(BACKENDS)}.")
+            return ProcessSandbox(unsafe=chosen.unsafe)
+    raise UserError(f"Unknown sandbox backend {chosen.backend!r}.", f"Backends: {', '.join(BACKENDS)}.")

@@ -27,13 +27,13 @@ try:
 except OSError:
     print('?')
 """
-_LEAVE_FILES = "for place in ('/tmp', '.'): open(f'{place}/NAME', 'w').write('left')"
+_LEAVE_FILES = "for folder in ('/tmp', '.'): open(f'{folder}/NAME', 'w').write('left')"
 _FIND_FILES = """
 import os
-for place in ('/tmp', '.'):
-    if os.path.exists(f'{place}/NAME'):
-        print(place)
-        os.remove(f'{place}/NAME')
+for folder in ('/tmp', '.'):
+    if os.path.exists(f'{folder}/NAME'):
+        print(folder)
+        os.remove(f'{folder}/NAME')
 """
 
 
@@ -159,7 +159,7 @@ async def _network(sandbox: Sandbox) -> tuple[str, bool]:
 async def _separation(sandbox: Sandbox) -> tuple[str, bool]:
     name = f"ludus-{secrets.token_hex(8)}"
     await sandbox.run(_LEAVE_FILES.replace("NAME", name))
-    places = (await sandbox.run(_FIND_FILES.replace("NAME", name))).text.split()
-    if not places:
+    folders = (await sandbox.run(_FIND_FILES.replace("NAME", name))).text.split()
+    if not folders:
         return "files in /tmp and the folder are not visible to the next run", False
-    return f"the next run sees files left in {' and '.join(places)}", False
+    return f"the next run sees files left in {' and '.join(folders)}", False

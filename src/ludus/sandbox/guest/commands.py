@@ -14,6 +14,12 @@ from ludus.sandbox.guest.supervisor import Supervisor
 from ludus.sandbox.guest.syscalls import ResourceLimits, Suppress, signal
 from ludus.sandbox.guest.wire import Connection, Disconnected, string_list
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `collections.abc` is slow to import
+    from collections.abc import Callable
+
+    Response = tuple[dict[str, object], list[bytes]]
+
 _IDLE_S = 0.1
 
 
@@ -31,11 +37,13 @@ def serve_request(connection: Connection, seccomp: bytes, in_container: bool = F
         else:
             resize_box(limits)
         supervisor = Supervisor(connection, seccomp, limits)
-        files = dict(zip(string_list(header["names"]), blobs[2:] if header["op"] == "run" else blobs, strict=True))
+        names = string_list(header["names"])
         if header["op"] == "run":
-            _run(supervisor, string_list(header["argv"]), blobs[0], blobs[1], files)
+            stdin, source, *contents = blobs
+            files = dict(zip(names, contents, strict=True))
+            connection.send(*_run(supervisor, string_list(header["argv"]), stdin, source, files))
         else:
-            write_files(files, set())
+            write_files(dict(zip(names, blobs, strict=True)), set())
             connection.send({}, [])
             _Session(supervisor, header["kind"]).serve()
     except Disconnected:
@@ -44,45 +52,40 @@ def serve_request(connection: Connection, seccomp: bytes, in_container: bool = F
         connection.send({"error": f"{type(error).__name__}: {error}"}, [])
 
 
-def _run(supervisor: Supervisor, argv: list[str], stdin: bytes, source: bytes, files: dict[str, bytes]) -> None:
-    """Run a program; the response carries stdout, stderr and files. Raises Disconnected.
-
-    Errors after the program's start are blamed on the program.
-    """
+def _run(supervisor: Supervisor, argv: list[str], stdin: bytes, source: bytes, files: dict[str, bytes]) -> Response:
+    """Run a program; the response carries stdout, stderr and files. Raises Disconnected."""
     begin = time.monotonic()
     write_files(files, set())
     if argv:
         supervisor.start(lambda: run_command(argv), stdin)
     else:
         supervisor.start(lambda: run_python(source.decode("utf-8", "surrogatepass")), stdin)
-    with _BlameProgram(supervisor.connection):
-        try:
-            event = supervisor.watch(0.0)
-        finally:
-            supervisor.kill_all()
-        stdout, stderr = supervisor.streams.drain()
-        header = _outcome(supervisor, event, begin, reaped_cpu_s())
-        if not argv and header["exit"] == 1 and b"MemoryError" in stderr[-200:]:
-            header["memory_exceeded"] = True
-        made = CollectedFiles(supervisor.limits, files)
-        header["truncated"] = supervisor.streams.omitted_bytes > 0 or made.cut or made.skipped > 0
-        supervisor.connection.send({**header, "names": list(made.files)}, [stdout, stderr, *made.files.values()])
+    return _blame_program(lambda: _finish_run(supervisor, begin, files, is_python=not argv))
 
 
-class _BlameProgram:
-    """Reports errors while a program runs as caused by the program; Disconnected passes through."""
+def _finish_run(supervisor: Supervisor, begin: float, files: dict[str, bytes], is_python: bool) -> Response:
+    """Wait for the end of the program, kill all processes and collect the files that differ from `files`."""
+    try:
+        event = supervisor.watch(0.0)
+    finally:
+        supervisor.kill_all()
+    stdout, stderr = supervisor.streams.drain()
+    header = _outcome(supervisor, event, begin, reaped_cpu_s())
+    if is_python and header["exit"] == 1 and b"MemoryError" in stderr[-200:]:
+        header["memory_exceeded"] = True
+    changed = CollectedFiles(supervisor.limits, files)
+    header["truncated"] = supervisor.streams.omitted_bytes > 0 or changed.cut or changed.skipped > 0
+    return {**header, "names": list(changed.files)}, [stdout, stderr, *changed.files.values()]
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
 
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, Disconnected):
-            return False
-        self._connection.send({"broken": f"{type(error).__name__}: {error}"}, [])
-        return True
+def _blame_program(respond: Callable[[], Response]) -> Response:
+    """Call `respond`; an error is caused by the running program and becomes the response. Raises Disconnected."""
+    try:
+        return respond()
+    except Disconnected:
+        raise
+    except Exception as error:  # boundary: a program can break its supervisor in any way
+        return {"broken": f"{type(error).__name__}: {error}"}, []
 
 
 def _outcome(supervisor: Supervisor, event: str, begin: float, cpu_s: float) -> dict[str, object]:
@@ -115,7 +118,7 @@ class _Session:
         """Serve the host until it disconnects. Raises Disconnected."""
         connection = self.supervisor.connection
         poll = select.poll()
-        poll.register(connection.sock.fileno(), select.POLLIN)
+        poll.register(connection.source, select.POLLIN)
         self._start()
         while True:
             if not poll.poll(_IDLE_S * 1000):
@@ -123,18 +126,24 @@ class _Session:
                 continue
             header, blobs = connection.receive()
             try:
-                if header["op"] == "call":
-                    with _BlameProgram(connection):
-                        self._call(blobs[0])
-                else:
-                    connection.send(*self._answer(header, blobs))
+                response = self._respond(header, blobs)
             except OSError as error:
-                connection.send({"error": str(error)}, [])
+                response = {"error": str(error)}, []
+            connection.send(*response)
 
-    def _answer(self, header: dict[str, object], blobs: list[bytes]) -> tuple[dict[str, object], list[bytes]]:
-        """Return the response to a request other than a call."""
+    def _respond(self, header: dict[str, object], blobs: list[bytes]) -> Response:
+        """Return the response to a request. Raises OSError."""
         limits = self.supervisor.limits
         names = string_list(header.get("names", []))
+        if header["op"] == "call":
+            return _blame_program(lambda: self._call(blobs[0]))
+        if header["op"] == "snapshot":
+            found = CollectedFiles(limits, {})
+            header = {"names": list(found.files), "executable": sorted(found.executable)}
+            return {**header, "cut": found.cut, "skipped": found.skipped}, [*found.files.values()]
+        if header["op"] == "processes":
+            processes, cut = list_processes()
+            return {"processes": processes, "cut": cut}, []
         if header["op"] == "restore":
             clear_box(4 * limits.disk_files)
             write_files(dict(zip(names, blobs, strict=True)), set(string_list(header["executable"])))
@@ -143,15 +152,6 @@ class _Session:
             write_files(dict(zip(names, blobs, strict=True)), set())
             set_executable(flags if isinstance(flags, dict) else {})
             remove_files(string_list(header["remove"]))
-        elif header["op"] == "snapshot":
-            made = CollectedFiles(limits, {})
-            names, executable = list(made.files), sorted(made.executable)
-            return {"names": names, "executable": executable, "cut": made.cut, "skipped": made.skipped}, [
-                *made.files.values()
-            ]
-        elif header["op"] == "processes":
-            processes, cut = list_processes()
-            return {"processes": processes, "cut": cut}, []
         else:
             raise OSError(f"unknown operation {header['op']!r}")
         return {}, []
@@ -183,7 +183,7 @@ class _Session:
                 self._kill()
                 self.supervisor.close()
 
-    def _call(self, source: bytes) -> None:
+    def _call(self, source: bytes) -> Response:
         begin, supervisor = time.monotonic(), self.supervisor
         if self.calls_fd < 0:
             self._start()
@@ -191,18 +191,18 @@ class _Session:
         with Suppress(BlockingIOError):  # drop what the interpreter reported between calls
             while os.read(supervisor.done_fd, 4096):
                 pass
-        event, self.exceeded = self.exceeded or self._send(source), ""
+        text = struct.pack(">I", len(source)) + source if self.kind == "python" else source + b"\0"
+        event, self.exceeded = self.exceeded, ""
+        if not event:
+            supervisor.streams.feed(self.calls_fd, text, keep_open=True)
+            event = supervisor.watch(self.cpu_before_s)
         if event != "done":
             self._kill()
         stdout, stderr = supervisor.streams.drain()
-        cpu_before_s, self.cpu_before_s = self.cpu_before_s, supervisor.cpu_s()
+        cpu_before_s, self.cpu_before_s = self.cpu_before_s, supervisor.usage.sample(1 << 62)[1] + reaped_cpu_s()
         header = _outcome(supervisor, event, begin, self.cpu_before_s - cpu_before_s)
         if event == "done":
             header["exit"] = supervisor.call_status
         else:
             supervisor.close()
-        supervisor.connection.send({**header, "names": []}, [stdout, stderr])
-
-    def _send(self, source: bytes) -> str:
-        text = struct.pack(">I", len(source)) + source if self.kind == "python" else source + b"\0"
-        return self.supervisor.call(self.calls_fd, text, self.cpu_before_s)
+        return {**header, "names": []}, [stdout, stderr]

@@ -39,15 +39,15 @@ class CollectedFiles:
             os.close(root)
 
     def _collect(self, root: int, limits: ResourceLimits, known: dict[str, bytes]) -> None:
-        room = limits.files_out_bytes
+        remaining = limits.files_out_bytes
         for path, folder, name, status in self._walk(root):
             if path in known and status.st_size == len(known[path]) and _read(folder, name) == known[path]:
                 continue
-            if len(self.files) >= limits.files_out or status.st_size > room:
+            if len(self.files) >= limits.files_out or status.st_size > remaining:
                 self.cut = True
                 continue
-            self.files[path] = _read(folder, name)[:room]
-            room -= len(self.files[path])
+            self.files[path] = _read(folder, name)[:remaining]
+            remaining -= len(self.files[path])
             if status.st_mode & 0o100:
                 self.executable.add(path)
 

@@ -43,7 +43,7 @@ _PRELOAD_DELAY_S = 0.05
 def run_zygote(fd: int) -> None:
     """Serve the host until it closes the control socket `fd`."""
     control = _socket.socket(fileno=fd)
-    header, (seccomp,) = Connection(control).receive()
+    header, (seccomp,) = Connection(fd, fd).receive()
     uid, gid = int(str(header["uid"])), int(str(header["gid"]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     libc()
@@ -70,14 +70,15 @@ def _preload(names: list[str]) -> None:
 def _fork_supervisor(control: _socket.socket, seccomp: bytes, uid: int, gid: int) -> None:
     """Fork a supervisor into new namespaces and send its socket to the host."""
     ours, theirs = _socket.socketpair()
+    connection = Connection(ours.fileno(), ours.fileno())
     pid = libc().syscall(_CLONE[os.uname().machine], ctypes.c_ulong(_NAMESPACES | signal.SIGCHLD), 0, 0, 0, 0)
     if pid == 0:
         control.close()
         theirs.close()
-        _run_supervisor(Connection(ours), seccomp, uid, gid)
+        _run_supervisor(connection, seccomp, uid, gid)
         os._exit(0)
     if pid == -1:
-        Connection(ours).send({"error": f"clone: {os.strerror(ctypes.get_errno())}"}, [])
+        connection.send({"error": f"clone: {os.strerror(ctypes.get_errno())}"}, [])
     control.sendmsg([b"g"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("=i", theirs.fileno()))])
     theirs.close()
     ours.close()
@@ -102,9 +103,9 @@ def _set_up_namespaces(uid: int, gid: int) -> None:
     write_text("/proc/self/gid_map", f"{gid} {gid} 1")
     mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "hidepid=2")
     mount("tmpfs", "/store", "tmpfs", NOSUID | NODEV, "size=1m,nr_inodes=64,mode=700")
-    for name, place in (("box", "/box"), ("tmp", "/tmp"), ("shm", "/dev/shm")):
+    for name, target in (("box", "/box"), ("tmp", "/tmp"), ("shm", "/dev/shm")):
         os.mkdir(f"/store/{name}", 0o700)
-        mount(f"/store/{name}", place, None, BIND)
+        mount(f"/store/{name}", target, None, BIND)
     check_result(libc().umount2(b"/store", _MNT_DETACH), "umount /store")
     set_dumpable(0)
     check_result(libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
@@ -113,32 +114,14 @@ def _set_up_namespaces(uid: int, gid: int) -> None:
             break
 
 
-class _Pipes:
-    """Two descriptors used as a socket."""
-
-    def __init__(self, source: int, sink: int) -> None:
-        self._source, self._sink = source, sink
-
-    def fileno(self) -> int:
-        return self._source
-
-    def recv(self, count: int) -> bytes:
-        return os.read(self._source, count)
-
-    def sendall(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._sink, view) :]
-
-
 def run_container(fd: int) -> None:
     """Serve one run or one session; `fd` is stdin. The engine has set the size of the box."""
     source, sink = os.dup(fd), os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, fd)
     os.dup2(null, 1)
-    sys.path[:] = [place for place in sys.path if place]  # the box is the working folder
-    connection = Connection(_Pipes(source, sink))
+    sys.path[:] = [path for path in sys.path if path]  # the box is the working folder
+    connection = Connection(source, sink)
     ignore_sigint()
     try:
         set_dumpable(0)

@@ -30,21 +30,21 @@ class ResourceUsage:
         divided among their processes. Page tables, anonymous shared memory (resident or not) and, above
         `_UNCOUNTED_SOCKETS`, maximum socket buffers count too.
         """
-        memory, tables, ticks, places = 0, 0, 0, []
+        memory, tables, ticks, paths = 0, 0, 0, []
         for pid in _pids():
             with Suppress(OSError, ValueError):
                 times = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[11:15]
                 ticks += sum(map(int, times))
-                place, status = _memory_status(f"/proc/{pid}")
-                places.append(place)
+                path, status = _memory_status(f"/proc/{pid}")
+                paths.append(path)
                 memory += _status_bytes(status, "VmRSS")
                 tables += _status_bytes(status, "VmPTE")
         if self.samples % _SLOW_SAMPLE_EVERY == 0:
-            self._unmapped = _shared_memory(places) + _socket_memory()
+            self._unmapped = _shared_memory(paths) + _socket_memory()
         self.samples += 1
         memory += tables + self._unmapped
         if memory > memory_limit:
-            memory = sum(map(_proportional_memory, places)) + tables + self._unmapped
+            memory = sum(map(_proportional_memory, paths)) + tables + self._unmapped
         self.peak = max(self.peak, memory)
         return memory, ticks / self._ticks_per_s
 
@@ -66,25 +66,25 @@ def _text(path: str) -> str:
     return _bytes(path).decode("ascii", "replace")
 
 
-def _memory_status(place: str) -> tuple[str, str]:
+def _memory_status(path: str) -> tuple[str, str]:
     """Return the /proc path that reports a process's memory, and its status there.
 
     A thread's path is used if the main thread has ended, which then reports nothing.
     """
-    status = _text(f"{place}/status")
+    status = _text(f"{path}/status")
     if "\nVmRSS:" not in status:
-        for thread in os.listdir(f"{place}/task"):
+        for thread in os.listdir(f"{path}/task"):
             with Suppress(OSError):
-                thread_status = _text(f"{place}/task/{thread}/status")
+                thread_status = _text(f"{path}/task/{thread}/status")
                 if "\nVmRSS:" in thread_status:
-                    return f"{place}/task/{thread}", thread_status
-    return place, status
+                    return f"{path}/task/{thread}", thread_status
+    return path, status
 
 
 def _status_bytes(status: str, name: str) -> int:
     """Return a field of a status in bytes, or 0. The first line is a name that the process chooses."""
-    words = status.partition(f"\n{name}:")[2].split(None, 1)
-    return int(words[0]) * 1024 if words else 0
+    value = status.partition(f"\n{name}:")[2].split(None, 1)
+    return int(value[0]) * 1024 if value else 0
 
 
 def _socket_memory() -> int:
@@ -102,11 +102,11 @@ def _socket_memory() -> int:
     return 0
 
 
-def _shared_memory(places: list[str]) -> int:
+def _shared_memory(paths: list[str]) -> int:
     """Return the bytes of anonymous shared memory, whose pages outlive their page table entries."""
     sizes: dict[str, int] = {}
-    for place in places:
-        with Suppress(OSError, ValueError), open(f"{place}/maps") as lines:
+    for path in paths:
+        with Suppress(OSError, ValueError), open(f"{path}/maps") as lines:
             for line in lines:
                 if "/dev/zero" in line:
                     begin, _, end = line.partition(" ")[0].partition("-")
@@ -115,11 +115,11 @@ def _shared_memory(places: list[str]) -> int:
     return sum(sizes.values())
 
 
-def _proportional_memory(place: str) -> int:
+def _proportional_memory(path: str) -> int:
     """Return a process's memory with shared pages divided, excluding anonymous shared memory."""
     values = {"Pss:": 0, "Pss_Shmem:": 0}
     with Suppress(OSError, ValueError):
-        for line in _text(f"{place}/smaps_rollup").splitlines():
+        for line in _text(f"{path}/smaps_rollup").splitlines():
             name, _, rest = line.partition(" ")
             if name in values:
                 values[name] = int(rest.split()[0]) * 1024

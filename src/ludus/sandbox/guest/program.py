@@ -86,16 +86,16 @@ def _exit_code(stop: SystemExit) -> int:
 
 def _print_exception(error: BaseException, source: str = "") -> None:
     """Print a traceback that begins at the program's frames. Pass `source` if it is not registered."""
-    own = error.__traceback__.tb_next if error.__traceback__ else None
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
     try:
         import traceback
 
         if source:
             _register_source(source, "main.py")
         if sys.excepthook is sys.__excepthook__:
-            traceback.print_exception(type(error), error, own)
+            traceback.print_exception(type(error), error, frames)
         else:
-            sys.excepthook(type(error), error, own)
+            sys.excepthook(type(error), error, frames)
     except BaseException as second:  # boundary: printing an exception runs the program's code again
         sys.stderr.write(f"{type(error).__name__} (and printing it: {type(second).__name__})\n")
 

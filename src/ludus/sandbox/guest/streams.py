@@ -29,9 +29,9 @@ class BoundedOutput:
 
     def add(self, data: bytes) -> None:
         """Append bytes of the stream."""
-        room = self._max_bytes - len(self._head)
-        self._head += data[:room]
-        rest = data[room:]
+        remaining = self._max_bytes - len(self._head)
+        self._head += data[:remaining]
+        rest = data[remaining:]
         self._excess += len(rest)
         self._tail += rest[len(rest) - min(len(rest), self._tail_bytes) :]
         if len(self._tail) > 2 * self._tail_bytes:

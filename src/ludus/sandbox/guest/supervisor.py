@@ -46,7 +46,7 @@ class Supervisor:
         for fd in extra:
             os.close(fd)
         self.pidfd, self.wait_status = os.pidfd_open(self.child), None
-        for fd in (self.connection.sock.fileno(), self.pidfd):
+        for fd in (self.connection.source, self.pidfd):
             streams.poll.register(fd, select.POLLIN)
         streams.start(stdin)
 
@@ -68,7 +68,7 @@ class Supervisor:
 
     def _handle(self, ready: dict[int, int]) -> str:
         """Handle the ready descriptors; return "" while the program runs."""
-        if self.connection.sock.fileno() in ready:
+        if self.connection.source in ready:
             raise Disconnected
         self.streams.transfer(ready)
         if self.pidfd in ready:
@@ -83,15 +83,6 @@ class Supervisor:
             return False
         self.call_status = statuses[-1]
         return True
-
-    def call(self, fd: int, text: bytes, cpu_before_s: float) -> str:
-        """Write `text` to a running interpreter and `watch` it."""
-        self.streams.feed(fd, text, keep_open=True)
-        return self.watch(cpu_before_s)
-
-    def cpu_s(self) -> float:
-        """Return the CPU seconds so far, of running and ended processes."""
-        return self.usage.sample(1 << 62)[1] + reaped_cpu_s()
 
     def exceeded(self, cpu_before_s: float) -> str:
         """Reap orphans and return the exceeded limit ('time' or 'memory') or "". See `watch`."""

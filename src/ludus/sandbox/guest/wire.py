@@ -7,27 +7,9 @@ the host must not trust them.
 from __future__ import annotations
 
 import marshal
+import os
 import struct
 from _json import encode_basestring_ascii
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # `typing` is slow to import, and a zygote starts with this module
-    from typing import Protocol
-
-    class SocketLike(Protocol):
-        """The socket methods that a connection needs."""
-
-        def fileno(self) -> int:
-            """Return a descriptor that becomes readable on data or disconnect."""
-            ...
-
-        def recv(self, count: int, /) -> bytes:
-            """Receive some bytes; b"" at the end."""
-            ...
-
-        def sendall(self, data: bytes, /) -> None:
-            """Send all bytes. Raises OSError."""
-            ...
 
 
 def as_json(value: object) -> str:
@@ -90,10 +72,10 @@ class Disconnected(Exception):
 
 
 class Connection:
-    """The supervisor's end of the connection to the host."""
+    """The supervisor's end of the connection to the host: two descriptors, which may be the same socket."""
 
-    def __init__(self, sock: SocketLike) -> None:
-        self.sock = sock
+    def __init__(self, source: int, sink: int) -> None:
+        self.source, self._sink = source, sink
 
     def receive(self) -> tuple[dict[str, object], list[bytes]]:
         """Receive the next frame. Raises Disconnected."""
@@ -102,15 +84,17 @@ class Connection:
 
     def send(self, header: dict[str, object], blobs: list[bytes]) -> None:
         """Send a frame. Raises Disconnected."""
+        data = memoryview(pack_response(header, blobs))
         try:
-            self.sock.sendall(pack_response(header, blobs))
+            while data:
+                data = data[os.write(self._sink, data) :]
         except OSError as error:
             raise Disconnected from error
 
     def _receive_exactly(self, count: int) -> bytes:
         parts = []
         while count:
-            part = self.sock.recv(min(count, 1 << 20))
+            part = os.read(self.source, min(count, 1 << 20))
             if not part:
                 raise Disconnected
             parts.append(part)

@@ -42,7 +42,7 @@ class NamespaceSettings:
     (0: as many as fit in half of the memory).
 
     `python` is the interpreter inside (empty: this one, else the system's). `binds` are host folders that programs may
-    read, at the same path or, as `folder:place`, at another. `paths` are added to `sys.path`; `preload` are modules
+    read, at the same path or, as `folder:target`, at another. `paths` are added to `sys.path`; `preload` are modules
     imported in advance.
     """
 
@@ -145,7 +145,7 @@ def make_zygote_spec(settings: NamespaceSettings, python: str) -> ZygoteSpec:
     for name, value in (("PATH", "/usr/local/bin:/usr/bin:/bin"), ("HOME", "/box"), ("LANG", "C.UTF-8")):
         args += ["--setenv", name, value]
     args += ["--setenv", "PYTHONHASHSEED", "0", "--setenv", "PYTHONDONTWRITEBYTECODE", "1"]
-    args += [word for folder, place in binds for word in ("--ro-bind", folder, place)]
+    args += [arg for folder, target in binds for arg in ("--ro-bind", folder, target)]
     args += _system_mounts()
     args += ["--proc", "/proc", "--tmpfs", "/dev"]
     for device in ("null", "zero", "full", "random", "urandom"):
@@ -153,7 +153,7 @@ def make_zygote_spec(settings: NamespaceSettings, python: str) -> ZygoteSpec:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         args += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
     args += ["--symlink", "/proc/self/fd", "/dev/fd"]
-    args += [word for folder in ("/dev/shm", "/box", "/tmp", "/store") for word in ("--dir", folder)]
+    args += [arg for folder in ("/dev/shm", "/box", "/tmp", "/store") for arg in ("--dir", folder)]
     args += ["--remount-ro", "/dev", "--chdir", "/"]
     same = Path(python).name == f"python{sys.version_info.major}.{sys.version_info.minor}"
     return ZygoteSpec(tuple(args), python, same, settings.paths, settings.preload, seccomp)
@@ -179,15 +179,15 @@ def _bind_mounts(settings: NamespaceSettings, python: str) -> list[tuple[str, st
     if not Path(prefix).is_relative_to("/usr"):
         folders.append((prefix, prefix))
     for bind in settings.binds:
-        folder, _, place = bind.partition(":")
-        place = place or folder
-        if not Path(folder).is_absolute() or not Path(folder).is_dir() or not Path(place).is_absolute():
+        folder, _, target = bind.partition(":")
+        target = target or folder
+        if not Path(folder).is_absolute() or not Path(folder).is_dir() or not Path(target).is_absolute():
             raise UserError(f"{bind!r} is not a folder that a sandbox can mount.", "Use absolute paths of folders.")
-        if any(Path(place).is_relative_to(own) for own in ("/box", "/tmp", "/dev", "/proc", "/store")):
+        if any(Path(target).is_relative_to(private) for private in ("/box", "/tmp", "/dev", "/proc", "/store")):
             raise UserError(
                 f"{bind!r} would be hidden by a folder private to each run.", f"Mount it elsewhere: {folder}:/shown"
             )
-        folders.append((folder, place))
+        folders.append((folder, target))
     return folders
 
 
@@ -195,11 +195,11 @@ def _system_mounts() -> list[str]:
     """Return mounts of /bin and the like, as on the host, and of a few files of /etc that commands need."""
     args: list[str] = []
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
-        place = Path("/", name)
-        if place.is_symlink():
-            args += ["--symlink", str(place.readlink()), str(place)]
-        elif place.is_dir():
-            args += ["--ro-bind", str(place), str(place)]
+        target = Path("/", name)
+        if target.is_symlink():
+            args += ["--symlink", str(target.readlink()), str(target)]
+        elif target.is_dir():
+            args += ["--ro-bind", str(target), str(target)]
     for name in ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"):
         args += ["--ro-bind-try", name, name]
     return args

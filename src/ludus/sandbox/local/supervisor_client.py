@@ -13,9 +13,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Protocol, TypeVar
-
-from pydantic import TypeAdapter
+from typing import Any, Protocol, TypeVar
 
 from ludus.errors import UserError, WorldError
 from ludus.sandbox.base import (
@@ -39,8 +37,8 @@ _HEADER_BYTES = 1 << 20
 _ESCAPED_BYTES = 12
 """Maximum length of a JSON-escaped character."""
 
-_OUTCOME, _SNAPSHOT, _PROCESSES = TypeAdapter(Outcome), TypeAdapter(Snapshot), TypeAdapter(tuple[Process, ...])
-Response = tuple[dict[str, object], list[bytes]]
+Header = dict[str, Any]
+"""Header of a response, decoded from JSON and not validated."""
 
 
 class SupervisorLostError(WorldError):
@@ -61,7 +59,7 @@ class SupervisorSocket:
         except OSError as error:
             raise SupervisorLostError(f"The sandbox connection was lost: {error}.") from error
 
-    async def receive(self, max_body: int, max_header: int = _HEADER_BYTES) -> Response:
+    async def receive(self, max_body: int, max_header: int = _HEADER_BYTES) -> tuple[Header, list[bytes]]:
         """Receive a frame with at most `max_body` bytes of blobs and `max_header` of header. Raises WorldError."""
         header_size, body_size = frame_sizes(await self._receive_exactly(8))
         if header_size > max_header or body_size > max_body:
@@ -217,9 +215,8 @@ class SupervisedSession(SandboxSession):
                 "Increase the limits files_out and files_out_bytes.",
             )
         try:
-            return _SNAPSHOT.validate_python(
-                {**header, "files": dict(zip(string_list(header["names"]), blobs, strict=True))}
-            )
+            files = dict(zip(string_list(header["names"]), blobs, strict=True))
+            return Snapshot(files, frozenset(string_list(header["executable"])), int(str(header["skipped"])))
         except (ValueError, KeyError) as error:
             raise WorldError("The sandbox sent an invalid snapshot.") from error
 
@@ -228,8 +225,8 @@ class SupervisedSession(SandboxSession):
         if header.get("cut"):
             raise WorldError("The arguments and variables of the session's processes exceed 128 KiB.")
         try:
-            return _PROCESSES.validate_python(header.get("processes"))
-        except ValueError as error:
+            return tuple(map(_parse_process, header["processes"]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise WorldError("The sandbox sent an invalid process list.") from error
 
     async def restore(self, snapshot: Snapshot) -> None:
@@ -255,7 +252,7 @@ class SupervisedSession(SandboxSession):
 
     async def _request(
         self, header: Mapping[str, object], blobs: list[bytes], deadline_s: float = 4 * GRACE_S
-    ) -> Response:
+    ) -> tuple[Header, list[bytes]]:
         """Send a request and return the response. Raises WorldError; without a response the session is closed."""
         self._check_open()
         answered = False
@@ -303,13 +300,40 @@ def _broken_outcome(reason: str) -> Outcome:
     return Outcome(stderr=f"[{reason}]".encode(errors="replace"), signal=signal.SIGKILL, truncated=True)
 
 
-def _parse_outcome(header: dict[str, object], blobs: list[bytes]) -> Outcome:
+def _parse_outcome(header: Header, blobs: list[bytes]) -> Outcome:
     """Convert a response to an outcome. Raises WorldError if malformed."""
     if "broken" in header:
         return _broken_outcome(f"The supervisor failed: {header['broken']}.")
     try:
         stdout, stderr, *contents = blobs
-        files = dict(zip(string_list(header["names"]), contents, strict=True))
-        return _OUTCOME.validate_python({**header, "stdout": stdout, "stderr": stderr, "files": files})
+        return Outcome(
+            stdout=stdout,
+            stderr=stderr,
+            exit=None if header["exit"] is None else int(str(header["exit"])),
+            signal=None if header["signal"] is None else int(str(header["signal"])),
+            timed_out=header["timed_out"] is True,
+            memory_exceeded=header["memory_exceeded"] is True,
+            truncated=header["truncated"] is True,
+            omitted_bytes=int(str(header["omitted_bytes"])),
+            files=dict(zip(string_list(header["names"]), contents, strict=True)),
+            cpu_s=float(str(header["cpu_s"])),
+            wall_s=float(str(header["wall_s"])),
+            peak_memory_bytes=int(str(header["peak_memory_bytes"])),
+        )
     except (ValueError, KeyError) as error:
         raise WorldError("The sandbox sent an invalid outcome.") from error
+
+
+def _parse_process(fields: Header) -> Process:
+    """Convert an entry of a process list. Raises KeyError, TypeError, ValueError and AttributeError if malformed."""
+    return Process(
+        pid=int(str(fields["pid"])),
+        parent=int(str(fields["parent"])),
+        started=int(str(fields["started"])),
+        state=str(fields["state"]),
+        title=str(fields["title"]),
+        program=str(fields["program"]),
+        folder=str(fields["folder"]),
+        argv=tuple(string_list(fields["argv"])),
+        environment={name: str(value) for name, value in fields["environment"].items()},
+    )

@@ -86,12 +86,12 @@ def _run_in_folder(request: RunRequest, stop: threading.Event) -> Outcome:
             argv = (sys.executable, "-s", str(main))
         launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, json.dumps(_rlimits(request.limits)), *argv]
         outcome = _run_child(launch, box, request, stop)
-        made = CollectedFiles(ResourceLimits(asdict(request.limits)), files, str(box))
-    return replace(outcome, files=made.files, truncated=outcome.truncated or made.cut or made.skipped > 0)
+        changed = CollectedFiles(ResourceLimits(asdict(request.limits)), files, str(box))
+    return replace(outcome, files=changed.files, truncated=outcome.truncated or changed.cut or changed.skipped > 0)
 
 
 def _run_child(argv: Sequence[str], box: Path, request: RunRequest, stop: threading.Event) -> Outcome:
-    """Run a child in its own process group until it ends, its time is over or `stop` is set. Raises WorldError."""
+    """Run a child in its own process group until it ends, exceeds its time or `stop` is set. Raises WorldError."""
     streams = ProcessStreams(request.limits.output_bytes)
     begin, timed_out, own_peak, peak = time.monotonic(), False, peak_memory("self"), 0
     try:
@@ -139,7 +139,7 @@ def _run_child(argv: Sequence[str], box: Path, request: RunRequest, stop: thread
         omitted_bytes=streams.omitted_bytes,
         cpu_s=used.ru_utime + used.ru_stime,
         wall_s=time.monotonic() - begin,
-        # Up to this process's own peak, ru_maxrss may be inherited from before exec.
+        # A ru_maxrss up to this process's own peak may be inherited from before exec.
         peak_memory_bytes=used.ru_maxrss * 1024 if used.ru_maxrss * 1024 > own_peak else peak,
     )
 

@@ -203,7 +203,7 @@ def _spawn(spec: ZygoteSpec, theirs: socket.socket, info: int, errors: IO[bytes]
         "/etc/passwd": _memory_file(f"box:x:{GUEST_ID}:{GUEST_ID}::/box:/bin/sh\n"),
         "/etc/group": _memory_file(f"box:x:{GUEST_ID}:\n"),
     }
-    data = [word for place, fd in etc.items() for word in ("--ro-bind-data", str(fd), place)]
+    data = [arg for path, fd in etc.items() for arg in ("--ro-bind-data", str(fd), path)]
     inner = [spec.python, "-S", "-s", "-c", bootstrap("run_zygote", theirs.fileno())]
     try:
         return subprocess.Popen(

@@ -26,23 +26,11 @@ from ludus.sandbox.base import (
     Snapshot,
     validate_files,
 )
-from ludus.sandbox.remote.messages import (
-    CallMessage,
-    ChangeMessage,
-    EmptyMessage,
-    ErrorMessage,
-    OutcomeMessage,
-    ProcessesMessage,
-    RunMessage,
-    SessionCreated,
-    SessionMessage,
-    SnapshotMessage,
-)
+from ludus.sandbox.remote import messages
 from ludus.untrusted.replies import PLAIN, bounded_replies
 
 MAX_RESPONSE_BYTES = 256 * 2**20
 """Maximum size of a response with all files of a run."""
-MARGIN_S = 30.0
 Reply = TypeVar("Reply", bound=BaseModel)
 
 
@@ -97,11 +85,11 @@ class HttpClient:
 
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
-    """`url` and `token` of the server; `margin_s` is added to the limits of each run."""
+    """`url` of a server or service; `token` is sent as a bearer token; `margin_s` is added to a run's limits."""
 
     url: str
-    token: str
-    margin_s: float = MARGIN_S
+    token: str = ""
+    margin_s: float = 30.0
 
 
 @dataclass(eq=False)
@@ -122,18 +110,18 @@ class RemoteSandbox(Sandbox):
         self._http = HttpClient(self.settings.url, self.settings.token, hint, MAX_RESPONSE_BYTES)
 
     async def _run(self, request: RunRequest) -> Outcome:
-        message = RunMessage.model_construct(
+        message = messages.RunMessage.model_construct(
             source=None if request.source is None else request.source_bytes,
             argv=list(request.argv),
             files=dict(request.files),
             stdin=request.stdin,
             limits=request.limits,
         )
-        return (await self.post("/v1/runs", message, OutcomeMessage, request.limits)).outcome
+        return (await self.post("/v1/runs", message, messages.OutcomeMessage, request.limits)).outcome
 
     async def _open_session(self, kind: SessionKind, files: Mapping[str, bytes], limits: Limits) -> SandboxSession:
-        message = SessionMessage.model_construct(kind=kind, files=dict(files), limits=limits)
-        created = await self.post("/v1/sessions", message, SessionCreated, limits)
+        message = messages.SessionMessage.model_construct(kind=kind, files=dict(files), limits=limits)
+        created = await self.post("/v1/sessions", message, messages.SessionCreated, limits)
         return RemoteSession(self, created.session, limits)
 
     async def close(self) -> None:
@@ -146,7 +134,7 @@ class RemoteSandbox(Sandbox):
         try:
             if response.status_code == httpx.codes.OK:
                 return reply.model_validate_json(response.content)
-            refused = ErrorMessage.model_validate_json(response.content)
+            refused = messages.ErrorMessage.model_validate_json(response.content)
         except ValidationError as error:
             raise WorldError(f"{response.url} returned {response.status_code} with an unreadable body.") from error
         kind = WorldError if refused.kind == "environment" else UserError
@@ -162,28 +150,28 @@ class RemoteSession(SandboxSession):
     limits: Limits
 
     async def run(self, code: str) -> Outcome:
-        message = CallMessage.model_construct(code=code.encode("utf-8", "surrogatepass"))
-        return (await self._post("run", message, OutcomeMessage)).outcome
+        message = messages.CallMessage.model_construct(code=code.encode("utf-8", "surrogatepass"))
+        return (await self._post("run", message, messages.OutcomeMessage)).outcome
 
     async def change(self, change: FileChange) -> None:
         validate_files(change.write)
-        await self._post("change", ChangeMessage.model_construct(change=change), EmptyMessage)
+        await self._post("change", messages.ChangeMessage.model_construct(change=change), messages.EmptyMessage)
 
     async def snapshot(self) -> Snapshot:
-        return (await self._post("snapshot", EmptyMessage(), SnapshotMessage)).snapshot
+        return (await self._post("snapshot", messages.EmptyMessage(), messages.SnapshotMessage)).snapshot
 
     async def processes(self) -> tuple[Process, ...]:
-        return (await self._post("processes", EmptyMessage(), ProcessesMessage)).processes
+        return (await self._post("processes", messages.EmptyMessage(), messages.ProcessesMessage)).processes
 
     async def restore(self, snapshot: Snapshot) -> None:
         validate_files(snapshot.files)
-        await self._post("restore", SnapshotMessage.model_construct(snapshot=snapshot), EmptyMessage)
+        await self._post("restore", messages.SnapshotMessage.model_construct(snapshot=snapshot), messages.EmptyMessage)
 
     async def reset(self) -> None:
-        await self._post("reset", EmptyMessage(), EmptyMessage)
+        await self._post("reset", messages.EmptyMessage(), messages.EmptyMessage)
 
     async def close(self) -> None:
-        await self._post("close", EmptyMessage(), EmptyMessage)
+        await self._post("close", messages.EmptyMessage(), messages.EmptyMessage)
 
     async def _post(self, operation: str, message: BaseModel, reply: type[Reply]) -> Reply:
         return await self.sandbox.post(f"/v1/sessions/{self.session}/{operation}", message, reply, self.limits)

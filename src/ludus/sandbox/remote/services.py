@@ -20,7 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 from ludus.errors import UserError, WorldError
 from ludus.sandbox.base import MIB, Outcome, RunRequest, Sandbox
 from ludus.sandbox.guest.streams import BoundedOutput
-from ludus.sandbox.remote.client import MARGIN_S, HttpClient, Reply
+from ludus.sandbox.remote.client import HttpClient, RemoteSettings, Reply
 
 _SETUP_HINT = "See docs/use/sandbox.md for the required setup of the service."
 Text = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
@@ -64,16 +64,6 @@ class PistonResponse(BaseModel):
     run: PistonResult
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceSettings:
-    """`url` of the service; `token`, if set, is sent as a bearer token; `margin_s` is added to the limits of each
-    run."""
-
-    url: str
-    token: str = ""
-    margin_s: float = MARGIN_S
-
-
 @dataclass(eq=False)
 class _Service(Sandbox):
     """Common part of the services: one request per run.
@@ -81,7 +71,7 @@ class _Service(Sandbox):
     Raises UserError if the service refuses or stdin is not UTF-8, WorldError if the service fails.
     """
 
-    settings: ServiceSettings
+    settings: RemoteSettings
     _http: HttpClient = field(init=False)
 
     def __post_init__(self) -> None:
