@@ -100,7 +100,7 @@ async def measure(repeats: int) -> list[str]:
         "bare": f'bare `subprocess.run(["{Path(python).name}", "-c", "{PROGRAM}"])`',
         "python": "a fresh Python run in the default sandbox",
         "true": 'the command `["echo", "1"]` in the default sandbox',
-        "cold": "the first run of all, cell included",
+        "cold": "the first run, including the start of a zygote",
         "call": "a call in a Python session",
     }
     lines = ["| | median | 90 % |", "|---|---|---|"]

@@ -27,11 +27,11 @@ SOME = (
     "disk_filler",
     "namespaces",
     "daemon",
-    "signal_int_to_guard",
-    "limits_of_the_guard",
+    "signal_int_to_supervisor",
+    "limits_of_the_supervisor",
 )
 """What is tried as an ordinary user in the default suite; `make security` tries all."""
-ANSWERS = ("exit_zero", "os_exit_zero", "signal_int_to_guard", "limits_of_the_guard", "signals_to_all")
+ANSWERS = ("exit_zero", "os_exit_zero", "signal_int_to_supervisor", "limits_of_the_supervisor", "signals_to_all")
 """What is handed in as an answer in the default suite; `make security` hands in all."""
 TASK = CodeTruth(("one", "two"), cases=(TestCase("one", (2, 3), 5), TestCase("two", (4, 5), 9)))
 

@@ -1,6 +1,6 @@
 """Start the programs that run when a task begins.
 
-The kernel reports the processes, through the guard of the sandbox, and no program of the session can change the
+The kernel reports the processes, through the supervisor of the sandbox, and no program of the session can change the
 report. A process is identified by its id and start time, so that no other can stand in for it; its state is read
 from its title, which no other process can set.
 """
