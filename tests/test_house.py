@@ -7,6 +7,7 @@ a `#`; it may only shrink. Each rule has a snippet below that breaks it.
 
 import ast
 import re
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -380,7 +381,7 @@ PROSE = {
     "is no": (r"(?<!here )\bis no [a-z]", 3),
     "gives": (r"\b[Gg]ives?\b", 13),
     "anew": (r"\banew\b", 1),
-    "of its own": (r"\bof its own\b", 2),
+    "of its own": (r"\bof its own\b", 1),
     "aloud": (r"\baloud\b", 0),
     "so many": (r"\b[Ss]o many\b", 0),
     "to be had": (r"\bto be had\b", 0),
@@ -456,6 +457,15 @@ def cycles(edges: Mapping[str, set[str]]) -> set[str]:
         return seen
 
     return {node for node in edges if node in reached(node)}
+
+
+def test_every_data_file_is_in_the_wheel():
+    package = ROOT / "src" / "ludus"
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
+    shipped = {file for pattern in settings["package-data"]["ludus"] for file in package.glob(pattern)}
+    data = {f for f in package.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")}
+    assert data
+    assert data - shipped == set()
 
 
 def test_sub_folders_import_one_way():

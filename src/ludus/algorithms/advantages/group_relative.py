@@ -31,7 +31,7 @@ SPREADS = ("group", "batch")
 COUNTS = ("varying", "nonzero")
 WHITEN_EPS = 1e-8
 NO_ENERGY = 1e-8
-"""A sum of weights up to which there is no optimal baseline."""
+"""Sums of weights up to this value get no optimal baseline."""
 
 
 @AdvantageSpec(
@@ -357,7 +357,7 @@ def optimal_token_baseline(
     `zero_tail` a row's tokens past the end of all others have no baseline, and 0 as advantage without.
 
     verl's `optimal_token_baseline`, in the form of its `tir_optimal_token_baseline`, which leaves out
-    observations; there `sum_j W_jt` has 1e-8 added. Up to that sum there is no baseline here.
+    observations. verl adds 1e-8 to `sum_j W_jt`; here the baseline is 0 for sums up to 1e-8.
     """
     grouped = groups_to_compare(rewards, group, mask)
     tokens = action_tokens(mask)

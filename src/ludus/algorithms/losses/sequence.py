@@ -163,9 +163,9 @@ def gmpo(
 ) -> Tensor:
     """Return `-A exp(mean_t g min(g d, g clip(d, -eps_low, eps_high)))`, `d = logprobs - old`, `g = sign(A)`, [N].
 
-    Geometric-mean policy optimisation (arXiv:2507.20673, range (exp(-0.4), exp(0.4))); the bounds are
-    those of the log-ratio, each token is clipped before the mean, by the sign of its own advantage; the `A`
-    in front is the mean of the trajectory's. verl applies its PPO range here.
+    Geometric-mean policy optimisation (arXiv:2507.20673, range (exp(-0.4), exp(0.4))); the bounds
+    apply to the log-ratio. Each token is clipped before the mean, by the sign of the token's advantage; the
+    leading `A` is the mean over the trajectory. verl applies its PPO range here.
     """
     if eps_low < 0 or eps_high < 0:
         raise ValueError(f"eps_low and eps_high must not be negative: {eps_low}, {eps_high}")
