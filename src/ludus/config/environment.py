@@ -10,3 +10,8 @@ def launched_rank() -> int | None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     return int(os.environ["RANK"])
+
+
+def extended(variables: dict[str, str]) -> dict[str, str]:
+    """Return the environment of a child process that also gets these variables."""
+    return os.environ | variables

@@ -27,7 +27,7 @@ def test_whoever_gives_no_sign_of_life_and_left_no_words_is_silent(monkeypatch):
     place = Rendezvous(leader.store, 9, 4, 5.0)  # another's view of the same store
     for rank in (1, 2):
         leader.store.set(f"heartbeat/{rank}", f"7 {rank}000 on host")
-    Rendezvous.join(leader.port, 2, 4, 5.0).store_error("StorageError: the disk is full")
+    Rendezvous(leader.store, 2, 4, 5.0).store_error("StorageError: the disk is full")
     assert place.lost_ranks() == {1: "1000 on host", 3: ""}  # 0 gives signs, 2 left words
     assert place.errors() == "rank 2: StorageError: the disk is full"
 
@@ -42,7 +42,7 @@ def test_nobody_waits_for_a_leader_that_torchrun_did_not_start(monkeypatch):
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LearnerError, match="rendezvous failed"):
-        Rendezvous.from_torchrun(1.0)
+        Rendezvous.join(1.0)
 
 
 def test_a_process_that_does_not_begin_is_named():
@@ -67,15 +67,15 @@ def test_where_one_process_does_not_begin_nobody_waits_for_the_others_to_end():
 
 
 _MEETS = """
-import subprocess, sys, torch
+import os, subprocess, sys, torch
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError
 from ludus.training.distributed.launcher import RankGroup, meet
 from ludus.training.distributed.rendezvous import Rendezvous
 rendezvous, others = Rendezvous.create(2, 120.0), RankGroup(TemporaryFolder("ludus-ranks-"))
 with (others.folder.path / "output-1").open("wb") as said:
-    command = [sys.executable, "-c", sys.argv[1], str(rendezvous.port)]
-    others.processes.append(subprocess.Popen(command, stdout=said, stderr=said))
+    command, environment = [sys.executable, "-c", sys.argv[1]], os.environ | rendezvous.variables(1)
+    others.processes.append(subprocess.Popen(command, stdout=said, stderr=said, env=environment))
 others.gather(rendezvous)
 try:
     meet(rendezvous, others, torch.device("cpu"), None)
@@ -84,10 +84,9 @@ except LearnerError as error:
 others.close()
 """
 _FOLLOWER = """
-import os, sys, torch
+import os, torch
 from ludus.training.distributed.rendezvous import Rendezvous
-rendezvous = Rendezvous.join(int(sys.argv[1]), 1, 2, 60.0)
-rendezvous.mark_started()
+rendezvous = Rendezvous.join(60.0)
 rendezvous.form_group(torch.device("cpu"))
 print("the GPU has fallen off the bus", flush=True)
 os._exit(9)

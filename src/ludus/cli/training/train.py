@@ -70,7 +70,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not launched_rank():
         return STAGE.run(args, overrides)
     from ludus.engines.models.loading import resolve_device
-    from ludus.training.rl.rank_worker import run_launched_rank
+    from ludus.training.rl.rank_worker import run_rank
 
     silence_libraries()
     if args.resume is not None:
@@ -82,5 +82,5 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             return 0
     else:
         config = recipe_config(args.recipe, STAGE.shortcuts(args), overrides)
-    run_launched_rank(resolve_device(config.model.device), config.training.learner.rank_timeout_s)
+    run_rank(resolve_device(config.model.device), config.training.learner.rank_timeout_s)
     return 0

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, distributed
 
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.config.environment import launched_rank
+from ludus.config.environment import extended, launched_rank
 from ludus.config.schema import Config
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError, UserError
@@ -208,11 +208,13 @@ class RankGroup:
     def start(self, rendezvous: Rendezvous, device: torch.device) -> None:
         """Start the other ranks on devices of this kind; they join the given rendezvous."""
         self.folder = TemporaryFolder("ludus-ranks-")
-        common = [str(rendezvous.port), str(rendezvous.count), str(rendezvous.limit_s), device.type, str(os.getpid())]
+        command = python_command(
+            "ludus.training.rl.rank_worker:main", str(rendezvous.limit_s), device.type, str(os.getpid())
+        )
         for rank in range(1, rendezvous.count):
-            command = python_command("ludus.training.rl.rank_worker:main", str(rank), *common)
+            environment = extended(rendezvous.variables(rank))
             with (self.folder.path / f"output-{rank}").open("wb") as output:
-                self.processes.append(subprocess.Popen(command, stderr=output, stdout=output))
+                self.processes.append(subprocess.Popen(command, stderr=output, stdout=output, env=environment))
 
     def gather(self, rendezvous: Rendezvous) -> None:
         """Wait until all ranks have connected to the store.
@@ -283,7 +285,7 @@ def leading(config: Config, device: torch.device) -> Iterator[Collectives]:
     others = RankGroup()
     try:
         if launched:
-            rendezvous = Rendezvous.from_torchrun(learner.rank_timeout_s)
+            rendezvous = Rendezvous.join(learner.rank_timeout_s)
         else:
             check_devices(device, learner.ranks)
             rendezvous = Rendezvous.create(learner.ranks, learner.rank_timeout_s)

@@ -51,14 +51,8 @@ class Rendezvous:
         return cls(store, 0, count, limit_s)
 
     @classmethod
-    def join(cls, port: int, rank: int, count: int, limit_s: float) -> Rendezvous:
-        """Join the rendezvous of another process on this machine."""
-        store = TCPStore(_HERE, port, None, False, timedelta(seconds=limit_s))
-        return cls(store, rank, count, limit_s)
-
-    @classmethod
-    def from_torchrun(cls, limit_s: float) -> Rendezvous:
-        """Join the rendezvous of torchrun."""
+    def join(cls, limit_s: float) -> Rendezvous:
+        """Join the rendezvous that torchrun, or rank 0 with `variables`, passed in environment variables."""
         try:
             found = next(iter(rendezvous("env://", timeout=timedelta(seconds=limit_s))))
             store, rank, count = cast("tuple[Store, int, int]", found)
@@ -66,11 +60,11 @@ class Rendezvous:
             raise rendezvous_error(str(error)) from error
         return cls(store, rank, count, limit_s)
 
-    @property
-    def port(self) -> int:
-        """The port of a rendezvous created here."""
+    def variables(self, rank: int) -> dict[str, str]:
+        """Return the environment variables with which `rank` joins a rendezvous created here."""
         assert isinstance(self.store, TCPStore)
-        return self.store.port
+        place = {"MASTER_ADDR": _HERE, "MASTER_PORT": str(self.store.port)}
+        return place | {"RANK": str(rank), "WORLD_SIZE": str(self.count)}
 
     def form_group(self, device: torch.device) -> None:
         """Create torch's default group; on GPUs this rank uses the device of its local rank.
@@ -95,13 +89,9 @@ class Rendezvous:
         if device.type == "cuda":
             torch.cuda.set_device(self.rank % torch.cuda.device_count())
 
-    def mark_started(self) -> None:
-        """Record that this rank runs; it may take a while until it joins the group."""
-        self.store.set(f"started/{self.rank}", "")
-
     def not_started(self) -> list[int]:
-        """Return the other ranks without a start mark."""
-        return [rank for rank in range(self.count) if rank != self.rank and not self.store.check([f"started/{rank}"])]
+        """Return the other ranks that have not sent a heartbeat yet."""
+        return [rank for rank in range(self.count) if rank != self.rank and not self._text(f"heartbeat/{rank}")]
 
     def store_error(self, text: str) -> None:
         """Store an error message of this rank, replacing the previous one."""

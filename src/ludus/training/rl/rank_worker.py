@@ -1,8 +1,7 @@
 """Learner process of a rank other than 0.
 
 It joins the rendezvous of rank 0, receives the run's configuration, builds the learner and executes broadcast
-commands until `StopRanks`. It exits when rank 0 ends, even before the rendezvous. Under torchrun `run_launched_rank`
-does the same.
+commands until `StopRanks`. A rank that rank 0 started (`main`) exits when rank 0 ends, even before the rendezvous.
 """
 
 from __future__ import annotations
@@ -48,8 +47,9 @@ _LOOK_S = 1.0
 log = logging.getLogger("ludus.follow")
 
 
-def run_rank(rendezvous: Rendezvous, device: torch.device) -> None:
-    """Join the other ranks and execute the commands of rank 0."""
+def run_rank(device: torch.device, limit_s: float) -> None:
+    """Join the other ranks within `limit_s` and execute the commands of rank 0."""
+    rendezvous = Rendezvous.join(limit_s)
     try:
         rendezvous.form_group(device)
         _execute_commands(rendezvous, device)
@@ -112,11 +112,6 @@ def cold_start(config: Config, folder: Path) -> Path | None:
     return list_checkpoints(RunFolder(folder / "cold_start").checkpoints)[-1][1]
 
 
-def run_launched_rank(device: torch.device, limit_s: float) -> None:
-    """Run as a rank other than 0 under torchrun. The rendezvous times out after `limit_s`."""
-    run_rank(Rendezvous.from_torchrun(limit_s), device)
-
-
 def _exit_with_parent(leader: int) -> None:
     """Exit once rank 0 is gone; this also covers the time before the rendezvous."""
     while os.getppid() == leader:
@@ -124,10 +119,8 @@ def _exit_with_parent(leader: int) -> None:
     os._exit(1)
 
 
-def main(rank: str, port: str, count: str, limit_s: str, kind: str, leader: str) -> None:
-    """Run as `rank` of `count` on a device of this kind; process `leader` holds the store at `port`."""
+def main(limit_s: str, kind: str, leader: str) -> None:
+    """Run as a rank on a device of this kind; process `leader`, which started it, is rank 0."""
     threading.Thread(target=_exit_with_parent, args=(int(leader),), name="ludus-leader", daemon=True).start()
     hide_progress()
-    rendezvous = Rendezvous.join(int(port), int(rank), int(count), float(limit_s))
-    rendezvous.mark_started()
-    run_rank(rendezvous, torch.device(kind))
+    run_rank(torch.device(kind), float(limit_s))
