@@ -1,7 +1,8 @@
 """Response bodies and streamed chunks, in the formats of OpenAI and vLLM.
 
-Not the types of the package `openai`: it would be a new dependency, they lack vLLM's fields (`token_ids`,
-`prompt_logprobs`, `weight_versions`, ...), and they cannot hold log-probabilities that are encoded already.
+Not the types of the package `openai`: it would be a new dependency (30 MB, 0.3 s to import), they lack vLLM's fields
+(`token_ids`, `prompt_logprobs`, `weight_versions`, ...), and they cannot hold log-probabilities that are already
+encoded.
 """
 
 from __future__ import annotations
