@@ -6,10 +6,12 @@ Length, depth and the size of numbers are bounded. `ludus.rewards.math.parser` m
 from __future__ import annotations
 
 import re
+import tomllib
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib import resources
 
 from ludus.rewards.extract import plain_signs
 
@@ -20,43 +22,23 @@ MAX_DEPTH = 30
 MAX_POWER = 400
 """The largest power of ten of a number."""
 
-_FUNCTIONS = "arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc log ln lg exp max min gcd lcm"
-_GREEK = (
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma "
-    "tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega"
-)
-FUNCTIONS = frozenset(_FUNCTIONS.split())
-GREEK = frozenset(_GREEK.split())
-_WORDS = {"inf": "infty", "oo": "infty", "infinity": "infty", "minus": "-", "negative": "-", "plus": "+"} | {
-    "percent": "%",
-    "degrees": "°",
-    "degree": "°",
-    "or": "or",
-    "and": "and",
-    "asin": "arcsin",
-    "acos": "arccos",
-    "atan": "arctan",
-    "lor": "or",
-    "land": "and",
+_TABLES = tomllib.loads(resources.files(__package__).joinpath("notation.toml").read_text("utf-8"))
+
+
+def _spellings(table: str) -> dict[str, str]:
+    """Return the meaning of each spelling in a table of `notation.toml`."""
+    return {spelling: meaning for meaning, others in _TABLES[table].items() for spelling in others.split()}
+
+
+FUNCTIONS, GREEK = frozenset(_TABLES["functions"].split()), frozenset(_TABLES["greek"].split())
+UNITS = {
+    form: unit
+    for unit, others in _TABLES["units"].items()
+    for spelling in (unit, *others.split())
+    for form in (spelling, f"{spelling}s")
 }
-_COMMANDS = (
-    {"cdot": "*", "times": "*", "ast": "*", "div": "/", "pm": "±", "mp": "∓", "lt": "<", "gt": ">", "le": "≤"}
-    | {"leq": "≤", "leqslant": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "ne": "≠", "neq": "≠", "in": "∈"}
-    | {"cup": "∪", "cap": "∩", "setminus": "∖", "emptyset": "∅", "varnothing": "∅", "mid": "|", "vert": "|"}
-    | {"lvert": "|", "rvert": "|", "circ": "°", "degree": "°", "ldots": "…", "dots": "…", "cdots": "…"}
-    | {"land": "and", "lor": "or", "vee": "or", "wedge": "and", "approx": "≈", "simeq": "≈", "lfloor": "⌊"}
-    | {"rfloor": "⌋", "lceil": "⌈", "rceil": "⌉", "infin": "infty", "arcsinh": "?", "operatorname": "?"}
-    | {"to": "?", "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom"}
-    | {"overline": "bar", "dot": "bar", "backslash": "∖"}
-)
-_CHARACTERS = (
-    {"×": "*", "·": "*", "⋅": "*", "∙": "*", "÷": "/", "∕": "/", "⁄": "/", "∨": "or", "∧": "and", "∣": "|"}
-    | {"≦": "≤", "≧": "≥", "⩽": "≤", "⩾": "≥", "√": r"\sqrt ", "∛": r"\sqrt[3]", "π": r"\pi ", "∞": r"\infty "}
-    | {"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}"}
-    | {"º": "°", "∘": "°", "Ø": "∅", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda "}
-    | {"γ": r"\gamma ", "δ": r"\delta ", "μ": r"\mu ", "φ": r"\phi ", "ω": r"\omega ", "σ": r"\sigma "}
-    | {"∊": "∈", "⟨": r"\langle ", "⟩": r"\rangle ", "′": "'", "≃": "≈", "≅": "≈"}
-)
+"""The usual name of a unit, by all its spellings."""
+_WORDS, _COMMANDS, _CHARACTERS = map(_spellings, ("words", "commands", "characters"))
 _SPACING = re.compile(
     r"(?<!\\)\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr|displaystyle|limits|quad|qquad)(?![a-zA-Z])"
     r"|(?<!\\)\\[ ,;:!()]|~|&nbsp;"
