@@ -21,7 +21,7 @@ from ludus.errors import WorldError
 from ludus.rewards.base import truth_of
 from ludus.rewards.exact_match import normalise
 from ludus.rewards.extract import candidates
-from ludus.rewards.math.notation import UNITS, ExpressionNode, NotationError, letters_of, plain_text, text_words
+from ludus.rewards.math.notation import ExpressionNode, NotationError, letters_of, plain_text, spellings, text_words
 from ludus.rewards.math.parser import read
 from ludus.rewards.math.regions import region_of
 from ludus.rewards.math.worked_out import is_worked_out
@@ -141,8 +141,8 @@ def _split_unit(text: str, units: tuple[str, ...], expected: str = "") -> tuple[
     if match is None:
         return plain, ""
     word = re.sub(r"\s*/\s*", "/", match["unit"]).replace("{", "").replace("}", "")
-    name = UNITS.get(word, word)
-    known = word in UNITS and (len(word) > 1 or bool(expected))
+    name = spellings("units").get(word, word)
+    known = word in spellings("units") and (len(word) > 1 or bool(expected))
     if known or name == expected or set(re.split(r"[\s/^\d]+", word)) - {""} <= text_words(text):
         return match["body"].strip(), name
     return plain, ""

@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from importlib import resources
 
 from ludus.rewards.extract import plain_signs
@@ -22,23 +23,13 @@ MAX_DEPTH = 30
 MAX_POWER = 400
 """The largest power of ten of a number."""
 
-_TABLES = tomllib.loads(resources.files(__package__).joinpath("notation.toml").read_text("utf-8"))
-
-
-def _spellings(table: str) -> dict[str, str]:
-    """Return the meaning of each spelling in a table of `notation.toml`."""
-    return {spelling: meaning for meaning, others in _TABLES[table].items() for spelling in others.split()}
-
-
-FUNCTIONS, GREEK = frozenset(_TABLES["functions"].split()), frozenset(_TABLES["greek"].split())
-UNITS = {
-    form: unit
-    for unit, others in _TABLES["units"].items()
-    for spelling in (unit, *others.split())
-    for form in (spelling, f"{spelling}s")
-}
-"""The usual name of a unit, by all its spellings."""
-_WORDS, _COMMANDS, _CHARACTERS = map(_spellings, ("words", "commands", "characters"))
+_FUNCTIONS = "arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc log ln lg exp max min gcd lcm"
+_GREEK = (
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma "
+    "tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega"
+)
+FUNCTIONS = frozenset(_FUNCTIONS.split())
+GREEK = frozenset(_GREEK.split())
 _SPACING = re.compile(
     r"(?<!\\)\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr|displaystyle|limits|quad|qquad)(?![a-zA-Z])"
     r"|(?<!\\)\\[ ,;:!()]|~|&nbsp;"
@@ -69,6 +60,17 @@ _ELLIPSIS = re.compile(r"\s*(?:\.\.\.|…|\\[lc]?dots(?![a-z]))")
 _TOKEN = re.compile(
     r"\s*(?:(?P<command>\\(?:(?:begin|end)\{[a-z]*\}|[a-zA-Z]+|[{}%$|\\&]))|(?P<word>[a-zA-Z]+)|(?P<sign>\*\*|<=|>=|!=|==|\.\.\.|\S))"
 )
+
+
+@cache
+def spellings(table: str) -> dict[str, str]:
+    """Return the meaning of each spelling in a table of `notation.toml`; of units, also of names and plurals."""
+    tables = tomllib.loads(resources.files(__package__).joinpath("notation.toml").read_text("utf-8"))
+    found = {spelling: meaning for meaning, others in tables[table].items() for spelling in others.split()}
+    if table == "units":
+        found |= {unit: unit for unit in tables[table]}
+        found = {spelling + end: unit for end in ("s", "") for spelling, unit in found.items()}
+    return found
 
 
 class NotationError(ValueError):
@@ -140,7 +142,8 @@ def _ascii(text: str) -> str:
     text = _VULGAR.sub(lambda m: _fraction(m[0]), plain_signs(text))
     text = _RAISED.sub(lambda m: "^{" + _fold(m[0]) + "}" if m[0] != "⁄" else "/", text)
     text = _LOWERED.sub(lambda m: "_{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
-    return "".join(_CHARACTERS.get(c) or _to_ascii(c) for c in text)
+    signs = spellings("characters")
+    return "".join(signs.get(c) or _to_ascii(c) for c in text)
 
 
 def _fraction(character: str) -> str:
@@ -224,7 +227,7 @@ def _sign(command: str | None, sign: str | None, spaced: bool) -> Token:
         return Token("command", name, spaced=spaced)
     if not name.isalpha():
         return Token("sign", {"%": "%", "|": "?", "\\": "\\\\"}.get(name, command), spaced=spaced)
-    name = _COMMANDS.get(name, name)
+    name = spellings("commands").get(name, name)
     return Token("command" if name.isalpha() and name not in ("or", "and") else "sign", name, spaced=spaced)
 
 
@@ -291,8 +294,7 @@ def _letters(word: str, letters: frozenset[str] | None, spaced: bool) -> list[To
     lower = word.lower()
     if word in FUNCTIONS | GREEK | {"pi", "sqrt", "cbrt", "abs"} or lower in ("pi", "sqrt"):
         return [Token("command", word if word in GREEK else lower, spaced=spaced)]
-    if lower in _WORDS:
-        known = _WORDS[lower]
+    if known := spellings("words").get(lower):
         command = known.isalpha() and known not in ("or", "and")
         return [Token("command" if command else "sign", known, spaced=spaced)]
     if word[:-1] in FUNCTIONS:
