@@ -21,7 +21,7 @@ from ludus.errors import WorldError
 from ludus.rewards.base import truth_of
 from ludus.rewards.exact_match import normalise
 from ludus.rewards.extract import candidates
-from ludus.rewards.math.notation import ExpressionNode, NotationError, letters_of, plain_text, text_words
+from ludus.rewards.math.notation import ExpressionNode, NotationError, letters_of, plain_text, spellings, text_words
 from ludus.rewards.math.parser import read
 from ludus.rewards.math.regions import region_of
 from ludus.rewards.math.worked_out import is_worked_out
@@ -36,50 +36,6 @@ ROUNDED_DECIMALS = 6
 MAX_BITS = 20_000
 """Larger rational numbers are not computed."""
 
-_UNITS = {
-    "mm": "millimetre millimeter",
-    "cm": "centimetre centimeter",
-    "m": "metre meter",
-    "km": "kilometre kilometer",
-    "in": "inch inches",
-    "ft": "foot feet",
-    "yd": "yard",
-    "mi": "mile",
-    "mg": "milligram",
-    "g": "gram",
-    "kg": "kilogram",
-    "lb": "lbs pound",
-    "oz": "ounce",
-    "ml": "mL millilitre milliliter",
-    "l": "L litre liter",
-    "s": "sec secs second",
-    "min": "mins minute",
-    "h": "hr hrs hour",
-    "d": "day",
-    "wk": "week",
-    "mph": "",
-    "kmh": "kph km/h",
-    "m/s": "",
-    "m/s^2": "",
-    "Hz": "hertz",
-    "dollars": "dollar usd USD",
-    "cents": "cent",
-    "euros": "euro EUR eur",
-    "pounds sterling": "GBP",
-    "years": "year yr yrs",
-    "months": "month",
-    "units": "unit",
-    "square units": "",
-    "points": "point",
-    "people": "persons person",
-    "ways": "way",
-}
-_SPELLINGS = {
-    spelling: unit
-    for unit, others in _UNITS.items()
-    for other in (unit, *others.split())
-    for spelling in (other, f"{other}s")
-}
 _BEFORE_UNIT = re.compile(r"(?P<body>.*[\d)}\]])\s*(?P<unit>[a-zA-Z]+(?:(?:\s*/\s*|\s+)[a-zA-Z]+)*(?:\^\{?[23]\}?)?)")
 _STRUCTURES = frozenset(("pair", "matrix", "row", "union", "intersection", "difference", "domain", "based"))
 _SMALL_WORDS = frozenset(["yes", "no", "true", "false", "none", "odd", "even", "neither", "both", "undefined"])
@@ -185,8 +141,8 @@ def _split_unit(text: str, units: tuple[str, ...], expected: str = "") -> tuple[
     if match is None:
         return plain, ""
     word = re.sub(r"\s*/\s*", "/", match["unit"]).replace("{", "").replace("}", "")
-    name = _SPELLINGS.get(word, word)
-    known = word in _SPELLINGS and (len(word) > 1 or bool(expected))
+    name = spellings("units").get(word, word)
+    known = word in spellings("units") and (len(word) > 1 or bool(expected))
     if known or name == expected or set(re.split(r"[\s/^\d]+", word)) - {""} <= text_words(text):
         return match["body"].strip(), name
     return plain, ""
@@ -427,6 +383,3 @@ def _process(pid: int) -> LimitedProcess:
     """Return the comparing process of this process; a forked process gets a new one."""
     del pid
     return LimitedProcess("ludus.rewards.math.worker:warm_up")
-
-
-_STRUCTURES = frozenset(("pair", "matrix", "row", "union", "intersection", "difference", "domain", "based"))

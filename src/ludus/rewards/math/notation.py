@@ -6,10 +6,13 @@ Length, depth and the size of numbers are bounded. `ludus.rewards.math.parser` m
 from __future__ import annotations
 
 import re
+import tomllib
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
+from importlib import resources
 
 from ludus.rewards.extract import plain_signs
 
@@ -27,36 +30,6 @@ _GREEK = (
 )
 FUNCTIONS = frozenset(_FUNCTIONS.split())
 GREEK = frozenset(_GREEK.split())
-_WORDS = {"inf": "infty", "oo": "infty", "infinity": "infty", "minus": "-", "negative": "-", "plus": "+"} | {
-    "percent": "%",
-    "degrees": "°",
-    "degree": "°",
-    "or": "or",
-    "and": "and",
-    "asin": "arcsin",
-    "acos": "arccos",
-    "atan": "arctan",
-    "lor": "or",
-    "land": "and",
-}
-_COMMANDS = (
-    {"cdot": "*", "times": "*", "ast": "*", "div": "/", "pm": "±", "mp": "∓", "lt": "<", "gt": ">", "le": "≤"}
-    | {"leq": "≤", "leqslant": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "ne": "≠", "neq": "≠", "in": "∈"}
-    | {"cup": "∪", "cap": "∩", "setminus": "∖", "emptyset": "∅", "varnothing": "∅", "mid": "|", "vert": "|"}
-    | {"lvert": "|", "rvert": "|", "circ": "°", "degree": "°", "ldots": "…", "dots": "…", "cdots": "…"}
-    | {"land": "and", "lor": "or", "vee": "or", "wedge": "and", "approx": "≈", "simeq": "≈", "lfloor": "⌊"}
-    | {"rfloor": "⌋", "lceil": "⌈", "rceil": "⌉", "infin": "infty", "arcsinh": "?", "operatorname": "?"}
-    | {"to": "?", "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom"}
-    | {"overline": "bar", "dot": "bar", "backslash": "∖"}
-)
-_CHARACTERS = (
-    {"×": "*", "·": "*", "⋅": "*", "∙": "*", "÷": "/", "∕": "/", "⁄": "/", "∨": "or", "∧": "and", "∣": "|"}
-    | {"≦": "≤", "≧": "≥", "⩽": "≤", "⩾": "≥", "√": r"\sqrt ", "∛": r"\sqrt[3]", "π": r"\pi ", "∞": r"\infty "}
-    | {"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}"}
-    | {"º": "°", "∘": "°", "Ø": "∅", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda "}
-    | {"γ": r"\gamma ", "δ": r"\delta ", "μ": r"\mu ", "φ": r"\phi ", "ω": r"\omega ", "σ": r"\sigma "}
-    | {"∊": "∈", "⟨": r"\langle ", "⟩": r"\rangle ", "′": "'", "≃": "≈", "≅": "≈"}
-)
 _SPACING = re.compile(
     r"(?<!\\)\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr|displaystyle|limits|quad|qquad)(?![a-zA-Z])"
     r"|(?<!\\)\\[ ,;:!()]|~|&nbsp;"
@@ -87,6 +60,17 @@ _ELLIPSIS = re.compile(r"\s*(?:\.\.\.|…|\\[lc]?dots(?![a-z]))")
 _TOKEN = re.compile(
     r"\s*(?:(?P<command>\\(?:(?:begin|end)\{[a-z]*\}|[a-zA-Z]+|[{}%$|\\&]))|(?P<word>[a-zA-Z]+)|(?P<sign>\*\*|<=|>=|!=|==|\.\.\.|\S))"
 )
+
+
+@cache
+def spellings(table: str) -> dict[str, str]:
+    """Return the meaning of each spelling in a table of `notation.toml`; of units, also of names and plurals."""
+    tables = tomllib.loads(resources.files(__package__).joinpath("notation.toml").read_text("utf-8"))
+    found = {spelling: meaning for meaning, others in tables[table].items() for spelling in others.split()}
+    if table == "units":
+        found |= {unit: unit for unit in tables[table]}
+        found = {spelling + end: unit for end in ("s", "") for spelling, unit in found.items()}
+    return found
 
 
 class NotationError(ValueError):
@@ -158,7 +142,8 @@ def _ascii(text: str) -> str:
     text = _VULGAR.sub(lambda m: _fraction(m[0]), plain_signs(text))
     text = _RAISED.sub(lambda m: "^{" + _fold(m[0]) + "}" if m[0] != "⁄" else "/", text)
     text = _LOWERED.sub(lambda m: "_{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
-    return "".join(_CHARACTERS.get(c) or _to_ascii(c) for c in text)
+    signs = spellings("characters")
+    return "".join(signs.get(c) or _to_ascii(c) for c in text)
 
 
 def _fraction(character: str) -> str:
@@ -242,7 +227,7 @@ def _sign(command: str | None, sign: str | None, spaced: bool) -> Token:
         return Token("command", name, spaced=spaced)
     if not name.isalpha():
         return Token("sign", {"%": "%", "|": "?", "\\": "\\\\"}.get(name, command), spaced=spaced)
-    name = _COMMANDS.get(name, name)
+    name = spellings("commands").get(name, name)
     return Token("command" if name.isalpha() and name not in ("or", "and") else "sign", name, spaced=spaced)
 
 
@@ -309,8 +294,7 @@ def _letters(word: str, letters: frozenset[str] | None, spaced: bool) -> list[To
     lower = word.lower()
     if word in FUNCTIONS | GREEK | {"pi", "sqrt", "cbrt", "abs"} or lower in ("pi", "sqrt"):
         return [Token("command", word if word in GREEK else lower, spaced=spaced)]
-    if lower in _WORDS:
-        known = _WORDS[lower]
+    if known := spellings("words").get(lower):
         command = known.isalpha() and known not in ("or", "and")
         return [Token("command" if command else "sign", known, spaced=spaced)]
     if word[:-1] in FUNCTIONS:
