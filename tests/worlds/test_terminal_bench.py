@@ -9,9 +9,9 @@ import pytest
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError
 from ludus.sandbox import open_sandbox
-from ludus.sandbox.base import Snapshot
-from ludus.worlds.terminal.bench.load import load_bench, named_tests
-from ludus.worlds.terminal.bench.tests import is_full
+from ludus.worlds.terminal.bench.load import load_bench
+from ludus.worlds.terminal.bench.task import is_full, named_tests
+from ludus.worlds.terminal.checks import SessionState
 from ludus.worlds.terminal.world import make_terminal_world
 
 TASK = """instruction: |-
@@ -71,7 +71,7 @@ def judged(task, *states):
         sandbox = open_sandbox()
         try:
             return [
-                await task.grade(Snapshot({**task.start.files, **files}, task.start.executable), sandbox)
+                await task.grade(SessionState({**task.start.files, **files}, task.start.executable), sandbox)
                 for files in states
             ]
         finally:

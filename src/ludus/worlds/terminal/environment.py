@@ -20,16 +20,15 @@ from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import turn_report
 from ludus.rewards.code.unit_tests import Suite, read_report
 from ludus.rewards.extract import last_output
-from ludus.sandbox.base import Snapshot
 from ludus.tools.base import Tool, ToolError
 from ludus.tools.workspace import Workspace
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
-from ludus.worlds.terminal.bench.load import BenchTask
-from ludus.worlds.terminal.checks import NOTHING_RUNS, Identity, Running
-from ludus.worlds.terminal.job import TerminalJob
+from ludus.worlds.terminal.bench.task import BenchTask
+from ludus.worlds.terminal.checks import ProcessId, SessionState
 from ludus.worlds.terminal.services import start_services
+from ludus.worlds.terminal.task import TerminalTask
 
-Assignment = TerminalJob | BenchTask
+ShellTask = TerminalTask | BenchTask
 """The subject of an episode: a task of this world, or a Terminal-Bench task."""
 VERDICT: Final = "verdict"
 """Tool name in the outcome that holds the report."""
@@ -45,7 +44,7 @@ def made_progress(task: Task, trajectory: Trajectory) -> float:
 
 
 class TerminalEnv(ToolEnv):
-    """See the module. `job` holds the files, the services and the checks; without tools no session is opened.
+    """See the module. `task` holds the files, the services and the checks; without tools no session is opened.
 
     With `check_turns` there is also a report after each turn with calls.
     """
@@ -56,73 +55,63 @@ class TerminalEnv(ToolEnv):
         rewards: Sequence[Reward],
         limits: ToolLimits,
         workspace: Workspace,
-        job: Assignment,
+        task: ShellTask,
         check_turns: bool = False,
     ) -> None:
         super().__init__(tools, rewards, limits, [workspace] if tools else [])
         self._workspace = workspace
-        self._job = job
+        self._task = task
         self._check_turns = check_turns and bool(tools)
-        self._identities: Mapping[str, Identity] = {}
-        self._final: tuple[Snapshot, Running] | None = None
+        self._started: Mapping[str, ProcessId] = {}
+        self._final: SessionState | None = None
         self._turns = 0
 
     async def start(self, task: Task) -> list[Message]:
         """Open the session with the task's files and services. Raises WorldError if a service does not start."""
         messages = await super().start(task)
-        if self.tools and self._job.start.executable:
-            await self._workspace.restore(self._job.start)
-        if self.tools and self._job.services:
+        if self.tools and self._task.start.executable:
+            await self._workspace.restore(self._task.start)
+        if self.tools and self._task.services:
             try:
-                self._identities = await start_services(self._workspace, self._job.services, self._job.afterwards)
+                self._started = await start_services(self._workspace, self._task.services, self._task.after_start)
             except ToolError as error:
                 raise WorldError(f"The task's services cannot be started: {error}") from error
         return messages
 
     async def step(self, action: Action) -> StepResult:
-        """Run the calls, or grade the final files."""
+        """Run the calls, or grade the final files; if the session lost them or has too many, no check holds."""
         result = await super().step(action)
         self._turns += 1
-        reports = [_verdict(await self._final_report())] if result.done else await self._turn_report(action)
-        return replace(result, outcomes=(*result.outcomes, *reports))
+        if not result.done and not (self._check_turns and action.calls):
+            return result
+        try:
+            state = await self._state(settle=result.done)
+        except ToolError:
+            outcomes = (_verdict({}),) if result.done else ()
+        else:
+            if result.done:
+                await self._workspace.close()
+                self._final = state
+            report = await self._grade(state)
+            outcomes = (_verdict(report) if result.done else turn_report(self._turns - 1, _text(report)),)
+        return replace(result, outcomes=(*result.outcomes, *outcomes))
 
     async def grade_again(self) -> ToolOutcome | None:
         """Return the verdict of grading the final files once more."""
-        return None if self._final is None else _verdict(await self._graded(*self._final))
+        return None if self._final is None else _verdict(await self._grade(self._final))
 
-    async def _turn_report(self, action: Action) -> list[ToolOutcome]:
-        """Return the report after a turn; nothing if not requested or the session fails."""
-        if not self._check_turns or not action.calls:
-            return []
-        try:
-            now = await self._state()
-        except ToolError:
-            return []
-        return [turn_report(self._turns - 1, _text(await self._graded(*now)))]
-
-    async def _final_report(self) -> Mapping[str, bool]:
-        """Grade the final state; if the session lost its files or has too many, no check holds."""
-        if not self.tools:
-            self._final = self._job.start, NOTHING_RUNS
-            return await self._graded(*self._final)
-        try:
-            if self._job.services:
-                await asyncio.sleep(SETTLE_S)
-            final = await self._state()
-        except ToolError:
-            return {}
-        await self._workspace.close()
-        self._final = final
-        return await self._graded(*final)
-
-    async def _state(self) -> tuple[Snapshot, Running]:
+    async def _state(self, settle: bool) -> SessionState:
         """Return files and processes. Raises ToolError if the session fails."""
-        files = await self._workspace.snapshot()
-        now = await self._workspace.processes() if self._job.services else ()
-        return files, Running(self._identities, now)
+        if not self.tools:
+            return SessionState(self._task.start.files, self._task.start.executable)
+        if self._task.services and settle:
+            await asyncio.sleep(SETTLE_S)
+        found = await self._workspace.snapshot()
+        processes = await self._workspace.processes() if self._task.services else ()
+        return SessionState(found.files, found.executable, self._started, processes)
 
-    async def _graded(self, files: Snapshot, running: Running) -> Mapping[str, bool]:
-        return await self._job.grade(files, self._workspace.sandbox, running)
+    async def _grade(self, state: SessionState) -> Mapping[str, bool]:
+        return await self._task.grade(state, self._workspace.sandbox)
 
 
 def _verdict(report: Mapping[str, bool]) -> ToolOutcome:
