@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from ludus.envs.base import World
 from ludus.envs.difficulty_report import shipped_report
 from ludus.envs.settings import read_settings
-from ludus.envs.tool_env import ToolLimits
+from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, split_of
-from ludus.errors import ConfigError
-from ludus.rewards.base import Reward
-from ludus.rewards.code.turns import TurnVerifier, suite_progress
-from ludus.rewards.code.unit_tests import share_passed, suite_passes
+from ludus.errors import ConfigError, WorldError
+from ludus.rewards.base import Reward, truth_of
+from ludus.rewards.code.turns import TurnVerifier, suite_progress, turn_report
+from ludus.rewards.code.unit_tests import Suite, read_report, share_passed, suite_passes
 from ludus.rewards.exact_match import well_formed
+from ludus.rewards.extract import last_output
 from ludus.rewards.shaping import only_if
 from ludus.sandbox import Sandbox, open_sandbox
-from ludus.tools.base import Tool, submit_tool
+from ludus.tools.base import Tool, ToolError, submit_tool
 from ludus.tools.files import files_tools
 from ludus.tools.python import shell_tool
 from ludus.tools.workspace import LIMITS, Workspace
-from ludus.types import Message, Task
+from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
 from ludus.worlds.terminal.bench.load import load_bench
-from ludus.worlds.terminal.environment import VERDICT, ShellTask, TerminalEnv, made_progress, read_verdict
+from ludus.worlds.terminal.bench.task import BenchTask
+from ludus.worlds.terminal.checks import ProcessId, SessionState
+from ludus.worlds.terminal.services import start_services
 from ludus.worlds.terminal.solver import alternative_steps, episode, solve, solve_partly
 from ludus.worlds.terminal.splits import SPLITS, TOPICS, TerminalSettings, kinds_of, make_task, splits_of
 from ludus.worlds.terminal.task import TerminalTask
@@ -39,6 +44,87 @@ SYSTEM = (
 )
 BENCH_SPLIT = "bench"
 """The split with the tasks of `bench`."""
+ShellTask = TerminalTask | BenchTask
+"""The subject of an episode: a task of this world, or a Terminal-Bench task."""
+VERDICT: Final = "verdict"
+"""Tool name in the outcome that holds the report."""
+read_verdict = last_output(VERDICT)
+SETTLE_S: Final = 0.5
+"""Wait before the final look at processes, because signals and starts take effect late."""
+
+
+class TerminalEnv(ToolEnv):
+    """An episode, graded by the files that it leaves.
+
+    At the end the files are copied out of the session, which is closed. They are checked on the host
+    (`ludus.worlds.terminal.checks`), or by programs run in a fresh sandbox over some of them; no part of the grader
+    is ever in the session. If the task has services, the sandbox reports the running processes before the session
+    closes (`ludus.worlds.terminal.services`). The report is an outcome that the model does not see; with `check_turns`
+    there is also one after each turn with calls. Without tools no session is opened.
+    """
+
+    def __init__(self, world: TerminalWorld, task: ShellTask) -> None:
+        seconds = world.settings.wall_s
+        limits = replace(LIMITS, wall_s=seconds, cpu_s=seconds)
+        self._workspace = Workspace(world.sandbox, "shell", task.start.files, limits)
+        tools = world.tools(self._workspace) if world.settings.tools != "none" else ()
+        super().__init__(tools, world.rewards, world.limits, [self._workspace] if tools else [])
+        self._task = task
+        self._check_turns = world.settings.check_turns and bool(tools)
+        self._started: Mapping[str, ProcessId] = {}
+        self._final: SessionState | None = None
+        self._turns = 0
+
+    async def start(self, task: Task) -> list[Message]:
+        """Open the session with the task's files and services. Raises WorldError if a service does not start."""
+        messages = await super().start(task)
+        if self.tools and self._task.start.executable:
+            await self._workspace.restore(self._task.start)
+        if self.tools and self._task.services:
+            try:
+                self._started = await start_services(self._workspace, self._task.services, self._task.after_start)
+            except ToolError as error:
+                raise WorldError(f"The task's services cannot be started: {error}") from error
+        return messages
+
+    async def step(self, action: Action) -> StepResult:
+        """Run the calls, or grade the final files; if the session lost them or has too many, no check holds."""
+        result = await super().step(action)
+        self._turns += 1
+        if not result.done and not (self._check_turns and action.calls):
+            return result
+        try:
+            state = await self._state(settle=result.done)
+        except ToolError:
+            outcomes = (_verdict("{}"),) if result.done else ()
+        else:
+            if result.done:
+                await self._workspace.close()
+                self._final = state
+            report = await self._grade(state)
+            outcomes = (_verdict(report) if result.done else turn_report(self._turns - 1, report),)
+        return replace(result, outcomes=(*result.outcomes, *outcomes))
+
+    async def grade_again(self) -> ToolOutcome | None:
+        """Return the verdict of grading the final files once more."""
+        return None if self._final is None else _verdict(await self._grade(self._final))
+
+    async def _state(self, settle: bool) -> SessionState:
+        """Return files and processes. Raises ToolError if the session fails."""
+        running = bool(self.tools and self._task.services)
+        if running and settle:
+            await asyncio.sleep(SETTLE_S)
+        found = await self._workspace.snapshot() if self.tools else self._task.start
+        processes = await self._workspace.processes() if running else ()
+        return SessionState(found.files, found.executable, self._started, processes)
+
+    async def _grade(self, state: SessionState) -> str:
+        """Return the report as JSON text."""
+        return json.dumps(dict(await self._task.grade(state, self._workspace.sandbox)), sort_keys=True)
+
+
+def _verdict(report: str) -> ToolOutcome:
+    return ToolOutcome("", VERDICT, ToolStatus.OK, report)
 
 
 @dataclass(frozen=True)
@@ -81,10 +167,7 @@ class TerminalWorld(World):
 
     def environment(self, task: Task) -> TerminalEnv:
         """Return a new episode with its own session."""
-        found, seconds = self._by_id[task.id], self.settings.wall_s
-        workspace = Workspace(self.sandbox, "shell", found.start.files, replace(LIMITS, wall_s=seconds, cpu_s=seconds))
-        tools = self.tools(workspace) if self.settings.tools != "none" else ()
-        return TerminalEnv(tools, self.rewards, self.limits, workspace, found, self.settings.check_turns)
+        return TerminalEnv(self, self._by_id[task.id])
 
     def tools(self, workspace: Workspace) -> tuple[Tool, ...]:
         """Return the tools of an episode."""
@@ -161,6 +244,12 @@ class TerminalWorld(World):
     def _dialogue(self, task: ShellTask, messages: list[Message]) -> Dialogue:
         tools = self.tools(Workspace(self.sandbox, "shell"))
         return Dialogue((*self.opening(task.text), *messages), tools)
+
+
+def made_progress(task: Task, trajectory: Trajectory) -> float:
+    """Return 1 if some check newly holds at the end and every check that held at the start still does, else 0."""
+    passed, suite = read_report(read_verdict(trajectory)).passed, truth_of(task, Suite)
+    return float(any(test in passed for test in suite.fail_to_pass) and passed.issuperset(suite.pass_to_pass))
 
 
 @cache
