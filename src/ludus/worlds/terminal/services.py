@@ -78,7 +78,7 @@ async def start_services(
             own = [(one.pid, one.started) for one in processes if str(one.pid) == pids.get(service.name)]
         new = [process for process in own if process not in started.values()]
         if not new:
-            raise WorldError(f"{service.words[0]}, which belongs to the task, did not start.")
+            raise WorldError(f"The task's service {service.words[0]} did not start.")
         started[service.name] = new[0]
     signals = (f"kill -{one.first_signal} {{{one.name}}}\n" for one in services if one.first_signal)
     last = "".join(signals) + after_start
@@ -91,7 +91,7 @@ async def start_services(
         if all(service.signal_handled.holds(state) for service in services):
             return started
         await asyncio.sleep(_POLL_S)
-    raise WorldError("A program that belongs to the task did not end or stop as it should.")
+    raise WorldError("A service of the task did not stop or exit after its signal.")
 
 
 def _start_script(services: Sequence[TerminalService]) -> str:

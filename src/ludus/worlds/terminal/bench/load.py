@@ -84,17 +84,17 @@ def load_bench(
         task = source.task()
         if task.script and scripts == "refuse":
             raise ConfigError(
-                f"{place.name} is judged by what {task.script} says, in the folder that the policy made.",
-                "Programs of the policy that the script runs may choose that: give the task tests/*.py, "
+                f"{place.name} is graded by {task.script}, which runs in the folder that the policy wrote.",
+                "Programs of the policy that the script runs can forge its verdict: give the task tests/*.py, "
                 "or set env.settings.bench_scripts = 'trust'.",
             )
         found.append(task)
     if refused and (dockerfiles == "refuse" or not found):
         more = f"; and {len(refused) - _MAX_NAMED} more" if len(refused) > _MAX_NAMED else ""
         raise ConfigError(
-            f"{len(refused)} of {len(places)} tasks need an image that is built, and none is: "
+            f"{len(refused)} of {len(places)} tasks need an image, and no image is built: "
             f"{'; '.join(refused[:_MAX_NAMED])}{more}.",
-            "env.settings.bench_dockerfile = 'skip' leaves such tasks out, 'ignore' plays them without it.",
+            "env.settings.bench_dockerfile = 'skip' omits such tasks, 'ignore' runs them without it.",
         )
     for reason in refused:
         _LOG.warning("The task %s is left out: it needs a container.", reason)
