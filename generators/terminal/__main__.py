@@ -12,7 +12,7 @@ from pathlib import Path
 from generators.terminal.difficulty_report import report
 from generators.terminal.freeze import packed
 
-from ludus.worlds.terminal.tasks import LEVELS, TOPICS, splits_of
+from ludus.worlds.terminal.splits import TerminalSettings, splits_of
 
 OUT = Path(__file__).parents[2] / "src/ludus/worlds/terminal/data"
 
@@ -26,7 +26,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.report:
         (args.out / "tasks.jsonl.xz").write_bytes(packed())
-    (args.out / "difficulty_report.txt").write_text(report(splits_of(LEVELS, TOPICS, 1, 0, True)), "utf-8")
+    (args.out / "difficulty_report.txt").write_text(report(splits_of(TerminalSettings())), "utf-8")
 
 
 if __name__ == "__main__":

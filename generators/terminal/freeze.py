@@ -1,12 +1,14 @@
 """All tasks as lines of JSON: a header that lists the kinds of tasks, then each kind's tasks in its order.
 
-`ludus.worlds.terminal.tasks` reads them. Bytes are written as text where they are UTF-8, as what they
+`ludus.worlds.terminal.splits` reads them. Bytes are written as text where they are UTF-8, as what they
 unpack to where zlib packs that to the same bytes (the objects of git), and in base64 otherwise.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
+import inspect
 import json
 import lzma
 import zlib
@@ -16,7 +18,7 @@ from functools import cache
 from typing import Final
 
 from generators.terminal import draw
-from generators.terminal.makers import JobMaker
+from generators.terminal.makers import TaskMaker
 from generators.terminal.topics import (
     archives,
     configs,
@@ -31,10 +33,11 @@ from generators.terminal.topics import (
     text,
 )
 
-from ludus.worlds.terminal.job import JobDraft
-from ludus.worlds.terminal.tasks import LEVELS, TaskKind, pairs_of_kinds, splits_of_kinds
+from ludus.worlds.terminal.checks import CHECKS, Check
+from ludus.worlds.terminal.splits import LEVELS, TENTHS, TaskKind, pairs_of_kinds
+from ludus.worlds.terminal.task import TerminalTask
 
-MAKERS: Final[Mapping[str, Sequence[JobMaker]]] = {
+MAKERS: Final[Mapping[str, Sequence[TaskMaker]]] = {
     "files": files.MAKERS,
     "text": text.MAKERS,
     "tables": tables.MAKERS,
@@ -69,34 +72,44 @@ NUM_DRAWS: Final = 26
 
 @cache
 def kinds() -> Mapping[str, TaskKind]:
-    """The makers by their names as the header lists them, with the numbers of the tasks that are written."""
+    """Return the kinds by name as the header lists them, with the numbers of the tasks that are written."""
     found: dict[str, TaskKind] = {}
     for topic, makers in MAKERS.items():
         for maker in makers:
             often = topic in RECIPE_TOPICS and maker.level == 1
             num, shown = (NUM_RECIPE_TASKS, NUM_RECIPE_DEMONSTRATIONS) if often else (NUM_TASKS, NUM_DEMONSTRATIONS)
-            found[maker.name] = TaskKind(maker.name, topic, maker.level, maker.held_out, num, (), shown)
-    homes = splits_of_kinds(tuple(found.values()))
-    trained = [kind for kind in found.values() if homes[kind.name] == "train"]
+            found[maker.name] = TaskKind(maker.name, topic, maker.level, splits()[maker.name], num, (), shown)
+    trained = [kind for kind in found.values() if kind.split == "train"]
     for number, *both in pairs_of_kinds(trained, LEVELS, 0, NUM_DRAWS):
         for name in (kind.name for kind in both if number >= kind.num):
             found[name] = replace(found[name], paired=(*found[name].paired, number))
     return found
 
 
+@cache
+def splits() -> Mapping[str, str]:
+    """Return the split of each kind by name: `composition` if held out, else 7 : 1 : 2 at each level."""
+    makers = [maker for found in MAKERS.values() for maker in found]
+    homes = {maker.name: "composition" for maker in makers if maker.held_out}
+    for level in LEVELS:
+        names = [maker.name for maker in makers if maker.level == level and not maker.held_out]
+        names.sort(key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+        homes |= {name: TENTHS[place % len(TENTHS)] for place, name in enumerate(names)}
+    return homes
+
+
 def lines(topics: Sequence[str] = tuple(MAKERS)) -> Iterator[str]:
     """The header, and a line for each task of these topics."""
     makers = [(kinds()[maker.name], maker) for topic in topics for maker in MAKERS[topic]]
-    words = sorted(set(WORDS), key=lambda word: (-len(word), word))
-    yield _json({"words": words, "kinds": [encoded(kind) for kind, _ in makers]})
+    yield _json([encoded(kind) for kind, _ in makers])
     for kind, maker in makers:
         for number in kind.numbers:
-            yield line(maker.draft(number))
+            yield line(maker.task(number))
 
 
-def line(draft: JobDraft) -> str:
+def line(task: TerminalTask) -> str:
     """A task as JSON."""
-    return _json(encoded(draft))
+    return _json(encoded(task))
 
 
 def packed() -> bytes:
@@ -122,10 +135,22 @@ def encoded(value: object) -> object:
             return {key: encoded(one) for key, one in value.items()}
         case None | bool() | int() | str():
             return value
+        case Check():
+            given = {
+                name: one for name, one in value.arguments.items() if one != _defaults(value.kind).get(name, MISSING)
+            }
+            return {"$type": value.kind} | {name: encoded(one) for name, one in given.items()}
     assert is_dataclass(value), value
     return {"$type": type(value).__name__} | {
         name: encoded(one) for name, one, default in _fields_of(value) if one != default
     }
+
+
+@cache
+def _defaults(kind: str) -> Mapping[str, object]:
+    """Return the default values of a check's arguments."""
+    parameters = inspect.signature(CHECKS[kind][1]).parameters.values()
+    return {one.name: one.default for one in parameters if one.default is not one.empty}
 
 
 def _fields_of(value: object) -> Iterator[tuple[str, object, object]]:

@@ -6,18 +6,18 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ludus.worlds.terminal.job import JobDraft
+from ludus.worlds.terminal.task import TerminalTask
 
 
 @dataclass(frozen=True)
-class JobMaker:
+class TaskMaker:
     """Draws tasks of one kind; `held_out` keeps the kind for the split `composition`."""
 
     name: str
     level: int
-    draw: Callable[[random.Random], JobDraft]
+    draw: Callable[[random.Random], TerminalTask]
     held_out: bool = False
 
-    def draft(self, number: int) -> JobDraft:
-        """The task with a number; equal numbers give equal tasks."""
+    def task(self, number: int) -> TerminalTask:
+        """Return the task with a number; equal numbers give equal tasks."""
         return self.draw(random.Random(f"0/{self.name}/{number}"))

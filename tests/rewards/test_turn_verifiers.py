@@ -44,7 +44,8 @@ from ludus.worlds.functions.world import FunctionsSettings, FunctionsWorld
 from ludus.worlds.guess.world import make_guess_world
 from ludus.worlds.sql.grader import holds_gold
 from ludus.worlds.sql.world import SqlSettings, SqlWorld
-from ludus.worlds.terminal.world import TerminalSettings, TerminalWorld
+from ludus.worlds.terminal.splits import TerminalSettings
+from ludus.worlds.terminal.world import TerminalWorld
 
 
 @dataclass
@@ -222,8 +223,8 @@ def test_terminal_pays_checks_that_newly_hold():
     async def act():
         world = TerminalWorld(TerminalSettings(tools="shell", check_turns=True)).with_sandbox(open_sandbox())
         try:
-            task = next(t for t in world.tasks("train") if not world.job(t).services)
-            steps = [[("shell", {"command": command})] for command in world.job(task).draft.steps]
+            task = next(t for t in world.tasks("train") if not world.shell_task(t).services)
+            steps = [[("shell", {"command": command})] for command in world.shell_task(task).steps]
             look = [("shell", {"command": "ls"})]
             return world, task, await play(world, task, look, *steps, look)
         finally:

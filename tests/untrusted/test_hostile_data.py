@@ -19,7 +19,7 @@ from ludus.envs.tool_env import ToolExecutor
 from ludus.errors import LudusError, did_you_mean
 from ludus.rewards.code.sql_rows import Rows, read_rows, same_rows
 from ludus.rollout.openai_client import OpenAIClient, OpenAIClientSettings
-from ludus.sandbox.base import Outcome, Snapshot
+from ludus.sandbox.base import Outcome
 from ludus.sandbox.guest.wire import unpack_frame
 from ludus.sandbox.remote import client as sandbox_client
 from ludus.sandbox.remote.client import RemoteSandbox, RemoteSettings
@@ -33,9 +33,9 @@ from ludus.worlds.code import guest_runner
 from ludus.worlds.code.grader import CodeGrader, CodeTruth, TestCase
 from ludus.worlds.code.results import read_value, same_value, show_value
 from ludus.worlds.code.tools import program_of
-from ludus.worlds.terminal.checks import Gzipped
-from ludus.worlds.terminal.git import MAX_OBJECT_BYTES, GitTree
-from ludus.worlds.terminal.job import grade_state
+from ludus.worlds.terminal.checks import SessionState, git_files, gzip_has_text
+from ludus.worlds.terminal.git import MAX_OBJECT_BYTES
+from ludus.worlds.terminal.task import check_bounded
 
 PRIME = 2**61 - 1
 """Multiples of it have the hash 0."""
@@ -191,8 +191,8 @@ LEFT = {
 @pytest.mark.parametrize("files", LEFT.values(), ids=LEFT)
 def test_whatever_an_episode_leaves_is_judged_in_time(files, monkeypatch):
     monkeypatch.setattr(worker, "CPU_S", 0.3)
-    checks = (GitTree("", "main", {"a": "b"}), Gzipped("a.gz", "text"))
-    found = heartbeat.run(grade_state(Snapshot(files), checks))
+    checks = (git_files("", "main", {"a": "b"}), gzip_has_text("a.gz", "text"))
+    found = heartbeat.run(check_bounded(checks, SessionState(files)))
     assert found == {check.name: False for check in checks}
 
 

@@ -33,7 +33,6 @@ from ludus.tools.calculator import calculate, show
 from ludus.types import Action, Message, StopReason, ToolCall, Trajectory
 from ludus.worlds.math.composed import HELD_OUT
 from ludus.worlds.math.difficulty_report import copied_rate, head_rate, majority_rate, task_shapes
-from ludus.worlds.math.drafts import tables
 from ludus.worlds.math.generate import (
     DEFAULT_TOPICS,
     LEVELS,
@@ -43,11 +42,10 @@ from ludus.worlds.math.generate import (
     make_problems,
     split_of_steps,
 )
-from ludus.worlds.math.grader import SYSTEM, answer_text, as_task, is_right, solved
-from ludus.worlds.math.problems import worked
-from ludus.worlds.math.reasoning_gym import GymGrader
-from ludus.worlds.math.records import load_problems
+from ludus.worlds.math.grader import SYSTEM, GymTruth, answer_text, as_task, is_right, solved
+from ludus.worlds.math.problems import tables, worked
 from ludus.worlds.math.solver import as_program
+from ludus.worlds.math.sources import load_problems
 from ludus.worlds.math.world import MathSettings, MathWorld, make_math_world
 from tables import math_answers
 
@@ -500,7 +498,7 @@ def test_a_foreign_generator_judges_its_own_problems(gym):
         assert solved(task, answered(f"It is \\boxed{{{task.truth.answer}}}")) == 1
         assert solved(task, answered("many")) == 0
         assert solved(task, answered("1")) == 0
-    assert isinstance(world.tasks("train")[0].truth.grader, GymGrader)
+    assert isinstance(world.tasks("train")[0].truth, GymTruth)
 
 
 @pytest.mark.parametrize(

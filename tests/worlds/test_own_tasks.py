@@ -14,7 +14,7 @@ from ludus.rewards.registry import named_part
 from ludus.rewards.truth_records import TYPES, by_record, is_right, read_truth
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from ludus.worlds.math.grader import solved
-from ludus.worlds.math.records import load_problems
+from ludus.worlds.math.sources import load_problems
 from tiny_run import ludus
 
 SCHEMA = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}

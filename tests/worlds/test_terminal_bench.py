@@ -9,9 +9,9 @@ import pytest
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError
 from ludus.sandbox import open_sandbox
-from ludus.sandbox.base import Snapshot
-from ludus.worlds.terminal.bench.load import load_bench, named_tests
-from ludus.worlds.terminal.bench.tests import is_full
+from ludus.worlds.terminal.bench.load import load_bench
+from ludus.worlds.terminal.bench.task import is_full, named_tests
+from ludus.worlds.terminal.checks import SessionState
 from ludus.worlds.terminal.world import make_terminal_world
 
 TASK = """instruction: |-
@@ -71,7 +71,7 @@ def judged(task, *states):
         sandbox = open_sandbox()
         try:
             return [
-                await task.grade(Snapshot({**task.start.files, **files}, task.start.executable), sandbox)
+                await task.grade(SessionState({**task.start.files, **files}, task.start.executable), sandbox)
                 for files in states
             ]
         finally:
@@ -126,7 +126,7 @@ def test_a_script_judges_where_there_are_no_tests_of_pytest(folder):
     with pytest.raises(ConfigError, match="has no tests"):
         load_bench(folder, "/app", "refuse")
     (place / "run-tests.sh").write_text('cd /app\n[ "$(cat squares.txt)" = 1 ]\n')
-    with pytest.raises(ConfigError, match=r"what run-tests\.sh says"):
+    with pytest.raises(ConfigError, match=r"graded by run-tests\.sh"):
         load_bench(folder, "/app", "refuse")
     (task,) = load_bench(folder, "/app", "refuse", "trust")
     right, wrong, none = judged(task, {"squares.txt": b"1\n"}, {"run-tests.sh": b"exit 0\n"}, {})
@@ -245,7 +245,7 @@ def test_harbors_layout_is_read_and_judged_by_its_tests(harbor):
 
 def test_a_script_of_harbor_judges_by_its_reward_file_if_trusted(harbor):
     (harbor / "tests/test.sh").write_text(SCORED_SH)
-    with pytest.raises(ConfigError, match=r"what tests/test\.sh says"):
+    with pytest.raises(ConfigError, match=r"graded by tests/test\.sh"):
         load_bench(harbor.parent, "/app", "refuse")
     (task,) = load_bench(harbor.parent, "/app", "refuse", "trust")
     forged = {"logs/verifier/reward.txt": b"1", "tests/test.sh": b"echo 1 > /logs/verifier/reward.txt"}

@@ -20,16 +20,28 @@ from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.base import check_rewards, score, success
 from ludus.sandbox import open_sandbox
-from ludus.sandbox.base import Snapshot
 from ludus.tools.workspace import LIMITS
 from ludus.types import Action, Message, StopReason, ToolCall, ToolStatus, Trajectory
-from ludus.worlds.terminal.checks import Archive, Executable, FilesUnchanged, Gzipped, Only, Running, Text
-from ludus.worlds.terminal.git import At, BrokenRepository, Clean, GitFolder, GitTree, Refs, Subjects
-from ludus.worlds.terminal.job import pair
+from ludus.worlds.terminal.checks import (
+    SessionState,
+    archive_holds,
+    files_unchanged,
+    git_branches,
+    git_clean,
+    git_files,
+    git_ref,
+    git_subjects,
+    gzip_has_text,
+    has_text,
+    only_executable,
+    only_files,
+)
+from ludus.worlds.terminal.git import GitRepository
 from ludus.worlds.terminal.services import start_services
 from ludus.worlds.terminal.solver import solve
-from ludus.worlds.terminal.tasks import LEVELS, TOPICS, make_job, read_tasks, splits_of, task_file
-from ludus.worlds.terminal.world import TerminalSettings, TerminalWorld, make_terminal_world
+from ludus.worlds.terminal.splits import LEVELS, TOPICS, TerminalSettings, make_task, read_tasks, splits_of, task_file
+from ludus.worlds.terminal.task import pair
+from ludus.worlds.terminal.world import TerminalWorld, make_terminal_world
 
 KINDS = {kind.name: kind for kind in task_file().kinds}
 
@@ -41,7 +53,7 @@ def world():
 
 @pytest.fixture(scope="module")
 def splits(world):
-    return {split: [world.job(task) for task in world.tasks(split)] for split in world.splits}
+    return {split: [world.shell_task(task) for task in world.tasks(split)] for split in world.splits}
 
 
 def task_of(world, kind):
@@ -83,7 +95,7 @@ def played(world, *plays):
 
 
 def steps_of(world, task):
-    return world.job(task).draft.steps
+    return world.shell_task(task).steps
 
 
 # Tasks
@@ -103,15 +115,16 @@ def test_there_are_more_than_a_hundred_tasks_and_all_differ_in_more_than_names(s
 
 def test_shapes_are_blind_to_names_and_numbers_alone():
     for name in ("tables/sum_equal", "logs/hours", "git/merge_true", "files/lower", "processes/stale"):
-        drafts = [make_job(KINDS[name], n, 0).draft for n in range(6)]
-        assert len({shape_of(draft) for draft in drafts}) == 1, name
-        assert len({draft.steps for draft in drafts}) > 1, name
+        tasks = [make_task(KINDS[name], n, 0) for n in range(6)]
+        assert len({shape_of(task) for task in tasks}) == 1, name
+        assert len({task.steps for task in tasks}) > 1, name
 
 
 def test_equal_settings_give_equal_tasks_and_other_seeds_others():
-    drawn = {seed: splits_of((1,), ("files", "git"), 1, seed, by_shape=True)["train"] for seed in (0, 1)}
-    again = splits_of((1,), ("files", "git"), 1, 0, by_shape=True)["train"]
-    assert [job.draft for job in again] == [job.draft for job in drawn[0]]
+    settings = TerminalSettings(levels=(1,), topics=("files", "git"))
+    drawn = {seed: splits_of(settings.model_copy(update={"seed": seed}))["train"] for seed in (0, 1)}
+    again = splits_of(settings)["train"]
+    assert again == drawn[0]
     assert [job.text for job in again] != [job.text for job in drawn[1]]
 
 
@@ -120,11 +133,12 @@ def test_splits_share_no_kind_or_else_no_task(splits):
     assert not makers["train"] & makers["test"]
     assert not makers["train"] & makers["validation"]
     held_out = {part for job in splits["composition"] if len(job.parts) == 1 for part in job.parts}
-    assert held_out == {name for name, kind in KINDS.items() if kind.held_out}
+    assert held_out == {name for name, kind in KINDS.items() if kind.split == "composition"}
     pairs = [frozenset(job.parts) for job in splits["composition"] if len(job.parts) == 2]
     assert len(set(pairs)) == len(pairs) == 24
-    dealt = splits_of((1,), ("text",), 10, 0, by_shape=False)
-    more = splits_of((1,), ("text",), 10, 0, by_shape=False, held_out=60)
+    settings = TerminalSettings(levels=(1,), topics=("text",), per_shape=10, unseen="names")
+    dealt = splits_of(settings)
+    more = splits_of(settings.model_copy(update={"num_held_out": 60}))
     assert len(more["test"]) == 60
     assert {job.id for job in dealt["test"]} < {job.id for job in more["test"]}
     assert more["train"] == dealt["train"]
@@ -141,13 +155,12 @@ def test_every_task_has_something_to_do_and_names_each_thing_once(splits):
             assert suite.fail_to_pass, job.id
             assert "originals kept" in suite.pass_to_pass, job.id
             assert len(set(names)) == len(names), (job.id, names)
-            own = job.draft
-            judged = [one.name for part in (job.checks, own.runs) for one in part]
+            judged = [one.name for part in (job.checks, job.command_checks) for one in part]
             assert sorted(names) == sorted(judged)
 
 
 def test_pairs_are_refused_where_one_touches_the_files_of_the_other():
-    one = make_job(KINDS["files/sizes"], 0, 0)
+    one = make_task(KINDS["files/sizes"], 0, 0)
     with pytest.raises(ValueError, match="same files"):
         pair(one, one, 0)
 
@@ -159,13 +172,13 @@ def test_the_file_holds_what_the_generator_draws():
     """The header, and of each kind one task, or where the pairs take some of it the first of these."""
     shipped = task_file()
     header = read_tasks(next(freeze.lines()) + "\n" * (len(shipped.lines) + 1))
-    assert (header.kinds, header.words) == (shipped.kinds, shipped.words)
+    assert header.kinds == shipped.kinds
     assert tuple(freeze.MAKERS) == TOPICS
     for place, maker in enumerate(maker for makers in freeze.MAKERS.values() for maker in makers):
         kind = KINDS[maker.name]
         number = kind.paired[0] if kind.paired else kind.numbers[place % len(kind.numbers)]
-        assert freeze.line(maker.draft(number)) == shipped.lines[maker.name, number], (maker.name, number)
-        assert maker.draft(number) == shipped.draft(maker.name, number)
+        assert freeze.line(maker.task(number)) == shipped.lines[maker.name, number], (maker.name, number)
+        assert maker.task(number) == shipped.task(maker.name, number)
 
 
 def test_settings_that_take_more_tasks_than_there_are_are_refused():
@@ -178,7 +191,7 @@ def test_settings_that_take_more_tasks_than_there_are_are_refused():
 
 
 def test_the_most_tasks_of_each_kind_make_pairs_too():
-    jobs = splits_of(LEVELS, TOPICS, 12, 0, by_shape=True)
+    jobs = splits_of(TerminalSettings(per_shape=12))
     assert len({job.id for found in jobs.values() for job in found}) == sum(map(len, jobs.values()))
     assert sum(len(job.parts) == 2 for job in jobs["composition"]) == 24 * 12
 
@@ -254,8 +267,8 @@ CHEATS = {
 
 def test_cheats_at_a_program_that_is_to_start_earn_nothing(world):
     task = task_of(world, "configs/header")
-    job = world.job(task)
-    (run,) = job.draft.runs
+    job = world.shell_task(task)
+    (run,) = job.command_checks
     (config,) = run.takes
     ready = run.stdout.strip()
     cheats = []
@@ -310,7 +323,7 @@ PROCESS_CHEATS = {
 def test_cheats_at_services_earn_nothing(world):
     """A service that is to be restarted with another variable, while three others go on."""
     task = task_of(world, "processes/restart")
-    job = world.job(task)
+    job = world.shell_task(task)
     service = job.services[0]
     root, new = service.words[0].rpartition("/")[0], re.search("REGION=([A-Z][a-z]+):", job.text)[1]
     turns = [
@@ -368,14 +381,14 @@ def test_a_reload_is_seen_in_the_process_and_not_in_what_it_leaves(world):
 def test_services_are_what_they_are_said_to_be_at_the_beginning(world):
     """What holds before anything is done is what the suite says."""
     kinds = ("resume", "reload", "stale", "missing", "orphans", "kept_up", "locked")
-    jobs = [make_job(KINDS[f"processes/{kind}"], 3, 0) for kind in kinds]
+    jobs = [make_task(KINDS[f"processes/{kind}"], 3, 0) for kind in kinds]
 
     async def first(sandbox, job):
         session = await sandbox.session("shell", files=job.start.files, limits=LIMITS)
-        began = await start_services(session, job.services, job.afterwards)
+        began = await start_services(session, job.services, job.after_start)
         files, now = await session.snapshot(), await session.processes()
         await session.close()
-        return await job.grade(files, sandbox, Running(began, now))
+        return await job.grade(SessionState(files.files, files.executable, began, now), sandbox)
 
     async def act():
         sandbox = open_sandbox()
@@ -468,8 +481,8 @@ def test_the_steps_of_every_task_of_the_file_solve_it():
 
         async def missed(kind, number):
             async with room:
-                job = make_job(kind, number, 0)
-                return None if await solves(job, job.draft.steps, sandbox) else job.id
+                job = make_task(kind, number, 0)
+                return None if await solves(job, job.steps, sandbox) else job.id
 
         found = await asyncio.gather(*(missed(kind, n) for kind in KINDS.values() for n in kind.numbers))
         await sandbox.close()
@@ -501,25 +514,27 @@ def tar_of(members, mode="w:gz"):
 
 
 def test_checks_accept_what_is_right_and_refuse_what_is_near():
-    state = Snapshot({"a.txt": b"one \ntwo\n\n", "d/x": b"1", "j.json": b'{"b": 1, "a": [true]}'}, frozenset({"d/x"}))
+    state = SessionState(
+        {"a.txt": b"one \ntwo\n\n", "d/x": b"1", "j.json": b'{"b": 1, "a": [true]}'}, frozenset({"d/x"})
+    )
     right = (
-        Text("a.txt", "one\ntwo\n"),
-        Text("a.txt", "two\none\n", "unordered"),
-        Text("j.json", '{"a": [true], "b": 1}', "json"),
-        Only("d/*", frozenset({"d/x"})),
-        Executable("*", frozenset({"d/x"})),
-        FilesUnchanged({"d/x": b"1", "gone": b""}, ("gone",), frozenset({"d/x"})),
+        has_text("a.txt", "one\ntwo\n"),
+        has_text("a.txt", "two\none\n", "unordered"),
+        has_text("j.json", '{"a": [true], "b": 1}', "json"),
+        only_files("d/*", frozenset({"d/x"})),
+        only_executable("*", frozenset({"d/x"})),
+        files_unchanged({"d/x": b"1", "gone": b""}, ("gone",), frozenset({"d/x"})),
     )
     wrong = (
-        Text("a.txt", "one\ntwo\n", "bytes"),
-        Text("a.txt", "one\nTwo\n"),
-        Text("a.txt", "two\none\n"),
-        Text("j.json", '{"a": [1], "b": 1}', "json"),
-        Text("b.txt", ""),
-        Only("*", frozenset({"d/x"})),
-        Executable("*", frozenset()),
-        FilesUnchanged({"d/x": b"1"}),
-        FilesUnchanged({"d/x": b"2"}, (), frozenset({"d/x"})),
+        has_text("a.txt", "one\ntwo\n", "bytes"),
+        has_text("a.txt", "one\nTwo\n"),
+        has_text("a.txt", "two\none\n"),
+        has_text("j.json", '{"a": [1], "b": 1}', "json"),
+        has_text("b.txt", ""),
+        only_files("*", frozenset({"d/x"})),
+        only_executable("*", frozenset()),
+        files_unchanged({"d/x": b"1"}),
+        files_unchanged({"d/x": b"2"}, (), frozenset({"d/x"})),
     )
     assert [check.holds(state) for check in right] == [True] * len(right)
     assert [check.holds(state) for check in wrong] == [False] * len(wrong)
@@ -527,8 +542,8 @@ def test_checks_accept_what_is_right_and_refuse_what_is_near():
 
 def test_archives_are_read_with_bounds_and_links_are_refused():
     members = {"r/a": b"1", "r/b": b"22"}
-    good = Snapshot({"x.tar.gz": tar_of([("./r/a", b"1"), ("r/b", b"22")])})
-    assert Archive("x.tar.gz", members).holds(good)
+    good = SessionState({"x.tar.gz": tar_of([("./r/a", b"1"), ("r/b", b"22")])})
+    assert archive_holds("x.tar.gz", members).holds(good)
     link = tarfile.TarInfo("r/b")
     link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
     buffer = io.BytesIO()
@@ -536,10 +551,10 @@ def test_archives_are_read_with_bounds_and_links_are_refused():
         archive.addfile(link)
     bomb = gzip.compress(bytes(17 * 2**20), 1)
     for odd in (buffer.getvalue(), bomb, b"", b"\x1f\x8b no", tar_of([("r/a", b"1")])):
-        assert not Archive("x.tar.gz", members).holds(Snapshot({"x.tar.gz": odd})), odd[:20]
-    assert Gzipped("x.gz", "a\n").holds(Snapshot({"x.gz": gzip.compress(b"a\n")}))
-    assert not Gzipped("x.gz", "").holds(Snapshot({"x.gz": bomb}))
-    assert not Gzipped("x.gz", "").holds(Snapshot({}))
+        assert not archive_holds("x.tar.gz", members).holds(SessionState({"x.tar.gz": odd})), odd[:20]
+    assert gzip_has_text("x.gz", "a\n").holds(SessionState({"x.gz": gzip.compress(b"a\n")}))
+    assert not gzip_has_text("x.gz", "").holds(SessionState({"x.gz": bomb}))
+    assert not gzip_has_text("x.gz", "").holds(SessionState({}))
 
 
 # Git
@@ -552,25 +567,25 @@ def small_repository():
 def test_a_written_repository_is_read_back_and_forged_objects_are_refused():
     git, shas = small_repository()
     files = git.files()
-    state = Snapshot(files)
+    state = SessionState(files)
     due = {"a.txt": "3\n", "s/b.txt": "2\n"}
     checks = (
-        GitTree("r", "main", due),
-        Subjects("r", "main", ("two", "one")),
-        Clean("r"),
-        Refs("r", frozenset({"main"}), head="main"),
-        At("r", "main", shas[1]),
+        git_files("r", "main", due),
+        git_subjects("r", "main", ("two", "one")),
+        git_clean("r"),
+        git_branches("r", frozenset({"main"}), head="main"),
+        git_ref("r", "main", shas[1]),
     )
     assert all(check.holds(state) for check in checks)
-    assert not GitTree("r", "main", {**due, "a.txt": "1\n"}).holds(state)
-    assert not Clean("r").holds(Snapshot({**files, "r/a.txt": b"dirty\n"}))
+    assert not git_files("r", "main", {**due, "a.txt": "1\n"}).holds(state)
+    assert not git_clean("r").holds(SessionState({**files, "r/a.txt": b"dirty\n"}))
     path = f"r/.git/objects/{shas[1][:2]}/{shas[1][2:]}"
     body = zlib.decompress(files[path]).replace(b"two", b"six")
     forged = {**files, path: zlib.compress(body)}
-    with pytest.raises(BrokenRepository, match="forgery"):
-        GitFolder(forged, "r").commit(shas[1])
+    with pytest.raises(match="forgery"):
+        GitRepository(forged, "r").commit(shas[1])
     for broken in (forged, {**files, path: b""}, {**files, path: zlib.compress(bytes(2**25))}):
-        assert not Subjects("r", "main", ("six", "one")).holds(Snapshot(broken))
+        assert not git_subjects("r", "main", ("six", "one")).holds(SessionState(broken))
 
 
 def test_what_git_itself_makes_is_read_loose_and_packed(world):
@@ -594,14 +609,14 @@ def test_what_git_itself_makes_is_read_loose_and_packed(world):
     before, outcome, after = asyncio.run(act())
     assert (outcome.exit, outcome.text) == (0, ""), outcome.error_text
     assert any(path.endswith(".pack") for path in after.files)
-    assert Clean("r").holds(before)
+    assert git_clean("r").holds(before)
     long = "".join(f"{n}\n" for n in range(1, 201)) + "3\n"
-    assert GitTree("r", "main", {"a.txt": "3\n", "s/b.txt": "2\n", "long.txt": long}).holds(after)
-    assert Subjects("r", "main", ("step 3", "step 2", "step 1", "two", "one")).holds(after)
-    assert Refs("r", frozenset({"main", "side"}), head="main").holds(after)
-    tip = GitFolder(after.files, "r").resolve("main")
-    assert At("r", "v1", tip, annotated=True).holds(after)
-    assert Clean("r").holds(after)
+    assert git_files("r", "main", {"a.txt": "3\n", "s/b.txt": "2\n", "long.txt": long}).holds(after)
+    assert git_subjects("r", "main", ("step 3", "step 2", "step 1", "two", "one")).holds(after)
+    assert git_branches("r", frozenset({"main", "side"}), head="main").holds(after)
+    tip = GitRepository(after.files, "r").resolve("main")
+    assert git_ref("r", "v1", tip, annotated=True).holds(after)
+    assert git_clean("r").holds(after)
 
 
 # The world

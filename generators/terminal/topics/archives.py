@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from generators.terminal.draw import folder, names, prose, text_of, words
-from generators.terminal.makers import JobMaker
+from generators.terminal.makers import TaskMaker
 
-from ludus.worlds.terminal.checks import Archive, Check, Gzipped, Only, Text
-from ludus.worlds.terminal.job import JobDraft
+from ludus.worlds.terminal.checks import Check, archive_holds, gzip_has_text, has_text, only_files
+from ludus.worlds.terminal.task import TerminalTask
 
 Content = Mapping[str, str]
 
@@ -54,27 +54,27 @@ def _bytes(content: Content) -> dict[str, bytes]:
     return {path: text.encode() for path, text in content.items()}
 
 
-def _exactly(root: str, due: Content) -> tuple[Only | Text, ...]:
-    return (Only(f"{root}/*", frozenset(due)), *(Text(path, text, "bytes") for path, text in due.items()))
+def _exactly(root: str, due: Content) -> tuple[Check, ...]:
+    return (only_files(f"{root}/*", frozenset(due)), *(has_text(path, text, "bytes") for path, text in due.items()))
 
 
-def _packed(rng: random.Random) -> JobDraft:
+def _packed(rng: random.Random) -> TerminalTask:
     root = folder(rng)
     found = _tree(rng, root)
     out = f"{words(rng, 1)[0]}.tar.gz"
     text = f"Pack the folder {root} into the archive {out}; the paths in it begin with {root}/."
-    return JobDraft(text, found, (f"tar -czf {out} {root}",), (Archive(out, _bytes(found)),))
+    return TerminalTask(text, found, (f"tar -czf {out} {root}",), (archive_holds(out, _bytes(found)),))
 
 
-def _zip(rng: random.Random) -> JobDraft:
+def _zip(rng: random.Random) -> TerminalTask:
     root = folder(rng)
     found = _tree(rng, root)
     out = f"{words(rng, 1)[0]}.zip"
     text = f"Pack the folder {root} into the zip archive {out}; the paths in it begin with {root}/."
-    return JobDraft(text, found, (f"python3 -m zipfile -c {out} {root}",), (Archive(out, _bytes(found)),))
+    return TerminalTask(text, found, (f"python3 -m zipfile -c {out} {root}",), (archive_holds(out, _bytes(found)),))
 
 
-def _without(rng: random.Random) -> JobDraft:
+def _without(rng: random.Random) -> TerminalTask:
     root = folder(rng)
     found = _tree(rng, root, 10)
     out, ending = f"{words(rng, 1)[0]}.tar.gz", rng.choice((".log", ".tmp"))
@@ -83,20 +83,22 @@ def _without(rng: random.Random) -> JobDraft:
         f"Pack the folder {root} into {out}, its paths beginning "
         f"with {root}/, but leave out files that end in {ending}."
     )
-    return JobDraft(text, found, (f"tar -czf {out} --exclude='*{ending}' {root}",), (Archive(out, _bytes(due)),))
+    return TerminalTask(
+        text, found, (f"tar -czf {out} --exclude='*{ending}' {root}",), (archive_holds(out, _bytes(due)),)
+    )
 
 
-def _unpacked(rng: random.Random) -> JobDraft:
+def _unpacked(rng: random.Random) -> TerminalTask:
     root, out = words(rng, 2)
     found = _tree(rng, root)
     to = f"{out}-unpacked"
     due = {f"{to}/{path}": text for path, text in found.items()}
     text = f"Unpack {root}.tar.gz into a new folder {to}, and keep the archive."
     steps = (f"mkdir {to} && tar -xzf {root}.tar.gz -C {to}",)
-    return JobDraft(text, {f"{root}.tar.gz": tarred(found)}, steps, _exactly(to, due))
+    return TerminalTask(text, {f"{root}.tar.gz": tarred(found)}, steps, _exactly(to, due))
 
 
-def _stripped(rng: random.Random) -> JobDraft:
+def _stripped(rng: random.Random) -> TerminalTask:
     root, out = words(rng, 2)
     found = {f"{root}-1.0/{path}": text for path, text in _tree(rng, "src").items()}
     to = f"{out}-build"
@@ -106,29 +108,29 @@ def _stripped(rng: random.Random) -> JobDraft:
         f"Unpack it into a new folder {to} without these two folders."
     )
     steps = (f"mkdir {to} && tar -xzf {root}.tar.gz -C {to} --strip-components=2",)
-    return JobDraft(text, {f"{root}.tar.gz": tarred(found)}, steps, _exactly(to, due))
+    return TerminalTask(text, {f"{root}.tar.gz": tarred(found)}, steps, _exactly(to, due))
 
 
-def _one(rng: random.Random) -> JobDraft:
+def _one(rng: random.Random) -> TerminalTask:
     root, out = words(rng, 2)
     found = _tree(rng, root)
     path = rng.choice(sorted(found))
     text = f"Take the file {path} out of {root}.tar.gz and write it to {out}.txt. Nothing else of it is wanted."
     steps = (f"tar -xzOf {root}.tar.gz {path} > {out}.txt",)
-    checks = (Text(f"{out}.txt", found[path], "bytes"), Only(f"{root}/*", frozenset()))
-    return JobDraft(text, {f"{root}.tar.gz": tarred(found)}, steps, checks)
+    checks = (has_text(f"{out}.txt", found[path], "bytes"), only_files(f"{root}/*", frozenset()))
+    return TerminalTask(text, {f"{root}.tar.gz": tarred(found)}, steps, checks)
 
 
-def _listed(rng: random.Random) -> JobDraft:
+def _listed(rng: random.Random) -> TerminalTask:
     root, out = words(rng, 2)
     found = _tree(rng, root, 10)
     text = f"Write the paths of the files in {root}.zip to {out}.txt, from A to Z."
     program = f'import zipfile; print("\\n".join(sorted(zipfile.ZipFile("{root}.zip").namelist())))'
     steps = (f"python3 -c '{program}' > {out}.txt",)
-    return JobDraft(text, {f"{root}.zip": zipped(found)}, steps, (Text(f"{out}.txt", text_of(sorted(found))),))
+    return TerminalTask(text, {f"{root}.zip": zipped(found)}, steps, (has_text(f"{out}.txt", text_of(sorted(found))),))
 
 
-def _each(rng: random.Random) -> JobDraft:
+def _each(rng: random.Random) -> TerminalTask:
     root = folder(rng)
     found = {f"{root}/{name}.log": text_of(prose(rng, 4)) for name in names(rng, 6)}
     there = {**found, f"{root}/readme.txt": "these are logs\n"}
@@ -137,13 +139,13 @@ def _each(rng: random.Random) -> JobDraft:
         "NAME.log.gz takes the place of NAME.log. Other files stay."
     )
     checks: tuple[Check, ...] = (
-        Only(f"{root}/*", frozenset({*(f"{path}.gz" for path in found), f"{root}/readme.txt"})),
-        *(Gzipped(f"{path}.gz", body) for path, body in found.items()),
+        only_files(f"{root}/*", frozenset({*(f"{path}.gz" for path in found), f"{root}/readme.txt"})),
+        *(gzip_has_text(f"{path}.gz", body) for path, body in found.items()),
     )
-    return JobDraft(text, there, (f"gzip {root}/*.log",), checks, changes=(f"{root}/*.log",))
+    return TerminalTask(text, there, (f"gzip {root}/*.log",), checks, changes=(f"{root}/*.log",))
 
 
-def _folders(rng: random.Random) -> JobDraft:
+def _folders(rng: random.Random) -> TerminalTask:
     root, to = folder(rng), f"{words(rng, 1)[0]}-packed"
     parts = {name: _tree(rng, f"{root}/{name}", 4) for name in words(rng, 3)}
     text = (
@@ -153,16 +155,16 @@ def _folders(rng: random.Random) -> JobDraft:
     )
     steps = (f'mkdir {to}; for d in {root}/*/; do n=$(basename "$d"); tar -czf {to}/$n.tar.gz -C {root} $n; done',)
     checks: tuple[Check, ...] = (
-        Only(f"{to}/*", frozenset(f"{to}/{name}.tar.gz" for name in parts)),
+        only_files(f"{to}/*", frozenset(f"{to}/{name}.tar.gz" for name in parts)),
         *(
-            Archive(f"{to}/{name}.tar.gz", _bytes({path.removeprefix(f"{root}/"): t for path, t in tree.items()}))
+            archive_holds(f"{to}/{name}.tar.gz", _bytes({path.removeprefix(f"{root}/"): t for path, t in tree.items()}))
             for name, tree in parts.items()
         ),
     )
-    return JobDraft(text, {path: body for tree in parts.values() for path, body in tree.items()}, steps, checks)
+    return TerminalTask(text, {path: body for tree in parts.values() for path, body in tree.items()}, steps, checks)
 
 
-def _converted(rng: random.Random) -> JobDraft:
+def _converted(rng: random.Random) -> TerminalTask:
     root, out = words(rng, 2)
     found = _tree(rng, root)
     text = (
@@ -172,11 +174,11 @@ def _converted(rng: random.Random) -> JobDraft:
     steps = (
         (f"mkdir .t && tar -xzf {root}.tar.gz -C .t && (cd .t && python3 -m zipfile -c ../{out}.zip *) && rm -r .t"),
     )
-    checks = (Archive(f"{out}.zip", _bytes(found)), Only("*", frozenset({f"{out}.zip", f"{root}.tar.gz"})))
-    return JobDraft(text, {f"{root}.tar.gz": tarred(found)}, steps, checks)
+    checks = (archive_holds(f"{out}.zip", _bytes(found)), only_files("*", frozenset({f"{out}.zip", f"{root}.tar.gz"})))
+    return TerminalTask(text, {f"{root}.tar.gz": tarred(found)}, steps, checks)
 
 
-def _nested(rng: random.Random) -> JobDraft:
+def _nested(rng: random.Random) -> TerminalTask:
     root, inner, word = words(rng, 3)
     secret = text_of(prose(rng, 3))
     core = zipped({f"{word}/{word}.txt": secret, f"{word}/readme.md": "inside\n"})
@@ -195,10 +197,10 @@ def _nested(rng: random.Random) -> JobDraft:
         f"mkdir .t && tar -xzf {root}.tar.gz -C .t && python3 -m zipfile -e .t/{inner}.zip .t",
         f"cp .t/{word}/{word}.txt {word}-found.txt && rm -r .t",
     )
-    return JobDraft(text, {f"{root}.tar.gz": outer}, steps, (Text(f"{word}-found.txt", secret, "bytes"),))
+    return TerminalTask(text, {f"{root}.tar.gz": outer}, steps, (has_text(f"{word}-found.txt", secret, "bytes"),))
 
 
-def _trimmed(rng: random.Random) -> JobDraft:
+def _trimmed(rng: random.Random) -> TerminalTask:
     root = words(rng, 1)[0]
     found = _tree(rng, root, 10)
     gone = rng.choice((".log", ".tmp", ".md"))
@@ -206,16 +208,16 @@ def _trimmed(rng: random.Random) -> JobDraft:
     text = (
         f"Change the archive {root}.tar so that it no longer has the files that end in {gone}. The others stay in it."
     )
-    return JobDraft(
+    return TerminalTask(
         text,
         {f"{root}.tar": tarred(found, packed=False)},
         (f"tar --delete --wildcards -f {root}.tar '*{gone}'",),
-        (Archive(f"{root}.tar", _bytes(due)),),
+        (archive_holds(f"{root}.tar", _bytes(due)),),
         changes=(f"{root}.tar",),
     )
 
 
-def _updated(rng: random.Random) -> JobDraft:
+def _updated(rng: random.Random) -> TerminalTask:
     root = words(rng, 1)[0]
     found = _tree(rng, root)
     path = rng.choice(sorted(found))
@@ -229,12 +231,12 @@ def _updated(rng: random.Random) -> JobDraft:
         f"mkdir .t && tar -xzf {root}.tar.gz -C .t && cp {root}-new.txt .t/{path}",
         f"tar -czf {root}.tar.gz -C .t {root} && rm -r .t",
     )
-    checks = (Archive(f"{root}.tar.gz", _bytes({**found, path: new})),)
+    checks = (archive_holds(f"{root}.tar.gz", _bytes({**found, path: new})),)
     files: dict[str, str | bytes] = {f"{root}.tar.gz": tarred(found), f"{root}-new.txt": new}
-    return JobDraft(text, files, steps, checks, changes=(f"{root}.tar.gz",))
+    return TerminalTask(text, files, steps, checks, changes=(f"{root}.tar.gz",))
 
 
-def _split(rng: random.Random) -> JobDraft:
+def _split(rng: random.Random) -> TerminalTask:
     root, out = words(rng, 2)
     found = _tree(rng, root, 12)
     data = tarred(found)
@@ -246,10 +248,10 @@ def _split(rng: random.Random) -> JobDraft:
         f"on. Put it together and unpack it into a new folder {to}."
     )
     steps = (f"mkdir {to} && cat {root}.tar.gz.?? | tar -xz -C {to}",)
-    return JobDraft(text, pieces, steps, _exactly(to, {f"{to}/{path}": body for path, body in found.items()}))
+    return TerminalTask(text, pieces, steps, _exactly(to, {f"{to}/{path}": body for path, body in found.items()}))
 
 
-def _encoded(rng: random.Random) -> JobDraft:
+def _encoded(rng: random.Random) -> TerminalTask:
     root, out = words(rng, 2)
     found = _tree(rng, root, 5)
     to = f"{out}-mail"
@@ -257,10 +259,10 @@ def _encoded(rng: random.Random) -> JobDraft:
     data = base64.encodebytes(tarred(found))
     steps = (f"mkdir {to} && base64 -d {root}.b64 | tar -xz -C {to}",)
     checks = _exactly(to, {f"{to}/{path}": body for path, body in found.items()})
-    return JobDraft(text, {f"{root}.b64": data}, steps, checks)
+    return TerminalTask(text, {f"{root}.b64": data}, steps, checks)
 
 
-def _which(rng: random.Random) -> JobDraft:
+def _which(rng: random.Random) -> TerminalTask:
     root, wanted = folder(rng), f"{words(rng, 1)[0]}-wanted.txt"
     found = {name: _tree(rng, name, 4) for name in words(rng, 6)}
     due = sorted(rng.sample(sorted(found), 2))
@@ -276,10 +278,10 @@ def _which(rng: random.Random) -> JobDraft:
         (f"(cd {root} && for a in *.tar.gz; do tar -tzf $a | grep -q '/{wanted}$' && echo $a; done; true) > {out}"),
     )
     files = {f"{root}/{name}.tar.gz": tarred(tree) for name, tree in found.items()}
-    return JobDraft(text, files, steps, (Text(out, text_of([f"{name}.tar.gz" for name in due])),))
+    return TerminalTask(text, files, steps, (has_text(out, text_of([f"{name}.tar.gz" for name in due])),))
 
 
-def _compared(rng: random.Random) -> JobDraft:
+def _compared(rng: random.Random) -> TerminalTask:
     root, out = folder(rng), f"{words(rng, 1)[0]}-differs.txt"
     found = _tree(rng, root, 9)
     paths = sorted(found)
@@ -298,10 +300,10 @@ def _compared(rng: random.Random) -> JobDraft:
         ),
     )
     due = sorted([paths[0], paths[2], paths[5], f"{root}/new.txt"])
-    return JobDraft(text, {**there, "backup.tar.gz": tarred(found)}, steps, (Text(out, text_of(due)),))
+    return TerminalTask(text, {**there, "backup.tar.gz": tarred(found)}, steps, (has_text(out, text_of(due)),))
 
 
-def _sound(rng: random.Random) -> JobDraft:
+def _sound(rng: random.Random) -> TerminalTask:
     root, to = folder(rng), f"{words(rng, 1)[0]}-sound"
     trees = {name: _tree(rng, name, 3) for name in words(rng, 5)}
     data = {name: tarred(tree) for name, tree in trees.items()}
@@ -325,10 +327,10 @@ def _sound(rng: random.Random) -> JobDraft:
     )
     due = {f"{to}/{path}": t for name, tree in trees.items() if name not in bad for path, t in tree.items()}
     due[f"{to}/refused.txt"] = text_of([f"{name}.tar.gz" for name in sorted(bad)])
-    return JobDraft(text, files, steps, _exactly(to, due))
+    return TerminalTask(text, files, steps, _exactly(to, due))
 
 
-def _increments(rng: random.Random) -> JobDraft:
+def _increments(rng: random.Random) -> TerminalTask:
     """A full backup and what changed on the days after it."""
     root, to = words(rng, 1)[0], f"{words(rng, 1)[0]}-restored"
     state = _tree(rng, root, 8)
@@ -356,27 +358,27 @@ def _increments(rng: random.Random) -> JobDraft:
             f"if [ $d != 0 ]; then while read -r p; do rm {to}/$p; done < backups/day$d.removed; fi; done"
         ),
     )
-    return JobDraft(text, files, steps, _exactly(to, {f"{to}/{path}": body for path, body in due.items()}))
+    return TerminalTask(text, files, steps, _exactly(to, {f"{to}/{path}": body for path, body in due.items()}))
 
 
 MAKERS: Final = (
-    JobMaker("archives/pack", 1, _packed),
-    JobMaker("archives/zip", 1, _zip),
-    JobMaker("archives/unpack", 1, _unpacked),
-    JobMaker("archives/one", 1, _one),
-    JobMaker("archives/each", 1, _each),
-    JobMaker("archives/list", 2, _listed),
-    JobMaker("archives/without", 2, _without),
-    JobMaker("archives/strip", 2, _stripped),
-    JobMaker("archives/folders", 2, _folders),
-    JobMaker("archives/encoded", 2, _encoded),
-    JobMaker("archives/which", 2, _which),
-    JobMaker("archives/trim", 2, _trimmed, held_out=True),
-    JobMaker("archives/convert", 3, _converted),
-    JobMaker("archives/nested", 3, _nested),
-    JobMaker("archives/update", 3, _updated),
-    JobMaker("archives/split", 3, _split, held_out=True),
-    JobMaker("archives/compare", 3, _compared),
-    JobMaker("archives/sound", 4, _sound),
-    JobMaker("archives/increments", 4, _increments),
+    TaskMaker("archives/pack", 1, _packed),
+    TaskMaker("archives/zip", 1, _zip),
+    TaskMaker("archives/unpack", 1, _unpacked),
+    TaskMaker("archives/one", 1, _one),
+    TaskMaker("archives/each", 1, _each),
+    TaskMaker("archives/list", 2, _listed),
+    TaskMaker("archives/without", 2, _without),
+    TaskMaker("archives/strip", 2, _stripped),
+    TaskMaker("archives/folders", 2, _folders),
+    TaskMaker("archives/encoded", 2, _encoded),
+    TaskMaker("archives/which", 2, _which),
+    TaskMaker("archives/trim", 2, _trimmed, held_out=True),
+    TaskMaker("archives/convert", 3, _converted),
+    TaskMaker("archives/nested", 3, _nested),
+    TaskMaker("archives/update", 3, _updated),
+    TaskMaker("archives/split", 3, _split, held_out=True),
+    TaskMaker("archives/compare", 3, _compared),
+    TaskMaker("archives/sound", 4, _sound),
+    TaskMaker("archives/increments", 4, _increments),
 )

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Final
 
 from generators.terminal.draw import SERVICES, TOWNS, text_of, words
-from generators.terminal.makers import JobMaker
+from generators.terminal.makers import TaskMaker
 
-from ludus.worlds.terminal.checks import Text
-from ludus.worlds.terminal.job import JobDraft, Ran
+from ludus.worlds.terminal.checks import has_text
+from ludus.worlds.terminal.task import CommandCheck, TerminalTask
 
 Sections = Mapping[str, Mapping[str, str]]
 
@@ -66,28 +66,28 @@ def _settings(rng: random.Random, data: str) -> dict[str, dict[str, str]]:
     }
 
 
-def _set(rng: random.Random) -> JobDraft:
+def _set(rng: random.Random) -> TerminalTask:
     name, sections = f"{words(rng, 1)[0]}.ini", _settings(rng, "data/a.csv")
     before = _ini(sections)
     port = str(rng.randint(9100, 9900))
     sections["server"]["port"] = port
-    return JobDraft(
+    return TerminalTask(
         f"In {name} set the port of the server to {port}. Every other line stays as it is.",
         {name: before},
         (f"sed -i 's/^port = .*/port = {port}/' {name}",),
-        (Text(name, _ini(sections)),),
+        (has_text(name, _ini(sections)),),
         changes=(name,),
-        looks=(name,),
+        preview=(name,),
     )
 
 
-def _added(rng: random.Random) -> JobDraft:
+def _added(rng: random.Random) -> TerminalTask:
     name, sections = f"{words(rng, 1)[0]}.ini", _settings(rng, "data/a.csv")
     before = _ini(sections)
     key, value = words(rng, 1)[0], str(rng.randint(1, 99))
     section = rng.choice(("server", "data"))
     sections[section][key] = value
-    return JobDraft(
+    return TerminalTask(
         f'In {name} add the line "{key} = {value}" as the last one of '
         f"the section {section}, before the empty line that ends the "
         "section. Every other line stays.",
@@ -98,31 +98,31 @@ def _added(rng: random.Random) -> JobDraft:
                 f'"{key} = {value}"}} {{print}}\' {name} > .n && mv .n {name}'
             ),
         ),
-        (Text(name, _ini(sections)),),
+        (has_text(name, _ini(sections)),),
         changes=(name,),
-        looks=(name,),
+        preview=(name,),
     )
 
 
-def _commented(rng: random.Random) -> JobDraft:
+def _commented(rng: random.Random) -> TerminalTask:
     name, keys = f"{words(rng, 1)[0]}.conf", words(rng, 8)
     lines = [f"{key} {rng.randint(1, 99)}" for key in keys]
     off, on = rng.sample(range(8), 2)
     lines[on] = f"# {lines[on]}"
     due = [*lines]
     due[off], due[on] = f"# {lines[off]}", lines[on].removeprefix("# ")
-    return JobDraft(
+    return TerminalTask(
         f'In {name} a "#" and a blank before a line switch it off. '
         f"Switch {keys[off]} off and {keys[on]} on; the other lines stay.",
         {name: text_of(lines)},
         (f"sed -i -e 's/^{keys[off]} /# &/' -e 's/^# {keys[on]} /{keys[on]} /' {name}",),
-        (Text(name, text_of(due)),),
+        (has_text(name, text_of(due)),),
         changes=(name,),
-        looks=(name,),
+        preview=(name,),
     )
 
 
-def _json_set(rng: random.Random) -> JobDraft:
+def _json_set(rng: random.Random) -> TerminalTask:
     name, service = f"{words(rng, 1)[0]}.json", rng.choice(SERVICES)
     chosen = sorted({*rng.sample(SERVICES, 3), service})
     replicas = {one: rng.randint(1, 4) for one in chosen}
@@ -143,17 +143,17 @@ def _json_set(rng: random.Random) -> JobDraft:
         f'In {name} set the replicas of the service "{service}" to {num} and add '
         f'"{host}" to the end of its hosts. All else stays, and the file stays JSON.'
     )
-    return JobDraft(
+    return TerminalTask(
         text,
         {name: before},
         (f"python3 -c '{program}'",),
-        (Text(name, shown(), "json"),),
+        (has_text(name, shown(), "json"),),
         changes=(name,),
-        looks=(name,),
+        preview=(name,),
     )
 
 
-def _json_mended(rng: random.Random) -> JobDraft:
+def _json_mended(rng: random.Random) -> TerminalTask:
     name = f"{words(rng, 1)[0]}.json"
     value = {key: rng.randint(1, 99) for key in words(rng, 4)}
     inner = {"towns": rng.sample(TOWNS, 3), "limits": value, "active": True}
@@ -167,10 +167,12 @@ def _json_mended(rng: random.Random) -> JobDraft:
         "too many, and a name has the wrong quotes. Mend it without "
         "changing any value or name."
     )
-    return JobDraft(said, {name: broken + "\n"}, steps, (Text(name, text, "json"),), changes=(name,), looks=(name,))
+    return TerminalTask(
+        said, {name: broken + "\n"}, steps, (has_text(name, text, "json"),), changes=(name,), preview=(name,)
+    )
 
 
-def _env_json(rng: random.Random) -> JobDraft:
+def _env_json(rng: random.Random) -> TerminalTask:
     name, out = f"{words(rng, 1)[0]}.env", f"{words(rng, 1)[0]}.json"
     pairs = {key.upper(): f"{word} {rng.randint(1, 9)}" for key, word in zip(words(rng, 5), words(rng, 5), strict=True)}
     lines = ["# settings"]
@@ -187,10 +189,12 @@ def _env_json(rng: random.Random) -> JobDraft:
         "the names of the variables and their values as texts, without the quotes."
     )
     steps = (f"python3 -c '{program}'",)
-    return JobDraft(text, {name: text_of(lines)}, steps, (Text(out, json.dumps(pairs), "json"),), looks=(name,))
+    return TerminalTask(
+        text, {name: text_of(lines)}, steps, (has_text(out, json.dumps(pairs), "json"),), preview=(name,)
+    )
 
 
-def _ini_env(rng: random.Random) -> JobDraft:
+def _ini_env(rng: random.Random) -> TerminalTask:
     name, out = f"{words(rng, 1)[0]}.ini", f"{words(rng, 1)[0]}.env"
     sections = _settings(rng, "data/a.csv")
     due = [f"{s.upper()}_{k.upper()}={v}" for s, body in sections.items() for k, v in body.items()]
@@ -204,10 +208,10 @@ def _ini_env(rng: random.Random) -> JobDraft:
             f'next}} NF>1 {{print s "_" toupper($1) "=" $2}}\' {name} > {out}'
         ),
     )
-    return JobDraft(text, {name: _ini(sections)}, steps, (Text(out, text_of(due)),), looks=(name,))
+    return TerminalTask(text, {name: _ini(sections)}, steps, (has_text(out, text_of(due)),), preview=(name,))
 
 
-def _merged(rng: random.Random) -> JobDraft:
+def _merged(rng: random.Random) -> TerminalTask:
     one, two, out = (f"{word}.json" for word in words(rng, 3))
     keys = words(rng, 6)
     base: dict[str, object] = {keys[0]: 1, keys[1]: {"a": 1, "b": {"x": 1, "y": 2}}, keys[2]: [1, 2, 3]}
@@ -225,10 +229,10 @@ def _merged(rng: random.Random) -> JobDraft:
     )
     files = {one: json.dumps(base, indent=1) + "\n", two: json.dumps(over, indent=1) + "\n"}
     steps = (f"python3 -c '{program}'",)
-    return JobDraft(text, files, steps, (Text(out, json.dumps(due), "json"),), looks=(one, two))
+    return TerminalTask(text, files, steps, (has_text(out, json.dumps(due), "json"),), preview=(one, two))
 
 
-def _filled(rng: random.Random) -> JobDraft:
+def _filled(rng: random.Random) -> TerminalTask:
     name, values, out = f"{words(rng, 1)[0]}.template", f"{words(rng, 1)[0]}.env", f"{words(rng, 1)[0]}.conf"
     pairs = {key: str(rng.randint(100, 999)) for key in words(rng, 4)}
     lines = [
@@ -244,10 +248,10 @@ def _filled(rng: random.Random) -> JobDraft:
     )
     steps = (f"sed $(sed -E 's/^([a-z]+)=(.*)$/-e s\\/{{{{\\1}}}}\\/\\2\\/g/' {values}) {name} > {out}",)
     files = {name: text_of(lines), values: text_of([f"{k}={v}" for k, v in pairs.items()])}
-    return JobDraft(text, files, steps, (Text(out, text_of(due)),), looks=(name, values))
+    return TerminalTask(text, files, steps, (has_text(out, text_of(due)),), preview=(name, values))
 
 
-def _renamed(rng: random.Random) -> JobDraft:
+def _renamed(rng: random.Random) -> TerminalTask:
     root, (old, new) = f"{words(rng, 1)[0]}-conf", words(rng, 2)
     files = {}
     for service in rng.sample(SERVICES, 4):
@@ -261,11 +265,11 @@ def _renamed(rng: random.Random) -> JobDraft:
         f'In all files of {root} the setting "{old}" (before the equals sign) '
         f'is now called "{new}". Other settings that begin so, and notes, stay.'
     )
-    checks = tuple(Text(path, body) for path, body in due.items())
-    return JobDraft(text, files, (f"sed -i 's/^{old} =/{new} =/' {root}/*.conf",), checks, changes=(f"{root}/*",))
+    checks = tuple(has_text(path, body) for path, body in due.items())
+    return TerminalTask(text, files, (f"sed -i 's/^{old} =/{new} =/' {root}/*.conf",), checks, changes=(f"{root}/*",))
 
 
-def _ports(rng: random.Random) -> JobDraft:
+def _ports(rng: random.Random) -> TerminalTask:
     root, start = f"{words(rng, 1)[0]}-conf", rng.randint(3000, 8000)
     services = sorted(rng.sample(SERVICES, 6))
     ports = [start, start + 1, start, start + 2, start + 1, start]
@@ -291,8 +295,8 @@ def _ports(rng: random.Random) -> JobDraft:
             '+ 1 )); sed -i "s/^port=.*/port=$p/" $f;; esac; t="$t $p"; done; unset t'
         ),
     )
-    checks = tuple(Text(path, body) for path, body in due.items())
-    return JobDraft(text, files, steps, checks, changes=(f"{root}/*",))
+    checks = tuple(has_text(path, body) for path, body in due.items())
+    return TerminalTask(text, files, steps, checks, changes=(f"{root}/*",))
 
 
 def _app(
@@ -301,7 +305,7 @@ def _app(
     sections: Mapping[str, Mapping[str, str]],
     said: tuple[str, str],
     more: Mapping[str, str] | None = None,
-) -> JobDraft:
+) -> TerminalTask:
     """A program that does not start with its configuration: `said` is what to know, and how to mend it."""
     name = f"{words(rng, 1)[0]}.ini"
     program = APP.replace("FILE", name)
@@ -316,19 +320,19 @@ def _app(
         f"{name}, and no other file, so that it prints that it is ready. "
         f"{said[0]}"
     )
-    run = Ran("the program is ready", "python3 app.py", (name,), {"app.py": program, **data}, due, 0)
-    return JobDraft(
+    run = CommandCheck("the program is ready", "python3 app.py", (name,), {"app.py": program, **data}, due, 0)
+    return TerminalTask(
         text,
         {name: broken, "app.py": program, **data},
         (said[1].replace("NAME", name),),
         (),
         (run,),
         changes=(name,),
-        looks=(name,),
+        preview=(name,),
     )
 
 
-def _broken(how: str, rng: random.Random) -> JobDraft:
+def _broken(how: str, rng: random.Random) -> TerminalTask:
     data = f"data/{words(rng, 1)[0]}.csv"
     sections = _settings(rng, data)
     good = _ini(sections)
@@ -386,7 +390,7 @@ def _broken(how: str, rng: random.Random) -> JobDraft:
     return _app(rng, broken, sections, said)
 
 
-def _crontab(rng: random.Random) -> JobDraft:
+def _crontab(rng: random.Random) -> TerminalTask:
     out, name = f"{words(rng, 1)[0]}.txt", f"{words(rng, 1)[0]}.cron"
     jobs = words(rng, 7)
     lines = [
@@ -407,10 +411,10 @@ def _crontab(rng: random.Random) -> JobDraft:
         "week: each line has the time as HH:MM, a blank and the command, in the order of the times."
     )
     steps = ((f'awk \'$1!="#" && $2!="*" && $5=="*" {{printf "%02d:%02d %s\\n", $2, $1, $6}}\' {name} | sort > {out}'),)
-    return JobDraft(text, {name: text_of(lines)}, steps, (Text(out, text_of(due)),), looks=(name,))
+    return TerminalTask(text, {name: text_of(lines)}, steps, (has_text(out, text_of(due)),), preview=(name,))
 
 
-def _audit(rng: random.Random) -> JobDraft:
+def _audit(rng: random.Random) -> TerminalTask:
     """What differs between the configurations of two machines."""
     one, two, out = (f"{word}.conf" for word in words(rng, 3))
     keys = sorted(words(rng, 9))
@@ -438,28 +442,30 @@ def _audit(rng: random.Random) -> JobDraft:
             f"{one} {two} | sort > {out}"
         ),
     )
-    return JobDraft(text, {one: shown(left), two: shown(right)}, steps, (Text(out, text_of(due)),), looks=(one, two))
+    return TerminalTask(
+        text, {one: shown(left), two: shown(right)}, steps, (has_text(out, text_of(due)),), preview=(one, two)
+    )
 
 
 MAKERS: Final = (
-    JobMaker("configs/set", 1, _set),
-    JobMaker("configs/comment", 1, _commented),
-    JobMaker("configs/missing", 1, partial(_broken, "missing")),
-    JobMaker("configs/header", 1, partial(_broken, "header")),
-    JobMaker("configs/add", 2, _added),
-    JobMaker("configs/json_set", 2, _json_set),
-    JobMaker("configs/ini_env", 2, _ini_env),
-    JobMaker("configs/rename", 2, _renamed),
-    JobMaker("configs/path", 2, partial(_broken, "path")),
-    JobMaker("configs/swapped", 2, partial(_broken, "swapped")),
-    JobMaker("configs/conflict", 2, partial(_broken, "conflict")),
-    JobMaker("configs/json_mend", 3, _json_mended),
-    JobMaker("configs/env_json", 3, _env_json),
-    JobMaker("configs/template", 3, _filled),
-    JobMaker("configs/twice", 3, partial(_broken, "twice"), held_out=True),
-    JobMaker("configs/crontab", 3, _crontab, held_out=True),
-    JobMaker("configs/merge", 4, _merged),
-    JobMaker("configs/ports", 4, _ports),
-    JobMaker("configs/audit", 4, _audit),
-    JobMaker("configs/several", 4, partial(_broken, "several")),
+    TaskMaker("configs/set", 1, _set),
+    TaskMaker("configs/comment", 1, _commented),
+    TaskMaker("configs/missing", 1, partial(_broken, "missing")),
+    TaskMaker("configs/header", 1, partial(_broken, "header")),
+    TaskMaker("configs/add", 2, _added),
+    TaskMaker("configs/json_set", 2, _json_set),
+    TaskMaker("configs/ini_env", 2, _ini_env),
+    TaskMaker("configs/rename", 2, _renamed),
+    TaskMaker("configs/path", 2, partial(_broken, "path")),
+    TaskMaker("configs/swapped", 2, partial(_broken, "swapped")),
+    TaskMaker("configs/conflict", 2, partial(_broken, "conflict")),
+    TaskMaker("configs/json_mend", 3, _json_mended),
+    TaskMaker("configs/env_json", 3, _env_json),
+    TaskMaker("configs/template", 3, _filled),
+    TaskMaker("configs/twice", 3, partial(_broken, "twice"), held_out=True),
+    TaskMaker("configs/crontab", 3, _crontab, held_out=True),
+    TaskMaker("configs/merge", 4, _merged),
+    TaskMaker("configs/ports", 4, _ports),
+    TaskMaker("configs/audit", 4, _audit),
+    TaskMaker("configs/several", 4, partial(_broken, "several")),
 )

@@ -11,10 +11,10 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from generators.terminal.draw import folder, names, prose, text_of, words
-from generators.terminal.makers import JobMaker
+from generators.terminal.makers import TaskMaker
 
-from ludus.worlds.terminal.checks import Check, Executable, Only, Text
-from ludus.worlds.terminal.job import JobDraft
+from ludus.worlds.terminal.checks import Check, has_text, only_executable, only_files
+from ludus.worlds.terminal.task import TerminalTask
 
 ENDINGS: Final = (".txt", ".csv", ".md", ".log", ".dat")
 
@@ -38,12 +38,12 @@ def _flat(rng: random.Random, num: int = 0) -> tuple[str, dict[str, str]]:
     return root, {f"{root}/{PurePosixPath(path).name}": text for path, text in found.items()}
 
 
-def _settled(root: str, due: Mapping[str, str]) -> tuple[Text | Only, ...]:
+def _settled(root: str, due: Mapping[str, str]) -> tuple[Check, ...]:
     """The folder has these files and no others."""
-    return (Only(f"{root}/*", frozenset(due)), *(Text(path, text, "bytes") for path, text in due.items()))
+    return (only_files(f"{root}/*", frozenset(due)), *(has_text(path, text, "bytes") for path, text in due.items()))
 
 
-def _move_by(rng: random.Random, asked: str, test: str, goes: Callable[[str, str], bool], copied: bool) -> JobDraft:
+def _move_by(rng: random.Random, asked: str, test: str, goes: Callable[[str, str], bool], copied: bool) -> TerminalTask:
     """Move or copy the files of a folder that something is true of; `test` is a shell condition on $f."""
     root, found = _flat(rng)
     to = f"{words(rng, 1)[0]}-{'copies' if copied else 'moved'}"
@@ -55,18 +55,18 @@ def _move_by(rng: random.Random, asked: str, test: str, goes: Callable[[str, str
     steps = (f"mkdir {to}", f'for f in {root}/*; do if {test}; then {"cp" if copied else "mv"} "$f" {to}/; fi; done')
     checks = _settled(to, due)
     if copied:
-        return JobDraft(text, found, steps, checks)
+        return TerminalTask(text, found, steps, checks)
     left = {path: content for path, content in found.items() if path not in chosen}
-    return JobDraft(text, found, steps, (*checks, *_settled(root, left)), changes=(f"{root}/*",))
+    return TerminalTask(text, found, steps, (*checks, *_settled(root, left)), changes=(f"{root}/*",))
 
 
-def _by_ending(copied: bool, rng: random.Random) -> JobDraft:
+def _by_ending(copied: bool, rng: random.Random) -> TerminalTask:
     ending = rng.choice(ENDINGS[:4])
     test = f'[ "${{f%{ending}}}" != "$f" ]'
     return _move_by(rng, f"whose names end in {ending}", test, lambda path, text: path.endswith(ending), copied)
 
 
-def _by_word(copied: bool, rng: random.Random) -> JobDraft:
+def _by_word(copied: bool, rng: random.Random) -> TerminalTask:
     word = rng.choice(words(rng, 1))
     return _move_by(
         rng,
@@ -77,19 +77,19 @@ def _by_word(copied: bool, rng: random.Random) -> JobDraft:
     )
 
 
-def _by_size(copied: bool, rng: random.Random) -> JobDraft:
+def _by_size(copied: bool, rng: random.Random) -> TerminalTask:
     size = rng.randint(80, 160)
     test = f'[ "$(wc -c < "$f")" -gt {size} ]'
     return _move_by(rng, f"that have more than {size} bytes", test, lambda p, text: len(text) > size, copied)
 
 
-def _by_lines(copied: bool, rng: random.Random) -> JobDraft:
+def _by_lines(copied: bool, rng: random.Random) -> TerminalTask:
     num = rng.randint(3, 5)
     test = f'[ "$(wc -l < "$f")" -le {num} ]'
     return _move_by(rng, f"that have at most {num} lines", test, lambda p, text: text.count("\n") <= num, copied)
 
 
-def _by_year(rng: random.Random) -> JobDraft:
+def _by_year(rng: random.Random) -> TerminalTask:
     root = folder(rng)
     found = {
         f"{root}/{rng.randint(2019, 2022)}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}-{name}": text_of(
@@ -106,12 +106,12 @@ def _by_year(rng: random.Random) -> JobDraft:
     steps = (
         (f'for f in {root}/*.txt; do y=$(basename "$f" | cut -c1-4); mkdir -p {root}/$y; mv "$f" {root}/$y/; done'),
     )
-    return JobDraft(text, found, steps, _settled(root, due), changes=(f"{root}/*",))
+    return TerminalTask(text, found, steps, _settled(root, due), changes=(f"{root}/*",))
 
 
 def _renamed(
     rng: random.Random, asked: str, command: str, old: Callable[[int, str], str], new: Callable[[str], str]
-) -> JobDraft:
+) -> TerminalTask:
     """Rename the files of a folder; `command` prints the new name of $n."""
     root = folder(rng)
     found = {f"{root}/{old(n, name)}": text_of([f"{name} {n}", *prose(rng, 1)]) for n, name in enumerate(names(rng, 7))}
@@ -119,19 +119,19 @@ def _renamed(
     steps = (
         (f'for f in {root}/*; do n=$(basename "$f"); m=$({command}); [ "$n" = "$m" ] || mv "$f" "{root}/$m"; done'),
     )
-    return JobDraft(
+    return TerminalTask(
         f"Rename the files in the folder {root}: {asked}", found, steps, _settled(root, due), changes=(f"{root}/*",)
     )
 
 
-def _lower(rng: random.Random) -> JobDraft:
+def _lower(rng: random.Random) -> TerminalTask:
     def old(n: int, name: str) -> str:
         return f"{name.title() if n % 2 else name.upper()}.txt"
 
     return _renamed(rng, "all letters become small ones.", 'echo "$n" | tr A-Z a-z', old, lambda name: name.lower())
 
 
-def _blanks(rng: random.Random) -> JobDraft:
+def _blanks(rng: random.Random) -> TerminalTask:
     return _renamed(
         rng,
         "each blank becomes an underscore.",
@@ -141,7 +141,7 @@ def _blanks(rng: random.Random) -> JobDraft:
     )
 
 
-def _ending(rng: random.Random) -> JobDraft:
+def _ending(rng: random.Random) -> TerminalTask:
     one, two = rng.sample(("jpeg", "text", "markdown", "htm", "yml"), 2)
     return _renamed(
         rng,
@@ -152,7 +152,7 @@ def _ending(rng: random.Random) -> JobDraft:
     )
 
 
-def _padded(rng: random.Random) -> JobDraft:
+def _padded(rng: random.Random) -> TerminalTask:
     width = rng.randint(3, 5)
     start = rng.randint(1, 6)
     return _renamed(
@@ -164,7 +164,7 @@ def _padded(rng: random.Random) -> JobDraft:
     )
 
 
-def _dates(rng: random.Random) -> JobDraft:
+def _dates(rng: random.Random) -> TerminalTask:
     days = rng.sample(range(1, 29), 7)
     month = rng.randint(1, 12)
 
@@ -184,7 +184,7 @@ def _dates(rng: random.Random) -> JobDraft:
     )
 
 
-def _numbered(rng: random.Random) -> JobDraft:
+def _numbered(rng: random.Random) -> TerminalTask:
     root, prefix = folder(rng), words(rng, 1)[0]
     found = {f"{root}/{name}": text_of([name, *prose(rng, 1)]) for name in names(rng, 8, ".txt")}
     due = {f"{root}/{prefix}-{n:02}.txt": found[path] for n, path in enumerate(sorted(found), 1)}
@@ -194,16 +194,20 @@ def _numbered(rng: random.Random) -> JobDraft:
         "from A to Z."
     )
     steps = (f'i=0; for f in {root}/*; do i=$((i+1)); mv "$f" {root}/$(printf "{prefix}-%02d.txt" $i); done',)
-    return JobDraft(text, found, steps, _settled(root, due), changes=(f"{root}/*",))
+    return TerminalTask(text, found, steps, _settled(root, due), changes=(f"{root}/*",))
 
 
-def _removed(rng: random.Random, root: str, found: Mapping[str, str], gone: set[str], ask: tuple[str, str]) -> JobDraft:
+def _removed(
+    rng: random.Random, root: str, found: Mapping[str, str], gone: set[str], ask: tuple[str, str]
+) -> TerminalTask:
     left = {path: text for path, text in found.items() if path not in gone and path.startswith(f"{root}/")}
     text, command = ask
-    return JobDraft(text, found, (command,), (Only(f"{root}/*", frozenset(left)),), changes=tuple(sorted(gone)))
+    return TerminalTask(
+        text, found, (command,), (only_files(f"{root}/*", frozenset(left)),), changes=tuple(sorted(gone))
+    )
 
 
-def _empty(rng: random.Random) -> JobDraft:
+def _empty(rng: random.Random) -> TerminalTask:
     root, found = _lot(rng)
     gone = set(rng.sample(sorted(found), 3))
     found |= dict.fromkeys(sorted(gone), "")
@@ -211,7 +215,7 @@ def _empty(rng: random.Random) -> JobDraft:
     return _removed(rng, root, found, gone, (ask, f"find {root} -type f -empty -delete"))
 
 
-def _temporary(rng: random.Random) -> JobDraft:
+def _temporary(rng: random.Random) -> TerminalTask:
     root, found = _lot(rng)
     endings = rng.sample((".tmp", ".bak", ".swp", ".old"), 2)
     gone = {path + endings[n % 2] for n, path in enumerate(rng.sample(sorted(found), 4))}
@@ -223,7 +227,7 @@ def _temporary(rng: random.Random) -> JobDraft:
     return _removed(rng, root, found, gone, (ask, command))
 
 
-def _listed(keep: bool, rng: random.Random) -> JobDraft:
+def _listed(keep: bool, rng: random.Random) -> TerminalTask:
     root, found = _flat(rng)
     listed = sorted(PurePosixPath(path).name for path in rng.sample(sorted(found), 5))
     note = f"{words(rng, 1)[0]}-list.txt"
@@ -237,7 +241,7 @@ def _listed(keep: bool, rng: random.Random) -> JobDraft:
     return _removed(rng, root, {**found, note: text_of(listed)}, gone, (ask, command))
 
 
-def _twins(rng: random.Random) -> JobDraft:
+def _twins(rng: random.Random) -> TerminalTask:
     root, found = _flat(rng, 8)
     originals = sorted(found)
     for name, path in zip(names(rng, 4, ".txt"), rng.choices(originals, k=4), strict=True):
@@ -258,12 +262,12 @@ def _twins(rng: random.Random) -> JobDraft:
     return _removed(rng, root, found, gone, (ask, command))
 
 
-def _report(rng: random.Random, ask: str, found: Mapping[str, str], due: list[str], command: str) -> JobDraft:
+def _report(rng: random.Random, ask: str, found: Mapping[str, str], due: list[str], command: str) -> TerminalTask:
     out = f"{words(rng, 1)[0]}-report.txt"
-    return JobDraft(f"{ask} Write it to {out}.", found, (f"{command} > {out}",), (Text(out, text_of(due)),))
+    return TerminalTask(f"{ask} Write it to {out}.", found, (f"{command} > {out}",), (has_text(out, text_of(due)),))
 
 
-def _sizes(rng: random.Random) -> JobDraft:
+def _sizes(rng: random.Random) -> TerminalTask:
     root, found = _flat(rng)
     ranked = sorted(found, key=lambda path: -len(found[path]))
     due = [f"{len(found[path])} {PurePosixPath(path).name}" for path in ranked]
@@ -273,7 +277,7 @@ def _sizes(rng: random.Random) -> JobDraft:
     )
 
 
-def _endings(rng: random.Random) -> JobDraft:
+def _endings(rng: random.Random) -> TerminalTask:
     root, found = _lot(rng)
     counts = Counter(PurePosixPath(path).suffix for path in found)
     ask = (
@@ -285,7 +289,7 @@ def _endings(rng: random.Random) -> JobDraft:
     return _report(rng, ask, found, [f"{ending} {counts[ending]}" for ending in sorted(counts)], command)
 
 
-def _sums(rng: random.Random) -> JobDraft:
+def _sums(rng: random.Random) -> TerminalTask:
     root, found = _lot(rng)
     ask = (
         f"List the SHA-256 sums of all files in {root} and its "
@@ -296,7 +300,7 @@ def _sums(rng: random.Random) -> JobDraft:
     return _report(rng, ask, found, due, f"find {root} -type f | sort | xargs sha256sum")
 
 
-def _corrupt(rng: random.Random) -> JobDraft:
+def _corrupt(rng: random.Random) -> TerminalTask:
     root, found = _flat(rng)
     sums = [f"{hashlib.sha256(found[p].encode()).hexdigest()}  {PurePosixPath(p).name}" for p in sorted(found)]
     bad = sorted(rng.sample(sorted(found), 3))
@@ -307,7 +311,7 @@ def _corrupt(rng: random.Random) -> JobDraft:
     return _report(rng, ask, files, [PurePosixPath(path).name for path in bad], command)
 
 
-def _totals(rng: random.Random) -> JobDraft:
+def _totals(rng: random.Random) -> TerminalTask:
     root, found = _lot(rng, 14)
     sums: Counter[str] = Counter()
     for path, text in found.items():
@@ -325,7 +329,7 @@ def _totals(rng: random.Random) -> JobDraft:
     return _report(rng, ask, found, sorted(f"{path}:{size}" for path, size in sums.items()), command)
 
 
-def _compared(rng: random.Random) -> JobDraft:
+def _compared(rng: random.Random) -> TerminalTask:
     one, two = (f"{word}-tree" for word in words(rng, 2))
     plain = names(rng, 10, ".txt")
     left, right = plain[:8], plain[2:]
@@ -348,7 +352,7 @@ def _compared(rng: random.Random) -> JobDraft:
     return _report(rng, ask, files, due, command)
 
 
-def _scripts(rng: random.Random) -> JobDraft:
+def _scripts(rng: random.Random) -> TerminalTask:
     root, found = _flat(rng)
     scripts = set(rng.sample(sorted(found), 4))
     found = {path: ("#!/bin/sh\n" if path in scripts else "") + text for path, text in found.items()}
@@ -362,22 +366,22 @@ def _scripts(rng: random.Random) -> JobDraft:
         (f'for f in {root}/*; do if [ "$(head -c 2 "$f")" = "#!" ]; then chmod +x "$f"; else chmod -x "$f"; fi; done'),
     )
     checks: tuple[Check, ...] = (
-        Executable(f"{root}/*", frozenset(scripts)),
-        *(Text(path, content, "bytes") for path, content in found.items()),
+        only_executable(f"{root}/*", frozenset(scripts)),
+        *(has_text(path, content, "bytes") for path, content in found.items()),
     )
-    return JobDraft(text, found, steps, checks, changes=(f"{root}/*",), executable=before)
+    return TerminalTask(text, found, steps, checks, changes=(f"{root}/*",), executable=before)
 
 
-def _joined(rng: random.Random) -> JobDraft:
+def _joined(rng: random.Random) -> TerminalTask:
     root, base = folder(rng), words(rng, 1)[0]
     parts = {f"{root}/{base}.part{n}": text_of(prose(rng, 2)) for n in rng.sample(range(1, 30), 11)}
     out = f"{base}.txt"
     due = "".join(parts[path] for path in sorted(parts, key=lambda path: int(path.rpartition("part")[2])))
     text = f"Put the parts {base}.partN in {root} together in the order of their numbers, as the file {out}."
-    return JobDraft(text, parts, (f"cat $(ls {root}/* | sort -t. -k2.5n) > {out}",), (Text(out, due, "bytes"),))
+    return TerminalTask(text, parts, (f"cat $(ls {root}/* | sort -t. -k2.5n) > {out}",), (has_text(out, due, "bytes"),))
 
 
-def _chunks(rng: random.Random) -> JobDraft:
+def _chunks(rng: random.Random) -> TerminalTask:
     size, (base, to) = rng.randint(4, 7), words(rng, 2)
     lines = [f"{n} {line}" for n, line in enumerate(prose(rng, size * 4 + 2))]
     due = {f"{to}/{n // size + 1:03}.txt": text_of(lines[n : n + size]) for n in range(0, len(lines), size)}
@@ -389,10 +393,10 @@ def _chunks(rng: random.Random) -> JobDraft:
         f"mkdir {to}",
         f'awk \'{{printf "%s\\n", $0 > sprintf("{to}/%03d.txt", int((NR-1)/{size})+1)}}\' {base}.txt',
     )
-    return JobDraft(text, {f"{base}.txt": text_of(lines)}, steps, _settled(to, due), looks=(f"{base}.txt",))
+    return TerminalTask(text, {f"{base}.txt": text_of(lines)}, steps, _settled(to, due), preview=(f"{base}.txt",))
 
 
-def _flattened(rng: random.Random) -> JobDraft:
+def _flattened(rng: random.Random) -> TerminalTask:
     root, found = _lot(rng, 10)
     to = f"{words(rng, 1)[0]}-flat"
     due = {f"{to}/{path.removeprefix(f'{root}/').replace('/', '__')}": text for path, text in found.items()}
@@ -408,10 +412,10 @@ def _flattened(rng: random.Random) -> JobDraft:
             f'cp "$f" "../{to}/$(echo "$f" | sed "s|/|__|g")"; done)'
         ),
     )
-    return JobDraft(text, found, steps, _settled(to, due))
+    return TerminalTask(text, found, steps, _settled(to, due))
 
 
-def _mirrored(rng: random.Random) -> JobDraft:
+def _mirrored(rng: random.Random) -> TerminalTask:
     root, found = _lot(rng, 10)
     to = f"{words(rng, 1)[0]}-mirror"
     old = {path.replace(root, to, 1): text for path, text in found.items()}
@@ -427,10 +431,10 @@ def _mirrored(rng: random.Random) -> JobDraft:
         f"change {root}."
     )
     steps = (f"rm -r {to}", f"cp -r {root} {to}")
-    return JobDraft(text, {**found, **old}, steps, _settled(to, due), changes=(f"{to}/*",))
+    return TerminalTask(text, {**found, **old}, steps, _settled(to, due), changes=(f"{to}/*",))
 
 
-def _library(rng: random.Random) -> JobDraft:
+def _library(rng: random.Random) -> TerminalTask:
     """Files to their places, without twins, with an index of what came from where."""
     root, to = folder(rng), f"{words(rng, 1)[0]}-library"
     kinds = rng.sample(("note", "letter", "recipe", "plan"), 3)
@@ -464,39 +468,39 @@ def _library(rng: random.Random) -> JobDraft:
         ),
         f'(cd {to} && for f in */*; do echo "$f $(wc -c < $f)"; done | sort > index.txt)',
     )
-    return JobDraft(text, found, steps, _settled(to, due))
+    return TerminalTask(text, found, steps, _settled(to, due))
 
 
 MAKERS: Final = (
-    JobMaker("files/move_ending", 1, partial(_by_ending, False)),
-    JobMaker("files/copy_ending", 1, partial(_by_ending, True)),
-    JobMaker("files/lower", 1, _lower),
-    JobMaker("files/blanks", 1, _blanks),
-    JobMaker("files/ending", 1, _ending),
-    JobMaker("files/empty", 1, _empty),
-    JobMaker("files/temporary", 1, _temporary),
-    JobMaker("files/sizes", 1, _sizes),
-    JobMaker("files/sums", 1, _sums),
-    JobMaker("files/move_word", 2, partial(_by_word, False)),
-    JobMaker("files/copy_word", 2, partial(_by_word, True), held_out=True),
-    JobMaker("files/move_size", 2, partial(_by_size, False)),
-    JobMaker("files/copy_lines", 2, partial(_by_lines, True)),
-    JobMaker("files/move_lines", 2, partial(_by_lines, False), held_out=True),
-    JobMaker("files/year", 2, _by_year),
-    JobMaker("files/padded", 2, _padded),
-    JobMaker("files/numbered", 2, _numbered),
-    JobMaker("files/remove_listed", 2, partial(_listed, False)),
-    JobMaker("files/keep_listed", 2, partial(_listed, True)),
-    JobMaker("files/endings", 2, _endings),
-    JobMaker("files/corrupt", 2, _corrupt),
-    JobMaker("files/joined", 2, _joined),
-    JobMaker("files/chunks", 2, _chunks),
-    JobMaker("files/scripts", 2, _scripts),
-    JobMaker("files/dates", 3, _dates),
-    JobMaker("files/twins", 3, _twins),
-    JobMaker("files/totals", 3, _totals),
-    JobMaker("files/compared", 3, _compared, held_out=True),
-    JobMaker("files/flattened", 3, _flattened),
-    JobMaker("files/mirrored", 3, _mirrored),
-    JobMaker("files/library", 4, _library),
+    TaskMaker("files/move_ending", 1, partial(_by_ending, False)),
+    TaskMaker("files/copy_ending", 1, partial(_by_ending, True)),
+    TaskMaker("files/lower", 1, _lower),
+    TaskMaker("files/blanks", 1, _blanks),
+    TaskMaker("files/ending", 1, _ending),
+    TaskMaker("files/empty", 1, _empty),
+    TaskMaker("files/temporary", 1, _temporary),
+    TaskMaker("files/sizes", 1, _sizes),
+    TaskMaker("files/sums", 1, _sums),
+    TaskMaker("files/move_word", 2, partial(_by_word, False)),
+    TaskMaker("files/copy_word", 2, partial(_by_word, True), held_out=True),
+    TaskMaker("files/move_size", 2, partial(_by_size, False)),
+    TaskMaker("files/copy_lines", 2, partial(_by_lines, True)),
+    TaskMaker("files/move_lines", 2, partial(_by_lines, False), held_out=True),
+    TaskMaker("files/year", 2, _by_year),
+    TaskMaker("files/padded", 2, _padded),
+    TaskMaker("files/numbered", 2, _numbered),
+    TaskMaker("files/remove_listed", 2, partial(_listed, False)),
+    TaskMaker("files/keep_listed", 2, partial(_listed, True)),
+    TaskMaker("files/endings", 2, _endings),
+    TaskMaker("files/corrupt", 2, _corrupt),
+    TaskMaker("files/joined", 2, _joined),
+    TaskMaker("files/chunks", 2, _chunks),
+    TaskMaker("files/scripts", 2, _scripts),
+    TaskMaker("files/dates", 3, _dates),
+    TaskMaker("files/twins", 3, _twins),
+    TaskMaker("files/totals", 3, _totals),
+    TaskMaker("files/compared", 3, _compared, held_out=True),
+    TaskMaker("files/flattened", 3, _flattened),
+    TaskMaker("files/mirrored", 3, _mirrored),
+    TaskMaker("files/library", 4, _library),
 )

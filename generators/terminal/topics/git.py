@@ -10,11 +10,20 @@ from typing import Final
 
 from generators.terminal.draw import VERBS, prose, text_of, words
 from generators.terminal.git_write import IDENTITY, Repository, grow
-from generators.terminal.makers import JobMaker
+from generators.terminal.makers import TaskMaker
 
-from ludus.worlds.terminal.checks import Check, Only, Text
-from ludus.worlds.terminal.git import At, Clean, GitTree, Reaches, Refs, Subjects
-from ludus.worlds.terminal.job import JobDraft
+from ludus.worlds.terminal.checks import (
+    Check,
+    git_branches,
+    git_clean,
+    git_commits,
+    git_files,
+    git_ref,
+    git_subjects,
+    has_text,
+    only_files,
+)
+from ludus.worlds.terminal.task import TerminalTask
 
 
 @dataclass(frozen=True)
@@ -61,33 +70,33 @@ def draft_of(
     checks: tuple[Check, ...],
     work: Mapping[str, str] | None = None,
     more: Mapping[str, str] | None = None,
-) -> JobDraft:
+) -> TerminalTask:
     """A task in the story's repository: the working tree and `.git` may change, other files may not."""
     files: dict[str, str | bytes] = {".gitconfig": IDENTITY, **story.git.files(work), **(more or {})}
     told = f"The folder {story.root} is a git repository with the branch {story.git.head} checked out. {text}"
     changes = (f"{story.root}/*",)
     run = tuple(step.replace("GIT", f"git -C {story.root}") for step in steps)
-    return JobDraft(told, files, run, checks, changes=changes)
+    return TerminalTask(told, files, run, checks, changes=changes)
 
 
-def _first(rng: random.Random) -> JobDraft:
+def _first(rng: random.Random) -> TerminalTask:
     root, subject = words(rng, 1)[0], subject_of(rng)
     files = {f"{name}.txt": text_of(prose(rng, 3)) for name in words(rng, 3)}
     text = (
         f'Make the folder {root} a git repository whose branch is main, with all its files in one commit, "{subject}".'
     )
     checks = (
-        Refs(root, frozenset({"main"}), head="main"),
-        Subjects(root, "main", (subject,)),
-        GitTree(root, "main", files),
-        Clean(root),
+        git_branches(root, frozenset({"main"}), head="main"),
+        git_subjects(root, "main", (subject,)),
+        git_files(root, "main", files),
+        git_clean(root),
     )
     there: dict[str, str | bytes] = {".gitconfig": IDENTITY, **{f"{root}/{path}": body for path, body in files.items()}}
     steps = (f'git init -q -b main {root} && git -C {root} add . && git -C {root} commit -q -m "{subject}"',)
-    return JobDraft(text, there, steps, checks)
+    return TerminalTask(text, there, steps, checks)
 
 
-def _changed(only_one: bool, rng: random.Random) -> JobDraft:
+def _changed(only_one: bool, rng: random.Random) -> TerminalTask:
     story, subject = story_of(rng), subject_of(rng)
     work, one, two = dict(story.git.tracked), story.paths[0], story.paths[1]
     work[one] += "a new last line\n"
@@ -96,10 +105,10 @@ def _changed(only_one: bool, rng: random.Random) -> JobDraft:
     which = f"only the change of {one}" if only_one else "all that has changed"
     rest = f" The change of {two} stays in the file, uncommitted." if only_one else ""
     checks: tuple[Check, ...] = (
-        Subjects(story.root, "main", (subject, *story.past)),
-        GitTree(story.root, "main", due),
-        Reaches(story.root, "main", tuple(story.shas)),
-        Text(f"{story.root}/{two}", work[two], "bytes"),
+        git_subjects(story.root, "main", (subject, *story.past)),
+        git_files(story.root, "main", due),
+        git_commits(story.root, "main", tuple(story.shas)),
+        has_text(f"{story.root}/{two}", work[two], "bytes"),
     )
     steps = (f'GIT commit -q -m "{subject}" -- {one}' if only_one else f'GIT commit -q -a -m "{subject}"',)
     return draft_of(
@@ -107,7 +116,7 @@ def _changed(only_one: bool, rng: random.Random) -> JobDraft:
     )
 
 
-def _branched(rng: random.Random) -> JobDraft:
+def _branched(rng: random.Random) -> TerminalTask:
     story = story_of(rng)
     name, back = story.spare[0], rng.randint(1, 2)
     sha = story.shas[-1 - back]
@@ -117,15 +126,15 @@ def _branched(rng: random.Random) -> JobDraft:
         "and check it out. main stays where it is."
     )
     checks: tuple[Check, ...] = (
-        At(story.root, name, sha),
-        At(story.root, "main", story.shas[-1]),
-        Refs(story.root, frozenset({"main", name}), head=name),
-        Clean(story.root),
+        git_ref(story.root, name, sha),
+        git_ref(story.root, "main", story.shas[-1]),
+        git_branches(story.root, frozenset({"main", name}), head=name),
+        git_clean(story.root),
     )
     return draft_of(story, text, (f"GIT checkout -q -b {name} main~{back}",), checks)
 
 
-def _tagged(annotated: bool, rng: random.Random) -> JobDraft:
+def _tagged(annotated: bool, rng: random.Random) -> TerminalTask:
     story = story_of(rng)
     place, tag = rng.randrange(1, 3), f"v{rng.randint(1, 9)}.{rng.randint(0, 9)}"
     sort = "an annotated tag" if annotated else "a lightweight tag"
@@ -133,26 +142,26 @@ def _tagged(annotated: bool, rng: random.Random) -> JobDraft:
     command = f'GIT tag {"-a -m release " if annotated else ""}{tag} $(GIT log --format=%h --grep="^{subject}$")'
     text = f'Give the commit with the subject "{subject}" {sort} {tag}. Nothing else changes.'
     checks: tuple[Check, ...] = (
-        At(story.root, tag, story.shas[place], annotated),
-        At(story.root, "main", story.shas[-1]),
+        git_ref(story.root, tag, story.shas[place], annotated),
+        git_ref(story.root, "main", story.shas[-1]),
     )
     return draft_of(story, text, (command,), checks)
 
 
-def _amended(rng: random.Random) -> JobDraft:
+def _amended(rng: random.Random) -> TerminalTask:
     story, subject = story_of(rng), subject_of(rng)
     text = (
         f'The last commit of main has a bad subject. It shall be "{subject}"; its files and the commits before it stay.'
     )
     checks: tuple[Check, ...] = (
-        Subjects(story.root, "main", (subject, *story.past[1:])),
-        GitTree(story.root, "main", story.git.tracked),
-        Reaches(story.root, "main", tuple(story.shas[:-1]), (story.shas[-1],)),
+        git_subjects(story.root, "main", (subject, *story.past[1:])),
+        git_files(story.root, "main", story.git.tracked),
+        git_commits(story.root, "main", tuple(story.shas[:-1]), (story.shas[-1],)),
     )
     return draft_of(story, text, (f'GIT commit -q --amend -m "{subject}"',), checks)
 
 
-def _reverted(rng: random.Random) -> JobDraft:
+def _reverted(rng: random.Random) -> TerminalTask:
     story = story_of(rng, 5)
     place = rng.choice((2, 3))
     before, after = story.git.trees[story.shas[place - 1]], story.git.trees[story.shas[place]]
@@ -165,16 +174,16 @@ def _reverted(rng: random.Random) -> JobDraft:
         "stay in the history."
     )
     checks: tuple[Check, ...] = (
-        Subjects(story.root, "main", ("", *story.past)),
-        GitTree(story.root, "main", undone),
-        Reaches(story.root, "main", tuple(story.shas)),
-        Clean(story.root),
+        git_subjects(story.root, "main", ("", *story.past)),
+        git_files(story.root, "main", undone),
+        git_commits(story.root, "main", tuple(story.shas)),
+        git_clean(story.root),
     )
     steps = (f'GIT revert --no-edit $(GIT log --format=%h --grep="^{subject}$") > /dev/null',)
     return draft_of(story, text, steps, checks)
 
 
-def _restored(rng: random.Random) -> JobDraft:
+def _restored(rng: random.Random) -> TerminalTask:
     story = story_of(rng, 4)
     gone, subject = story.paths[1], subject_of(rng)
     last = story.git.tracked[gone]
@@ -187,15 +196,15 @@ def _restored(rng: random.Random) -> JobDraft:
         f'subject "{subject}".'
     )
     checks: tuple[Check, ...] = (
-        Subjects(story.root, "main", (subject, "Tidy up", *story.past)),
-        GitTree(story.root, "main", due),
-        Clean(story.root),
+        git_subjects(story.root, "main", (subject, "Tidy up", *story.past)),
+        git_files(story.root, "main", due),
+        git_clean(story.root),
     )
     steps = (f"GIT checkout -q $(GIT log -1 --format=%h -- {gone})~1 -- {gone}", f'GIT commit -q -m "{subject}"')
     return draft_of(story, text, steps, checks)
 
 
-def _as_before(rng: random.Random) -> JobDraft:
+def _as_before(rng: random.Random) -> TerminalTask:
     story = story_of(rng, 5)
     path, tag, subject = story.paths[0], f"v{rng.randint(1, 9)}", subject_of(rng)
     story.git.tags[tag] = story.shas[0]
@@ -206,15 +215,15 @@ def _as_before(rng: random.Random) -> JobDraft:
         "there; other files stay as they are now."
     )
     checks: tuple[Check, ...] = (
-        Subjects(story.root, "main", (subject, *story.past)),
-        GitTree(story.root, "main", due),
-        At(story.root, tag, story.shas[0]),
-        Clean(story.root),
+        git_subjects(story.root, "main", (subject, *story.past)),
+        git_files(story.root, "main", due),
+        git_ref(story.root, tag, story.shas[0]),
+        git_clean(story.root),
     )
     return draft_of(story, text, (f"GIT checkout -q {tag} -- {path}", f'GIT commit -q -m "{subject}"'), checks)
 
 
-def _ignored(rng: random.Random) -> JobDraft:
+def _ignored(rng: random.Random) -> TerminalTask:
     story, subject = story_of(rng), subject_of(rng)
     ending = rng.choice((".log", ".tmp", ".cache"))
     files = {**story.git.tracked, f"a{ending}": "1\n", f"src/b{ending}": "2\n"}
@@ -226,11 +235,11 @@ def _ignored(rng: random.Random) -> JobDraft:
         f"them, and add a .gitignore whose only line is *{ending}. The files themselves stay in the folder."
     )
     checks: tuple[Check, ...] = (
-        Subjects(story.root, "main", (subject, "Add all", *story.past)),
-        GitTree(story.root, "main", due),
-        Text(f"{story.root}/a{ending}", "1\n"),
-        Text(f"{story.root}/src/b{ending}", "2\n"),
-        Clean(story.root),
+        git_subjects(story.root, "main", (subject, "Add all", *story.past)),
+        git_files(story.root, "main", due),
+        has_text(f"{story.root}/a{ending}", "1\n"),
+        has_text(f"{story.root}/src/b{ending}", "2\n"),
+        git_clean(story.root),
     )
     steps = (
         f"GIT rm -q -r --cached '*{ending}'",
@@ -251,25 +260,29 @@ def side_of(story: HistoryStory, name: str, at: int, changed: Mapping[str, str],
     return made
 
 
-def _merged(how: str, rng: random.Random) -> JobDraft:
+def _merged(how: str, rng: random.Random) -> TerminalTask:
     """`fast`: forward only; `true`: a merge commit; `squash`: one ordinary commit."""
     story, subject = story_of(rng), subject_of(rng)
     name, extra = story.spare[0], {f"{word}.txt": text_of(prose(rng, 2)) for word in story.spare[1:3]}
     made = side_of(story, name, -1 if how == "fast" else -2, extra)
     due = {**story.git.tracked, **extra}
-    checks: list[Check] = [GitTree(story.root, "main", due), Clean(story.root), At(story.root, name, made[-1])]
+    checks: list[Check] = [
+        git_files(story.root, "main", due),
+        git_clean(story.root),
+        git_ref(story.root, name, made[-1]),
+    ]
     if how == "fast":
         said, command = (
             f"Bring main to the tip of the branch {name}, without a merge commit.",
             f"GIT merge -q --ff-only {name}",
         )
-        checks.append(At(story.root, "main", made[-1]))
+        checks.append(git_ref(story.root, "main", made[-1]))
     elif how == "true":
         said = f'Merge the branch {name} into main by a merge commit with the subject "{subject}".'
         command = f'GIT merge -q --no-ff -m "{subject}" {name}'
         checks += [
-            Subjects(story.root, "main", (subject, *story.past)),
-            Reaches(story.root, "main", (*story.shas, *made), num_parents=2),
+            git_subjects(story.root, "main", (subject, *story.past)),
+            git_commits(story.root, "main", (*story.shas, *made), num_parents=2),
         ]
     else:
         said = (
@@ -279,13 +292,13 @@ def _merged(how: str, rng: random.Random) -> JobDraft:
         )
         command = f'GIT merge -q --squash {name} > /dev/null 2>&1 && GIT commit -q -m "{subject}"'
         checks += [
-            Subjects(story.root, "main", (subject, *story.past)),
-            Reaches(story.root, "main", tuple(story.shas), tuple(made), num_parents=1),
+            git_subjects(story.root, "main", (subject, *story.past)),
+            git_commits(story.root, "main", tuple(story.shas), tuple(made), num_parents=1),
         ]
     return draft_of(story, said, (command,), tuple(checks))
 
 
-def _conflict(how: str, rng: random.Random) -> JobDraft:
+def _conflict(how: str, rng: random.Random) -> TerminalTask:
     """A merge in which both sides changed a file: take one side, or the lines of both."""
     story = story_of(rng, 3)
     path, name, subject = story.paths[0], story.spare[0], subject_of(rng)
@@ -307,10 +320,10 @@ def _conflict(how: str, rng: random.Random) -> JobDraft:
         f'"{subject}".'
     )
     checks: tuple[Check, ...] = (
-        GitTree(story.root, "main", {**story.git.tracked, path: text_of(due)}),
-        Subjects(story.root, "main", (subject, "Change a line", *story.past)),
-        Reaches(story.root, "main", (*story.shas, *made), num_parents=2),
-        Clean(story.root),
+        git_files(story.root, "main", {**story.git.tracked, path: text_of(due)}),
+        git_subjects(story.root, "main", (subject, "Change a line", *story.past)),
+        git_commits(story.root, "main", (*story.shas, *made), num_parents=2),
+        git_clean(story.root),
     )
     steps: tuple[str, ...] = (f"GIT merge -q {name} > /dev/null 2>&1 || true",)
     steps += (
@@ -321,7 +334,7 @@ def _conflict(how: str, rng: random.Random) -> JobDraft:
     return draft_of(story, text, (*steps, f'GIT add {path} && GIT commit -q -m "{subject}"'), checks)
 
 
-def _picked(rng: random.Random) -> JobDraft:
+def _picked(rng: random.Random) -> TerminalTask:
     story = story_of(rng)
     name, extra = story.spare[0], {f"{word}.txt": text_of(prose(rng, 2)) for word in story.spare[1:4]}
     made = side_of(story, name, -2, extra)
@@ -333,15 +346,15 @@ def _picked(rng: random.Random) -> JobDraft:
         "on main: put it there as a new commit with the same subject."
     )
     checks: tuple[Check, ...] = (
-        GitTree(story.root, "main", {**story.git.tracked, path: extra[path]}),
-        Subjects(story.root, "main", (subject, *story.past)),
-        At(story.root, name, made[-1]),
-        Clean(story.root),
+        git_files(story.root, "main", {**story.git.tracked, path: extra[path]}),
+        git_subjects(story.root, "main", (subject, *story.past)),
+        git_ref(story.root, name, made[-1]),
+        git_clean(story.root),
     )
     return draft_of(story, text, (f"GIT cherry-pick {made[place][:10]} > /dev/null",), checks)
 
 
-def _rebased(rng: random.Random) -> JobDraft:
+def _rebased(rng: random.Random) -> TerminalTask:
     story = story_of(rng)
     name, extra = story.spare[0], {f"{word}.txt": text_of(prose(rng, 2)) for word in story.spare[1:3]}
     made = side_of(story, name, 1, extra)
@@ -352,17 +365,17 @@ def _rebased(rng: random.Random) -> JobDraft:
         "checked out at the end."
     )
     checks: tuple[Check, ...] = (
-        Subjects(story.root, name, subjects),
-        GitTree(story.root, name, {**story.git.tracked, **extra}),
-        Reaches(story.root, name, tuple(story.shas), tuple(made)),
-        At(story.root, "main", story.shas[-1]),
-        Refs(story.root, frozenset({"main", name}), head="main"),
-        Clean(story.root),
+        git_subjects(story.root, name, subjects),
+        git_files(story.root, name, {**story.git.tracked, **extra}),
+        git_commits(story.root, name, tuple(story.shas), tuple(made)),
+        git_ref(story.root, "main", story.shas[-1]),
+        git_branches(story.root, frozenset({"main", name}), head="main"),
+        git_clean(story.root),
     )
     return draft_of(story, text, (f"GIT rebase -q main {name} && GIT checkout -q main",), checks)
 
 
-def _squashed(rng: random.Random) -> JobDraft:
+def _squashed(rng: random.Random) -> TerminalTask:
     num, subject = rng.choice((2, 3)), subject_of(rng)
     story = story_of(rng, 5)
     text = (
@@ -371,16 +384,16 @@ def _squashed(rng: random.Random) -> JobDraft:
         "commits before."
     )
     checks: tuple[Check, ...] = (
-        Subjects(story.root, "main", (subject, *story.past[num:])),
-        GitTree(story.root, "main", story.git.tracked),
-        Reaches(story.root, "main", tuple(story.shas[:-num]), tuple(story.shas[-num:])),
-        Clean(story.root),
+        git_subjects(story.root, "main", (subject, *story.past[num:])),
+        git_files(story.root, "main", story.git.tracked),
+        git_commits(story.root, "main", tuple(story.shas[:-num]), tuple(story.shas[-num:])),
+        git_clean(story.root),
     )
     steps = (f'GIT reset -q --soft HEAD~{num} && GIT commit -q -m "{subject}"',)
     return draft_of(story, text, steps, checks)
 
 
-def _moved(rng: random.Random) -> JobDraft:
+def _moved(rng: random.Random) -> TerminalTask:
     num = rng.choice((1, 2))
     story = story_of(rng, 5)
     name = story.spare[0]
@@ -391,47 +404,47 @@ def _moved(rng: random.Random) -> JobDraft:
         f"{'it' if num == 1 else 'them'} away from main, and check {name} out."
     )
     checks: tuple[Check, ...] = (
-        At(story.root, name, story.shas[-1]),
-        At(story.root, "main", story.shas[-1 - num]),
-        Refs(story.root, frozenset({"main", name}), head=name),
-        Clean(story.root),
+        git_ref(story.root, name, story.shas[-1]),
+        git_ref(story.root, "main", story.shas[-1 - num]),
+        git_branches(story.root, frozenset({"main", name}), head=name),
+        git_clean(story.root),
     )
     return draft_of(story, text, (f"GIT checkout -q -b {name} && GIT branch -q -f main main~{num}",), checks)
 
 
-def _pruned(rng: random.Random) -> JobDraft:
+def _pruned(rng: random.Random) -> TerminalTask:
     story = story_of(rng, 5)
     merged, others = story.spare[:2], story.spare[2:4]
     for place, name in enumerate(merged):
         story.git.branch(name, story.shas[place + 1])
     kept = [
-        At(story.root, name, side_of(story, name, place, {f"{name}.txt": "open\n"})[-1])
+        git_ref(story.root, name, side_of(story, name, place, {f"{name}.txt": "open\n"})[-1])
         for place, name in enumerate(others)
     ]
     text = "Delete all branches whose commits are all in main, but not main. Branches with commits of their own stay."
     checks: tuple[Check, ...] = (
-        Refs(story.root, frozenset({"main", *others}), head="main"),
-        At(story.root, "main", story.shas[-1]),
+        git_branches(story.root, frozenset({"main", *others}), head="main"),
+        git_ref(story.root, "main", story.shas[-1]),
         *kept,
     )
     steps = (("GIT branch --merged main --format='%(refname:short)' | grep -vx main | xargs git -C ROOT branch -q -d"),)
     return draft_of(story, text, tuple(step.replace("ROOT", story.root) for step in steps), checks)
 
 
-def _renamed(rng: random.Random) -> JobDraft:
+def _renamed(rng: random.Random) -> TerminalTask:
     story = story_of(rng)
     old, new = story.spare[:2]
     made = side_of(story, old, -2, {f"{old}.txt": "open\n"})
     text = f"Rename the branch {old} to {new} and the branch main to trunk. trunk stays checked out."
     checks: tuple[Check, ...] = (
-        Refs(story.root, frozenset({"trunk", new}), head="trunk"),
-        At(story.root, new, made[-1]),
-        At(story.root, "trunk", story.shas[-1]),
+        git_branches(story.root, frozenset({"trunk", new}), head="trunk"),
+        git_ref(story.root, new, made[-1]),
+        git_ref(story.root, "trunk", story.shas[-1]),
     )
     return draft_of(story, text, (f"GIT branch -m {old} {new} && GIT branch -m main trunk",), checks)
 
 
-def _exported(rng: random.Random) -> JobDraft:
+def _exported(rng: random.Random) -> TerminalTask:
     story = story_of(rng, 5)
     tag, out = f"v{rng.randint(1, 9)}", f"{story.spare[1]}-release"
     story.git.tags[tag] = story.shas[1]
@@ -442,16 +455,16 @@ def _exported(rng: random.Random) -> JobDraft:
         "repository itself, its working tree too, stays as it is."
     )
     checks: tuple[Check, ...] = (
-        Only(f"{out}/*", frozenset(due)),
-        *(Text(path, body, "bytes") for path, body in due.items()),
-        At(story.root, "main", story.shas[-1]),
-        Refs(story.root, frozenset({"main"}), head="main"),
-        Clean(story.root),
+        only_files(f"{out}/*", frozenset(due)),
+        *(has_text(path, body, "bytes") for path, body in due.items()),
+        git_ref(story.root, "main", story.shas[-1]),
+        git_branches(story.root, frozenset({"main"}), head="main"),
+        git_clean(story.root),
     )
     return draft_of(story, text, (f"mkdir {out} && GIT archive {tag} | tar -x -C {out}",), checks)
 
 
-def _lost(rng: random.Random) -> JobDraft:
+def _lost(rng: random.Random) -> TerminalTask:
     """Commits that no branch has any more; the reflog is gone, the objects are there."""
     story = story_of(rng)
     name, extra = story.spare[0], {f"{word}.txt": text_of(prose(rng, 2)) for word in story.spare[1:3]}
@@ -463,38 +476,38 @@ def _lost(rng: random.Random) -> JobDraft:
         f"repository. Make the branch {name} again, at the newer of them; main stays checked out."
     )
     checks: tuple[Check, ...] = (
-        At(story.root, name, made[-1]),
-        At(story.root, "main", story.shas[-1]),
-        Refs(story.root, frozenset({"main", name}), head="main"),
+        git_ref(story.root, name, made[-1]),
+        git_ref(story.root, "main", story.shas[-1]),
+        git_branches(story.root, frozenset({"main", name}), head="main"),
     )
     steps = (f"GIT branch {name} $(GIT fsck --no-reflogs 2>/dev/null | awk '$1==\"dangling\" {{print $3}}')",)
     return draft_of(story, text, steps, checks)
 
 
 MAKERS: Final = (
-    JobMaker("git/first", 1, _first),
-    JobMaker("git/commit", 1, partial(_changed, False)),
-    JobMaker("git/branch", 1, _branched),
-    JobMaker("git/tag", 1, partial(_tagged, False)),
-    JobMaker("git/amend", 1, _amended),
-    JobMaker("git/rename", 1, _renamed),
-    JobMaker("git/commit_one", 2, partial(_changed, True)),
-    JobMaker("git/annotated", 2, partial(_tagged, True)),
-    JobMaker("git/merge_fast", 2, partial(_merged, "fast")),
-    JobMaker("git/merge_true", 2, partial(_merged, "true")),
-    JobMaker("git/revert", 2, _reverted),
-    JobMaker("git/as_before", 2, _as_before),
-    JobMaker("git/pick", 2, _picked),
-    JobMaker("git/restore", 3, _restored),
-    JobMaker("git/ignore", 3, _ignored),
-    JobMaker("git/merge_squash", 3, partial(_merged, "squash"), held_out=True),
-    JobMaker("git/prune", 3, _pruned),
-    JobMaker("git/export", 3, _exported),
-    JobMaker("git/squash", 3, _squashed),
-    JobMaker("git/move", 3, _moved, held_out=True),
-    JobMaker("git/conflict_ours", 3, partial(_conflict, "ours")),
-    JobMaker("git/conflict_theirs", 3, partial(_conflict, "theirs")),
-    JobMaker("git/conflict_both", 4, partial(_conflict, "both")),
-    JobMaker("git/rebase", 4, _rebased),
-    JobMaker("git/lost", 4, _lost),
+    TaskMaker("git/first", 1, _first),
+    TaskMaker("git/commit", 1, partial(_changed, False)),
+    TaskMaker("git/branch", 1, _branched),
+    TaskMaker("git/tag", 1, partial(_tagged, False)),
+    TaskMaker("git/amend", 1, _amended),
+    TaskMaker("git/rename", 1, _renamed),
+    TaskMaker("git/commit_one", 2, partial(_changed, True)),
+    TaskMaker("git/annotated", 2, partial(_tagged, True)),
+    TaskMaker("git/merge_fast", 2, partial(_merged, "fast")),
+    TaskMaker("git/merge_true", 2, partial(_merged, "true")),
+    TaskMaker("git/revert", 2, _reverted),
+    TaskMaker("git/as_before", 2, _as_before),
+    TaskMaker("git/pick", 2, _picked),
+    TaskMaker("git/restore", 3, _restored),
+    TaskMaker("git/ignore", 3, _ignored),
+    TaskMaker("git/merge_squash", 3, partial(_merged, "squash"), held_out=True),
+    TaskMaker("git/prune", 3, _pruned),
+    TaskMaker("git/export", 3, _exported),
+    TaskMaker("git/squash", 3, _squashed),
+    TaskMaker("git/move", 3, _moved, held_out=True),
+    TaskMaker("git/conflict_ours", 3, partial(_conflict, "ours")),
+    TaskMaker("git/conflict_theirs", 3, partial(_conflict, "theirs")),
+    TaskMaker("git/conflict_both", 4, partial(_conflict, "both")),
+    TaskMaker("git/rebase", 4, _rebased),
+    TaskMaker("git/lost", 4, _lost),
 )

@@ -7,29 +7,28 @@ from collections import Counter
 from typing import Final
 
 from generators.terminal.draw import PEOPLE, prose, text_of, words
-from generators.terminal.makers import JobMaker
+from generators.terminal.makers import TaskMaker
 from generators.terminal.topics.git import HistoryStory, draft_of, side_of, story_of, subject_of
 
-from ludus.worlds.terminal.checks import Check, Text
-from ludus.worlds.terminal.git import At, Refs
-from ludus.worlds.terminal.job import JobDraft
+from ludus.worlds.terminal.checks import Check, git_branches, git_ref, has_text
+from ludus.worlds.terminal.task import TerminalTask
 
 
 def _answered(
     rng: random.Random, story: HistoryStory, ask: str, due: list[str], command: str, how: str = ""
-) -> JobDraft:
+) -> TerminalTask:
     """A question to a history, whose answer goes to a file beside the repository, which stays as it is."""
     out = f"{rng.choice(story.spare)}-answer.txt"
     checks: tuple[Check, ...] = (
-        Text(out, text_of(due)),
-        At(story.root, "main", story.shas[-1]),
-        Refs(story.root, frozenset(story.git.branches), head="main"),
+        has_text(out, text_of(due)),
+        git_ref(story.root, "main", story.shas[-1]),
+        git_branches(story.root, frozenset(story.git.branches), head="main"),
     )
     text = f"Write to {out}, beside the repository, {ask} Do not change the repository.{how}"
     return draft_of(story, text, (f"{command} > {out}",), checks)
 
 
-def _introduced(rng: random.Random) -> JobDraft:
+def _introduced(rng: random.Random) -> TerminalTask:
     story = story_of(rng, 2)
     path, word = story.paths[0], f"{story.spare[0]}{rng.randint(10, 99)}"
     files, due = dict(story.git.tracked), ""
@@ -45,7 +44,7 @@ def _introduced(rng: random.Random) -> JobDraft:
     return _answered(rng, story, ask, [due], command)
 
 
-def _authors(rng: random.Random) -> JobDraft:
+def _authors(rng: random.Random) -> TerminalTask:
     story = story_of(rng, 1)
     people, files = rng.sample(PEOPLE, 4), dict(story.git.tracked)
     counts: Counter[str] = Counter({"Ada Abel": 1})
@@ -65,7 +64,7 @@ def _authors(rng: random.Random) -> JobDraft:
     return _answered(rng, story, ask, [f"{count} {name}" for name, count in ranked], command)
 
 
-def _changelog(rng: random.Random) -> JobDraft:
+def _changelog(rng: random.Random) -> TerminalTask:
     story = story_of(rng, 7)
     one, two = sorted(rng.sample(range(4), 2))
     two += 3
@@ -79,7 +78,7 @@ def _changelog(rng: random.Random) -> JobDraft:
     return _answered(rng, story, ask, due, "GIT log --reverse --format='- %s' v1.0..v2.0")
 
 
-def _touched(rng: random.Random) -> JobDraft:
+def _touched(rng: random.Random) -> TerminalTask:
     story = story_of(rng, 8)
     name = story.spare[0]
     side_of(story, name, 3, {story.paths[2]: "new\n", f"{story.spare[1]}.md": "new\n"})
@@ -88,7 +87,7 @@ def _touched(rng: random.Random) -> JobDraft:
     return _answered(rng, story, ask, due, f"GIT diff --name-only main...{name} | sort")
 
 
-def _hotspots(rng: random.Random) -> JobDraft:
+def _hotspots(rng: random.Random) -> TerminalTask:
     story = story_of(rng, 1)
     files, counts = dict(story.git.tracked), Counter(story.paths)
     for n in range(14):
@@ -103,7 +102,7 @@ def _hotspots(rng: random.Random) -> JobDraft:
     return _answered(rng, story, ask, [f"{n} {path}" for path, n in counts.most_common()], command)
 
 
-def _bisected(rng: random.Random) -> JobDraft:
+def _bisected(rng: random.Random) -> TerminalTask:
     """Which commit broke a check that the repository brings along."""
     story = story_of(rng, 1)
     config = f"{story.spare[0]}.conf"
@@ -132,14 +131,14 @@ def _bisected(rng: random.Random) -> JobDraft:
     )
     drawn = _answered(rng, story, ask, [due], command)
     end = f"git -C {story.root} checkout -q main"
-    return JobDraft(drawn.text, drawn.files, (*drawn.steps, end), drawn.checks, changes=drawn.changes)
+    return TerminalTask(drawn.text, drawn.files, (*drawn.steps, end), drawn.file_checks, changes=drawn.changes)
 
 
 MAKERS: Final = (
-    JobMaker("git/authors", 2, _authors),
-    JobMaker("git/changelog", 2, _changelog),
-    JobMaker("git/touched", 3, _touched),
-    JobMaker("git/introduced", 3, _introduced),
-    JobMaker("git/hotspots", 3, _hotspots),
-    JobMaker("git/bisect", 4, _bisected),
+    TaskMaker("git/authors", 2, _authors),
+    TaskMaker("git/changelog", 2, _changelog),
+    TaskMaker("git/touched", 3, _touched),
+    TaskMaker("git/introduced", 3, _introduced),
+    TaskMaker("git/hotspots", 3, _hotspots),
+    TaskMaker("git/bisect", 4, _bisected),
 )

@@ -10,10 +10,10 @@ from collections import Counter, defaultdict
 from typing import Final
 
 from generators.terminal.draw import Event, Hit, events, hits, text_of, words
-from generators.terminal.makers import JobMaker
+from generators.terminal.makers import TaskMaker
 
-from ludus.worlds.terminal.checks import Text
-from ludus.worlds.terminal.job import JobDraft
+from ludus.worlds.terminal.checks import has_text
+from ludus.worlds.terminal.task import TerminalTask
 
 _FORM: Final = "(address [time] method path status bytes milliseconds)"
 _EVENT: Final = "(time level service req=id message)"
@@ -23,23 +23,27 @@ def _out(rng: random.Random, suffix: str = ".txt") -> str:
     return words(rng, 1)[0] + suffix
 
 
-def _asked(rng: random.Random, found: list[Hit], asked: str, due: list[str], pipe: str) -> JobDraft:
+def _asked(rng: random.Random, found: list[Hit], asked: str, due: list[str], pipe: str) -> TerminalTask:
     """A question to an access log; `pipe` reads it and prints the answer."""
     log, out = f"{words(rng, 1)[0]}-access.log", _out(rng)
     text = f"{log} is an access log {_FORM}. Write to {out} {asked}"
     files = {log: text_of([hit.line for hit in found])}
-    return JobDraft(text, files, (f"{pipe.replace('LOG', log)} > {out}",), (Text(out, text_of(due)),), looks=(log,))
+    return TerminalTask(
+        text, files, (f"{pipe.replace('LOG', log)} > {out}",), (has_text(out, text_of(due)),), preview=(log,)
+    )
 
 
-def _told(rng: random.Random, found: list[Event], asked: str, due: list[str], pipe: str) -> JobDraft:
+def _told(rng: random.Random, found: list[Event], asked: str, due: list[str], pipe: str) -> TerminalTask:
     """A question to a program's log."""
     log, out = f"{words(rng, 1)[0]}.log", _out(rng)
     text = f"{log} is the log of several services {_EVENT}. Write to {out} {asked}"
     files = {log: text_of([event.line for event in found])}
-    return JobDraft(text, files, (f"{pipe.replace('LOG', log)} > {out}",), (Text(out, text_of(due)),), looks=(log,))
+    return TerminalTask(
+        text, files, (f"{pipe.replace('LOG', log)} > {out}",), (has_text(out, text_of(due)),), preview=(log,)
+    )
 
 
-def _status(rng: random.Random) -> JobDraft:
+def _status(rng: random.Random) -> TerminalTask:
     found = hits(rng)
     status = rng.choice([hit.status for hit in found])
     due = [str(sum(hit.status == status for hit in found))]
@@ -47,13 +51,13 @@ def _status(rng: random.Random) -> JobDraft:
     return _asked(rng, found, asked, due, f"awk '$5=={status}' LOG | wc -l")
 
 
-def _failures(rng: random.Random) -> JobDraft:
+def _failures(rng: random.Random) -> TerminalTask:
     found = hits(rng)
     due = [hit.line for hit in found if hit.status >= 500]
     return _asked(rng, found, "all lines whose status is 500 or more, as they stand.", due, "awk '$5>=500' LOG")
 
 
-def _methods(rng: random.Random) -> JobDraft:
+def _methods(rng: random.Random) -> TerminalTask:
     found = hits(rng)
     counts = Counter(hit.method for hit in found)
     due = [f"{method} {counts[method]}" for method in sorted(counts)]
@@ -61,7 +65,7 @@ def _methods(rng: random.Random) -> JobDraft:
     return _asked(rng, found, asked, due, "awk '{n[$3]++} END {for (k in n) print k, n[k]}' LOG | sort")
 
 
-def _visitors(rng: random.Random) -> JobDraft:
+def _visitors(rng: random.Random) -> TerminalTask:
     found = hits(rng)
     path = rng.choice([hit.path for hit in found])
     due = [str(len({hit.address for hit in found if hit.path == path}))]
@@ -69,7 +73,7 @@ def _visitors(rng: random.Random) -> JobDraft:
     return _asked(rng, found, asked, due, f"awk '$4==\"{path}\" {{print $1}}' LOG | sort -u | wc -l")
 
 
-def _busiest(rng: random.Random) -> JobDraft:
+def _busiest(rng: random.Random) -> TerminalTask:
     found = hits(rng)
     counts = Counter(hit.address for hit in found)
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:3]
@@ -81,7 +85,7 @@ def _busiest(rng: random.Random) -> JobDraft:
     return _asked(rng, found, asked, [f"{address} {count}" for address, count in ranked], pipe)
 
 
-def _hours(rng: random.Random) -> JobDraft:
+def _hours(rng: random.Random) -> TerminalTask:
     found = hits(rng)
     counts = Counter(hit.clock[:2] for hit in found)
     asked = "for each hour of the day that occurs (two digits) a line with it, a colon and its requests, in order."
@@ -89,7 +93,7 @@ def _hours(rng: random.Random) -> JobDraft:
     return _asked(rng, found, asked, [f"{hour}:{counts[hour]}" for hour in sorted(counts)], pipe)
 
 
-def _traffic(rng: random.Random) -> JobDraft:
+def _traffic(rng: random.Random) -> TerminalTask:
     found = hits(rng)
     sums: Counter[str] = Counter()
     for hit in found:
@@ -105,7 +109,7 @@ def _traffic(rng: random.Random) -> JobDraft:
     return _asked(rng, found, asked, due, pipe) if len(set(sums.values())) == len(sums) else _traffic(rng)
 
 
-def _slowest(rng: random.Random) -> JobDraft:
+def _slowest(rng: random.Random) -> TerminalTask:
     found = hits(rng)
     best: dict[str, Hit] = {}
     for hit in found:
@@ -120,7 +124,7 @@ def _slowest(rng: random.Random) -> JobDraft:
     return _asked(rng, found, asked, [f"{p} {best[p].ms} {best[p].address}" for p in sorted(best)], pipe)
 
 
-def _median(rng: random.Random) -> JobDraft:
+def _median(rng: random.Random) -> TerminalTask:
     found = hits(rng, rng.choice((41, 51, 61)))
     times = sorted(hit.ms for hit in found)
     asked = "the median of the milliseconds (their number is odd)."
@@ -128,7 +132,7 @@ def _median(rng: random.Random) -> JobDraft:
     return _asked(rng, found, asked, [str(times[len(times) // 2])], pipe)
 
 
-def _window(rng: random.Random) -> JobDraft:
+def _window(rng: random.Random) -> TerminalTask:
     found = hits(rng)
     one, two = sorted(rng.sample(range(len(found)), 2))
     begin, end = found[one].clock, found[min(two + 3, len(found) - 1)].clock
@@ -138,7 +142,7 @@ def _window(rng: random.Random) -> JobDraft:
     return _asked(rng, found, asked, due, pipe) if due else _window(rng)
 
 
-def _repeated(rng: random.Random) -> JobDraft:
+def _repeated(rng: random.Random) -> TerminalTask:
     """Who failed often and then came in."""
     found = list[Hit]()
     addresses = [f"10.1.1.{n}" for n in rng.sample(range(2, 250), 6)]
@@ -161,13 +165,13 @@ def _repeated(rng: random.Random) -> JobDraft:
     return _asked(rng, found, asked, sorted(due), pipe) if due else _repeated(rng)
 
 
-def _errors(rng: random.Random) -> JobDraft:
+def _errors(rng: random.Random) -> TerminalTask:
     found = events(rng)
     due = [event.line for event in found if event.level == "ERROR"]
     return _told(rng, found, "the lines of the level ERROR, as they stand.", due, "grep -E '^[^ ]+ ERROR ' LOG")
 
 
-def _last(rng: random.Random) -> JobDraft:
+def _last(rng: random.Random) -> TerminalTask:
     found = events(rng)
     service = rng.choice([event.service for event in found])
     due = [[event.line for event in found if event.service == service][-1]]
@@ -175,7 +179,7 @@ def _last(rng: random.Random) -> JobDraft:
     return _told(rng, found, asked, due, f"awk '$3==\"{service}\"' LOG | tail -n 1")
 
 
-def _levels(rng: random.Random) -> JobDraft:
+def _levels(rng: random.Random) -> TerminalTask:
     found = events(rng)
     counts = Counter((event.service, event.level) for event in found)
     asked = (
@@ -191,7 +195,7 @@ def _levels(rng: random.Random) -> JobDraft:
     return _told(rng, found, asked, due, pipe)
 
 
-def _split(rng: random.Random) -> JobDraft:
+def _split(rng: random.Random) -> TerminalTask:
     found = events(rng)
     log, folder = f"{words(rng, 1)[0]}.log", words(rng, 1)[0] + "-logs"
     text = (
@@ -200,12 +204,12 @@ def _split(rng: random.Random) -> JobDraft:
         "in their order, as they stand."
     )
     services = sorted({event.service for event in found})
-    checks = tuple(Text(f"{folder}/{s}.log", text_of([e.line for e in found if e.service == s])) for s in services)
+    checks = tuple(has_text(f"{folder}/{s}.log", text_of([e.line for e in found if e.service == s])) for s in services)
     steps = (f"mkdir {folder}", f'awk \'{{print > ("{folder}/" $3 ".log")}}\' {log}')
-    return JobDraft(text, {log: text_of([e.line for e in found])}, steps, checks, looks=(log,))
+    return TerminalTask(text, {log: text_of([e.line for e in found])}, steps, checks, preview=(log,))
 
 
-def _requests(rng: random.Random) -> JobDraft:
+def _requests(rng: random.Random) -> TerminalTask:
     found = events(rng)
     seen: dict[str, set[str]] = defaultdict(set)
     for event in found:
@@ -218,7 +222,7 @@ def _requests(rng: random.Random) -> JobDraft:
     return _told(rng, found, asked, due, pipe) if due else _requests(rng)
 
 
-def _durations(rng: random.Random) -> JobDraft:
+def _durations(rng: random.Random) -> TerminalTask:
     jobs, second, lines, due = words(rng, 8), 7 * 3600, [], {}
     marks = sorted(((rng.randint(0, 4000), job) for job in jobs for _ in (0, 1)), key=lambda mark: (mark[0], mark[1]))
     begun: dict[str, int] = {}
@@ -241,10 +245,12 @@ def _durations(rng: random.Random) -> JobDraft:
         '$2=="begin" {b[$3]=s} $2=="end" {print $3, s-b[$3]}\' '
         f"{log} | sort -k2,2nr -k1,1 > {out}"
     )
-    return JobDraft(text, {log: text_of(lines)}, (pipe,), (Text(out, text_of([f"{j} {s}" for j, s in ranked])),))
+    return TerminalTask(
+        text, {log: text_of(lines)}, (pipe,), (has_text(out, text_of([f"{j} {s}" for j, s in ranked])),)
+    )
 
 
-def _trace(rng: random.Random) -> JobDraft:
+def _trace(rng: random.Random) -> TerminalTask:
     """The first traceback, all of it."""
     found, lines, due = events(rng, 24), list[str](), list[str]()
     places = sorted(rng.sample(range(4, 22), 2))
@@ -265,10 +271,10 @@ def _trace(rng: random.Random) -> JobDraft:
         f"awk '/^Traceback:/ {{if (on) exit; on=1; print p; print; next}} "
         f"on && /^ / {{print; next}} on {{exit}} {{p=$0}}' {log} > {out}"
     )
-    return JobDraft(text, {log: text_of(lines)}, (pipe,), (Text(out, text_of(due)),), looks=(log,))
+    return TerminalTask(text, {log: text_of(lines)}, (pipe,), (has_text(out, text_of(due)),), preview=(log,))
 
 
-def _merge(rng: random.Random) -> JobDraft:
+def _merge(rng: random.Random) -> TerminalTask:
     """Logs of several machines in the order of time; the older ones are packed."""
     found = events(rng, 40)
     base = words(rng, 1)[0]
@@ -284,10 +290,10 @@ def _merge(rng: random.Random) -> JobDraft:
         f"Write all their lines in the order of time to {out}, and leave the logs as they are."
     )
     steps = (f"(cat {base}/*.log; zcat {base}/*.log.gz) | sort > {out}",)
-    return JobDraft(text, files, steps, (Text(out, text_of([event.line for event in found])),))
+    return TerminalTask(text, files, steps, (has_text(out, text_of([event.line for event in found])),))
 
 
-def _report(rng: random.Random) -> JobDraft:
+def _report(rng: random.Random) -> TerminalTask:
     found = hits(rng)
     log, out = f"{words(rng, 1)[0]}-access.log", _out(rng, ".json")
     failed = [hit for hit in found if hit.status >= 400]
@@ -316,10 +322,12 @@ def _report(rng: random.Random) -> JobDraft:
         f'json.dump(d,open("{out}","w"))'
     )
     files = {log: text_of([hit.line for hit in found])}
-    return JobDraft(text, files, (f"python3 -c '{program}'",), (Text(out, json.dumps(due), "json"),), looks=(log,))
+    return TerminalTask(
+        text, files, (f"python3 -c '{program}'",), (has_text(out, json.dumps(due), "json"),), preview=(log,)
+    )
 
 
-def _correlate(rng: random.Random) -> JobDraft:
+def _correlate(rng: random.Random) -> TerminalTask:
     """Requests that one log has and another lacks."""
     ids = [f"{n:05x}" for n in rng.sample(range(16**5), 30)]
     sent, got = ids[:26], [*ids[:8], *ids[11:26], *ids[26:]]
@@ -336,10 +344,10 @@ def _correlate(rng: random.Random) -> JobDraft:
         "and not received, each on a line, in the order in which they were sent."
     )
     pipe = f'awk \'{{sub("id=","",$3)}} NR==FNR {{g[$3]=1; next}} !($3 in g) {{print $3}}\' {two} {one} > {out}'
-    return JobDraft(text, files, (pipe,), (Text(out, text_of(ids[8:11])),), looks=(one, two))
+    return TerminalTask(text, files, (pipe,), (has_text(out, text_of(ids[8:11])),), preview=(one, two))
 
 
-def _anonymous(rng: random.Random) -> JobDraft:
+def _anonymous(rng: random.Random) -> TerminalTask:
     """The same log without addresses, in place."""
     found = hits(rng)
     log = f"{words(rng, 1)[0]}-access.log"
@@ -354,10 +362,10 @@ def _anonymous(rng: random.Random) -> JobDraft:
     )
     steps = (f"sed -i -E 's/^([0-9]+\\.[0-9]+\\.[0-9]+)\\.[0-9]+ /\\1.0 /' {log}",)
     files = {log: text_of([hit.line for hit in found])}
-    return JobDraft(text, files, steps, (Text(log, text_of(due), "bytes"),), changes=(log,), looks=(log,))
+    return TerminalTask(text, files, steps, (has_text(log, text_of(due), "bytes"),), changes=(log,), preview=(log,))
 
 
-def _gap(rng: random.Random) -> JobDraft:
+def _gap(rng: random.Random) -> TerminalTask:
     """The longest silence."""
     found = events(rng, 30)
     gaps = [(b.second - a.second, a, b) for a, b in itertools.pairwise(found)]
@@ -377,7 +385,7 @@ def _gap(rng: random.Random) -> JobDraft:
     return _told(rng, found, asked, [f"{before.clock} {after.clock} {gap}"], pipe)
 
 
-def _flapping(rng: random.Random) -> JobDraft:
+def _flapping(rng: random.Random) -> TerminalTask:
     """How often services changed between up and down."""
     names, lines, state = words(rng, 4), [], dict[str, str]()
     changes: Counter[str] = Counter()
@@ -397,32 +405,32 @@ def _flapping(rng: random.Random) -> JobDraft:
         f"{log} | sort > {out}"
     )
     due = [f"{name} {state[name]} {changes[name]}" for name in sorted(state)]
-    return JobDraft(text, {log: text_of(lines)}, (pipe,), (Text(out, text_of(due)),), looks=(log,))
+    return TerminalTask(text, {log: text_of(lines)}, (pipe,), (has_text(out, text_of(due)),), preview=(log,))
 
 
 MAKERS: Final = (
-    JobMaker("logs/status", 1, _status),
-    JobMaker("logs/failures", 1, _failures),
-    JobMaker("logs/errors", 1, _errors),
-    JobMaker("logs/last", 1, _last),
-    JobMaker("logs/methods", 2, _methods),
-    JobMaker("logs/visitors", 2, _visitors),
-    JobMaker("logs/busiest", 2, _busiest),
-    JobMaker("logs/hours", 2, _hours),
-    JobMaker("logs/anonymous", 2, _anonymous),
-    JobMaker("logs/window", 2, _window),
-    JobMaker("logs/split", 2, _split),
-    JobMaker("logs/levels", 3, _levels),
-    JobMaker("logs/traffic", 3, _traffic),
-    JobMaker("logs/slowest", 3, _slowest),
-    JobMaker("logs/median", 3, _median),
-    JobMaker("logs/merge", 3, _merge),
-    JobMaker("logs/requests", 3, _requests, held_out=True),
-    JobMaker("logs/correlate", 3, _correlate),
-    JobMaker("logs/trace", 3, _trace),
-    JobMaker("logs/durations", 4, _durations),
-    JobMaker("logs/report", 4, _report),
-    JobMaker("logs/gap", 4, _gap),
-    JobMaker("logs/flapping", 4, _flapping, held_out=True),
-    JobMaker("logs/repeated", 4, _repeated),
+    TaskMaker("logs/status", 1, _status),
+    TaskMaker("logs/failures", 1, _failures),
+    TaskMaker("logs/errors", 1, _errors),
+    TaskMaker("logs/last", 1, _last),
+    TaskMaker("logs/methods", 2, _methods),
+    TaskMaker("logs/visitors", 2, _visitors),
+    TaskMaker("logs/busiest", 2, _busiest),
+    TaskMaker("logs/hours", 2, _hours),
+    TaskMaker("logs/anonymous", 2, _anonymous),
+    TaskMaker("logs/window", 2, _window),
+    TaskMaker("logs/split", 2, _split),
+    TaskMaker("logs/levels", 3, _levels),
+    TaskMaker("logs/traffic", 3, _traffic),
+    TaskMaker("logs/slowest", 3, _slowest),
+    TaskMaker("logs/median", 3, _median),
+    TaskMaker("logs/merge", 3, _merge),
+    TaskMaker("logs/requests", 3, _requests, held_out=True),
+    TaskMaker("logs/correlate", 3, _correlate),
+    TaskMaker("logs/trace", 3, _trace),
+    TaskMaker("logs/durations", 4, _durations),
+    TaskMaker("logs/report", 4, _report),
+    TaskMaker("logs/gap", 4, _gap),
+    TaskMaker("logs/flapping", 4, _flapping, held_out=True),
+    TaskMaker("logs/repeated", 4, _repeated),
 )

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from generators.terminal.draw import SERVICES, TOWNS, text_of, words
-from generators.terminal.makers import JobMaker
+from generators.terminal.makers import TaskMaker
 
-from ludus.worlds.terminal.checks import Check, Lives, Only, Runs, ServiceEnded, Text
-from ludus.worlds.terminal.job import JobDraft
+from ludus.worlds.terminal.checks import Check, has_text, only_files, processes_run, service_ended, service_lives
 from ludus.worlds.terminal.services import TerminalService
+from ludus.worlds.terminal.task import TerminalTask
 
 _BEGIN: Final = """import os, signal, sys, time
 
@@ -116,7 +116,7 @@ def yard_of(rng: random.Random, num: int = 4) -> Yard:
 
 def others(names: Sequence[str]) -> tuple[Check, ...]:
     """All of these live, not suspended."""
-    return tuple(map(Lives, names))
+    return tuple(map(service_lives, names))
 
 
 def gone(pid: str) -> str:
@@ -141,43 +141,43 @@ def started(yard: Yard, name: str, values: str = "") -> str:
     return f"{command}; until [ -s {yard.pid_file(name)} ]; do sleep 0.05; done"
 
 
-def of_yard(yard: Yard, text: str, steps: tuple[str, ...], watched: tuple[Check, ...]) -> JobDraft:
+def of_yard(yard: Yard, text: str, steps: tuple[str, ...], watched: tuple[Check, ...]) -> TerminalTask:
     """A task whose services are the plain ones of a yard."""
     programs = {path: program for name in yard.names for path, program in yard.program(name).items()}
     made = [place(name) for place in (yard.log, yard.pid_file) for name in yard.names]
-    return JobDraft(
+    return TerminalTask(
         text + COUNTING,
         {**programs, **dict.fromkeys(made, "")},
         steps,
         changes=yard.changing,
         services=tuple(map(yard.service, yard.names)),
-        watched=watched,
+        process_checks=watched,
     )
 
 
-def with_files(draft: JobDraft, files: Mapping[str, str], changing: bool = False) -> JobDraft:
+def with_files(draft: TerminalTask, files: Mapping[str, str], changing: bool = False) -> TerminalTask:
     """The task with more files, or others in their place, the last of which is worth a look."""
     changes = (*draft.changes, *files) if changing else draft.changes
-    return replace(draft, files={**draft.files, **files}, changes=changes, looks=tuple(files)[-1:])
+    return replace(draft, files={**draft.files, **files}, changes=changes, preview=tuple(files)[-1:])
 
 
-def without(draft: JobDraft, paths: Sequence[str]) -> JobDraft:
+def without(draft: TerminalTask, paths: Sequence[str]) -> TerminalTask:
     """The task without files that lie there else."""
     return replace(draft, files={path: data for path, data in draft.files.items() if path not in paths})
 
 
-def with_service(draft: JobDraft, service: TerminalService) -> JobDraft:
+def with_service(draft: TerminalTask, service: TerminalService) -> TerminalTask:
     """The task whose service of that name is this one."""
     own = tuple(service if one.name == service.name else one for one in draft.services)
     return replace(draft, services=own)
 
 
-def pids_left(yard: Yard, names: Sequence[str]) -> Only:
+def pids_left(yard: Yard, names: Sequence[str]) -> Check:
     """The pid files are those of these services."""
-    return Only(f"{yard.root}/run/*", frozenset(map(yard.pid_file, names)))
+    return only_files(f"{yard.root}/run/*", frozenset(map(yard.pid_file, names)))
 
 
-def _pid_file(rng: random.Random) -> JobDraft:
+def _pid_file(rng: random.Random) -> TerminalTask:
     yard = yard_of(rng)
     name, *rest = yard.names
     path = yard.pid_file(name)
@@ -186,11 +186,11 @@ def _pid_file(rng: random.Random) -> JobDraft:
         f"{path}; the others go on."
     )
     steps = (f"p=$(cat {path}); kill $p; {gone('$p')}",)
-    draft = of_yard(yard, text, steps, (ServiceEnded(name), *others(rest)))
-    return replace(draft, checks=(pids_left(yard, rest),))
+    draft = of_yard(yard, text, steps, (service_ended(name), *others(rest)))
+    return replace(draft, file_checks=(pids_left(yard, rest),))
 
 
-def _resume(rng: random.Random) -> JobDraft:
+def _resume(rng: random.Random) -> TerminalTask:
     yard = yard_of(rng)
     name, *rest = yard.names
     text = (
@@ -198,11 +198,11 @@ def _resume(rng: random.Random) -> JobDraft:
         "suspended. Have it go on, without a restart; the others go on too."
     )
     steps = (f"kill -CONT $(cat {yard.pid_file(name)})",)
-    draft = of_yard(yard, text, steps, (Lives(name), *others(rest)))
-    return with_service(draft, replace(yard.service(name), fate="STOP"))
+    draft = of_yard(yard, text, steps, (service_lives(name), *others(rest)))
+    return with_service(draft, replace(yard.service(name), first_signal="STOP"))
 
 
-def _suspend(rng: random.Random) -> JobDraft:
+def _suspend(rng: random.Random) -> TerminalTask:
     yard = yard_of(rng)
     name, *rest = yard.names
     text = (
@@ -210,10 +210,10 @@ def _suspend(rng: random.Random) -> JobDraft:
         "can go on later from where it is, and leave the others alone."
     )
     steps = (f"kill -STOP $(cat {yard.pid_file(name)})",)
-    return of_yard(yard, text, steps, (Lives(name, suspended=True), *others(rest)))
+    return of_yard(yard, text, steps, (service_lives(name, suspended=True), *others(rest)))
 
 
-def _listed(rng: random.Random) -> JobDraft:
+def _listed(rng: random.Random) -> TerminalTask:
     yard = yard_of(rng, 5)
     ending, rest = yard.names[:2], yard.names[2:]
     path = f"{yard.root}/stop.txt"
@@ -222,11 +222,11 @@ def _listed(rng: random.Random) -> JobDraft:
         f"their pid files, {yard.root}/run/NAME.pid. The others go on."
     )
     steps = (f"for n in $(cat {path}); do p=$(cat {yard.root}/run/$n.pid); kill $p; {gone('$p')}; done",)
-    draft = of_yard(yard, text, steps, (*map(ServiceEnded, ending), *others(rest)))
-    return replace(with_files(draft, {path: text_of(ending)}), checks=(pids_left(yard, rest),))
+    draft = of_yard(yard, text, steps, (*map(service_ended, ending), *others(rest)))
+    return replace(with_files(draft, {path: text_of(ending)}), file_checks=(pids_left(yard, rest),))
 
 
-def _by_script(rng: random.Random) -> JobDraft:
+def _by_script(rng: random.Random) -> TerminalTask:
     yard = yard_of(rng)
     name, *rest = yard.names
     text = (
@@ -234,7 +234,7 @@ def _by_script(rng: random.Random) -> JobDraft:
         f"{yard.script(name)}; the others go on."
     )
     steps = (each(is_command(f"python3 {yard.script(name)}"), f"kill $p; {gone('$p')}"),)
-    draft = of_yard(yard, text, steps, (ServiceEnded(name), *others(rest)))
+    draft = of_yard(yard, text, steps, (service_ended(name), *others(rest)))
     bare = with_files(draft, {yard.script(one): BARE for one in yard.names})
     return without(bare, list(map(yard.pid_file, yard.names)))
 
@@ -250,22 +250,22 @@ def workers(yard: Yard, sets: Sequence[tuple[tuple[str, ...], Mapping[str, str]]
 
 def of_workers(
     yard: Yard, text: str, steps: tuple[str, ...], services: tuple[TerminalService, ...], ending: Sequence[str]
-) -> JobDraft:
+) -> TerminalTask:
     """A task about one program that runs several times: those that shall end, while the others live."""
     names = [service.name for service in services]
     script = yard.script("worker")
-    return JobDraft(
+    return TerminalTask(
         text + COUNTING,
         {script: BARE, **{service.log: "" for service in services}},
         steps,
         changes=yard.changing,
-        looks=(script,),
+        preview=(script,),
         services=services,
-        watched=(*map(ServiceEnded, ending), *others([name for name in names if name not in ending])),
+        process_checks=(*map(service_ended, ending), *others([name for name in names if name not in ending])),
     )
 
 
-def _by_argument(rng: random.Random) -> JobDraft:
+def _by_argument(rng: random.Random) -> TerminalTask:
     yard, queues = yard_of(rng), words(rng, 4)
     services = workers(yard, [(("--queue", queue), {}) for queue in queues])
     place = rng.randrange(4)
@@ -278,7 +278,7 @@ def _by_argument(rng: random.Random) -> JobDraft:
     return of_workers(yard, text, steps, services, [services[place].name])
 
 
-def _stubborn(rng: random.Random) -> JobDraft:
+def _stubborn(rng: random.Random) -> TerminalTask:
     yard = yard_of(rng)
     name, *rest = yard.names
     path = yard.pid_file(name)
@@ -287,11 +287,11 @@ def _stubborn(rng: random.Random) -> JobDraft:
         f"and remove its pid file, {path}. The others go on."
     )
     steps = (f"p=$(cat {path}); kill -9 $p; {gone('$p')}", f"rm {path}")
-    draft = of_yard(yard, text, steps, (ServiceEnded(name), *others(rest)))
-    return replace(with_files(draft, yard.program(name, STUBBORN)), checks=(pids_left(yard, rest),))
+    draft = of_yard(yard, text, steps, (service_ended(name), *others(rest)))
+    return replace(with_files(draft, yard.program(name, STUBBORN)), file_checks=(pids_left(yard, rest),))
 
 
-def _restart(rng: random.Random) -> JobDraft:
+def _restart(rng: random.Random) -> TerminalTask:
     yard, (old, new) = yard_of(rng), rng.sample(TOWNS, 2)
     name, *rest = yard.names
     path = yard.pid_file(name)
@@ -301,12 +301,12 @@ def _restart(rng: random.Random) -> JobDraft:
         f"from your shell. It writes its number to {path} itself. The others go on."
     )
     steps = (f"p=$(cat {path}); kill $p; {gone('$p')}", started(yard, name, f"REGION={new}"))
-    runs = Runs((yard.script(name),), 1, {"REGION": new}, path)
-    draft = of_yard(yard, text, steps, (ServiceEnded(name), runs, *others(rest)))
+    runs = processes_run((yard.script(name),), 1, {"REGION": new}, path)
+    draft = of_yard(yard, text, steps, (service_ended(name), runs, *others(rest)))
     return with_service(draft, replace(yard.service(name), environment={"REGION": old}))
 
 
-def _reload(rng: random.Random) -> JobDraft:
+def _reload(rng: random.Random) -> TerminalTask:
     yard, (old, new) = yard_of(rng), rng.sample(range(10, 99), 2)
     name, *rest = yard.names
     conf = f"{yard.root}/{name}.conf"
@@ -317,14 +317,14 @@ def _reload(rng: random.Random) -> JobDraft:
     )
     wait = f"until grep -q '^{name}-{new}$' /proc/$p/comm; do sleep 0.05; done"
     steps = (f"sed -i 's/^level=.*/level={new}/' {conf}", f"p=$(cat {yard.pid_file(name)}); kill -HUP $p; {wait}")
-    draft = of_yard(yard, text, steps, (Lives(name, f"{name}-{new}"), *others(rest)))
+    draft = of_yard(yard, text, steps, (service_lives(name, f"{name}-{new}"), *others(rest)))
     program = RELOADS.replace("CONF", conf).replace("NAME", name)
     draft = with_files(with_files(draft, yard.program(name, program)), {conf: f"level={old}\n"}, changing=True)
     draft = with_service(draft, replace(yard.service(name), title=f"{name}-{old}"))
-    return replace(draft, checks=(Text(conf, f"level={new}\n"),))
+    return replace(draft, file_checks=(has_text(conf, f"level={new}\n"),))
 
 
-def _drain(rng: random.Random) -> JobDraft:
+def _drain(rng: random.Random) -> TerminalTask:
     yard, done = yard_of(rng), rng.randint(1000, 9000)
     name, *rest = yard.names
     state, path = f"{yard.root}/{name}.json", yard.pid_file(name)
@@ -335,22 +335,22 @@ def _drain(rng: random.Random) -> JobDraft:
     )
     saved = f"until [ -e {state} ]; do sleep 0.05; done"
     steps = (f"p=$(cat {path}); kill -USR1 $p; {saved}; kill $p; {gone('$p')}",)
-    draft = of_yard(yard, text, steps, (ServiceEnded(name), *others(rest)))
+    draft = of_yard(yard, text, steps, (service_ended(name), *others(rest)))
     draft = with_files(draft, yard.program(name, COUNTS.replace("STATE", state)))
     draft = with_service(draft, replace(yard.service(name), environment={"DONE": str(done)}))
     due = json.dumps({"done": done * 7 + 1, "failed": done % 5})
-    return replace(draft, checks=(Text(state, due, "json"), pids_left(yard, rest)))
+    return replace(draft, file_checks=(has_text(state, due, "json"), pids_left(yard, rest)))
 
 
 MAKERS: Final = (
-    JobMaker("processes/pid_file", 1, _pid_file),
-    JobMaker("processes/resume", 1, _resume),
-    JobMaker("processes/suspend", 1, _suspend),
-    JobMaker("processes/listed", 2, _listed),
-    JobMaker("processes/by_script", 2, _by_script),
-    JobMaker("processes/by_argument", 2, _by_argument),
-    JobMaker("processes/stubborn", 2, _stubborn),
-    JobMaker("processes/restart", 2, _restart),
-    JobMaker("processes/reload", 2, _reload),
-    JobMaker("processes/drain", 2, _drain),
+    TaskMaker("processes/pid_file", 1, _pid_file),
+    TaskMaker("processes/resume", 1, _resume),
+    TaskMaker("processes/suspend", 1, _suspend),
+    TaskMaker("processes/listed", 2, _listed),
+    TaskMaker("processes/by_script", 2, _by_script),
+    TaskMaker("processes/by_argument", 2, _by_argument),
+    TaskMaker("processes/stubborn", 2, _stubborn),
+    TaskMaker("processes/restart", 2, _restart),
+    TaskMaker("processes/reload", 2, _reload),
+    TaskMaker("processes/drain", 2, _drain),
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from generators.terminal.draw import TOWNS, text_of, words
-from generators.terminal.makers import JobMaker
+from generators.terminal.makers import TaskMaker
 from generators.terminal.topics.processes import (
     BARE,
     PLAIN,
@@ -27,9 +27,9 @@ from generators.terminal.topics.processes import (
     yard_of,
 )
 
-from ludus.worlds.terminal.checks import Check, Lives, Runs, ServiceEnded
-from ludus.worlds.terminal.job import JobDraft, Ran
+from ludus.worlds.terminal.checks import Check, processes_run, service_ended, service_lives
 from ludus.worlds.terminal.services import TerminalService
+from ludus.worlds.terminal.task import CommandCheck, TerminalTask
 
 _KILL: Final = f"kill $p; {gone('$p')}"
 _ON: Final = """print("up", flush=True)
@@ -99,14 +99,14 @@ with open("PATH", "w") as file:
 
 def _bare(
     yard: Yard, text: str, steps: tuple[str, ...], watched: tuple[Check, ...], programs: Mapping[str, str]
-) -> JobDraft:
+) -> TerminalTask:
     """A task whose services have these programs, by their names, and no pid files."""
     draft = of_yard(yard, text, steps, watched)
     made = with_files(draft, {yard.script(name): program for name, program in programs.items()})
     return without(made, list(map(yard.pid_file, yard.names)))
 
 
-def _hoard(rng: random.Random) -> JobDraft:
+def _hoard(rng: random.Random) -> TerminalTask:
     yard, sizes = yard_of(rng), [rng.randint(40, 60), *rng.sample(range(2, 12), 3)]
     name, *rest = rng.sample(yard.names, 4)
     text = (
@@ -115,10 +115,10 @@ def _hoard(rng: random.Random) -> JobDraft:
     )
     largest = "grep -H ^VmRSS: /proc/[0-9]*/status 2> /dev/null | sort -k 2,2nr | head -n 1 | cut -d / -f 3"
     programs = {one: HOARDS.replace("SIZE", str(size)) for one, size in zip((name, *rest), sizes, strict=True)}
-    return _bare(yard, text, (f"p=$({largest}); {_KILL}",), (ServiceEnded(name), *others(rest)), programs)
+    return _bare(yard, text, (f"p=$({largest}); {_KILL}",), (service_ended(name), *others(rest)), programs)
 
 
-def _dropped(rng: random.Random) -> JobDraft:
+def _dropped(rng: random.Random) -> TerminalTask:
     yard, data = yard_of(rng), words(rng, 4)
     name, *rest = rng.sample(yard.names, 4)
     paths = [f"{yard.root}/{word}.dat" for word in data]
@@ -131,11 +131,11 @@ def _dropped(rng: random.Random) -> JobDraft:
         one: (DROPS_FILE if one == name else KEEPS_FILE).replace("DATA", path)
         for one, path in zip((name, *rest), paths, strict=True)
     }
-    draft = _bare(yard, text, steps, (ServiceEnded(name), *others(rest)), programs)
+    draft = _bare(yard, text, steps, (service_ended(name), *others(rest)), programs)
     return with_files(draft, dict.fromkeys(paths[1:], ""), changing=True)
 
 
-def _dead_children(rng: random.Random) -> JobDraft:
+def _dead_children(rng: random.Random) -> TerminalTask:
     yard = yard_of(rng)
     name, *rest = rng.sample(yard.names, 4)
     text = (
@@ -145,10 +145,10 @@ def _dead_children(rng: random.Random) -> JobDraft:
     parents = "cat /proc/[0-9]*/status 2> /dev/null | awk '/^State:/ {s = $2} /^PPid:/ && s == \"Z\" {print $2}'"
     programs = {one: KEEPS_DEAD if one == name else BARE for one in yard.names}
     steps = (f"for p in $({parents} | sort -u); do {_KILL}; done",)
-    return _bare(yard, text, steps, (ServiceEnded(name), *others(rest)), programs)
+    return _bare(yard, text, steps, (service_ended(name), *others(rest)), programs)
 
 
-def _by_variable(rng: random.Random) -> JobDraft:
+def _by_variable(rng: random.Random) -> TerminalTask:
     yard, queues = yard_of(rng), words(rng, 4)
     services = workers(yard, [((), {"QUEUE": queue}) for queue in queues])
     place = rng.randrange(4)
@@ -161,7 +161,7 @@ def _by_variable(rng: random.Random) -> JobDraft:
     return of_workers(yard, text, steps, services, [services[place].name])
 
 
-def _youngest(rng: random.Random) -> JobDraft:
+def _youngest(rng: random.Random) -> TerminalTask:
     yard, num = yard_of(rng), rng.randint(5, 6)
     services = workers(yard, [((), {})] * num)
     text = (
@@ -174,7 +174,7 @@ def _youngest(rng: random.Random) -> JobDraft:
     return of_workers(yard, text, steps, services, [service.name for service in services[3:]])
 
 
-def _kept_up(rng: random.Random) -> JobDraft:
+def _kept_up(rng: random.Random) -> TerminalTask:
     """A supervisor, which has to end first."""
     yard = yard_of(rng)
     name, *rest = yard.names
@@ -184,7 +184,12 @@ def _kept_up(rng: random.Random) -> JobDraft:
         "The other services go on."
     )
     steps = tuple(each(is_command(f"python3 {one}"), _KILL) for one in (keeper, script))
-    watched: tuple[Check, ...] = (ServiceEnded("keeper"), ServiceEnded(name), Runs((script,), 0), *others(rest))
+    watched: tuple[Check, ...] = (
+        service_ended("keeper"),
+        service_ended(name),
+        processes_run((script,), 0),
+        *others(rest),
+    )
     programs = {name: BARE, "keeper": KEEPER.replace("SCRIPT", script), **dict.fromkeys(rest, BARE)}
     draft = _bare(yard, text, steps, watched, programs)
     parent = TerminalService("keeper", (keeper,), yard.log(name))
@@ -192,7 +197,7 @@ def _kept_up(rng: random.Random) -> JobDraft:
     return replace(draft, services=(parent, child, *map(yard.service, rest)))
 
 
-def _stale(rng: random.Random) -> JobDraft:
+def _stale(rng: random.Random) -> TerminalTask:
     """A pid file that names an innocent process."""
     yard = yard_of(rng)
     name, *rest = yard.names
@@ -203,13 +208,13 @@ def _stale(rng: random.Random) -> JobDraft:
         f"others do. Have {name} run again: in /box, as `python3 {yard.script(name)}`, away from your shell."
     )
     steps = (f"rm {path}", started(yard, name))
-    draft = of_yard(yard, text, steps, (Runs((yard.script(name),), 1, {}, path), *others(rest)))
+    draft = of_yard(yard, text, steps, (processes_run((yard.script(name),), 1, {}, path), *others(rest)))
     draft = with_files(draft, yard.program(name, CAREFUL))
     own = tuple(map(yard.service, rest))
-    return replace(draft, services=own, afterwards=f"echo {{{rest[0]}}} > {path}")
+    return replace(draft, services=own, after_start=f"echo {{{rest[0]}}} > {path}")
 
 
-def _missing(rng: random.Random) -> JobDraft:
+def _missing(rng: random.Random) -> TerminalTask:
     """Some services of a list do not run."""
     yard = yard_of(rng, 5)
     rest, regions = yard.names[:3], dict(zip(yard.names, rng.sample(TOWNS, 5), strict=True))
@@ -223,7 +228,7 @@ def _missing(rng: random.Random) -> JobDraft:
     wait = f"until [ -s {root}/run/$n.pid ]; do sleep 0.05; done"
     steps = (f"while read n r; do if [ ! -s {root}/run/$n.pid ]; then {start}; {wait}; fi; done < {path}",)
     runs = tuple(
-        Runs((yard.script(name),), 1, {"REGION": regions[name]}, "" if name in rest else yard.pid_file(name))
+        processes_run((yard.script(name),), 1, {"REGION": regions[name]}, "" if name in rest else yard.pid_file(name))
         for name in yard.names
     )
     draft = of_yard(yard, text, steps, (*runs, *others(rest)))
@@ -234,7 +239,7 @@ def _missing(rng: random.Random) -> JobDraft:
     return replace(draft, services=own)
 
 
-def _orphans(rng: random.Random) -> JobDraft:
+def _orphans(rng: random.Random) -> TerminalTask:
     yard = yard_of(rng, 3)
     dead, living, other = yard.names
     worker = f"{yard.root}/worker.py"
@@ -250,17 +255,17 @@ def _orphans(rng: random.Random) -> JobDraft:
         for name in (dead, living)
     }
     watched = (
-        *(ServiceEnded(one.name) for one in children[dead]),
+        *(service_ended(one.name) for one in children[dead]),
         *others([living, other, *(one.name for one in children[living])]),
     )
     pool = POOL.replace("WORKER", worker)
     draft = _bare(yard, text, steps, watched, {dead: pool, living: pool, other: BARE, "worker": BARE})
-    first = replace(yard.service(dead), fate="KILL")
+    first = replace(yard.service(dead), first_signal="KILL")
     own = (first, *children[dead], yard.service(living), *children[living], yard.service(other))
     return replace(draft, services=own)
 
 
-def _start_script(rng: random.Random) -> JobDraft:
+def _start_script(rng: random.Random) -> TerminalTask:
     """A script that starts a service in the wrong way; its trial has another program for the service."""
     yard, region = yard_of(rng), rng.choice(TOWNS)
     name, *rest = yard.names
@@ -278,22 +283,22 @@ def _start_script(rng: random.Random) -> JobDraft:
         f"bash {start}; until [ -s {path} ]; do sleep 0.05; done",
     )
     program = yard.program(name, NEEDS)
-    runs = Runs((yard.script(name),), 1, {"REGION": region}, path)
+    runs = processes_run((yard.script(name),), 1, {"REGION": region}, path)
     draft = without(of_yard(yard, text, steps, (runs, *others(rest))), [path])
     draft = with_files(with_files(draft, program), {start: broken}, changing=True)
     number = rng.randrange(10**6)
     other = yard.program(name, NEEDS.replace('"up in"', f"7 * {number}"))
-    trial = Ran(
+    trial = CommandCheck(
         f"trial of {start}",
         f"bash {start}; for i in $(seq 200); do [ -s {log} ] && break; sleep 0.05; done; cat {log}",
         (start,),
         {**other, f"{yard.root}/run/.keep": "", f"{yard.root}/log/.keep": ""},
         f"{7 * number} {region}\n",
     )
-    return replace(draft, services=tuple(map(yard.service, rest)), runs=(trial,))
+    return replace(draft, services=tuple(map(yard.service, rest)), command_checks=(trial,))
 
 
-def _locked(rng: random.Random) -> JobDraft:
+def _locked(rng: random.Random) -> TerminalTask:
     yard = yard_of(rng)
     holder, waiter, *rest = yard.names
     lock = f"{yard.root}/{words(rng, 1)[0]}.lock"
@@ -309,22 +314,22 @@ def _locked(rng: random.Random) -> JobDraft:
         each(is_command(f"python3 {yard.script(waiter)}"), working),
     )
     programs = {holder: LOCKS, waiter: LOCKS, **dict.fromkeys(rest, READS)}
-    watched: tuple[Check, ...] = (ServiceEnded(holder), Lives(waiter, "working"), *others(rest))
+    watched: tuple[Check, ...] = (service_ended(holder), service_lives(waiter, "working"), *others(rest))
     draft = _bare(yard, text, steps, watched, {name: text.replace("FILE", lock) for name, text in programs.items()})
     draft = with_files(draft, {lock: ""})
-    return with_service(draft, replace(yard.service(holder), fate="STOP"))
+    return with_service(draft, replace(yard.service(holder), first_signal="STOP"))
 
 
 MAKERS: Final = (
-    JobMaker("processes/hoard", 3, _hoard),
-    JobMaker("processes/dropped", 3, _dropped),
-    JobMaker("processes/dead_children", 3, _dead_children),
-    JobMaker("processes/by_variable", 3, _by_variable, held_out=True),
-    JobMaker("processes/kept_up", 3, _kept_up),
-    JobMaker("processes/stale", 3, _stale),
-    JobMaker("processes/missing", 3, _missing),
-    JobMaker("processes/youngest", 4, _youngest),
-    JobMaker("processes/orphans", 4, _orphans, held_out=True),
-    JobMaker("processes/start_script", 4, _start_script),
-    JobMaker("processes/locked", 4, _locked),
+    TaskMaker("processes/hoard", 3, _hoard),
+    TaskMaker("processes/dropped", 3, _dropped),
+    TaskMaker("processes/dead_children", 3, _dead_children),
+    TaskMaker("processes/by_variable", 3, _by_variable, held_out=True),
+    TaskMaker("processes/kept_up", 3, _kept_up),
+    TaskMaker("processes/stale", 3, _stale),
+    TaskMaker("processes/missing", 3, _missing),
+    TaskMaker("processes/youngest", 4, _youngest),
+    TaskMaker("processes/orphans", 4, _orphans, held_out=True),
+    TaskMaker("processes/start_script", 4, _start_script),
+    TaskMaker("processes/locked", 4, _locked),
 )

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from generators.terminal.draw import prose, text_of, words
-from generators.terminal.makers import JobMaker
+from generators.terminal.makers import TaskMaker
 
-from ludus.worlds.terminal.checks import Check, Only, Text
-from ludus.worlds.terminal.job import JobDraft, Ran
+from ludus.worlds.terminal.checks import Check, has_text, only_files
+from ludus.worlds.terminal.task import CommandCheck, TerminalTask
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class ScriptQuota:
     trials: tuple[ScriptTrial, ...] = ()
 
 
-def _draft(wanted: ScriptQuota) -> JobDraft:
+def _draft(wanted: ScriptQuota) -> TerminalTask:
     quoted = "\n".join(wanted.lines)
     steps = (f"cat > {wanted.name} <<'END'\n{quoted}\nEND",)
     runs = tuple(
-        Ran(
+        CommandCheck(
             f"trial {number} of {wanted.name}",
             trial.command,
             (wanted.name,),
@@ -51,7 +51,7 @@ def _draft(wanted: ScriptQuota) -> JobDraft:
         for number, trial in enumerate(wanted.trials, 1)
     )
     text = f"Write a bash script {wanted.name}, which is called in its folder as `bash {wanted.name}`"
-    return JobDraft(f"{text}{wanted.text}", wanted.example, steps, (), runs)
+    return TerminalTask(f"{text}{wanted.text}", wanted.example, steps, (), runs)
 
 
 def _name(rng: random.Random) -> str:
@@ -63,17 +63,17 @@ def _job(say: str, status: int = 0, nap: str = "") -> str:
     return f"#!/bin/sh\n{f'sleep {nap}' if nap else ''}\necho {say}\nexit {status}\n"
 
 
-def _status(rng: random.Random) -> JobDraft:
+def _status(rng: random.Random) -> TerminalTask:
     name = _name(rng)
     out = f"{words(rng, 1)[0]}.txt"
     trials = tuple(
-        ScriptTrial({}, f"bash {name} {command}", leaves=(Text(out, f"{code}\n"),))
+        ScriptTrial({}, f"bash {name} {command}", leaves=(has_text(out, f"{code}\n"),))
         for command, code in (("true", 0), ("sh -c 'exit 7'", 7), (f"sh -c 'exit {rng.randint(20, 90)}'", None))
         if code is not None
     )
     code = rng.randint(20, 90)
     more = ScriptTrial(
-        {}, f"bash {name} sh -c 'echo \"$0\"; exit {code}' 'a b'", "a b\n", leaves=(Text(out, f"{code}\n"),)
+        {}, f"bash {name} sh -c 'echo \"$0\"; exit {code}' 'a b'", "a b\n", leaves=(has_text(out, f"{code}\n"),)
     )
     text = (
         " COMMAND ARGUMENTS..., runs the command with its arguments "
@@ -83,7 +83,7 @@ def _status(rng: random.Random) -> JobDraft:
     return _draft(ScriptQuota(name, text, ('"$@"', f"echo $? > {out}"), trials=(*trials, more)))
 
 
-def _apart(rng: random.Random) -> JobDraft:
+def _apart(rng: random.Random) -> TerminalTask:
     name, (out, err) = _name(rng), (f"{word}.txt" for word in words(rng, 2))
     program = "#!/bin/sh\necho one\necho two >&2\necho three\nexit 3\n"
     text = (
@@ -92,14 +92,16 @@ def _apart(rng: random.Random) -> JobDraft:
         "ends with the exit code of job.sh."
     )
     trial = ScriptTrial(
-        {"job.sh": program}, f"bash {name} 2>&1", "", 3, (Text(out, "one\nthree\n"), Text(err, "two\n"))
+        {"job.sh": program}, f"bash {name} 2>&1", "", 3, (has_text(out, "one\nthree\n"), has_text(err, "two\n"))
     )
-    two = ScriptTrial({"job.sh": _job("fine")}, f"bash {name} 2>&1", "", 0, (Text(out, "fine\n"), Text(err, "")))
+    two = ScriptTrial(
+        {"job.sh": _job("fine")}, f"bash {name} 2>&1", "", 0, (has_text(out, "fine\n"), has_text(err, ""))
+    )
     lines = (f"sh job.sh > {out} 2> {err}",)
     return _draft(ScriptQuota(name, text, lines, {"job.sh": _job("hello")}, (trial, two)))
 
 
-def _first_failure(rng: random.Random) -> JobDraft:
+def _first_failure(rng: random.Random) -> TerminalTask:
     name, root = _name(rng), words(rng, 1)[0]
     text = (
         f", runs the scripts {root}/*.sh with sh, one after the other "
@@ -113,7 +115,7 @@ def _first_failure(rng: random.Random) -> JobDraft:
     return _draft(ScriptQuota(name, text, lines, {f"{root}/a.sh": _job("a"), f"{root}/b.sh": _job("b")}, trials))
 
 
-def _all_failures(rng: random.Random) -> JobDraft:
+def _all_failures(rng: random.Random) -> TerminalTask:
     name, root = _name(rng), words(rng, 1)[0]
     text = (
         f", runs all scripts {root}/*.sh with sh, from A to Z, what "
@@ -137,7 +139,7 @@ def _all_failures(rng: random.Random) -> JobDraft:
     return _draft(ScriptQuota(name, text, lines, {f"{root}/ant.sh": _job("ant")}, trials))
 
 
-def _parallel(rng: random.Random) -> JobDraft:
+def _parallel(rng: random.Random) -> TerminalTask:
     """Programs that wait for each other, so that they end only where they run at once."""
     name, root = _name(rng), words(rng, 1)[0]
     text = (
@@ -153,8 +155,8 @@ def _parallel(rng: random.Random) -> JobDraft:
     files = {f"{root}/{n}.sh": meets(n, status) for n, status in (("ant", 3), ("bee", 0), ("cow", 1))}
     good = {f"{root}/{n}.sh": meets(n, 0) for n in ("ant", "bee", "cow")}
     trials = (
-        ScriptTrial(files, f"bash {name}", None, 1, (Text("failed.txt", "ant.sh\ncow.sh\n"),)),
-        ScriptTrial(good, f"bash {name}", None, 0, (Text("failed.txt", ""),)),
+        ScriptTrial(files, f"bash {name}", None, 1, (has_text("failed.txt", "ant.sh\ncow.sh\n"),)),
+        ScriptTrial(good, f"bash {name}", None, 0, (has_text("failed.txt", ""),)),
     )
     lines = (
         "declare -A pids",
@@ -167,7 +169,7 @@ def _parallel(rng: random.Random) -> JobDraft:
     return _draft(ScriptQuota(name, text, lines, {f"{root}/ant.sh": _job("ant")}, trials))
 
 
-def _patience(rng: random.Random) -> JobDraft:
+def _patience(rng: random.Random) -> TerminalTask:
     name = _name(rng)
     text = (
         " SECONDS COMMAND ARGUMENTS..., runs the command and ends it if "
@@ -183,7 +185,7 @@ def _patience(rng: random.Random) -> JobDraft:
     return _draft(ScriptQuota(name, text, lines, trials=trials))
 
 
-def _retry(rng: random.Random) -> JobDraft:
+def _retry(rng: random.Random) -> TerminalTask:
     name, most = _name(rng), rng.randint(3, 5)
     text = (
         " COMMAND ARGUMENTS..., runs the command again until it ends with "
@@ -204,7 +206,7 @@ def _retry(rng: random.Random) -> JobDraft:
     return _draft(ScriptQuota(name, text, lines, trials=trials))
 
 
-def _pipe(rng: random.Random) -> JobDraft:
+def _pipe(rng: random.Random) -> TerminalTask:
     name = _name(rng)
     text = (
         ", feeds what `sh source.sh` prints through `sort -u` and writes "
@@ -212,7 +214,9 @@ def _pipe(rng: random.Random) -> JobDraft:
         "code of source.sh and leaves no result.txt (nor an older one as it was: that is removed)."
     )
     trials = (
-        ScriptTrial({"source.sh": "printf 'b\\na\\nb\\n'"}, f"bash {name}", None, 0, (Text("result.txt", "a\nb\n"),)),
+        ScriptTrial(
+            {"source.sh": "printf 'b\\na\\nb\\n'"}, f"bash {name}", None, 0, (has_text("result.txt", "a\nb\n"),)
+        ),
         ScriptTrial(
             {"source.sh": "echo x; exit 6", "result.txt": "old\n"},
             f"bash {name}; echo $?; [ -e result.txt ] && echo there; exit 0",
@@ -228,7 +232,7 @@ def _pipe(rng: random.Random) -> JobDraft:
     return _draft(ScriptQuota(name, text, lines, {"source.sh": "echo pear; echo fig\n"}, trials))
 
 
-def _cleanup(rng: random.Random) -> JobDraft:
+def _cleanup(rng: random.Random) -> TerminalTask:
     name, place = _name(rng), f"{words(rng, 1)[0]}-work"
     text = (
         f", makes the folder {place}, runs `sh job.sh` while it is there, "
@@ -262,7 +266,7 @@ def _cleanup(rng: random.Random) -> JobDraft:
     return _draft(ScriptQuota(name, text, lines, {"job.sh": "echo working\n"}, trials))
 
 
-def _lock(rng: random.Random) -> JobDraft:
+def _lock(rng: random.Random) -> TerminalTask:
     name = _name(rng)
     text = (
         ", runs `sh job.sh`, but never twice at the same time: where another "
@@ -288,7 +292,7 @@ def _lock(rng: random.Random) -> JobDraft:
     return _draft(ScriptQuota(name, text, lines, {"job.sh": "echo working\n"}, trials))
 
 
-def _stale(rng: random.Random) -> JobDraft:
+def _stale(rng: random.Random) -> TerminalTask:
     name = _name(rng)
     text = (
         ", looks at service.pid, a file with the number of a process. It "
@@ -312,7 +316,7 @@ def _stale(rng: random.Random) -> JobDraft:
     return _draft(ScriptQuota(name, text, lines, {"service.pid": "999999\n"}, trials))
 
 
-def _watch(rng: random.Random) -> JobDraft:
+def _watch(rng: random.Random) -> TerminalTask:
     name, most = _name(rng), rng.randint(2, 4)
     text = (
         ", runs `sh service.sh` and starts it again each time it ends "
@@ -329,9 +333,11 @@ def _watch(rng: random.Random) -> JobDraft:
             f"bash {name}",
             None,
             0,
-            (Text("service.log", "1 exited 8\n2 exited 0\n"),),
+            (has_text("service.log", "1 exited 8\n2 exited 0\n"),),
         ),
-        ScriptTrial({"service.sh": f"{count}exit $((n+2))"}, f"bash {name}", None, 1, (Text("service.log", all_bad),)),
+        ScriptTrial(
+            {"service.sh": f"{count}exit $((n+2))"}, f"bash {name}", None, 1, (has_text("service.log", all_bad),)
+        ),
     )
     lines = (
         "n=0; : > service.log",
@@ -342,7 +348,7 @@ def _watch(rng: random.Random) -> JobDraft:
     return _draft(ScriptQuota(name, text, lines, {"service.sh": "echo serving\n"}, trials))
 
 
-def _ordered(rng: random.Random) -> JobDraft:
+def _ordered(rng: random.Random) -> TerminalTask:
     """Jobs that need others to be done before."""
     name = _name(rng)
     text = (
@@ -384,7 +390,7 @@ def _ordered(rng: random.Random) -> JobDraft:
     return _draft(ScriptQuota(name, text, lines, {"jobs.txt": example[0]}, trials))
 
 
-def _each_file(rng: random.Random) -> JobDraft:
+def _each_file(rng: random.Random) -> TerminalTask:
     name = _name(rng)
     text = (
         " FOLDER, runs `sh convert.sh FILE` for each .in file in the folder "
@@ -402,9 +408,9 @@ def _each_file(rng: random.Random) -> JobDraft:
         "d/other.txt": "no\n",
     }
     leaves = (
-        Text("d/one.out", good.upper()),
-        Text("d/sub dir/two three.out", good.upper()),
-        Only("*.out", frozenset({"d/one.out", "d/sub dir/two three.out"})),
+        has_text("d/one.out", good.upper()),
+        has_text("d/sub dir/two three.out", good.upper()),
+        only_files("*.out", frozenset({"d/one.out", "d/sub dir/two three.out"})),
     )
     fine = {path: body for path, body in files.items() if "wrong" not in path}
     trials = (
@@ -423,7 +429,7 @@ def _each_file(rng: random.Random) -> JobDraft:
     return _draft(ScriptQuota(name, text, lines, {"convert.sh": 'cat "$1"\n', "in/a.in": "a\n"}, trials))
 
 
-def _mended(rng: random.Random) -> JobDraft:
+def _mended(rng: random.Random) -> TerminalTask:
     """A script that breaks on blanks in names."""
     name, to = _name(rng), f"{words(rng, 1)[0]}-copy"
     broken = f"mkdir -p {to}\nfor f in $(ls $1); do\n  if [ -s $1/$f ]; then cp $1/$f {to}; echo copied $f; fi\ndone\n"
@@ -439,32 +445,32 @@ def _mended(rng: random.Random) -> JobDraft:
         "name or those of files have blanks in them. Mend it."
     )
     files = {"my files/a b.txt": "1\n", "my files/c.txt": "2\n", "my files/empty one": ""}
-    run = Ran(
+    run = CommandCheck(
         f"trial of {name}",
         f"bash {name} 'my files'",
         (name,),
         files,
         "copied a b.txt\ncopied c.txt\n",
-        leaves=(Only(f"{to}/*", frozenset({f"{to}/a b.txt", f"{to}/c.txt"})),),
+        leaves=(only_files(f"{to}/*", frozenset({f"{to}/a b.txt", f"{to}/c.txt"})),),
     )
     steps = (f"cat > {name} <<'END'\n{mended}END",)
-    return JobDraft(text, {name: broken, "plain/x.txt": "x\n"}, steps, (), (run,), changes=(name,), looks=(name,))
+    return TerminalTask(text, {name: broken, "plain/x.txt": "x\n"}, steps, (), (run,), changes=(name,), preview=(name,))
 
 
 MAKERS: Final = (
-    JobMaker("scripts/status", 1, _status),
-    JobMaker("scripts/apart", 1, _apart),
-    JobMaker("scripts/first_failure", 2, _first_failure),
-    JobMaker("scripts/all_failures", 2, _all_failures),
-    JobMaker("scripts/stale", 2, _stale),
-    JobMaker("scripts/patience", 3, _patience),
-    JobMaker("scripts/retry", 3, _retry),
-    JobMaker("scripts/pipe", 3, _pipe),
-    JobMaker("scripts/mended", 3, _mended),
-    JobMaker("scripts/watch", 3, _watch, held_out=True),
-    JobMaker("scripts/parallel", 4, _parallel),
-    JobMaker("scripts/cleanup", 4, _cleanup),
-    JobMaker("scripts/lock", 4, _lock),
-    JobMaker("scripts/ordered", 4, _ordered),
-    JobMaker("scripts/each_file", 4, _each_file),
+    TaskMaker("scripts/status", 1, _status),
+    TaskMaker("scripts/apart", 1, _apart),
+    TaskMaker("scripts/first_failure", 2, _first_failure),
+    TaskMaker("scripts/all_failures", 2, _all_failures),
+    TaskMaker("scripts/stale", 2, _stale),
+    TaskMaker("scripts/patience", 3, _patience),
+    TaskMaker("scripts/retry", 3, _retry),
+    TaskMaker("scripts/pipe", 3, _pipe),
+    TaskMaker("scripts/mended", 3, _mended),
+    TaskMaker("scripts/watch", 3, _watch, held_out=True),
+    TaskMaker("scripts/parallel", 4, _parallel),
+    TaskMaker("scripts/cleanup", 4, _cleanup),
+    TaskMaker("scripts/lock", 4, _lock),
+    TaskMaker("scripts/ordered", 4, _ordered),
+    TaskMaker("scripts/each_file", 4, _each_file),
 )

@@ -10,10 +10,10 @@ from functools import partial
 from typing import Final
 
 from generators.terminal.draw import TableData, table, text_of, words
-from generators.terminal.makers import JobMaker
+from generators.terminal.makers import TaskMaker
 
-from ludus.worlds.terminal.checks import Text
-from ludus.worlds.terminal.job import JobDraft
+from ludus.worlds.terminal.checks import has_text
+from ludus.worlds.terminal.task import TerminalTask
 
 Row = tuple[str, ...]
 Rows = Sequence[Row]
@@ -288,7 +288,7 @@ _LEVELS: Final = {
 HELD_OUT: Final = frozenset({"begins", "per_best"})
 
 
-def _query(which: str, what: str, rng: random.Random) -> JobDraft:
+def _query(which: str, what: str, rng: random.Random) -> TerminalTask:
     """A question that has at least two rows for its answer."""
     while True:
         data = table(rng)
@@ -305,13 +305,17 @@ def _query(which: str, what: str, rng: random.Random) -> JobDraft:
         end = "'" if rest.startswith("python3") else ""
         command += f" | {rest}{end}"
     text = f"Look at {data.path}, a table with a heading. Of {chosen.words}, write to {out} {summary.words}."
-    return JobDraft(
-        text, {data.path: data.text}, (f"{command} > {out}",), (Text(out, text_of(summary.due)),), looks=(data.path,)
+    return TerminalTask(
+        text,
+        {data.path: data.text},
+        (f"{command} > {out}",),
+        (has_text(out, text_of(summary.due)),),
+        preview=(data.path,),
     )
 
 
 MAKERS: Final = tuple(
-    JobMaker(
+    TaskMaker(
         f"tables/{what}_{which}",
         min(4, _LEVELS[what] + (which == "both")),
         partial(_query, which, what),

@@ -9,10 +9,10 @@ from collections import Counter
 from typing import Final
 
 from generators.terminal.draw import TOWNS, prose, table, text_of, words
-from generators.terminal.makers import JobMaker
+from generators.terminal.makers import TaskMaker
 
-from ludus.worlds.terminal.checks import Check, Only, Text
-from ludus.worlds.terminal.job import JobDraft
+from ludus.worlds.terminal.checks import Check, has_text, only_files
+from ludus.worlds.terminal.task import TerminalTask
 
 
 def _names(rng: random.Random) -> tuple[str, str]:
@@ -27,30 +27,30 @@ def _with(text: str, name: str) -> str:
 
 def _made(
     rng: random.Random, lines: list[str], asked: str, due: list[str], command: str, ending: str = "\n"
-) -> JobDraft:
+) -> TerminalTask:
     """A new file made of one; `command` reads IN and prints it."""
     name, out = _names(rng)
     steps = (f"{_with(command, name)} > {out}",)
     text = "".join(line + ending for line in lines)
-    return JobDraft(
+    return TerminalTask(
         f"{_with(asked, name)} Write the result to {out}.",
         {name: text},
         steps,
-        (Text(out, text_of(due)),),
-        looks=(name,),
+        (has_text(out, text_of(due)),),
+        preview=(name,),
     )
 
 
-def _in_place(rng: random.Random, lines: list[str], asked: str, due: list[str], command: str) -> JobDraft:
+def _in_place(rng: random.Random, lines: list[str], asked: str, due: list[str], command: str) -> TerminalTask:
     """A file that changes itself."""
     name, _ = _names(rng)
-    checks = (Text(name, text_of(due), "bytes"),)
-    return JobDraft(
-        _with(asked, name), {name: text_of(lines)}, (_with(command, name),), checks, changes=(name,), looks=(name,)
+    checks = (has_text(name, text_of(due), "bytes"),)
+    return TerminalTask(
+        _with(asked, name), {name: text_of(lines)}, (_with(command, name),), checks, changes=(name,), preview=(name,)
     )
 
 
-def _replaced(rng: random.Random) -> JobDraft:
+def _replaced(rng: random.Random) -> TerminalTask:
     lines = prose(rng, 12)
     old, new = rng.choice(lines[0].split()), f"{words(rng, 1)[0]}s"
     due = [" ".join(new if word == old else word for word in line.split()) for line in lines]
@@ -58,7 +58,7 @@ def _replaced(rng: random.Random) -> JobDraft:
     return _in_place(rng, lines, asked, due, f"sed -i 's/\\b{old}\\b/{new}/g' IN")
 
 
-def _blanked(rng: random.Random) -> JobDraft:
+def _blanked(rng: random.Random) -> TerminalTask:
     lines = [line for one in prose(rng, 8) for line in (one, *([""] * rng.randint(0, 2)))]
     lines.insert(2, "# " + rng.choice(lines))
     lines.insert(5, "   ")
@@ -67,7 +67,7 @@ def _blanked(rng: random.Random) -> JobDraft:
     return _in_place(rng, lines, asked, due, "sed -i -e '/^[[:space:]]*$/d' -e '/^#/d' IN")
 
 
-def _first_lines(rng: random.Random) -> JobDraft:
+def _first_lines(rng: random.Random) -> TerminalTask:
     first = rng.randint(3, 6)
     last = first + rng.randint(2, 5)
     lines = prose(rng, 16)
@@ -76,41 +76,41 @@ def _first_lines(rng: random.Random) -> JobDraft:
     )
 
 
-def _numbered(rng: random.Random) -> JobDraft:
+def _numbered(rng: random.Random) -> TerminalTask:
     lines = prose(rng, 11)
     due = [f"{n}: {line}" for n, line in enumerate(lines, 1)]
     asked = "Number the lines of IN from 1: the number, a colon and a blank before each line."
     return _made(rng, lines, asked, due, "awk '{print NR \": \" $0}' IN")
 
 
-def _reversed(rng: random.Random) -> JobDraft:
+def _reversed(rng: random.Random) -> TerminalTask:
     lines = prose(rng, 9)
     return _made(rng, lines, "Turn the order of the lines of IN round: the last one first.", lines[::-1], "tac IN")
 
 
-def _tabs(rng: random.Random) -> JobDraft:
+def _tabs(rng: random.Random) -> TerminalTask:
     lines = [";".join(rng.choices(words(rng, 8), k=4)) for _ in range(10)]
     due = [line.replace(";", "\t") for line in lines]
     return _made(rng, lines, "In IN, put a tab in the place of every semicolon.", due, "tr ';' '\\t' < IN")
 
 
-def _line_ends(rng: random.Random) -> JobDraft:
+def _line_ends(rng: random.Random) -> TerminalTask:
     lines = prose(rng, 10)
     name, _ = _names(rng)
     text = f"The lines of {name} end in CR LF, as Windows has it. Change the file so that they end in LF alone."
     files = {name: "".join(f"{line}\r\n" for line in lines)}
-    return JobDraft(
-        text, files, (f"sed -i 's/\\r$//' {name}",), (Text(name, text_of(lines), "bytes"),), changes=(name,)
+    return TerminalTask(
+        text, files, (f"sed -i 's/\\r$//' {name}",), (has_text(name, text_of(lines), "bytes"),), changes=(name,)
     )
 
 
-def _once(rng: random.Random) -> JobDraft:
+def _once(rng: random.Random) -> TerminalTask:
     lines = rng.choices(prose(rng, 8), k=20)
     asked = "Of equal lines of IN keep the first one alone, all others in their order."
     return _made(rng, lines, asked, list(dict.fromkeys(lines)), "awk '!seen[$0]++' IN")
 
 
-def _frequent(rng: random.Random) -> JobDraft:
+def _frequent(rng: random.Random) -> TerminalTask:
     lines = prose(rng, 14)
     counts = Counter(word for line in lines for word in line.split())
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:5]
@@ -123,7 +123,7 @@ def _frequent(rng: random.Random) -> JobDraft:
     return _made(rng, lines, asked, [f"{word} {count}" for word, count in ranked], command)
 
 
-def _longest(rng: random.Random) -> JobDraft:
+def _longest(rng: random.Random) -> TerminalTask:
     lines = prose(rng, 12)
     longest = max(lines, key=len)
     if sum(len(line) == len(longest) for line in lines) > 1:
@@ -133,7 +133,7 @@ def _longest(rng: random.Random) -> JobDraft:
     return _made(rng, lines, asked, [f"{lines.index(longest) + 1}:{longest}"], command)
 
 
-def _transposed(rng: random.Random) -> JobDraft:
+def _transposed(rng: random.Random) -> TerminalTask:
     rows = [[str(rng.randint(1, 99)) for _ in range(4)] for _ in range(6)]
     due = [",".join(column) for column in zip(*rows, strict=True)]
     command = 'awk -F, \'{for (i=1;i<=NF;i++) c[i]=c[i] (NR>1?",":"") $i} END {for (i=1;i<=NF;i++) print c[i]}\' IN'
@@ -141,7 +141,7 @@ def _transposed(rng: random.Random) -> JobDraft:
     return _made(rng, [",".join(row) for row in rows], asked, due, command)
 
 
-def _paragraphs(rng: random.Random) -> JobDraft:
+def _paragraphs(rng: random.Random) -> TerminalTask:
     word = words(rng, 1)[0]
     blocks = [prose(rng, rng.randint(2, 4)) for _ in range(6)]
     for block in rng.sample(blocks, 2):
@@ -157,7 +157,7 @@ def _paragraphs(rng: random.Random) -> JobDraft:
     return _made(rng, lines, asked, due, command)
 
 
-def _blocks(rng: random.Random) -> JobDraft:
+def _blocks(rng: random.Random) -> TerminalTask:
     """Records of several lines as a table."""
     people = [{"name": word, "town": rng.choice(TOWNS), "age": str(rng.randint(20, 70))} for word in words(rng, 6)]
     for person in rng.sample(people, 2):
@@ -181,7 +181,7 @@ def _blocks(rng: random.Random) -> JobDraft:
     return _made(rng, lines, asked, due, command)
 
 
-def _joined(rng: random.Random) -> JobDraft:
+def _joined(rng: random.Random) -> TerminalTask:
     data = table(rng)
     towns = data.values(1)
     lands = dict(zip(towns, rng.sample(("Chile", "Ghana", "Japan", "Kenya", "Norway", "Peru"), 4), strict=True))
@@ -203,10 +203,10 @@ def _joined(rng: random.Random) -> JobDraft:
         ),
     )
     files = {data.path: data.text, lookup: lands_text}
-    return JobDraft(text, files, steps, (Text(out, text_of(due)),), looks=(data.path, lookup))
+    return TerminalTask(text, files, steps, (has_text(out, text_of(due)),), preview=(data.path, lookup))
 
 
-def _to_json(rng: random.Random) -> JobDraft:
+def _to_json(rng: random.Random) -> TerminalTask:
     data = table(rng, 12)
     out = f"{words(rng, 1)[0]}.json"
     kinds = data.columns
@@ -223,16 +223,16 @@ def _to_json(rng: random.Random) -> JobDraft:
         f'x.items()}} for x in csv.DictReader(open("{data.path}"))]; '
         f'json.dump(r, open("{out}","w"))'
     )
-    return JobDraft(
+    return TerminalTask(
         text,
         {data.path: data.text},
         (f"python3 -c '{program}'",),
-        (Text(out, json.dumps(value), "json"),),
-        looks=(data.path,),
+        (has_text(out, json.dumps(value), "json"),),
+        preview=(data.path,),
     )
 
 
-def _from_json(rng: random.Random) -> JobDraft:
+def _from_json(rng: random.Random) -> TerminalTask:
     name, out = f"{words(rng, 1)[0]}.jsonl", f"{words(rng, 1)[0]}.csv"
     drawn = [(word, rng.choice(TOWNS), rng.random() < 0.6) for word in words(rng, 12)]
     people = [
@@ -248,16 +248,16 @@ def _from_json(rng: random.Random) -> JobDraft:
         f'import json; r=[json.loads(l) for l in open("{name}")]; '
         'print("\\n".join(sorted(x["name"]+","+x["place"]["town"] for x in r if x["active"])))'
     )
-    return JobDraft(
+    return TerminalTask(
         text,
         {name: text_of([json.dumps(p) for p in people])},
         (f"python3 -c '{program}' > {out}",),
-        (Text(out, text_of(due)),),
-        looks=(name,),
+        (has_text(out, text_of(due)),),
+        preview=(name,),
     )
 
 
-def _reconciled(rng: random.Random) -> JobDraft:
+def _reconciled(rng: random.Random) -> TerminalTask:
     """Two books that should say the same."""
     ids = sorted(rng.sample(range(1000, 9999), 14))
     amounts = {n: rng.randint(10, 900) for n in ids}
@@ -292,10 +292,12 @@ def _reconciled(rng: random.Random) -> JobDraft:
             f'END {{for (k in a) if (!(k in s)) print k " only {one}"}}\' {one} {two} | sort -n > {out}'
         ),
     )
-    return JobDraft(text, {one: shown(ours), two: shown(theirs)}, steps, (Text(out, text_of(due)),), looks=(one, two))
+    return TerminalTask(
+        text, {one: shown(ours), two: shown(theirs)}, steps, (has_text(out, text_of(due)),), preview=(one, two)
+    )
 
 
-def _letters(rng: random.Random) -> JobDraft:
+def _letters(rng: random.Random) -> TerminalTask:
     """A file for each row, made of a template."""
     template, people = f"{words(rng, 1)[0]}.tpl", f"{words(rng, 1)[0]}-people.csv"
     rows = [(word, rng.choice(TOWNS), rng.randint(0, 400)) for word in words(rng, 6)]
@@ -322,11 +324,14 @@ def _letters(rng: random.Random) -> JobDraft:
         ),
     )
     files = {template: body, people: text_of(["name,town,debt", *(f"{n},{t},{d}" for n, t, d in rows)])}
-    checks: tuple[Check, ...] = (Only(f"{to}/*", frozenset(due)), *(Text(path, letter) for path, letter in due.items()))
-    return JobDraft(text, files, steps, checks, looks=(people, template))
+    checks: tuple[Check, ...] = (
+        only_files(f"{to}/*", frozenset(due)),
+        *(has_text(path, letter) for path, letter in due.items()),
+    )
+    return TerminalTask(text, files, steps, checks, preview=(people, template))
 
 
-def _contents(rng: random.Random) -> JobDraft:
+def _contents(rng: random.Random) -> TerminalTask:
     """A table of contents for a text with headings."""
     name, out = f"{words(rng, 1)[0]}.md", f"{words(rng, 1)[0]}-contents.md"
     lines, due, numbers = list[str](), list[str](), [0, 0]
@@ -351,27 +356,27 @@ def _contents(rng: random.Random) -> JobDraft:
             f'!c && /^## / {{b++; print "  " a "." b " " substr($0,4)}}\' {name} > {out}'
         ),
     )
-    return JobDraft(text, {name: text_of(lines)}, steps, (Text(out, text_of(due)),), looks=(name,))
+    return TerminalTask(text, {name: text_of(lines)}, steps, (has_text(out, text_of(due)),), preview=(name,))
 
 
 MAKERS: Final = (
-    JobMaker("text/replace", 1, _replaced),
-    JobMaker("text/blank", 1, _blanked),
-    JobMaker("text/lines", 1, _first_lines),
-    JobMaker("text/number", 1, _numbered),
-    JobMaker("text/reverse", 1, _reversed),
-    JobMaker("text/tabs", 1, _tabs),
-    JobMaker("text/line_ends", 1, _line_ends),
-    JobMaker("text/once", 2, _once),
-    JobMaker("text/frequent", 2, _frequent),
-    JobMaker("text/longest", 2, _longest, held_out=True),
-    JobMaker("text/transpose", 3, _transposed),
-    JobMaker("text/paragraphs", 3, _paragraphs),
-    JobMaker("text/join", 3, _joined),
-    JobMaker("text/to_json", 3, _to_json),
-    JobMaker("text/from_json", 3, _from_json, held_out=True),
-    JobMaker("text/blocks", 4, _blocks),
-    JobMaker("text/reconcile", 4, _reconciled),
-    JobMaker("text/letters", 4, _letters),
-    JobMaker("text/contents", 4, _contents),
+    TaskMaker("text/replace", 1, _replaced),
+    TaskMaker("text/blank", 1, _blanked),
+    TaskMaker("text/lines", 1, _first_lines),
+    TaskMaker("text/number", 1, _numbered),
+    TaskMaker("text/reverse", 1, _reversed),
+    TaskMaker("text/tabs", 1, _tabs),
+    TaskMaker("text/line_ends", 1, _line_ends),
+    TaskMaker("text/once", 2, _once),
+    TaskMaker("text/frequent", 2, _frequent),
+    TaskMaker("text/longest", 2, _longest, held_out=True),
+    TaskMaker("text/transpose", 3, _transposed),
+    TaskMaker("text/paragraphs", 3, _paragraphs),
+    TaskMaker("text/join", 3, _joined),
+    TaskMaker("text/to_json", 3, _to_json),
+    TaskMaker("text/from_json", 3, _from_json, held_out=True),
+    TaskMaker("text/blocks", 4, _blocks),
+    TaskMaker("text/reconcile", 4, _reconciled),
+    TaskMaker("text/letters", 4, _letters),
+    TaskMaker("text/contents", 4, _contents),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from ludus.worlds.math.drafts import Draft, KindTable, tables
+from ludus.worlds.math.problems import Draft, KindTable, tables
 
 Pairs = frozenset[tuple[str, str]]
 HELD_OUT: Pairs = frozenset(

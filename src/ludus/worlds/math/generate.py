@@ -12,9 +12,8 @@ from functools import cache, partial
 from ludus.errors import ConfigError
 from ludus.rewards.math.math_verify import Expression
 from ludus.worlds.math.composed import HELD_OUT, Pairs, link, tell
-from ludus.worlds.math.drafts import Draft, tables
-from ludus.worlds.math.problems import MathProblem
-from ludus.worlds.math.topics import algebra, arithmetic, counting, geometry, numbers
+from ludus.worlds.math.problems import Draft, MathProblem, tables
+from ludus.worlds.math.topics import algebra, arithmetic, geometry, numbers
 
 SPLITS = ("train", "validation", "test", "composition")
 LEVELS = (1, 2, 3, 4, 5)
@@ -26,7 +25,7 @@ _UNITS: Mapping[str, Sequence[str]] = {"": (), "cm^2": ("cm^2", "cm²"), "cm^3":
 _MOST_DRAWS = 100
 """Consecutive failed draws after which a topic counts as exhausted."""
 _MAKERS: Mapping[str, Callable[[Draft], str]] = {
-    make.__name__: make for module in (algebra, arithmetic, counting, geometry, numbers) for make in module.MAKERS
+    make.__name__: make for module in (algebra, arithmetic, geometry, numbers) for make in module.MAKERS
 }
 
 

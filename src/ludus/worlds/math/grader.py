@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Protocol
@@ -9,6 +10,7 @@ from typing import Protocol
 from ludus.rewards import truth_records
 from ludus.rewards.base import Reward
 from ludus.rewards.exact_match import ExpectedAnswers, well_formed
+from ludus.rewards.extract import candidates
 from ludus.rewards.json_match import MatchState, Schema, Value
 from ludus.rewards.math.math_verify import Expression, is_equal
 from ludus.rewards.math.numeric import Quantity, is_close
@@ -23,14 +25,39 @@ SYSTEM = (
 )
 _CLOSE = 1e-9
 """Relative tolerance of answers that are not whole numbers."""
+_FULL = 0.99
+"""Minimum score of a right answer of reasoning-gym."""
 
 
-class MathGrader(Protocol):
-    """Grades answers to one problem."""
+class Dataset(Protocol):
+    """Interface of a generator of the package."""
+
+    def __getitem__(self, index: int) -> dict[str, object]: ...
+
+    def score_answer(self, answer: str | None, entry: dict[str, object]) -> float: ...
+
+
+@dataclass(frozen=True)
+class GymTruth:
+    """Truth of a task of reasoning-gym, whose generator grades the answers."""
+
+    dataset: Dataset
+    entry: Mapping[str, object]
+
+    @property
+    def answer(self) -> str:
+        """The stored answer."""
+        return str(self.entry["answer"])
 
     def accepts(self, answer: str) -> bool:
-        """Return whether the answer is right."""
-        ...
+        """Return whether the text or the answer extracted from it has the full score. Exceptions count as wrong."""
+        return any(self._score(one) >= _FULL for one in dict.fromkeys((answer.strip(), *candidates(answer)[:1])))
+
+    def _score(self, answer: str) -> float:
+        try:
+            return float(self.dataset.score_answer(answer, dict(self.entry)))
+        except Exception:  # boundary: third-party code may raise on any answer
+            return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +89,8 @@ def solved(task: Task, trajectory: Trajectory) -> float:
     if isinstance(truth, Solution):
         return float(is_right(trajectory.answer, truth.right))
     if isinstance(truth, GymTruth):
-        return float(truth.grader.accepts(trajectory.answer))
+        return float(truth.accepts(trajectory.answer))
     return float(is_right(trajectory.answer, truth))
-
-
-@dataclass(frozen=True)
-class GymTruth:
-    """Truth of a task of reasoning-gym: its own grader and the stored answer."""
-
-    grader: MathGrader
-    answer: str
 
 
 def math_rewards(well_formed_weight: float) -> tuple[Reward, ...]:

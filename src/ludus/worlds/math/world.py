@@ -22,7 +22,7 @@ from ludus.tools.base import Tool
 from ludus.tools.calculator import exact_calculator_tool
 from ludus.tools.python import python_tool
 from ludus.types import Message, Task
-from ludus.worlds.math import reasoning_gym, records
+from ludus.worlds.math import sources
 from ludus.worlds.math.generate import DEFAULT_TOPICS, LEVELS, SPLITS, TOPICS, draw_forever, make_problems
 from ludus.worlds.math.grader import Solution, as_task, math_rewards, opening, paraphrases
 from ludus.worlds.math.problems import MathProblem
@@ -158,12 +158,12 @@ class MathWorld(World):
     def _made(self, split: str) -> Mapping[str, tuple[Task, ...]]:
         settings = self.settings
         if settings.data is not None:
-            return records.load_problems(Path(settings.data))
+            return sources.load_problems(Path(settings.data))
         sizes = {name: max(round(settings.num_tasks * share), 1) for name, share in SHARES.items()}
         if settings.num_held_out is not None:
             sizes |= dict.fromkeys(("test", "composition"), settings.num_held_out)
         if settings.gym:
-            return reasoning_gym.gym_tasks(settings.gym, sizes, settings.seed)
+            return sources.gym_tasks(settings.gym, sizes, settings.seed)
         problems = make_problems(split, sizes[split], settings.levels, settings.topics, settings.seed)
         return {split: tuple(as_task(problem, split, number) for number, problem in enumerate(problems))}
 

@@ -6,13 +6,13 @@ reinforcement learning can correct.
 
 from __future__ import annotations
 
-import json
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ludus.types import FunctionCall, Message, MessageToolCall
+from ludus.envs.messages import assistant, tool_turn
+from ludus.types import JSON, Message
 from ludus.worlds.search.facts import Facts
 from ludus.worlds.search.questions import Hop, SearchQuestion
 
@@ -118,11 +118,8 @@ def to_messages(turns: list[Turn]) -> list[Message]:
     messages: list[Message] = []
     for number, turn in enumerate(turns):
         if turn.query is None:
-            messages.append(Message(role="assistant", content=turn.text))
-            continue
-        arguments = {"query": turn.query} if turn.k is None else {"query": turn.query, "k": turn.k}
-        function = FunctionCall(name="search", arguments=json.dumps(arguments, ensure_ascii=False))
-        call = MessageToolCall(id=f"call_{number}_0", type="function", function=function)
-        messages.append(Message(role="assistant", content="", reasoning_content=turn.text, tool_calls=[call]))
-        messages.append(Message(role="tool", content=turn.found, tool_call_id=call["id"], name="search"))
+            messages.append(assistant(turn.text))
+        else:
+            arguments: dict[str, JSON] = {"query": turn.query} if turn.k is None else {"query": turn.query, "k": turn.k}
+            messages += tool_turn(number, "search", arguments, turn.found, reasoning=turn.text)
     return messages

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.base import World
+from ludus.envs.messages import assistant
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
@@ -161,8 +162,7 @@ class SearchWorld(World):
             access = rng.choices(("tool", "once", "none"), (0.90, 0.05, 0.05))[0]
             opening = self._opening(question.text, access)
             if access != "tool":
-                answer = Message(role="assistant", content=question.answers[0])
-                yield Dialogue((*opening, answer), ())
+                yield Dialogue((*opening, assistant(question.answers[0])), ())
                 continue
             turns = expert.turns(question, rng)
             if turns is not None:

@@ -6,16 +6,16 @@ reinforcement learning can correct.
 
 from __future__ import annotations
 
-import json
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.tool_env import describe_error
 from ludus.tools.base import Tool
 from ludus.tools.sql import SqlError
-from ludus.types import JSON, FunctionCall, Message, MessageToolCall
+from ludus.types import JSON, Message
 from ludus.worlds.sql.questions import SqlQuestion
 
 
@@ -45,7 +45,7 @@ class SqlSolver:
         if rng.random() < self.flaws.forget and question.data["forgetful"]:
             query, plain = rng.choice(question.data["forgetful"])
         if question.kind == "query" and rng.random() < self.flaws.blind:
-            return [_answer(plain)]
+            return [assistant(plain)]
         messages = list(self._call(self.schema, {}, "Look at the tables.", 0))
         if rng.random() < self.flaws.slip:
             wrong = _misspelt(query, question, rng)
@@ -53,22 +53,15 @@ class SqlSolver:
             messages += [Message({**call, "train": False}), output]
         messages += self._call(self.sql, {"query": query}, "Run the query.", len(messages))
         if question.kind == "query":
-            return [*messages, _answer(query)]
-        return [*messages, _answer(messages[-1]["content"].split("\n")[1])]
+            return [*messages, assistant(query)]
+        return [*messages, assistant(messages[-1]["content"].split("\n")[1])]
 
-    def _call(self, tool: Tool, arguments: Mapping[str, JSON], thought: str, turn: int) -> Iterator[Message]:
-        function = FunctionCall(name=tool.name, arguments=json.dumps(dict(arguments), ensure_ascii=False))
-        call = MessageToolCall(id=f"call_{turn}_0", type="function", function=function)
-        yield Message(role="assistant", content="", reasoning_content=thought, tool_calls=[call])
+    def _call(self, tool: Tool, arguments: Mapping[str, JSON], thought: str, turn: int) -> tuple[Message, Message]:
         try:
             output = str(tool.function(**arguments))
         except SqlError as error:
             output = f"Error: {describe_error(error)}"
-        yield Message(role="tool", content=output, tool_call_id=call["id"], name=tool.name)
-
-
-def _answer(text: str) -> Message:
-    return Message(role="assistant", content=text)
+        return tool_turn(turn, tool.name, arguments, output, reasoning=thought)
 
 
 def _misspelt(query: str, question: SqlQuestion, rng: random.Random) -> str:

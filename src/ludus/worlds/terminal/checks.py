@@ -1,26 +1,29 @@
-"""Checks of the final state: files, archives and processes, read on the host from data that left the sandbox.
+"""Checks of a session's state: files, archives, git repositories and processes, read on the host.
 
-A check is data and never enters a session. The files of a policy may be broken or hostile: they are read with
-bounds, and what cannot be read fails the check.
+A check is data and never enters a session: the name of a function of this module, and its arguments. The files of a
+policy may be broken or hostile: they are read with bounds, and a check fails if a file is missing or unreadable.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import gzip
+import inspect
 import io
 import json
+import struct
 import tarfile
 import zipfile
 import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import PurePosixPath
-from typing import ClassVar, Final, Literal
+from typing import Concatenate, Final, Literal, ParamSpec
 
-from ludus.sandbox.base import Process, Snapshot
+from ludus.sandbox.base import Process
 from ludus.tools.fetch import stripped_lines
+from ludus.worlds.terminal.git import GitRepository
 
 BOX: Final = "/box"
 """The session's folder."""
@@ -28,108 +31,121 @@ MAX_BYTES: Final = 16 * 2**20
 """Maximum size of an unpacked archive."""
 MAX_MEMBERS: Final = 2000
 """Maximum number of files in an archive."""
-Identity = tuple[int, int]
+UNREADABLE: Final = (
+    *(OSError, EOFError, ValueError, LookupError, RuntimeError),
+    *(struct.error, zlib.error, tarfile.TarError, zipfile.BadZipFile),
+)
+"""Exceptions of readers of broken files; RecursionError and NotImplementedError are RuntimeErrors."""
+ProcessId = tuple[int, int]
 """Process id and start time, which together identify a process."""
 How = Literal["lines", "unordered", "json", "bytes"]
-_ENDED: Final = ("Z", "X")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
-class Running:
-    """The processes of a session (`now`), and the process as which each service started."""
+class SessionState:
+    """Files and processes of a session, and the process as which each service started."""
 
-    began: Mapping[str, Identity] = field(default_factory=dict)
-    now: tuple[Process, ...] = ()
+    files: Mapping[str, bytes]
+    executable: frozenset[str] = frozenset()
+    started: Mapping[str, ProcessId] = field(default_factory=dict)
+    processes: tuple[Process, ...] = ()
 
-    def process(self, name: str) -> Process | None:
+    @property
+    def living(self) -> Iterator[Process]:
+        """The processes that have not ended."""
+        return (process for process in self.processes if process.state not in ("Z", "X"))
+
+    def process(self, service: str) -> Process | None:
         """Return the process as which a service started, or None if it ended."""
-        own = self.began.get(name)
-        found = [one for one in self.now if (one.pid, one.started) == own and one.state not in _ENDED]
-        return found[0] if found else None
-
-    def like(self, words: tuple[str, ...]) -> list[Process]:
-        """Return the processes in /box that run a Python script, by the host's Python, with these arguments."""
-        return [one for one in self.now if one.state not in _ENDED and _words_of(one) == words]
+        started = self.started.get(service)
+        return next((process for process in self.living if (process.pid, process.started) == started), None)
 
 
-NOTHING_RUNS: Final = Running()
+@dataclass(frozen=True)
+class Check:
+    """A condition on the state of a session: the name of a check function, and its arguments."""
 
-
-def _words_of(process: Process) -> tuple[str, ...] | None:
-    """Return the script, relative to /box, and the arguments of a Python process."""
-    program, words = PurePosixPath(process.program), process.argv[1:]
-    if not program.is_relative_to("/usr") or not program.name.startswith("python3"):
-        return None
-    if process.folder != BOX or not words or words[0].startswith("-"):
-        return None
-    return (words[0].removeprefix(f"{BOX}/").removeprefix("./"), *words[1:])
-
-
-class Check(ABC):
-    """A condition on the final state. `label` is the format of its name in reports."""
-
-    __slots__ = ()
-    label: ClassVar[str]
+    kind: str
+    arguments: Mapping[str, object]
 
     @property
     def name(self) -> str:
         """The name in reports."""
-        return self.label.format(self)
+        texts = {key: " ".join(one) if isinstance(one, tuple) else one for key, one in self.arguments.items()}
+        return CHECKS[self.kind][0].format(**texts)
 
-    @abstractmethod
-    def holds(self, state: Snapshot, running: Running = NOTHING_RUNS) -> bool:
-        """Return whether the condition holds of these files and processes."""
+    def holds(self, state: SessionState) -> bool:
+        """Return whether the condition holds."""
+        try:
+            return CHECKS[self.kind][1](state, **self.arguments)
+        except UNREADABLE:
+            return False
 
 
-@dataclass(frozen=True, slots=True)
-class Text(Check):
-    """A file has this text.
+CHECKS: Final[dict[str, tuple[str, Callable[..., bool]]]] = {}
+"""The check functions by name, each with the format of its checks' names in reports."""
+
+
+def make_check(kind: str, *arguments: object, **named: object) -> Check:
+    """Return a check with the default values of arguments that are not given."""
+    bound = inspect.signature(CHECKS[kind][1]).bind(None, *arguments, **named)
+    bound.apply_defaults()
+    return Check(kind, dict(list(bound.arguments.items())[1:]))
+
+
+def check(label: str) -> Callable[[Callable[Concatenate[SessionState, P], bool]], Callable[P, Check]]:
+    """Register a check function; calling it with all arguments but the state returns a `Check`."""
+
+    def register(function: Callable[Concatenate[SessionState, P], bool]) -> Callable[P, Check]:
+        CHECKS[function.__name__] = label, function
+
+        @wraps(function)
+        def make(*arguments: P.args, **named: P.kwargs) -> Check:
+            return make_check(function.__name__, *arguments, **named)
+
+        return make
+
+    return register
+
+
+# Files
+
+
+@check("text of {path}")
+def has_text(state: SessionState, path: str, due: str, how: How = "lines") -> bool:
+    """Return whether a file has this text.
 
     `lines` ignores blanks at the end of lines and empty lines at the end; `unordered` also ignores the order of
     lines; `json` compares values; `bytes` is exact.
     """
-
-    label: ClassVar[str] = "text of {0.path}"
-    path: str
-    due: str
-    how: How = "lines"
-
-    def holds(self, state: Snapshot, running: Running = NOTHING_RUNS) -> bool:
-        """Return whether the file exists and has the text."""
-        found = state.files.get(self.path)
-        return found is not None and same_text(found, self.due, self.how)
+    return same_text(state.files[path], due, how)
 
 
 def same_text(found: bytes, due: str, how: How) -> bool:
-    """Return whether the bytes are the expected text."""
+    """Return whether the bytes are the expected text. Raises ValueError and RecursionError if they cannot be read."""
     if how == "bytes":
         return found == due.encode()
-    try:
-        text = found.decode("utf-8")
-        if how == "json":
-            return json.dumps(json.loads(text), sort_keys=True) == json.dumps(json.loads(due), sort_keys=True)
-    except (ValueError, RecursionError):
-        return False
+    text = found.decode("utf-8")
+    if how == "json":
+        return json.dumps(json.loads(text), sort_keys=True) == json.dumps(json.loads(due), sort_keys=True)
     given, wanted = stripped_lines(text), stripped_lines(due)
     return sorted(given) == sorted(wanted) if how == "unordered" else given == wanted
 
 
-@dataclass(frozen=True, slots=True)
-class FilesUnchanged(Check):
-    """The original files are unchanged, except those that match the patterns in `changes`."""
-
-    label: ClassVar[str] = "originals kept"
-    files: Mapping[str, bytes] = field(repr=False)
-    changes: tuple[str, ...] = ()
-    executable: frozenset[str] = frozenset()
-
-    def holds(self, state: Snapshot, running: Running = NOTHING_RUNS) -> bool:
-        """Return whether contents and execute permissions are unchanged."""
-        return all(
-            state.files.get(path) == data and (path in state.executable) == (path in self.executable)
-            for path, data in self.files.items()
-            if not matches(path, self.changes)
-        )
+@check("originals kept")
+def files_unchanged(
+    state: SessionState,
+    files: Mapping[str, bytes],
+    changes: tuple[str, ...] = (),
+    executable: frozenset[str] = frozenset(),
+) -> bool:
+    """Return whether contents and execute permissions are unchanged, except of files that match `changes`."""
+    return all(
+        state.files.get(path) == data and (path in state.executable) == (path in executable)
+        for path, data in files.items()
+        if not matches(path, changes)
+    )
 
 
 def matches(path: str, patterns: tuple[str, ...]) -> bool:
@@ -137,52 +153,26 @@ def matches(path: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
-@dataclass(frozen=True, slots=True)
-class Only(Check):
-    """The files that match a pattern are exactly these."""
-
-    label: ClassVar[str] = "files in {0.pattern}"
-    pattern: str
-    paths: frozenset[str]
-
-    def holds(self, state: Snapshot, running: Running = NOTHING_RUNS) -> bool:
-        """Return whether no file is missing or unexpected."""
-        return {path for path in state.files if fnmatch.fnmatchcase(path, self.pattern)} == self.paths
+@check("files in {pattern}")
+def only_files(state: SessionState, pattern: str, paths: frozenset[str]) -> bool:
+    """Return whether the files that match a pattern are exactly these."""
+    return {path for path in state.files if fnmatch.fnmatchcase(path, pattern)} == paths
 
 
-@dataclass(frozen=True, slots=True)
-class Executable(Check):
-    """The executable files that match a pattern are exactly these."""
-
-    label: ClassVar[str] = "executable in {0.pattern}"
-    pattern: str
-    paths: frozenset[str]
-
-    def holds(self, state: Snapshot, running: Running = NOTHING_RUNS) -> bool:
-        """Return whether no executable file is missing or unexpected."""
-        return {path for path in state.executable if fnmatch.fnmatchcase(path, self.pattern)} == self.paths
+@check("executable in {pattern}")
+def only_executable(state: SessionState, pattern: str, paths: frozenset[str]) -> bool:
+    """Return whether the executable files that match a pattern are exactly these."""
+    return {path for path in state.executable if fnmatch.fnmatchcase(path, pattern)} == paths
 
 
-@dataclass(frozen=True, slots=True)
-class Archive(Check):
-    """An archive (.tar, .tar.gz, .tgz or .zip) holds exactly these files."""
-
-    label: ClassVar[str] = "contents of {0.path}"
-    path: str
-    members: Mapping[str, bytes] = field(repr=False)
-
-    def holds(self, state: Snapshot, running: Running = NOTHING_RUNS) -> bool:
-        """Return whether the archive can be read and holds the files."""
-        data = state.files.get(self.path)
-        return data is not None and archive_members(self.path, data) == self.members
+# Archives
 
 
-def archive_members(path: str, data: bytes) -> dict[str, bytes] | None:
-    """Return the files in an archive by their names without `./`; None if it is broken, too large or has links."""
-    try:
-        return dict(_zip_members(data) if path.endswith(".zip") else _tar_members(path, data))
-    except (OSError, EOFError, tarfile.TarError, zipfile.BadZipFile, zlib.error, ValueError, RuntimeError):
-        return None  # NotImplementedError, for an unsupported compression, is a RuntimeError
+@check("contents of {path}")
+def archive_holds(state: SessionState, path: str, members: Mapping[str, bytes]) -> bool:
+    """Return whether an archive (.tar, .tar.gz, .tgz or .zip), without `./`, holds exactly these files and no link."""
+    data = state.files[path]
+    return dict(_zip_members(data) if path.endswith(".zip") else _tar_members(path, data)) == members
 
 
 def _zip_members(data: bytes) -> Iterator[tuple[str, bytes]]:
@@ -217,73 +207,109 @@ def gunzip(data: bytes) -> bytes:
     return plain
 
 
-@dataclass(frozen=True, slots=True)
-class Gzipped(Check):
-    """A file is the gzip of this text."""
-
-    label: ClassVar[str] = "text in {0.path}"
-    path: str
-    due: str
-
-    def holds(self, state: Snapshot, running: Running = NOTHING_RUNS) -> bool:
-        """Return whether the file can be decompressed and has the text."""
-        data = state.files.get(self.path)
-        try:
-            return data is not None and same_text(gunzip(data), self.due, "lines")
-        except (OSError, EOFError, ValueError, zlib.error):
-            return False
+@check("text in {path}")
+def gzip_has_text(state: SessionState, path: str, due: str) -> bool:
+    """Return whether a file is the gzip of this text."""
+    return same_text(gunzip(state.files[path]), due, "lines")
 
 
-@dataclass(frozen=True, slots=True)
-class Lives(Check):
-    """The process as which a service started lives, suspended or not, with this title if one is set."""
-
-    label: ClassVar[str] = "{0.service} lives"
-    service: str
-    title: str = ""
-    suspended: bool = False
-
-    def holds(self, state: Snapshot, running: Running = NOTHING_RUNS) -> bool:
-        """Return whether it lives."""
-        process = running.process(self.service)
-        if process is None or (self.title and process.title != self.title):
-            return False
-        return (process.state in ("T", "t")) == self.suspended
+# Processes
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceEnded(Check):
-    """The process as which a service started has ended."""
-
-    label: ClassVar[str] = "{0.service} has ended"
-    service: str
-
-    def holds(self, state: Snapshot, running: Running = NOTHING_RUNS) -> bool:
-        """Return whether it has ended; false if no such service started."""
-        return self.service in running.began and running.process(self.service) is None
+@check("{service} lives")
+def service_lives(state: SessionState, service: str, title: str = "", suspended: bool = False) -> bool:
+    """Return whether the process as which a service started lives, with this title if one is set."""
+    process = state.process(service)
+    if process is None or (title and process.title != title):
+        return False
+    return (process.state in ("T", "t")) == suspended
 
 
-@dataclass(frozen=True)
-class Runs(Check):
-    """Exactly `num` processes run a script, none suspended, with these environment variables.
+@check("{service} has ended")
+def service_ended(state: SessionState, service: str) -> bool:
+    """Return whether the process as which a service started has ended; false if no such service started."""
+    return service in state.started and state.process(service) is None
 
-    `pid_file` holds the process id of the only one.
+
+@check("{num} of {words}")
+def processes_run(
+    state: SessionState, words: tuple[str, ...], num: int = 1, environment: Mapping[str, str] = {}, pid_file: str = ""
+) -> bool:
+    """Return whether exactly `num` processes in /box run this script with these arguments, by the host's Python.
+
+    None may be suspended, and all need these environment variables. `pid_file` holds the id of the only one.
     """
+    found = [process for process in state.living if _script_of(process) == words]
+    fit = all(environment.items() <= process.environment.items() and process.state != "T" for process in found)
+    pids = [str(process.pid).encode() for process in found]
+    return len(found) == num and fit and (not pid_file or state.files.get(pid_file, b"").split() == pids)
 
-    words: tuple[str, ...]
-    num: int = 1
-    environment: Mapping[str, str] = field(default_factory=dict)
-    pid_file: str = ""
 
-    @property
-    def name(self) -> str:
-        """The name in reports."""
-        return f"{self.num} of {' '.join(self.words)}"
+def _script_of(process: Process) -> tuple[str, ...] | None:
+    """Return the script, relative to /box, and the arguments of a Python process."""
+    program, words = PurePosixPath(process.program), process.argv[1:]
+    if not program.is_relative_to("/usr") or not program.name.startswith("python3"):
+        return None
+    if process.folder != BOX or not words or words[0].startswith("-"):
+        return None
+    return (words[0].removeprefix(f"{BOX}/").removeprefix("./"), *words[1:])
 
-    def holds(self, state: Snapshot, running: Running = NOTHING_RUNS) -> bool:
-        """Return whether they run."""
-        found = running.like(self.words)
-        fit = all(self.environment.items() <= one.environment.items() for one in found)
-        pids = state.files.get(self.pid_file, b"").split()
-        named = not self.pid_file or pids == [str(one.pid).encode() for one in found]
-        return len(found) == self.num and fit and named and all(one.state != "T" for one in found)
+
+# Git: checks of the repository in the folder `root`
+
+
+@check("branches of {root}")
+def git_branches(state: SessionState, root: str, names: frozenset[str], head: str = "") -> bool:
+    """Return whether the branches are exactly these, and `head`, if set, is checked out."""
+    git = GitRepository(state.files, root)
+    return set(git.refs("heads")) == names and (not head or git.head == head)
+
+
+@check("{ref} of {root}")
+def git_ref(state: SessionState, root: str, ref: str, sha: str, annotated: bool | None = None) -> bool:
+    """Return whether a branch or tag points to this commit; `annotated`, if set, is the kind of tag."""
+    git = GitRepository(state.files, root)
+    found = {**git.refs("tags"), **git.refs("heads")}[ref]
+    return git.resolve(ref) == sha and (annotated is None or (git.read(found)[0] == "tag") == annotated)
+
+
+@check("files of {ref} in {root}")
+def git_files(state: SessionState, root: str, ref: str, files: Mapping[str, str]) -> bool:
+    """Return whether the files of a commit are exactly these."""
+    return GitRepository(state.files, root).contents(ref) == {path: text.encode() for path, text in files.items()}
+
+
+@check("history of {ref} in {root}")
+def git_subjects(state: SessionState, root: str, ref: str, subjects: tuple[str, ...]) -> bool:
+    """Return whether the commits along first parents have these subjects, newest first; an empty text matches all."""
+    history = GitRepository(state.files, root).history(ref, first_parents=True)
+    found = [commit.subject for _, commit in history]
+    return len(found) == len(subjects) and all(due in ("", got) for due, got in zip(subjects, found, strict=True))
+
+
+@check("commits of {ref} in {root}")
+def git_commits(
+    state: SessionState,
+    root: str,
+    ref: str,
+    shas: tuple[str, ...],
+    without: tuple[str, ...] = (),
+    num_parents: int | None = None,
+) -> bool:
+    """Return whether the history of a ref has the commits `shas` and none of `without`.
+
+    The last commit has `num_parents` parents, if set.
+    """
+    git = GitRepository(state.files, root)
+    found = {sha for sha, _ in git.history(ref)}
+    tip = git.commit(git.resolve(ref))
+    parents = num_parents is None or len(tip.parents) == num_parents
+    return parents and set(shas) <= found and not found & set(without)
+
+
+@check("{root} is clean")
+def git_clean(state: SessionState, root: str) -> bool:
+    """Return whether index and working tree have the files of HEAD; untracked files are allowed."""
+    git, prefix = GitRepository(state.files, root), f"{root}/" if root else ""
+    same = all(state.files.get(prefix + path) == data for path, data in git.contents("HEAD").items())
+    return same and git.index() == git.tree("HEAD")

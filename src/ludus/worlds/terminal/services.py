@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from ludus.errors import WorldError
-from ludus.sandbox.base import Process, SandboxSession
+from ludus.sandbox.base import Process, SandboxSession, Snapshot
 from ludus.tools.workspace import Workspace
-from ludus.worlds.terminal.checks import BOX, Identity, Running
+from ludus.worlds.terminal.checks import BOX, Check, ProcessId, SessionState, service_ended, service_lives
 
 _POLLS, _POLL_S = 100, 0.02
-_SCRIPT: Final = 'up() { for i in $(seq 400); do [ -s "$1" ] && return; sleep 0.02; done; }'
+_PYTHON: Final = "/usr/bin/python3"
+_WAIT: Final = 'up() { for i in $(seq 400); do [ -s "$1" ] && return; sleep 0.02; done; }'
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class TerminalService:
     """`python3 WORDS...` in /box, running from the start; it prints a line to `log` when it is ready.
 
     A service with a `parent` is started by that service, in the order of declaration. Once all services are
-    ready it receives the signal `fate`; `title` is its process title then.
+    ready it receives the signal `first_signal`; `title` is its process title then.
     """
 
     name: str
@@ -36,74 +37,66 @@ class TerminalService:
     environment: Mapping[str, str] = field(default_factory=dict)
     parent: str = ""
     title: str = ""
-    fate: Literal["", "STOP", "KILL"] = ""
+    first_signal: Literal["", "STOP", "KILL"] = ""
+
+    @property
+    def signal_handled(self) -> Check:
+        """The check that the first signal has had its effect."""
+        if self.first_signal == "KILL":
+            return service_ended(self.name)
+        return service_lives(self.name, suspended=self.first_signal == "STOP")
 
 
-def initial_processes(services: Sequence[TerminalService]) -> Running:
-    """Return the processes to expect once all services are ready and have received their signals."""
-    began: dict[str, Identity] = {}
-    now: list[Process] = []
+def initial_state(files: Snapshot, services: Sequence[TerminalService]) -> SessionState:
+    """Return the state to expect once all services are ready and have received their signals."""
+    started = {service.name: (number, number) for number, service in enumerate(services)}
+    processes: list[Process] = []
     for number, service in enumerate(services):
-        began[service.name] = (100 + number, number)
-        if service.fate != "KILL":
-            process = Process(
-                pid=100 + number,
-                parent=1,
-                started=number,
-                state="T" if service.fate == "STOP" else "S",
-                title=service.title,
-                program="/usr/bin/python3",
-                folder=BOX,
-                argv=("python3", *service.words),
-                environment=service.environment,
-            )
-            now.append(process)
-    return Running(began, tuple(now))
+        argv, state = ("python3", *service.words), "T" if service.first_signal == "STOP" else "S"
+        process = Process(number, 1, number, state, service.title, _PYTHON, BOX, argv, service.environment)
+        processes += [process] if service.first_signal != "KILL" else []
+    return SessionState(files.files, files.executable, started, tuple(processes))
 
 
 async def start_services(
-    shell: Workspace | SandboxSession, services: Sequence[TerminalService], afterwards: str
-) -> Mapping[str, Identity]:
-    """Start the services, run the commands `afterwards` once all are ready, and return their processes.
+    shell: Workspace | SandboxSession, services: Sequence[TerminalService], after_start: str
+) -> Mapping[str, ProcessId]:
+    """Start the services, run the commands `after_start` once all are ready, and return their processes.
 
-    In `afterwards` a service's name in braces stands for its process id. Raises WorldError if a service does not
+    In `after_start` a service's name in braces stands for its process id. Raises WorldError if a service does not
     start.
     """
     outcome = await shell.run(_start_script(services))
     pids = dict(line.split() for line in outcome.text.splitlines())
-    found = {str(one.pid): one for one in await shell.processes()}
-    began: dict[str, Identity] = {}
+    processes = await shell.processes()
+    started: dict[str, ProcessId] = {}
     for service in services:
         if service.parent:
-            parent, known = began.get(service.parent, (0, 0))[0], set(began.values())
-            own = [o for o in found.values() if o.parent == parent and (o.pid, o.started) not in known]
+            parent = started.get(service.parent, (0, 0))[0]
+            own = [(one.pid, one.started) for one in processes if one.parent == parent]
         else:
-            own = [found[pid] for pid in [pids.get(service.name, "")] if pid in found]
-        if not own:
-            raise WorldError(f"{service.words[0]}, which belongs to the task, did not start.")
-        began[service.name] = (own[0].pid, own[0].started)
-    last = "".join(f"kill -{one.fate} {{{one.name}}}\n" for one in services if one.fate) + afterwards
-    for name, (pid, _) in began.items():
+            own = [(one.pid, one.started) for one in processes if str(one.pid) == pids.get(service.name)]
+        new = [process for process in own if process not in started.values()]
+        if not new:
+            raise WorldError(f"The task's service {service.words[0]} did not start.")
+        started[service.name] = new[0]
+    signals = (f"kill -{one.first_signal} {{{one.name}}}\n" for one in services if one.first_signal)
+    last = "".join(signals) + after_start
+    for name, (pid, _) in started.items():
         last = last.replace(f"{{{name}}}", str(pid))
     if last:
         await shell.run(f"(\n{last}\n)")
     for _ in range(_POLLS):
-        now = Running(began, await shell.processes())
-        if all(_met_fate(service, now.process(service.name)) for service in services):
-            return began
+        state = SessionState({}, started=started, processes=await shell.processes())
+        if all(service.signal_handled.holds(state) for service in services):
+            return started
         await asyncio.sleep(_POLL_S)
-    raise WorldError("A program that belongs to the task did not end or stop as it should.")
-
-
-def _met_fate(service: TerminalService, process: Process | None) -> bool:
-    if service.fate == "KILL":
-        return process is None
-    return process is not None and (process.state == "T") == (service.fate == "STOP")
+    raise WorldError("A service of the task did not stop or exit after its signal.")
 
 
 def _start_script(services: Sequence[TerminalService]) -> str:
     """Return commands that start the services in order, and print a line `NAME PID` for each."""
-    lines = [_SCRIPT]
+    lines = [_WAIT]
     for service in services:
         if not service.parent:
             values = " ".join(f"{name}={shlex.quote(value)}" for name, value in service.environment.items())

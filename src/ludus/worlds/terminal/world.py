@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import ClassVar, Literal
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import ClassVar, Final
 
 from ludus.envs.base import World
 from ludus.envs.difficulty_report import shipped_report
 from ludus.envs.settings import read_settings
-from ludus.envs.tool_env import ToolLimits
+from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, split_of
-from ludus.errors import ConfigError
-from ludus.rewards.base import Reward
-from ludus.rewards.code.turns import TurnVerifier, suite_progress
-from ludus.rewards.code.unit_tests import share_passed, suite_passes
+from ludus.errors import ConfigError, WorldError
+from ludus.rewards.base import Reward, truth_of
+from ludus.rewards.code.turns import TurnVerifier, suite_progress, turn_report
+from ludus.rewards.code.unit_tests import Suite, read_report, share_passed, suite_passes
 from ludus.rewards.exact_match import well_formed
+from ludus.rewards.extract import last_output
 from ludus.rewards.shaping import only_if
 from ludus.sandbox import Sandbox, open_sandbox
-from ludus.tools.base import Tool, submit_tool
+from ludus.tools.base import Tool, ToolError, submit_tool
 from ludus.tools.files import files_tools
 from ludus.tools.python import shell_tool
 from ludus.tools.workspace import LIMITS, Workspace
-from ludus.types import Message, Task
+from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
 from ludus.worlds.terminal.bench.load import load_bench
-from ludus.worlds.terminal.environment import VERDICT, Assignment, TerminalEnv, made_progress, read_verdict
-from ludus.worlds.terminal.job import TerminalJob
+from ludus.worlds.terminal.bench.task import BenchTask
+from ludus.worlds.terminal.checks import ProcessId, SessionState
+from ludus.worlds.terminal.services import start_services
 from ludus.worlds.terminal.solver import alternative_steps, episode, solve, solve_partly
-from ludus.worlds.terminal.tasks import LEVELS, SPLITS, TOPICS, kinds_of, make_job, splits_of, splits_of_shipped_kinds
+from ludus.worlds.terminal.splits import SPLITS, TOPICS, TerminalSettings, kinds_of, make_task, splits_of
+from ludus.worlds.terminal.task import TerminalTask
 
 SYSTEM = (
     "You work in a shell, in the folder /box. Do what is "
@@ -41,43 +44,87 @@ SYSTEM = (
 )
 BENCH_SPLIT = "bench"
 """The split with the tasks of `bench`."""
+ShellTask = TerminalTask | BenchTask
+"""The subject of an episode: a task of this world, or a Terminal-Bench task."""
+VERDICT: Final = "verdict"
+"""Tool name in the outcome that holds the report."""
+read_verdict = last_output(VERDICT)
+SETTLE_S: Final = 0.5
+"""Wait before the final look at processes, because signals and starts take effect late."""
 
 
-class TerminalSettings(BaseModel):
-    """Settings of the terminal world (`env.settings`)."""
+class TerminalEnv(ToolEnv):
+    """An episode, graded by the files that it leaves.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    At the end the files are copied out of the session, which is closed. They are checked on the host
+    (`ludus.worlds.terminal.checks`), or by programs run in a fresh sandbox over some of them; no part of the grader
+    is ever in the session. If the task has services, the sandbox reports the running processes before the session
+    closes (`ludus.worlds.terminal.services`). The report is an outcome that the model does not see; with `check_turns`
+    there is also one after each turn with calls. Without tools no session is opened.
+    """
 
-    levels: tuple[Literal[1, 2, 3, 4], ...] = Field(LEVELS, min_length=1)
-    """Difficulty levels."""
-    topics: tuple[str, ...] = Field(TOPICS, min_length=1)
-    """Topics of the tasks."""
-    per_shape: int = Field(1, ge=1)
-    """Number of tasks that differ only in names and numbers; limited by the shipped file."""
-    num_held_out: int = Field(0, ge=0)
-    """Minimum number of tasks in `test` if `unseen = "names"`, limited by the number of different texts."""
-    unseen: Literal["shapes", "names"] = "shapes"
-    """What distinguishes validation and test from training: solutions, or only names and numbers."""
-    tools: Literal["all", "shell", "none"] = "all"
-    """A shell and file tools, a shell alone, or none (a baseline)."""
-    wall_s: float = Field(20.0, gt=0)
-    """Time limit of a call in seconds."""
-    habit: float = Field(0.4, ge=0, le=1)
-    """Fraction of demonstrations that only look at the files, or leave out the last command."""
-    well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
-    """Weight, relative to a solved task, of an episode without failed calls that made progress."""
-    check_turns: bool = False
-    """Check the files after each turn with calls, invisibly to the model, for the turn verifier."""
-    bench: str | None = None
-    """Folder with tasks in the layout of Terminal-Bench or Harbor, which become the split `bench`."""
-    bench_workdir: str = "/app"
-    """Working directory of those tasks, replaced by /box."""
-    bench_scripts: Literal["refuse", "trust"] = "refuse"
-    """Whether to accept tasks graded by `run-tests.sh` or `test.sh`, whose verdict the policy's programs can forge."""
-    bench_dockerfile: Literal["refuse", "skip", "ignore"] = "refuse"
-    """Treatment of tasks that need a container because their Dockerfile does more than copy files."""
-    seed: int = 0
-    """Seed of the choice of tasks and pairs, and of the flaws of demonstrations."""
+    def __init__(self, world: TerminalWorld, task: ShellTask) -> None:
+        seconds = world.settings.wall_s
+        limits = replace(LIMITS, wall_s=seconds, cpu_s=seconds)
+        self._workspace = Workspace(world.sandbox, "shell", task.start.files, limits)
+        tools = world.tools(self._workspace) if world.settings.tools != "none" else ()
+        super().__init__(tools, world.rewards, world.limits, [self._workspace] if tools else [])
+        self._task = task
+        self._check_turns = world.settings.check_turns and bool(tools)
+        self._started: Mapping[str, ProcessId] = {}
+        self._final: SessionState | None = None
+        self._turns = 0
+
+    async def start(self, task: Task) -> list[Message]:
+        """Open the session with the task's files and services. Raises WorldError if a service does not start."""
+        messages = await super().start(task)
+        if self.tools and self._task.start.executable:
+            await self._workspace.restore(self._task.start)
+        if self.tools and self._task.services:
+            try:
+                self._started = await start_services(self._workspace, self._task.services, self._task.after_start)
+            except ToolError as error:
+                raise WorldError(f"The task's services cannot be started: {error}") from error
+        return messages
+
+    async def step(self, action: Action) -> StepResult:
+        """Run the calls, or grade the final files; if the session lost them or has too many, no check holds."""
+        result = await super().step(action)
+        self._turns += 1
+        if not result.done and not (self._check_turns and action.calls):
+            return result
+        try:
+            state = await self._state(settle=result.done)
+        except ToolError:
+            outcomes = (_verdict("{}"),) if result.done else ()
+        else:
+            if result.done:
+                await self._workspace.close()
+                self._final = state
+            report = await self._grade(state)
+            outcomes = (_verdict(report) if result.done else turn_report(self._turns - 1, report),)
+        return replace(result, outcomes=(*result.outcomes, *outcomes))
+
+    async def grade_again(self) -> ToolOutcome | None:
+        """Return the verdict of grading the final files once more."""
+        return None if self._final is None else _verdict(await self._grade(self._final))
+
+    async def _state(self, settle: bool) -> SessionState:
+        """Return files and processes. Raises ToolError if the session fails."""
+        running = bool(self.tools and self._task.services)
+        if running and settle:
+            await asyncio.sleep(SETTLE_S)
+        found = await self._workspace.snapshot() if self.tools else self._task.start
+        processes = await self._workspace.processes() if running else ()
+        return SessionState(found.files, found.executable, self._started, processes)
+
+    async def _grade(self, state: SessionState) -> str:
+        """Return the report as JSON text."""
+        return json.dumps(dict(await self._task.grade(state, self._workspace.sandbox)), sort_keys=True)
+
+
+def _verdict(report: str) -> ToolOutcome:
+    return ToolOutcome("", VERDICT, ToolStatus.OK, report)
 
 
 @dataclass(frozen=True)
@@ -114,16 +161,13 @@ class TerminalWorld(World):
         """Return the tasks of a split, levels and topics mixed."""
         return split_of(self._task_lists, split, self.name)
 
-    def job(self, task: Task) -> Assignment:
+    def shell_task(self, task: Task) -> ShellTask:
         """Return the task's files, checks and solution; no session may see them."""
-        return self._jobs[task.id]
+        return self._by_id[task.id]
 
     def environment(self, task: Task) -> TerminalEnv:
         """Return a new episode with its own session."""
-        job, seconds = self._jobs[task.id], self.settings.wall_s
-        workspace = Workspace(self.sandbox, "shell", job.start.files, replace(LIMITS, wall_s=seconds, cpu_s=seconds))
-        tools = self.tools(workspace) if self.settings.tools != "none" else ()
-        return TerminalEnv(tools, self.rewards, self.limits, workspace, job, self.settings.check_turns)
+        return TerminalEnv(self, self._by_id[task.id])
 
     def tools(self, workspace: Workspace) -> tuple[Tool, ...]:
         """Return the tools of an episode."""
@@ -152,78 +196,69 @@ class TerminalWorld(World):
 
         Their tasks are of the kinds of training tasks, but in no split; those of a kind are shuffled and repeat.
         """
-        settings, homes = self.settings, splits_of_shipped_kinds()
+        settings = self.settings
         rng = random.Random(f"demonstrations/{settings.seed}/{seed}")
-        by_names = settings.unseen == "names"
-        kinds = [
-            kind
-            for kind in kinds_of(settings.topics)
-            if kind.level in settings.levels and (homes[kind.name] == "train" or (by_names and not kind.held_out))
-        ]
+        chosen = SPLITS[:3] if settings.unseen == "names" else SPLITS[:1]
+        kinds = [kind for kind in kinds_of(settings.topics) if kind.level in settings.levels and kind.split in chosen]
         if not kinds:
             raise ConfigError("The topics have no tasks of these levels.", "Add topics or levels.")
         left: dict[str, list[int]] = {kind.name: [] for kind in kinds}
         while True:
             kind = rng.choice(kinds)
             left[kind.name] = left[kind.name] or rng.sample(kind.shown, len(kind.shown))
-            job = make_job(kind, left[kind.name].pop(), 0)
-            yield self._shown(job, solve_partly(job, rng) if rng.random() < settings.habit else solve(job))
+            task = make_task(kind, left[kind.name].pop(), 0)
+            yield self._dialogue(task, solve_partly(task, rng) if rng.random() < settings.habit else solve(task))
 
     def expert(self, task: Task) -> Dialogue | None:
         """Return the solution; None without tools, and for a Terminal-Bench task without a solution."""
-        job = self._jobs.get(task.id)
-        if job is None or self.settings.tools == "none":
+        found = self._by_id.get(task.id)
+        if found is None or self.settings.tools == "none":
             return None
-        messages = solve(job) if isinstance(job, TerminalJob) else job.solve()
-        return self._shown(job, messages) if messages else None
+        messages = solve(found) if isinstance(found, TerminalTask) else found.solve()
+        return self._dialogue(found, messages) if messages else None
 
     def difficulty_report(self) -> str:
         """Return how many tasks differ, and how many are solved without skill, without those of `bench`."""
-        default = {split: _jobs_of(TerminalSettings())[split] for split in SPLITS}
-        return shipped_report(self, {split: _jobs_of(self.settings)[split] for split in SPLITS} == default)
+        own, default = _tasks_of(self.settings), _tasks_of(TerminalSettings())
+        return shipped_report(self, all(own[split] == default[split] for split in SPLITS))
 
     def alternative_solutions(self, task: Task) -> Sequence[Sequence[Message]]:
         """Return episodes with other commands, and with files written differently; none for a task of `bench`."""
-        job = self._jobs.get(task.id)
-        if not isinstance(job, TerminalJob) or self.settings.tools == "none":
+        found = self._by_id.get(task.id)
+        if not isinstance(found, TerminalTask) or self.settings.tools == "none":
             return ()
-        return tuple(episode(job, steps) for steps in alternative_steps(job))
+        return tuple(episode(found, steps) for steps in alternative_steps(found))
 
     @cached_property
-    def _jobs(self) -> Mapping[str, Assignment]:
-        return {job.id: job for jobs in _jobs_of(self.settings).values() for job in jobs}
+    def _by_id(self) -> Mapping[str, ShellTask]:
+        return {task.id: task for tasks in _tasks_of(self.settings).values() for task in tasks}
 
     @cached_property
     def _task_lists(self) -> Mapping[str, Sequence[Task]]:
-        return {s: tuple(self._task(job, s) for job in jobs) for s, jobs in _jobs_of(self.settings).items()}
+        return {s: tuple(self._task(task, s) for task in tasks) for s, tasks in _tasks_of(self.settings).items()}
 
-    def _task(self, job: Assignment, split: str) -> Task:
-        tags = {"split": split, "family": job.topic, "level": str(job.level), "kind": "+".join(job.parts)}
-        return Task(job.id, self.opening(job.text), job.suite, tags)
+    def _task(self, task: ShellTask, split: str) -> Task:
+        tags = {"split": split, "family": task.topic, "level": str(task.level), "kind": "+".join(task.parts)}
+        return Task(task.id, self.opening(task.text), task.suite, tags)
 
-    def _shown(self, job: Assignment, messages: list[Message]) -> Dialogue:
+    def _dialogue(self, task: ShellTask, messages: list[Message]) -> Dialogue:
         tools = self.tools(Workspace(self.sandbox, "shell"))
-        return Dialogue((*self.opening(job.text), *messages), tools)
+        return Dialogue((*self.opening(task.text), *messages), tools)
+
+
+def made_progress(task: Task, trajectory: Trajectory) -> float:
+    """Return 1 if some check newly holds at the end and every check that held at the start still does, else 0."""
+    passed, suite = read_report(read_verdict(trajectory)).passed, truth_of(task, Suite)
+    return float(any(test in passed for test in suite.fail_to_pass) and passed.issuperset(suite.pass_to_pass))
 
 
 @cache
-def _jobs_of(settings: TerminalSettings) -> Mapping[str, Sequence[Assignment]]:
+def _tasks_of(settings: TerminalSettings) -> Mapping[str, Sequence[ShellTask]]:
     """Return the tasks of each split, made once per process."""
-    found: dict[str, Sequence[Assignment]] = {
-        **splits_of(
-            settings.levels,
-            settings.topics,
-            settings.per_shape,
-            settings.seed,
-            settings.unseen == "shapes",
-            settings.num_held_out,
-        )
-    }
-    if settings.bench is not None:
-        found[BENCH_SPLIT] = load_bench(
-            Path(settings.bench), settings.bench_workdir, settings.bench_dockerfile, settings.bench_scripts
-        )
-    return found
+    if settings.bench is None:
+        return splits_of(settings)
+    bench = load_bench(Path(settings.bench), settings.bench_workdir, settings.bench_dockerfile, settings.bench_scripts)
+    return {**splits_of(settings), BENCH_SPLIT: bench}
 
 
 def make_terminal_world(settings: Mapping[str, object], limits: ToolLimits) -> TerminalWorld:
@@ -232,5 +267,5 @@ def make_terminal_world(settings: Mapping[str, object], limits: ToolLimits) -> T
     if unknown := [topic for topic in chosen.topics if topic not in TOPICS]:
         raise ConfigError(f"There is no topic {unknown[0]!r} (env.settings.topics).", f"Topics: {', '.join(TOPICS)}.")
     if chosen.bench is not None or chosen.per_shape > 1 or chosen.num_held_out:
-        _jobs_of(chosen)
+        _tasks_of(chosen)
     return TerminalWorld(chosen, limits)

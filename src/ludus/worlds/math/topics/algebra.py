@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from ludus.worlds.math.drafts import Draft, signed, term
+from ludus.worlds.math.problems import Draft, signed, term
 
 
 def _solve(d: Draft, equation: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from ludus.worlds.math.drafts import Draft, listed
+from ludus.worlds.math.problems import Draft, listed
 
 
 def expression(d: Draft) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ludus.worlds.math.drafts import Draft, listed
+from ludus.worlds.math.problems import Draft, listed
 
 _TRIPLES = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29), (9, 40, 41), (12, 35, 37))
 

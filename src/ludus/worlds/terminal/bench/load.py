@@ -1,35 +1,32 @@
-"""Load Terminal-Bench tasks from a folder with one subfolder per task.
+"""Load Terminal-Bench tasks from a folder with one subfolder per task, in one of two layouts.
 
-    instruction and settings   read by `ludus.worlds.terminal.bench.layouts`, in both layouts
-    tests/*.py                 run by pytest over the final files (`ludus.worlds.terminal.bench.tests`)
-    script                     grades if there are no such tests, if the settings trust scripts
-    solution                   the expert's, if present
-    Dockerfile                 FROM, WORKDIR and COPY are interpreted; no image is built
+Terminal-Bench                            Harbor, Terminal-Bench 2
+task.yaml   `instruction`, `difficulty`   instruction.md, task.toml: `[metadata]`, `[verifier]`
+Dockerfile, next to the files it copies   environment/Dockerfile, next to them
+tests/*.py  run by pytest                 tests/*.py  run by pytest
+run-tests.sh   grades by its exit code    tests/test.sh   writes /logs/verifier/reward.txt or reward.json
+solution.sh                               solution/solve.sh
 
-The tasks' working directory becomes /box in their instructions, scripts, tests and files. Sources of the layouts:
-the repository laude-institute/terminal-bench, and the documentation of Harbor.
+The script grades if there are no pytest tests, if the settings trust scripts. Of the Dockerfile, FROM, WORKDIR and
+COPY are interpreted; no image is built. The tasks' working directory becomes /box in their instructions, scripts,
+tests and files. Sources of the layouts: the repository laude-institute/terminal-bench, and the documentation of Harbor.
 """
 
 from __future__ import annotations
 
-import ast
+import importlib
 import logging
 import shlex
+import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import ClassVar, Final, Literal, TypeGuard
+from typing import Final, Literal
 
-from ludus.envs.messages import assistant, tool_turn
 from ludus.errors import ConfigError
-from ludus.rewards.code.unit_tests import Suite
-from ludus.sandbox.base import Sandbox, Snapshot
-from ludus.types import Message
-from ludus.worlds.terminal.bench.layouts import BenchLayout, read_layout
-from ludus.worlds.terminal.bench.tests import grade_tests, with_folder
-from ludus.worlds.terminal.checks import NOTHING_RUNS, Running
-from ludus.worlds.terminal.services import TerminalService
+from ludus.sandbox.base import Snapshot
+from ludus.worlds.terminal.bench.task import BenchTask, named_tests, with_folder
 
 _LOG: Final = logging.getLogger(__name__)
 _MAX_NAMED: Final = 20
@@ -37,54 +34,27 @@ _LEVELS: Final = {"easy": 1, "medium": 2, "hard": 4}
 _IGNORED: Final = ("from", "workdir", "copy", "cmd", "entrypoint", "label", "expose", "maintainer", "user")
 """Instructions of a Dockerfile that need no container."""
 _MAX_BYTES: Final = 16 * 2**20
+_TIMEOUT_S: Final = 120.0
+_HARBOR_TIMEOUT_S: Final = 600.0
+"""Default and maximum time of Harbor's verifier."""
 
 
-@dataclass(frozen=True)
-class BenchTask:
-    """A Terminal-Bench task. `tests` are the test files; if `script` is set, it is run instead.
+@dataclass(frozen=True, slots=True)
+class BenchLayout:
+    """Paths in a task's folder; names in `excluded` are never copied from `context` to the initial files."""
 
-    A script at `tests/test.sh` writes a reward file; any other grades by its exit code.
-    """
+    settings: str
+    context: str
+    script: str
+    solution: str
+    excluded: tuple[str, ...]
 
-    services: ClassVar[tuple[TerminalService, ...]] = ()
-    afterwards: ClassVar[str] = ""
 
-    name: str
-    text: str
-    topic: str
-    level: int
-    start: Snapshot = field(repr=False)
-    tests: Mapping[str, bytes] = field(repr=False)
-    script: str = field(default="", repr=False)
-    solution: str = field(default="", repr=False)
-    timeout_s: float = 120.0
-
-    @property
-    def id(self) -> str:
-        """A unique id."""
-        return f"bench:{self.name}"
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The name."""
-        return (self.name,)
-
-    @cached_property
-    def suite(self) -> Suite:
-        """The tests that must pass: those that the test files define, whatever a run of them reports."""
-        found = tuple(name for path, data in sorted(self.tests.items()) for name in named_tests(path, data))
-        return Suite((self.script,) if self.script else found)
-
-    async def grade(self, state: Snapshot, sandbox: Sandbox, running: Running = NOTHING_RUNS) -> Mapping[str, bool]:
-        """Return which tests pass over the final files, in a fresh sandbox. Raises UserError and WorldError."""
-        return await grade_tests(self.suite.fail_to_pass, self.tests, self.script, state, sandbox, self.timeout_s)
-
-    def solve(self) -> list[Message]:
-        """Return the messages of the solution as one call, whose output is unknown; empty if there is none."""
-        if not self.solution:
-            return []
-        solved = tool_turn(0, "shell", {"command": f"(\n{self.solution}\n)"}, "[no output]")
-        return [*solved, assistant(f"Done with {self.name}.")]
+TERMINAL_BENCH: Final = BenchLayout(
+    *("task.yaml", "", "run-tests.sh", "solution.sh"),
+    ("tests", "solution.sh", "solution.yaml", "run-tests.sh", "task.yaml", "Dockerfile"),
+)
+HARBOR: Final = BenchLayout("task.toml", "environment", "tests/test.sh", "solution/solve.sh", ("Dockerfile",))
 
 
 def load_bench(
@@ -107,91 +77,200 @@ def load_bench(
     found: list[BenchTask] = []
     refused: list[str] = []
     for place in places:
-        layout = read_layout(place)
-        reasons = [f"{place.name}: {need}" for need in layout.needs]
-        reasons += [f"{place.name}/{line}" for line in _image(place, layout, workdir)]
-        if reasons and dockerfiles != "ignore":
+        source = read_folder(place, workdir)
+        if dockerfiles != "ignore" and (reasons := source.needs):
             refused.append(reasons[0])
             continue
-        task = _load(place, layout, workdir)
+        task = source.task()
         if task.script and scripts == "refuse":
             raise ConfigError(
-                f"{place.name} is judged by what {task.script} says, in the folder that the policy made.",
-                "Programs of the policy that the script runs may choose that: give the task tests/*.py, "
+                f"{place.name} is graded by {task.script}, which runs in the folder that the policy wrote.",
+                "Programs of the policy that the script runs can forge its verdict: give the task tests/*.py, "
                 "or set env.settings.bench_scripts = 'trust'.",
             )
         found.append(task)
     if refused and (dockerfiles == "refuse" or not found):
         more = f"; and {len(refused) - _MAX_NAMED} more" if len(refused) > _MAX_NAMED else ""
         raise ConfigError(
-            f"{len(refused)} of {len(places)} tasks need an image that is built, and none is: "
+            f"{len(refused)} of {len(places)} tasks need an image, and no image is built: "
             f"{'; '.join(refused[:_MAX_NAMED])}{more}.",
-            "env.settings.bench_dockerfile = 'skip' leaves such tasks out, 'ignore' plays them without it.",
+            "env.settings.bench_dockerfile = 'skip' omits such tasks, 'ignore' runs them without it.",
         )
-    for reason in refused if dockerfiles == "skip" else ():
+    for reason in refused:
         _LOG.warning("The task %s is left out: it needs a container.", reason)
     return tuple(found)
 
 
-def named_tests(path: str, data: bytes) -> Iterator[str]:
-    """Yield the names of the tests in a pytest file: `FILE::test` and `FILE::Class::test`."""
-    name = PurePosixPath(path).name
-    if not (name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))):
-        return
-    for node in ast.parse(data).body:
-        if _is_test(node):
-            yield f"{path}::{node.name}"
-        elif isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
-            yield from (f"{path}::{node.name}::{inner.name}" for inner in node.body if _is_test(inner))
+@dataclass(frozen=True)
+class TaskFolder:
+    """The folder of a task. `settings` are those of its file, with the instruction; `timeout_s` bounds the grader."""
+
+    place: Path
+    workdir: str
+    layout: BenchLayout
+    settings: Mapping[str, object]
+    timeout_s: float
+
+    @property
+    def context(self) -> Path:
+        """The folder that the Dockerfile copies from."""
+        return self.place / self.layout.context
+
+    @property
+    def needs(self) -> list[str]:
+        """The requirements that only a container can meet."""
+        name = (self.context / "Dockerfile").relative_to(self.place).as_posix()
+        found = [f"{self.place.name}: {need}" for need in self._harbor_needs] if self.layout is HARBOR else []
+        return [*found, *(f"{self.place.name}/{name}, {need}" for need in self._dockerfile[1])]
+
+    @property
+    def _harbor_needs(self) -> Iterator[str]:
+        environment = _table(self.settings, "environment")
+        image = environment.get("docker_image")
+        if self.settings.get("steps"):
+            yield "it has several steps"
+        for name in ("docker-compose.yaml", "docker-compose.yml"):
+            if (self.context / name).is_file():
+                yield f"environment/{name}: services in other containers"
+        if image and not (self.context / "Dockerfile").is_file():
+            yield f"environment.docker_image: the image {image}"
+        for key, need in (("gpus", "a GPU"), ("mcp_servers", "MCP servers")):
+            if environment.get(key):
+                yield f"environment.{key}: {need}"
+
+    def task(self) -> BenchTask:
+        """Return the task. Raises ConfigError if it has no instruction or no tests."""
+        text, metadata = (
+            self._instruction(),
+            _table(self.settings, "metadata") if self.layout is HARBOR else self.settings,
+        )
+        if not text.strip():
+            raise ConfigError(f"{self.place} has no instruction.", "Add instruction.md, or `instruction` in task.yaml.")
+        tests = {
+            path.relative_to(self.place / "tests").as_posix(): self._boxed(path.read_bytes())
+            for path in sorted((self.place / "tests").rglob("*"))
+            if path.is_file() and path.suffix != ".pyc"
+        }
+        script = self._script(tests)
+        solution = self._text(self.layout.solution)
+        return BenchTask(
+            self.place.name,
+            self._boxed(text.strip().encode()).decode(),
+            str(metadata.get("category") or "bench"),
+            _LEVELS.get(str(metadata.get("difficulty")), 3),
+            self._start(),
+            tests if not script or self.layout is HARBOR else {**tests, script: self._text(script).encode()},
+            script,
+            "" if "/solution/" in solution else solution,
+            self.timeout_s,
+        )
+
+    def _instruction(self) -> str:
+        text, descriptions = self.settings.get("instruction"), self.settings.get("descriptions")
+        if not text and isinstance(descriptions, list) and self.layout is TERMINAL_BENCH:
+            found = {str(one.get("key")): one.get("description") for one in descriptions if isinstance(one, dict)}
+            text = found.get("base") or next(iter(found.values()), None)
+        return text if isinstance(text, str) else ""
+
+    def _script(self, tests: Mapping[str, bytes]) -> str:
+        """Return the path of the script that grades; empty if pytest does. Raises ConfigError if there is neither."""
+        code, harbor = self._text(self.layout.script), self.layout is HARBOR
+        named = any(name for path, data in tests.items() for name in named_tests(path, data))
+        if named and ("pytest" in code or not harbor):
+            return ""
+        if not code or (not harbor and any(path.endswith(".py") for path in tests)):
+            name = PurePosixPath(self.layout.script).name
+            raise ConfigError(f"{self.place} has no tests.", f"Give it tests/test_*.py, or {name}.")
+        return self.layout.script
+
+    def _text(self, name: str) -> str:
+        path = self.place / name
+        return self._boxed(path.read_bytes()).decode("utf-8", "replace") if path.is_file() else ""
+
+    def _boxed(self, data: bytes) -> bytes:
+        """Return the data with the task's working directory replaced by /box."""
+        return with_folder(data, self.workdir.rstrip("/"), "/box")
+
+    @cached_property
+    def _dockerfile(self) -> tuple[list[tuple[list[str], PurePosixPath, bool]], list[str]]:
+        """The COPY instructions into the working directory, and what else the Dockerfile does, by line.
+
+        A copy has its sources, its target in the working directory, and whether the target is a folder.
+        """
+        folder, copies, needs, outside = PurePosixPath(self.workdir), [], [], []
+        for number, line in _instructions(self.context / "Dockerfile"):
+            kind = line.partition(" ")[0].lower()
+            if kind not in _IGNORED or "--from" in line:
+                needs.append(f"line {number}: {line}")
+            elif kind in ("workdir", "copy"):
+                words = [word for word in shlex.split(line) if not word.startswith("--")]
+                target = folder / words[-1]
+                if kind == "workdir":
+                    folder = target
+                elif not target.is_relative_to(self.workdir):
+                    outside.append(f"line {number} copies to {target}, outside of {self.workdir}")
+                else:
+                    is_folder = words[-1].endswith(("/", ".")) or len(words) > 3
+                    copies.append((words[1:-1], target.relative_to(self.workdir), is_folder))
+        return copies, needs + outside
+
+    def _start(self) -> Snapshot:
+        """Return the files that the Dockerfile copies into the working directory, without tests and solution."""
+        files, executable, total = dict[str, bytes](), set[str](), 0
+        for source, path in self._copied():
+            files[path] = self._boxed(source.read_bytes())
+            total += len(files[path])
+            if source.stat().st_mode & 0o100:
+                executable.add(path)
+            if total > _MAX_BYTES:
+                raise ConfigError(f"{self.context} has more than {_MAX_BYTES} bytes of files.", "Leave the task out.")
+        return Snapshot(files, frozenset(executable))
+
+    def _copied(self) -> Iterator[tuple[Path, str]]:
+        """Yield the files that the Dockerfile copies, and their paths in /box."""
+        for names, target, is_folder in self._dockerfile[0]:
+            for name in names:
+                found = (
+                    sorted(self.context.glob(name.removeprefix("./"))) if name not in (".", "./") else [self.context]
+                )
+                for source in found:
+                    paths = sorted(source.rglob("*")) if source.is_dir() else [source]
+                    into = source.parent if is_folder and not source.is_dir() else source
+                    for path in paths:
+                        if path.is_file() and path.relative_to(self.context).parts[0] not in self.layout.excluded:
+                            yield path, (target / path.relative_to(into).as_posix()).as_posix()
 
 
-def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test")
+def read_folder(place: Path, workdir: str) -> TaskFolder:
+    """Return the folder of a task in either layout. Raises ConfigError if its settings cannot be read."""
+    harbor = (place / HARBOR.settings).is_file()
+    path, yaml = place / (HARBOR if harbor else TERMINAL_BENCH).settings, importlib.import_module("yaml")
+    try:
+        text = path.read_text("utf-8")
+        data = tomllib.loads(text) if harbor else yaml.safe_load(text)
+        if harbor:
+            instruction = place / "instruction.md"
+            data["instruction"] = instruction.read_text("utf-8") if instruction.is_file() else ""
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.", "Fix the file.") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} is not a mapping.", "Fix the file.")
+    if not harbor:
+        return TaskFolder(place, workdir, TERMINAL_BENCH, data, _TIMEOUT_S)
+    seconds = _table(data, "verifier").get("timeout_sec", _HARBOR_TIMEOUT_S)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise ConfigError(f"{path}: verifier.timeout_sec is {seconds!r}.", "Fix the file.")
+    return TaskFolder(place, workdir, HARBOR, data, min(float(seconds), _HARBOR_TIMEOUT_S))
 
 
-def _load(place: Path, layout: BenchLayout, workdir: str) -> BenchTask:
-    if not layout.text.strip():
-        raise ConfigError(f"{place} has no instruction.", "Add instruction.md, or `instruction` in task.yaml.")
-    tests = {
-        path.relative_to(place / "tests").as_posix(): _boxed(path.read_bytes(), workdir)
-        for path in sorted((place / "tests").rglob("*"))
-        if path.is_file() and path.suffix != ".pyc"
-    }
-    code = _text(layout.script, workdir)
-    named = any(name for path, data in tests.items() for name in named_tests(path, data))
-    script = ""
-    if not named or (layout.rewards and "pytest" not in code):
-        if not code or (not layout.rewards and any(path.endswith(".py") for path in tests)):
-            raise ConfigError(f"{place} has no tests.", f"Give it tests/test_*.py, or {layout.script.name}.")
-        script = layout.script.relative_to(place).as_posix()
-        tests |= {} if layout.rewards else {layout.script.name: code.encode()}
-    solution = _text(layout.solution, workdir)
-    return BenchTask(
-        place.name,
-        _boxed(layout.text.strip().encode(), workdir).decode(),
-        layout.category,
-        _LEVELS.get(layout.difficulty, 3),
-        _start(layout, workdir),
-        tests,
-        script,
-        "" if "/solution/" in solution else solution,
-        layout.timeout_s,
-    )
+def _table(settings: Mapping[str, object], key: str) -> Mapping[str, object]:
+    value = settings.get(key)
+    return value if isinstance(value, dict) else {}
 
 
-def _text(path: Path, workdir: str) -> str:
-    return _boxed(path.read_bytes(), workdir).decode("utf-8", "replace") if path.is_file() else ""
-
-
-def _boxed(data: bytes, workdir: str) -> bytes:
-    """Return the data with the task's working directory replaced by /box."""
-    return with_folder(data, workdir.rstrip("/"), "/box")
-
-
-def _instructions(context: Path) -> Iterator[tuple[int, str]]:
+def _instructions(dockerfile: Path) -> Iterator[tuple[int, str]]:
     """Yield the instructions of a Dockerfile with their line numbers, continuation lines joined."""
-    path = context / "Dockerfile"
-    lines = path.read_text("utf-8", "replace").split("\n") if path.is_file() else []
+    lines = dockerfile.read_text("utf-8", "replace").split("\n") if dockerfile.is_file() else []
     begin, held = 0, ""
     for number, line in enumerate(lines, 1):
         if line.strip().startswith("#") or (not held and not line.strip()):
@@ -201,60 +280,3 @@ def _instructions(context: Path) -> Iterator[tuple[int, str]]:
         if not line.rstrip().endswith("\\"):
             yield begin, " ".join(held.split())
             begin, held = 0, ""
-
-
-def _copies(context: Path, workdir: str) -> Iterator[tuple[int, list[str], PurePosixPath, bool]]:
-    """Yield the COPY instructions: line number, sources, target, and whether the target is a folder."""
-    folder = PurePosixPath(workdir)
-    for number, line in _instructions(context):
-        kind = line.partition(" ")[0].lower()
-        if kind not in ("workdir", "copy"):
-            continue
-        words = [word for word in shlex.split(line) if not word.startswith("--")]
-        if kind == "workdir":
-            folder = folder / words[-1]
-        elif "--from" not in line:
-            yield number, words[1:-1], folder / words[-1], words[-1].endswith(("/", ".")) or len(words) > 3
-
-
-def _image(place: Path, layout: BenchLayout, workdir: str) -> Iterator[str]:
-    """Yield what a Dockerfile does besides copying files into the working directory."""
-    name = (layout.context / "Dockerfile").relative_to(place).as_posix()
-    for number, line in _instructions(layout.context):
-        if line.partition(" ")[0].lower() not in _IGNORED or "--from" in line:
-            yield f"{name}, line {number}: {line}"
-    for number, _, target, _ in _copies(layout.context, workdir):
-        if not target.is_relative_to(workdir):
-            yield f"{name}, line {number} copies to {target}, outside of {workdir}"
-
-
-def _start(layout: BenchLayout, workdir: str) -> Snapshot:
-    """Return the files that the Dockerfile copies into the working directory, without tests and solution."""
-    files: dict[str, bytes] = {}
-    executable: set[str] = set()
-    total = 0
-    for _, names, target, is_folder in _copies(layout.context, workdir):
-        if not target.is_relative_to(workdir):
-            continue
-        for source, path in _sources(layout.context, names, target.relative_to(workdir), is_folder):
-            if source.relative_to(layout.context).parts[0] in layout.apart:
-                continue
-            files[path] = _boxed(source.read_bytes(), workdir)
-            total += len(files[path])
-            if source.stat().st_mode & 0o100:
-                executable.add(path)
-            if total > _MAX_BYTES:
-                raise ConfigError(f"{layout.context} has more than {_MAX_BYTES} bytes of files.", "Leave the task out.")
-    return Snapshot(files, frozenset(executable))
-
-
-def _sources(context: Path, names: list[str], target: PurePosixPath, is_folder: bool) -> Iterator[tuple[Path, str]]:
-    """Yield the files that an instruction copies, and their paths in /box."""
-    for name in names:
-        found = sorted(context.glob(name.removeprefix("./"))) if name not in (".", "./") else [context]
-        for source in found:
-            if source.is_dir():
-                files = (path for path in sorted(source.rglob("*")) if path.is_file())
-                yield from ((path, (target / path.relative_to(source).as_posix()).as_posix()) for path in files)
-            elif source.is_file():
-                yield source, (target / source.name if is_folder else target).as_posix()

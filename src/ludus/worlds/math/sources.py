@@ -1,0 +1,108 @@
+"""Problems of a user's file, and of the package reasoning-gym (the extra `gym`), which also grades the answers.
+
+A file has JSON lines with a question and an answer. Some generators of reasoning-gym store no answer, reject their
+own answer, raise, or accept any text. Each generator is therefore tested before use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ludus.errors import ConfigError, UserError
+from ludus.rewards.truth_records import TYPES, question_text, read_truth
+from ludus.tasks.files import SPLITS, Record, RecordError, load_tasks, split_by_hash, text_field
+from ludus.types import Task
+from ludus.worlds.math.grader import Dataset, GymTruth, opening
+
+_HINT = f'A line is {{"question", "answer"}}, optionally with "split" and "type" ({", ".join(TYPES)}).'
+_TRIED = 5
+"""Number of problems on which a generator is tested."""
+_APART = 10_000_019
+"""Distance between the seeds of splits; problem i of seed s is usually problem 0 of seed s + i."""
+_SEEDS = 2**31
+_WRONG = ("", "no idea", "The answer is unknown", "-987654321", "?")
+
+
+def load_problems(path: Path) -> dict[str, tuple[Task, ...]]:
+    """Return the tasks of a file by split.
+
+    `answer` depends on the type (`ludus.rewards.truth_records`); a text with reasoning has its answer after
+    "####" or in a box. Without "split", a hash of the question decides, 8 : 1 : 1. Raises UserError, with the
+    line, for an invalid record or a repeated question, and if a verifier needs an extra that is not installed.
+    """
+    return load_tasks(path, _record_task, _HINT, identity=lambda task: f"question {task.prompt[-1]['content']!r}")
+
+
+def _record_task(record: Record, line: int) -> Task:
+    question = text_field(record, "question")
+    if not question.strip():
+        raise RecordError('"question" is empty')
+    try:
+        truth = read_truth(record)
+    except ValueError as error:
+        raise RecordError(str(error)) from None
+    split = str(record.get("split", split_by_hash(question)))
+    tags = {"split": split, "family": str(record.get("family", type(truth).__name__.lower()))}
+    return Task(f"{split}:line-{line}", opening(question_text(question, truth), truth), truth, tags, seed=line)
+
+
+def gym_tasks(names: Sequence[str], sizes: Mapping[str, int], seed: int) -> dict[str, tuple[Task, ...]]:
+    """Return the tasks of each split, generators in turn; no question is in two splits.
+
+    Raises UserError if the package is missing, ConfigError if a generator is unknown or fails its test.
+    """
+    taken: set[str] = set()
+    found: dict[str, tuple[Task, ...]] = {}
+    for split in SPLITS:
+        each = -(-sizes[split] // len(names))
+        columns = [_generator_tasks(name, split, each, seed, taken) for name in names]
+        found[split] = tuple(task for row in zip(*columns, strict=False) for task in row)[: sizes[split]]
+        taken |= {task.prompt[-1]["content"] for task in found[split]}
+    return found
+
+
+def _generator_tasks(name: str, split: str, num: int, seed: int, taken: set[str]) -> list[Task]:
+    made = 3 * num + _TRIED
+    dataset = _dataset(name, made, _APART * (len(SPLITS) * seed + SPLITS.index(split)) % _SEEDS)
+    tasks: list[Task] = []
+    seen = set(taken)
+    for index in range(made):
+        entry = dataset[index]
+        question = str(entry["question"])
+        truth = GymTruth(dataset, entry)
+        if index < _TRIED:
+            _test(name, truth)
+        if question in seen or entry["answer"] is None or len(tasks) == num:
+            continue
+        seen.add(question)
+        tags = {"split": split, "family": name}
+        tasks.append(Task(f"{split}:{name}:{index}", opening(question), truth, tags, seed=index))
+    return tasks
+
+
+def _dataset(name: str, size: int, seed: int) -> Dataset:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise UserError("env.settings.gym needs the package reasoning-gym.", "pip install 'ludus[gym]'")
+    package = importlib.import_module("reasoning_gym")
+    factory = importlib.import_module("reasoning_gym.factory")
+    if name not in vars(factory)["DATASETS"]:
+        raise ConfigError(f"reasoning-gym has no generator {name!r} (env.settings.gym).", "See its gallery.")
+    made: Dataset = package.create_dataset(name, size=size, seed=seed)
+    return made
+
+
+def _test(name: str, truth: GymTruth) -> None:
+    """Raise ConfigError if the generator cannot grade a problem."""
+    if truth.entry["answer"] is None:
+        raise ConfigError(f"The generator {name!r} stores no answers.", "Remove it from env.settings.gym.")
+    if not truth.accepts(truth.answer):
+        raise ConfigError(f"The generator {name!r} rejects its own answer.", "Remove it from env.settings.gym.")
+    accepted = [text for text in _WRONG if truth.accepts(text) and text != truth.entry["answer"]]
+    if accepted:
+        raise ConfigError(
+            f"The generator {name!r} accepts {accepted[0]!r} instead of {truth.answer[:40]!r}.",
+            "Remove it from env.settings.gym.",
+        )
