@@ -4,6 +4,7 @@ import asyncio
 import re
 
 import pytest
+from generators.reports.__main__ import OUT, REPORTS, report
 
 from ludus.config import load_config
 from ludus.envs.registry import WORLDS, build_world
@@ -55,6 +56,12 @@ def test_the_tables_of_a_page_are_those_of_the_world(name):
     assert max(len(block.splitlines()) for block in blocks) > 3
     for block in blocks:
         assert block in page(name)
+
+
+@pytest.mark.pages
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_shipped_difficulty_report_is_that_of_the_tasks(name):
+    assert (OUT / name / "data/difficulty_report.txt").read_text("utf-8") == report(name)
 
 
 def test_the_worlds_with_a_difficulty_report_are_in_the_list():

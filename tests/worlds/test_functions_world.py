@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import pytest
+from generators.reports.functions import looks, majority_rate, no_tool_rate
+from generators.reports.shared import variety
 
 from ludus.config.load import load_config
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
-from ludus.envs.difficulty_report import variety
 from ludus.envs.registry import build_world
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
@@ -25,7 +26,6 @@ from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.tools.base import ArgumentError
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.functions.catalogue import catalogue
-from ludus.worlds.functions.difficulty_report import looks, majority_rate, no_tool_rate
 from ludus.worlds.functions.generate import SPLITS, looks_like, request_of
 from ludus.worlds.functions.gold_calls import GoldCall, calls_agree, equal, solved
 from ludus.worlds.functions.plans import request_specs

@@ -12,6 +12,8 @@ from itertools import islice
 from math import comb, factorial, gcd, lcm, perm
 
 import pytest
+from generators.reports.math import copied_rate, head_rate, majority_rate, task_shapes
+from generators.reports.shared import variety
 
 from chat_families import byte_level
 from ludus.chat.parse_tags import RETOOL
@@ -19,7 +21,6 @@ from ludus.chat.render import render_dialogue
 from ludus.chat.tags import TagsRenderer
 from ludus.config.load import load_config
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
-from ludus.envs.difficulty_report import variety
 from ludus.envs.registry import build_world, closing
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
@@ -32,7 +33,6 @@ from ludus.tools.base import ToolError
 from ludus.tools.calculator import calculate, show
 from ludus.types import Action, Message, StopReason, ToolCall, Trajectory
 from ludus.worlds.math.composed import HELD_OUT
-from ludus.worlds.math.difficulty_report import copied_rate, head_rate, majority_rate, task_shapes
 from ludus.worlds.math.generate import (
     DEFAULT_TOPICS,
     LEVELS,

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise
 
 import pytest
+from generators.reports.shared import variety
+from generators.reports.sql import answer_text, majority, no_tool, report, success_by_level, task_shapes
 from generators.sql.__main__ import databases_text, draw, draw_pairs, questions_text
 from generators.sql.compose import HELD_OUT, MOST_ROWS, features, forgetful, shape_of, weakened
 from generators.sql.databases import Naming, make_rows, make_tables
@@ -20,7 +22,6 @@ from generators.sql.query import Attribute, Listing, QueryPlan, SortOrder, Test,
 from generators.sql.render import to_sql, to_words
 
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
-from ludus.envs.difficulty_report import variety
 from ludus.envs.registry import build_world
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
@@ -30,7 +31,6 @@ from ludus.rewards.base import check_rewards, success
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.sql import questions as data
-from ludus.worlds.sql.difficulty_report import answer_text, majority, no_tool, report, success_by_level, task_shapes
 from ludus.worlds.sql.grader import gives, is_right, make_truth, paraphrases
 from ludus.worlds.sql.questions import FILES, LEVELS, SPLITS, make_image
 from ludus.worlds.sql.solver import SqlFlaws, SqlSolver

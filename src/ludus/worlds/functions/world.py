@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.base import World
+from ludus.envs.difficulty_report import shipped_report
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
@@ -135,9 +136,7 @@ class FunctionsWorld(World):
 
     def difficulty_report(self) -> str:
         """Return the difficulty report of the generated tasks."""
-        from ludus.worlds.functions.difficulty_report import report
-
-        return report({split: self.tasks(split) for split in SPLITS})
+        return shipped_report(self, self.settings == FunctionsSettings())
 
     def alternative_solutions(self, task: Task) -> Sequence[Sequence[Message]]:
         """Return episodes with reordered arguments, with defaults, with single calls, or with other words."""

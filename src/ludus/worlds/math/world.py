@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.base import World
+from ludus.envs.difficulty_report import shipped_report
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
@@ -140,9 +141,7 @@ class MathWorld(World):
 
     def difficulty_report(self) -> str:
         """Return the difficulty report; empty for problems of a user's file or of reasoning-gym."""
-        from ludus.worlds.math.difficulty_report import report
-
-        return report(self) if self._generated else ""
+        return shipped_report(self, self.settings == MathSettings()) if self._generated else ""
 
     def paraphrases(self, task: Task) -> Sequence[str]:
         """Return the right answer in other notations; empty if the steps are unknown."""

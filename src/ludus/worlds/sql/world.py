@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.base import World
+from ludus.envs.difficulty_report import shipped_report
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, split_of
@@ -153,9 +154,7 @@ class SqlWorld(World):
 
     def difficulty_report(self) -> str:
         """Return the difficulty report."""
-        from ludus.worlds.sql.difficulty_report import report
-
-        return report(self)
+        return shipped_report(self, self.settings == SqlSettings())
 
     def paraphrases(self, task: Task) -> Sequence[str]:
         """Return other queries with the same rows, or the value in other notations."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from ludus.envs.difficulty_report import TaskShape, rate_lines, variety_lines
+from generators.reports.shared import TaskShape, rate_lines, variety_lines
+from ludus.envs.base import World
 from ludus.rewards.base import truth_of
 from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.types import Task
@@ -61,8 +62,9 @@ def _rate(tasks: Sequence[Task], play: Callable[[Task, Attempt], None]) -> float
     return total / len(tasks)
 
 
-def report(splits: Mapping[str, Sequence[Task]]) -> str:
-    """Return the tables of the difficulty report for the generated tasks by split."""
+def report(world: World) -> str:
+    """Return the report on the generated tasks of a world."""
+    splits = {split: world.tasks(split) for split in world.splits}
     table = variety_lines(((split, looks(tasks)) for split, tasks in splits.items()), "requests")
     rates = []
     for split, tasks in splits.items():

@@ -6,16 +6,13 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
-from ludus.envs.difficulty_report import TaskShape, rate_lines, variety_lines
+from generators.reports.shared import TaskShape, rate_lines, variety_lines
+from ludus.envs.base import World
 from ludus.rewards.base import truth_of
 from ludus.types import Task
 from ludus.worlds.math.grader import Solution, answer_text, is_right
 from ludus.worlds.math.problems import MathProblem, worked
-
-if TYPE_CHECKING:
-    from ludus.worlds.math.world import MathWorld
 
 
 def task_shapes(tasks: Sequence[Task]) -> list[TaskShape]:
@@ -80,7 +77,7 @@ def _is_right(task: Task, answer: str) -> bool:
     return bool(answer) and is_right(answer, truth_of(task, Solution).right)
 
 
-def report(world: MathWorld) -> str:
+def report(world: World) -> str:
     """Return the report on the generated problems of a world."""
     splits = {split: tasks for split in world.splits if (tasks := world.tasks(split))}
     table = variety_lines(((split, task_shapes(tasks)) for split, tasks in splits.items()), "questions")

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
-from ludus.envs.difficulty_report import TaskShape, variety
+from generators.reports.shared import TaskShape, variety
+from ludus.envs.base import World
 from ludus.worlds.sql.grader import is_right, make_truth
 from ludus.worlds.sql.questions import LEVELS, SqlQuestion
-
-if TYPE_CHECKING:
-    from ludus.worlds.sql.world import SqlWorld
+from ludus.worlds.sql.world import SqlWorld
 
 Guess = Callable[[SqlQuestion], str]
 
@@ -52,8 +50,9 @@ def success_by_level(questions: Sequence[SqlQuestion], guess: Guess) -> Mapping[
     return {level: sum(found) / len(found) for level, found in sorted(right.items())}
 
 
-def report(world: SqlWorld) -> str:
+def report(world: World) -> str:
     """Return a table by level: tasks, distinct shapes, and the success of the baselines on the split `test`."""
+    assert isinstance(world, SqlWorld)
     splits = world.questions
     every = list(chain.from_iterable(splits.values()))
     found = variety(task_shapes(every))
