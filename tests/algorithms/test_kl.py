@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import algorithms_oracle as oracle
 from ludus.algorithms import kl
-from ludus.algorithms.aggregate import aggregate
 from ludus.algorithms.kl import PIDKL, AdaptiveKL, KLGuard, Schedule
+from ludus.algorithms.objective import aggregate
 from tables.kl_series import SERIES
 
 quick = settings(max_examples=20, deadline=None, derandomize=True)

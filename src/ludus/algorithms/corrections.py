@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from ludus.algorithms.algorithm import NOT_NEGATIVE, POSITIVE, CorrectionSpec, Need, Option, declared_in
 from ludus.algorithms.kl import k3
-from ludus.algorithms.parts import NOT_NEGATIVE, POSITIVE, CorrectionSpec, Need, Option, declared_in
 from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select, torch
 
 Level = Literal["token", "sequence", "geometric"]

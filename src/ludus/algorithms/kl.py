@@ -9,11 +9,9 @@ reverse KL, `k3` that of the forward KL. `resolve.check_placement` warns of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from ludus.algorithms.parts import Option
 from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select, torch
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import KlControlConfig
@@ -160,15 +158,6 @@ FULL_KLS = {"full_reverse": full_reverse, "full_forward": full_forward}
 FULL_KL_NAMES: tuple[Literal["full_reverse", "full_forward"], ...] = ("full_reverse", "full_forward")
 KL_NAMES = (*KLS, *FULL_KL_NAMES)
 PLACEMENTS = ("loss", "reward", "advantage")
-GRANULARITIES: tuple[Literal["token", "trajectory"], ...] = ("token", "trajectory")
-IMPORTANCES: tuple[Literal["none", "ratio"], ...] = ("none", "ratio")
-KL_OPTIONS: Mapping[str, Option] = {
-    "granularity": Option(
-        "penalty of each token, or its sum over the trajectory", choices=GRANULARITIES, default="token"
-    ),
-    "importance": Option("weigh the term in the loss by the ratio, or do not", choices=IMPORTANCES, default="none"),
-}
-"""The options of every KL estimator."""
 
 
 ControlKind = Literal["constant", "linear", "cosine", "adaptive", "pid"]

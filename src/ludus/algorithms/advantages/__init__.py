@@ -15,7 +15,7 @@ rounding noise notwithstanding.
 | `running_baselines` | statistics that outlive a step |
 | `calibration` | per-turn reward tiers, from recorded rollouts |
 
-A new advantage is one decorated function in a module here (`parts.AdvantageSpec`), a new or an old one. The public
+A new advantage is one decorated function in a module here (`algorithm.AdvantageSpec`), a new or an old one. The public
 names of all modules are names of this package.
 """
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ludus.algorithms.parts import AdvantageSpec, Need, declared_in, modules_of, publish
+from ludus.algorithms.algorithm import AdvantageSpec, Need, declared_in, modules_of, publish
 from ludus.algorithms.tensors import Tensor
 
 _MODULES = modules_of(__name__, __path__)

@@ -26,7 +26,7 @@ from ludus.algorithms.advantages.action_tokens import (
     token_rewards,
 )
 from ludus.algorithms.advantages.group_relative import whiten as whiten_tokens
-from ludus.algorithms.parts import FRACTION, POSITIVE, SWITCH, AdvantageSpec, Need, Option
+from ludus.algorithms.algorithm import FRACTION, POSITIVE, SWITCH, AdvantageSpec, Need, Option
 from ludus.algorithms.tensors import (
     Tensor,
     check_group,

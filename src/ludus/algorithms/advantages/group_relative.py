@@ -11,7 +11,7 @@ from math import comb
 from typing import Literal
 
 from ludus.algorithms.advantages.action_tokens import ActionTokens, action_tokens, scan_back, token_rewards
-from ludus.algorithms.parts import FRACTION, NOT_NEGATIVE, SWITCH, AdvantageSpec, Need, Option, OptionBounds
+from ludus.algorithms.algorithm import FRACTION, NOT_NEGATIVE, SWITCH, AdvantageSpec, Need, Option, OptionBounds
 from ludus.algorithms.tensors import (
     Tensor,
     check_group,

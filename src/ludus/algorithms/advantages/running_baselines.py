@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ludus.algorithms.advantages.group_relative import remax
-from ludus.algorithms.parts import FRACTION, AdvantageSpec, Need, Option
+from ludus.algorithms.algorithm import FRACTION, AdvantageSpec, Need, Option
 from ludus.algorithms.tensors import Tensor, check_group, float_dtype, numbers, on_actions, rounding, torch
 
 RoleKey = tuple[str, str]

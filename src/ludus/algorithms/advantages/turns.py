@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ludus.algorithms.advantages.action_tokens import Turns, rewards_of_turns, scan_back, turns_of
-from ludus.algorithms.parts import FRACTION, NOT_NEGATIVE, AdvantageSpec, Need, Option
+from ludus.algorithms.algorithm import FRACTION, NOT_NEGATIVE, AdvantageSpec, Need, Option
 from ludus.algorithms.tensors import Tensor, float_dtype, groups_to_compare, rounding, select, torch
 
 Scale = Literal["std", "none"]

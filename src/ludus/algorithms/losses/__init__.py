@@ -6,7 +6,7 @@ infinity included. What needs the whole batch (a choice of tokens, weights, a co
 the batch, so that microbatches add up to the same gradient.
 
 The losses on pairs (`dpo` and its kin) are in `algorithms.preference` and have its shapes; they are names of this
-package too. A new loss is one decorated function in a module here (`parts.LossSpec`), a new or an old one.
+package too. A new loss is one decorated function in a module here (`algorithm.LossSpec`), a new or an old one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ludus.algorithms import preference
-from ludus.algorithms.parts import LossSpec, declared_in, modules_of, publish
+from ludus.algorithms.algorithm import LossSpec, declared_in, modules_of, publish
 from ludus.algorithms.tensors import Tensor
 
 _MODULES = modules_of(__name__, __path__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ludus.algorithms.parts import POSITIVE, LossSpec, Need, Option
+from ludus.algorithms.algorithm import POSITIVE, LossSpec, Need, Option
 from ludus.algorithms.tensors import Cut, Tensor, check_shapes, clamped_ratio, select, torch
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ludus.algorithms.algorithm import NOT_NEGATIVE, LossSpec, Need, Option, OptionBounds
 from ludus.algorithms.losses.clipped import ppo_clip, token_cut, token_ratio
-from ludus.algorithms.parts import NOT_NEGATIVE, LossSpec, Need, Option, OptionBounds
 from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 
 _SHARE = OptionBounds(0, 1, above=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 
+from ludus.algorithms.algorithm import NOT_NEGATIVE, POSITIVE, SWITCH, LossSpec, Need, Option
 from ludus.algorithms.losses.clipped import token_ratio
 from ludus.algorithms.losses.sequence import trajectory_mean
-from ludus.algorithms.parts import NOT_NEGATIVE, POSITIVE, SWITCH, LossSpec, Need, Option
 from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 
 

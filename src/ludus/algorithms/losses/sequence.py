@@ -6,8 +6,8 @@ tokens carry the same. A trajectory without action tokens gets 0.
 
 from __future__ import annotations
 
+from ludus.algorithms.algorithm import LossSpec, Need
 from ludus.algorithms.losses.clipped import ClipRange, ppo_cut
-from ludus.algorithms.parts import LossSpec, Need
 from ludus.algorithms.tensors import Cut, Tensor, check_shapes, clamped_ratio, select, torch
 
 

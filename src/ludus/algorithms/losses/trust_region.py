@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ludus.algorithms.algorithm import NOT_NEGATIVE, POSITIVE, LossSpec, Need, Option
 from ludus.algorithms.losses.clipped import ppo_clip, token_cut, token_ratio
-from ludus.algorithms.parts import NOT_NEGATIVE, POSITIVE, LossSpec, Need, Option
 from ludus.algorithms.tensors import Cut, Tensor, check_shapes, select, torch
 
 DIVERGENCES = ("tv", "kl")

@@ -6,10 +6,9 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ludus.algorithms.aggregate import AGGREGATIONS
+from ludus.algorithms.algorithm import TERM_OPTIONS, Algorithm, Need, Part, PartOptions
 from ludus.algorithms.kl import FULL_KL_NAMES, KL_NAMES, PLACEMENTS
-from ludus.algorithms.parts import Need
-from ludus.algorithms.spec.algorithm import TERM_OPTIONS, Algorithm, Part, PartOptions
+from ludus.algorithms.objective import AGGREGATIONS
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import AlgorithmConfig

@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ludus.algorithms.parts import Need
-from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.spec.resolve import algorithm_of, check_binary_rewards
 from ludus.cli.arguments import model_settings
 from ludus.config.load import load_config

@@ -1,6 +1,6 @@
 """Validate a configuration before anything is written: errors, and warnings about settings without effect.
 
-The algorithm's parts declare what they need (`ludus.algorithms.spec.algorithm`: ratios other than 1, turn
+The algorithm's parts declare what they need (`ludus.algorithms.algorithm`: ratios other than 1, turn
 rewards, recurring states), so that no part is checked by name.
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import control_of
-from ludus.algorithms.parts import Need
-from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.resolve import algorithm_of, check_observations, minibatches_of, resolve
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import CriticConfig, DemonstrationsConfig, PrimeConfig
