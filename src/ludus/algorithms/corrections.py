@@ -15,7 +15,7 @@ from typing import Literal
 
 from ludus.algorithms.algorithm import NOT_NEGATIVE, POSITIVE, CorrectionSpec, Need, Option, declared_in
 from ludus.algorithms.kl import k3
-from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select, torch
+from ludus.algorithms.tensors import SummedFields, Tensor, check_shapes, clamped_ratio, select, torch
 
 Level = Literal["token", "sequence", "geometric"]
 """Over what a ratio is taken: each token, the product over a trajectory, or its geometric mean."""
@@ -149,13 +149,13 @@ def reject_sequence(
     if measure not in MEASURES:
         raise ValueError(f"measure = {measure!r} is none of {', '.join(MEASURES)}")
     tokens = importance_ratios(old_logprobs, behavior_logprobs, mask, "token")
+    gap = (select(old_logprobs, mask) - select(behavior_logprobs, mask)).detach()
     if measure != "ratio":
-        gap = (select(old_logprobs, mask) - select(behavior_logprobs, mask)).detach()
         found, low = _summary(gap.square() / 2 if measure == "k2" else gap.expm1() - gap, mask, by), 0.0
     elif by == "largest":
         found = _summary(tokens, mask, by)
     else:
-        found = importance_ratios(old_logprobs, behavior_logprobs, mask, by)
+        found = clamped_ratio(_summary(gap, mask, by))
     vetoed = (mask.bool() & (tokens < veto)).any(1, keepdim=True)
     return ((found >= low) & (found <= high) & mask.bool() & ~vetoed).to(old_logprobs.dtype)
 
@@ -215,14 +215,10 @@ def opsm(*, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Te
 def importance_ratios(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, level: Level) -> Tensor:
     """Return `exp(old - behavior)` at a level, [N, L], 0 off the mask, without gradient."""
     check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
+    if level not in LEVELS:
+        raise ValueError(f"level = {level!r} is none of {', '.join(LEVELS)}")
     gap = (select(old_logprobs, mask) - select(behavior_logprobs, mask)).detach()
-    if level == "sequence":
-        gap = gap.sum(1, keepdim=True)
-    elif level == "geometric":
-        gap = gap.sum(1, keepdim=True) / mask.bool().sum(1, keepdim=True).clamp(min=1)
-    elif level != "token":
-        raise ValueError(f"level = {level!r} is none of token, sequence, geometric")
-    return select(clamped_ratio(gap).expand(mask.shape), mask)
+    return select(clamped_ratio(_summary(gap, mask, level)).expand(mask.shape), mask)
 
 
 def _check_bounds(low: float, high: float) -> None:
@@ -231,7 +227,7 @@ def _check_bounds(low: float, high: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
+class Mismatch(SummedFields):
     """Sums over action tokens; `+` joins microbatches.
 
     `w` is the ratio `exp(old - behavior)` at the level of the correction (each token by
@@ -271,18 +267,6 @@ class Mismatch:
     def dropped_share(self) -> float:
         """Share of action tokens whose weight is 0; 0 without tokens."""
         return self.dropped / max(self.tokens, 1)
-
-    def __add__(self, other: Mismatch) -> Mismatch:
-        return Mismatch(
-            tokens=self.tokens + other.tokens,
-            gap_sum=self.gap_sum + other.gap_sum,
-            gap_max=max(self.gap_max, other.gap_max),
-            weight_sum=self.weight_sum + other.weight_sum,
-            weight_square_sum=self.weight_square_sum + other.weight_square_sum,
-            k3_sum=self.k3_sum + other.k3_sum,
-            truncated=self.truncated + other.truncated,
-            dropped=self.dropped + other.dropped,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,17 +361,8 @@ def _sums(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, ratios:
 
 
 def _record(sums: list[float]) -> Mismatch:
-    tokens, gap_sum, gap_max, weight_sum, weight_square_sum, k3_sum, truncated, dropped = sums
-    return Mismatch(
-        tokens=int(tokens),
-        gap_sum=gap_sum,
-        gap_max=gap_max,
-        weight_sum=weight_sum,
-        weight_square_sum=weight_square_sum,
-        k3_sum=k3_sum,
-        truncated=int(truncated),
-        dropped=int(dropped),
-    )
+    tokens, gap, gap_max, weight, weight_square, k3_sum, truncated, dropped = sums
+    return Mismatch(int(tokens), gap, gap_max, weight, weight_square, k3_sum, int(truncated), int(dropped))
 
 
 CORRECTIONS: Mapping[str, CorrectionSpec] = declared_in(CorrectionSpec, [sys.modules[__name__]])

@@ -24,7 +24,7 @@ from ludus.algorithms.kl import FULL_KL_NAMES, KLS, importance_weighted, traject
 from ludus.algorithms.losses.clipped import ClipStats, clip_stats
 from ludus.algorithms.losses.likelihood import echo, positive_nll
 from ludus.algorithms.losses.sequence import trajectory_mean
-from ludus.algorithms.tensors import Cut, Tensor, TokenBatch, check_shapes, select, torch
+from ludus.algorithms.tensors import Cut, SummedFields, Tensor, TokenBatch, check_shapes, select, torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ AGGREGATIONS: dict[str, AggregationFn] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class Statistics(SummedFields):
     """Sums of one microbatch; `+` joins microbatches. `clip.tokens` is the number of action tokens.
 
     `loss` and its part `policy_loss` are normalised already (their sums are those of the whole batch);
@@ -151,36 +151,25 @@ class Statistics:
     @property
     def kl_mean(self) -> float | None:
         """Mean of the KL estimate over action tokens, nats."""
-        return None if self.kl_sum is None else self.kl_sum / max(self.clip.tokens, 1)
+        return self._mean(self.kl_sum)
 
     @property
     def entropy_mean(self) -> float | None:
         """Mean entropy over action tokens, nats."""
-        return None if self.entropy_sum is None else self.entropy_sum / max(self.clip.tokens, 1)
+        return self._mean(self.entropy_sum)
 
     @property
     def teacher_mean(self) -> float | None:
         """Mean of `logprobs - teacher` over action tokens: the reverse KL to the teacher, nats."""
-        return None if self.teacher_sum is None else self.teacher_sum / max(self.clip.tokens, 1)
+        return self._mean(self.teacher_sum)
 
     @property
     def chosen_share(self) -> float | None:
         """Share of action tokens that the loss treats apart."""
-        return None if self.chosen_sum is None else self.chosen_sum / max(self.clip.tokens, 1)
+        return self._mean(self.chosen_sum)
 
-    def __add__(self, other: Statistics) -> Statistics:
-        return Statistics(
-            loss=self.loss + other.loss,
-            policy_loss=self.policy_loss + other.policy_loss,
-            clip=self.clip + other.clip,
-            mismatch=self.mismatch + other.mismatch,
-            by_length=self.by_length + other.by_length,
-            kl_sum=_add(self.kl_sum, other.kl_sum),
-            entropy_sum=_add(self.entropy_sum, other.entropy_sum),
-            teacher_sum=_add(self.teacher_sum, other.teacher_sum),
-            chosen_sum=_add(self.chosen_sum, other.chosen_sum),
-            terms={name: value + other.terms[name] for name, value in self.terms.items()},
-        )
+    def _mean(self, total: float | None) -> float | None:
+        return None if total is None else total / max(self.clip.tokens, 1)
 
 
 def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -> tuple[Tensor, Statistics]:
@@ -359,7 +348,3 @@ def _read(numbers: Mapping[str, Tensor | None]) -> dict[str, float]:
     """Return the numbers that are not None: one transfer from the device for all of them."""
     there = {name: value.detach().double() for name, value in numbers.items() if value is not None}
     return dict(zip(there, torch.stack(list(there.values())).tolist(), strict=True))
-
-
-def _add(left: float | None, right: float | None) -> float | None:
-    return None if left is None or right is None else left + right

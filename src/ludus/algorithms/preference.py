@@ -46,18 +46,7 @@ class PairInputs(TypedDict):
     rejected_mask: Tensor
 
 
-def dpo(
-    *,
-    chosen_logprobs: Tensor,
-    rejected_logprobs: Tensor,
-    ref_chosen_logprobs: Tensor,
-    ref_rejected_logprobs: Tensor,
-    chosen_mask: Tensor,
-    rejected_mask: Tensor,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
-    robust: bool = False,
-) -> Tensor:
+def dpo(*, beta: float = 0.1, label_smoothing: float = 0.0, robust: bool = False, **pair: Unpack[PairInputs]) -> Tensor:
     """Return `-log sigmoid(beta h)`, `h = (lp_c - ref_c) - (lp_r - ref_r)`, arXiv:2305.18290 (eq. 7), [N].
 
     With `label_smoothing = e`: `-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)`, conservative DPO, as
@@ -65,10 +54,7 @@ def dpo(
     labels (arXiv:2403.00409, TRL's `robust`). `beta` 0.1 as in TRL and the paper.
     """
     _check_smoothing(label_smoothing, robust)
-    margin = _log_ratio(chosen_logprobs, ref_chosen_logprobs, chosen_mask) - _log_ratio(
-        rejected_logprobs, ref_rejected_logprobs, rejected_mask
-    )
-    return _smoothed(beta * margin, label_smoothing, robust)
+    return _smoothed(_margin(beta, pair), label_smoothing, robust)
 
 
 def simpo(
@@ -92,26 +78,15 @@ def simpo(
     return _smoothed(beta * (chosen - rejected) - gamma, label_smoothing, robust=False)
 
 
-def ipo(
-    *,
-    chosen_logprobs: Tensor,
-    rejected_logprobs: Tensor,
-    ref_chosen_logprobs: Tensor,
-    ref_rejected_logprobs: Tensor,
-    chosen_mask: Tensor,
-    rejected_mask: Tensor,
-    beta: float = 0.1,
-    per_token: bool = True,
-) -> Tensor:
+def ipo(*, beta: float = 0.1, per_token: bool = True, **pair: Unpack[PairInputs]) -> Tensor:
     """Return `(h - 1 / (2 beta))^2`, `h` the difference of the two log-ratios (arXiv:2310.12036, eq. 17), [N].
 
     With `per_token` each log-ratio is a mean over its action tokens, as TRL defines it after asking the
     authors; without, a sum, as the paper writes it and OpenRLHF has it.
     """
-    chosen = _log_ratio(chosen_logprobs, ref_chosen_logprobs, chosen_mask)
-    rejected = _log_ratio(rejected_logprobs, ref_rejected_logprobs, rejected_mask)
+    chosen, rejected = _log_ratios(pair)
     if per_token:
-        chosen, rejected = _mean(chosen, chosen_mask), _mean(rejected, rejected_mask)
+        chosen, rejected = _mean(chosen, pair["chosen_mask"]), _mean(rejected, pair["rejected_mask"])
     return (chosen - rejected - 1 / (2 * beta)).square()
 
 
@@ -131,8 +106,7 @@ def kto(
     `h = sum_t m (lp - ref)` and `z` the `baseline`, one number for the whole batch from `kto_baseline`
     (arXiv:2402.01306, and TRL). `desirable` [N] bool: no pairs are needed.
     """
-    if desirable.shape != mask.shape[:1]:
-        raise ValueError(f"desirable must be [{mask.shape[0]}], not {list(desirable.shape)}")
+    _check_desirable(desirable, mask)
     margin = beta * (_log_ratio(logprobs, ref_logprobs, mask) - baseline)
     good = desirable_weight * torch.sigmoid(-margin)
     return torch.where(desirable.bool(), good, undesirable_weight * torch.sigmoid(margin))
@@ -152,8 +126,7 @@ def hinge(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
 
     SLiC's hinge (arXiv:2305.10425) in the normalised form of arXiv:2309.06657; TRL's `hinge`.
     """
-    chosen, rejected = _log_ratios(pair)
-    return torch.relu(1 - beta * (chosen - rejected))
+    return torch.relu(1 - _margin(beta, pair))
 
 
 def exo(*, beta: float = 0.1, label_smoothing: float = 1e-3, **pair: Unpack[PairInputs]) -> Tensor:
@@ -164,8 +137,7 @@ def exo(*, beta: float = 0.1, label_smoothing: float = 1e-3, **pair: Unpack[Pair
     """
     if not 0 < label_smoothing < 1:
         raise ValueError(f"label_smoothing = {label_smoothing} must be above 0 and below 1 for exo")
-    chosen, rejected = _log_ratios(pair)
-    logits = beta * (chosen - rejected)
+    logits = _margin(beta, pair)
     kept = logits.sigmoid() * (_logsigmoid(logits) - math.log1p(-label_smoothing))
     return kept + (-logits).sigmoid() * (_logsigmoid(-logits) - math.log(label_smoothing))
 
@@ -198,8 +170,7 @@ def discopop(*, beta: float = 0.05, tau: float = 0.05, **pair: Unpack[PairInputs
     """
     if tau <= 0:
         raise ValueError(f"tau must be above 0, not {tau}")
-    chosen, rejected = _log_ratios(pair)
-    logits = beta * (chosen - rejected)
+    logits = _margin(beta, pair)
     gate = torch.sigmoid(logits / tau)
     # exp(-x) is read only while the gate is open, x above about 0; far below it the product is 0, not inf 0.
     exponential = (-logits + _logsigmoid(logits / tau)).exp()
@@ -234,8 +205,7 @@ def bco(
     included (TRL's running mean; the paper halves the sum of the two class means); no gradient flows through
     it.
     """
-    if desirable.shape != mask.shape[:1]:
-        raise ValueError(f"desirable must be [{mask.shape[0]}], not {list(desirable.shape)}")
+    _check_desirable(desirable, mask)
     shifted = beta * _log_ratio(logprobs, ref_logprobs, mask) - _constant(delta)
     return -_logsigmoid(torch.where(desirable.bool(), shifted, -shifted))
 
@@ -270,6 +240,17 @@ def _log_ratios(pair: PairInputs) -> tuple[Tensor, Tensor]:
     chosen = _log_ratio(pair["chosen_logprobs"], pair["ref_chosen_logprobs"], pair["chosen_mask"])
     rejected = _log_ratio(pair["rejected_logprobs"], pair["ref_rejected_logprobs"], pair["rejected_mask"])
     return chosen, rejected
+
+
+def _margin(beta: float, pair: PairInputs) -> Tensor:
+    """Return `beta h`, `h` the difference of the two log-ratios, [N]."""
+    chosen, rejected = _log_ratios(pair)
+    return beta * (chosen - rejected)
+
+
+def _check_desirable(desirable: Tensor, mask: Tensor) -> None:
+    if desirable.shape != mask.shape[:1]:
+        raise ValueError(f"desirable must be [{mask.shape[0]}], not {list(desirable.shape)}")
 
 
 def _constant(value: Tensor | float) -> Tensor | float:

@@ -9,8 +9,9 @@ of this folder import `torch` and `Tensor` from here: torch is imported at its f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
     import torch as torch
@@ -298,6 +299,26 @@ class TokenBatch:
             check_shapes(self.mask, ref_logprobs=self.ref_logprobs)
         if self.entropy is not None:
             check_shapes(self.mask, entropy=self.entropy)
+
+
+@dataclass(frozen=True, slots=True)
+class SummedFields:
+    """A record over part of a batch: `+` adds its fields, and takes the maximum of those that end in `_max`.
+
+    A field that is None in one part is None in the sum.
+    """
+
+    def __add__(self, other: Self) -> Self:
+        names = [one.name for one in fields(self)]
+        found: dict[str, object] = {}
+        for name, one, two in zip(names, attrgetter(*names)(self), attrgetter(*names)(other), strict=True):
+            if isinstance(one, dict):
+                found[name] = {key: value + two[key] for key, value in one.items()}
+            elif one is None or two is None:
+                found[name] = None
+            else:
+                found[name] = max(one, two) if name.endswith("_max") else one + two
+        return replace(self, **found)
 
 
 class Cut(NamedTuple):

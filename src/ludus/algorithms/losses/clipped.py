@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ludus.algorithms.algorithm import POSITIVE, LossSpec, Need, Option
-from ludus.algorithms.tensors import Cut, Tensor, check_shapes, clamped_ratio, select, torch
+from ludus.algorithms.tensors import Cut, SummedFields, Tensor, check_shapes, clamped_ratio, select, torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def sapo(
 
 
 @dataclass(frozen=True, slots=True)
-class ClipStats:
+class ClipStats(SummedFields):
     """Counts and sums over action tokens; `+` joins microbatches.
 
     A token is clipped as in `Cut`, by the ratio that its loss takes. `ratio_sum` and `ratio_max` are of the
@@ -172,16 +172,6 @@ class ClipStats:
     def ratio_mean(self) -> float:
         """Mean ratio over action tokens; 0 without tokens."""
         return self.ratio_sum / max(self.tokens, 1)
-
-    def __add__(self, other: ClipStats) -> ClipStats:
-        return ClipStats(
-            tokens=self.tokens + other.tokens,
-            clipped_low=self.clipped_low + other.clipped_low,
-            clipped_high=self.clipped_high + other.clipped_high,
-            clipped_dual=self.clipped_dual + other.clipped_dual,
-            ratio_sum=self.ratio_sum + other.ratio_sum,
-            ratio_max=max(self.ratio_max, other.ratio_max),
-        )
 
 
 def clip_stats(*, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cut: Cut | None) -> ClipStats:

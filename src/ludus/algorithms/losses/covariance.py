@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from ludus.algorithms.algorithm import NOT_NEGATIVE, LossSpec, Need, Option, OptionBounds
 from ludus.algorithms.losses.clipped import ppo_clip, token_cut, token_ratio
-from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
+from ludus.algorithms.tensors import SummedFields, Tensor, check_shapes, select, torch
 
 _SHARE = OptionBounds(0, 1, above=True)
 
 
 @dataclass(frozen=True, slots=True)
-class CovarianceMeans:
+class CovarianceMeans(SummedFields):
     """Sums of `old_logprobs` and `advantages` over action tokens; `+` joins the parts of a batch."""
 
     tokens: int
@@ -43,11 +43,6 @@ class CovarianceMeans:
     def advantage(self) -> float:
         """Mean advantage; 0 without tokens."""
         return self.advantage_sum / max(self.tokens, 1)
-
-    def __add__(self, other: CovarianceMeans) -> CovarianceMeans:
-        return CovarianceMeans(
-            self.tokens + other.tokens, self.logprob_sum + other.logprob_sum, self.advantage_sum + other.advantage_sum
-        )
 
 
 def token_covariance(*, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, means: CovarianceMeans) -> Tensor:
