@@ -248,17 +248,20 @@ def check_evaluation(config: Config, world: World) -> None:
         check_split(world, split)
         if warning := short_split(world, split, settings.tasks):
             log.info(warning)
-    check_split(world, settings.split_during)
+    check_split(world, settings.split_during, "evaluation.split_during")
     check_tasks("train", world.tasks("train"))
 
 
-def check_split(world: World, split: str) -> None:
-    """Raise UserError for a split without tasks or with a duplicate id."""
-    tasks = world.tasks(split)
+def check_split(world: World, split: str, setting: str = "evaluation.splits") -> None:
+    """Raise UserError, naming `setting`, for a split that does not exist, is empty or has a duplicate id."""
+    try:
+        tasks = world.tasks(split)
+    except UserError as error:
+        raise UserError(f"{setting}: {error.message}", error.hint) from error
     check_tasks(split, tasks)
     if not tasks:
         sizes = ", ".join(f"{name} {len(world.tasks(name))}" for name in world.splits)
-        raise UserError(f"The split {split!r} is empty. Tasks by split: {sizes}.", "Choose another split.")
+        raise UserError(f"{setting}: the split {split!r} is empty. Tasks by split: {sizes}.", "Choose another split.")
 
 
 def short_split(world: World, split: str, num: int) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.arguments import recipe_config, run_config
-from ludus.cli.commands.config import check_rewards
+from ludus.cli.commands.config import check_plugins, check_rewards
 from ludus.cli.training.training_command import TrainingStage, resumed_folder
 from ludus.cli.ui.terminal import AuditBar, bars, make_console, silence_libraries
 from ludus.config.environment import launched_rank
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     """Check the configuration and load the model, unless the run has to create it."""
+    check_plugins(config)
     check_rewards(config, algorithm_of(config))  # before torch is imported, which takes seconds
     from ludus.cli.ui import progress
     from ludus.training.rl.validate import open_validated_session
