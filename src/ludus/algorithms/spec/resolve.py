@@ -137,8 +137,8 @@ def _contradictions(algorithm: Algorithm) -> Iterator[tuple[bool, str, str]]:
     yield (
         loss.per_trajectory and by_token,
         (
-            f"The loss {algorithm.loss} has one term per trajectory, and algorithm.correction = {algorithm.correction!r} "
-            "weighs tokens."
+            f"The loss {algorithm.loss} has one term per trajectory, and algorithm.correction = "
+            f"{algorithm.correction!r} weighs tokens."
         ),
         "Set algorithm.options.correction.level = 'sequence' or 'geometric', or correction = 'none'.",
     )
@@ -153,8 +153,8 @@ def _contradictions(algorithm: Algorithm) -> Iterator[tuple[bool, str, str]]:
     yield (
         weighted and algorithm.kl in FULL_KL_NAMES,
         (
-            f"algorithm.options.kl.importance corrects for the sampled token, and algorithm.kl = {algorithm.kl!r} reads "
-            "whole distributions."
+            f"algorithm.options.kl.importance corrects for the sampled token, and algorithm.kl = {algorithm.kl!r} "
+            "reads whole distributions."
         ),
         "Set kl = 'k3', or unset importance.",
     )

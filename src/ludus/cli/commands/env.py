@@ -21,6 +21,7 @@ from rich.table import Column, Table
 
 from ludus.cli.arguments import no_settings
 from ludus.cli.ui.terminal import AuditBar, bars, make_console, print_line
+from ludus.cli.ui.transcripts import message_text, print_transcript
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.envs.base import World
@@ -179,8 +180,6 @@ def show(console: Console, report: CheckReport, config: Config, scoring: Process
 
     Raises ConfigError for reward parts whose inputs the world does not have.
     """
-    from ludus.cli.ui.transcripts import message_text, print_transcript
-
     world, task, added = report.world, report.tasks[0], added_parts(config.rewards)
     check_task_fits(config.rewards.extra, task, len(world.environment(task).tools))
     print_line(console, f"World: {world.name}")

@@ -17,6 +17,7 @@ from rich.table import Table
 from ludus.cli.arguments import check_run, no_settings
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.errors import UserError
+from ludus.training.run.run_dir import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Send the request to the run and print its engines afterwards."""
     from ludus.cluster.control import ask
-    from ludus.training.run.run_dir import RunFolder
 
     no_settings(overrides, "cluster")
     folder = RunFolder(args.folder)

@@ -16,6 +16,7 @@ from rich.table import Table
 from ludus.cli.ui.tables import sampling_words, success_words
 from ludus.cli.ui.terminal import bars, make_console, print_line
 from ludus.cli.ui.transcripts import print_transcript
+from ludus.cluster.control import controlled as control
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.toml import value_text
@@ -172,7 +173,6 @@ def controlled(run: Path, cluster: Cluster | None) -> AbstractContextManager[Non
     """Allow `ludus cluster` to change the cluster of a run in the block."""
     if cluster is None:
         return nullcontext()
-    from ludus.cluster.control import controlled as control
 
     return control(run, cluster)
 
