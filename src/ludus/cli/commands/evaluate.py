@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from ludus.cli.arguments import model_settings, policy_config, recipe_config
-from ludus.cli.commands.eval_backends import EngineBackend, EvalBackend, endpoint_backend
 from ludus.cli.ui.tables import EvaluatedEpisodes, print_evaluations, sampling_words, temperature_words
 from ludus.cli.ui.terminal import bars, make_console, print_line
 from ludus.config.schema import Config
@@ -40,9 +40,14 @@ from ludus.evaluation.evaluate import (
     save_or_compare,
     short_split,
 )
-from ludus.rollout.openai_client import OpenAIClientSettings
-from ludus.rollout.scheduler import Episode, SamplingPlan
+from ludus.rollout.ledger import Ledger
+from ludus.rollout.openai_client import OpenAIClient, OpenAIClientSettings, endpoint_chat_factory
+from ludus.rollout.reward_executor import ProcessRewardExecutor
+from ludus.rollout.scheduler import Episode, SamplingPlan, Scheduler, engine_scheduler, scheduler
 from ludus.training.run.run_dir import RunFolder, new_run, remove_unstarted
+
+if TYPE_CHECKING:
+    from ludus.cli.ui.load_run import LoadedRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,7 +149,7 @@ async def _evaluate(
         async with removing_empty_folder(folder, args.run), closing(world):
             for plan in plans(config, backend.step, policy_name(args)):
                 result, episodes = await play(backend, plan, console)
-                result = replace(result, notices=backend.notices)
+                result = replace(result, notices=backend.notices())
                 saved.append(save_or_compare(folder.evaluations, result, episodes, label))
                 played.append(EvaluatedEpisodes(result, [episode.trajectory for episode in episodes]))
     finally:
@@ -176,6 +181,50 @@ def headline(args: argparse.Namespace, config: Config, backend: EvalBackend) -> 
     )
 
 
+@dataclass(frozen=True)
+class EvalBackend:
+    """The model that plays: the training step of its weights, and a function that makes its schedulers.
+
+    `notices` returns the sampling parameters that a server ignored, in sentences.
+    """
+
+    world: World
+    step: int
+    scheduler: Callable[[SamplingPlan], Scheduler]
+    close: Callable[[], Awaitable[None]]
+    notices: Callable[[], tuple[str, ...]] = tuple
+
+
+def engine_backend(world: World, opened: LoadedRun) -> EvalBackend:
+    """Return weights in the embedded engine, with the scheduler of training."""
+    session = opened.session
+
+    def make(play: SamplingPlan) -> Scheduler:
+        made = engine_scheduler(world, opened.engine, session.renderer, session.config.rollout, play, Ledger())
+        return replace(made, scoring=session.scoring)
+
+    return EvalBackend(world, opened.step, make, opened.engine.close)
+
+
+def endpoint_backend(config: Config, world: World, settings: OpenAIClientSettings) -> EvalBackend:
+    """Return a model behind a chat-completions endpoint, with the same limits as for an engine. Needs no torch.
+
+    Raises ConfigError for a rendering other than chat.
+    """
+    if config.env.rendering != "chat":
+        raise ConfigError(
+            f"An endpoint needs chat messages, but env.rendering is {config.env.rendering!r}.",
+            "Add --env.rendering chat.",
+        )
+    client, scoring, parser = OpenAIClient(settings), ProcessRewardExecutor.of(config), config.env.tool_parser
+
+    def make(play: SamplingPlan) -> Scheduler:
+        chats = endpoint_chat_factory(client, config.rollout, play, "" if parser == "auto" else parser, world)
+        return replace(scheduler(world, chats, config.rollout, Ledger()), scoring=scoring)
+
+    return EvalBackend(world, 0, make, client.close, lambda: client.notices)
+
+
 async def make_backend(args: argparse.Namespace, config: Config, world: World) -> EvalBackend:
     """Return the backend that the arguments name."""
     if args.endpoint:
@@ -185,7 +234,7 @@ async def make_backend(args: argparse.Namespace, config: Config, world: World) -
     from ludus.cli.ui.load_run import open_weights
 
     run = RunFolder(args.run) if args.run is not None else None
-    return EngineBackend(world, await open_weights(config, run))
+    return engine_backend(world, await open_weights(config, run))
 
 
 def policy_name(args: argparse.Namespace) -> str:
@@ -212,14 +261,14 @@ def result_folder(args: argparse.Namespace, config: Config) -> RunFolder:
 
 async def play(backend: EvalBackend, plan: EvaluationPlan, console: Console) -> tuple[Evaluation, list[Episode]]:
     """Run one evaluation with a progress bar."""
-    scheduler = backend.scheduler(SamplingPlan("evaluate", plan.temperature, plan.seed))
+    player = backend.scheduler(SamplingPlan("evaluate", plan.temperature, plan.seed))
     with bars(console) as progress:
         name = f"episodes of {plan.split}, {sampling_words(plan)}"
         tasks = backend.world.tasks(plan.split)
         if warning := short_split(backend.world, plan.split, plan.num_tasks):
             print_line(console, warning)
         task = progress.add_task(name, total=plan.episodes_of(tasks), numbers="")
-        return await evaluate(scheduler, tasks, plan, lambda _: progress.advance(task))
+        return await evaluate(player, tasks, plan, lambda _: progress.advance(task))
 
 
 def verdict_line(saved: SavedEvaluation, reproducible: bool) -> str:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.arguments import recipe_config, run_config
 from ludus.cli.commands.config import check_plugins, check_rewards
+from ludus.cli.commands.env import AuditBar
 from ludus.cli.training.training_command import TrainingStage, resumed_folder
-from ludus.cli.ui.terminal import AuditBar, bars, make_console, print_line, silence_libraries
+from ludus.cli.ui.terminal import bars, make_console, print_line, silence_libraries
 from ludus.config.environment import launched_rank
 from ludus.config.schema import Config
 from ludus.training.run.run_dir import RunFolder

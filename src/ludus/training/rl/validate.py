@@ -22,7 +22,7 @@ from ludus.envs.base import World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import build_world, check_sandbox
 from ludus.errors import ConfigError
-from ludus.evaluation.env_audit import AuditProgress, CheckPlan, SilentProgress, refuse_cheats
+from ludus.evaluation.env_audit import AuditProgress, CheckPlan, refuse_cheats
 from ludus.evaluation.evaluate import check_evaluation
 from ludus.rewards.registry import has_extra_rewards
 from ludus.rollout.reward_executor import ProcessRewardExecutor
@@ -36,7 +36,7 @@ from ludus.training.rl.sync_trainer import task_order
 from ludus.training.run.session import TrainingSession, open_session
 from ludus.training.value_models.factory import planned_warmup
 
-UNWATCHED = SilentProgress()
+UNWATCHED = AuditProgress()
 OF_EVERY_MODE = ("min_ess", "ess_patience")
 """Settings of `staleness` that apply in every training mode."""
 _ENGINE_WORKERS: Final = ("engines", "engine_cpus", "engine_gpus", "engine_resources")
