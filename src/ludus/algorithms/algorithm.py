@@ -91,7 +91,7 @@ class Option:
 
 
 class Need(StrEnum):
-    """What a part reads or requires beyond rewards, groups, log-probabilities and the mask."""
+    """An input or a condition of a part beyond rewards, groups, log-probabilities and the mask."""
 
     # Advantages
     GROUP = "group"
@@ -187,7 +187,7 @@ def _expand_signature(function: Callable[..., Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSpec:
-    """What all parts have. `name` is the name in settings, that of the function unless set.
+    """The fields of all parts. `name` is the name in settings, that of the function unless set.
 
     `selectable`: a setting may name it.
     """
@@ -239,8 +239,8 @@ class AdvantageSpec(PartSpec):
 class LossSpec(PartSpec):
     """A loss: [N, L], or [N] with `per_trajectory`, from the fields of `TokenBatch`.
 
-    `ratio_part` names what acts only where the ratio is not 1. `off_policy`: no correction is needed. `cut`
-    returns what a clip cuts off (`Cut`). `choose` returns the tokens of `Need.TOKEN_CHOICE`, [N, L] bool, from
+    `ratio_part` names the part that has no effect at a ratio of 1. `off_policy`: no correction is needed. `cut` returns
+    the tokens that a clip cuts off (`Cut`). `choose` returns the tokens of `Need.TOKEN_CHOICE`, [N, L] bool, from
     `covariance`, `mask` and `seed`.
     """
 

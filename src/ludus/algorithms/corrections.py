@@ -1,4 +1,4 @@
-"""The train-inference mismatch: how far engine and learner are apart, and the weights that correct for it.
+"""The mismatch between training and inference: its size, and the weights that correct for it.
 
 Every correction returns weights [N, L] without gradient, 0 where `mask` is 0, which multiply the policy loss. They
 do not change its normaliser, except for `reject_sequence` and `m2po`, which are filters and narrow the mask.
@@ -81,11 +81,10 @@ def icepop(
     high: float = 5.0,
     level: Level = "token",
 ) -> Tensor:
-    """Return `w` where `low <= w <= high`, else 0, [N, L]: a ratio out of bounds is dropped, not truncated.
+    """Return `w` where `low <= w <= high`, else 0, [N, L]: a ratio out of bounds becomes 0 instead of the bound.
 
-    arXiv:2510.18855 (Ring-1T; 0.5 and 5). `level` as in `tis`; `sequence` is the masked importance sampling
-    of "When Speed Kills Stability" (Liu et al. 2025), TRL's default. Dropped tokens stay in the
-    normaliser.
+    arXiv:2510.18855 (Ring-1T; 0.5 and 5). `level` as in `tis`; `sequence` is the masked importance sampling of "When
+    Speed Kills Stability" (Liu et al. 2025), TRL's default. Dropped tokens stay in the normaliser.
     """
     _check_bounds(low, high)
     weights = importance_ratios(old_logprobs, behavior_logprobs, mask, level)
@@ -299,7 +298,7 @@ def mismatch(
     ratios: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Mismatch:
-    """Return how far learner and engine are apart on the action tokens, and what a correction does about it.
+    """Return the difference of learner and engine on the action tokens, and the effect of a correction.
 
     `ratios` and `weights` [N, L] are the correction's before and after its limits. None: the ratios of
     tokens, and no limits.
@@ -366,4 +365,4 @@ def _record(sums: list[float]) -> Mismatch:
 
 
 CORRECTIONS: Mapping[str, CorrectionSpec] = declared_in(CorrectionSpec, [sys.modules[__name__]])
-"""What `algorithm.correction` may name."""
+"""The values of `algorithm.correction`."""

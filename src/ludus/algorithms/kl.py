@@ -70,7 +70,7 @@ def full_forward(*, logits: Tensor, ref_logits: Tensor, temperature: float = 1.0
 def penalised_rewards(*, rewards: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
     """Return `r_i - coef sum_t m kl`, [N]: placement `reward` for advantages of whole trajectories, as in verl.
 
-    `rewards` [N], `kl` and `mask` [N, L]. Goes before the groups are normalised; no gradient flows.
+    `rewards` [N], `kl` and `mask` [N, L]. Applied before groups are normalised; no gradient flows.
     """
     check_shapes(mask, kl=kl)
     if rewards.shape != mask.shape[:1]:
@@ -434,12 +434,11 @@ WINDOW = 5
 class KLGuard:
     """Pause a run if its `kl` exceeds `factor` times its expected value, or is not finite.
 
-    Without `decay` the expected value is fixed, and each step is compared. With it the mean of the last `WINDOW`
-    steps (`recent`) is compared with what the steps before them predict: `expected` is their average, `expected = d
-    expected + (1 - d) kl`, those that paused included, at the step `expected_step`, which is the average of their
-    numbers. A run moves away from its reference at most in proportion to its steps, so the prediction is `expected`
-    times the ratio of the steps. The first `warmup` steps (`seen`) never pause. An expected value below `least`
-    counts as `least`.
+    Without `decay` the expected value is fixed, and each step is compared. With it the mean of the last `WINDOW` steps
+    (`recent`) is compared with what the steps before them predict: `expected` is their average, `expected = d expected
+    + (1 - d) kl`, those that paused included, at the step `expected_step`, which is the average of their numbers. A run
+    moves away from its reference at most in proportion to its steps, so the prediction is `expected` times the ratio of
+    the steps. The first `warmup` steps (`seen`) never pause. An expected value below `least` counts as `least`.
     """
 
     expected: float | None

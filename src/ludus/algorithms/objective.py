@@ -31,10 +31,9 @@ from ludus.algorithms.tensors import Cut, SummedFields, Tensor, TokenBatch, chec
 class Normalizer:
     """Counts over the global batch of one optimiser step (all microbatches, all ranks).
 
-    `tokens` (M) action tokens that train; `trajectories` (N) those with at least one of them; `constant` (C)
-    the fixed number of tokens that `constant` divides by, as a rule the token budget of a trajectory.
-    `observed` observation tokens and `positive` action tokens of positive trajectories, for the terms that
-    are means over those.
+    `tokens` (M) action tokens that train; `trajectories` (N) those with at least one of them; `constant` (C) the fixed
+    number of tokens that `constant` divides by, as a rule the token budget of a trajectory. `observed` observation
+    tokens and `positive` action tokens of positive trajectories, for the terms that are means over those.
     """
 
     tokens: int
@@ -72,10 +71,9 @@ def aggregate(
 ) -> Tensor:
     """Return the aggregated loss, [].
 
-    `loss` [N, L] per token. `how` is `token_mean` (`sum m l / M`, DAPO), `seq_mean_token_mean`
-    (`(1/N) sum_i (sum_t m l / n_i)`, GRPO's paper, GSPO), `seq_mean_token_sum` (`(1/N) sum_i sum_t m l`) or
-    `constant` (`sum m l / (N C)`, Dr. GRPO). A loss [N] with one term per trajectory is always
-    `(1/N) sum_i l_i` over the trajectories with action tokens.
+    `loss` [N, L] per token. `how` is `token_mean` (`sum m l / M`, DAPO), `seq_mean_token_mean` (`(1/N) sum_i (sum_t m l
+    / n_i)`, GRPO's paper, GSPO), `seq_mean_token_sum` (`(1/N) sum_i sum_t m l`) or `constant` (`sum m l / (N C)`, Dr.
+    GRPO). A loss [N] with one term per trajectory is always `(1/N) sum_i l_i` over the trajectories with action tokens.
 
     `normaliser` holds the counts of the global batch; None takes those of `mask`. `constant` is C if the
     normaliser has none; if both have none, C is the padded length L. 0 for an empty mask. Raises ValueError
@@ -130,11 +128,10 @@ AGGREGATIONS: dict[str, AggregationFn] = {
 class Statistics(SummedFields):
     """Sums of one microbatch; `+` joins microbatches. `clip.tokens` is the number of action tokens.
 
-    `loss` and its part `policy_loss` are normalised already (their sums are those of the whole batch);
-    `by_length` is `mismatch` by the place of the token; `kl_sum` and `entropy_sum` are plain sums over action
-    tokens, None if the batch has no reference or entropy; `teacher_sum` is that of `logprobs - teacher`,
-    `chosen_sum` counts the tokens that the loss treats apart.
-    `terms` are the added terms as they enter the loss, normalised already.
+    `loss` and its part `policy_loss` are normalised already (their sums are those of the whole batch); `by_length` is
+    `mismatch` by the place of the token; `kl_sum` and `entropy_sum` are plain sums over action tokens, None if the
+    batch has no reference or entropy; `teacher_sum` is that of `logprobs - teacher`, `chosen_sum` counts the tokens
+    that the loss treats separately. `terms` are the auxiliary losses, with their coefficients and normalised already.
     """
 
     loss: float
@@ -165,7 +162,7 @@ class Statistics(SummedFields):
 
     @property
     def chosen_share(self) -> float | None:
-        """Share of action tokens that the loss treats apart."""
+        """Share of action tokens that the loss treats separately."""
         return self._mean(self.chosen_sum)
 
     def _mean(self, total: float | None) -> float | None:

@@ -1,9 +1,8 @@
 """Losses on pairs of a chosen and a rejected trajectory, or on trajectories judged alone, [N].
 
-Tensors are [N, L] (chosen and rejected may differ in L), column `t` belongs to token `t`, and every sum runs
-over action tokens only: other positions never matter. The gradient flows through the policy's
-log-probabilities alone. The loss of a batch is the mean over all its pairs, `sum / N` with the `N` of the
-whole batch.
+Tensors are [N, L] (chosen and rejected may differ in L), column `t` belongs to token `t`, and every sum runs over
+action tokens only: other positions never matter. The gradient flows through the policy's log-probabilities alone. The
+loss of a batch is the mean over all its pairs, `sum / N` with the `N` of the whole batch.
 
 Names: `chosen_logprobs`, `rejected_logprobs` under the policy, `ref_...` under the reference.
 """
@@ -20,11 +19,11 @@ from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 
 @dataclass(frozen=True, slots=True)
 class PreferenceSpec:
-    """What a preference loss needs.
+    """The inputs of a preference loss.
 
     `reference`: log-probabilities of a reference. `mismatched`: answers of other pairs, for an estimate of
     the KL. `running_mean`: the mean of all implicit rewards so far. `per_token`: margins are means over
-    tokens. `beta` is the default of `preference.beta`, `baseline_metric` the name of what it compares with.
+    tokens. `beta` is the default of `preference.beta`, `baseline_metric` the metric of its baseline.
     """
 
     reference: bool = True
@@ -36,7 +35,7 @@ class PreferenceSpec:
 
 
 class PairInputs(TypedDict):
-    """What every loss on pairs takes, all [N, L]."""
+    """The inputs of every loss on pairs, all [N, L]."""
 
     chosen_logprobs: Tensor
     rejected_logprobs: Tensor
@@ -200,10 +199,9 @@ def bco(
 ) -> Tensor:
     """Return `-log sigmoid(q - delta)` where desirable, else `-log sigmoid(delta - q)`, [N].
 
-    `q = beta sum_t m (lp - ref)`. Binary classifier optimisation (arXiv:2404.04656): no pairs are needed.
-    `desirable` [N] bool. `delta` is the mean of `q` over all trajectories so far, those of this batch
-    included (TRL's running mean; the paper halves the sum of the two class means); no gradient flows through
-    it.
+    `q = beta sum_t m (lp - ref)`. Binary classifier optimisation (arXiv:2404.04656): no pairs are needed. `desirable`
+    [N] bool. `delta` is the mean of `q` over all trajectories so far, those of this batch included (TRL's running mean;
+    the paper halves the sum of the two class means); no gradient flows through it.
     """
     _check_desirable(desirable, mask)
     shifted = beta * _log_ratio(logprobs, ref_logprobs, mask) - _constant(delta)
@@ -217,7 +215,7 @@ def bco_pair(*, delta: Tensor | float, beta: float = 0.1, **pair: Unpack[PairInp
 
 
 def implicit_rewards(*, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, beta: float = 0.1) -> Tensor:
-    """Return `beta sum_t m (lp - ref)`, [N] without gradient: what the running mean of `bco` is over."""
+    """Return `beta sum_t m (lp - ref)`, [N] without gradient; `bco` takes their running mean."""
     return beta * _log_ratio(logprobs, ref_logprobs, mask).detach()
 
 
@@ -282,4 +280,4 @@ PREFERENCES: Mapping[str, PreferenceSpec] = {
     "simpo": PreferenceSpec(reference=False, per_token=True, beta=2.0),
     "kto": PreferenceSpec(mismatched=True, baseline_metric="preference/kto_baseline"),
 }
-"""The losses that `preference.loss` may name."""
+"""The values of `preference.loss`."""

@@ -72,15 +72,15 @@ class GroupedRewards:
         return self.member.sum(1).double()
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return sum of `values` [N] over each group, [K]."""
+        """Return the sum of `values` [N] over each group, [K]."""
         return torch.where(self.member, values, 0.0).sum(1)
 
     def mean(self) -> Tensor:
-        """Return mean reward of each group, [K]."""
+        """Return the mean reward of each group, [K]."""
         return self.sum(self.rewards) / self.sizes
 
     def std(self, ddof: int) -> Tensor:
-        """Return standard deviation of each group's rewards, [K]; 0 for a group of one."""
+        """Return the standard deviation of each group's rewards, [K]; 0 for a group of one."""
         squares = self.sum((self.rewards - self.mean()[self.index]) ** 2)
         return (squares / (self.sizes - ddof).clamp(min=1)).sqrt()
 
@@ -254,7 +254,7 @@ NEUTRAL = {
     "old_logprobs": 0.0,
     "behavior_logprobs": 0.0,
 }
-"""What functions that require an estimate [N, L] get before a model has computed it."""
+"""Values of estimates [N, L] that no model has computed yet, for functions that require them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class _OffPolicy(_Critic):
 
 
 class CriticInputs(_Critic, total=False):
-    """What every advantage with a critic takes."""
+    """The inputs of every advantage with a critic."""
 
     rewards: Tensor | None
     turn_rewards: Tensor | None
@@ -65,7 +65,7 @@ class CriticInputs(_Critic, total=False):
 
 
 class OffPolicyInputs(_OffPolicy, CriticInputs):
-    """Also the log-probabilities of the learner and of the engine."""
+    """The inputs of advantages that correct for the behaviour policy."""
 
 
 _CRITIC = {
@@ -88,7 +88,7 @@ def _whitened(*, advantages: Tensor, mask: Tensor, ddof: int, whiten: bool, trai
 
 
 def _above_values(*, advantages: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Subtract the values from targets: what a critic adds to its values again."""
+    """Subtract the values from targets; `value_targets` adds them back."""
     return advantages - torch.where(mask.bool(), values, 0.0)
 
 
@@ -102,9 +102,8 @@ def _above_values(*, advantages: Tensor, values: Tensor, mask: Tensor) -> Tensor
 def gae(*, gamma: float = 1.0, lam: float | Tensor = 1.0, **inputs: Unpack[CriticInputs]) -> Tensor:
     """Return `A_t = delta_t + gamma lam A_next`, `delta_t = r_t + gamma V_next - V_t`, arXiv:1506.02438 (GAE).
 
-    "Next" is the next action token: an observation is neither a step nor a discount. `gamma` and `lam` 1 as
-    in verl and OpenRLHF; TRL takes `lam` 0.95. `lam` may be [N], one a row. With `turn_rewards` this is
-    MT-PPO (arXiv:2505.11821).
+    "Next" is the next action token: an observation is neither a step nor a discount. `gamma` and `lam` 1 as in verl and
+    OpenRLHF; TRL takes `lam` 0.95. `lam` may be [N], one a row. With `turn_rewards` this is MT-PPO (arXiv:2505.11821).
     """
     steps = _token_steps(inputs)
     mask, delta = steps.tokens.mask, steps.delta(gamma)
@@ -126,8 +125,7 @@ def gae(*, gamma: float = 1.0, lam: float | Tensor = 1.0, **inputs: Unpack[Criti
     finish=_whitened,
 )
 def vapo(*, gamma: float = 1.0, alpha: float = 0.05, **inputs: Unpack[CriticInputs]) -> Tensor:
-    """Return `gae` with `lam = 1 - 1 / (alpha n_i)` clamped to [0, 1], `n_i` the row's action tokens,
-    arXiv:2504.05118.
+    """Return `gae` with `lam = 1 - 1 / (alpha n_i)` in [0, 1], `n_i` the row's action tokens, arXiv:2504.05118.
 
     The clamp matters below `1 / alpha` tokens (20): the paper's formula is negative there. This is the
     policy's advantage; the critic learns from `lam = 1`: `value_targets` of `gae(lam=1.0)`.
@@ -137,7 +135,7 @@ def vapo(*, gamma: float = 1.0, alpha: float = 0.05, **inputs: Unpack[CriticInpu
 
 
 def value_targets(*, advantages: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Return what a critic learns, [N, L]: `A_t + V_t` on action tokens, 0 elsewhere, without gradient.
+    """Return the targets of a critic, [N, L]: `A_t + V_t` on action tokens, 0 elsewhere, without gradient.
 
     For the advantages of `gae`, `step_gae` and `turn_gae`, before whitening. (`step_gae` reads V at the first
     action token of each turn alone: train its critic there.) `vtrace_targets` is that of V-trace.
@@ -213,7 +211,7 @@ def vtrace(
     """Return `A_t = rho_t (r_t + gamma v_next - V_t)`, arXiv:1802.01561 (IMPALA), [N, L].
 
     `rho = min(rho_bar, w)`, `c = min(c_bar, w)`; `v` are the `vtrace_targets`, and `v_next` behind the last
-    action token is the bootstrap. Both bounds 1 as in the paper. Where `w = 1` it equals `gae(gamma, 1)`.
+    action token is the bootstrap. Both bounds 1 as in the paper. If `w = 1` it equals `gae(gamma, 1)`.
     """
     steps, weights = _token_steps(inputs), _weights(inputs)
     rho = weights.clamp(max=rho_bar)
@@ -227,7 +225,7 @@ def retrace(*, gamma: float = 1.0, lam: float = 1.0, **inputs: Unpack[OffPolicyI
     """Return `A_t = sum_{s >= t} gamma^(s-t) (prod_{u=t+1..s} lam min(1, w_u)) delta_s`, arXiv:1606.02647 (Retrace).
 
     `delta_s = r_s + gamma V_next - V_s`; a token's own temporal difference has no weight. `lam` 1 as in the
-    paper. Where `w >= 1` it equals `gae(gamma, lam)`.
+    paper. If `w >= 1` it equals `gae(gamma, lam)`.
     """
     steps, weights = _token_steps(inputs), _weights(inputs)
     found = scan_back(steps.delta(gamma), gamma * lam * shifted(weights.clamp(max=1.0), 0.0))
@@ -245,10 +243,9 @@ def retrace(*, gamma: float = 1.0, lam: float = 1.0, **inputs: Unpack[OffPolicyI
 def vtrace_targets(
     *, gamma: float = 1.0, rho_bar: float = 1.0, c_bar: float = 1.0, **inputs: Unpack[OffPolicyInputs]
 ) -> Tensor:
-    """Return `v_t = V_t + delta_t + gamma c_t (v_next - V_next)`, arXiv:1802.01561: what V-trace's critic learns.
+    """Return `v_t = V_t + delta_t + gamma c_t (v_next - V_next)`, arXiv:1802.01561: the targets of V-trace's critic.
 
-    `delta_t = rho_t (r_t + gamma V_next - V_t)`; `v_next = V_next` (the bootstrap) behind the last action
-    token.
+    `delta_t = rho_t (r_t + gamma V_next - V_t)`; `v_next = V_next` (the bootstrap) behind the last action token.
     """
     steps, weights = _token_steps(inputs), _weights(inputs)
     excess = scan_back(weights.clamp(max=rho_bar) * steps.delta(gamma), gamma * weights.clamp(max=c_bar))

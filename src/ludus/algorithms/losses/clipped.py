@@ -36,7 +36,7 @@ class ClipRange:
 
 
 def ppo_cut(*, ratio: Tensor, advantages: Tensor, mask: Tensor, clip: ClipRange) -> Cut:
-    """Return what the clip of PPO cuts off at these ratios, all [N, L]."""
+    """Return the tokens that the clip of PPO cuts off at these ratios, all [N, L]."""
     check_shapes(mask, ratio=ratio, advantages=advantages)
     positive, negative = mask.bool() & (advantages > 0), mask.bool() & (advantages < 0)
     dual = torch.inf if clip.dual_clip is None else clip.dual_clip
@@ -58,13 +58,13 @@ def token_cut(
     eps_high: float,
     dual_clip: float | None = None,
 ) -> Cut:
-    """Return what the clip of each token's own ratio cuts off."""
+    """Return the tokens that the clip of each token's own ratio cuts off."""
     ratio = token_ratio(logprobs, old_logprobs, mask)
     return ppo_cut(ratio=ratio, advantages=advantages, mask=mask, clip=ClipRange(eps_low, eps_high, dual_clip))
 
 
 def _weight_cut(*, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, eps_low: float, eps_high: float) -> Cut:
-    """Return where the weight is bounded, whatever the advantage; the gradient stays."""
+    """Return the tokens whose weight is bounded, for any advantage; they have a gradient."""
     ratio, actions = token_ratio(logprobs, old_logprobs, mask), mask.bool()
     low, high = actions & (ratio < 1 - eps_low), actions & (ratio > 1 + eps_high)
     return Cut(low, high, torch.zeros_like(actions))

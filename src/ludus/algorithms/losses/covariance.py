@@ -1,10 +1,9 @@
 """Clip-Cov and KL-Cov: hold back the few tokens whose covariance of probability and advantage is high.
 
-Both choose tokens over the whole batch of the step, once, from what is known before it: the means
-(`CovarianceMeans`, which add over parts of the batch), the covariances (`token_covariance`), the choice
-(`choose_between` or `choose_highest`). The losses then take the rows of the choice that belong to their
-microbatch, so that no split of the batch changes what is chosen. In other systems both the means and the
-random choice are those of the microbatch.
+Both choose tokens over the whole batch of the step, once, from what is known before it: the means (`CovarianceMeans`,
+which add over parts of the batch), the covariances (`token_covariance`), the choice (`choose_between` or
+`choose_highest`). The losses then take the rows of the choice that belong to their microbatch, so that no split of the
+batch changes what is chosen. In other systems both the means and the random choice are those of the microbatch.
 """
 
 from __future__ import annotations

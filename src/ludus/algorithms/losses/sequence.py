@@ -40,7 +40,7 @@ def _trajectory_cut(
     ratio_of: Callable[[Tensor, Tensor, Tensor], Tensor] = sequence_ratio,
     by_token: bool = False,
 ) -> Cut:
-    """Return what is cut off by one ratio for all tokens of a trajectory, and their mean advantage.
+    """Return the tokens cut off by the ratio and the mean advantage of their trajectory.
 
     `by_token`: each token's own advantage.
     """
@@ -52,7 +52,7 @@ def _trajectory_cut(
 def _log_ratio_cut(
     *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float
 ) -> Cut:
-    """Return what is cut off token by token, by the log-ratio and the token's advantage."""
+    """Return the tokens cut off by their own log-ratio and advantage."""
     gap = select(logprobs, mask) - select(old_logprobs, mask)
     scores, actions = select(advantages, mask), mask.bool()
     low, high = actions & (scores < 0) & (gap < -eps_low), actions & (scores > 0) & (gap > eps_high)

@@ -63,7 +63,7 @@ def _own_token_cut(
     dual_clip: float | None = None,
     expert: Tensor | None = None,
 ) -> Cut:
-    """Return what the clip cuts off of the policy's own tokens; those of experts are not clipped."""
+    """Return the policy's own tokens that the clip cuts off; those of experts are not clipped."""
     own = mask.bool() if expert is None else mask.bool() & ~expert.bool()[:, None]
     return token_cut(
         logprobs=logprobs,

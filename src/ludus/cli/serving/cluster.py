@@ -1,9 +1,8 @@
 """List, add or remove engines of a running run.
 
-RUN is the folder of a run that was started with --cluster. `ludus cluster list RUN` shows its engines;
-`ludus cluster add-engine RUN` starts one more, which receives the current weights before any episode starts on
-it; `ludus cluster remove-engine RUN` drains and stops the least busy one, or the one with --number.
-docs/use/cluster.md has more.
+RUN is the folder of a run that was started with --cluster. `ludus cluster list RUN` shows its engines; `ludus cluster
+add-engine RUN` starts one more, which receives the current weights before any episode starts on it; `ludus cluster
+remove-engine RUN` drains and stops the least busy one, or the one with --number. docs/use/cluster.md has more.
 """
 
 from __future__ import annotations
