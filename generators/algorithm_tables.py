@@ -15,11 +15,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from ludus.algorithms.advantages import ADVANTAGES
+from ludus.algorithms.algorithm import KL_OPTIONS, SETTING_PARAMETERS, TERM_OPTIONS, Algorithm, Need, Option, PartSpec
 from ludus.algorithms.corrections import CORRECTIONS
-from ludus.algorithms.kl import FULL_KL_NAMES, KL_OPTIONS
+from ludus.algorithms.kl import FULL_KL_NAMES
 from ludus.algorithms.losses import LOSSES
-from ludus.algorithms.parts import Need, Option, PartSpec
-from ludus.algorithms.spec.algorithm import SETTING_PARAMETERS, TERM_OPTIONS, Algorithm
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.tensors import Outcomes, TokenBatch
 

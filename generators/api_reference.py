@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[1]
 MODULES = (
     *("types", "errors", "plugins", "tools.base", "rewards.base", "rewards.extract", "sandbox.base"),
     *("envs.base", "envs.tool_env", "envs.tool_world", "engines.base", "rollout.rollout_files"),
-    *("algorithms.tensors", "algorithms.parts", "algorithms.spec.algorithm", "algorithms.kl"),
+    *("algorithms.tensors", "algorithms.algorithm", "algorithms.kl"),
     *("algorithms.advantages.group_relative", "algorithms.advantages.turns", "algorithms.advantages.gae"),
     *("algorithms.losses.clipped", "algorithms.losses.sequence"),
-    *("algorithms.corrections", "algorithms.aggregate", "algorithms.preference", "diagnostics.trackers"),
+    *("algorithms.corrections", "algorithms.objective", "algorithms.preference", "diagnostics.trackers"),
 )
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from ludus.algorithms import advantages
 from ludus.algorithms.advantages import ADVANTAGES as ADVANTAGE_SPECS
 from ludus.algorithms.advantages import TARGETS
+from ludus.algorithms.algorithm import Need
 from ludus.algorithms.corrections import CORRECTIONS as CORRECTION_SPECS
 from ludus.algorithms.losses import LOSSES as LOSS_SPECS
-from ludus.algorithms.parts import Need
 
 
 def _called(part: str, specs: Mapping) -> dict[str, Callable]:

@@ -3,7 +3,7 @@
 import torch
 
 from ludus.algorithms.advantages import dr_grpo
-from ludus.algorithms.parts import FRACTION, AdvantageSpec, Need, Option
+from ludus.algorithms.algorithm import FRACTION, AdvantageSpec, Need, Option
 
 
 @AdvantageSpec(

@@ -1,6 +1,6 @@
 """Importance weights that are shrunk towards 1."""
 
-from ludus.algorithms.parts import FRACTION, CorrectionSpec, Need, Option
+from ludus.algorithms.algorithm import FRACTION, CorrectionSpec, Need, Option
 
 
 @CorrectionSpec(

@@ -13,7 +13,7 @@ from algorithm_parts import ADVANTAGE_OPTIONS, ADVANTAGES, FUNCTIONS
 from algorithms_oracle import TOLERANCE
 from ludus.algorithms import advantages as adv
 from ludus.algorithms.advantages.running_baselines import RoleBaselines
-from ludus.algorithms.spec.algorithm import PartOptions
+from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.tensors import Outcomes
 

@@ -12,10 +12,9 @@ from generators import algorithm_tables
 from algorithm_parts import CLIPPING_LOSSES, FUNCTIONS, LOSSES
 from ludus.algorithms import advantages, corrections, kl, losses
 from ludus.algorithms.advantages import ADVANTAGES as ADVANTAGE_SPECS
+from ludus.algorithms.algorithm import KL_OPTIONS, TERM_OPTIONS
 from ludus.algorithms.corrections import CORRECTIONS as CORRECTION_SPECS
-from ludus.algorithms.kl import KL_OPTIONS
 from ludus.algorithms.losses import LOSSES as LOSS_SPECS
-from ludus.algorithms.spec.algorithm import TERM_OPTIONS
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.errors import ConfigError
 from tiny_run import ludus

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import algorithms_oracle as oracle
 from ludus.algorithms import corrections
-from ludus.algorithms.aggregate import AGGREGATIONS, Normalizer, aggregate
 from ludus.algorithms.kl import KLS, k1, k2, k3, k3_k2grad, penalised_advantages, penalised_rewards
 from ludus.algorithms.losses import ClipRange, clip_stats, ppo_clip, ppo_cut, reinforce, sft
+from ludus.algorithms.objective import AGGREGATIONS, Normalizer, aggregate
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
 CLIPS = st.sampled_from([(0.2, 0.2, None), (0.2, 0.28, None), (0.1, 0.3, 1.2), (0.0, 0.0, 3.0)])

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import algorithms_oracle as oracle
-from ludus.algorithms.aggregate import AGGREGATIONS, Normalizer
-from ludus.algorithms.objective import objective
-from ludus.algorithms.spec.algorithm import PartOptions
+from ludus.algorithms.algorithm import PartOptions
+from ludus.algorithms.objective import AGGREGATIONS, Normalizer, objective
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.tensors import TokenBatch
 

@@ -9,13 +9,12 @@ from dataclasses import fields
 import pytest
 import torch
 
+from ludus.algorithms import algorithm
 from ludus.algorithms.advantages import ADVANTAGES as ADVANTAGE_SPECS
+from ludus.algorithms.algorithm import AdvantageSpec, Algorithm, Need, declared_in, modules_of, publish
 from ludus.algorithms.corrections import CORRECTIONS as CORRECTION_SPECS
 from ludus.algorithms.kl import FULL_KL_NAMES, FULL_KLS
 from ludus.algorithms.losses import LOSSES as LOSS_SPECS
-from ludus.algorithms.parts import AdvantageSpec, Need, declared_in, modules_of, publish
-from ludus.algorithms.spec import algorithm
-from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import algorithm_of, check_binary_rewards, check_placement, resolve
 from ludus.algorithms.tensors import Outcomes, TokenBatch
@@ -324,7 +323,7 @@ def test_k1_in_the_loss_warns_and_elsewhere_does_not():
 MINE = '''
 """A part in one file."""
 
-from ludus.algorithms.parts import AdvantageSpec, Need, Option, OptionBounds
+from ludus.algorithms.algorithm import AdvantageSpec, Need, Option, OptionBounds
 
 
 @AdvantageSpec(help="doubled", needs={Need.GROUP}, options={"factor": Option("factor", OptionBounds(1, whole=True))})

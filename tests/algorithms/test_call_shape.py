@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ludus.algorithms
-from ludus.algorithms import advantages, aggregate, losses
+from ludus.algorithms import advantages, losses
 from ludus.algorithms.filters import zero_variance
 
 MASK = torch.tensor([[0, 1, 1, 0, 0, 1], [1, 1, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0], [1, 0, 1, 0, 1, 0]])
@@ -35,12 +35,6 @@ def test_one_import_gives_all_names_and_torch_only_when_one_is_used():
 def test_a_name_that_is_not_there_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'advantage'"):
         _ = ludus.algorithms.advantage
-
-
-def test_the_module_of_aggregation_is_called_as_its_function():
-    loss = random(4, 6)
-    for how in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"):
-        assert aggregate(loss=loss, mask=MASK, how=how) == aggregate.aggregate(loss=loss, mask=MASK, how=how)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import algorithms_oracle as oracle
 from ludus.algorithms import kl
-from ludus.algorithms.aggregate import aggregate
 from ludus.algorithms.kl import PIDKL, AdaptiveKL, KLGuard, Schedule
+from ludus.algorithms.objective import aggregate
 from tables.kl_series import SERIES
 
 quick = settings(max_examples=20, deadline=None, derandomize=True)
@@ -129,27 +129,27 @@ def test_adaptive_kl_equals_the_loop_and_resumes(kls, num):
 def test_pid_equals_the_loop_and_resumes(kls):
     """Far from its bounds the controller is the textbook sum."""
     state = PIDKL(target=0.2, base=50.0, kp=2.0, ki=0.5, kd=1.0, most=100.0)
-    assert state.value == 50.0
+    assert state.at() == 50.0
     errors = []
     for value in kls:
         state = PIDKL(**asdict(state)).update(value)
         errors.append(value - 0.2)
         slope = errors[-1] - errors[-2] if len(errors) > 1 else 0.0
         expected = 50 + 2 * errors[-1] + 0.5 * sum(errors) + slope
-        assert state.value == pytest.approx(expected, abs=1e-10)
+        assert state.at() == pytest.approx(expected, abs=1e-10)
 
 
 def test_pid_keeps_its_bounds_and_does_not_wind_up():
     state = PIDKL(target=0.1, base=0.0, kp=0.0, ki=1.0, most=0.5)
     for _ in range(100):
         state = state.update(0.4)
-    assert state.value == 0.5
+    assert state.at() == 0.5
     assert state.integral <= 0.5
     state = state.update(0.0)
-    assert state.value < 0.5
+    assert state.at() < 0.5
     for _ in range(100):
         state = state.update(0.0)
-    assert state.value == 0.0
+    assert state.at() == 0.0
 
 
 def test_controllers_refuse_what_is_not_finite():

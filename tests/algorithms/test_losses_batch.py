@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 import algorithms_oracle as oracle
 import algorithms_oracle_losses as slow
 from ludus.algorithms import corrections, losses, preference
-from ludus.algorithms.aggregate import Normalizer, aggregate
-from ludus.algorithms.objective import objective
-from ludus.algorithms.spec.algorithm import Algorithm, PartOptions
+from ludus.algorithms.algorithm import Algorithm, PartOptions
+from ludus.algorithms.objective import Normalizer, aggregate, objective
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import check_corrections
 from ludus.algorithms.tensors import TokenBatch

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import algorithms_oracle as oracle
 import algorithms_oracle_losses as slow
 from ludus.algorithms import losses
-from ludus.algorithms.aggregate import aggregate
+from ludus.algorithms.objective import aggregate
 
 quick = settings(max_examples=15, deadline=None, derandomize=True)
 RANGES = st.sampled_from([(0.2, 0.2), (0.1, 0.4), (0.0, 0.0), (1.0, 0.28)])

@@ -22,10 +22,9 @@ import algorithms_oracle_losses as slow_losses
 from algorithm_parts import ADVANTAGES, TOKEN_ADVANTAGES
 from ludus.algorithms import losses
 from ludus.algorithms.advantages.running_baselines import RoleBaselines
-from ludus.algorithms.aggregate import Normalizer
+from ludus.algorithms.algorithm import Algorithm
 from ludus.algorithms.kl import KLS, penalised_rewards
-from ludus.algorithms.objective import objective
-from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.objective import Normalizer, objective
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
 from ludus.algorithms.tensors import Outcomes, TokenBatch

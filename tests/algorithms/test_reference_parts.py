@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 import algorithms_oracle as oracle
 import algorithms_oracle_losses as slow
 from ludus.algorithms import advantages, aggregate, corrections, kl, losses
-from ludus.algorithms.aggregate import Normalizer
-from ludus.algorithms.objective import objective
-from ludus.algorithms.spec.algorithm import PartOptions
+from ludus.algorithms.algorithm import PartOptions
+from ludus.algorithms.objective import Normalizer, objective
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
 from ludus.algorithms.tensors import TokenBatch

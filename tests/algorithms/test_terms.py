@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ludus.algorithms import advantages
-from ludus.algorithms.spec.algorithm import PartOptions
+from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
 from ludus.cli.main import main

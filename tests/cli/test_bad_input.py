@@ -194,3 +194,41 @@ def test_a_model_that_cannot_be_found_is_told_without_jargon(capsys, monkeypatch
         "ludus: The folder 'nobody/none' does not exist, and the model hub cannot be reached: "
         "Name or service not known. Check the path or the network.\n"
     )
+
+
+@pytest.mark.parametrize("setting", ["engine.plugin", "run.trackers", "run.metrics"])
+@pytest.mark.parametrize("name", ["absent.py:mine", "{folder}/mine.py:absent", "{folder}/mine.py:NUMBER"])
+def test_a_plug_in_is_checked_by_config_as_by_train(tmp_path, capsys, setting, name):
+    (tmp_path / "mine.py").write_text("NUMBER = 3\n", encoding="utf-8")
+    name = name.format(folder=tmp_path)
+    value = name if setting == "engine.plugin" else f'["{name}"]'
+    shown = refused(capsys, "config", "search", f"--{setting}", value)
+    assert setting in shown
+    assert refused(capsys, "train", "search", *words(tmp_path / "r"), f"--{setting}", value) == shown
+    assert not (tmp_path / "r").exists()
+
+
+def test_an_error_of_an_engine_plug_in_names_its_file_and_line(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from ludus.training.run.session import local_engine\n\n\n"
+        "def mine(session):\n"
+        "    async def generate(request):\n"
+        "        raise RuntimeError('no GPU is free')\n\n"
+        "    engine = local_engine(session)\n"
+        "    engine.generate = generate\n"
+        "    return engine\n",
+        encoding="utf-8",
+    )
+    shown = refused(capsys, "train", "search", *words(tmp_path / "r"), "--engine.plugin", f"{file}:mine")
+    assert f"{file}, line 6: RuntimeError: no GPU is free" in shown
+    assert "ludus train --resume" in shown
+
+
+@pytest.mark.parametrize(
+    ("command", "setting", "value"),
+    [("train", "splits", '["nowhere"]'), ("train", "split_during", "nowhere"), ("eval", "splits", '["nowhere"]')],
+)
+def test_a_split_that_the_world_lacks_names_the_setting(tmp_path, capsys, command, setting, value):
+    shown = refused(capsys, command, "search", *words(tmp_path / "r"), f"--evaluation.{setting}", value)
+    assert f"evaluation.{setting}: The world 'search' has no split 'nowhere'" in shown

@@ -11,7 +11,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from ludus.algorithms.spec.algorithm import PartOptions
+from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.load import load_config
 from ludus.config.schema import Config

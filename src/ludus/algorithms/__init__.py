@@ -1,17 +1,17 @@
 """Pure tensor functions: advantages, losses, aggregation, KL, corrections, filters; presets by name.
 
-An algorithm is data (`spec.algorithm.Algorithm`). A new advantage, loss or correction is one decorated function in the
-folder or module of its kind (`parts`). No function sees a model.
+An algorithm is data (`algorithm.Algorithm`). A new advantage, loss or correction is one decorated function in the
+folder or module of its kind (`algorithm`). No function sees a model.
 
 `import ludus.algorithms` is enough to call `ludus.algorithms.advantages.grpo` and its like. Torch is imported when a
 function is first called.
 """
 
 from ludus.algorithms import advantages as advantages
-from ludus.algorithms import aggregate as aggregate
 from ludus.algorithms import corrections as corrections
 from ludus.algorithms import filters as filters
 from ludus.algorithms import kl as kl
 from ludus.algorithms import losses as losses
 from ludus.algorithms import preference as preference
 from ludus.algorithms import shaping as shaping
+from ludus.algorithms.objective import aggregate as aggregate

@@ -1,4 +1,4 @@
-"""The train-inference mismatch: how far engine and learner are apart, and the weights that correct for it.
+"""The mismatch between training and inference: its size, and the weights that correct for it.
 
 Every correction returns weights [N, L] without gradient, 0 where `mask` is 0, which multiply the policy loss. They
 do not change its normaliser, except for `reject_sequence` and `m2po`, which are filters and narrow the mask.
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from ludus.algorithms.algorithm import NOT_NEGATIVE, POSITIVE, CorrectionSpec, Need, Option, declared_in
 from ludus.algorithms.kl import k3
-from ludus.algorithms.parts import NOT_NEGATIVE, POSITIVE, CorrectionSpec, Need, Option, declared_in
-from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select, torch
+from ludus.algorithms.tensors import SummedFields, Tensor, check_shapes, clamped_ratio, select, torch
 
 Level = Literal["token", "sequence", "geometric"]
 """Over what a ratio is taken: each token, the product over a trajectory, or its geometric mean."""
@@ -81,11 +81,10 @@ def icepop(
     high: float = 5.0,
     level: Level = "token",
 ) -> Tensor:
-    """Return `w` where `low <= w <= high`, else 0, [N, L]: a ratio out of bounds is dropped, not truncated.
+    """Return `w` where `low <= w <= high`, else 0, [N, L]: a ratio out of bounds becomes 0 instead of the bound.
 
-    arXiv:2510.18855 (Ring-1T; 0.5 and 5). `level` as in `tis`; `sequence` is the masked importance sampling
-    of "When Speed Kills Stability" (Liu et al. 2025), TRL's default. Dropped tokens stay in the
-    normaliser.
+    arXiv:2510.18855 (Ring-1T; 0.5 and 5). `level` as in `tis`; `sequence` is the masked importance sampling of "When
+    Speed Kills Stability" (Liu et al. 2025), TRL's default. Dropped tokens stay in the normaliser.
     """
     _check_bounds(low, high)
     weights = importance_ratios(old_logprobs, behavior_logprobs, mask, level)
@@ -149,13 +148,13 @@ def reject_sequence(
     if measure not in MEASURES:
         raise ValueError(f"measure = {measure!r} is none of {', '.join(MEASURES)}")
     tokens = importance_ratios(old_logprobs, behavior_logprobs, mask, "token")
+    gap = (select(old_logprobs, mask) - select(behavior_logprobs, mask)).detach()
     if measure != "ratio":
-        gap = (select(old_logprobs, mask) - select(behavior_logprobs, mask)).detach()
         found, low = _summary(gap.square() / 2 if measure == "k2" else gap.expm1() - gap, mask, by), 0.0
     elif by == "largest":
         found = _summary(tokens, mask, by)
     else:
-        found = importance_ratios(old_logprobs, behavior_logprobs, mask, by)
+        found = clamped_ratio(_summary(gap, mask, by))
     vetoed = (mask.bool() & (tokens < veto)).any(1, keepdim=True)
     return ((found >= low) & (found <= high) & mask.bool() & ~vetoed).to(old_logprobs.dtype)
 
@@ -215,14 +214,10 @@ def opsm(*, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Te
 def importance_ratios(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, level: Level) -> Tensor:
     """Return `exp(old - behavior)` at a level, [N, L], 0 off the mask, without gradient."""
     check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
+    if level not in LEVELS:
+        raise ValueError(f"level = {level!r} is none of {', '.join(LEVELS)}")
     gap = (select(old_logprobs, mask) - select(behavior_logprobs, mask)).detach()
-    if level == "sequence":
-        gap = gap.sum(1, keepdim=True)
-    elif level == "geometric":
-        gap = gap.sum(1, keepdim=True) / mask.bool().sum(1, keepdim=True).clamp(min=1)
-    elif level != "token":
-        raise ValueError(f"level = {level!r} is none of token, sequence, geometric")
-    return select(clamped_ratio(gap).expand(mask.shape), mask)
+    return select(clamped_ratio(_summary(gap, mask, level)).expand(mask.shape), mask)
 
 
 def _check_bounds(low: float, high: float) -> None:
@@ -231,7 +226,7 @@ def _check_bounds(low: float, high: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
+class Mismatch(SummedFields):
     """Sums over action tokens; `+` joins microbatches.
 
     `w` is the ratio `exp(old - behavior)` at the level of the correction (each token by
@@ -272,18 +267,6 @@ class Mismatch:
         """Share of action tokens whose weight is 0; 0 without tokens."""
         return self.dropped / max(self.tokens, 1)
 
-    def __add__(self, other: Mismatch) -> Mismatch:
-        return Mismatch(
-            tokens=self.tokens + other.tokens,
-            gap_sum=self.gap_sum + other.gap_sum,
-            gap_max=max(self.gap_max, other.gap_max),
-            weight_sum=self.weight_sum + other.weight_sum,
-            weight_square_sum=self.weight_square_sum + other.weight_square_sum,
-            k3_sum=self.k3_sum + other.k3_sum,
-            truncated=self.truncated + other.truncated,
-            dropped=self.dropped + other.dropped,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class MismatchByLength:
@@ -315,7 +298,7 @@ def mismatch(
     ratios: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Mismatch:
-    """Return how far learner and engine are apart on the action tokens, and what a correction does about it.
+    """Return the difference of learner and engine on the action tokens, and the effect of a correction.
 
     `ratios` and `weights` [N, L] are the correction's before and after its limits. None: the ratios of
     tokens, and no limits.
@@ -377,18 +360,9 @@ def _sums(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, ratios:
 
 
 def _record(sums: list[float]) -> Mismatch:
-    tokens, gap_sum, gap_max, weight_sum, weight_square_sum, k3_sum, truncated, dropped = sums
-    return Mismatch(
-        tokens=int(tokens),
-        gap_sum=gap_sum,
-        gap_max=gap_max,
-        weight_sum=weight_sum,
-        weight_square_sum=weight_square_sum,
-        k3_sum=k3_sum,
-        truncated=int(truncated),
-        dropped=int(dropped),
-    )
+    tokens, gap, gap_max, weight, weight_square, k3_sum, truncated, dropped = sums
+    return Mismatch(int(tokens), gap, gap_max, weight, weight_square, k3_sum, int(truncated), int(dropped))
 
 
 CORRECTIONS: Mapping[str, CorrectionSpec] = declared_in(CorrectionSpec, [sys.modules[__name__]])
-"""What `algorithm.correction` may name."""
+"""The values of `algorithm.correction`."""

@@ -102,9 +102,8 @@ def mean_entropy(*, entropy: Tensor, mask: Tensor) -> Tensor:
 def rft(*, rewards: Sequence[float], keys: Sequence[Hashable], threshold: float = 0.5) -> Tensor:
     """Return True for the trajectories that rejection-sampling fine-tuning trains on with `losses.sft`, [N].
 
-    Those whose reward passes `threshold`, the first of each set with equal `keys` (for example the task and
-    the token ids of all actions). arXiv:2308.01825, which compares by the equations used. ValueError for
-    unequal lengths.
+    Those whose reward passes `threshold`, the first of each set with equal `keys` (for example the task and the token
+    ids of all actions). arXiv:2308.01825, which compares by the equations used. ValueError for unequal lengths.
     """
     seen: set[Hashable] = set()
     keep = []

@@ -9,11 +9,9 @@ reverse KL, `k3` that of the forward KL. `resolve.check_placement` warns of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, Protocol
 
-from ludus.algorithms.parts import Option
 from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select, torch
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import KlControlConfig
@@ -72,7 +70,7 @@ def full_forward(*, logits: Tensor, ref_logits: Tensor, temperature: float = 1.0
 def penalised_rewards(*, rewards: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
     """Return `r_i - coef sum_t m kl`, [N]: placement `reward` for advantages of whole trajectories, as in verl.
 
-    `rewards` [N], `kl` and `mask` [N, L]. Goes before the groups are normalised; no gradient flows.
+    `rewards` [N], `kl` and `mask` [N, L]. Applied before groups are normalised; no gradient flows.
     """
     check_shapes(mask, kl=kl)
     if rewards.shape != mask.shape[:1]:
@@ -160,15 +158,6 @@ FULL_KLS = {"full_reverse": full_reverse, "full_forward": full_forward}
 FULL_KL_NAMES: tuple[Literal["full_reverse", "full_forward"], ...] = ("full_reverse", "full_forward")
 KL_NAMES = (*KLS, *FULL_KL_NAMES)
 PLACEMENTS = ("loss", "reward", "advantage")
-GRANULARITIES: tuple[Literal["token", "trajectory"], ...] = ("token", "trajectory")
-IMPORTANCES: tuple[Literal["none", "ratio"], ...] = ("none", "ratio")
-KL_OPTIONS: Mapping[str, Option] = {
-    "granularity": Option(
-        "penalty of each token, or its sum over the trajectory", choices=GRANULARITIES, default="token"
-    ),
-    "importance": Option("weigh the term in the loss by the ratio, or do not", choices=IMPORTANCES, default="none"),
-}
-"""The options of every KL estimator."""
 
 
 ControlKind = Literal["constant", "linear", "cosine", "adaptive", "pid"]
@@ -212,6 +201,11 @@ class Schedule:
             return self.start + (self.end - self.start) * share
         return self.end + (self.start - self.end) * (1 + math.cos(math.pi * share)) / 2
 
+    def update(self, kl: float, num: int) -> Schedule:
+        """Return this schedule, which reads no KL."""
+        del kl, num
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class KlState:
@@ -226,6 +220,10 @@ class KlState:
     recent: tuple[float, ...] = ()
     seen: int = 0
     expected_step: float = 1.0
+
+
+_SAVED = ("coef", "integral", "previous", "expected", "recent", "seen", "expected_step")
+"""The fields of rules and guards that a checkpoint saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,25 +247,17 @@ class KlControl:
 
     def coef(self, step: int) -> float:
         """Return the coefficient of a training step, counted from 1."""
-        match self.rule:
-            case Schedule():
-                return self.rule.at(step - 1)
-            case AdaptiveKL():
-                return self.rule.coef
-        return self.rule.value
+        return self.rule.at(step - 1)
 
     def update(self, kl: float, num: int) -> KlControl:
         """Return the control after a step with `num` trajectories and a mean KL of `kl` nats per token.
 
-        Raises LearnerError for a controller that is given no finite number.
+        Raises LearnerError if a controller gets a KL that is not finite.
         """
-        rule = self.rule
-        if not isinstance(rule, Schedule) and not math.isfinite(kl):
-            raise LearnerError(f"The KL to the reference is {kl}.", "Lower training.learning_rate.")
-        if isinstance(rule, AdaptiveKL):
-            rule = rule.update(kl, num)
-        elif isinstance(rule, PIDKL):
-            rule = rule.update(kl)
+        try:
+            rule = self.rule.update(kl, num)
+        except ValueError as error:
+            raise LearnerError(f"The KL to the reference is {kl}.", "Lower training.learning_rate.") from error
         return replace(self, rule=rule, guard=None if self.guard is None else self.guard.update(kl))
 
     def verdict(self, kl: float) -> str:
@@ -284,85 +274,60 @@ class KlControl:
     @property
     def state(self) -> KlState:
         """The state that a checkpoint saves."""
-        state = KlState(self.kind, self.base)
-        if (guard := self.guard) is not None:
-            state = replace(
-                state, expected=guard.expected, recent=guard.recent, seen=guard.seen, expected_step=guard.expected_step
-            )
-        if isinstance(self.rule, AdaptiveKL):
-            return replace(state, coef=self.rule.coef)
-        if isinstance(self.rule, PIDKL):
-            return replace(state, coef=self.rule.coef, integral=self.rule.integral, previous=self.rule.previous)
-        return state
+        found = asdict(self.rule) | (asdict(self.guard) if self.guard is not None else {})
+        saved = {name: found[name] for name in _SAVED if name in found}
+        return KlState(self.kind, self.base, **saved)
 
     def restored(self, state: KlState) -> KlControl:
         """Return this control with a saved state; a rule of another kind or another base starts from its settings."""
-        rule, guard = self.rule, self.guard
+        rule, guard, saved = self.rule, self.guard, asdict(state)
         if (state.kind, state.base) == (self.kind, self.base):
-            if isinstance(rule, AdaptiveKL) and state.coef is not None:
-                rule = replace(rule, coef=state.coef)
-            elif isinstance(rule, PIDKL):
-                rule = replace(rule, coef=state.coef, integral=state.integral, previous=state.previous)
+            rule = replace(rule, **{name: saved[name] for name in _SAVED if name in asdict(rule)})
         if guard is not None and guard.decay is not None:
-            guard = replace(
-                guard,
-                expected=state.expected,
-                recent=tuple(state.recent),
-                seen=state.seen,
-                expected_step=state.expected_step,
-            )
+            guard = replace(guard, **{name: saved[name] for name in _SAVED if name in asdict(guard)})
+            guard = replace(guard, recent=tuple(state.recent))
         return replace(self, rule=rule, guard=guard)
 
 
 def control_of(config: Config, kl_coef: float) -> KlControl:
     """Return the control of the coefficient. Raises ConfigError for settings that contradict or have no effect."""
-    settings, base = config.kl_control, kl_coef
+    settings = config.kl_control
     _refuse_idle(settings)
-    kind = settings.kind
-    rule: Schedule | AdaptiveKL | PIDKL
-    if kind == "adaptive":
-        if base == 0:
-            raise ConfigError(
-                'kl_control.kind = "adaptive" multiplies the KL coefficient, and algorithm.kl_coef is 0.',
-                "Set algorithm.kl_coef above 0, or unset kl_control.",
-            )
-        rule = AdaptiveKL(base, _target(settings), settings.horizon or 10_000.0)
-    elif kind == "pid":
-        rule = _pid(settings, base)
-    else:
-        end = settings.end or 0.0
-        if kind != "constant" and base == end:
-            raise ConfigError(
-                f'kl_control.kind = "{kind}" goes from algorithm.kl_coef = {base:g} to kl_control.end ='
-                f" {end:g}: nothing changes.",
-                "Set algorithm.kl_coef, kl_control.end, or unset kl_control.",
-            )
-        rule = Schedule(kind, base, end, settings.steps or config.training.steps)
-    return KlControl(kind, base, rule, _guard(settings))
+    rule = _rule(settings, kl_coef, settings.steps or config.training.steps)
+    return KlControl(settings.kind, kl_coef, rule, _guard(settings))
 
 
-def _pid(settings: KlControlConfig, base: float) -> PIDKL:
-    gains = [gain or 0.0 for gain in (settings.kp, settings.ki, settings.kd)]
+def _rule(settings: KlControlConfig, base: float, steps: int) -> Schedule | AdaptiveKL | PIDKL:
+    kind, end, target = settings.kind, settings.end or 0.0, settings.target
+    gains = settings.kp or 0.0, settings.ki or 0.0, settings.kd or 0.0
     most = 1.0 if settings.max_coef is None else settings.max_coef
-    if not any(gains):
+    if kind == "adaptive" and base == 0:
+        raise ConfigError(
+            'kl_control.kind = "adaptive" multiplies the KL coefficient, and algorithm.kl_coef is 0.',
+            "Set algorithm.kl_coef above 0, or unset kl_control.",
+        )
+    if kind == "pid" and not any(gains):
         raise ConfigError(
             'kl_control.kind = "pid" has no gain: the coefficient would never change.',
             "Set kl_control.kp, kl_control.ki or kl_control.kd above 0.",
         )
-    if base > most:
+    if kind == "pid" and base > most:
         raise ConfigError(
             f"algorithm.kl_coef = {base:g} is above kl_control.max_coef = {most:g}.", "Raise kl_control.max_coef."
         )
-    kp, ki, kd = gains
-    return PIDKL(_target(settings), base, kp, ki, kd, most)
-
-
-def _target(settings: KlControlConfig) -> float:
-    if settings.target is None:
+    if kind in ("linear", "cosine") and base == end:
         raise ConfigError(
-            f'kl_control.kind = "{settings.kind}" needs a target.', "Set kl_control.target, such as 0.01."
+            f'kl_control.kind = "{kind}" goes from algorithm.kl_coef = {base:g} to kl_control.end = {end:g}: '
+            "nothing changes.",
+            "Set algorithm.kl_coef, kl_control.end, or unset kl_control.",
         )
-    return settings.target
+    if kind == "constant" or kind == "linear" or kind == "cosine":
+        return Schedule(kind, base, end, steps)
+    if target is None:
+        raise ConfigError(f'kl_control.kind = "{kind}" needs a target.', "Set kl_control.target, such as 0.01.")
+    if kind == "adaptive":
+        return AdaptiveKL(base, target, settings.horizon or 10_000.0)
+    return PIDKL(target, base, *gains, most)
 
 
 def _guard(settings: KlControlConfig) -> KLGuard | None:
@@ -410,6 +375,11 @@ class AdaptiveKL:
         if self.target <= 0 or self.horizon <= 0 or self.coef < 0:
             raise ValueError("target and horizon must be above 0, coef not below")
 
+    def at(self, step: int) -> float:
+        """Return the coefficient of the next step."""
+        del step
+        return self.coef
+
     def update(self, kl: float, num: int) -> AdaptiveKL:
         """Return the state after a step with `num` trajectories and a mean of `kl`. Raises ValueError unless finite."""
         error = min(max(_finite(kl) / self.target - 1, -0.2), 0.2)
@@ -439,13 +409,14 @@ class PIDKL:
         if not 0 <= self.base <= self.most:
             raise ValueError(f"base must lie between 0 and most = {self.most}, not at {self.base}")
 
-    @property
-    def value(self) -> float:
-        """The coefficient to use now: `base` before the first update."""
+    def at(self, step: int = 0) -> float:
+        """Return the coefficient of the next step: `base` before the first update."""
+        del step
         return self.base if self.coef is None else self.coef
 
-    def update(self, kl: float) -> PIDKL:
+    def update(self, kl: float, num: int = 1) -> PIDKL:
         """Return the state after a step with a mean of `kl`. Raises ValueError unless finite."""
+        del num
         error = _finite(kl) - self.target
         slope = 0.0 if self.previous is None else error - self.previous
         integral = self.integral + error
@@ -463,12 +434,11 @@ WINDOW = 5
 class KLGuard:
     """Pause a run if its `kl` exceeds `factor` times its expected value, or is not finite.
 
-    Without `decay` the expected value is fixed, and each step is compared. With it the mean of the last `WINDOW`
-    steps (`recent`) is compared with what the steps before them predict: `expected` is their average, `expected = d
-    expected + (1 - d) kl`, those that paused included, at the step `expected_step`, which is the average of their
-    numbers. A run moves away from its reference at most in proportion to its steps, so the prediction is `expected`
-    times the ratio of the steps. The first `warmup` steps (`seen`) never pause. An expected value below `least`
-    counts as `least`.
+    Without `decay` the expected value is fixed, and each step is compared. With it the mean of the last `WINDOW` steps
+    (`recent`) is compared with what the steps before them predict: `expected` is their average, `expected = d expected
+    + (1 - d) kl`, those that paused included, at the step `expected_step`, which is the average of their numbers. A run
+    moves away from its reference at most in proportion to its steps, so the prediction is `expected` times the ratio of
+    the steps. The first `warmup` steps (`seen`) never pause. An expected value below `least` counts as `least`.
     """
 
     expected: float | None

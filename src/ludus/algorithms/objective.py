@@ -1,14 +1,15 @@
 """The loss of one microbatch: policy loss, KL term and entropy bonus, with the statistics of the step.
 
-Values, gradients and statistics of the microbatches add up to those of the whole batch, however it is split.
+A loss per token is aggregated with the counts of the global batch, so that the values, gradients and statistics of
+all microbatches add up to those of the whole batch, however it is split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
-from ludus.algorithms.aggregate import Normalizer, aggregate
+from ludus.algorithms.algorithm import GRANULARITIES, IMPORTANCES, TERM_OPTIONS, Algorithm, Need, inputs_of
 from ludus.algorithms.corrections import (
     LEVELS,
     Mismatch,
@@ -19,24 +20,118 @@ from ludus.algorithms.corrections import (
     none,
     opsm,
 )
-from ludus.algorithms.kl import FULL_KL_NAMES, GRANULARITIES, IMPORTANCES, KLS, importance_weighted, trajectory_kl
+from ludus.algorithms.kl import FULL_KL_NAMES, KLS, importance_weighted, trajectory_kl
 from ludus.algorithms.losses.clipped import ClipStats, clip_stats
 from ludus.algorithms.losses.likelihood import echo, positive_nll
 from ludus.algorithms.losses.sequence import trajectory_mean
-from ludus.algorithms.parts import Need
-from ludus.algorithms.spec.algorithm import TERM_OPTIONS, Algorithm, inputs_of
-from ludus.algorithms.tensors import Cut, Tensor, TokenBatch, select, torch
+from ludus.algorithms.tensors import Cut, SummedFields, Tensor, TokenBatch, check_shapes, select, torch
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class Normalizer:
+    """Counts over the global batch of one optimiser step (all microbatches, all ranks).
+
+    `tokens` (M) action tokens that train; `trajectories` (N) those with at least one of them; `constant` (C) the fixed
+    number of tokens that `constant` divides by, as a rule the token budget of a trajectory. `observed` observation
+    tokens and `positive` action tokens of positive trajectories, for the terms that are means over those.
+    """
+
+    tokens: int
+    trajectories: int
+    constant: int | None = None
+    observed: int = 0
+    positive: int = 0
+
+    @classmethod
+    def of(cls, mask: Tensor, constant: int | None = None) -> Normalizer:
+        """Return the counts of `mask` [N, L]."""
+        actions = mask.bool()
+        return cls(int(actions.sum()), int(actions.any(1).sum()), constant)
+
+    def __add__(self, other: Normalizer) -> Normalizer:
+        """Return the counts of two parts of one batch together."""
+        if self.constant != other.constant:
+            raise ValueError(f"parts of one batch have one constant, not {self.constant} and {other.constant}")
+        return Normalizer(
+            self.tokens + other.tokens,
+            self.trajectories + other.trajectories,
+            self.constant,
+            self.observed + other.observed,
+            self.positive + other.positive,
+        )
+
+
+def aggregate(
+    *,
+    loss: Tensor,
+    mask: Tensor,
+    how: str = "token_mean",
+    normaliser: Normalizer | None = None,
+    constant: int | None = None,
+) -> Tensor:
+    """Return the aggregated loss, [].
+
+    `loss` [N, L] per token. `how` is `token_mean` (`sum m l / M`, DAPO), `seq_mean_token_mean` (`(1/N) sum_i (sum_t m l
+    / n_i)`, GRPO's paper, GSPO), `seq_mean_token_sum` (`(1/N) sum_i sum_t m l`) or `constant` (`sum m l / (N C)`, Dr.
+    GRPO). A loss [N] with one term per trajectory is always `(1/N) sum_i l_i` over the trajectories with action tokens.
+
+    `normaliser` holds the counts of the global batch; None takes those of `mask`. `constant` is C if the
+    normaliser has none; if both have none, C is the padded length L. 0 for an empty mask. Raises ValueError
+    for an unknown `how` and unfit shapes.
+    """
+    if how not in AGGREGATIONS:
+        raise ValueError(f"how = {how!r} is none of {', '.join(AGGREGATIONS)}")
+    counts = normaliser or Normalizer.of(mask)
+    if loss.ndim == 1:
+        return _sequence_mean(loss, mask, counts)
+    check_shapes(mask, loss=loss)
+    if how == "constant" and counts.constant is None:
+        if normaliser is not None and constant is None:
+            raise ValueError("how = 'constant' needs normaliser.constant (a padded length varies by microbatch)")
+        counts = replace(counts, constant=mask.shape[1] if constant is None else constant)
+    return AGGREGATIONS[how](select(loss, mask), mask, counts)
+
+
+def _sequence_mean(loss: Tensor, mask: Tensor, counts: Normalizer) -> Tensor:
+    if mask.ndim != 2 or loss.shape[0] != mask.shape[0]:
+        raise ValueError(f"loss has shape {list(loss.shape)}, mask {list(mask.shape)}")
+    return select(loss, mask.bool().any(1)).sum() / max(counts.trajectories, 1)
+
+
+def _token_mean(loss: Tensor, mask: Tensor, counts: Normalizer) -> Tensor:
+    return loss.sum() / max(counts.tokens, 1)
+
+
+def _seq_mean_token_mean(loss: Tensor, mask: Tensor, counts: Normalizer) -> Tensor:
+    return (loss.sum(1) / mask.bool().sum(1).clamp(min=1)).sum() / max(counts.trajectories, 1)
+
+
+def _seq_mean_token_sum(loss: Tensor, mask: Tensor, counts: Normalizer) -> Tensor:
+    return loss.sum() / max(counts.trajectories, 1)
+
+
+def _constant(loss: Tensor, mask: Tensor, counts: Normalizer) -> Tensor:
+    return loss.sum() / (max(counts.trajectories, 1) * (counts.constant or 1))
+
+
+AggregationFn = Callable[[Tensor, Tensor, Normalizer], Tensor]
+
+AGGREGATIONS: dict[str, AggregationFn] = {
+    "token_mean": _token_mean,
+    "seq_mean_token_mean": _seq_mean_token_mean,
+    "seq_mean_token_sum": _seq_mean_token_sum,
+    "constant": _constant,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics(SummedFields):
     """Sums of one microbatch; `+` joins microbatches. `clip.tokens` is the number of action tokens.
 
-    `loss` and its part `policy_loss` are normalised already (their sums are those of the whole batch);
-    `by_length` is `mismatch` by the place of the token; `kl_sum` and `entropy_sum` are plain sums over action
-    tokens, None if the batch has no reference or entropy; `teacher_sum` is that of `logprobs - teacher`,
-    `chosen_sum` counts the tokens that the loss treats apart.
-    `terms` are the added terms as they enter the loss, normalised already.
+    `loss` and its part `policy_loss` are normalised already (their sums are those of the whole batch); `by_length` is
+    `mismatch` by the place of the token; `kl_sum` and `entropy_sum` are plain sums over action tokens, None if the
+    batch has no reference or entropy; `teacher_sum` is that of `logprobs - teacher`, `chosen_sum` counts the tokens
+    that the loss treats separately. `terms` are the auxiliary losses, with their coefficients and normalised already.
     """
 
     loss: float
@@ -53,36 +148,25 @@ class Statistics:
     @property
     def kl_mean(self) -> float | None:
         """Mean of the KL estimate over action tokens, nats."""
-        return None if self.kl_sum is None else self.kl_sum / max(self.clip.tokens, 1)
+        return self._mean(self.kl_sum)
 
     @property
     def entropy_mean(self) -> float | None:
         """Mean entropy over action tokens, nats."""
-        return None if self.entropy_sum is None else self.entropy_sum / max(self.clip.tokens, 1)
+        return self._mean(self.entropy_sum)
 
     @property
     def teacher_mean(self) -> float | None:
         """Mean of `logprobs - teacher` over action tokens: the reverse KL to the teacher, nats."""
-        return None if self.teacher_sum is None else self.teacher_sum / max(self.clip.tokens, 1)
+        return self._mean(self.teacher_sum)
 
     @property
     def chosen_share(self) -> float | None:
-        """Share of action tokens that the loss treats apart."""
-        return None if self.chosen_sum is None else self.chosen_sum / max(self.clip.tokens, 1)
+        """Share of action tokens that the loss treats separately."""
+        return self._mean(self.chosen_sum)
 
-    def __add__(self, other: Statistics) -> Statistics:
-        return Statistics(
-            loss=self.loss + other.loss,
-            policy_loss=self.policy_loss + other.policy_loss,
-            clip=self.clip + other.clip,
-            mismatch=self.mismatch + other.mismatch,
-            by_length=self.by_length + other.by_length,
-            kl_sum=_add(self.kl_sum, other.kl_sum),
-            entropy_sum=_add(self.entropy_sum, other.entropy_sum),
-            teacher_sum=_add(self.teacher_sum, other.teacher_sum),
-            chosen_sum=_add(self.chosen_sum, other.chosen_sum),
-            terms={name: value + other.terms[name] for name, value in self.terms.items()},
-        )
+    def _mean(self, total: float | None) -> float | None:
+        return None if total is None else total / max(self.clip.tokens, 1)
 
 
 def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -> tuple[Tensor, Statistics]:
@@ -261,7 +345,3 @@ def _read(numbers: Mapping[str, Tensor | None]) -> dict[str, float]:
     """Return the numbers that are not None: one transfer from the device for all of them."""
     there = {name: value.detach().double() for name, value in numbers.items() if value is not None}
     return dict(zip(there, torch.stack(list(there.values())).tolist(), strict=True))
-
-
-def _add(left: float | None, right: float | None) -> float | None:
-    return None if left is None or right is None else left + right

@@ -1,9 +1,8 @@
 """Losses on pairs of a chosen and a rejected trajectory, or on trajectories judged alone, [N].
 
-Tensors are [N, L] (chosen and rejected may differ in L), column `t` belongs to token `t`, and every sum runs
-over action tokens only: other positions never matter. The gradient flows through the policy's
-log-probabilities alone. The loss of a batch is the mean over all its pairs, `sum / N` with the `N` of the
-whole batch.
+Tensors are [N, L] (chosen and rejected may differ in L), column `t` belongs to token `t`, and every sum runs over
+action tokens only: other positions never matter. The gradient flows through the policy's log-probabilities alone. The
+loss of a batch is the mean over all its pairs, `sum / N` with the `N` of the whole batch.
 
 Names: `chosen_logprobs`, `rejected_logprobs` under the policy, `ref_...` under the reference.
 """
@@ -20,11 +19,11 @@ from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 
 @dataclass(frozen=True, slots=True)
 class PreferenceSpec:
-    """What a preference loss needs.
+    """The inputs of a preference loss.
 
     `reference`: log-probabilities of a reference. `mismatched`: answers of other pairs, for an estimate of
     the KL. `running_mean`: the mean of all implicit rewards so far. `per_token`: margins are means over
-    tokens. `beta` is the default of `preference.beta`, `baseline_metric` the name of what it compares with.
+    tokens. `beta` is the default of `preference.beta`, `baseline_metric` the metric of its baseline.
     """
 
     reference: bool = True
@@ -36,7 +35,7 @@ class PreferenceSpec:
 
 
 class PairInputs(TypedDict):
-    """What every loss on pairs takes, all [N, L]."""
+    """The inputs of every loss on pairs, all [N, L]."""
 
     chosen_logprobs: Tensor
     rejected_logprobs: Tensor
@@ -46,18 +45,7 @@ class PairInputs(TypedDict):
     rejected_mask: Tensor
 
 
-def dpo(
-    *,
-    chosen_logprobs: Tensor,
-    rejected_logprobs: Tensor,
-    ref_chosen_logprobs: Tensor,
-    ref_rejected_logprobs: Tensor,
-    chosen_mask: Tensor,
-    rejected_mask: Tensor,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
-    robust: bool = False,
-) -> Tensor:
+def dpo(*, beta: float = 0.1, label_smoothing: float = 0.0, robust: bool = False, **pair: Unpack[PairInputs]) -> Tensor:
     """Return `-log sigmoid(beta h)`, `h = (lp_c - ref_c) - (lp_r - ref_r)`, arXiv:2305.18290 (eq. 7), [N].
 
     With `label_smoothing = e`: `-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)`, conservative DPO, as
@@ -65,10 +53,7 @@ def dpo(
     labels (arXiv:2403.00409, TRL's `robust`). `beta` 0.1 as in TRL and the paper.
     """
     _check_smoothing(label_smoothing, robust)
-    margin = _log_ratio(chosen_logprobs, ref_chosen_logprobs, chosen_mask) - _log_ratio(
-        rejected_logprobs, ref_rejected_logprobs, rejected_mask
-    )
-    return _smoothed(beta * margin, label_smoothing, robust)
+    return _smoothed(_margin(beta, pair), label_smoothing, robust)
 
 
 def simpo(
@@ -92,26 +77,15 @@ def simpo(
     return _smoothed(beta * (chosen - rejected) - gamma, label_smoothing, robust=False)
 
 
-def ipo(
-    *,
-    chosen_logprobs: Tensor,
-    rejected_logprobs: Tensor,
-    ref_chosen_logprobs: Tensor,
-    ref_rejected_logprobs: Tensor,
-    chosen_mask: Tensor,
-    rejected_mask: Tensor,
-    beta: float = 0.1,
-    per_token: bool = True,
-) -> Tensor:
+def ipo(*, beta: float = 0.1, per_token: bool = True, **pair: Unpack[PairInputs]) -> Tensor:
     """Return `(h - 1 / (2 beta))^2`, `h` the difference of the two log-ratios (arXiv:2310.12036, eq. 17), [N].
 
     With `per_token` each log-ratio is a mean over its action tokens, as TRL defines it after asking the
     authors; without, a sum, as the paper writes it and OpenRLHF has it.
     """
-    chosen = _log_ratio(chosen_logprobs, ref_chosen_logprobs, chosen_mask)
-    rejected = _log_ratio(rejected_logprobs, ref_rejected_logprobs, rejected_mask)
+    chosen, rejected = _log_ratios(pair)
     if per_token:
-        chosen, rejected = _mean(chosen, chosen_mask), _mean(rejected, rejected_mask)
+        chosen, rejected = _mean(chosen, pair["chosen_mask"]), _mean(rejected, pair["rejected_mask"])
     return (chosen - rejected - 1 / (2 * beta)).square()
 
 
@@ -131,8 +105,7 @@ def kto(
     `h = sum_t m (lp - ref)` and `z` the `baseline`, one number for the whole batch from `kto_baseline`
     (arXiv:2402.01306, and TRL). `desirable` [N] bool: no pairs are needed.
     """
-    if desirable.shape != mask.shape[:1]:
-        raise ValueError(f"desirable must be [{mask.shape[0]}], not {list(desirable.shape)}")
+    _check_desirable(desirable, mask)
     margin = beta * (_log_ratio(logprobs, ref_logprobs, mask) - baseline)
     good = desirable_weight * torch.sigmoid(-margin)
     return torch.where(desirable.bool(), good, undesirable_weight * torch.sigmoid(margin))
@@ -152,8 +125,7 @@ def hinge(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
 
     SLiC's hinge (arXiv:2305.10425) in the normalised form of arXiv:2309.06657; TRL's `hinge`.
     """
-    chosen, rejected = _log_ratios(pair)
-    return torch.relu(1 - beta * (chosen - rejected))
+    return torch.relu(1 - _margin(beta, pair))
 
 
 def exo(*, beta: float = 0.1, label_smoothing: float = 1e-3, **pair: Unpack[PairInputs]) -> Tensor:
@@ -164,8 +136,7 @@ def exo(*, beta: float = 0.1, label_smoothing: float = 1e-3, **pair: Unpack[Pair
     """
     if not 0 < label_smoothing < 1:
         raise ValueError(f"label_smoothing = {label_smoothing} must be above 0 and below 1 for exo")
-    chosen, rejected = _log_ratios(pair)
-    logits = beta * (chosen - rejected)
+    logits = _margin(beta, pair)
     kept = logits.sigmoid() * (_logsigmoid(logits) - math.log1p(-label_smoothing))
     return kept + (-logits).sigmoid() * (_logsigmoid(-logits) - math.log(label_smoothing))
 
@@ -198,8 +169,7 @@ def discopop(*, beta: float = 0.05, tau: float = 0.05, **pair: Unpack[PairInputs
     """
     if tau <= 0:
         raise ValueError(f"tau must be above 0, not {tau}")
-    chosen, rejected = _log_ratios(pair)
-    logits = beta * (chosen - rejected)
+    logits = _margin(beta, pair)
     gate = torch.sigmoid(logits / tau)
     # exp(-x) is read only while the gate is open, x above about 0; far below it the product is 0, not inf 0.
     exponential = (-logits + _logsigmoid(logits / tau)).exp()
@@ -229,13 +199,11 @@ def bco(
 ) -> Tensor:
     """Return `-log sigmoid(q - delta)` where desirable, else `-log sigmoid(delta - q)`, [N].
 
-    `q = beta sum_t m (lp - ref)`. Binary classifier optimisation (arXiv:2404.04656): no pairs are needed.
-    `desirable` [N] bool. `delta` is the mean of `q` over all trajectories so far, those of this batch
-    included (TRL's running mean; the paper halves the sum of the two class means); no gradient flows through
-    it.
+    `q = beta sum_t m (lp - ref)`. Binary classifier optimisation (arXiv:2404.04656): no pairs are needed. `desirable`
+    [N] bool. `delta` is the mean of `q` over all trajectories so far, those of this batch included (TRL's running mean;
+    the paper halves the sum of the two class means); no gradient flows through it.
     """
-    if desirable.shape != mask.shape[:1]:
-        raise ValueError(f"desirable must be [{mask.shape[0]}], not {list(desirable.shape)}")
+    _check_desirable(desirable, mask)
     shifted = beta * _log_ratio(logprobs, ref_logprobs, mask) - _constant(delta)
     return -_logsigmoid(torch.where(desirable.bool(), shifted, -shifted))
 
@@ -247,7 +215,7 @@ def bco_pair(*, delta: Tensor | float, beta: float = 0.1, **pair: Unpack[PairInp
 
 
 def implicit_rewards(*, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, beta: float = 0.1) -> Tensor:
-    """Return `beta sum_t m (lp - ref)`, [N] without gradient: what the running mean of `bco` is over."""
+    """Return `beta sum_t m (lp - ref)`, [N] without gradient; `bco` takes their running mean."""
     return beta * _log_ratio(logprobs, ref_logprobs, mask).detach()
 
 
@@ -270,6 +238,17 @@ def _log_ratios(pair: PairInputs) -> tuple[Tensor, Tensor]:
     chosen = _log_ratio(pair["chosen_logprobs"], pair["ref_chosen_logprobs"], pair["chosen_mask"])
     rejected = _log_ratio(pair["rejected_logprobs"], pair["ref_rejected_logprobs"], pair["rejected_mask"])
     return chosen, rejected
+
+
+def _margin(beta: float, pair: PairInputs) -> Tensor:
+    """Return `beta h`, `h` the difference of the two log-ratios, [N]."""
+    chosen, rejected = _log_ratios(pair)
+    return beta * (chosen - rejected)
+
+
+def _check_desirable(desirable: Tensor, mask: Tensor) -> None:
+    if desirable.shape != mask.shape[:1]:
+        raise ValueError(f"desirable must be [{mask.shape[0]}], not {list(desirable.shape)}")
 
 
 def _constant(value: Tensor | float) -> Tensor | float:
@@ -301,4 +280,4 @@ PREFERENCES: Mapping[str, PreferenceSpec] = {
     "simpo": PreferenceSpec(reference=False, per_token=True, beta=2.0),
     "kto": PreferenceSpec(mismatched=True, baseline_metric="preference/kto_baseline"),
 }
-"""The losses that `preference.loss` may name."""
+"""The values of `preference.loss`."""

@@ -14,7 +14,7 @@ from ludus.algorithms.tensors import Tensor, group_rewards, torch
 from ludus.errors import ConfigError
 
 _FITS = 0.9
-"""Share of the outcome that shaping comes to with the numbers that a message proposes."""
+"""Share of the outcome that shaping may reach with the numbers that a message proposes."""
 
 
 def soft_overlong(*, lengths: Tensor, max_length: int, cache: int) -> Tensor:
@@ -77,7 +77,7 @@ def check_shaping(*, outcome_gap: float, terms: Sequence[ShapingRange]) -> None:
     for term in terms:
         if not term.low <= term.high:
             raise ConfigError(
-                f"The shaping {term.name} runs from {term.low} to {term.high}.", "Give low <= high, both finite."
+                f"The shaping {term.name} runs from {term.low} to {term.high}.", "Set low <= high, both finite."
             )
     spread = sum(term.high - term.low for term in terms)
     if not spread < outcome_gap:
@@ -129,9 +129,8 @@ def pareto_ranks(*, parts: Tensor, group: Tensor) -> Tensor:
     """Return the front of each member within its group, [N] int64: 0 for those that no member dominates.
 
     One member dominates another if it is at least as good in every part and better in one. Front `f` holds
-    the members that none dominates once the fronts before it are removed (non-dominated sorting, NSGA-II, Deb et al.
-    2002).
-    `parts` [N, K], larger is better; Raises ValueError if one is not finite.
+    the members that none dominates after removing the fronts before it (non-dominated sorting, NSGA-II, Deb et al.
+    2002). `parts` [N, K], larger is better. Raises ValueError if one is not finite.
     """
     beats = _domination(parts, group)
     ranks = torch.full(group.shape, -1, dtype=torch.long, device=parts.device)

@@ -9,8 +9,9 @@ of this folder import `torch` and `Tensor` from here: torch is imported at its f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
     import torch as torch
@@ -71,15 +72,15 @@ class GroupedRewards:
         return self.member.sum(1).double()
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return sum of `values` [N] over each group, [K]."""
+        """Return the sum of `values` [N] over each group, [K]."""
         return torch.where(self.member, values, 0.0).sum(1)
 
     def mean(self) -> Tensor:
-        """Return mean reward of each group, [K]."""
+        """Return the mean reward of each group, [K]."""
         return self.sum(self.rewards) / self.sizes
 
     def std(self, ddof: int) -> Tensor:
-        """Return standard deviation of each group's rewards, [K]; 0 for a group of one."""
+        """Return the standard deviation of each group's rewards, [K]; 0 for a group of one."""
         squares = self.sum((self.rewards - self.mean()[self.index]) ** 2)
         return (squares / (self.sizes - ddof).clamp(min=1)).sqrt()
 
@@ -253,7 +254,7 @@ NEUTRAL = {
     "old_logprobs": 0.0,
     "behavior_logprobs": 0.0,
 }
-"""What functions that require an estimate [N, L] get before a model has computed it."""
+"""Values of estimates [N, L] that no model has computed yet, for functions that require them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +299,26 @@ class TokenBatch:
             check_shapes(self.mask, ref_logprobs=self.ref_logprobs)
         if self.entropy is not None:
             check_shapes(self.mask, entropy=self.entropy)
+
+
+@dataclass(frozen=True, slots=True)
+class SummedFields:
+    """A record over part of a batch: `+` adds its fields, and takes the maximum of those that end in `_max`.
+
+    A field that is None in one part is None in the sum.
+    """
+
+    def __add__(self, other: Self) -> Self:
+        names = [one.name for one in fields(self)]
+        found: dict[str, object] = {}
+        for name, one, two in zip(names, attrgetter(*names)(self), attrgetter(*names)(other), strict=True):
+            if isinstance(one, dict):
+                found[name] = {key: value + two[key] for key, value in one.items()}
+            elif one is None or two is None:
+                found[name] = None
+            else:
+                found[name] = max(one, two) if name.endswith("_max") else one + two
+        return replace(self, **found)
 
 
 class Cut(NamedTuple):

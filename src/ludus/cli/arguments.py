@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ludus.config.load import load_config
 from ludus.config.schema import Config
@@ -12,10 +11,7 @@ from ludus.config.settings import find
 from ludus.config.toml import flat_settings
 from ludus.errors import UserError
 from ludus.recipes import list_recipes
-
-if TYPE_CHECKING:
-    from ludus.training.run.run_dir import RunFolder
-
+from ludus.training.run.run_dir import RunFolder, kind_of
 
 PRETRAINED = "pretrained.toml"
 """The settings of a recipe for a pretrained model, in the recipe's folder and in the folder of all recipes."""
@@ -72,8 +68,6 @@ def run_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
 
 def policy_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
     """Return the configuration of a run with overrides. Raises UserError for a run that trained no policy."""
-    from ludus.training.run.run_dir import kind_of
-
     config = run_config(folder, overrides)
     if (folder.path / "run.json").is_file() and kind_of(folder) == "reward-model":
         raise UserError(

@@ -16,6 +16,7 @@ import re
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,12 +93,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LudusError as error:
         _print_error(error)
         return error.exit_code
+    except Exception as error:  # boundary: plug-ins; any other error is a bug of Ludus and is raised again
+        line = _plugin_line(error)
+        if not line:
+            raise
+        log.exception("a plug-in failed")
+        _print_error(
+            UserError(
+                f"The plug-in {line}: {type(error).__name__}: {error}.", " ".join(vars(error).get("__notes__", ()))
+            )
+        )
+        return UserError.exit_code
     except KeyboardInterrupt as interrupt:  # an interrupted run names its resume command
         print(f"\nInterrupted. {interrupt}".rstrip(), file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader closed the pipe; avoid an error at interpreter exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _plugin_line(error: Exception) -> str:
+    """Return the file and line of a plug-in (`path/to/file.py:name`) through which an error passed; empty if none."""
+    files = {module.__file__: name for name, module in sys.modules.items() if name.startswith("ludus_plugin_")}
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
 
 
 def _end_quickly() -> None:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Literal, Protocol
+from typing import Literal
 
 from ludus.envs.base import Environment, World, check_tasks
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
@@ -45,26 +45,14 @@ Mark = Literal["pass", "doubtful", "fail"]
 """The verdict on a row of a check; one `fail` makes the check fail."""
 
 
-class AuditProgress(Protocol):
-    """Receives the progress of a check."""
+class AuditProgress:
+    """Receives the progress of a check, and ignores it."""
 
     def phase(self, name: str, total: int) -> None:
         """Start a phase of `total` items."""
-        ...
 
     def done(self, what: str = "") -> None:
         """Count one item."""
-        ...
-
-
-class SilentProgress:
-    """Ignores the progress of a check."""
-
-    def phase(self, name: str, total: int) -> None:
-        """Do nothing."""
-
-    def done(self, what: str = "") -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +66,7 @@ class CheckPlan:
     concurrency: int = 8
     limits: EpisodeLimits = field(default_factory=EpisodeLimits)
     scoring: RewardExecutor = field(default_factory=ThreadRewardExecutor, repr=False, compare=False)
-    watch: AuditProgress = field(default_factory=SilentProgress, repr=False, compare=False)
+    watch: AuditProgress = field(default_factory=AuditProgress, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import count as numbers_from
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Literal
 
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import EnvConfig
@@ -37,7 +36,10 @@ log = logging.getLogger("ludus.evaluation")
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The world, sampling settings and limits of an evaluation. `world_settings` is JSON text with sorted keys."""
+    """The world and the settings of the section `rollout` of an evaluation.
+
+    `world_settings` is JSON text with sorted keys.
+    """
 
     world: str
     world_settings: str
@@ -46,8 +48,8 @@ class Conditions:
     top_p: float
     top_k: int
     max_turns: int
-    max_new_tokens: int
-    max_tokens: int
+    max_tokens_per_turn: int
+    max_seq_len: int
     max_tool_errors: int
     max_tool_output: int
     min_p: float = 0.0
@@ -56,22 +58,9 @@ class Conditions:
     @classmethod
     def of(cls, config: Config) -> Conditions:
         """Return the conditions of a configuration."""
-        env, rollout = config.env, config.rollout
-        return cls(
-            world=env.name,
-            world_settings=json.dumps(_world_settings(env), sort_keys=True, default=str),
-            rendering=env.rendering,
-            tool_parser=env.tool_parser,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-            guided_tools=rollout.guided_tools,
-            max_turns=rollout.max_turns,
-            max_new_tokens=rollout.max_tokens_per_turn,
-            max_tokens=rollout.max_seq_len,
-            max_tool_errors=rollout.max_tool_errors,
-            max_tool_output=rollout.max_tool_output,
-        )
+        env, names = config.env, {one.name for one in fields(cls)}
+        settings = json.dumps(_world_settings(env), sort_keys=True, default=str)
+        return cls(env.name, settings, env.rendering, env.tool_parser, **config.rollout.model_dump(include=names))
 
 
 def _world_settings(env: EnvConfig) -> Mapping[str, object]:
@@ -140,7 +129,7 @@ class Evaluation:
     @property
     def rate(self) -> float:
         """Mean success over tasks and attempts."""
-        return sum(self.successes) / (len(self.successes) * self.plan.samples)
+        return self._rate(self.successes)
 
     @property
     def interval(self) -> Interval:
@@ -168,13 +157,18 @@ class Evaluation:
 
     def by_world(self) -> dict[str, WorldResult]:
         """Return the success in each world of a mixture, in the order of the tasks; empty for a single world."""
+        counts = self._counts(self.worlds) if self.worlds else {}
+        return {world: WorldResult(self._rate(c), len(c), self._interval(c)) for world, c in counts.items()}
+
+    def _counts(self, keys: Sequence[str]) -> dict[str, list[int]]:
+        """Return the successes of the tasks by key."""
         counts: dict[str, list[int]] = {}
-        for world, count in zip(self.worlds, self.successes, strict=bool(self.worlds)):
-            counts.setdefault(world, []).append(count)
-        samples = self.plan.samples
-        return {
-            world: WorldResult(sum(c) / (len(c) * samples), len(c), self._interval(c)) for world, c in counts.items()
-        }
+        for key, count in zip(keys, self.successes, strict=True):
+            counts.setdefault(key, []).append(count)
+        return counts
+
+    def _rate(self, successes: Sequence[int]) -> float:
+        return sum(successes) / (len(successes) * self.plan.samples)
 
     @property
     def macro(self) -> float:
@@ -192,11 +186,7 @@ class Evaluation:
 
     def by_family(self) -> dict[str, tuple[float, int]]:
         """Return success rate and number of tasks of each family, in alphabetical order."""
-        counts: dict[str, list[int]] = defaultdict(list)
-        for family, count in zip(self.families, self.successes, strict=True):
-            counts[family].append(count)
-        samples = self.plan.samples
-        return {f: (sum(c) / (len(c) * samples), len(c)) for f, c in sorted(counts.items())}
+        return {family: (self._rate(c), len(c)) for family, c in sorted(self._counts(self.families).items())}
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics for the row of a training step."""
@@ -248,17 +238,20 @@ def check_evaluation(config: Config, world: World) -> None:
         check_split(world, split)
         if warning := short_split(world, split, settings.tasks):
             log.info(warning)
-    check_split(world, settings.split_during)
+    check_split(world, settings.split_during, "evaluation.split_during")
     check_tasks("train", world.tasks("train"))
 
 
-def check_split(world: World, split: str) -> None:
-    """Raise UserError for a split without tasks or with a duplicate id."""
-    tasks = world.tasks(split)
+def check_split(world: World, split: str, setting: str = "evaluation.splits") -> None:
+    """Raise UserError, naming `setting`, for a split that does not exist, is empty or has a duplicate id."""
+    try:
+        tasks = world.tasks(split)
+    except UserError as error:
+        raise UserError(f"{setting}: {error.message}", error.hint) from error
     check_tasks(split, tasks)
     if not tasks:
         sizes = ", ".join(f"{name} {len(world.tasks(name))}" for name in world.splits)
-        raise UserError(f"The split {split!r} is empty. Tasks by split: {sizes}.", "Choose another split.")
+        raise UserError(f"{setting}: the split {split!r} is empty. Tasks by split: {sizes}.", "Choose another split.")
 
 
 def short_split(world: World, split: str, num: int) -> str:
@@ -338,7 +331,8 @@ def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode
         ],
     }
     if result.worlds:
-        data |= _worlds_data(result)
+        by_world = {name: [one.rate, one.num_tasks] for name, one in result.by_world().items()}
+        data |= {"macro": result.macro, "by_world": by_world, "worlds": list(result.worlds)}
     if result.notices:
         data["notices"] = list(result.notices)
     records = [_record(episode) for episode in episodes]
@@ -348,19 +342,14 @@ def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode
     return path
 
 
-def _worlds_data(result: Evaluation) -> dict[str, object]:
-    """Return the additional fields of an evaluation in a mixture."""
-    by_world = {name: [one.rate, one.num_tasks] for name, one in result.by_world().items()}
-    return {"macro": result.macro, "by_world": by_world, "worlds": list(result.worlds)}
-
-
 def load_evaluation(path: Path) -> Evaluation:
     """Load an evaluation that `save_evaluation` wrote. Raises UserError for any other file."""
     try:
         data = json.loads(path.read_text("utf-8"))
-        tasks = data["tasks"]
+        tasks, plan = data["tasks"], data["plan"]
+        conditions = plan.pop("conditions", None)
         return Evaluation(
-            plan=_plan(data["plan"]),
+            plan=EvaluationPlan(**plan, conditions=Conditions(**conditions) if conditions else None),
             task_ids=tuple(task["id"] for task in tasks),
             successes=tuple(task["successes"] for task in tasks),
             families=tuple(task["family"] for task in tasks),
@@ -371,11 +360,6 @@ def load_evaluation(path: Path) -> Evaluation:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not an evaluation: {error}.", "Name a file that `ludus eval` wrote.") from error
-
-
-def _plan(data: Mapping[str, Any]) -> EvaluationPlan:
-    conditions = data.get("conditions")
-    return EvaluationPlan(**{**data, "conditions": Conditions(**conditions) if conditions else None})
 
 
 def _record(episode: Episode) -> RolloutRecord:

@@ -48,6 +48,9 @@ class VerdictShare:
         """The fraction; 0 if `whole` is 0."""
         return self.part / self.whole if self.whole else 0.0
 
+    def __str__(self) -> str:
+        return f"{self.part} of {self.whole}"
+
 
 @dataclass(frozen=True, slots=True)
 class Scorecard:
@@ -200,20 +203,16 @@ async def _replayed(report: CheckReport, plan: CheckPlan) -> VerdictShare:
     tasks = report.tasks[:EPISODES]
     names = {task.id for task in tasks}
     changed = num = 0
-    for before, after in zip(report.rows, await _again(report, tasks, plan), strict=True):
+    agents = [row.agent for row in report.rows]
+    plan.watch.phase("played again", len(agents) * len(tasks))
+    for before, after in zip(report.rows, await play_all(report.world, tasks, agents, plan), strict=True):
         first = {play.task.id: play for play in before.plays if play.task.id in names}
-        for play in after:
+        for play in after.plays:
             one = first[play.task.id].trajectory
             if one is not None and play.trajectory is not None:
                 num += 1
                 changed += one.rewards != play.trajectory.rewards
     return VerdictShare(changed, num)
-
-
-async def _again(report: CheckReport, tasks: Sequence[Task], plan: CheckPlan) -> list[Sequence[AuditEpisode]]:
-    agents = [row.agent for row in report.rows]
-    plan.watch.phase("played again", len(agents) * len(tasks))
-    return [row.plays for row in await play_all(report.world, tasks, agents, plan)]
 
 
 async def _paraphrased(report: CheckReport, plan: CheckPlan) -> VerdictShare:
@@ -225,13 +224,10 @@ async def _paraphrased(report: CheckReport, plan: CheckPlan) -> VerdictShare:
     accepted = 0
     plan.watch.phase("paraphrases", len(agents) + sum(len(turns) for turns in ways))
     for task, agent in agents:
-        (row,) = await play_all(report.world, [task], [agent], plan)
-        accepted += row.num_successes
+        accepted += await _num_solved(report, [task], agent, plan)
     for turns in ways:
         agent = Agent("alternative solution", AgentKind.ORACLE, "alternative solution", partial(_turns_of, turns))
-        tasks = [task for task, _ in shown if task.id in turns]
-        (row,) = await play_all(report.world, tasks, [agent], plan)
-        accepted += row.num_successes
+        accepted += await _num_solved(report, [task for task, _ in shown if task.id in turns], agent, plan)
     return VerdictShare(accepted, len(agents) + sum(len(turns) for turns in ways))
 
 
@@ -247,10 +243,14 @@ async def perturbed(report: CheckReport, plan: CheckPlan) -> tuple[VerdictShare,
         accepted = 0
         for task, text in texts:
             agent = _with_answer(report.shown.get(task.id, ()), text)
-            (row,) = await play_all(report.world, [task], [agent], plan)
-            accepted += row.num_successes
+            accepted += await _num_solved(report, [task], agent, plan)
         found.append(VerdictShare(accepted, len(texts)))
     return found[0], found[1]
+
+
+async def _num_solved(report: CheckReport, tasks: Sequence[Task], agent: Agent, plan: CheckPlan) -> int:
+    (row,) = await play_all(report.world, tasks, [agent], plan)
+    return row.num_successes
 
 
 def _alternatives(world: World, tasks: Sequence[Task]) -> list[Mapping[str, Sequence[Action]]]:
@@ -298,20 +298,25 @@ class ScorecardVerdict:
     mark: Mark = "pass"
     why: str = ""
 
+    @classmethod
+    def of(cls, name: str, found: str, why: str, *, fails: bool = False, doubtful: bool = False) -> ScorecardVerdict:
+        """Return a row that fails, is doubtful, or passes without a reason."""
+        mark: Mark = "fail" if fails else "doubtful" if doubtful else "pass"
+        return cls(name, found, mark, "" if mark == "pass" else why)
+
 
 def verdicts(card: Scorecard) -> list[ScorecardVerdict]:
     """Return all rows of a scorecard with their verdicts."""
     truths = ", ".join(f"{name} ({count} tasks)" for name, count in card.truths.items())
     graded = f"graded, {len(card.values)} values seen" if card.is_graded else "two values at most"
     alone, together = f"{card.alone_per_s:,.0f}", f"{card.together_per_s:,.0f}"
-    slow = card.grading_ms > SLOW_MS
     return [
         ScorecardVerdict("truth", truths),
-        ScorecardVerdict(
+        ScorecardVerdict.of(
             "speed",
             f"{card.grading_ms:.3f} ms per grading",
-            "doubtful" if slow else "pass",
-            "A grading takes seconds, and training waits for it." if slow else "",
+            "A grading takes seconds, and training waits for it.",
+            doubtful=card.grading_ms > SLOW_MS,
         ),
         ScorecardVerdict("parallelism", f"{alone} episodes/s alone, {together} with {card.concurrency} at once"),
         _noise("stability, graded again", card.unstable, "trajectories"),
@@ -330,15 +335,15 @@ def _errors(card: Scorecard) -> ScorecardVerdict:
     """Return the row of false negatives and false positives, with 95 % intervals."""
     right = card.paraphrased.whole + card.rewritten.whole
     refused = right - card.paraphrased.part - card.rewritten.part
-    rates = [("false negatives", refused, right), ("false positives", card.spoilt.part, card.spoilt.whole)]
-    return ScorecardVerdict("errors", "; ".join(f"{name} {_rate(part, whole)}" for name, part, whole in rates))
+    negatives, positives = _rate(VerdictShare(refused, right)), _rate(card.spoilt)
+    return ScorecardVerdict("errors", f"false negatives {negatives}; false positives {positives}")
 
 
-def _rate(part: int, whole: int) -> str:
-    if not whole:
-        return "0 of 0"
-    interval = wilson(part, whole)
-    return f"{part} of {whole} [{interval.low:.1%}, {interval.high:.1%}]"
+def _rate(share: VerdictShare) -> str:
+    if not share.whole:
+        return str(share)
+    interval = wilson(share.part, share.whole)
+    return f"{share} [{interval.low:.1%}, {interval.high:.1%}]"
 
 
 def problems_in(rows: Sequence[ScorecardVerdict]) -> list[str]:
@@ -346,28 +351,18 @@ def problems_in(rows: Sequence[ScorecardVerdict]) -> list[str]:
     return [row.why for row in rows if row.mark == "fail"]
 
 
-def _of(share: VerdictShare) -> str:
-    return f"{share.part} of {share.whole}"
-
-
 def _noise(what: str, changed: VerdictShare, which: str) -> ScorecardVerdict:
-    found = f"{_of(changed)} {which} change"
-    if not changed.part:
-        return ScorecardVerdict(what, found)
-    mark: Mark = "fail" if changed.value > 0.05 else "doubtful"
-    return ScorecardVerdict(
-        what, found, mark, f"The verifier is not stable: the reward of {_of(changed)} {which} changes."
-    )
+    why = f"The verifier is not stable: the reward of {changed} {which} changes."
+    found = f"{changed} {which} change"
+    return ScorecardVerdict.of(what, found, why, fails=changed.value > 0.05, doubtful=changed.part > 0)
 
 
 def _accepts(what: str, accepted: VerdictShare, nothing: str, which: str) -> ScorecardVerdict:
     if not accepted.whole:
         return ScorecardVerdict(what, nothing)
-    found = f"{_of(accepted)} accepted"
     why = f"The verifier rejects {accepted.whole - accepted.part} of {accepted.whole} correct {which}."
-    if accepted.value < MIN_ACCEPTED and accepted.whole >= MIN_TRIALS:
-        return ScorecardVerdict(what, found, "fail", why)
-    return ScorecardVerdict(what, found, "doubtful", why) if accepted.value < 0.9 else ScorecardVerdict(what, found)
+    few = accepted.value < MIN_ACCEPTED and accepted.whole >= MIN_TRIALS
+    return ScorecardVerdict.of(what, f"{accepted} accepted", why, fails=few, doubtful=accepted.value < 0.9)
 
 
 def wrong_answers_row(accepted: VerdictShare) -> ScorecardVerdict:
@@ -375,25 +370,19 @@ def wrong_answers_row(accepted: VerdictShare) -> ScorecardVerdict:
     what = "wrong answers near the truth"
     if not accepted.whole:
         return ScorecardVerdict(what, "none available")
-    found = f"{_of(accepted)} accepted"
-    why = f"The verifier accepts {_of(accepted)} wrong answers near the correct one (negated, cut, other numbers)."
-    if accepted.value > 0.1 and accepted.whole >= MIN_TRIALS:
-        return ScorecardVerdict(what, found, "fail", why)
-    return ScorecardVerdict(what, found, "doubtful", why) if accepted.part else ScorecardVerdict(what, found)
+    why = f"The verifier accepts {accepted} wrong answers near the correct one (negated, cut, other numbers)."
+    many = accepted.value > 0.1 and accepted.whole >= MIN_TRIALS
+    return ScorecardVerdict.of(what, f"{accepted} accepted", why, fails=many, doubtful=accepted.part > 0)
 
 
 def _distinct(distinct: VerdictShare) -> ScorecardVerdict:
-    found = f"{_of(distinct)} without identifiers, names and numbers"
-    few = distinct.whole >= 50 and distinct.part < 5
-    why = f"The prompts of {distinct.whole:,} tasks differ only in names and numbers." if few else ""
-    return ScorecardVerdict("distinct tasks", found, "doubtful" if few else "pass", why)
+    found = f"{distinct} without identifiers, names and numbers"
+    why = f"The prompts of {distinct.whole:,} tasks differ only in names and numbers."
+    return ScorecardVerdict.of("distinct tasks", found, why, doubtful=distinct.whole >= 50 and distinct.part < 5)
 
 
 def _saturation(solved: VerdictShare) -> ScorecardVerdict:
-    found = f"{_of(solved)} tasks solved by null, idle, echo or the majority answer"
-    why = f"Agents without tools and skill solve {_of(solved)} tasks."
-    if solved.value > 0.5 and solved.whole >= MIN_TRIALS:
-        return ScorecardVerdict("saturation", found, "fail", why)
-    return ScorecardVerdict(
-        "saturation", found, "doubtful" if solved.value > 0.25 else "pass", why if solved.value > 0.25 else ""
-    )
+    found = f"{solved} tasks solved by null, idle, echo or the majority answer"
+    why = f"Agents without tools and skill solve {solved} tasks."
+    many = solved.value > 0.5 and solved.whole >= MIN_TRIALS
+    return ScorecardVerdict.of("saturation", found, why, fails=many, doubtful=solved.value > 0.25)

@@ -12,9 +12,9 @@ import torch
 from algorithm_parts import FUNCTIONS, GREEDY_ADVANTAGES, GROUP_ADVANTAGES, TURN_READING_ADVANTAGES
 from ludus.algorithms import advantages
 from ludus.algorithms.advantages import optimal_token_baseline
+from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.kl import control_of, penalised_advantages, penalised_rewards
 from ludus.algorithms.shaping import soft_overlong
-from ludus.algorithms.spec.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.load import load_config

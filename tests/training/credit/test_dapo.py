@@ -16,9 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ludus.algorithms.aggregate import Normalizer
-from ludus.algorithms.objective import objective
-from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.algorithm import Algorithm
+from ludus.algorithms.objective import Normalizer, objective
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.tensors import TokenBatch
 from ludus.config.load import load_config

@@ -19,8 +19,8 @@ import algorithms_oracle as oracle
 import algorithms_oracle_advantages as slow
 from algorithm_parts import ADVANTAGES
 from ludus.algorithms.advantages import grpo
+from ludus.algorithms.algorithm import Algorithm, PartOptions
 from ludus.algorithms.filters import variance_top, zero_variance
-from ludus.algorithms.spec.algorithm import Algorithm, PartOptions
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.training.credit.advantages import assign_credit
 from tests.algorithms.test_presets_exact import CASE, WON, Case, real_gradient, real_outcomes

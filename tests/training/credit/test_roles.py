@@ -11,7 +11,7 @@ import torch
 
 from ludus.algorithms import advantages
 from ludus.algorithms.advantages.running_baselines import RoleBaselines
-from ludus.algorithms.spec.algorithm import PartOptions
+from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.cli.main import main
 from ludus.config.schema import Config

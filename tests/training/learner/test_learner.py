@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from ludus.algorithms.spec.algorithm import Algorithm, PartOptions
+from ludus.algorithms.algorithm import Algorithm, PartOptions
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.errors import LearnerError
 from ludus.training.batches.rows import Row, microbatches, row_of_trajectory

@@ -9,10 +9,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ludus.algorithms.aggregate import Normalizer
+from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.kl import KlState, control_of
-from ludus.algorithms.objective import objective
-from ludus.algorithms.spec.algorithm import PartOptions
+from ludus.algorithms.objective import Normalizer, objective
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
 from ludus.algorithms.tensors import TokenBatch

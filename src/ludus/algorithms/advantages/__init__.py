@@ -1,10 +1,10 @@
 """Advantages: from the rewards of a whole batch to one number per action token.
 
 Every function takes its tensors by keyword and returns [N, L]: `rewards` [N] (or `turn_rewards` [N, K] with `turn`
-[N, L]), `group` [N] integers, `mask` [N, L], and what else it names. The result is 0 where the mask is 0, also over
-NaN. They compute in float64. A number that is not finite at a position that is read, and a group with one member
-whose members are compared, raise ValueError naming the row. Equal rewards that are compared result in exactly 0,
-rounding noise notwithstanding.
+[N, L]), `group` [N] integers, `mask` [N, L], and what else it names. The result is 0 where the mask is 0, also
+where an input is NaN. They compute in float64, and raise ValueError, naming the row, for a number that is read and not
+finite, and for a group with one member if members are compared. Equal rewards of a group result in exactly 0, also if
+they differ by rounding.
 
 | module | compares or sums |
 |---|---|
@@ -15,7 +15,7 @@ rounding noise notwithstanding.
 | `running_baselines` | statistics that outlive a step |
 | `calibration` | per-turn reward tiers, from recorded rollouts |
 
-A new advantage is one decorated function in a module here (`parts.AdvantageSpec`), a new or an old one. The public
+A new advantage is one decorated function in a module here (`algorithm.AdvantageSpec`), a new or an old one. The public
 names of all modules are names of this package.
 """
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ludus.algorithms.parts import AdvantageSpec, Need, declared_in, modules_of, publish
+from ludus.algorithms.algorithm import AdvantageSpec, Need, declared_in, modules_of, publish
 from ludus.algorithms.tensors import Tensor
 
 _MODULES = modules_of(__name__, __path__)
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 
 ADVANTAGES: Mapping[str, AdvantageSpec] = {name: spec for name, spec in _SPECS.items() if spec.selectable}
-"""What `algorithm.advantage` may name."""
+"""The values of `algorithm.advantage`."""
 TARGETS: Mapping[str, AdvantageSpec] = {name: spec for name, spec in _SPECS.items() if not spec.selectable}
-"""What critics learn, if that is not a selectable advantage."""
+"""The targets of critics that are not selectable advantages."""
 
 
 def advantages_that_need(need: Need) -> list[str]:

@@ -19,8 +19,7 @@ from ludus.algorithms.tensors import Tensor, cells, numbers, select, torch
 class ActionTokens:
     """Where the action tokens of `mask` [N, L] are.
 
-    `columns` [N, T] int: the column of each row's t-th action token; `present` [N, T] bool: whether it has
-    one.
+    `columns` [N, T] int is the column of each row's t-th action token; `present` [N, T] bool is set if it exists.
     """
 
     mask: Tensor
@@ -151,8 +150,7 @@ def _runs(mask: Tensor) -> Tensor:
 def rewards_of_turns(
     mask: Tensor, turn: Tensor | None, turn_rewards: Tensor | None, rewards: Tensor | None
 ) -> tuple[Turns, Tensor]:
-    """Return the turns, and the reward of each, [N, K] float64: `turn_rewards` [N, K], and `rewards` [N] on the
-    last.
+    """Return the turns and their rewards, [N, K] float64: `turn_rewards` [N, K], plus `rewards` [N] on the last turn.
 
     Raises ValueError for numbers that are not finite (naming the row), or without any reward.
     """
@@ -180,7 +178,7 @@ def token_rewards(
 ) -> Tensor:
     """Return the reward of each action token, [N, L] float64, 0 elsewhere; the input of `reinforce_pp` and `gae`.
 
-    `rewards` [N] on the last action token of a row (a row without any has no place for it); `turn_rewards`
+    `rewards` [N] on the last action token of a row (dropped if it has none); `turn_rewards`
     [N, K] on the last action token of each turn of `turn` [N, L] (MT-PPO, arXiv:2505.11821), added if both
     are given; `-kl_coef kl` [N, L] on every action token (KL placed in the reward, as in verl and OpenRLHF;
     no gradient flows). Raises ValueError for a number that is not finite (naming the row), or without any reward.

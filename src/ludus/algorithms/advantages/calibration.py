@@ -17,9 +17,8 @@ from ludus.algorithms.tensors import Tensor, numbers, torch
 class TierCalibration:
     """Statistics of recorded rollouts for each of C tiers; all [C] float64.
 
-    `correlation` of a trajectory having the tier with its success (point-biserial; 0 if either is
-    constant); `reward` it should have; `in_success`, `in_failure` the share of such trajectories that have
-    it.
+    `correlation` between the presence of the tier and success (point-biserial; 0 if either is constant); `reward` is
+    the calibrated reward; `in_success`, `in_failure` are the shares of such trajectories with the tier.
     """
 
     correlation: Tensor
@@ -35,7 +34,7 @@ def calibrate_tiers(
 
     `tiers` [N, K] integers, the tier of each turn of N trajectories, negative for none and padding;
     `success` [N] of 0 and 1; `rho_c` the correlation of `1[c occurs in i]` with `success_i`. The paper's
-    threshold is not stated as a number: 0.1 is ours. Raises ValueError for shapes, a tier past `num_tiers`, or
+    threshold is not stated as a number; 0.1 is our choice. Raises ValueError for shapes, a tier past `num_tiers`, or
     another success value (naming the row).
     """
     if tiers.ndim != 2 or tiers.is_floating_point():

@@ -16,6 +16,9 @@ V-trace and Retrace contain the behaviour ratio `w = exp(old_logprobs - behavior
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TypedDict, Unpack
+
 from ludus.algorithms.advantages.action_tokens import (
     ActionTokens,
     Turns,
@@ -26,7 +29,7 @@ from ludus.algorithms.advantages.action_tokens import (
     token_rewards,
 )
 from ludus.algorithms.advantages.group_relative import whiten as whiten_tokens
-from ludus.algorithms.parts import FRACTION, POSITIVE, SWITCH, AdvantageSpec, Need, Option
+from ludus.algorithms.algorithm import FRACTION, POSITIVE, SWITCH, AdvantageSpec, Need, Option
 from ludus.algorithms.tensors import (
     Tensor,
     check_group,
@@ -37,6 +40,33 @@ from ludus.algorithms.tensors import (
     select,
     torch,
 )
+
+
+class _Critic(TypedDict):
+    values: Tensor
+    mask: Tensor
+
+
+class _OffPolicy(_Critic):
+    old_logprobs: Tensor
+    behavior_logprobs: Tensor
+
+
+class CriticInputs(_Critic, total=False):
+    """The inputs of every advantage with a critic."""
+
+    rewards: Tensor | None
+    turn_rewards: Tensor | None
+    turn: Tensor | None
+    bootstrap_values: Tensor | None
+    group: Tensor | None
+    kl: Tensor | None
+    kl_coef: float
+
+
+class OffPolicyInputs(_OffPolicy, CriticInputs):
+    """The inputs of advantages that correct for the behaviour policy."""
+
 
 _CRITIC = {
     "whiten": Option("1: whiten over the batch", SWITCH, default=1.0),
@@ -58,7 +88,7 @@ def _whitened(*, advantages: Tensor, mask: Tensor, ddof: int, whiten: bool, trai
 
 
 def _above_values(*, advantages: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Subtract the values from targets: what a critic adds to its values again."""
+    """Subtract the values from targets; `value_targets` adds them back."""
     return advantages - torch.where(mask.bool(), values, 0.0)
 
 
@@ -69,35 +99,17 @@ def _above_values(*, advantages: Tensor, values: Tensor, mask: Tensor) -> Tensor
     critic_targets="gae",
     finish=_whitened,
 )
-def gae(
-    *,
-    values: Tensor,
-    mask: Tensor,
-    rewards: Tensor | None = None,
-    turn_rewards: Tensor | None = None,
-    turn: Tensor | None = None,
-    bootstrap_values: Tensor | None = None,
-    group: Tensor | None = None,
-    kl: Tensor | None = None,
-    kl_coef: float = 0.0,
-    gamma: float = 1.0,
-    lam: float | Tensor = 1.0,
-) -> Tensor:
+def gae(*, gamma: float = 1.0, lam: float | Tensor = 1.0, **inputs: Unpack[CriticInputs]) -> Tensor:
     """Return `A_t = delta_t + gamma lam A_next`, `delta_t = r_t + gamma V_next - V_t`, arXiv:1506.02438 (GAE).
 
-    "Next" is the next action token: an observation is neither a step nor a discount. `gamma` and `lam` 1 as
-    in verl and OpenRLHF; TRL takes `lam` 0.95. `lam` may be [N], one a row. With `turn_rewards` this is
-    MT-PPO (arXiv:2505.11821).
+    "Next" is the next action token: an observation is neither a step nor a discount. `gamma` and `lam` 1 as in verl and
+    OpenRLHF; TRL takes `lam` 0.95. `lam` may be [N], one a row. With `turn_rewards` this is MT-PPO (arXiv:2505.11821).
     """
-    check_group(group, mask)
-    placed = token_rewards(mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef)
-    tokens = action_tokens(mask)
-    current, following = values_and_next(tokens, values, bootstrap_values)
-    delta = tokens.take("rewards", placed) + gamma * following - current
+    steps = _token_steps(inputs)
+    mask, delta = steps.tokens.mask, steps.delta(gamma)
     per_row = torch.as_tensor(lam, dtype=torch.float64, device=mask.device)
     decay = gamma * (numbers("lam", per_row, mask)[:, None] if per_row.ndim else per_row)
-    found = scan_back(delta, decay.expand(delta.shape))
-    return tokens.spread(found, float_dtype(rewards, turn_rewards, values))
+    return steps.tokens.spread(scan_back(delta, decay.expand(delta.shape)), steps.dtype)
 
 
 @AdvantageSpec(
@@ -112,45 +124,18 @@ def gae(
     critic_targets="gae",
     finish=_whitened,
 )
-def vapo(
-    *,
-    values: Tensor,
-    mask: Tensor,
-    rewards: Tensor | None = None,
-    turn_rewards: Tensor | None = None,
-    turn: Tensor | None = None,
-    bootstrap_values: Tensor | None = None,
-    group: Tensor | None = None,
-    kl: Tensor | None = None,
-    kl_coef: float = 0.0,
-    gamma: float = 1.0,
-    alpha: float = 0.05,
-) -> Tensor:
-    """Return `gae` with `lam = 1 - 1 / (alpha n_i)` clamped to [0, 1], `n_i` the row's action tokens,
-    arXiv:2504.05118.
+def vapo(*, gamma: float = 1.0, alpha: float = 0.05, **inputs: Unpack[CriticInputs]) -> Tensor:
+    """Return `gae` with `lam = 1 - 1 / (alpha n_i)` in [0, 1], `n_i` the row's action tokens, arXiv:2504.05118.
 
     The clamp matters below `1 / alpha` tokens (20): the paper's formula is negative there. This is the
     policy's advantage; the critic learns from `lam = 1`: `value_targets` of `gae(lam=1.0)`.
     """
-    lengths = mask.bool().sum(1).double()
-    lam = (1 - 1 / (alpha * lengths.clamp(min=1))).clamp(0.0, 1.0)
-    return gae(
-        values=values,
-        mask=mask,
-        rewards=rewards,
-        turn_rewards=turn_rewards,
-        turn=turn,
-        bootstrap_values=bootstrap_values,
-        group=group,
-        kl=kl,
-        kl_coef=kl_coef,
-        gamma=gamma,
-        lam=lam,
-    )
+    lengths = inputs["mask"].bool().sum(1).double()
+    return gae(gamma=gamma, lam=(1 - 1 / (alpha * lengths.clamp(min=1))).clamp(0.0, 1.0), **inputs)
 
 
 def value_targets(*, advantages: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Return what a critic learns, [N, L]: `A_t + V_t` on action tokens, 0 elsewhere, without gradient.
+    """Return the targets of a critic, [N, L]: `A_t + V_t` on action tokens, 0 elsewhere, without gradient.
 
     For the advantages of `gae`, `step_gae` and `turn_gae`, before whitening. (`step_gae` reads V at the first
     action token of each turn alone: train its critic there.) `vtrace_targets` is that of V-trace.
@@ -167,32 +152,16 @@ def value_targets(*, advantages: Tensor, values: Tensor, mask: Tensor) -> Tensor
     options=_GAMMA_LAM | _CRITIC,
     finish=_whitened,
 )
-def step_gae(
-    *,
-    values: Tensor,
-    mask: Tensor,
-    turn: Tensor | None = None,
-    rewards: Tensor | None = None,
-    turn_rewards: Tensor | None = None,
-    bootstrap_values: Tensor | None = None,
-    group: Tensor | None = None,
-    kl: Tensor | None = None,
-    kl_coef: float = 0.0,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-) -> Tensor:
+def step_gae(*, gamma: float = 1.0, lam: float = 1.0, **inputs: Unpack[CriticInputs]) -> Tensor:
     """Return GAE whose step is a turn, one advantage for all its tokens, arXiv:2512.17008 (turn-PPO).
 
     With `V_k` the value at the first action token of turn `k`: `delta_k = r_k + gamma V_{k+1} - V_k`,
     `A_k = delta_k + gamma lam A_{k+1}`; a turn pays the KL penalty of all its tokens. `gamma` and `lam` 1;
     the paper's best are near 0.99 and 0.9.
     """
-    check_group(group, mask)
-    turns, reward = rewards_of_turns(mask, turn, turn_rewards, rewards)
-    if kl is not None:
-        reward = reward - kl_coef * turns.summed(turns.tokens.take("kl", kl))
-    found = _over_turns(turns, reward, values, bootstrap_values, (gamma, lam))
-    return turns.tokens.spread(turns.spread(found), float_dtype(rewards, turn_rewards, values))
+    turns, reward, penalty = _turn_steps(inputs)
+    found = _over_turns(turns, reward - turns.summed(penalty), inputs, (gamma, lam))
+    return turns.tokens.spread(turns.spread(found), _dtype(inputs))
 
 
 @AdvantageSpec(
@@ -209,19 +178,11 @@ def step_gae(
 )
 def turn_gae(
     *,
-    values: Tensor,
-    mask: Tensor,
-    turn: Tensor | None = None,
-    rewards: Tensor | None = None,
-    turn_rewards: Tensor | None = None,
-    bootstrap_values: Tensor | None = None,
-    group: Tensor | None = None,
-    kl: Tensor | None = None,
-    kl_coef: float = 0.0,
     gamma_turn: float = 1.0,
     lam_turn: float = 1.0,
     gamma_token: float = 1.0,
     lam_token: float = 1.0,
+    **inputs: Unpack[CriticInputs],
 ) -> Tensor:
     """Return bi-level GAE: over turns first, then back through the tokens of each, arXiv:2510.16907 (VAGEN).
 
@@ -230,89 +191,45 @@ def turn_gae(
     the level of turns. The KL penalty of a turn's last token joins the turn's reward, that of an earlier one
     stays its own. All four numbers 1; VAGEN's example runs take `gamma_turn` 0.95.
     """
-    check_group(group, mask)
-    turns, reward = rewards_of_turns(mask, turn, turn_rewards, rewards)
+    turns, reward, penalty = _turn_steps(inputs)
     tokens = turns.tokens
-    penalty = torch.zeros_like(turns.index, dtype=torch.float64)
-    if kl is not None:
-        penalty = kl_coef * tokens.take("kl", kl)
     reward = reward - turns.summed(select(penalty, turns.closes))
-    of_turns = _over_turns(turns, reward, values, bootstrap_values, (gamma_turn, lam_turn))
-    current, following = values_and_next(tokens, values, bootstrap_values)
+    of_turns = _over_turns(turns, reward, inputs, (gamma_turn, lam_turn))
+    current, following = values_and_next(tokens, inputs["values"], inputs.get("bootstrap_values"))
     inside = gamma_token * following - current - penalty
     terms = torch.where(turns.closes, turns.spread(of_turns), select(inside, tokens.present))
     decay = select(torch.full_like(terms, gamma_token * lam_token), tokens.present & ~turns.closes)
-    return tokens.spread(scan_back(terms, decay), float_dtype(rewards, turn_rewards, values))
+    return tokens.spread(scan_back(terms, decay), _dtype(inputs))
 
 
 @AdvantageSpec(
     help="V-trace", needs=_OFF_POLICY, options=_VTRACE | _CRITIC, critic_targets="vtrace_error", finish=_whitened
 )
 def vtrace(
-    *,
-    values: Tensor,
-    old_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    mask: Tensor,
-    rewards: Tensor | None = None,
-    turn_rewards: Tensor | None = None,
-    turn: Tensor | None = None,
-    bootstrap_values: Tensor | None = None,
-    group: Tensor | None = None,
-    kl: Tensor | None = None,
-    kl_coef: float = 0.0,
-    gamma: float = 1.0,
-    rho_bar: float = 1.0,
-    c_bar: float = 1.0,
+    *, gamma: float = 1.0, rho_bar: float = 1.0, c_bar: float = 1.0, **inputs: Unpack[OffPolicyInputs]
 ) -> Tensor:
     """Return `A_t = rho_t (r_t + gamma v_next - V_t)`, arXiv:1802.01561 (IMPALA), [N, L].
 
     `rho = min(rho_bar, w)`, `c = min(c_bar, w)`; `v` are the `vtrace_targets`, and `v_next` behind the last
-    action token is the bootstrap. Both bounds 1 as in the paper. Where `w = 1` it equals `gae(gamma, 1)`.
+    action token is the bootstrap. Both bounds 1 as in the paper. If `w = 1` it equals `gae(gamma, 1)`.
     """
-    check_group(group, mask)
-    placed = token_rewards(mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef)
-    tokens = action_tokens(mask)
-    weights = _weights(tokens, old_logprobs, behavior_logprobs)
-    current, following = values_and_next(tokens, values, bootstrap_values)
-    reward = tokens.take("rewards", placed)
+    steps, weights = _token_steps(inputs), _weights(inputs)
     rho = weights.clamp(max=rho_bar)
-    delta = rho * (reward + gamma * following - current)
-    excess = scan_back(delta, gamma * weights.clamp(max=c_bar))
-    ahead = following + select(shifted(excess, 0.0), tokens.present)
-    return tokens.spread(rho * (reward + gamma * ahead - current), float_dtype(rewards, turn_rewards, values))
+    excess = scan_back(rho * steps.delta(gamma), gamma * weights.clamp(max=c_bar))
+    ahead = steps.following + select(shifted(excess, 0.0), steps.tokens.present)
+    return steps.tokens.spread(rho * (steps.reward + gamma * ahead - steps.current), steps.dtype)
 
 
 @AdvantageSpec(help="Retrace", needs=_OFF_POLICY, options=_GAMMA_LAM | _CRITIC, finish=_whitened)
-def retrace(
-    *,
-    values: Tensor,
-    old_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    mask: Tensor,
-    rewards: Tensor | None = None,
-    turn_rewards: Tensor | None = None,
-    turn: Tensor | None = None,
-    bootstrap_values: Tensor | None = None,
-    group: Tensor | None = None,
-    kl: Tensor | None = None,
-    kl_coef: float = 0.0,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-) -> Tensor:
+def retrace(*, gamma: float = 1.0, lam: float = 1.0, **inputs: Unpack[OffPolicyInputs]) -> Tensor:
     """Return `A_t = sum_{s >= t} gamma^(s-t) (prod_{u=t+1..s} lam min(1, w_u)) delta_s`, arXiv:1606.02647 (Retrace).
 
     `delta_s = r_s + gamma V_next - V_s`; a token's own temporal difference has no weight. `lam` 1 as in the
-    paper. Where `w >= 1` it equals `gae(gamma, lam)`.
+    paper. If `w >= 1` it equals `gae(gamma, lam)`.
     """
-    check_group(group, mask)
-    placed = token_rewards(mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef)
-    tokens = action_tokens(mask)
-    weights = _weights(tokens, old_logprobs, behavior_logprobs)
-    current, following = values_and_next(tokens, values, bootstrap_values)
-    delta = tokens.take("rewards", placed) + gamma * following - current
-    found = scan_back(delta, gamma * lam * shifted(weights.clamp(max=1.0), 0.0))
-    return tokens.spread(found, float_dtype(rewards, turn_rewards, values))
+    steps, weights = _token_steps(inputs), _weights(inputs)
+    found = scan_back(steps.delta(gamma), gamma * lam * shifted(weights.clamp(max=1.0), 0.0))
+    return steps.tokens.spread(found, steps.dtype)
 
 
 @AdvantageSpec(
@@ -324,61 +241,91 @@ def retrace(
     selectable=False,
 )
 def vtrace_targets(
-    *,
-    values: Tensor,
-    old_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    mask: Tensor,
-    rewards: Tensor | None = None,
-    turn_rewards: Tensor | None = None,
-    turn: Tensor | None = None,
-    bootstrap_values: Tensor | None = None,
-    kl: Tensor | None = None,
-    kl_coef: float = 0.0,
-    gamma: float = 1.0,
-    rho_bar: float = 1.0,
-    c_bar: float = 1.0,
+    *, gamma: float = 1.0, rho_bar: float = 1.0, c_bar: float = 1.0, **inputs: Unpack[OffPolicyInputs]
 ) -> Tensor:
-    """Return `v_t = V_t + delta_t + gamma c_t (v_next - V_next)`, arXiv:1802.01561: what V-trace's critic learns.
+    """Return `v_t = V_t + delta_t + gamma c_t (v_next - V_next)`, arXiv:1802.01561: the targets of V-trace's critic.
 
-    `delta_t = rho_t (r_t + gamma V_next - V_t)`; `v_next = V_next` (the bootstrap) behind the last action
-    token.
+    `delta_t = rho_t (r_t + gamma V_next - V_t)`; `v_next = V_next` (the bootstrap) behind the last action token.
     """
-    placed = token_rewards(mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef)
-    tokens = action_tokens(mask)
-    weights = _weights(tokens, old_logprobs, behavior_logprobs)
-    current, following = values_and_next(tokens, values, bootstrap_values)
-    delta = weights.clamp(max=rho_bar) * (tokens.take("rewards", placed) + gamma * following - current)
-    excess = scan_back(delta, gamma * weights.clamp(max=c_bar))
-    return tokens.spread(current + excess, float_dtype(rewards, turn_rewards, values))
+    steps, weights = _token_steps(inputs), _weights(inputs)
+    excess = scan_back(weights.clamp(max=rho_bar) * steps.delta(gamma), gamma * weights.clamp(max=c_bar))
+    return steps.tokens.spread(steps.current + excess, steps.dtype)
 
 
 def values_and_next(tokens: ActionTokens, values: Tensor, bootstrap_values: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return V before each action token, and before the next one, both [N, T]."""
     current = tokens.take("values", values)
-    if bootstrap_values is None:
-        after = current.new_zeros(current.shape[0])
-    else:
-        after = numbers("bootstrap_values", bootstrap_values, tokens.mask)
-    return current, tokens.following(current, after)
+    return current, tokens.following(current, _bootstrap(current, bootstrap_values, tokens.mask))
 
 
-def _over_turns(
-    turns: Turns, reward: Tensor, values: Tensor, bootstrap_values: Tensor | None, gamma_and_lam: tuple[float, float]
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _TokenSteps:
+    """The action tokens with, each [N, T], their rewards and V before them (`current`) and before the next ones."""
+
+    tokens: ActionTokens
+    reward: Tensor
+    current: Tensor
+    following: Tensor
+    dtype: torch.dtype
+
+    def delta(self, gamma: float) -> Tensor:
+        """Return the temporal differences, [N, T]."""
+        return self.reward + gamma * self.following - self.current
+
+
+def _check(inputs: CriticInputs) -> None:
+    """Raise TypeError for an unknown input, ValueError for groups that do not fit."""
+    if unknown := inputs.keys() - OffPolicyInputs.__annotations__.keys():
+        raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
+    check_group(inputs.get("group"), inputs["mask"])
+
+
+def _token_steps(inputs: CriticInputs) -> _TokenSteps:
+    _check(inputs)
+    placed = token_rewards(
+        mask=inputs["mask"],
+        rewards=inputs.get("rewards"),
+        turn_rewards=inputs.get("turn_rewards"),
+        turn=inputs.get("turn"),
+        kl=inputs.get("kl"),
+        kl_coef=inputs.get("kl_coef", 0.0),
+    )
+    tokens = action_tokens(inputs["mask"])
+    current, following = values_and_next(tokens, inputs["values"], inputs.get("bootstrap_values"))
+    return _TokenSteps(tokens, tokens.take("rewards", placed), current, following, _dtype(inputs))
+
+
+def _turn_steps(inputs: CriticInputs) -> tuple[Turns, Tensor, Tensor]:
+    """Return the turns, their rewards [N, K], and the KL penalty of each action token [N, T]."""
+    _check(inputs)
+    mask, kl = inputs["mask"], inputs.get("kl")
+    turns, reward = rewards_of_turns(mask, inputs.get("turn"), inputs.get("turn_rewards"), inputs.get("rewards"))
+    none = torch.zeros_like(turns.index, dtype=torch.float64)
+    return turns, reward, none if kl is None else inputs.get("kl_coef", 0.0) * turns.tokens.take("kl", kl)
+
+
+def _dtype(inputs: CriticInputs) -> torch.dtype:
+    return float_dtype(inputs.get("rewards"), inputs.get("turn_rewards"), inputs["values"])
+
+
+def _over_turns(turns: Turns, reward: Tensor, inputs: CriticInputs, gamma_and_lam: tuple[float, float]) -> Tensor:
     """Return GAE with a turn as the step, [N, K]; 0 for turns not reached."""
     gamma, lam = gamma_and_lam
-    current = turns.at_opening(turns.tokens.take("values", values))
-    if bootstrap_values is None:
-        after = current.new_zeros(current.shape[0])
-    else:
-        after = numbers("bootstrap_values", bootstrap_values, turns.tokens.mask)
+    current = turns.at_opening(turns.tokens.take("values", inputs["values"]))
+    after = _bootstrap(current, inputs.get("bootstrap_values"), turns.tokens.mask)
     following = torch.where(turns.last, after[:, None], shifted(current, 0.0))
     delta = select(reward + gamma * following - current, turns.reached)
     return scan_back(delta, torch.full_like(delta, gamma * lam))
 
 
-def _weights(tokens: ActionTokens, old_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
+def _bootstrap(current: Tensor, values: Tensor | None, mask: Tensor) -> Tensor:
+    """Return V after the last action token of each row, [N]."""
+    return current.new_zeros(current.shape[0]) if values is None else numbers("bootstrap_values", values, mask)
+
+
+def _weights(inputs: OffPolicyInputs) -> Tensor:
     """Return `w` at the action tokens, [N, T], 0 past the end of a row."""
-    log_ratio = tokens.take("old_logprobs", old_logprobs) - tokens.take("behavior_logprobs", behavior_logprobs)
-    return select(clamped_ratio(log_ratio), tokens.present)
+    tokens = action_tokens(inputs["mask"])
+    old = tokens.take("old_logprobs", inputs["old_logprobs"])
+    behavior = tokens.take("behavior_logprobs", inputs["behavior_logprobs"])
+    return select(clamped_ratio(old - behavior), tokens.present)

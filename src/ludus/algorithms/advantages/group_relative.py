@@ -11,7 +11,7 @@ from math import comb
 from typing import Literal
 
 from ludus.algorithms.advantages.action_tokens import ActionTokens, action_tokens, scan_back, token_rewards
-from ludus.algorithms.parts import FRACTION, NOT_NEGATIVE, SWITCH, AdvantageSpec, Need, Option, OptionBounds
+from ludus.algorithms.algorithm import FRACTION, NOT_NEGATIVE, SWITCH, AdvantageSpec, Need, Option, OptionBounds
 from ludus.algorithms.tensors import (
     Tensor,
     check_group,
@@ -55,10 +55,10 @@ def grpo(
     """Return `(r - mean_g) / (std_g + eps)`, arXiv:2402.03300 (section 4.1.2).
 
     `std_over` `batch` divides by the deviation of all rewards given instead (arXiv:2508.08221; TRL's
-    `scale_rewards="batch"`, with `eps` 1e-4), so that a group of small differences is not blown up.
+    `scale_rewards="batch"`, with `eps` 1e-4), so that small differences within a group are not amplified.
 
     `ddof` 1 as in verl and TRL, 0 as in the paper and several tutorials. `std_floor` bounds `std_g` from
-    below, so that a group of nearly equal rewards is not blown up.
+    below, so that nearly equal rewards are not amplified.
     """
     grouped = groups_to_compare(rewards, group, mask)
     if std_over not in SPREADS:
@@ -115,8 +115,8 @@ def opo(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
 def maxrl(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     """Return `(r - mean_g) / mean_g`, 0 if the mean is not positive, arXiv:2602.02710 (MaxRL).
 
-    With rewards 0 and 1 this weighs hard tasks up: `1/p - 1` for a success, `-1` for a failure. A mean that
-    is positive by rounding alone counts as not positive.
+    With rewards 0 and 1 hard tasks have a larger weight: `1/p - 1` for a success, `-1` for a failure. A mean that
+    is positive only by rounding counts as 0.
     """
     grouped = groups_to_compare(rewards, group, mask)
     mean = grouped.mean()
@@ -183,8 +183,7 @@ def role_groups(*, group: Tensor, proposer: Tensor, proposer_group: Tensor | Non
 
     `group` [N]: the proposed task that a solver works on; `proposer` [N] bool. Solvers are compared within
     one proposed task, proposers across proposals: all of the batch together, or by `proposer_group` [N]
-    (read on proposers alone). The ids that come back are fresh; any advantage that takes a `group` takes
-    them.
+    (read on proposers alone). The new ids can be passed as the `group` of any advantage.
     """
     check_group(group, proposer[:, None])
     check_group(proposer_group, proposer[:, None])
@@ -248,7 +247,7 @@ def _remax(*, rewards: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
 
 @AdvantageSpec(help="the reward itself")
 def raw(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """Return `r` itself, no baseline (Williams 1992). The groups do not matter; equal rewards are not 0 here."""
+    """Return `r` itself, no baseline (Williams 1992). Groups are not compared: equal rewards do not become 0."""
     grouped = group_rewards(rewards, group)
     check_rows(len(grouped.rewards), mask)
     return on_actions(grouped.rewards, mask, float_dtype(rewards))
@@ -261,7 +260,7 @@ def whiten(*, values: Tensor, mask: Tensor, trains: Tensor | None = None, ddof: 
     """Return `(x - mean) / sqrt(var + 1e-8)` on the masked positions of `values` [N, L], 0 elsewhere.
 
     Mean and variance are over those masked positions that are set in `trains` [N, L] as well (None: all):
-    what a filter keeps from training is in neither. With no more than `ddof` of them the variance is 0.
+    filtered tokens are in neither. With at most `ddof` of them the variance is 0.
     """
     trains = mask if trains is None else trains
     check_shapes(mask, values=values, trains=trains)
@@ -291,8 +290,7 @@ def reinforce_pp(
     trains: Tensor | None = None,
     ddof: int = 1,
 ) -> Tensor:
-    """Return `R_t = r_t + gamma R_next` over the action tokens, whitened over the batch, arXiv:2501.03262
-    (REINFORCE++).
+    """Return `R_t = r_t + gamma R_next` over action tokens, whitened over the batch (REINFORCE++, arXiv:2501.03262).
 
     `gamma` 1 as in the paper, verl and OpenRLHF; `ddof` 1 as in verl, 0 as in OpenRLHF; `trains` as in
     `whiten`. An observation neither discounts nor resets the return. Where the returns that train are equal
@@ -350,11 +348,11 @@ def optimal_token_baseline(
 ) -> Tensor:
     """Return `R_t - sum_j W_jt R_jt / sum_j W_jt` over the group, [N, L]; `R_t` the return from token `t` on.
 
-    `W_t = sum_{s <= t} (1 - 2 exp(old_s) + sum_pi_squared_s)` is what the scores of the tokens so far add to
-    the variance; tokens are compared by their place among the action tokens of a row. `sum_pi_squared`
-    [N, L] is the sum of squared probabilities over the vocabulary before each token; without it, or without
-    `old_logprobs`, each token adds 1. `weights` [N, L], truncated importance weights, enter squared. With
-    `zero_tail` a row's tokens past the end of all others have no baseline, and 0 as advantage without.
+    `W_t = sum_{s <= t} (1 - 2 exp(old_s) + sum_pi_squared_s)` is the variance of the scores of the tokens so far;
+    tokens are compared by their place among the action tokens of a row. `sum_pi_squared` [N, L] is the sum of squared
+    probabilities over the vocabulary before each token; without it, or without `old_logprobs`, each token adds 1.
+    `weights` [N, L], truncated importance weights, enter squared. With `zero_tail` a row's tokens past the end of all
+    others have no baseline, and 0 as advantage without.
 
     verl's `optimal_token_baseline`, in the form of its `tir_optimal_token_baseline`, which leaves out
     observations. verl adds 1e-8 to `sum_j W_jt`; here the baseline is 0 for sums up to 1e-8.

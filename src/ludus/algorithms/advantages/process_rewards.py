@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ludus.algorithms.advantages.action_tokens import action_tokens, scan_back
 from ludus.algorithms.advantages.group_relative import rloo
-from ludus.algorithms.parts import FRACTION, POSITIVE, AdvantageSpec, Need, Option
+from ludus.algorithms.algorithm import FRACTION, POSITIVE, AdvantageSpec, Need, Option
 from ludus.algorithms.tensors import Tensor, check_group, float_dtype, groups_to_compare, numbers, select, torch
 
 

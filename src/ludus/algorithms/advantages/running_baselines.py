@@ -1,7 +1,6 @@
 """Statistics that outlive a step: moving averages per role, moments per domain.
 
-Both are small frozen records: reading one changes nothing, `updated` returns the next one, `to_json` and
-`from_json` save it with a checkpoint and bring it back exactly.
+Both are frozen records: `updated` returns the next one; `to_json` and `from_json` save and restore it exactly.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ludus.algorithms.advantages.group_relative import remax
-from ludus.algorithms.parts import FRACTION, AdvantageSpec, Need, Option
+from ludus.algorithms.algorithm import FRACTION, AdvantageSpec, Need, Option
 from ludus.algorithms.tensors import Tensor, check_group, float_dtype, numbers, on_actions, rounding, torch
 
 RoleKey = tuple[str, str]
@@ -22,7 +21,7 @@ RoleKey = tuple[str, str]
 class RoleBaselines:
     """A moving average of rewards per (environment, role).
 
-    `means` holds those seen; another starts at `initial`. One reward `r` makes it `decay b + (1 - decay) r`.
+    An average `b` starts at `initial`; a reward `r` updates it to `decay b + (1 - decay) r`.
     """
 
     decay: float = 0.95
@@ -30,11 +29,11 @@ class RoleBaselines:
     means: Mapping[RoleKey, float] = field(default_factory=dict)
 
     def read(self, roles: Sequence[RoleKey], rewards: Tensor) -> Tensor:
-        """Return the baseline of each row, [N] float64: the average before that row's reward enters."""
+        """Return the baseline of each row, [N] float64: the average before that row's reward is added."""
         return torch.tensor(self._run(roles, rewards)[0], dtype=torch.float64)
 
     def updated(self, roles: Sequence[RoleKey], rewards: Tensor) -> RoleBaselines:
-        """Return the averages after `rewards` [N] entered in the order of the rows. Raises ValueError if not finite."""
+        """Return the averages after adding `rewards` [N] in the order of the rows. Raises ValueError if not finite."""
         return replace(self, means=self._run(roles, rewards)[1])
 
     def _run(self, roles: Sequence[RoleKey], rewards: Tensor) -> tuple[list[float], dict[RoleKey, float]]:
@@ -63,8 +62,8 @@ def rae(
 ) -> Tensor:
     """Return `r - b(environment, role)`, arXiv:2506.24119 (SPIRAL, role-conditioned advantage), [N, L].
 
-    `roles` [N] names each row's environment and role. Rows enter the moving average in their order, and each
-    reads it before its own reward enters (the paper's listing updates first, which shrinks the advantage by
+    `roles` [N] names each row's environment and role. Rows are added to the moving average in their order, and each
+    reads it before its own reward is added (the paper's listing updates first, which shrinks the advantage by
     `decay`). `baselines` is not changed: `baselines.updated(roles, rewards)` is the next step's. `decay` 0.95
     as in the paper. Raises ValueError for rewards that are not finite (naming the row) or a wrong shape.
     """
@@ -112,12 +111,12 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class DomainMoments:
-    """The running mean and variance of the rewards of each domain, over all that entered."""
+    """The running mean and variance of the rewards of each domain, over all that were added."""
 
     moments: Mapping[str, Moments] = field(default_factory=dict)
 
     def updated(self, domains: Sequence[str], rewards: Tensor) -> DomainMoments:
-        """Return the moments after `rewards` [N] of `domains` [N] entered. Raises ValueError if not finite."""
+        """Return the moments after adding `rewards` [N] of `domains` [N]. Raises ValueError if not finite."""
         values = _values_of(domains, rewards, "domains")
         found = dict(self.moments)
         for domain in dict.fromkeys(domains):
@@ -139,13 +138,11 @@ class DomainMoments:
 def domain_normalised(*, rewards: Tensor, domains: Sequence[str], moments: DomainMoments, eps: float = 1e-8) -> Tensor:
     """Return `(r - mean_d) / sqrt(var_d + eps)`, [N] in the dtype of the rewards: several tasks on one scale.
 
-    Goes before grouping, for advantages that keep the scale of the rewards (`dr_grpo`, `rloo`, `gae`); one
-    that divides by the deviation of its group does not feel it. Enter the step's own rewards first
-    (`moments.updated`), so that the first step has statistics. A domain with fewer than two rewards, or with
-    equal ones up to rounding, has no scale: its rewards become their difference to the mean, exactly 0 if
-    that is rounding. One with none stays as it is.
-    Raises ValueError for rewards that are not finite (naming the row) or not [N]. The running mean and variance are
-    those of reward scaling in PPO (arXiv:2005.12729); here there is one pair a domain.
+    Applied before grouping, for advantages that keep the scale of the rewards (`dr_grpo`, `rloo`, `gae`); it has no
+    effect on one that divides by the deviation of its group. Add the step's own rewards first (`moments.updated`), so
+    that the first step has statistics. In a domain with fewer than two rewards, or with equal ones up to rounding,
+    rewards are only centred; in one without any they are unchanged. Raises ValueError for rewards that are not finite
+    (naming the row) or not [N]. As the reward scaling of PPO (arXiv:2005.12729), with statistics by domain.
     """
     values = _values_of(domains, rewards, "domains")
     found = []

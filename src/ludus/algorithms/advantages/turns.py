@@ -1,11 +1,10 @@
 """Advantages of turns without a critic: each turn is compared with those of the group that it resembles.
 
-`turn` [N, L] integers counts from 0 on action tokens (None: each run of action tokens is a turn);
-`turn_rewards` [N, K] is read up to a row's last turn.
-A *normalised* number is `(x - mean) / (std + eps)` over those it is compared with (`scale="none"`: `x - mean`),
-with the `ddof` of `grpo`, exactly 0 if they are equal up to rounding or if there is only one. A turn is reached by
-the members that have an action token in it. All return [N, L] in the widest float type of the rewards. They raise
-ValueError for shapes, numbers that are not finite (naming the row), and a row alone in its group.
+`turn` [N, L] integers counts from 0 on action tokens (None: each run of action tokens is a turn); `turn_rewards` [N, K]
+is read up to a row's last turn. A *normalised* number is `(x - mean) / (std + eps)` over those it is compared with
+(`scale="none"`: `x - mean`), with the `ddof` of `grpo`, exactly 0 if they are equal up to rounding or if there is only
+one. A turn is reached by the members that have an action token in it. All return [N, L] in the widest float type of the
+rewards. They raise ValueError for shapes, numbers that are not finite (naming the row), and a row alone in its group.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ludus.algorithms.advantages.action_tokens import Turns, rewards_of_turns, scan_back, turns_of
-from ludus.algorithms.parts import FRACTION, NOT_NEGATIVE, AdvantageSpec, Need, Option
+from ludus.algorithms.algorithm import FRACTION, NOT_NEGATIVE, AdvantageSpec, Need, Option
 from ludus.algorithms.tensors import Tensor, float_dtype, groups_to_compare, rounding, select, torch
 
 Scale = Literal["std", "none"]
@@ -87,8 +86,8 @@ def turn_grpo(
     """Return turn reward plus outcome, each normalised in the group, arXiv:2505.11821 (MT-GRPO).
 
     Turn `k` of trajectory `i` gets `turn_weight norm(r[:, k])_i + outcome_weight norm(rewards)_i`; its own
-    last turn the outcome term alone. Turn `k` is compared among all members that reached it, those for which
-    it is the last included; reached by one alone its term is 0. Weights 1 as in the paper. (arXiv:2604.02869
+    last turn only the outcome term. Turn `k` is compared among all members that reached it, including those for which
+    it is the last; the term is 0 if only one member reached it. Weights 1 as in the paper. (arXiv:2604.02869
     writes the first term as the sum over the turns to come.)
     """
     outcome = _checked(rewards, group, mask)
@@ -117,8 +116,7 @@ def turn_return(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Return `R[i, k] = sum_{j >= k} gamma^(j-k) r[i, j]`, normalised over the group's members that reached turn
-    `k`.
+    """Return `R[i, k] = sum_{j >= k} gamma^(j-k) r[i, j]`, normalised over the members that reached turn `k`.
 
     arXiv:2511.14846 (group turn policy optimisation, whose GTPO is not that of arXiv:2508.03772), which takes
     `gamma` below 1. `rewards` [N], if given, joins the reward of each row's last turn.
@@ -149,9 +147,8 @@ def turn_return_hybrid(
 ) -> Tensor:
     """Return `norm_k(sum_{j=k..K-1} gamma^(j-k) r[i, j] + gamma^(K-k) o_i) + outcome_weight norm(o)_i`.
 
-    The hybrid of arXiv:2604.02869, equation 2, with its damping 0.3 and `gamma` 0.9. `o` is `rewards`, `K`
-    the row's own number of turns: the outcome is placed one step behind the last turn. `norm_k` as in
-    `turn_return`.
+    The hybrid of arXiv:2604.02869, equation 2, with its damping 0.3 and `gamma` 0.9. `o` is `rewards`, `K` the row's
+    own number of turns: the outcome is placed one step behind the last turn. `norm_k` as in `turn_return`.
     """
     outcome = _checked(rewards, group, mask)
     turns, of_turns = rewards_of_turns(mask, turn, turn_rewards, None)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ludus.algorithms.parts import POSITIVE, LossSpec, Need, Option
-from ludus.algorithms.tensors import Cut, Tensor, check_shapes, clamped_ratio, select, torch
+from ludus.algorithms.algorithm import POSITIVE, LossSpec, Need, Option
+from ludus.algorithms.tensors import Cut, SummedFields, Tensor, check_shapes, clamped_ratio, select, torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ClipRange:
 
 
 def ppo_cut(*, ratio: Tensor, advantages: Tensor, mask: Tensor, clip: ClipRange) -> Cut:
-    """Return what the clip of PPO cuts off at these ratios, all [N, L]."""
+    """Return the tokens that the clip of PPO cuts off at these ratios, all [N, L]."""
     check_shapes(mask, ratio=ratio, advantages=advantages)
     positive, negative = mask.bool() & (advantages > 0), mask.bool() & (advantages < 0)
     dual = torch.inf if clip.dual_clip is None else clip.dual_clip
@@ -58,13 +58,13 @@ def token_cut(
     eps_high: float,
     dual_clip: float | None = None,
 ) -> Cut:
-    """Return what the clip of each token's own ratio cuts off."""
+    """Return the tokens that the clip of each token's own ratio cuts off."""
     ratio = token_ratio(logprobs, old_logprobs, mask)
     return ppo_cut(ratio=ratio, advantages=advantages, mask=mask, clip=ClipRange(eps_low, eps_high, dual_clip))
 
 
 def _weight_cut(*, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, eps_low: float, eps_high: float) -> Cut:
-    """Return where the weight is bounded, whatever the advantage; the gradient stays."""
+    """Return the tokens whose weight is bounded, for any advantage; they have a gradient."""
     ratio, actions = token_ratio(logprobs, old_logprobs, mask), mask.bool()
     low, high = actions & (ratio < 1 - eps_low), actions & (ratio > 1 + eps_high)
     return Cut(low, high, torch.zeros_like(actions))
@@ -149,7 +149,7 @@ def sapo(
 
 
 @dataclass(frozen=True, slots=True)
-class ClipStats:
+class ClipStats(SummedFields):
     """Counts and sums over action tokens; `+` joins microbatches.
 
     A token is clipped as in `Cut`, by the ratio that its loss takes. `ratio_sum` and `ratio_max` are of the
@@ -172,16 +172,6 @@ class ClipStats:
     def ratio_mean(self) -> float:
         """Mean ratio over action tokens; 0 without tokens."""
         return self.ratio_sum / max(self.tokens, 1)
-
-    def __add__(self, other: ClipStats) -> ClipStats:
-        return ClipStats(
-            tokens=self.tokens + other.tokens,
-            clipped_low=self.clipped_low + other.clipped_low,
-            clipped_high=self.clipped_high + other.clipped_high,
-            clipped_dual=self.clipped_dual + other.clipped_dual,
-            ratio_sum=self.ratio_sum + other.ratio_sum,
-            ratio_max=max(self.ratio_max, other.ratio_max),
-        )
 
 
 def clip_stats(*, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cut: Cut | None) -> ClipStats:

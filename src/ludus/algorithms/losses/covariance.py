@@ -1,25 +1,24 @@
 """Clip-Cov and KL-Cov: hold back the few tokens whose covariance of probability and advantage is high.
 
-Both choose tokens over the whole batch of the step, once, from what is known before it: the means
-(`CovarianceMeans`, which add over parts of the batch), the covariances (`token_covariance`), the choice
-(`choose_between` or `choose_highest`). The losses then take the rows of the choice that belong to their
-microbatch, so that no split of the batch changes what is chosen. In other systems both the means and the
-random choice are those of the microbatch.
+Both choose tokens over the whole batch of the step, once, from what is known before it: the means (`CovarianceMeans`,
+which add over parts of the batch), the covariances (`token_covariance`), the choice (`choose_between` or
+`choose_highest`). The losses then take the rows of the choice that belong to their microbatch, so that no split of the
+batch changes what is chosen. In other systems both the means and the random choice are those of the microbatch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ludus.algorithms.algorithm import NOT_NEGATIVE, LossSpec, Need, Option, OptionBounds
 from ludus.algorithms.losses.clipped import ppo_clip, token_cut, token_ratio
-from ludus.algorithms.parts import NOT_NEGATIVE, LossSpec, Need, Option, OptionBounds
-from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
+from ludus.algorithms.tensors import SummedFields, Tensor, check_shapes, select, torch
 
 _SHARE = OptionBounds(0, 1, above=True)
 
 
 @dataclass(frozen=True, slots=True)
-class CovarianceMeans:
+class CovarianceMeans(SummedFields):
     """Sums of `old_logprobs` and `advantages` over action tokens; `+` joins the parts of a batch."""
 
     tokens: int
@@ -43,11 +42,6 @@ class CovarianceMeans:
     def advantage(self) -> float:
         """Mean advantage; 0 without tokens."""
         return self.advantage_sum / max(self.tokens, 1)
-
-    def __add__(self, other: CovarianceMeans) -> CovarianceMeans:
-        return CovarianceMeans(
-            self.tokens + other.tokens, self.logprob_sum + other.logprob_sum, self.advantage_sum + other.advantage_sum
-        )
 
 
 def token_covariance(*, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, means: CovarianceMeans) -> Tensor:

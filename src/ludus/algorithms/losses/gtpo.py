@@ -1,18 +1,17 @@
 """GTPO of arXiv:2508.03772: no negative update on tokens that good and bad trajectories of a group have in common.
 
-The weights need whole groups and are computed once for the batch; the loss takes those of its microbatch. The
-method's entropy filter is `filters.entropy_bound`, and `training.credit.advantages` subtracts its entropy
-penalty. It has no KL term and no reference. (arXiv:2604.02869 and arXiv:2508.04349 use the name GTPO for
-other algorithms.)
+The weights need whole groups and are computed once for the batch; the loss takes those of its microbatch. The method's
+entropy filter is `filters.entropy_bound`, and `training.credit.advantages` subtracts its entropy penalty. It has no KL
+term and no reference. (arXiv:2604.02869 and arXiv:2508.04349 use the name GTPO for other algorithms.)
 """
 
 from __future__ import annotations
 
 import math
 
+from ludus.algorithms.algorithm import NOT_NEGATIVE, POSITIVE, SWITCH, LossSpec, Need, Option
 from ludus.algorithms.losses.clipped import token_ratio
 from ludus.algorithms.losses.sequence import trajectory_mean
-from ludus.algorithms.parts import NOT_NEGATIVE, POSITIVE, SWITCH, LossSpec, Need, Option
 from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 
 
@@ -46,11 +45,10 @@ def conflict_weights(
 ) -> Tensor:
     """Return 0 on conflict tokens of negative trajectories, `amplify` on those of positive ones, else 1, [N, L].
 
-    A token is in conflict if a positive and a negative member of its group (by the sign of their mean
-    advantage) have the same id at the same action index, counted from the left or from the right.
-    With `contiguous` only unbroken runs from either end count, as in the paper and its code; without it every
-    such token. `token_ids` [N, L], `group` [N] integers; 0 off the mask. `amplify` 2 as in the authors' code,
-    which multiplies twice if both runs meet.
+    A token is in conflict if a positive and a negative member of its group (by the sign of their mean advantage) have
+    the same id at the same action index, counted from the left or from the right. With `contiguous` only unbroken runs
+    from either end count, as in the paper and its code; without it every such token. `token_ids` [N, L], `group` [N]
+    integers; 0 off the mask. `amplify` 2 as in the authors' code, which multiplies twice if both runs meet.
     """
     check_shapes(mask, token_ids=token_ids, advantages=advantages)
     if group.shape != mask.shape[:1]:

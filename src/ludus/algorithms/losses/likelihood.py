@@ -6,9 +6,9 @@ tokens, so they have a separate normaliser and return [].
 
 from __future__ import annotations
 
+from ludus.algorithms.algorithm import LossSpec, Need
 from ludus.algorithms.kl import full_reverse
 from ludus.algorithms.losses.clipped import token_ratio
-from ludus.algorithms.parts import LossSpec, Need
 from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 
 

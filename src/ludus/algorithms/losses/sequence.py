@@ -6,8 +6,11 @@ tokens carry the same. A trajectory without action tokens gets 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+from ludus.algorithms.algorithm import LossSpec, Need
 from ludus.algorithms.losses.clipped import ClipRange, ppo_cut
-from ludus.algorithms.parts import LossSpec, Need
 from ludus.algorithms.tensors import Cut, Tensor, check_shapes, clamped_ratio, select, torch
 
 
@@ -26,40 +29,30 @@ def product_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tenso
     return clamped_ratio((select(logprobs, mask) - select(old_logprobs, mask).detach()).sum(1))
 
 
-def _sequence_cut(
-    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float
+def _trajectory_cut(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    eps_low: float,
+    eps_high: float,
+    ratio_of: Callable[[Tensor, Tensor, Tensor], Tensor] = sequence_ratio,
+    by_token: bool = False,
 ) -> Cut:
-    """Return what is cut off by one ratio and one advantage for all tokens of a trajectory."""
-    ratio = sequence_ratio(logprobs, old_logprobs, mask)
-    return _cut_of_rows(ratio, trajectory_mean(advantages, mask)[:, None], mask, ClipRange(eps_low, eps_high))
+    """Return the tokens cut off by the ratio and the mean advantage of their trajectory.
 
-
-def _product_cut(
-    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float
-) -> Cut:
-    """Return what is cut off by the product of a trajectory's ratios, and one advantage."""
-    ratio = product_ratio(logprobs, old_logprobs, mask)
-    return _cut_of_rows(ratio, trajectory_mean(advantages, mask)[:, None], mask, ClipRange(eps_low, eps_high))
-
-
-def _sequence_cut_by_token(
-    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float
-) -> Cut:
-    """Return what is cut off by one ratio for all tokens of a trajectory, and each token's own advantage."""
-    ratio = sequence_ratio(logprobs, old_logprobs, mask)
-    return _cut_of_rows(ratio, advantages, mask, ClipRange(eps_low, eps_high))
-
-
-def _cut_of_rows(ratio: Tensor, advantages: Tensor, mask: Tensor, clip: ClipRange) -> Cut:
-    """Return what the clip cuts off at one ratio [N] a trajectory; `advantages` [N, L] or [N, 1]."""
-    ratio, advantages = ratio[:, None].expand(mask.shape), advantages.expand(mask.shape)
-    return ppo_cut(ratio=ratio, advantages=advantages, mask=mask, clip=clip)
+    `by_token`: each token's own advantage.
+    """
+    ratio = ratio_of(logprobs, old_logprobs, mask)[:, None].expand(mask.shape)
+    scores = advantages if by_token else trajectory_mean(advantages, mask)[:, None].expand(mask.shape)
+    return ppo_cut(ratio=ratio, advantages=scores, mask=mask, clip=ClipRange(eps_low, eps_high))
 
 
 def _log_ratio_cut(
     *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float
 ) -> Cut:
-    """Return what is cut off token by token, by the log-ratio and the token's advantage."""
+    """Return the tokens cut off by their own log-ratio and advantage."""
     gap = select(logprobs, mask) - select(old_logprobs, mask)
     scores, actions = select(advantages, mask), mask.bool()
     low, high = actions & (scores < 0) & (gap < -eps_low), actions & (scores > 0) & (gap > eps_high)
@@ -71,7 +64,7 @@ def _log_ratio_cut(
     needs={Need.CLIP},
     ratio_part="The clip",
     per_trajectory=True,
-    cut=_sequence_cut,
+    cut=_trajectory_cut,
 )
 def gspo(
     *,
@@ -98,7 +91,7 @@ def gspo(
     needs={Need.CLIP},
     ratio_part="The clip",
     per_trajectory=True,
-    cut=_product_cut,
+    cut=partial(_trajectory_cut, ratio_of=product_ratio),
 )
 def ppo_sequence(
     *,
@@ -121,7 +114,10 @@ def ppo_sequence(
 
 
 @LossSpec(
-    help="GSPO with the advantage of each token", needs={Need.CLIP}, ratio_part="The clip", cut=_sequence_cut_by_token
+    help="GSPO with the advantage of each token",
+    needs={Need.CLIP},
+    ratio_part="The clip",
+    cut=partial(_trajectory_cut, by_token=True),
 )
 def gspo_token(
     *,

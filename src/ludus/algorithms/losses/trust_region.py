@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ludus.algorithms.algorithm import NOT_NEGATIVE, POSITIVE, LossSpec, Need, Option
 from ludus.algorithms.losses.clipped import ppo_clip, token_cut, token_ratio
-from ludus.algorithms.parts import NOT_NEGATIVE, POSITIVE, LossSpec, Need, Option
 from ludus.algorithms.tensors import Cut, Tensor, check_shapes, select, torch
 
 DIVERGENCES = ("tv", "kl")
@@ -63,7 +63,7 @@ def _own_token_cut(
     dual_clip: float | None = None,
     expert: Tensor | None = None,
 ) -> Cut:
-    """Return what the clip cuts off of the policy's own tokens; those of experts are not clipped."""
+    """Return the policy's own tokens that the clip cuts off; those of experts are not clipped."""
     own = mask.bool() if expert is None else mask.bool() & ~expert.bool()[:, None]
     return token_cut(
         logprobs=logprobs,

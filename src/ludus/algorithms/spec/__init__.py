@@ -1,1 +1,1 @@
-"""An algorithm as data: options, bounds, presets, compatibility. No torch."""
+"""From a configuration to an algorithm: presets, and which parts and settings exclude each other. No torch."""

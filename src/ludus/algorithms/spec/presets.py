@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from importlib import resources
 
-from ludus.algorithms.spec.algorithm import Algorithm, PartOptions
+from ludus.algorithms.algorithm import Algorithm, PartOptions
 
 
 def _presets() -> dict[str, Algorithm]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ludus.algorithms.aggregate import AGGREGATIONS
+from ludus.algorithms.algorithm import TERM_OPTIONS, Algorithm, Need, Part, PartOptions
 from ludus.algorithms.kl import FULL_KL_NAMES, KL_NAMES, PLACEMENTS
-from ludus.algorithms.parts import Need
-from ludus.algorithms.spec.algorithm import TERM_OPTIONS, Algorithm, Part, PartOptions
+from ludus.algorithms.objective import AGGREGATIONS
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import AlgorithmConfig
@@ -42,24 +41,17 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     _check_options(algorithm, "terms", "")
     check_together(algorithm)
     check_corrections(algorithm)
-    _check_sequence_weights(algorithm)
-    _refuse_idle_settings(config, algorithm)
-    _refuse_unread_parts(config, algorithm)
-    _check_rewards_stay(algorithm)
+    for wrong, what, remedy in _contradictions(algorithm):
+        if wrong:
+            raise ConfigError(what, remedy)
+    for idle, given, reason in (*_idle_settings(config, algorithm), *_unread_parts(config, algorithm)):
+        for key, value in given.items():
+            if idle and value is not None:
+                raise ConfigError(
+                    f"algorithm.{key} = {value} would have no effect: {reason}.",
+                    f"Unset {key}, or change what ignores it; if the preset sets it, switch it off.",
+                )
     _check_group_size(algorithm)
-    _check_importance(algorithm)
-    if algorithm.advantage == "gpg" and algorithm.filter_zero_variance:
-        raise ConfigError(
-            "The advantage gpg scales the batch up by its groups of equal rewards, and"
-            " algorithm.filter_zero_variance drops them, which scales it up a second time.",
-            "Set algorithm.filter_zero_variance = false, or the advantage dr_grpo.",
-        )
-    if algorithm.max_resample_rounds and not algorithm.filter_zero_variance:
-        raise ConfigError(
-            f"algorithm.max_resample_rounds = {algorithm.max_resample_rounds} replaces groups that"
-            " algorithm.filter_zero_variance drops, and that is off.",
-            "Turn filter_zero_variance on, or set max_resample_rounds = 0.",
-        )
     if algorithm.kl_coef > 0:
         check_placement(algorithm.kl, algorithm.kl_placement)
     return algorithm
@@ -114,19 +106,6 @@ def _check_options(algorithm: Algorithm, part: Part, name: str) -> None:
         known[key].check(f"algorithm.options.{part}.{key}", value)
 
 
-def _check_sequence_weights(algorithm: Algorithm) -> None:
-    """Raise ConfigError if token weights meet a loss with one term per trajectory."""
-    correction = algorithm.correction_spec
-    if not algorithm.loss_spec.per_trajectory or not correction.has(Need.LIMITED_RATIO):
-        return
-    if algorithm.options.correction.get("level", "token") == "token":
-        raise ConfigError(
-            f"The loss {algorithm.loss} has one term per trajectory, and algorithm.correction = "
-            f"{algorithm.correction!r} weighs tokens.",
-            "Set algorithm.options.correction.level = 'sequence' or 'geometric', or correction = 'none'.",
-        )
-
-
 def _options(given: PartOptionsConfig, preset: Algorithm, algorithm: Algorithm) -> PartOptions:
     """Return the preset's options with those given; a part that is replaced has none of the preset's."""
     own = preset.options
@@ -151,84 +130,104 @@ def check_placement(kl: str, placement: str) -> None:
         )
 
 
-def _refuse_idle_settings(config: AlgorithmConfig, algorithm: Algorithm) -> None:
-    """Raise ConfigError for a setting that has no effect. A coefficient of 0 that is spelled out is allowed."""
-    if not algorithm.loss_spec.has(Need.CLIP):
-        _refuse("clip_low", config.clip_low, f"the loss {algorithm.loss} does not clip")
-        _refuse("clip_high", config.clip_high, f"the loss {algorithm.loss} does not clip")
-    if not algorithm.loss_spec.has(Need.DUAL_CLIP):
-        _refuse("dual_clip", config.dual_clip, f"the loss {algorithm.loss} has no second clip")
-    if not algorithm.advantage_spec.has(Need.STD):
-        _refuse("std_ddof", config.std_ddof, f"the advantage {algorithm.advantage} has no deviation in it")
-    if algorithm.correction != "tis":
-        _refuse("tis_cap", config.tis_cap, f"algorithm.correction is {algorithm.correction}")
-    if algorithm.overlong_buffer == 0:
-        reason = "algorithm.overlong_buffer is 0"
-        _refuse("overlong_measure", config.overlong_measure, reason)
-        _refuse("overlong_length", config.overlong_length, reason)
-    if algorithm.kl_coef == 0 and config.kl_coef is None:
-        reason = "algorithm.kl_coef is 0 (write it if kl_control raises it, also as 0)"
-        _refuse("kl", config.kl, reason)
-        _refuse("kl_placement", config.kl_placement, reason)
-        _refuse("options.kl.granularity", config.options.kl.get("granularity"), reason)
-        _refuse("options.kl.importance", config.options.kl.get("importance"), reason)
-    if algorithm.kl_placement == "reward":
-        reason = "a KL in the reward is already summed over the trajectory"
-        _refuse("options.kl.granularity", config.options.kl.get("granularity"), reason)
-
-
-def _refuse_unread_parts(config: AlgorithmConfig, algorithm: Algorithm) -> None:
-    """Raise ConfigError for a part that the loss or the advantage does not read."""
-    loss, in_loss = algorithm.loss, algorithm.kl_placement == "loss"
-    penalised = algorithm.kl_coef > 0
-    if algorithm.loss_spec.per_trajectory and algorithm.entropy_coef == 0 and not (penalised and in_loss):
-        _refuse("aggregation", config.aggregation, f"the loss {loss} is already a mean over trajectories")
-    if algorithm.loss_spec.has(Need.TEACHER):
-        reason = f"the loss {loss} reads a teacher and no reward"
-        _refuse("opsm_delta", algorithm.opsm_delta, reason)
-        _refuse("advantage", config.advantage, reason)
-        _refuse("options.advantage", config.options.advantage or None, reason)
-        _refuse("overlong_buffer", algorithm.overlong_buffer or None, reason)
-        _refuse("filter_zero_variance", algorithm.filter_zero_variance or None, reason)
-        _refuse("greso", algorithm.greso or None, reason)
-        _refuse("top_variance_fraction", algorithm.top_variance_fraction if algorithm.filters_groups else None, reason)
-        _refuse("kl_placement", algorithm.kl_placement if penalised and not in_loss else None, reason)
-    one_sided = algorithm.advantage_spec.has(Need.NON_NEGATIVE) and loss != "cispo"
-    if one_sided and not (penalised and algorithm.kl_placement == "advantage"):
-        reason = f"the advantage {algorithm.advantage} is never below 0"
-        _refuse("clip_low", config.clip_low, reason)
-        _refuse("dual_clip", config.dual_clip, reason)
-
-
-def _check_importance(algorithm: Algorithm) -> None:
-    """Raise ConfigError for a ratio on a KL that is exact at each state, or detached."""
-    if algorithm.options.kl.get("importance", "none") == "none":
-        return
-    if algorithm.kl in FULL_KL_NAMES:
-        raise ConfigError(
-            f"algorithm.options.kl.importance corrects for the sampled token, and algorithm.kl = "
-            f"{algorithm.kl!r} reads whole distributions.",
-            "Set kl = 'k3', or unset importance.",
-        )
-    if algorithm.kl_placement != "loss":
-        raise ConfigError(
-            f"algorithm.options.kl.importance acts in the loss, and algorithm.kl_placement is "
-            f"{algorithm.kl_placement!r}.",
-            "Set kl_placement = 'loss', or unset importance.",
-        )
-
-
-def _check_rewards_stay(algorithm: Algorithm) -> None:
-    """Raise ConfigError if something is added to rewards that must be 0 or 1."""
-    if not algorithm.advantage_spec.has(Need.BINARY_REWARDS):
-        return
+def _contradictions(algorithm: Algorithm) -> Iterator[tuple[bool, str, str]]:
+    """Yield whether two settings contradict each other, the message, and the remedy."""
+    loss, advantage, correction = algorithm.loss_spec, algorithm.advantage_spec, algorithm.correction_spec
+    by_token = correction.has(Need.LIMITED_RATIO) and algorithm.options.correction.get("level", "token") == "token"
+    yield (
+        loss.per_trajectory and by_token,
+        (
+            f"The loss {algorithm.loss} has one term per trajectory, and algorithm.correction = "
+            f"{algorithm.correction!r} weighs tokens."
+        ),
+        "Set algorithm.options.correction.level = 'sequence' or 'geometric', or correction = 'none'.",
+    )
     penalised = algorithm.kl_coef > 0 and algorithm.kl_placement == "reward"
-    if penalised or algorithm.overlong_buffer:
-        what = "algorithm.kl_placement = 'reward'" if penalised else "algorithm.overlong_buffer"
-        raise ConfigError(
-            f"The advantage {algorithm.advantage} takes rewards of 0 and 1, and {what} adds to them.",
-            "Set kl_placement = 'loss' and overlong_buffer = 0, or choose another advantage.",
-        )
+    what = "algorithm.kl_placement = 'reward'" if penalised else "algorithm.overlong_buffer"
+    yield (
+        advantage.has(Need.BINARY_REWARDS) and (penalised or algorithm.overlong_buffer > 0),
+        f"The advantage {algorithm.advantage} takes rewards of 0 and 1, and {what} adds to them.",
+        "Set kl_placement = 'loss' and overlong_buffer = 0, or choose another advantage.",
+    )
+    weighted = algorithm.options.kl.get("importance", "none") != "none"
+    yield (
+        weighted and algorithm.kl in FULL_KL_NAMES,
+        (
+            f"algorithm.options.kl.importance corrects for the sampled token, and algorithm.kl = {algorithm.kl!r} "
+            "reads whole distributions."
+        ),
+        "Set kl = 'k3', or unset importance.",
+    )
+    yield (
+        weighted and algorithm.kl_placement != "loss",
+        f"algorithm.options.kl.importance acts in the loss, and algorithm.kl_placement is {algorithm.kl_placement!r}.",
+        "Set kl_placement = 'loss', or unset importance.",
+    )
+    yield (
+        algorithm.advantage == "gpg" and algorithm.filter_zero_variance,
+        (
+            "The advantage gpg scales the batch up by its groups of equal rewards, and algorithm.filter_zero_variance "
+            "drops them, which scales it up a second time."
+        ),
+        "Set algorithm.filter_zero_variance = false, or the advantage dr_grpo.",
+    )
+    yield (
+        algorithm.max_resample_rounds > 0 and not algorithm.filter_zero_variance,
+        (
+            f"algorithm.max_resample_rounds = {algorithm.max_resample_rounds} replaces groups that "
+            "algorithm.filter_zero_variance drops, and that is off."
+        ),
+        "Turn filter_zero_variance on, or set max_resample_rounds = 0.",
+    )
+
+
+Idle = tuple[bool, Mapping[str, object], str]
+"""Whether settings have no effect, those that are set (others are None), and the reason."""
+
+
+def _idle_settings(config: AlgorithmConfig, algorithm: Algorithm) -> Iterator[Idle]:
+    """Yield the settings that have no effect. A coefficient of 0 that is spelled out is allowed."""
+    loss, advantage = algorithm.loss_spec, algorithm.advantage_spec
+    clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+    yield not loss.has(Need.CLIP), clip, f"the loss {algorithm.loss} does not clip"
+    dual_clip = {"dual_clip": config.dual_clip}
+    yield not loss.has(Need.DUAL_CLIP), dual_clip, f"the loss {algorithm.loss} has no second clip"
+    ddof = {"std_ddof": config.std_ddof}
+    yield not advantage.has(Need.STD), ddof, f"the advantage {algorithm.advantage} has no deviation in it"
+    correction = algorithm.correction
+    yield correction != "tis", {"tis_cap": config.tis_cap}, f"algorithm.correction is {correction}"
+    overlong = {"overlong_measure": config.overlong_measure, "overlong_length": config.overlong_length}
+    yield algorithm.overlong_buffer == 0, overlong, "algorithm.overlong_buffer is 0"
+    granularity = {"options.kl.granularity": config.options.kl.get("granularity")}
+    kl = {"kl": config.kl, "kl_placement": config.kl_placement, **granularity}
+    kl["options.kl.importance"] = config.options.kl.get("importance")
+    reason = "algorithm.kl_coef is 0 (write it if kl_control raises it, also as 0)"
+    yield algorithm.kl_coef == 0 and config.kl_coef is None, kl, reason
+    reason = "a KL in the reward is already summed over the trajectory"
+    yield algorithm.kl_placement == "reward", granularity, reason
+
+
+def _unread_parts(config: AlgorithmConfig, algorithm: Algorithm) -> Iterator[Idle]:
+    """Yield the parts that the loss or the advantage does not read."""
+    loss, placement, penalised = algorithm.loss_spec, algorithm.kl_placement, algorithm.kl_coef > 0
+    means = loss.per_trajectory and algorithm.entropy_coef == 0 and not (penalised and placement == "loss")
+    aggregation = {"aggregation": config.aggregation}
+    yield means, aggregation, f"the loss {algorithm.loss} is already a mean over trajectories"
+    of_rewards = {
+        "opsm_delta": algorithm.opsm_delta,
+        "advantage": config.advantage,
+        "options.advantage": config.options.advantage or None,
+        "overlong_buffer": algorithm.overlong_buffer or None,
+        "filter_zero_variance": algorithm.filter_zero_variance or None,
+        "greso": algorithm.greso or None,
+        "top_variance_fraction": algorithm.top_variance_fraction if algorithm.filters_groups else None,
+        "kl_placement": placement if penalised and placement != "loss" else None,
+    }
+    yield loss.has(Need.TEACHER), of_rewards, f"the loss {algorithm.loss} reads a teacher and no reward"
+    one_sided = algorithm.advantage_spec.has(Need.NON_NEGATIVE) and algorithm.loss != "cispo"
+    clips = {"clip_low": config.clip_low, "dual_clip": config.dual_clip}
+    one_sided = one_sided and not (penalised and placement == "advantage")
+    yield one_sided, clips, f"the advantage {algorithm.advantage} is never below 0"
 
 
 def _check_group_size(algorithm: Algorithm) -> None:
@@ -244,14 +243,6 @@ def _check_group_size(algorithm: Algorithm) -> None:
         raise ConfigError(
             "algorithm.group_size is 1, but must be at least 2: a group of one has no baseline to compare"
             f" with, and {what} compares the attempts of a group."
-        )
-
-
-def _refuse(key: str, value: object, reason: str) -> None:
-    if value is not None:
-        raise ConfigError(
-            f"algorithm.{key} = {value} would have no effect: {reason}.",
-            f"Unset {key}, or change what ignores it; if the preset sets it, switch it off.",
         )
 
 

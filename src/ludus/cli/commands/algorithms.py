@@ -12,12 +12,11 @@ from dataclasses import asdict
 from rich.table import Table
 
 from ludus.algorithms.advantages import ADVANTAGES
-from ludus.algorithms.aggregate import AGGREGATIONS
+from ludus.algorithms.algorithm import KL_OPTIONS, Algorithm, Option, Part, PartSpec
 from ludus.algorithms.corrections import CORRECTIONS
-from ludus.algorithms.kl import KL_NAMES, KL_OPTIONS
+from ludus.algorithms.kl import KL_NAMES
 from ludus.algorithms.losses import LOSSES
-from ludus.algorithms.parts import Option, PartSpec
-from ludus.algorithms.spec.algorithm import Algorithm, Part
+from ludus.algorithms.objective import AGGREGATIONS
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
 from ludus.cli.arguments import no_settings

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.algorithm import Algorithm
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.commands.rewards import find_tasks
 from ludus.cli.ui.terminal import print_line

@@ -11,16 +11,15 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.table import Table
 
 from ludus.cli.arguments import no_settings
+from ludus.cli.ui.tables import sampling_words
+from ludus.cli.ui.terminal import make_console, print_line
 from ludus.errors import UserError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from ludus.evaluation.evaluate import Evaluation
-    from ludus.evaluation.stats import PairedDifference
+from ludus.evaluation.evaluate import Evaluation, load_evaluation
+from ludus.evaluation.stats import PairedDifference, paired_difference
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the comparison."""
-    from ludus.cli.ui.terminal import make_console, print_line
-
     no_settings(overrides, "compare")
     pairs = find_pairs(args.a, args.b)
     differences = [compare(a.result, b.result) for a, b in pairs]
@@ -84,8 +81,6 @@ Key = tuple[str, float, int, int]
 
 
 def _load(path: Path) -> StoredEvaluation:
-    from ludus.evaluation.evaluate import load_evaluation
-
     return StoredEvaluation(path.stem, load_evaluation(path))
 
 
@@ -114,8 +109,6 @@ def _listing(found: dict[Key, StoredEvaluation]) -> str:
 
 def compare(a: Evaluation, b: Evaluation) -> PairedDifference:
     """Return B minus A by task. Raises UserError if the tasks differ or there are fewer than two."""
-    from ludus.evaluation.stats import paired_difference
-
     if len(a.task_ids) < 2:
         raise UserError("A single task cannot be compared.", "Use evaluations of 2 tasks or more.")
     try:
@@ -148,10 +141,6 @@ def differing_conditions(a: Evaluation, b: Evaluation) -> list[str]:
 
 def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifference]) -> Table:
     """Return a table with one row per pair of evaluations."""
-    from rich.table import Table
-
-    from ludus.cli.ui.tables import sampling_words
-
     columns = ("split", "sampling", "tasks", "A", "B", "B - A", "detectable", "only A", "only B", "p (McNemar)")
     table = Table(*columns, title="Success by task, paired, with a 95 % interval of the difference")
     for (a, b), found in zip(pairs, differences, strict=True):

@@ -13,20 +13,22 @@ the resolved algorithm.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ludus.algorithms.parts import Need
-from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.spec.resolve import algorithm_of, check_binary_rewards
 from ludus.cli.arguments import model_settings
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.settings import Setting, is_section, list_settings, suggestion
 from ludus.config.toml import to_toml, value_text
+from ludus.diagnostics.metrics import step_metrics
+from ludus.diagnostics.trackers import find_tracker
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, LudusError
+from ludus.plugins import find_plugin
 from ludus.rewards.registry import added_parts, check_names, training_parts
 
 
@@ -44,18 +46,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print configuration or settings. Raises ConfigError for an invalid algorithm or invalid rewards."""
+    """Print configuration or settings. Raises ConfigError for an invalid algorithm, plug-in or reward."""
     config = load_config(config_source(args.recipe), [*model_settings(args.model, args.recipe), *overrides])
     if args.keys is not None:
         print("\n".join(key_lines(args.keys, config)))
         return 0
     algorithm = algorithm_of(config)
+    check_plugins(config)
     unchecked = check_rewards(config, algorithm)
     print(to_toml(config))
     print("\n".join(algorithm_lines(algorithm, config)))
     if unchecked:
         print(f"# the world cannot be built here, so the rewards are not checked: {unchecked}")
     return 0
+
+
+def check_plugins(config: Config) -> None:
+    """Raise ConfigError for an engine, tracker or metric that is missing or not a function."""
+    engine = config.engine.plugin
+    found: dict[str, Iterable[object]] = {
+        f"engine.plugin = {engine!r}": [find_plugin("engines", engine, "engine.plugin", ())] if engine else [],
+        "run.trackers": map(find_tracker, config.run.trackers),
+        "run.metrics": step_metrics(config.run.metrics),
+    }
+    for setting, functions in found.items():
+        if not all(map(callable, functions)):
+            raise ConfigError(f"{setting} names an object that is not a function.", "See docs/extend/plugins.md.")
 
 
 def check_rewards(config: Config, algorithm: Algorithm) -> str:

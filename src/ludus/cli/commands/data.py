@@ -10,13 +10,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ludus.cli.arguments import no_settings
+from ludus.cli.ui.terminal import make_console, print_line
 from ludus.errors import UserError
-
-if TYPE_CHECKING:
-    from ludus.training.datasets.files import FileReport
+from ludus.training.datasets.files import FileReport, check_file, read_records, row_of, write_rows
 
 SHOWN = 20
 """Maximum number of problems printed per file."""
@@ -36,9 +34,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def convert(paths: Sequence[Path]) -> int:
     """Write the records of the first path as a dataset at the second."""
-    from ludus.cli.ui.terminal import make_console, print_line
-    from ludus.training.datasets.files import read_records, row_of, write_rows
-
     if len(paths) != 2:
         raise UserError("`ludus data convert` needs a file and a new folder.", "Name both.")
     file, folder = paths
@@ -50,9 +45,6 @@ def convert(paths: Sequence[Path]) -> int:
 
 def check(paths: Sequence[Path]) -> int:
     """Print a report of each file."""
-    from ludus.cli.ui.terminal import make_console, print_line
-    from ludus.training.datasets.files import check_file
-
     console = make_console()
     wrong = []
     for path in paths:

@@ -17,17 +17,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.console import Console
+from rich.progress import Progress, TaskID
 from rich.table import Column, Table
 
 from ludus.cli.arguments import no_settings
-from ludus.cli.ui.terminal import AuditBar, bars, make_console, print_line
+from ludus.cli.ui.terminal import bars, make_console, print_line
+from ludus.cli.ui.transcripts import message_text, print_transcript
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import WORLDS, build_world, check_sandbox
 from ludus.errors import UserError
-from ludus.evaluation.env_audit import AuditRow, CheckPlan, CheckReport, check_world
+from ludus.evaluation.env_audit import AuditProgress, AuditRow, CheckPlan, CheckReport, check_world
 from ludus.evaluation.scripted_agents import AgentKind
 from ludus.evaluation.verifier_report import ScorecardVerdict, problems_in, scorecard, verdicts
 from ludus.recipes import list_recipes
@@ -35,6 +37,25 @@ from ludus.rewards.registry import added_parts, check_task_fits, has_extra_rewar
 from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.scheduler import episode_limits
 from ludus.types import Task, Trajectory
+
+
+class AuditBar(AuditProgress):
+    """A progress bar for the phases of an environment audit."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._phase: TaskID | None = None
+
+    def phase(self, name: str, total: int) -> None:
+        """Start the bar of a phase."""
+        if self._phase is not None:
+            self._progress.remove_task(self._phase)
+        self._phase = self._progress.add_task(name, total=total, numbers="")
+
+    def done(self, what: str = "") -> None:
+        """Advance by one."""
+        if self._phase is not None:
+            self._progress.update(self._phase, advance=1, numbers=what)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -179,8 +200,6 @@ def show(console: Console, report: CheckReport, config: Config, scoring: Process
 
     Raises ConfigError for reward parts whose inputs the world does not have.
     """
-    from ludus.cli.ui.transcripts import message_text, print_transcript
-
     world, task, added = report.world, report.tasks[0], added_parts(config.rewards)
     check_task_fits(config.rewards.extra, task, len(world.environment(task).tools))
     print_line(console, f"World: {world.name}")

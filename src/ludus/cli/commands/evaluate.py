@@ -15,25 +15,39 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from ludus.cli.arguments import model_settings, policy_config, recipe_config
+from ludus.cli.ui.tables import EvaluatedEpisodes, print_evaluations, sampling_words, temperature_words
+from ludus.cli.ui.terminal import bars, make_console, print_line
 from ludus.config.schema import Config
+from ludus.envs.base import World
+from ludus.envs.registry import build_world, check_sandbox, closing
 from ludus.errors import ConfigError, LudusError, UserError
+from ludus.evaluation.evaluate import (
+    Evaluation,
+    EvaluationPlan,
+    SavedEvaluation,
+    check_split,
+    evaluate,
+    plans,
+    save_or_compare,
+    short_split,
+)
+from ludus.rollout.ledger import Ledger
+from ludus.rollout.openai_client import OpenAIClient, OpenAIClientSettings, endpoint_chat_factory
+from ludus.rollout.reward_executor import ProcessRewardExecutor
+from ludus.rollout.scheduler import Episode, SamplingPlan, Scheduler, engine_scheduler, scheduler
+from ludus.training.run.run_dir import RunFolder, new_run, remove_unstarted
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ludus.cli.commands.eval_backends import EvalBackend
-    from ludus.cli.ui.tables import EvaluatedEpisodes
-    from ludus.envs.base import World
-    from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, SavedEvaluation
-    from ludus.rollout.scheduler import Episode
-    from ludus.training.run.run_dir import RunFolder
+    from ludus.cli.ui.load_run import LoadedRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,9 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Evaluate; return 1 if an earlier evaluation of the same weights is not reproduced."""
-    from ludus.cli.ui.tables import print_evaluations
-    from ludus.cli.ui.terminal import make_console, print_line
-
     check_arguments(args)
     shortcuts = ["--env.settings.access", f'"{args.baseline}"'] if args.baseline else []  # quoted: a bare none unsets
     config = evaluation_config(args, [*shortcuts, *overrides])
@@ -87,8 +98,6 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     """Return the configuration of the run or recipe, overridden by the command line."""
-    from ludus.training.run.run_dir import RunFolder
-
     if args.run is not None:
         config = policy_config(RunFolder(args.run), overrides)
     else:
@@ -104,9 +113,6 @@ def evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -> Con
 
 def check_world(config: Config, baseline: str | None) -> World:
     """Return the world. Raises UserError for an unsupported baseline, an empty split or an unusable sandbox."""
-    from ludus.envs.registry import build_world, check_sandbox
-    from ludus.evaluation.evaluate import check_split
-
     world = build_world(config.env, config.rollout, config.sandbox)
     for split in config.evaluation.splits:
         check_split(world, split)
@@ -134,11 +140,6 @@ async def _evaluate(
     args: argparse.Namespace, config: Config, world: World, console: Console
 ) -> tuple[list[EvaluatedEpisodes], list[SavedEvaluation]]:
     """Run all evaluations, and save each when it ends."""
-    from ludus.cli.ui.tables import EvaluatedEpisodes
-    from ludus.cli.ui.terminal import print_line
-    from ludus.envs.registry import closing
-    from ludus.evaluation.evaluate import plans, save_or_compare
-
     label = f"baseline-{args.baseline}" if args.baseline else ""
     played, saved = [], []
     backend = await make_backend(args, config, world)
@@ -148,7 +149,7 @@ async def _evaluate(
         async with removing_empty_folder(folder, args.run), closing(world):
             for plan in plans(config, backend.step, policy_name(args)):
                 result, episodes = await play(backend, plan, console)
-                result = replace(result, notices=backend.notices)
+                result = replace(result, notices=backend.notices())
                 saved.append(save_or_compare(folder.evaluations, result, episodes, label))
                 played.append(EvaluatedEpisodes(result, [episode.trajectory for episode in episodes]))
     finally:
@@ -159,8 +160,6 @@ async def _evaluate(
 @asynccontextmanager
 async def removing_empty_folder(folder: RunFolder, run: Path | None) -> AsyncIterator[None]:
     """Remove a new result folder if the evaluation fails before its first result."""
-    from ludus.training.run.run_dir import remove_unstarted
-
     try:
         yield
     except LudusError as error:
@@ -171,8 +170,6 @@ async def removing_empty_folder(folder: RunFolder, run: Path | None) -> AsyncIte
 
 def headline(args: argparse.Namespace, config: Config, backend: EvalBackend) -> str:
     """Describe model, tasks and sampling on one line."""
-    from ludus.cli.ui.tables import temperature_words
-
     who = f"step {backend.step} of {args.run}" if args.run is not None else policy_name(args)
     if args.run is not None and args.baseline:
         who += f", baseline {args.baseline}"
@@ -184,12 +181,52 @@ def headline(args: argparse.Namespace, config: Config, backend: EvalBackend) -> 
     )
 
 
+@dataclass(frozen=True)
+class EvalBackend:
+    """The model that plays: the training step of its weights, and a function that makes its schedulers.
+
+    `notices` returns the sampling parameters that a server ignored, in sentences.
+    """
+
+    world: World
+    step: int
+    scheduler: Callable[[SamplingPlan], Scheduler]
+    close: Callable[[], Awaitable[None]]
+    notices: Callable[[], tuple[str, ...]] = tuple
+
+
+def engine_backend(world: World, opened: LoadedRun) -> EvalBackend:
+    """Return weights in the embedded engine, with the scheduler of training."""
+    session = opened.session
+
+    def make(play: SamplingPlan) -> Scheduler:
+        made = engine_scheduler(world, opened.engine, session.renderer, session.config.rollout, play, Ledger())
+        return replace(made, scoring=session.scoring)
+
+    return EvalBackend(world, opened.step, make, opened.engine.close)
+
+
+def endpoint_backend(config: Config, world: World, settings: OpenAIClientSettings) -> EvalBackend:
+    """Return a model behind a chat-completions endpoint, with the same limits as for an engine. Needs no torch.
+
+    Raises ConfigError for a rendering other than chat.
+    """
+    if config.env.rendering != "chat":
+        raise ConfigError(
+            f"An endpoint needs chat messages, but env.rendering is {config.env.rendering!r}.",
+            "Add --env.rendering chat.",
+        )
+    client, scoring, parser = OpenAIClient(settings), ProcessRewardExecutor.of(config), config.env.tool_parser
+
+    def make(play: SamplingPlan) -> Scheduler:
+        chats = endpoint_chat_factory(client, config.rollout, play, "" if parser == "auto" else parser, world)
+        return replace(scheduler(world, chats, config.rollout, Ledger()), scoring=scoring)
+
+    return EvalBackend(world, 0, make, client.close, lambda: client.notices)
+
+
 async def make_backend(args: argparse.Namespace, config: Config, world: World) -> EvalBackend:
     """Return the backend that the arguments name."""
-    from ludus.cli.commands.eval_backends import EngineBackend, endpoint_backend
-    from ludus.rollout.openai_client import OpenAIClientSettings
-    from ludus.training.run.run_dir import RunFolder
-
     if args.endpoint:
         key = read_api_key(args.api_key_file) if args.api_key_file else ""
         settings = OpenAIClientSettings(args.endpoint, args.model, key, concurrency=config.rollout.concurrency)
@@ -197,7 +234,7 @@ async def make_backend(args: argparse.Namespace, config: Config, world: World) -
     from ludus.cli.ui.load_run import open_weights
 
     run = RunFolder(args.run) if args.run is not None else None
-    return EngineBackend(world, await open_weights(config, run))
+    return engine_backend(world, await open_weights(config, run))
 
 
 def policy_name(args: argparse.Namespace) -> str:
@@ -213,8 +250,6 @@ def policy_name(args: argparse.Namespace) -> str:
 
 def result_folder(args: argparse.Namespace, config: Config) -> RunFolder:
     """Return the folder for results: the run's own, an existing result folder, or a new one."""
-    from ludus.training.run.run_dir import RunFolder, new_run
-
     if args.run is not None and not args.out:
         return RunFolder(args.run)
     out = RunFolder(Path(args.out or config.run.dir or ""))
@@ -226,19 +261,14 @@ def result_folder(args: argparse.Namespace, config: Config) -> RunFolder:
 
 async def play(backend: EvalBackend, plan: EvaluationPlan, console: Console) -> tuple[Evaluation, list[Episode]]:
     """Run one evaluation with a progress bar."""
-    from ludus.cli.ui.tables import sampling_words
-    from ludus.cli.ui.terminal import bars, print_line
-    from ludus.evaluation.evaluate import evaluate, short_split
-    from ludus.rollout.scheduler import SamplingPlan
-
-    scheduler = backend.scheduler(SamplingPlan("evaluate", plan.temperature, plan.seed))
+    player = backend.scheduler(SamplingPlan("evaluate", plan.temperature, plan.seed))
     with bars(console) as progress:
         name = f"episodes of {plan.split}, {sampling_words(plan)}"
         tasks = backend.world.tasks(plan.split)
         if warning := short_split(backend.world, plan.split, plan.num_tasks):
             print_line(console, warning)
         task = progress.add_task(name, total=plan.episodes_of(tasks), numbers="")
-        return await evaluate(scheduler, tasks, plan, lambda _: progress.advance(task))
+        return await evaluate(player, tasks, plan, lambda _: progress.advance(task))
 
 
 def verdict_line(saved: SavedEvaluation, reproducible: bool) -> str:

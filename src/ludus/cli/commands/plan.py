@@ -15,16 +15,17 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.table import Table
 
 from ludus.cli.arguments import check_run, no_settings
+from ludus.cli.ui.terminal import make_console, print_line
 from ludus.errors import UserError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from ludus.simulator.costs import Costs, RunLayout
-    from ludus.simulator.simulate import SimRun
+from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
+from ludus.simulator.estimate import estimate
+from ludus.simulator.fit import fit, layout_of, run_config
+from ludus.simulator.simulate import SimRun, simulate
+from ludus.training.run.run_dir import RunFolder
 
 COST_OPTIONS = (
     ("pass_s", "engine", "pass_s", "seconds of a forward pass"),
@@ -72,9 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the costs and the table."""
-    from ludus.cli.ui.terminal import make_console, print_line
-    from ludus.simulator.simulate import simulate
-
     no_settings(overrides, "plan")
     costs, layout, source, warnings = read_costs(args)
     console = make_console()
@@ -90,10 +88,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def read_costs(args: argparse.Namespace) -> tuple[Costs, RunLayout, str, list[str]]:
     """Return costs and layout of runs or from options, the origin of the costs in words, and warnings about them."""
-    from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
-    from ludus.simulator.fit import fit, layout_of, run_config
-    from ludus.training.run.run_dir import RunFolder
-
     given = {name: value for name, value in vars(args).items() if value is not None}
     warnings: list[str] = []
     if args.runs:
@@ -152,10 +146,6 @@ def cost_lines(costs: Costs) -> list[str]:
 
 def plan_table(costs: Costs, runs: Sequence[SimRun]) -> Table:
     """One row per layout: the results of the simulation, and the closed-form bound of the step time."""
-    from rich.table import Table
-
-    from ludus.simulator.estimate import estimate
-
     table = Table(title="Simulated: means over the middle of each run")
     table.add_column("engines", justify="right")
     table.add_column("mode")

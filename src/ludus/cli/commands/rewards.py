@@ -40,12 +40,13 @@ from ludus.rewards.base import Reward, success
 from ludus.rewards.registry import has_extra_rewards, preset_parts
 from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
+from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import map_paths
+from ludus.training.run.run_dir import RunFolder
 from ludus.types import Task, Trajectory
 
 if TYPE_CHECKING:
     from ludus.training.collection.reward_mixing import RewardMixer
-    from ludus.training.run.run_dir import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,8 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the replayed rewards or the calibrated ones."""
-    from ludus.training.run.run_dir import RunFolder
-
     if args.episodes < 0:
         raise UserError(f"--episodes is {args.episodes}.", "Give 0 or more.")
     folder = RunFolder(args.run)
@@ -218,8 +217,6 @@ def _combined(
     combiner: RewardMixer, tasks: dict[str, Task], records: Sequence[RolloutRecord], scored: Sequence[Trajectory]
 ) -> list[Trajectory]:
     """Return the trajectories of one file with rewards combined as in training, in the order of the records."""
-    from ludus.rollout.scheduler import Episode
-
     found: dict[int, Trajectory] = {}
     steps = sorted(range(len(records)), key=lambda i: records[i].step)
     for step, members in groupby(steps, key=lambda i: records[i].step):

@@ -15,20 +15,33 @@ import argparse
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.table import Table
+
+from ludus.chat.render import Tokenizer
 from ludus.cli.arguments import no_settings, run_config
+from ludus.cli.ui.run_summary import (
+    alarm_words,
+    curve_table,
+    find_curves,
+    ledger_words,
+    loss_words,
+    mean_timings,
+    sparkline,
+    time_words,
+)
+from ludus.cli.ui.tables import sampling_words, success_words
+from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
+from ludus.cli.ui.transcripts import print_record
 from ludus.config.schema import Config
-from ludus.diagnostics.trackers import METRICS_FILE
+from ludus.diagnostics.trackers import METRICS_FILE, MetricsRow, read_metrics
+from ludus.envs.registry import build_world
 from ludus.errors import UserError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ludus.chat.render import Tokenizer
-    from ludus.diagnostics.trackers import MetricsRow
-    from ludus.rollout.rollout_files import RolloutRecord
-    from ludus.training.run.run_dir import RunFolder
+from ludus.evaluation.evaluate import load_evaluation
+from ludus.rewards.base import success
+from ludus.rollout.rollout_files import RolloutRecord, read_rollouts, rollouts_path
+from ludus.training.run.run_dir import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,9 +64,6 @@ def add_record_filters(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the run, or the chosen transcripts."""
-    from ludus.cli.ui.terminal import make_console
-    from ludus.training.run.run_dir import RunFolder
-
     if args.step is not None and args.evaluation is not None:
         raise UserError("--step and --evaluation are mutually exclusive.", "Remove one of them.")
     if args.episodes < 0:
@@ -72,16 +82,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def print_overview(folder: RunFolder, config: Config, console: Console) -> None:
     """Print curves, rollout outcomes, alarms and evaluations."""
-    from ludus.cli.ui.run_summary import (
-        alarm_words,
-        curve_table,
-        find_curves,
-        ledger_words,
-        loss_words,
-        mean_timings,
-        time_words,
-    )
-    from ludus.cli.ui.terminal import print_line
     from ludus.diagnostics.timings import scoring_hint
 
     rows, timings = metrics_rows(folder.metrics), metrics_rows(folder.timings)
@@ -113,9 +113,6 @@ def training_method(metrics: set[str], config: Config) -> str:
 
 def print_cold_start(folder: RunFolder, console: Console) -> None:
     """Print the loss of the initial fine-tuning of a run from scratch on one line."""
-    from ludus.cli.ui.run_summary import sparkline
-    from ludus.cli.ui.terminal import print_line
-
     rows = metrics_rows(folder.path / "cold_start" / METRICS_FILE)
     losses = [row.metrics["loss/total"] for row in rows]
     if losses:
@@ -125,18 +122,11 @@ def print_cold_start(folder: RunFolder, console: Console) -> None:
 
 def metrics_rows(path: Path) -> list[MetricsRow]:
     """Return the rows of a metrics file, or none if it does not exist."""
-    from ludus.diagnostics.trackers import read_metrics
-
     return read_metrics(path) if path.is_file() else []
 
 
 def print_evaluations(folder: RunFolder, console: Console) -> None:
     """Print a table with one row per evaluation of the run."""
-    from rich.table import Table
-
-    from ludus.cli.ui.tables import sampling_words, success_words
-    from ludus.evaluation.evaluate import load_evaluation
-
     files = sorted(folder.evaluations.glob("*.json"))
     if not files:
         return
@@ -154,10 +144,6 @@ def print_episodes(
     args: argparse.Namespace, folder: RunFolder, config: Config, console: Console, *, required: bool
 ) -> None:
     """Print the first transcripts that match; with `required`, also print that none does."""
-    from ludus.cli.ui.terminal import print_line
-    from ludus.cli.ui.transcripts import print_record
-    from ludus.rollout.rollout_files import read_rollouts
-
     files = find_rollouts(folder, args.step, args.evaluation)[-1:]
     matches = record_filter(args, config)
     found = list(islice((r for file in files for r in read_rollouts(file) if matches(r)), args.episodes))
@@ -173,8 +159,6 @@ def print_episodes(
 
 def find_rollouts(folder: RunFolder, step: int | None, evaluation: str | None) -> list[Path]:
     """Return the rollout files of a step, an evaluation or all steps, oldest first. Raises UserError if missing."""
-    from ludus.rollout.rollout_files import rollouts_path
-
     if evaluation is not None:
         name = evaluation.removesuffix(".jsonl.gz").removesuffix(".json")
         path = folder.evaluations / f"{name}.jsonl.gz"
@@ -194,9 +178,6 @@ def find_rollouts(folder: RunFolder, step: int | None, evaluation: str | None) -
 
 def record_filter(args: argparse.Namespace, config: Config) -> Callable[[RolloutRecord], bool]:
     """Return the predicate for --task, --failed and --solved."""
-    from ludus.envs.registry import build_world
-    from ludus.rewards.base import success
-
     rewards = build_world(config.env, config.rollout).rewards if args.failed or args.solved else ()
 
     def matches(record: RolloutRecord) -> bool:
@@ -209,7 +190,6 @@ def record_filter(args: argparse.Namespace, config: Config) -> Callable[[Rollout
 
 def find_tokenizer(folder: RunFolder, console: Console) -> Tokenizer | None:
     """Return the tokenizer of the newest checkpoint; print a warning and return None if there is none."""
-    from ludus.cli.ui.terminal import print_line, silence_libraries
     from ludus.engines.models.loading import load_tokenizer
     from ludus.training.run.checkpoint import list_checkpoints
 

@@ -31,11 +31,11 @@ from ludus.envs.tool_env import describe_error
 from ludus.errors import LudusError, UserError, WorldError
 from ludus.rollout.episode import EngineChatSession
 from ludus.rollout.scheduler import sampling_params
+from ludus.training.run.run_dir import RunFolder
 from ludus.types import Action, Message, StopReason, Task
 
 if TYPE_CHECKING:
     from ludus.cli.ui.load_run import LoadedRun
-    from ludus.training.run.run_dir import RunFolder
 
 Result = TypeVar("Result")
 PartKind = Literal["thinking", "call", "malformed call", "tool", "answer", "text", "end"]
@@ -97,8 +97,6 @@ def target_config(target: str, world: str | None, overrides: Sequence[str]) -> t
 
     Raises UserError for a path that does not exist.
     """
-    from ludus.training.run.run_dir import RunFolder
-
     path = Path(target)
     if (path / "config.toml").is_file():
         chosen = ["--env.name", world] if world else []

@@ -1,9 +1,8 @@
 """List, add or remove engines of a running run.
 
-RUN is the folder of a run that was started with --cluster. `ludus cluster list RUN` shows its engines;
-`ludus cluster add-engine RUN` starts one more, which receives the current weights before any episode starts on
-it; `ludus cluster remove-engine RUN` drains and stops the least busy one, or the one with --number.
-docs/use/cluster.md has more.
+RUN is the folder of a run that was started with --cluster. `ludus cluster list RUN` shows its engines; `ludus cluster
+add-engine RUN` starts one more, which receives the current weights before any episode starts on it; `ludus cluster
+remove-engine RUN` drains and stops the least busy one, or the one with --number. docs/use/cluster.md has more.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from rich.table import Table
 from ludus.cli.arguments import check_run, no_settings
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.errors import UserError
+from ludus.training.run.run_dir import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Send the request to the run and print its engines afterwards."""
     from ludus.cluster.control import ask
-    from ludus.training.run.run_dir import RunFolder
 
     no_settings(overrides, "cluster")
     folder = RunFolder(args.folder)

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ludus.chat.render import TemplateRenderer
 from ludus.cli.arguments import policy_config
 from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.engines.control_tokens import published, token_of
 from ludus.errors import UserError
+from ludus.training.run.run_dir import RunFolder
 
 if TYPE_CHECKING:
     import uvicorn
@@ -111,8 +113,6 @@ async def _serve(server: uvicorn.Server, listener: socket.socket, service: Compl
 
 
 def _config(target: str, overrides: Sequence[str]) -> Config:
-    from ludus.training.run.run_dir import RunFolder
-
     if (Path(target) / "config.toml").is_file():
         return policy_config(RunFolder(Path(target)), overrides)
     return load_config(None, ["--model.path", target, *overrides])
@@ -122,7 +122,6 @@ def _load(target: str, config: Config) -> _Loaded:
     """Load the newest checkpoint of a run, or a model. Raises UserError if there is none."""
     from ludus.cli.ui.load_run import open_checkpoint
     from ludus.engines.models.loading import load_model, load_tokenizer
-    from ludus.training.run.run_dir import RunFolder
 
     if (Path(target) / "config.toml").is_file():
         session, step = open_checkpoint(RunFolder(Path(target)), config)
@@ -132,7 +131,6 @@ def _load(target: str, config: Config) -> _Loaded:
 
 
 def _service(args: argparse.Namespace, config: Config, loaded: _Loaded) -> tuple[CompletionService, PreTrainedModel]:
-    from ludus.chat.render import TemplateRenderer
     from ludus.engines.embedded.engine import EngineSettings, LocalEngine
     from ludus.engines.models.loading import num_positions
     from ludus.gateway.service import CompletionService, served_model

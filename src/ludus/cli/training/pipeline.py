@@ -14,22 +14,23 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ludus.cli.arguments import recipe_stem
 from ludus.cli.training import preference, reward_model, rft, sft, train
 from ludus.cli.training.training_command import ResumeHint, TrainingStage
+from ludus.cli.ui.terminal import make_console, print_line
 from ludus.config.load import load_config
 from ludus.config.pipeline import Stage, StageKind, load_pipeline
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardModelConfig, RewardsConfig
 from ludus.config.sections.stages import PreferenceConfig
+from ludus.config.toml import value_text
 from ludus.envs.registry import build_world, check_sandbox
 from ludus.errors import ConfigError, LudusError, UserError
 from ludus.rewards.registry import added_parts
-
-if TYPE_CHECKING:
-    from ludus.training.run.run_dir import RunFolder
+from ludus.rollout.rollout_files import replaced_file
+from ludus.training.datasets.files import read_dialogues, read_pairs, read_rollout_file
+from ludus.training.run.run_dir import RunFolder
 
 STAGES: Mapping[StageKind, TrainingStage] = {
     stage.kind: stage for stage in (sft.STAGE, rft.STAGE, preference.STAGE, reward_model.STAGE, train.STAGE)
@@ -50,9 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run the stages that are not complete."""
-    from ludus.cli.ui.terminal import make_console, print_line
-    from ludus.training.run.run_dir import RunFolder
-
     stages = load_pipeline(args.file)
     folder = args.folder or Path("runs") / args.file.stem
     check_stages(stages, overrides, args.file)
@@ -102,7 +100,6 @@ def check_ahead(stages: Sequence[Stage], folder: Path, overrides: Sequence[str])
 def check_stage(stage: Stage, config: Config, fed: bool) -> None:
     """Raise an error for unusable settings, files or sandbox; `fed`: the stage has training data."""
     from ludus.training import rft, sft
-    from ludus.training.datasets.files import read_dialogues
     from ludus.training.rl import validate
 
     world = build_world(config.env, config.rollout, config.sandbox)
@@ -125,7 +122,6 @@ def check_stage(stage: Stage, config: Config, fed: bool) -> None:
 
 def check_source(stage: Stage, config: Config) -> None:
     """Raise UserError if the file or run of a stage cannot be used as training data."""
-    from ludus.training.datasets.files import read_pairs, read_rollout_file
     from ludus.training.preference.pairs import rollout_files
 
     settings = source_of(stage, config)
@@ -169,8 +165,6 @@ def reward_models_before(stage: Stage, stages: Sequence[Stage]) -> list[Stage]:
 
 def open_folder(folder: Path, stages: Sequence[Stage], file: Path) -> None:
     """Create the pipeline's folder, or check that the existing one belongs to these stages."""
-    from ludus.rollout.rollout_files import replaced_file
-
     there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if folder.exists() and there and _COPY not in there:
         raise UserError(f"{folder} exists and is not the folder of a pipeline.", "Choose another --folder.")
@@ -184,8 +178,6 @@ def open_folder(folder: Path, stages: Sequence[Stage], file: Path) -> None:
 
 def run_stage(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> None:
     """Start or resume a stage; a complete one is left unchanged."""
-    from ludus.training.run.run_dir import RunFolder
-
     config = stage_config(stage, stages, folder, overrides)
     own = RunFolder(folder / stage.name)
     if not own.config.is_file():
@@ -213,7 +205,6 @@ def stage_config(stage: Stage, stages: Sequence[Stage], folder: Path, overrides:
 
 def check_same(stage: Stage, own: RunFolder, config: Config) -> None:
     """Raise UserError if a stage was started with other settings, because later stages depend on it."""
-    from ludus.config.toml import value_text
     from ludus.training.resume import changes
 
     found = [change for change in changes(own.load_config(), config) if change.key not in _FREE]

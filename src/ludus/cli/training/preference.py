@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from ludus.cli.training.training_command import TrainingStage, refuse_from_scratch
 from ludus.cli.ui.terminal import bars, make_console, print_line
 from ludus.config.schema import Config
+from ludus.training.run.run_dir import RunFolder, save_config
 
 if TYPE_CHECKING:
     from ludus.training.preference.train import PreferenceTraining
-    from ludus.training.run.run_dir import RunFolder
 
 
 def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
@@ -51,7 +51,6 @@ def train(training: PreferenceTraining) -> None:
     """Train with a progress bar, then print the checkpoint."""
     from ludus.cli.ui.progress import print_checkpoint, step_bar
     from ludus.training.preference.train import run_preference
-    from ludus.training.run.run_dir import save_config
 
     folder, config, console = training.folder, training.session.config, make_console()
     print_line(console, f"Run folder: {folder.path}\n{len(training.pairs)} pairs, {training.steps} steps")

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from ludus.cli.training.training_command import TrainingStage, refuse_from_scratch
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.config.schema import Config
+from ludus.training.run.run_dir import RunFolder, save_config
 
 if TYPE_CHECKING:
     from ludus.training.reward_model.train import RewardTraining
-    from ludus.training.run.run_dir import RunFolder
 
 
 def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
@@ -58,7 +58,6 @@ def train(training: RewardTraining) -> None:
     """Train with a progress bar, then print the path of the reward model."""
     from ludus.cli.ui.progress import step_bar
     from ludus.training.reward_model.train import num_training, run_reward_model
-    from ludus.training.run.run_dir import save_config
 
     folder, config, console = training.folder, training.session.config, make_console()
     num = num_training(training.examples)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from ludus.cli.training.training_command import TrainingStage, refuse_from_scratch
 from ludus.cli.ui.terminal import bars, make_console, print_line
 from ludus.config.schema import Config
+from ludus.training.run.run_dir import RunFolder
 
 if TYPE_CHECKING:
-    from ludus.training.run.run_dir import RunFolder
     from ludus.training.run.session import TrainingSession
 
 

@@ -7,14 +7,11 @@ an ordinary Hugging Face folder.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ludus.cli.training.training_command import TrainingStage
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.config.schema import Config
-
-if TYPE_CHECKING:
-    from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.run_dir import RunFolder, resume_command
 
 
 def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
@@ -29,7 +26,6 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
 def print_done(folder: RunFolder, config: Config) -> None:
     """Print that the fine-tuning is complete, and the next commands."""
     from ludus.cli.ui.progress import newest_checkpoint, use_command
-    from ludus.training.run.run_dir import resume_command
 
     console, steps, checkpoint = make_console(), config.sft.steps, newest_checkpoint(folder)
     print_line(console, f"The fine-tuning is complete: all {steps} steps are done.\nCheckpoint: {checkpoint}")

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.arguments import recipe_config, run_config
-from ludus.cli.commands.config import check_rewards
+from ludus.cli.commands.config import check_plugins, check_rewards
+from ludus.cli.commands.env import AuditBar
 from ludus.cli.training.training_command import TrainingStage, resumed_folder
-from ludus.cli.ui.terminal import AuditBar, bars, make_console, silence_libraries
+from ludus.cli.ui.terminal import bars, make_console, print_line, silence_libraries
 from ludus.config.environment import launched_rank
 from ludus.config.schema import Config
-
-if TYPE_CHECKING:
-    from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.run_dir import RunFolder
 
 
 def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     """Check the configuration and load the model, unless the run has to create it."""
+    check_plugins(config)
     check_rewards(config, algorithm_of(config))  # before torch is imported, which takes seconds
     from ludus.cli.ui import progress
     from ludus.training.rl.validate import open_validated_session
@@ -37,7 +36,6 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
 def print_done(folder: RunFolder, config: Config) -> None:
     """Print that the run is complete, and the next commands."""
     from ludus.cli.ui.progress import print_commands
-    from ludus.cli.ui.terminal import print_line
 
     console = make_console()
     print_line(console, f"The run is complete: all {config.training.steps} steps are done and evaluated.")

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from ludus.cli.arguments import check_run, model_settings, recipe_config, recipe_stem, run_config
 from ludus.cli.signals import WatchedInterrupts
@@ -19,9 +18,7 @@ from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
 from ludus.errors import LudusError, UserError
-
-if TYPE_CHECKING:
-    from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.run_dir import RunFolder, locked, new_run, remove_unstarted, resume_command
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,6 @@ class TrainingStage:
     def start(self, config: Config, name: str, recipe: str | None) -> None:
         """Prepare, then train in a new folder."""
         from ludus.training.learner.learner import explain_out_of_memory
-        from ludus.training.run.run_dir import locked, new_run
 
         silence_libraries()
         train = self.prepare(config, True)
@@ -83,7 +79,6 @@ class TrainingStage:
         """Resume a run, unless it is complete."""
         from ludus.training.learner.learner import explain_out_of_memory
         from ludus.training.resume import check_kind, check_resume, is_complete, place_of
-        from ludus.training.run.run_dir import locked
 
         silence_libraries()
         check_kind(folder, self.kind)
@@ -102,8 +97,6 @@ class TrainingStage:
 
 def resumed_folder(args: argparse.Namespace) -> RunFolder:
     """Return the folder of --resume. Raises UserError if it is not a run, or if other options are set."""
-    from ludus.training.run.run_dir import RunFolder
-
     if args.run is not None:
         raise UserError("--resume reads everything from the run folder.", "Remove --run.")
     if args.recipe or args.model or args.from_scratch:
@@ -130,8 +123,6 @@ class ResumeHint:
     """
 
     def __init__(self, what: RunFolder | str, new: bool = False) -> None:
-        from ludus.training.run.run_dir import resume_command
-
         self._folder = None if isinstance(what, str) else what
         self._new = self._folder if new else None
         if isinstance(what, str):
@@ -147,8 +138,6 @@ class ResumeHint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        from ludus.training.run.run_dir import remove_unstarted
-
         self._interrupts.__exit__(kind, error, trace)
         if isinstance(error, LudusError):
             if self._new is not None and remove_unstarted(self._new):

@@ -16,6 +16,7 @@ from rich.table import Table
 from ludus.cli.ui.tables import sampling_words, success_words
 from ludus.cli.ui.terminal import bars, make_console, print_line
 from ludus.cli.ui.transcripts import print_transcript
+from ludus.cluster.control import controlled as control
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.toml import value_text
@@ -79,22 +80,13 @@ class EpisodeBar:
         self._progress.update(self._phase, advance=1, numbers=numbers.strip())
 
 
-class ProgressReporter:
+class ProgressReporter(EpisodeBar):
     """Two progress bars: the steps of the run with their main metrics, and the episodes of the phase."""
 
     def __init__(self, progress: Progress, steps: int, done: int = 0) -> None:
-        self._progress = progress
+        super().__init__(progress)
         self._steps = progress.add_task("training", total=steps, completed=done, numbers="")
-        self._episodes = EpisodeBar(progress)
         self._held_out = ""
-
-    def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
-        """Start the bar of a phase; without a total it pulses until the next phase."""
-        self._episodes.phase(name, total, engine)
-
-    def episode(self, episode: Episode) -> None:
-        """Advance by one episode."""
-        self._episodes.episode(episode)
 
     def step(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
         """Advance by one step, with its reward, success and speed."""
@@ -172,7 +164,6 @@ def controlled(run: Path, cluster: Cluster | None) -> AbstractContextManager[Non
     """Allow `ludus cluster` to change the cluster of a run in the block."""
     if cluster is None:
         return nullcontext()
-    from ludus.cluster.control import controlled as control
 
     return control(run, cluster)
 

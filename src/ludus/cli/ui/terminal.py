@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 PIPE_COLUMNS = 120
@@ -48,25 +48,6 @@ def bars(console: Console, *, transient: bool = False, every_s: float = PLAIN_EV
     )
     with Progress(*columns, console=console, refresh_per_second=4, transient=transient) as progress:
         yield progress
-
-
-class AuditBar:
-    """A progress bar for the phases of an environment audit (an `AuditProgress`)."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._phase: TaskID | None = None
-
-    def phase(self, name: str, total: int) -> None:
-        """Start the bar of a phase."""
-        if self._phase is not None:
-            self._progress.remove_task(self._phase)
-        self._phase = self._progress.add_task(name, total=total, numbers="")
-
-    def done(self, what: str = "") -> None:
-        """Advance by one."""
-        if self._phase is not None:
-            self._progress.update(self._phase, advance=1, numbers=what)
 
 
 @contextmanager

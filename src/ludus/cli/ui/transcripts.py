@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
+from ludus.chat.render import Tokenizer
 from ludus.cli.ui.terminal import print_line
 from ludus.engines.base import common_prefix
 from ludus.rollout.rollout_files import RolloutRecord
 from ludus.rollout.trees import attempts
 from ludus.types import Message, Segment, ToolOutcome, ToolStatus, Trajectory
-
-if TYPE_CHECKING:
-    from ludus.chat.render import Tokenizer
 
 STYLES = {"prompt": "dim", "action": "bold cyan", "observation": "yellow"}
 """Styles of the three kinds of text."""

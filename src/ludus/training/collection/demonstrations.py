@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ludus.algorithms.parts import Need
-from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.chat.render import Renderer
 from ludus.engines.models.loading import num_positions
 from ludus.errors import UserError

@@ -17,9 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 
 from ludus.algorithms.advantages.running_baselines import RoleBaselines
+from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.filters import GresoSettings, GresoState, Visit, variance_top, variance_top_p
-from ludus.algorithms.parts import Need
-from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.config.sections.staleness import StalenessConfig
 from ludus.diagnostics.metrics import MEAN_AGE
 from ludus.rollout.ledger import RolloutOutcome

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from ludus.algorithms.advantages import advantages_that_need
 from ludus.algorithms.advantages.running_baselines import DomainMoments, domain_normalised
+from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import Schedule
-from ludus.algorithms.parts import Need
 from ludus.algorithms.shaping import ShapingRange, check_shaping, dominance_violations, gated, pareto, weighted_sum
-from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.resolve import check_binary_rewards, resolve
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Protocol
 
-from ludus.algorithms.parts import Need
-from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import Engine

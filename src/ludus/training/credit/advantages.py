@@ -14,12 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ludus.algorithms.algorithm import GRANULARITIES, Algorithm, Need
 from ludus.algorithms.filters import mean_entropy, overlong_mask, zero_variance
-from ludus.algorithms.kl import GRANULARITIES, penalised_advantages, penalised_rewards
+from ludus.algorithms.kl import penalised_advantages, penalised_rewards
 from ludus.algorithms.losses.gtpo import conflict_weights
-from ludus.algorithms.parts import Need
 from ludus.algorithms.shaping import soft_overlong
-from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.tensors import Outcomes
 from ludus.errors import LearnerError
 from ludus.rewards.base import Reward

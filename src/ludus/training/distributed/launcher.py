@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, distributed
 
-from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.algorithm import Algorithm
 from ludus.config.environment import extended, launched_rank
 from ludus.config.schema import Config
 from ludus.engines.temporary import TemporaryFolder

@@ -20,12 +20,10 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from ludus.algorithms.aggregate import Normalizer
+from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import FULL_KL_NAMES, KLS
 from ludus.algorithms.losses.covariance import CovarianceMeans, token_covariance
-from ludus.algorithms.objective import Statistics, objective
-from ludus.algorithms.parts import Need
-from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.objective import Normalizer, Statistics, objective
 from ludus.algorithms.tensors import TokenBatch
 from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP
 from ludus.errors import LearnerError

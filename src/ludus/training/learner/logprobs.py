@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import FULL_KL_NAMES
-from ludus.algorithms.parts import Need
-from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.engines.embedded.onednn_linear import OneDnnLinear, use_onednn
 from ludus.engines.models.lora import is_peft
 from ludus.errors import LearnerError, UserError

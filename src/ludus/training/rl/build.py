@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import KlControl, control_of
-from ludus.algorithms.parts import Need
-from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.resolve import algorithm_of, minibatches_of
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import Tracker, make_tracker, read_metrics

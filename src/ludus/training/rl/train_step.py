@@ -19,11 +19,10 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.corrections import MismatchByLength, mismatch, mismatch_by_length
 from ludus.algorithms.filters import entropy_bound
 from ludus.algorithms.kl import FULL_KL_NAMES, KlControl
-from ludus.algorithms.parts import Need
-from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.errors import SyncError
 from ludus.rollout.ledger import Ledger, RolloutOutcome
 from ludus.training.batches.rows import Row, row_of_trajectory

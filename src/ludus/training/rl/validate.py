@@ -1,6 +1,6 @@
 """Validate a configuration before anything is written: errors, and warnings about settings without effect.
 
-The algorithm's parts declare what they need (`ludus.algorithms.spec.algorithm`: ratios other than 1, turn
+The algorithm's parts declare what they need (`ludus.algorithms.algorithm`: ratios other than 1, turn
 rewards, recurring states), so that no part is checked by name.
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import control_of
-from ludus.algorithms.parts import Need
-from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.resolve import algorithm_of, check_observations, minibatches_of, resolve
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import CriticConfig, DemonstrationsConfig, PrimeConfig
@@ -23,7 +22,7 @@ from ludus.envs.base import World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import build_world, check_sandbox
 from ludus.errors import ConfigError
-from ludus.evaluation.env_audit import AuditProgress, CheckPlan, SilentProgress, refuse_cheats
+from ludus.evaluation.env_audit import AuditProgress, CheckPlan, refuse_cheats
 from ludus.evaluation.evaluate import check_evaluation
 from ludus.rewards.registry import has_extra_rewards
 from ludus.rollout.reward_executor import ProcessRewardExecutor
@@ -37,7 +36,7 @@ from ludus.training.rl.sync_trainer import task_order
 from ludus.training.run.session import TrainingSession, open_session
 from ludus.training.value_models.factory import planned_warmup
 
-UNWATCHED = SilentProgress()
+UNWATCHED = AuditProgress()
 OF_EVERY_MODE = ("min_ess", "ess_patience")
 """Settings of `staleness` that apply in every training mode."""
 _ENGINE_WORKERS: Final = ("engines", "engine_cpus", "engine_gpus", "engine_resources")

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ludus.algorithms.parts import Need
-from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.rollout.ledger import RolloutOutcome

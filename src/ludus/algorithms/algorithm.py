@@ -1,0 +1,516 @@
+"""An algorithm as data: names of parts, numbers, and the options of each part. No torch.
+
+A part is an advantage, a loss or a correction: a pure function by keyword with its spec as the decorator, in one file:
+
+    @AdvantageSpec(help="rewards over their mean", needs={Need.GROUP}, options={"power": Option("exponent", FRACTION)})
+    def mine(*, rewards: Tensor, group: Tensor, mask: Tensor, power: float = 1.0) -> Tensor: ...
+
+`Algorithm.compute` passes each parameter by its name: an option of the part, a field of the batch (`Outcomes` or
+`TokenBatch`), the batch (`outcomes` or `batch`), the `algorithm`, or a setting (`SETTING_PARAMETERS`). The trainer
+reads `needs`, never a name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from functools import cache
+from importlib import import_module
+from operator import attrgetter
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import ClassVar, Literal, TypeVar, cast
+
+from ludus.algorithms.tensors import NEUTRAL, Cut, Outcomes, Tensor, TokenBatch, torch
+from ludus.errors import ConfigError
+from ludus.plugins import find_plugin
+
+
+@dataclass(frozen=True, slots=True)
+class OptionBounds:
+    """The interval from `low` to `high`, closed; open at `low` if `above`; integers only if `whole`."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    whole: bool = False
+    above: bool = False
+
+    def hold(self, value: float) -> bool:
+        """Return whether `value` is inside."""
+        inside = self.low < value if self.above else self.low <= value
+        return inside and value <= self.high and (not self.whole or value == int(value))
+
+    def __str__(self) -> str:
+        if self.low == -math.inf:
+            return "any number"
+        kind = "a whole number " if self.whole else ""
+        if self.above:
+            most = f" and at most {self.high:g}" if self.high < math.inf else ""
+            return f"{kind}above {self.low:g}{most}"
+        return f"{kind}from {self.low:g} " + (f"to {self.high:g}" if self.high < math.inf else "on")
+
+
+ANY = OptionBounds()
+POSITIVE = OptionBounds(0, above=True)
+NOT_NEGATIVE = OptionBounds(0)
+FRACTION = OptionBounds(0, 1)
+SWITCH = OptionBounds(0, 1, whole=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a part: a number within `bounds`, or, with `choices`, one of these words.
+
+    The default is that of the function's parameter, unless `default` is set.
+    """
+
+    help: str
+    bounds: OptionBounds = ANY
+    choices: tuple[str, ...] = ()
+    default: float | str = ""
+
+    def check(self, key: str, value: float | str) -> None:
+        """Raise ConfigError unless `value` is allowed; `key` is the setting that the message names."""
+        name = key.rpartition(".")[2]
+        if self.choices:
+            if value not in self.choices:
+                raise ConfigError(f"{name} = {value!r} is not known.", f"There are: {', '.join(self.choices)}.")
+        elif isinstance(value, str):
+            raise ConfigError(f"{name} = {value!r} is not a number.")
+        elif not self.bounds.hold(value):
+            raise ConfigError(f"{key} is {value:g}, but must be {self.bounds}.")
+
+    def argument(self, value: float | str) -> float | str:
+        """Return `value` as the function takes it: a switch as a bool, a whole number as an int."""
+        if isinstance(value, str) or not self.bounds.whole:
+            return value
+        return bool(value) if self.bounds == SWITCH else int(value)
+
+
+class Need(StrEnum):
+    """An input or a condition of a part beyond rewards, groups, log-probabilities and the mask."""
+
+    # Advantages
+    GROUP = "group"
+    """Compares the attempts of a group: `group_size` is at least 2."""
+    STD = "std"
+    """Divides by a standard deviation and reads `std_ddof`."""
+    BINARY_REWARDS = "binary_rewards"
+    """Rewards are 0 or 1."""
+    TURN_REWARDS = "turn_rewards"
+    """Turn rewards, without which a term of the advantage is 0."""
+    OPTIONAL_TURN_REWARDS = "optional_turn_rewards"
+    """Turn rewards, if there are any."""
+    STATE_KEYS = "state_keys"
+    """Keys of equal environment states (`Environment.state_key`)."""
+    BRANCHES = "branches"
+    """Actions that the branches of a trajectory tree share."""
+    GREEDY_ROLLOUT = "greedy_rollout"
+    """One more episode a task, sampled greedily, as the baseline."""
+    ROLE_BASELINES = "role_baselines"
+    """Running averages of the reward of each self-play role."""
+    PROPOSALS = "proposals"
+    """Which trajectories proposed the tasks of others."""
+    CRITIC = "critic"
+    """The values of a critic."""
+    TURN_VALUES = "turn_values"
+    """One value a turn, at its first action token."""
+    PRETRAINED_CRITIC = "pretrained_critic"
+    """A critic that trains on a fixed policy first."""
+    OUTCOME_CRITIC = "outcome_critic"
+    """The probabilities of outcomes by an outcome critic."""
+    PROCESS_REWARD_MODEL = "process_reward_model"
+    """An implicit process reward model and the reference."""
+    DISTRIBUTIONS = "distributions"
+    """Sums over the distributions that the tokens were sampled from."""
+    BATCH_STATISTICS = "batch_statistics"
+    """A mean and a deviation over the whole batch."""
+    TOKEN_KL = "token_kl"
+    """Subtracts a KL in the reward token by token itself."""
+    BEHAVIOR_RATIO = "behavior_ratio"
+    """Contains the ratio to the behaviour policy. Also of losses and corrections."""
+    ADVANTAGE_OF_EQUAL_REWARDS = "advantage_of_equal_rewards"
+    """The advantage may differ from 0 in a group of equal rewards; otherwise such groups are filtered."""
+    NON_NEGATIVE = "non_negative"
+    """The advantage is never below 0, so that a clip has one side."""
+    # Losses
+    CLIP = "clip"
+    """Reads `clip_low` and `clip_high`."""
+    DUAL_CLIP = "dual_clip"
+    """Reads `dual_clip`."""
+    TEACHER = "teacher"
+    """The log-probabilities of a teacher, and no advantage."""
+    TEACHER_DISTRIBUTION = "teacher_distribution"
+    """The whole distributions of a teacher."""
+    DEMONSTRATIONS = "demonstrations"
+    """Which rows are demonstrations of an expert."""
+    TOKEN_CHOICE = "token_choice"
+    """A choice of tokens over the whole batch (`LossSpec.choose`)."""
+    CONFLICT_WEIGHTS = "conflict_weights"
+    """Weights of tokens that solved and failed attempts share, and entropies."""
+    # Corrections
+    LIMITED_RATIO = "limited_ratio"
+    """Weighs the loss by a ratio within limits."""
+    REJECTION = "rejection"
+    """Removes tokens from the batch before the step (`CorrectionSpec`)."""
+
+
+Part = Literal["advantage", "loss", "correction", "kl", "terms"]
+F = TypeVar("F", bound=Callable[..., Tensor])
+R = TypeVar("R")
+S = TypeVar("S", bound="PartSpec")
+W = TypeVar("W", bound=str)
+
+
+def _undeclared() -> Tensor:
+    raise TypeError("a spec is a decorator: write it above a function")
+
+
+def _expand_signature(function: Callable[..., Tensor]) -> None:
+    """Replace `**inputs: Unpack[Record]` in the signature of a function by the keys of the record; optional ones are
+    None unless passed."""
+    signature = inspect.signature(function)
+    named = list(signature.parameters.values())
+    if not named or named[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+        return
+    record = inspect.getmodule(function)
+    names = str(named.pop().annotation)
+    found = vars(record)[names.removeprefix("Unpack[").removesuffix("]")]
+    for key, kind in found.__annotations__.items():
+        default = inspect.Parameter.empty if key in found.__required_keys__ else None
+        named.append(inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+    vars(function)["__signature__"] = signature.replace(parameters=named)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSpec:
+    """The fields of all parts. `name` is the name in settings, that of the function unless set.
+
+    `selectable`: a setting may name it.
+    """
+
+    part: ClassVar[Part]
+    plugins: ClassVar[str]
+    batch: ClassVar[type[Outcomes | TokenBatch]] = TokenBatch
+    help: str
+    name: str = ""
+    options: Mapping[str, Option] = field(default_factory=dict)
+    needs: Set[Need] = frozenset()
+    selectable: bool = True
+    function: Callable[..., Tensor] = _undeclared
+
+    def __call__(self, function: F) -> F:
+        """Declare `function` as the part, and return it as it is."""
+        _expand_signature(function)
+        parameters = inspect.signature(function).parameters
+        options = dict(self.options)
+        for key, option in options.items():
+            if option.default == "":
+                default = parameters[key].default
+                options[key] = replace(option, default=float(default) if isinstance(default, bool) else default)
+        spec = replace(self, name=self.name or function.__name__, function=function, options=options)
+        _SPECS[function] = spec
+        if function.__module__.startswith("ludus.algorithms."):
+            _NAMED[type(self), spec.name] = spec
+        return function
+
+    def has(self, need: Need) -> bool:
+        """Return whether the part has this need."""
+        return need in self.needs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageSpec(PartSpec):
+    """An advantage: [N, L] from the fields of `Outcomes`.
+
+    `critic_targets` names the advantage that, added to the values, is what the critic learns; empty: itself.
+    `finish` is applied to the result, its parameter `advantages`.
+    """
+
+    part, plugins, batch = "advantage", "advantages", Outcomes
+    critic_targets: str = ""
+    finish: Callable[..., Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpec(PartSpec):
+    """A loss: [N, L], or [N] with `per_trajectory`, from the fields of `TokenBatch`.
+
+    `ratio_part` names the part that has no effect at a ratio of 1. `off_policy`: no correction is needed. `cut` returns
+    the tokens that a clip cuts off (`Cut`). `choose` returns the tokens of `Need.TOKEN_CHOICE`, [N, L] bool, from
+    `covariance`, `mask` and `seed`.
+    """
+
+    part, plugins = "loss", "losses"
+    ratio_part: str = ""
+    per_trajectory: bool = False
+    off_policy: bool = False
+    cut: Callable[..., Cut] | None = None
+    choose: Callable[..., Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionSpec(PartSpec):
+    """A correction: weights [N, L] from the fields of `TokenBatch`.
+
+    With `Need.REJECTION` it is a filter instead: it is applied once before the step, to `old_logprobs`,
+    `behavior_logprobs` and `mask` of the whole batch, and tokens of weight 0 do not train.
+    """
+
+    part, plugins = "correction", "corrections"
+
+
+_SPECS: dict[Callable[..., Tensor], PartSpec] = {}
+"""The specs of declared functions."""
+_NAMED: dict[tuple[type[PartSpec], str], PartSpec] = {}
+"""The specs of built-in parts, and of plug-ins that were found, by kind and name."""
+
+
+def spec_of(kind: type[S], found: object) -> S | None:
+    """Return the spec of a declared function, a bare one for another function, None for anything else."""
+    if not callable(found):
+        return None
+    if found not in _SPECS:
+        kind(help=(found.__doc__ or f"{found}").strip().splitlines()[0])(found)
+    spec = _SPECS[found]
+    return spec if isinstance(spec, kind) else None
+
+
+def modules_of(package: str, path: Iterable[str]) -> tuple[ModuleType, ...]:
+    """Return the modules of a folder, imported, by name. `path` is the package's `__path__`."""
+    return tuple(import_module(f"{package}.{module.name}") for module in iter_modules(path))
+
+
+def declared_in(kind: type[S], modules: Iterable[ModuleType]) -> dict[str, S]:
+    """Return the specs of a kind that the modules declare, by name, in their order."""
+    found = (_SPECS.get(one) for module in modules for one in vars(module).values() if inspect.isfunction(one))
+    return {spec.name: spec for spec in found if isinstance(spec, kind)}
+
+
+def publish(package: str, modules: Iterable[ModuleType]) -> list[str]:
+    """Make the public functions and classes of modules names of a package, before modules of that name.
+
+    Return the names.
+    """
+    found = {name: one for module in modules for name, one in vars(module).items() if _is_public(module, name, one)}
+    vars(import_module(package)).update(found)
+    return sorted(found)
+
+
+def _is_public(module: ModuleType, name: str, one: object) -> bool:
+    defined = inspect.isfunction(one) or inspect.isclass(one)
+    return defined and vars(one).get("__module__", module.__name__) == module.__name__ and not name.startswith("_")
+
+
+SETTING_PARAMETERS = {
+    "ddof": "std_ddof",
+    "eps_low": "clip_low",
+    "eps_high": "clip_high",
+    "dual_clip": "dual_clip",
+    "kl_coef": "kl_coef",
+    "cap": "tis_cap",
+}
+"""The settings of an algorithm that a function takes, by the name of its parameter."""
+
+
+def find_part(kind: type[S], name: str) -> S:
+    """Return the spec of a built-in part or of a plug-in. Raises ConfigError if there is none."""
+    found = _NAMED.get((kind, name)) or _find_plugin(kind, name)
+    _NAMED[kind, name] = found
+    return cast(S, found)
+
+
+def _find_plugin(kind: type[PartSpec], name: str) -> PartSpec:
+    """Return the spec of a plug-in. Raises ConfigError if there is none, or a parameter has no value."""
+    setting = f"algorithm.{kind.part}"
+    built_in = [one for (other, one), spec in _NAMED.items() if other is kind and spec.selectable and one == spec.name]
+    found = spec_of(kind, find_plugin(kind.plugins, name, setting, built_in))
+    if found is None:
+        raise ConfigError(f"{setting} = {name!r} is not a function that {kind.__name__} can declare.")
+    itself = "outcomes" if kind.batch is Outcomes else "batch"
+    passed = {*found.options, *(f.name for f in fields(kind.batch)), itself, "algorithm", *SETTING_PARAMETERS}
+    for parameter, one in _parameters(found.function).items():
+        if one.default is inspect.Parameter.empty and parameter not in passed:
+            raise ConfigError(
+                f"{setting} = {name!r}: nothing is passed for the parameter {parameter!r}.",
+                f"Give it a default, declare it as an option, or take one of: {', '.join(sorted(passed))}.",
+            )
+    return found
+
+
+@cache
+def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+def inputs_of(batch: Outcomes | TokenBatch) -> dict[str, object]:
+    """Return the fields of a batch by name, and the batch itself, `outcomes` or `batch`."""
+    names = [one.name for one in fields(batch)]
+    return dict(zip(names, attrgetter(*names)(batch), strict=True)) | {
+        "outcomes" if isinstance(batch, Outcomes) else "batch": batch
+    }
+
+
+KINDS: Mapping[Part, type[PartSpec]] = {"advantage": AdvantageSpec, "loss": LossSpec, "correction": CorrectionSpec}
+GRANULARITIES: tuple[Literal["token", "trajectory"], ...] = ("token", "trajectory")
+IMPORTANCES: tuple[Literal["none", "ratio"], ...] = ("none", "ratio")
+KL_OPTIONS: Mapping[str, Option] = {
+    "granularity": Option(
+        "penalty of each token, or its sum over the trajectory", choices=GRANULARITIES, default="token"
+    ),
+    "importance": Option("weigh the term in the loss by the ratio, or do not", choices=IMPORTANCES, default="none"),
+}
+"""The options of every KL estimator."""
+TERM_OPTIONS: Mapping[str, Option] = {
+    "echo": Option("coefficient of the log-likelihood of observations", NOT_NEGATIVE, default=0.0),
+    "positive_nll": Option("coefficient of the log-likelihood of solved attempts", NOT_NEGATIVE, default=0.0),
+}
+"""The coefficients of the auxiliary losses."""
+OPTIONS: Mapping[Part, Mapping[str, Option]] = {"kl": KL_OPTIONS, "terms": TERM_OPTIONS}
+Options = dict[str, float | str]
+Placement = Literal["loss", "reward", "advantage"]
+VarianceFilter = Literal["share", "top_p"]
+Measure = Literal["sequence", "action_tokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class PartOptions:
+    """The options of each part that are set."""
+
+    advantage: Options = field(default_factory=dict)
+    loss: Options = field(default_factory=dict)
+    correction: Options = field(default_factory=dict)
+    kl: Options = field(default_factory=dict)
+    terms: Options = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One algorithm. The fields are those of `AlgorithmConfig`; `summary` is one line, `source` names the paper.
+
+    `minibatches` is what `training.minibatches` is unless set: a clip needs several updates a batch.
+    `kl_coef` 0: there is no KL term. The C of the aggregation `constant` is not here: it is the token budget of a
+    trajectory and comes with the `Normalizer`.
+    """
+
+    name: str
+    summary: str
+    source: str
+    group_size: int = 8
+    advantage: str = "grpo"
+    loss: str = "ppo_clip"
+    aggregation: str = "token_mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    opsm_delta: float | None = None
+    kl: str = "k3"
+    kl_coef: float = 0.0
+    kl_placement: Placement = "loss"
+    correction: str = "none"
+    tis_cap: float = 2.0
+    filter_zero_variance: bool = False
+    max_resample_rounds: int = 0
+    variance_filter: VarianceFilter = "share"
+    top_variance_fraction: float = 1.0
+    greso: bool = False
+    overlong_mask: bool = False
+    std_ddof: int = 1
+    entropy_coef: float = 0.0
+    overlong_buffer: float = 0.0
+    overlong_measure: Measure = "sequence"
+    overlong_length: int | None = None
+    minibatches: int = 1
+    options: PartOptions = PartOptions()
+
+    @property
+    def advantage_spec(self) -> AdvantageSpec:
+        """The spec of the advantage."""
+        return find_part(AdvantageSpec, self.advantage)
+
+    @property
+    def loss_spec(self) -> LossSpec:
+        """The spec of the loss."""
+        return find_part(LossSpec, self.loss)
+
+    @property
+    def correction_spec(self) -> CorrectionSpec:
+        """The spec of the correction."""
+        return find_part(CorrectionSpec, self.correction)
+
+    def option(self, part: Part, name: str) -> float | str:
+        """Return the option of a part that is set, or its default. Raises KeyError for an unknown option."""
+        given, known = self.options_of(part)
+        return given.get(name, known[name].default)
+
+    def number(self, part: Part, name: str) -> float:
+        """Return an option that is a number. Raises ConfigError for a word."""
+        value = self.option(part, name)
+        if isinstance(value, str):
+            raise ConfigError(f"{name} = {value!r} is not a number.")
+        return value
+
+    def word(self, part: Part, name: str, choices: Sequence[W]) -> W:
+        """Return an option that is one of `choices`. Raises ConfigError for another one."""
+        value = self.option(part, name)
+        for choice in choices:
+            if choice == value:
+                return choice
+        raise ConfigError(f"{name} = {value!r} is not known.", f"There are: {', '.join(choices)}.")
+
+    def compute(self, part: Part, batch: Outcomes | TokenBatch) -> Tensor:
+        """Return the result of the advantage, the loss or the correction."""
+        spec = find_part(KINDS[part], attrgetter(part)(self))
+        inputs = inputs_of(batch)
+        if not spec.has(Need.OPTIONAL_TURN_REWARDS):
+            inputs["turn_rewards"] = None
+        found = self.call(spec.function, part, inputs)
+        if isinstance(spec, AdvantageSpec) and spec.finish is not None:
+            return self.call(spec.finish, part, inputs | {"advantages": found})
+        return found
+
+    def call(self, function: Callable[..., R], part: Part, inputs: Mapping[str, object]) -> R:
+        """Call a function of a part, each parameter by its name: an option of the part, an input, or a setting.
+
+        An input that is None and has no default is replaced by its neutral value (`tensors.NEUTRAL`). Raises
+        ValueError if it has none.
+        """
+        known = self.options_of(part)[1]
+        given: dict[str, object] = {}
+        for name, parameter in _parameters(function).items():
+            if name in known:
+                given[name] = known[name].argument(self.option(part, name))
+            elif name in inputs:
+                required = parameter.default is inspect.Parameter.empty
+                given[name] = self._present(name, part, inputs) if required else inputs[name]
+            elif name in SETTING_PARAMETERS:
+                given[name] = attrgetter(SETTING_PARAMETERS[name])(self)
+            elif name == "algorithm":
+                given[name] = self
+        return function(**given)
+
+    def _present(self, name: str, part: Part, inputs: Mapping[str, object]) -> object:
+        value, mask = inputs[name], inputs["mask"]
+        if value is None and name in NEUTRAL and isinstance(mask, torch.Tensor):
+            return torch.full(mask.shape, NEUTRAL[name], dtype=torch.float64)
+        if value is None:
+            raise ValueError(f"the {part} {attrgetter(part)(self)} needs {name}, and the batch has none")
+        return value
+
+    def options_of(self, part: Part) -> tuple[Options, Mapping[str, Option]]:
+        """Return the options of a part that are set, and those that it has."""
+        known = OPTIONS[part] if part in OPTIONS else find_part(KINDS[part], attrgetter(part)(self)).options
+        given: Options = attrgetter(part)(self.options)
+        return given, known
+
+    def without_token_weights(self) -> Algorithm:
+        """Return the algorithm with a loss that does not weigh tokens."""
+        return replace(self, loss="reinforce")
+
+    @property
+    def filters_groups(self) -> bool:
+        """Whether groups are dropped by how much they vary within a step."""
+        return self.variance_filter == "top_p" or self.top_variance_fraction < 1
