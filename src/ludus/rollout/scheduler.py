@@ -33,7 +33,7 @@ from ludus.rollout.episode import (
 )
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.reward_executor import RewardExecutor, ThreadRewardExecutor, waited
-from ludus.rollout.trees import attempts, run_tree
+from ludus.rollout.trees import run_tree
 from ludus.types import Completion, Failure, SamplingParams, Segment, StopReason, Task, ToolStatus, Trajectory
 
 if TYPE_CHECKING:
@@ -354,7 +354,7 @@ class Scheduler:
 
     async def _play(self, job: RolloutRequest) -> Trajectory:
         trajectory = await (self.remote or self.attempt)(job)
-        every = attempts(trajectory)
+        every = trajectory.attempts()
         late = any(outcome.status is ToolStatus.TIMED_OUT for one in every for outcome in one.outcomes)
         if late or any(one.stop_reason is StopReason.TIMEOUT for one in every):
             self.ledger.note_clock_limit(job.key.step)
