@@ -29,7 +29,7 @@ import httpx
 from pydantic import BaseModel, Field, JsonValue
 
 from ludus.chat.parse import PARSERS, ToolCallParser
-from ludus.chat.parser_base import Malformed, call_of, decode
+from ludus.chat.parse_json import Malformed, call_of, decode
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import seed_for
 from ludus.envs.base import World
