@@ -29,7 +29,7 @@ import httpx
 from pydantic import BaseModel, Field, JsonValue
 
 from ludus.chat.parse import PARSERS, ToolCallParser
-from ludus.chat.parse_json import Malformed, call_of, decode
+from ludus.chat.parse_json import Malformed, call_of, decode, tool_call
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import seed_for
 from ludus.envs.base import World
@@ -513,7 +513,7 @@ def _read_calls(content: str, given: Sequence[_ReplyCall], turn: int) -> Action:
             errors.append(CallError(name, json.dumps(call.function, ensure_ascii=False), error.reason))
             continue
         calls.append(ToolCall(name, tool, arguments))
-        structured.append({"id": name, "type": "function", "function": {"name": tool, "arguments": text}})
+        structured.append(tool_call(name, tool, text))
     said = "\n".join(filter(None, [content.strip(), *(error.text for error in errors)]))
     message = Message(role="assistant", content=said)
     if structured:

@@ -22,9 +22,9 @@ from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.config.sections.staleness import StalenessConfig
 from ludus.diagnostics.metrics import MEAN_AGE
+from ludus.envs.base import TaskSequence
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.scheduler import Episode
-from ludus.tasks.order import TaskSequence
 from ludus.training.batches.rows import new_actions
 from ludus.training.credit.advantages import (
     Estimates,

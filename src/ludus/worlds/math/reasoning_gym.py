@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ludus.envs.task_files import SPLITS
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.extract import candidates
-from ludus.tasks.files import SPLITS
 from ludus.types import Task
 from ludus.worlds.math.grader import GymTruth, opening
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ludus.envs.task_files import Record, RecordError, load_tasks, split_by_hash, text_field
 from ludus.rewards.truth_records import TYPES, question_text, read_truth
-from ludus.tasks.files import Record, RecordError, load_tasks, split_by_hash, text_field
 from ludus.types import Task
 from ludus.worlds.math.grader import opening
 
