@@ -18,6 +18,7 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -28,8 +29,8 @@ from ludus.envs.tool_env import describe_error
 from ludus.errors import EngineError, LudusError, WorldError
 from ludus.rewards.base import Reward, score
 from ludus.rewards.code.turns import TurnVerifier, turn_shares
-from ludus.sandbox.local.pausable_timeout import PausableClock, use_clock, use_episode_clock
-from ludus.tools.base import Tool
+from ludus.sandbox.local.pausable_timeout import PausableTimeout
+from ludus.tools.base import Tool, call_timeout
 from ludus.types import (
     Action,
     Completion,
@@ -46,6 +47,8 @@ from ludus.types import (
 )
 
 T = TypeVar("T")
+EPISODE_TIMEOUT: ContextVar[PausableTimeout | None] = ContextVar("ludus-episode-timeout", default=None)
+"""Timeout of the current episode, which pauses while the episode waits for a later step's budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +137,13 @@ async def _run_within_timeout(
 ) -> StopReason:
     try:
         async with asyncio.timeout(limits.timeout_s) as deadline:
-            limit_s = math.inf if limits.timeout_s is None else limits.timeout_s
-            clock = PausableClock(limit_s, lambda left_s: _reschedule(deadline, left_s))
+            timeout = PausableTimeout(deadline)
+            token = EPISODE_TIMEOUT.set(timeout)
             try:
-                with use_episode_clock(clock):
-                    return await _run_turns(task, environment, chat, limits, record)
+                return await _run_turns(task, environment, chat, limits, record)
             finally:
-                record.waited_s = clock.paused_s
+                EPISODE_TIMEOUT.reset(token)
+                record.waited_s = timeout.paused_s
     except TimeoutError:
         if not deadline.expired():
             raise
@@ -227,9 +230,8 @@ async def _timed_step(environment: Environment, action: Action, limits: EpisodeL
 async def _world(what: str, call: Callable[[], Awaitable[T]], expected: type[T], limits: EpisodeLimits) -> T:
     """Call the environment; its errors become WorldError with the original message."""
     try:
-        async with asyncio.timeout(limits.environment_timeout_s) as deadline:
-            with use_clock(PausableClock(limits.environment_timeout_s, lambda left_s: _reschedule(deadline, left_s))):
-                result = await call()
+        async with call_timeout(limits.environment_timeout_s) as deadline:
+            result = await call()
     except LudusError:
         raise
     except BaseException as error:  # boundary: user code; the cause is chained
@@ -246,13 +248,6 @@ async def _world(what: str, call: Callable[[], Awaitable[T]], expected: type[T],
     if not isinstance(result, expected):
         raise WorldError(f"The environment's {what} returned {type(result).__name__}, not {expected.__name__}.")
     return result
-
-
-def _reschedule(deadline: asyncio.Timeout, left_s: float | None) -> None:
-    """Reschedule a deadline in seconds from now (None: no deadline), unless it has expired."""
-    if not deadline.expired():
-        when = None if left_s is None or left_s == math.inf else asyncio.get_running_loop().time() + left_s
-        deadline.reschedule(when)
 
 
 def _observe(chat: ChatSession, result: StepResult) -> StopReason | None:

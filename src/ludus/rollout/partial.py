@@ -13,13 +13,13 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-from ludus.rollout.episode import ChatSession, EngineChatSession, Grant
+from ludus.rollout.episode import EPISODE_TIMEOUT, ChatSession, EngineChatSession, Grant
 from ludus.rollout.group_queue import StartedEpisode, StreamedGroup
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, episode_name
-from ludus.sandbox.local.pausable_timeout import episode_paused
 
 NOTHING = Grant(0)
 UNBOUNDED = Grant()
@@ -57,7 +57,8 @@ class _Member:
             self.waits = True
             self._granted.clear()
             self.on_change(self, True)
-            with episode_paused():
+            timeout = EPISODE_TIMEOUT.get()
+            with nullcontext() if timeout is None else timeout.paused():
                 await self._granted.wait()
         tokens = self.grant.tokens
         return replace(self.grant, tokens=None if tokens is None else tokens - self.spent)
