@@ -23,7 +23,7 @@ from ludus.envs.base import TaskSequence, World
 from ludus.errors import ConfigError, LearnerError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, name_in_run, plan_during, save_evaluation
 from ludus.rollout.ledger import RolloutOutcome
-from ludus.rollout.reward_executor import places
+from ludus.rollout.reward_executor import scoring_concurrency
 from ludus.rollout.rollout_files import rollouts_path, write_rollouts
 from ludus.rollout.scheduler import Episode
 from ludus.training.collection.filters import EmptyBatchGuard, EssGuard, greso_metrics
@@ -137,7 +137,7 @@ class SyncTrainer:
         with clock.phase("evaluate"):
             metrics |= await self.evaluate_during(step)
         played = [sample.episode.trajectory for sample in samples]
-        timings = clock.metrics(played, places(self.session.config))
+        timings = clock.metrics(played, scoring_concurrency(self.session.config))
         await work(lambda: self.write(step, samples, metrics, timings))
         limits = AlarmLimits()
         self.history = [*self.history, metrics][-limits.reach :]
