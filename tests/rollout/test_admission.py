@@ -482,7 +482,7 @@ def test_what_cannot_be_in_time_is_not_admitted():
     admission.admit(1)
     with pytest.raises(ValueError, match="no room"):
         admission.admit(2)
-    with pytest.raises(ValueError, match="on its way"):
+    with pytest.raises(ValueError, match="already admitted"):
         admission.admit(1)
     admission.discard(1)
     assert admission.room == 1

@@ -15,7 +15,7 @@ A line is one object (`zcat step-000012.jsonl.gz | head -1 | jq .`), keys sorted
                 segments   kind, tokens, turn, parent, agent, logprobs, versions, finish_reason
 
 The task's truth and wall-clock times are not stored: `ToolOutcome.seconds` reads back as 0 and
-`Trajectory.timings` as empty. So equal rollouts give equal files, byte for byte. Numbers round-trip exactly;
+`Trajectory.timings` as empty. So equal rollouts produce equal files, byte for byte. Numbers round-trip exactly;
 NaN and infinities are rejected.
 """
 
@@ -89,7 +89,7 @@ def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write ASCII lines, gzip-compressed and atomically; creates the folder. Equal lines give equal bytes.
+    """Write ASCII lines, gzip-compressed and atomically; creates the folder. Equal lines produce equal bytes.
 
     Raises StorageError if writing fails.
     """
@@ -215,7 +215,7 @@ def _check_trajectory(trajectory: Trajectory) -> None:
 def _segment_fault(segment: Segment, number: int) -> str:
     """Return the fault of segment `number`, or an empty string. A parent of -1 is the root."""
     if odd := [token for token in segment.tokens if not 0 <= token < _NUM_TOKENS]:
-        return f"holds {odd[0]}, which is no token"
+        return f"holds {odd[0]}, which is not a token id"
     if segment.parent is not None and not -1 <= segment.parent < number:
         return f"continues segments[{segment.parent}], which does not come before it"
     if segment.turn < 0:
