@@ -36,7 +36,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.sections.rollout import BranchConfig
-from ludus.rollout.trees import paths, run_tree
+from ludus.rollout.trees import run_tree
 from ludus.training.batches import prefix_packing
 from ludus.training.batches.rows import BREAK, Row, row_of_trajectory
 from ludus.training.learner.learner import Learner, LearnerSettings
@@ -325,7 +325,7 @@ def trees(repeats: int) -> list[str]:
     for name, settings in TREES.items():
         tree = asyncio.run(branched(settings, 0))
         whole = [row_of_trajectory(tree, 1.0)]
-        apart = [row_of_trajectory(path.trajectory, 1.0) for path in paths(tree)]
+        apart = [row_of_trajectory(path.trajectory, 1.0) for path in tree.paths()]
         one = learner(model(), 4096)
         ways = {
             "trees": lambda one=one, rows=whole: gradient(one, rows),

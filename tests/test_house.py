@@ -41,7 +41,6 @@ ORDER = (
         "chat",
         "engines",
         "rewards",
-        "tasks",
         "envs",
         "worlds",
     ),

@@ -23,12 +23,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Final, Literal, Required, TypedDict
+from typing import Final, Literal, NamedTuple, Required, TypedDict, TypeVar
 
 JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
+_T = TypeVar("_T", str, float)
 
 
 class StopReason(StrEnum):
@@ -379,6 +380,58 @@ class Trajectory:
         leaves = [i for i in range(len(self.segments)) if i not in inner]
         return tuple(_path_to(leaf, parents) for leaf in leaves)
 
+    @property
+    def row_actions(self) -> list[list[int]]:
+        """Actions of each row, as indices among all actions of the tree in segment order."""
+        actions = [i for i, segment in enumerate(self.segments) if segment.kind == "action"]
+        numbers = {i: number for number, i in enumerate(actions)}
+        return [[numbers[i] for i in row if i in numbers] for row in self.rows]
+
+    @property
+    def row_rewards(self) -> tuple[float, ...]:
+        """Reward of each row: that of its leaf if known, otherwise the trajectory's."""
+        return self.leaf_rewards or (self.reward,) * len(self.rows)
+
+    def paths(self) -> list[Path]:
+        """Return one chain per row, with the messages, outcomes and rewards of its leaf if known.
+
+        `turn_rewards`, `anchors` and `turn_progress`, one per action, are split accordingly. A chain is its own
+        only path and stays unchanged.
+        """
+        if len(self.rows) == 1:
+            return [Path(self, tuple(range(self.num_action_tokens)))]
+        places: dict[int, range] = {}
+        start = 0
+        for i in dict.fromkeys(i for row in self.rows for i in row):
+            if self.segments[i].kind == "action":
+                places[i] = range(start, start + len(self.segments[i].tokens))
+                start = places[i].stop
+        chains = [self._chain_of(number, actions) for number, actions in enumerate(self.row_actions)]
+        found = [tuple(place for i in row if i in places for place in places[i]) for row in self.rows]
+        return [Path(*pair) for pair in zip(chains, found, strict=True)]
+
+    def attempts(self) -> list[Trajectory]:
+        """Return the paths of a tree if its leaves are known separately, otherwise the trajectory itself."""
+        return [path.trajectory for path in self.paths()] if self.leaves else [self]
+
+    def _chain_of(self, number: int, actions: Sequence[int]) -> Trajectory:
+        chain = replace(
+            self,
+            segments=tuple(replace(self.segments[i], parent=None) for i in self.rows[number]),
+            reward=self.row_rewards[number],
+            leaf_rewards=(),
+            leaves=(),
+            turn_rewards=_at(self.turn_rewards, actions),
+            anchors=_at(self.anchors, actions),
+            turn_progress=_at(self.turn_progress, actions),
+        )
+        if not self.leaves:
+            return chain
+        leaf = self.leaves[number]
+        return replace(
+            chain, messages=leaf.messages, stop_reason=leaf.stop_reason, outcomes=leaf.outcomes, rewards=leaf.rewards
+        )
+
     @cached_property
     def chain(self) -> tuple[Segment, ...]:
         """Segments of the only row. Raises ValueError if the trajectory branches."""
@@ -443,6 +496,20 @@ class Trajectory:
         if last["role"] != "assistant":
             return ""
         return _handed_in(last.get("tool_calls") or []) if last.get("tool_calls") else last["content"]
+
+
+class Path(NamedTuple):
+    """Path from the root of a tree to a leaf, as a chain with the leaf's reward.
+
+    `places` are the indices of its action tokens among those of the whole trajectory, counted once in row order.
+    """
+
+    trajectory: Trajectory
+    places: tuple[int, ...]
+
+
+def _at(values: tuple[_T, ...], indices: Sequence[int]) -> tuple[_T, ...]:
+    return tuple(values[i] for i in indices if i < len(values))
 
 
 def _handed_in(calls: Sequence[MessageToolCall]) -> str:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludus.chat.parse import PARSERS, detect
-from ludus.chat.parser_base import MAX_DEPTH
+from ludus.chat.parse_json import MAX_DEPTH
 
 STABLE = settings(derandomize=True, database=None, deadline=None)
 

@@ -19,7 +19,7 @@ from ludus.diagnostics.trackers import MetricsRow
 from ludus.engines.base import EngineStats, Request
 from ludus.engines.embedded.engine import LocalEngine
 from ludus.rollout.ledger import RolloutKey
-from ludus.rollout.reward_executor import places
+from ludus.rollout.reward_executor import scoring_concurrency
 from ludus.rollout.scheduler import Episode
 from ludus.types import SamplingParams, StopReason, Task, Timings, Trajectory
 from tests.engines.test_engine_batching import SMALL, build
@@ -53,7 +53,7 @@ def episode(model_s, tools_s, scoring_s=0.0, grading_s=0.0):
 
 def timed(config, *episodes, rollout_s=8.0):
     clock = StepTimings({"rollout": rollout_s, "train": 2.0, "evaluate": 90.0})
-    return clock.metrics([one.trajectory for one in episodes], places(config))
+    return clock.metrics([one.trajectory for one in episodes], scoring_concurrency(config))
 
 
 def test_a_step_tells_how_long_rewards_took_and_what_to_do_about_it():
@@ -82,7 +82,7 @@ def test_the_hint_of_a_cluster_names_its_reward_workers():
     found = timed(config, episode(1.0, 0.0, 4.0, 20.0))
     assert "4 at a time" in scoring_hint(found, config)
     assert "Raise cluster.reward_workers (2)" in scoring_hint(found, config)
-    assert places(load_config("search", ["--cluster.kind", "local", "--cluster.workers", "3"])) == 3
+    assert scoring_concurrency(load_config("search", ["--cluster.kind", "local", "--cluster.workers", "3"])) == 3
 
 
 def shown(progress):

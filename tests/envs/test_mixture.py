@@ -16,6 +16,7 @@ from ludus.config import config_from_toml, load_config, to_toml
 from ludus.diagnostics.metrics import alarms, rollout_metrics
 from ludus.envs.mixture import MixedWorld, MixtureMember
 from ludus.envs.registry import build_world
+from ludus.envs.task_mixture import MixtureOrder, Shares, TaskPool
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import ToolWorld
 from ludus.errors import ConfigError, UserError
@@ -25,7 +26,6 @@ from ludus.rollout.episode import EngineChatSession
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan, engine_scheduler
-from ludus.tasks.mixture import MixtureOrder, Shares, TaskPool
 from ludus.training.collection.reward_mixing import check_reward_settings, combiner_of
 from ludus.types import Group, Segment, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from small_runs import lasting_files

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.sections.staleness import StalenessConfig
+from ludus.envs.base import TaskOrder
 from ludus.rollout.group_queue import GroupQueue, StreamedGroup
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.scheduler import Episode, RolloutRequest
 from ludus.rollout.stream_control import EngineLoad, StalenessController, StalenessSchedule, next_in_flight
-from ludus.tasks.order import TaskOrder
 from ludus.training.collection.filters import ages, mask_over_age, staleness_metrics
 from ludus.training.collection.prompt_stream import PromptStream, StreamState
 from ludus.training.collection.rollout_collector import RolloutCollector
@@ -482,7 +482,7 @@ def test_what_cannot_be_in_time_is_not_admitted():
     admission.admit(1)
     with pytest.raises(ValueError, match="no room"):
         admission.admit(2)
-    with pytest.raises(ValueError, match="on its way"):
+    with pytest.raises(ValueError, match="already admitted"):
         admission.admit(1)
     admission.discard(1)
     assert admission.room == 1

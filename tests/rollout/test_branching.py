@@ -23,7 +23,7 @@ from ludus.errors import ConfigError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rollout.episode import RestoreError
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.rollout.trees import attempts, paths, run_tree
+from ludus.rollout.trees import run_tree
 from ludus.training.collection.reward_mixing import RewardMixer, plan_parts
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.rl.validate import check_branch, inactive_parts
@@ -81,7 +81,7 @@ def firsts(tree: Trajectory) -> list[list[int]]:
 def test_chosen_turns_fork_the_trunk_and_then_its_branches():
     tree, chains = grow(branches=1, turns=[0, 2], max_leaves=9)
     assert firsts(tree) == [[0, 10, 20], [100, 110, 120], [0, 10, 220], [100, 110, 320]]
-    assert attempts(tree) == chains
+    assert tree.attempts() == chains
     assert tree.num_action_tokens == 2 * 8  # each sampled once
     assert firsts(grow(branches=2, turns=[1], max_leaves=9)[0]) == [[0, 10, 20], [0, 110, 120], [0, 210, 220]]
     assert len(grow(branches=3, turns=[0, 1, 2], max_leaves=5)[1]) == 5
@@ -149,7 +149,7 @@ def test_parts_lengths_and_turns_apply_to_each_leaf():
     apart = one.combine(1, [episodes(*chains, long)])[0]
     assert combined.trajectory.leaf_rewards == tuple(e.trajectory.reward for e in apart[:3])
     assert [leaf.rewards for leaf in combined.trajectory.leaves] == [e.trajectory.rewards for e in apart[:3]]
-    assert attempts(combined.trajectory) == [e.trajectory for e in apart[:3]]
+    assert combined.trajectory.attempts() == [e.trajectory for e in apart[:3]]
     assert plain.trajectory == apart[3].trajectory
     assert combined.trajectory.timings == tree.timings
 
@@ -159,8 +159,8 @@ def test_only_tokens_whose_every_leaf_was_cut_are_masked():
     other = replace(played((), 1), stop_reason=StopReason.ANSWERED)
     algorithm = replace(PRESETS["grpo"], overlong_mask=True)
     first, _ = assign_credit([episodes(tree, other)], algorithm)
-    marked = dict(zip(sorted({p for own in paths(tree) for p in own.places}), first.trains, strict=True))
-    assert [all(marked[p] for p in own.places) for own in paths(tree)] == [True, False, True]
+    marked = dict(zip(sorted({p for own in tree.paths() for p in own.places}), first.trains, strict=True))
+    assert [all(marked[p] for p in own.places) for own in tree.paths()] == [True, False, True]
     assert marked[0]  # the first action is that of all leaves
 
 
@@ -187,7 +187,7 @@ def test_the_advantage_of_a_branch_is_against_its_siblings(scale):
         return (worth(node) - float(values.mean())) / std
 
     for credit, one in zip(credits, (tree, other), strict=True):
-        for row, path in zip(firsts(one), paths(one), strict=True):
+        for row, path in zip(firsts(one), one.paths(), strict=True):
             expected = [advantage(tuple(row[: turn + 1])) for turn in range(TURNS) for _ in range(2)]
             found = [credit.advantages[place] for place in path.places]
             assert found == pytest.approx(expected, abs=1e-10)
@@ -241,13 +241,13 @@ def test_a_run_trains_trees_and_keeps_its_books(branched):
     assert trees
     assert {len(tree.rows) for tree in trees} <= {2, 3, 4}
     for tree in trees:
-        for chain, reward in zip(attempts(tree), tree.leaf_rewards, strict=True):
+        for chain, reward in zip(tree.attempts(), tree.leaf_rewards, strict=True):
             assert chain.rewards.keys() >= {"exact_match", "well_formed", "length"}
             assert chain.reward == reward
             assert chain.messages[-1]["role"] in ("assistant", "tool")
             for segment in chain.segments:
                 assert segment.kind != "action" or len(segment.logprobs) == len(segment.tokens) > 0
-        assert len({tuple(t for s in chain.segments for t in s.tokens) for chain in attempts(tree)}) > 1
+        assert len({tuple(t for s in chain.segments for t in s.tokens) for chain in tree.attempts()}) > 1
     for row in metrics(branched):
         assert row["ledger/started"] == 9
         assert row["tree/leaves"] > 1

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from ludus.chat.parse_hermes import JSON_STYLE
+from ludus.chat.parse_json import JSON_STYLE
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.rollout.episode import EngineChatSession, EpisodeLimits, run_episode

@@ -22,9 +22,9 @@ from ludus.rollout.reward_executor import (
     RewardFault,
     RewardTimeout,
     ThreadRewardExecutor,
-    _Gone,
-    _Line,
-    _Lost,
+    _Connection,
+    _ConnectionClosed,
+    _ProcessExited,
 )
 from ludus.types import Message, StopReason, Task, Trajectory
 
@@ -166,7 +166,7 @@ def test_a_line_that_is_closed_wakes_whoever_writes_or_reads_and_frees_its_socke
     async def scenario():
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        line = _Line(ours)
+        line = _Connection(ours)
         with theirs:
             reads = asyncio.create_task(line.request(b"short", 30))
             writes = asyncio.create_task(line.request(b"x" * 4_000_000, 30))
@@ -174,7 +174,7 @@ def test_a_line_that_is_closed_wakes_whoever_writes_or_reads_and_frees_its_socke
             await asyncio.sleep(0.05)
             line.close()
             found = await asyncio.wait_for(asyncio.gather(reads, writes, waits, return_exceptions=True), 20)
-        assert [type(one) for one in found] == [_Gone] * 3
+        assert [type(one) for one in found] == [_ConnectionClosed] * 3
         assert ours.fileno() == -1
 
     asyncio.run(scenario())
@@ -184,8 +184,8 @@ def test_what_a_process_does_not_take_in_is_late_too():
     async def scenario():
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        with theirs, pytest.raises(_Lost) as lost:
-            await _Line(ours).request(b"x" * 4_000_000, 0.05)
+        with theirs, pytest.raises(_ProcessExited) as lost:
+            await _Connection(ours).request(b"x" * 4_000_000, 0.05)
         assert isinstance(lost.value.__cause__, TimeoutError)
 
     asyncio.run(asyncio.wait_for(scenario(), 30))
@@ -262,7 +262,7 @@ def test_a_process_that_nobody_asks_any_more_ends_without_a_word(scoring):
     ours, theirs = socket.socketpair()
     program = "import sys; from ludus.rollout.reward_process import answer; answer(sys.argv[1])"
     command = [sys.executable, "-c", program, str(theirs.fileno())]
-    place = pickle.dumps(made.place)
+    place = pickle.dumps(made.location)
     with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as child:
         ours.sendall(frame(place))
         ours.close()

@@ -23,8 +23,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-from ludus.chat.parse_hermes import HermesParser
-from ludus.chat.parse_llama3 import Llama3Parser
+from ludus.chat.parse_json import HermesParser, Llama3Parser
 from ludus.chat.parse_pythonic import PythonicParser
 from ludus.chat.parse_tags import RETOOL, SEARCH_R1, TagsParser
 from ludus.types import Action

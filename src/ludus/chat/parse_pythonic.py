@@ -10,7 +10,7 @@ import re
 import warnings
 from dataclasses import dataclass
 
-from ludus.chat.parser_base import MAX_DEPTH, Malformed, ParsedDraft, check_plain, parse_whole, unfence
+from ludus.chat.parse_json import MAX_DEPTH, Malformed, ParsedDraft, check_plain, parse_whole, unfence
 from ludus.types import JSON, Action
 
 _MARKS = re.compile(r"^\s*<\|(?:python_tag|python_start)\|>|<\|python_end\|>\s*$")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ludus.chat.parser_base import THINK_CLOSE, THINK_OPEN, ParsedDraft, split_thinking, unfence
+from ludus.chat.parse_json import THINK_CLOSE, THINK_OPEN, ParsedDraft, split_thinking, unfence
 from ludus.types import Action
 
 ANSWER = "answer"

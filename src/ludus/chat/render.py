@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from jinja2 import TemplateError
 
 from ludus.chat.parse import PARSERS, ToolCallParser, detect
-from ludus.chat.parse_hermes import GUIDES_EXIST, hermes_guide
+from ludus.chat.parse_json import GUIDES_EXIST, hermes_guide
 from ludus.errors import UserError
 from ludus.tools.base import Tool, ToolSchema
 from ludus.types import Action, FinishReason, Guide, Message, Segment

@@ -22,7 +22,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ludus.chat.parse_hermes import GUIDES_EXIST
+from ludus.chat.parse_json import GUIDES_EXIST
 from ludus.chat.parse_tags import ANSWER, RETOOL, SEARCH_R1, TagProtocol, TagsParser
 from ludus.chat.render import ControlGuard, Tokenizer, decode_exactly, make_guard
 from ludus.errors import ConfigError, UserError

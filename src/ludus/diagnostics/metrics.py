@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Final, cast
 
 from ludus.plugins import find_plugin
-from ludus.rollout.trees import attempts
 from ludus.types import WORLD_TAG, Group, StopReason, ToolStatus, Trajectory
 
 ENTROPY: Final = "policy/entropy"
@@ -89,7 +88,7 @@ def rollout_metrics(
     metrics |= _length_metrics(finished)
     metrics |= _entropy_metrics(groups)
     metrics |= _tool_metrics(finished)
-    stops = Counter(path.stop_reason for t in everyone for path in attempts(t))
+    stops = Counter(path.stop_reason for t in everyone for path in t.attempts())
     metrics |= {f"episode/stop/{reason}": _share(stops[reason], stops.total()) for reason in StopReason}
     metrics |= _tree_metrics(finished)
     return metrics | _group_metrics(groups, success, equal) | _world_metrics(groups, success, equal)
@@ -171,7 +170,7 @@ def _tree_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _tool_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
-    finished = [path for t in finished for path in attempts(t)]
+    finished = [path for t in finished for path in t.attempts()]
     calls = [outcome for t in finished for outcome in t.call_outcomes]
     statuses = Counter(call.status for call in calls)
     by_tool = Counter(call.tool for call in calls if call.status not in _NO_TOOL)

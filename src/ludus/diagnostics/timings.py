@@ -14,8 +14,7 @@ from pathlib import Path
 
 from ludus.config.schema import Config
 from ludus.errors import StorageError
-from ludus.rollout.reward_executor import places
-from ludus.rollout.trees import attempts
+from ludus.rollout.reward_executor import scoring_concurrency
 from ludus.types import Trajectory
 
 STRAGGLER = 5.0
@@ -67,7 +66,7 @@ class StepTimings:
         metrics["speed/sampled_tokens_per_s"] = sampled / sampling_s if sampling_s else 0.0
         calls: dict[str, list[float]] = defaultdict(list)
         for trajectory in trajectories:
-            for outcome in (outcome for path in attempts(trajectory) for outcome in path.outcomes):
+            for outcome in (outcome for path in trajectory.attempts() for outcome in path.outcomes):
                 if outcome.tool and outcome.seconds:
                     calls[outcome.tool].append(outcome.seconds)
         for tool, seconds_list in sorted(calls.items()):
@@ -125,7 +124,7 @@ def scoring_hint(timings: Mapping[str, float], config: Config) -> str:
         setting, now = "cluster.reward_workers", config.cluster.reward_workers
     return (
         f"Rewards are slow: they take {busy:.0%} of the step ({timings['scoring/total_s']:.3g} s, "
-        f"{places(config)} at a time, the slowest {timings['scoring/slowest_s']:.3g} s), and an episode "
+        f"{scoring_concurrency(config)} at a time, the slowest {timings['scoring/slowest_s']:.3g} s), and an episode "
         f"spends {share:.0%} of its time waiting for them. Raise {setting} ({now}), or speed them up."
     )
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -12,7 +15,6 @@ from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import TurnVerifier
 from ludus.sandbox.base import Sandbox
-from ludus.tasks.order import TaskOrder, TaskSequence
 from ludus.tools.base import Tool
 from ludus.types import Action, DataClass, Message, StepResult, Task, ToolOutcome
 
@@ -197,6 +199,54 @@ class World(ABC):
     async def close(self) -> None:
         """Release what all episodes share, on the event loop where it was used."""
         return
+
+
+class TaskSequence(Protocol):
+    """Endless order over tasks, a function of seed and position, so that resuming needs no state."""
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """All tasks in the order."""
+        ...
+
+    @property
+    def chunk(self) -> int:
+        """Number of tasks per step, in which no task repeats."""
+        ...
+
+    def take(self, start: int, num: int) -> list[Task]:
+        """Return the tasks at positions `start` to `start + num`."""
+        ...
+
+
+@dataclass(frozen=True)
+class TaskOrder:
+    """An endless order over tasks: each epoch visits a task at most once, in a different order.
+
+    An epoch is a whole number of `chunk`s (the tasks of one training step), so that no step repeats a task;
+    the remaining tasks are dropped for that epoch. Needs at least `chunk` tasks.
+    """
+
+    tasks: Sequence[Task]
+    seed: int
+    chunk: int = 1
+
+    def take(self, start: int, num: int) -> list[Task]:
+        """Return the tasks at positions `start` to `start + num`, counted over all epochs."""
+        size = len(self.tasks)
+        epoch = size - size % self.chunk
+        return [
+            self.tasks[permutation(size, self.seed, position // epoch)[position % epoch]]
+            for position in range(start, start + num)
+        ]
+
+
+@lru_cache(maxsize=32)
+def permutation(size: int, seed: int | str, epoch: int) -> tuple[int, ...]:
+    """Return the numbers below `size` in a random order determined by seed and epoch."""
+    order = list(range(size))
+    random.Random(f"order:{seed}:{epoch}").shuffle(order)
+    return tuple(order)
 
 
 def check_tasks(split: str, tasks: Sequence[Task]) -> None:

@@ -17,12 +17,12 @@ from ludus.config.schema import Config
 from ludus.config.sections.mixture import BUDGETS, MIXTURE, MemberConfig
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.envs.base import Demonstration, Environment, World
+from ludus.envs.task_mixture import MixtureOrder, Shares, TaskPool
 from ludus.envs.tool_world import check_split
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import Progress, TurnVerifier
 from ludus.sandbox.base import Sandbox
-from ludus.tasks.mixture import MixtureOrder, Shares, TaskPool
 from ludus.types import WORLD_TAG, Action, Message, StepResult, Task, ToolOutcome, Trajectory
 
 SOLVED = "solved"

@@ -18,6 +18,7 @@ import inspect
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Protocol
@@ -25,8 +26,7 @@ from typing import Protocol
 from ludus.envs.base import Environment
 from ludus.errors import EngineError, ToolFault, UserError, WorldError
 from ludus.rewards.base import Reward
-from ludus.sandbox.local.pausable_timeout import PausableClock, use_clock
-from ludus.tools.base import PATIENCE, ArgumentError, Tool, ToolError
+from ludus.tools.base import PATIENCE, ArgumentError, Tool, ToolError, call_timeout
 from ludus.types import Action, CallError, Message, StepResult, Task, ToolCall, ToolOutcome, ToolStatus
 
 
@@ -174,16 +174,17 @@ class ToolExecutor:
 
     async def _within_deadline(self, tool: Tool, arguments: Mapping[str, object], attempts: _Attempts) -> _Reply:
         timeout_s = self.limits.deadline_s(tool)
-        clock = PausableClock(timeout_s)
-        with use_clock(clock):
-            work = asyncio.get_running_loop().create_task(_run(tool, arguments, attempts))
+        work: asyncio.Task[_Reply] | None = None
         try:
-            while not work.done() and (left_s := clock.remaining_s) > 0:
-                await asyncio.wait({work}, timeout=left_s)
-            if work.done():
+            with suppress(TimeoutError):
+                async with call_timeout(timeout_s):
+                    work = asyncio.get_running_loop().create_task(_run(tool, arguments, attempts))
+                    await asyncio.wait({work})
+            if work is not None and work.done():
                 return work.result()
         finally:
-            work.cancel()
+            if work is not None:
+                work.cancel()
         return _Reply(ToolStatus.TIMED_OUT, f"Error: {tool.name} took longer than {timeout_s:g} s.")
 
     def _cut(self, text: str) -> tuple[str, bool]:

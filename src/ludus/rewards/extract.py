@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from ludus.chat.parser_base import deeper_than
+from ludus.chat.parse_json import deeper_than
 from ludus.types import JSON, ToolStatus, Trajectory
 
 Evidence = Callable[[Trajectory], str]

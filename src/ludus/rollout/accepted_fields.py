@@ -44,9 +44,9 @@ class AcceptedFields:
         """Return the next adaptation to try after a rejection, or None if it names no adaptable field."""
         sent = self.apply(body)
         named = [name for name in _adaptable(sent) if _mentions(refusal, name)]
-        told = _error_param(refusal)
-        if told in named:
-            named = [told]
+        param = _error_param(refusal)
+        if param in named:
+            named = [param]
         return self._adapt(named[0], sent) if named else None
 
     def merged(self, other: AcceptedFields) -> AcceptedFields:

@@ -17,7 +17,9 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -28,8 +30,8 @@ from ludus.envs.tool_env import describe_error
 from ludus.errors import EngineError, LudusError, WorldError
 from ludus.rewards.base import Reward, score
 from ludus.rewards.code.turns import TurnVerifier, turn_shares
-from ludus.sandbox.local.pausable_timeout import PausableClock, use_clock, use_episode_clock
-from ludus.tools.base import Tool
+from ludus.sandbox.local.pausable_timeout import PausableTimeout
+from ludus.tools.base import Tool, call_timeout
 from ludus.types import (
     Action,
     Completion,
@@ -46,6 +48,9 @@ from ludus.types import (
 )
 
 T = TypeVar("T")
+EPISODE_TIMEOUT: ContextVar[PausableTimeout | None] = ContextVar("ludus-episode-timeout", default=None)
+"""Timeout of the current episode, which pauses while the episode waits for a later step's budget."""
+_NOT_RENDERED = "The environment's messages cannot be rendered:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +84,21 @@ def is_being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def fresh_environment(world: World, task: Task) -> Environment:
-    """Create the world's environment for one episode. Raises WorldError with the world's error."""
+@contextmanager
+def _world_errors(what: str) -> Iterator[None]:
+    """Raise WorldError, with `what` and the original message, for an error of user code in the block."""
     try:
-        return world.environment(task)
+        yield
     except LudusError:
         raise
     except Exception as error:  # boundary: user code; the cause is chained
-        raise WorldError(f"No environment for task {task.id}: {describe_error(error)}") from error
+        raise WorldError(f"{what} {describe_error(error)}") from error
+
+
+def fresh_environment(world: World, task: Task) -> Environment:
+    """Create the world's environment for one episode. Raises WorldError with the world's error."""
+    with _world_errors(f"No environment for task {task.id}:"):
+        return world.environment(task)
 
 
 async def run_episode(
@@ -134,13 +146,13 @@ async def _run_within_timeout(
 ) -> StopReason:
     try:
         async with asyncio.timeout(limits.timeout_s) as deadline:
-            limit_s = math.inf if limits.timeout_s is None else limits.timeout_s
-            clock = PausableClock(limit_s, lambda left_s: _reschedule(deadline, left_s))
+            timeout = PausableTimeout(deadline)
+            token = EPISODE_TIMEOUT.set(timeout)
             try:
-                with use_episode_clock(clock):
-                    return await _run_turns(task, environment, chat, limits, record)
+                return await _run_turns(task, environment, chat, limits, record)
             finally:
-                record.waited_s = clock.paused_s
+                EPISODE_TIMEOUT.reset(token)
+                record.waited_s = timeout.paused_s
     except TimeoutError:
         if not deadline.expired():
             raise
@@ -152,7 +164,8 @@ async def _run_turns(
 ) -> StopReason:
     record.messages += await _world("start", lambda: environment.start(task), list, limits)
     record.shown = tuple(record.messages)
-    stop = _render(lambda: chat.open(record.messages, environment.tools))
+    with _world_errors(_NOT_RENDERED):
+        stop = chat.open(record.messages, environment.tools)
     turn = 0
     while stop is None:
         record.anchors.append(await _anchor(environment, record, limits))
@@ -227,9 +240,8 @@ async def _timed_step(environment: Environment, action: Action, limits: EpisodeL
 async def _world(what: str, call: Callable[[], Awaitable[T]], expected: type[T], limits: EpisodeLimits) -> T:
     """Call the environment; its errors become WorldError with the original message."""
     try:
-        async with asyncio.timeout(limits.environment_timeout_s) as deadline:
-            with use_clock(PausableClock(limits.environment_timeout_s, lambda left_s: _reschedule(deadline, left_s))):
-                result = await call()
+        async with call_timeout(limits.environment_timeout_s) as deadline:
+            result = await call()
     except LudusError:
         raise
     except BaseException as error:  # boundary: user code; the cause is chained
@@ -248,25 +260,9 @@ async def _world(what: str, call: Callable[[], Awaitable[T]], expected: type[T],
     return result
 
 
-def _reschedule(deadline: asyncio.Timeout, left_s: float | None) -> None:
-    """Reschedule a deadline in seconds from now (None: no deadline), unless it has expired."""
-    if not deadline.expired():
-        when = None if left_s is None or left_s == math.inf else asyncio.get_running_loop().time() + left_s
-        deadline.reschedule(when)
-
-
 def _observe(chat: ChatSession, result: StepResult) -> StopReason | None:
-    return _render(lambda: chat.observe(result.messages))
-
-
-def _render(show: Callable[[], StopReason | None]) -> StopReason | None:
-    """Show environment messages to the policy; raise WorldError if they cannot be rendered."""
-    try:
-        return show()
-    except LudusError:
-        raise
-    except Exception as error:  # boundary: user messages in a user template
-        raise WorldError(f"The environment's messages cannot be rendered: {describe_error(error)}") from error
+    with _world_errors(_NOT_RENDERED):
+        return chat.observe(result.messages)
 
 
 async def _close(environment: Environment, chat: ChatSession, limits: EpisodeLimits) -> None:
@@ -282,13 +278,9 @@ def _turn_rewards(given: Sequence[float | None]) -> tuple[float, ...]:
 
 
 def scored(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory with its rewards. Raises WorldError with the reward's error."""
-    try:
+    """Return the trajectory with its rewards. Raises WorldError for an error of a reward, which never counts as 0."""
+    with _world_errors(f"A reward of task {task.id} raised"):
         return score(rewards, task, trajectory)
-    except LudusError:
-        raise
-    except Exception as error:  # boundary: user code; a failed reward never counts as 0
-        raise WorldError(f"A reward of task {task.id} raised {describe_error(error)}") from error
 
 
 def score_turns(verifier: TurnVerifier, task: Task, trajectory: Trajectory) -> tuple[float, ...]:
@@ -298,12 +290,8 @@ def score_turns(verifier: TurnVerifier, task: Task, trajectory: Trajectory) -> t
     """
     if len(trajectory.rows) > 1:
         return ()
-    try:
+    with _world_errors(f"The turn verifier of task {task.id} raised"):
         return turn_shares(verifier(task, trajectory))
-    except LudusError:
-        raise
-    except Exception as error:  # boundary: user code; a failed verifier never counts as 0
-        raise WorldError(f"The turn verifier of task {task.id} raised {describe_error(error)}") from error
 
 
 NOTHING = Completion((), (), (), "abort")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
 from ludus.errors import LudusError
@@ -89,29 +89,20 @@ class LedgerCounts:
         """Return the sum of both, as counts of the whole run."""
         reasons = Counter(self.by_reason)
         reasons.update(other.by_reason)
+        counts, more = asdict(self), asdict(other)
         return LedgerCounts(
             step=None,
-            started=self.started + other.started,
-            trained=self.trained + other.trained,
-            masked=self.masked + other.masked,
-            dropped=self.dropped + other.dropped,
-            failed=self.failed + other.failed,
+            **{name: counts[name] + more[name] for name in ("started", *RolloutOutcome)},
             by_reason=dict(sorted(reasons.items())),
             clock_limited=self.clock_limited or other.clock_limited,
         )
 
     def metrics(self) -> dict[str, float]:
         """Return the counts as `ledger/...` metrics; reasons are included once they occur."""
-        named = {
-            "ledger/started": self.started,
-            "ledger/trained": self.trained,
-            "ledger/masked": self.masked,
-            "ledger/dropped": self.dropped,
-            "ledger/failed": self.failed,
-            "ledger/clock_limited": self.clock_limited,
+        counts = {name: value for name, value in asdict(self).items() if name not in ("step", "by_reason")}
+        return {
+            f"ledger/{name}": float(count) for name, count in (counts | dict(sorted(self.by_reason.items()))).items()
         }
-        reasons = {f"ledger/{name}": count for name, count in sorted(self.by_reason.items())}
-        return {name: float(count) for name, count in (named | reasons).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,15 +303,13 @@ class Ledger:
 def _counts(step: int | None, page: _Page) -> LedgerCounts:
     ended = [ending for ending in page.endings.values() if ending is not None]
     outcomes = Counter(outcome for outcome, _ in ended)
+    outcomes[RolloutOutcome.DROPPED] += page.gone.total()
     reasons = Counter(f"{outcome}/{reason}" for outcome, reason in ended)
     reasons.update({f"{RolloutOutcome.DROPPED}/{reason}": count for reason, count in page.gone.items()})
     return LedgerCounts(
         step=step,
         started=len(page.endings) + page.gone.total(),
-        trained=outcomes[RolloutOutcome.TRAINED],
-        masked=outcomes[RolloutOutcome.MASKED],
-        dropped=outcomes[RolloutOutcome.DROPPED] + page.gone.total(),
-        failed=outcomes[RolloutOutcome.FAILED],
+        **{outcome: outcomes[outcome] for outcome in RolloutOutcome},
         by_reason=dict(sorted(reasons.items())),
         clock_limited=page.clock_limited,
     )

@@ -21,7 +21,7 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
@@ -29,7 +29,7 @@ import httpx
 from pydantic import BaseModel, Field, JsonValue
 
 from ludus.chat.parse import PARSERS, ToolCallParser
-from ludus.chat.parser_base import Malformed, call_of, decode
+from ludus.chat.parse_json import Malformed, call_of, decode, tool_call
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import seed_for
 from ludus.envs.base import World
@@ -117,8 +117,8 @@ class OpenAIClientSettings:
 
     def wait_s(self, attempt: int, retry_after: str = "") -> float:
         """Return the seconds to wait after attempt `attempt` (from 0). A date in Retry-After is ignored."""
-        told = re.fullmatch(r"\d+(\.\d+)?", retry_after.strip())
-        return min(float(told[0]) if told else self.backoff_s * 2**attempt, self.max_wait_s)
+        seconds = re.fullmatch(r"\d+(\.\d+)?", retry_after.strip())
+        return min(float(seconds[0]) if seconds else self.backoff_s * 2**attempt, self.max_wait_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +135,7 @@ class TokenUsage:
         return self.prompt_tokens + self.completion_tokens
 
     def __add__(self, other: TokenUsage) -> TokenUsage:
-        return TokenUsage(
-            self.prompt_tokens + other.prompt_tokens,
-            self.completion_tokens + other.completion_tokens,
-            self.num_answers + other.num_answers,
-        )
+        return TokenUsage(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,14 +224,8 @@ class OpenAIClient:
             "max_tokens": params.max_new_tokens,
             "seed": params.seed,
         }
-        if tools:
-            body["tools"] = tools
-        if params.top_k > 0:
-            body["top_k"] = params.top_k
-        if params.min_p > 0:
-            body["min_p"] = params.min_p
-        if params.stop:
-            body["stop"] = params.stop
+        optional = {"tools": tools, "top_k": params.top_k, "min_p": params.min_p, "stop": params.stop}
+        body |= {key: value for key, value in optional.items() if value}
         return {key: value for key, value in body.items() if key not in self.settings.extra}
 
     async def _send_accepted(self, body: Mapping[str, object]) -> httpx.Response:
@@ -311,16 +301,18 @@ class OpenAIClient:
     def _response_error(self, response: httpx.Response) -> EngineError | UserError:
         """Convert an error response."""
         status, target, model = response.status_code, self.settings.target, self.settings.model
-        said = f"{status}: {_error_message(response)}"
+        detail = f"{status}: {_error_message(response)}"
         if status in (401, 403):
             key = "the API key" if self.settings.api_key else "requests without an API key"
-            return UserError(f"{target} refuses {key} for the model {model!r} ({said}).", "Set a key that it accepts.")
+            return UserError(
+                f"{target} refuses {key} for the model {model!r} ({detail}).", "Set a key that it accepts."
+            )
         if status == httpx.codes.NOT_FOUND:
             return UserError(
-                f"{target} does not serve the model {model!r} ({said}).",
+                f"{target} does not serve the model {model!r} ({detail}).",
                 "Check the model's name and the URL, which usually ends in /v1.",
             )
-        return EngineError(f"{target} failed for the model {model!r} ({said}).")
+        return EngineError(f"{target} failed for the model {model!r} ({detail}).")
 
 
 @dataclass
@@ -382,8 +374,8 @@ class OpenAIChatSession:
         self._messages += answers
         if others:
             before, after = _AROUND_RESULTS.get(self.parser.name, ("", "")) if self.parser else ("", "")
-            said = "\n".join(f"{before}{message['content']}{after}" for message in others)
-            self._messages.append(Message(role="user", content=said))
+            text = "\n".join(f"{before}{message['content']}{after}" for message in others)
+            self._messages.append(Message(role="user", content=text))
         self._messages += [message for message in messages if message["role"] != "tool"]
         return None
 
@@ -513,9 +505,9 @@ def _read_calls(content: str, given: Sequence[_ReplyCall], turn: int) -> Action:
             errors.append(CallError(name, json.dumps(call.function, ensure_ascii=False), error.reason))
             continue
         calls.append(ToolCall(name, tool, arguments))
-        structured.append({"id": name, "type": "function", "function": {"name": tool, "arguments": text}})
-    said = "\n".join(filter(None, [content.strip(), *(error.text for error in errors)]))
-    message = Message(role="assistant", content=said)
+        structured.append(tool_call(name, tool, text))
+    shown = "\n".join(filter(None, [content.strip(), *(error.text for error in errors)]))
+    message = Message(role="assistant", content=shown)
     if structured:
         message["tool_calls"] = structured
     return Action(message, tuple(calls), tuple(errors))

@@ -13,13 +13,13 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-from ludus.rollout.episode import ChatSession, EngineChatSession, Grant
+from ludus.rollout.episode import EPISODE_TIMEOUT, ChatSession, EngineChatSession, Grant
 from ludus.rollout.group_queue import StartedEpisode, StreamedGroup
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, episode_name
-from ludus.sandbox.local.pausable_timeout import episode_paused
 
 NOTHING = Grant(0)
 UNBOUNDED = Grant()
@@ -48,7 +48,7 @@ class _Member:
     spent: int = 0
     waits: bool = False
     task: asyncio.Task[None] | None = None
-    conversation: EngineChatSession | None = None
+    session: EngineChatSession | None = None
     _granted: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def granted(self) -> Grant:
@@ -57,7 +57,8 @@ class _Member:
             self.waits = True
             self._granted.clear()
             self.on_change(self, True)
-            with episode_paused():
+            timeout = EPISODE_TIMEOUT.get()
+            with nullcontext() if timeout is None else timeout.paused():
                 await self._granted.wait()
         tokens = self.grant.tokens
         return replace(self.grant, tokens=None if tokens is None else tokens - self.spent)
@@ -80,7 +81,7 @@ class _Member:
 
     def state(self) -> StartedEpisode | None:
         """Return the attempt so far, None before its first token."""
-        recorded = () if self.conversation is None else self.conversation.so_far
+        recorded = () if self.session is None else self.session.so_far
         return StartedEpisode(self.job.key, recorded) if recorded else self.begun
 
     @property
@@ -266,13 +267,13 @@ class PartialRollouts:
             self._swap(episode_name(one.job.key), None)
             self._changed.set()
 
-    def _resume_session(self, job: RolloutRequest, conversation: ChatSession) -> ChatSession:
+    def _resume_session(self, job: RolloutRequest, session: ChatSession) -> ChatSession:
         """Return the chat session of an attempt with its episode's allowance and recorded segments."""
-        assert isinstance(conversation, EngineChatSession)
+        assert isinstance(session, EngineChatSession)
         one = next(o for o in self._open.values() if _same_episode(o.job.key, job.key))
         recorded = one.begun.segments if one.begun is not None and one.begun.key == job.key else ()
-        one.job, one.conversation = job, replace(conversation, allowance=one, recorded=recorded)
-        return one.conversation
+        one.job, one.session = job, replace(session, allowance=one, recorded=recorded)
+        return one.session
 
     def _update_lockstep(self, one: _Member, waits: bool) -> None:
         """Remove a waiting episode from the lockstep, or add a continuing one."""

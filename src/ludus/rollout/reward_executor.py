@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from threading import Lock, Thread
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from ludus.config.schema import Config
 from ludus.envs.base import Environment, World
@@ -48,7 +49,7 @@ from ludus.types import Task, Trajectory
 START_S = 120.0
 """Timeout for a process to build its world."""
 _SPARE_S = 30.0
-"""Time after its deadline at which a process counts as lost."""
+"""Time after its deadline at which a process counts as exited."""
 _DEPTH = 4
 """Requests pipelined to one process."""
 _FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
@@ -81,31 +82,6 @@ class RewardTimeout(RewardFault):
 
 
 @dataclass
-class _Turns:
-    """Semaphore of `places` slots on one event loop; reset if used on another one."""
-
-    places: int
-    _loop: asyncio.AbstractEventLoop | None = None
-    _places: asyncio.Semaphore = field(init=False)
-    _lock: asyncio.Lock = field(init=False)
-
-    def one(self) -> asyncio.Semaphore:
-        """Return the semaphore of slots."""
-        if self.is_elsewhere():
-            self._loop = asyncio.get_running_loop()
-            self._places, self._lock = asyncio.Semaphore(self.places), asyncio.Lock()
-        return self._places
-
-    def beginning(self) -> asyncio.Lock:
-        """Return the lock to hold, within a slot, while starting a process."""
-        return self._lock
-
-    def is_elsewhere(self) -> bool:
-        """Return whether it belongs to an event loop other than the running one."""
-        return self._loop is not asyncio.get_running_loop()
-
-
-@dataclass
 class ThreadRewardExecutor:
     """Compute rewards on threads of this process, one at a time.
 
@@ -114,23 +90,23 @@ class ThreadRewardExecutor:
     """
 
     timeout_s: float = 120.0
-    _turns: _Turns = field(default_factory=lambda: _Turns(1))
+    _locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = field(default_factory=WeakKeyDictionary)
 
     async def scored(
         self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
     ) -> Trajectory:
         verifiers = Verifiers(_rewards_of(world, environment))
-        return _with(trajectory, await self.judged(verifiers, ScoreRequest(task, trajectory)))
+        return _with(trajectory, await self.run(verifiers, ScoreRequest(task, trajectory)))
 
-    async def judged(self, verifiers: Verifiers, asked: ScoreRequest) -> ScoredEpisode:
+    async def run(self, verifiers: Verifiers, request: ScoreRequest) -> ScoredEpisode:
         """Return the result of the verifiers. Raises as `RewardExecutor.scored`."""
-        async with self._turns.one():
-            work = asyncio.wrap_future(_on_a_thread(verifiers, asked))
+        async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            work = asyncio.wrap_future(_run_in_thread(verifiers, request))
             await asyncio.wait({work}, timeout=self.timeout_s)
             if work.done():
                 return work.result()
             work.cancel()
-            raise _late(asked.task, self.timeout_s) from TimeoutError()
+            raise _timeout_error(request.task, self.timeout_s) from TimeoutError()
 
 
 def _rewards_of(world: World, environment: Environment | None) -> Sequence[Reward]:
@@ -153,8 +129,8 @@ def waited(trajectory: Trajectory, seconds: float) -> Trajectory:
     return replace(trajectory, timings=replace(before, scoring_s=before.scoring_s + seconds))
 
 
-def places(config: Config) -> int:
-    """Return how many episodes of a run can be scored concurrently."""
+def scoring_concurrency(config: Config) -> int:
+    """Return the number of episodes of a run that can be scored concurrently."""
     cluster, own = config.cluster, max(1, config.rollout.reward_processes)
     if not cluster.enabled:
         return own
@@ -163,13 +139,13 @@ def places(config: Config) -> int:
     return cluster.workers * own
 
 
-def _on_a_thread(verifiers: Verifiers, asked: ScoreRequest) -> Future[ScoredEpisode]:
+def _run_in_thread(verifiers: Verifiers, request: ScoreRequest) -> Future[ScoredEpisode]:
     future: Future[ScoredEpisode] = Future()
     future.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
-            future.set_result(verifiers.judge(asked))
+            future.set_result(verifiers.run(request))
         except BaseException as error:  # boundary: raised in the task that awaits the future
             future.set_exception(error)
 
@@ -177,9 +153,9 @@ def _on_a_thread(verifiers: Verifiers, asked: ScoreRequest) -> Future[ScoredEpis
     return future
 
 
-def _late(task: Task, timeout_s: float, words: str = "") -> RewardTimeout:
-    """Return the timeout error; `words` are the Python frames of the process, innermost first."""
-    found = [_FRAME.search(line) for line in words.splitlines()]
+def _timeout_error(task: Task, timeout_s: float, stack: str = "") -> RewardTimeout:
+    """Return the timeout error; `stack` holds the Python frames of the process, innermost first."""
+    found = [_FRAME.search(line) for line in stack.splitlines()]
     frames = [frame.groups() for frame in found if frame]
     score = next((i for i, (_, _, name) in enumerate(frames) if name == "score"), 0)
     inner = frames[:score]
@@ -190,101 +166,98 @@ def _late(task: Task, timeout_s: float, words: str = "") -> RewardTimeout:
     )
 
 
-class _Lost(Exception):
+class _ProcessExited(Exception):
     """Raised if a process exited or timed out during a request; holds its last output."""
 
 
-class _Gone(Exception):
-    """Raised if the reward process exited before scoring."""
+class _ConnectionClosed(Exception):
+    """Raised if the connection was closed, or the process exited, before a request."""
 
 
 @dataclass(eq=False)
-class _Line:
-    """Reward process at the other end of a non-blocking socket.
+class _Connection:
+    """Connection to a reward process over a non-blocking socket.
 
-    Requests are pipelined and answered in order, so the process need not wait for this one to wake up. `closed` if
-    it can no longer be used. The socket is closed once no task uses it: a reused file descriptor would leave waiting
-    tasks asleep.
+    Requests are pipelined and answered in order, so the process need not wait for this one to wake up. The socket
+    is closed once no task uses it: a reused file descriptor would leave waiting tasks asleep.
     """
 
-    ours: socket.socket
-    under_way: int = 0
+    socket: socket.socket
+    num_requests: int = 0
     closed: bool = False
-    _given_up: bool = False
+    """Whether it can no longer be used."""
+    _closed_here: bool = False
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def request(self, said: bytes, wait_s: float) -> object:
+    async def request(self, body: bytes, timeout_s: float) -> object:
         """Send a request and return the reply.
 
-        Raises _Lost if the process exits during this request or does not reply within `wait_s`, and _Gone if it exited,
-        or the line was closed, before this request. In both cases, and on cancellation, the line becomes unusable.
+        Raises _ProcessExited if the process exits during this request or does not reply within `timeout_s`, and
+        _ConnectionClosed. After both, and after cancellation, the connection is closed.
         """
-        self.under_way += 1
+        self.num_requests += 1
         try:
             async with self._writing:
                 self._check()
-                async with asyncio.timeout(wait_s * self.under_way):  # earlier requests are scored first
-                    await self._send(frame(said))
+                async with asyncio.timeout(timeout_s * self.num_requests):  # earlier requests are scored first
+                    await self._send(frame(body))
             async with self._reading:
                 self._check()
-                async with asyncio.timeout(wait_s):
-                    return await self._reply()
-        except _Gone:
+                async with asyncio.timeout(timeout_s):
+                    return await self._receive()
+        except _ConnectionClosed:
             raise
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):  # TimeoutError is one
-                raise _Lost("") from error
+                raise _ProcessExited("") from error
             raise
         finally:
-            self.under_way -= 1
-            if self.closed and not self.under_way:
-                self.ours.close()
+            self.num_requests -= 1
+            if self.closed and not self.num_requests:
+                self.socket.close()
 
     def close(self) -> None:
-        """Shut the line down; pending reads and writes raise _Gone."""
-        self.closed = self._given_up = True
+        """Close the connection; pending reads and writes raise _ConnectionClosed."""
+        self.closed = self._closed_here = True
         with suppress(OSError):  # already closed, here or at the other end
-            self.ours.shutdown(socket.SHUT_RDWR)
-        if not self.under_way:
-            self.ours.close()
+            self.socket.shutdown(socket.SHUT_RDWR)
+        if not self.num_requests:
+            self.socket.close()
 
-    async def _send(self, said: bytes) -> None:
-        """Send bytes. Raises _Gone if the process exited during an earlier request, whose task reads its output."""
+    async def _send(self, body: bytes) -> None:
         try:
-            await asyncio.get_running_loop().sock_sendall(self.ours, said)
-        except OSError as error:
+            await asyncio.get_running_loop().sock_sendall(self.socket, body)
+        except OSError as error:  # the process exited during an earlier request, whose task reads its output
             self.closed = True
-            raise _Gone from error
+            raise _ConnectionClosed from error
 
     def _check(self) -> None:
         if self.closed:
-            raise _Gone
+            raise _ConnectionClosed
 
-    async def _reply(self) -> object:
-        head = await self._bytes(LENGTH.size)
+    async def _receive(self) -> object:
+        head = await self._read(LENGTH.size)
         if LATE.startswith(head):
-            raise _Lost((head + await self._bytes(None)).decode("utf-8", "replace"))
-        return pickle.loads(await self._bytes(*LENGTH.unpack(head)))
+            raise _ProcessExited((head + await self._read(None)).decode("utf-8", "replace"))
+        return pickle.loads(await self._read(*LENGTH.unpack(head)))
 
-    async def _bytes(self, count: int | None) -> bytes:
-        """Return `count` bytes, or all until the end. Raises _Lost if the stream ends early, _Gone if the line was
-        closed in this process.
-        """
+    async def _read(self, count: int | None) -> bytes:
+        """Return `count` bytes, or all until the end. Raises _ProcessExited if the stream ends early."""
         found, loop = bytearray(), asyncio.get_running_loop()
         while count is None or len(found) < count:
+            size = 65536 if count is None else min(count - len(found), 1 << 20)
             try:
-                size = 65536 if count is None else min(count - len(found), 1 << 20)
-                more = await loop.sock_recv(self.ours, size)
+                more = await loop.sock_recv(self.socket, size)
             except ConnectionResetError:  # the process exited with unread requests
                 more = b""
-            if not more and self._given_up:
-                raise _Gone
+            if not more and self._closed_here:
+                raise _ConnectionClosed
             if not more and count is None:
                 break
             if not more:
-                raise _Lost("")
+                raise _ProcessExited("")
             found += more
         return bytes(found)
 
@@ -293,17 +266,18 @@ class _Line:
 class ProcessRewardExecutor:
     """Compute rewards in at most `processes` processes, started on demand; with 0, on a thread of this one."""
 
-    place: WorldLocation
+    location: WorldLocation
     processes: int = 1
-    _here: ThreadRewardExecutor = field(init=False)
-    _turns: _Turns = field(init=False)
-    _lines: list[_Line] = field(default_factory=list, init=False)
-    _why_here: str = field(default="", init=False)
+    _in_thread: ThreadRewardExecutor = field(init=False)
+    _connections: list[_Connection] = field(default_factory=list, init=False)
+    _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
+    _slots: asyncio.Semaphore = field(init=False)
+    _starting: asyncio.Lock = field(init=False)
+    _last_warning: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        self._here = ThreadRewardExecutor(self.place.rollout.reward_timeout_s)
-        self._turns = _Turns(max(1, self.processes) * _DEPTH)
-        weakref.finalize(self, _close, self._lines)
+        self._in_thread = ThreadRewardExecutor(self.location.rollout.reward_timeout_s)
+        weakref.finalize(self, _close, self._connections)
 
     @classmethod
     def of(cls, config: Config) -> ProcessRewardExecutor:
@@ -320,133 +294,146 @@ class ProcessRewardExecutor:
                 check_scored_elsewhere(world.rewards, rewards, environment)
             except ConfigError as error:
                 why = error.message
-        return _with(
-            trajectory, await self._run_verifiers(world, Verifiers(rewards), ScoreRequest(task, trajectory), why)
-        )
+        request = ScoreRequest(task, trajectory)
+        return _with(trajectory, await self._run_verifiers(world, Verifiers(rewards), request, why))
 
     async def with_added(self, world: World, task: Task, trajectory: Trajectory) -> Trajectory:
         """Return the trajectory with the parts and turn progress that the `rewards` settings add (`added_verifiers`).
 
         The sum of the added parts replaces the reward. Raises as `RewardExecutor.scored`.
         """
-        verifiers = added_verifiers(self.place.rewards, world)
+        verifiers = added_verifiers(self.location.rewards, world)
         found = await self._run_verifiers(world, verifiers, ScoreRequest(task, trajectory, added=True))
         parts = {**trajectory.rewards, **found.parts}
         return replace(_with(trajectory, found), rewards=parts, turn_progress=found.turns)
 
     async def _run_verifiers(
-        self, world: World, verifiers: Verifiers, asked: ScoreRequest, why: str = ""
+        self, world: World, verifiers: Verifiers, request: ScoreRequest, why: str = ""
     ) -> ScoredEpisode:
         """Return the result of the verifiers; `why` they must run in this process, or an empty string."""
-        reply = await self._reply(world, asked) if self.processes and not why else UnreadableRequest(why)
+        reply = await self._run_in_process(world, request) if self.processes and not why else UnreadableRequest(why)
         match reply:
             case ScoredEpisode():
                 return reply
             case RewardFailed():
                 raise reply.error from TimeoutError() if reply.late else None
-            case UnreadableRequest() if self.processes and reply.why != self._why_here:
-                self._why_here = reply.why
+            case UnreadableRequest() if self.processes and reply.why != self._last_warning:
+                self._last_warning = reply.why
                 log.warning("Rewards are computed in this process and may block it: %s", reply.why)
-        return await self._here.judged(verifiers, asked)
+        return await self._in_thread.run(verifiers, request)
 
-    async def _reply(self, world: World, question: ScoreRequest) -> ScoredEpisode | RewardFailed | UnreadableRequest:
-        task = question.task
+    async def _run_in_process(
+        self, world: World, request: ScoreRequest
+    ) -> ScoredEpisode | RewardFailed | UnreadableRequest:
+        task = request.task
         try:
-            asked = pickle.dumps(question)
+            body = pickle.dumps(request)
         except Exception as error:  # boundary: foreign types; scored in this process
             return UnreadableRequest(
                 f"Task {task.id} cannot be sent to another process ({type(error).__name__}: {error})."
             )
-        if self._turns.is_elsewhere():
-            _close(self._lines)  # their locks belong to another event loop
-        async with self._turns.one():
+        self._use_running_loop()
+        async with self._slots:
             while True:
-                line = await self._line(world)
-                if isinstance(line, UnreadableRequest):
-                    return line
-                with suppress(_Gone):
-                    return await self._answer(line, task, asked)
+                connection = await self._connection(world)
+                if isinstance(connection, UnreadableRequest):
+                    return connection
+                with suppress(_ConnectionClosed):
+                    return await self._request(connection, task, body)
 
-    async def _line(self, world: World) -> _Line | UnreadableRequest:
+    def _use_running_loop(self) -> None:
+        """Create the locks of the running event loop; close the connections of another one."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            _close(self._connections)
+            self._loop, self._starting = loop, asyncio.Lock()
+            self._slots = asyncio.Semaphore(max(1, self.processes) * _DEPTH)
+
+    async def _connection(self, world: World) -> _Connection | UnreadableRequest:
         """Return the least busy process, or a new one if all are busy."""
-        async with self._turns.beginning():
-            self._lines[:] = [line for line in self._lines if not line.closed]
-            best = min(self._lines, key=lambda line: line.under_way, default=None)
-            if best is not None and (not best.under_way or len(self._lines) >= self.processes):
+        async with self._starting:
+            self._connections[:] = [one for one in self._connections if not one.closed]
+            best = min(self._connections, key=lambda one: one.num_requests, default=None)
+            if best is not None and (not best.num_requests or len(self._connections) >= self.processes):
                 return best
-            made = await self._begin(world)
-            if isinstance(made, _Line):
-                self._lines.append(made)
+            made = await self._start_process(world)
+            if isinstance(made, _Connection):
+                self._connections.append(made)
             return made
 
-    async def _answer(self, line: _Line, task: Task, asked: bytes) -> ScoredEpisode | RewardFailed | UnreadableRequest:
-        timeout_s = self.place.rollout.reward_timeout_s
+    async def _request(
+        self, connection: _Connection, task: Task, body: bytes
+    ) -> ScoredEpisode | RewardFailed | UnreadableRequest:
+        timeout_s = self.location.rollout.reward_timeout_s
         try:
-            reply = await line.request(asked, timeout_s + _SPARE_S)
-        except _Lost as lost:
-            if str(lost) or isinstance(lost.__cause__, TimeoutError):
-                raise _late(task, timeout_s, str(lost)) from TimeoutError()
-            raise RewardFault(f"The reward process of task {task.id} has exited.", "Is memory short?") from lost
+            reply = await connection.request(body, timeout_s + _SPARE_S)
+        except _ProcessExited as exited:
+            if str(exited) or isinstance(exited.__cause__, TimeoutError):
+                raise _timeout_error(task, timeout_s, str(exited)) from TimeoutError()
+            raise RewardFault(f"The reward process of task {task.id} has exited.", "Is memory short?") from exited
         assert isinstance(reply, ScoredEpisode | RewardFailed | UnreadableRequest)
         return reply
 
-    async def _begin(self, world: World) -> _Line | UnreadableRequest:
+    async def _start_process(self, world: World) -> _Connection | UnreadableRequest:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        line = _Line(ours)
+        connection = _Connection(ours)
         with theirs:
-            _forks(os.getpid()).send(self.place, theirs.fileno())
+            _fork_server(os.getpid()).fork(self.location, theirs.fileno())
         try:
-            reply = await line.request(pickle.dumps(self.place), START_S)
-        except (_Lost, _Gone) as lost:
-            raise RewardFault("The reward process does not start.", "Is memory short?") from lost
+            reply = await connection.request(pickle.dumps(self.location), START_S)
+        except (_ProcessExited, _ConnectionClosed) as error:
+            raise RewardFault("The reward process does not start.", "Is memory short?") from error
         if isinstance(reply, RewardsReady) and reply.parts == parts_of(world):
-            return line
-        line.close()
+            return connection
+        connection.close()
         if isinstance(reply, RewardFailed):
             return UnreadableRequest(f"The world cannot be built a second time: {reply.error.message}")
         return UnreadableRequest("The world built from the settings has different rewards from the run's.")
 
 
-def _close(lines: list[_Line]) -> None:
-    for line in lines:
-        line.close()
+def _close(connections: list[_Connection]) -> None:
+    for connection in connections:
+        connection.close()
 
 
 @functools.cache
-def _forks(pid: int) -> _Forks:
-    """Return this process's fork server; a forked process has its own."""
+def _fork_server(pid: int) -> _ForkServer:
+    """Return this process's fork server; a forked process has another one."""
     del pid
-    return _Forks()
+    return _ForkServer()
 
 
 @dataclass
-class _Forks:
-    """Fork server: the process that forks the reward processes, started on demand."""
+class _ForkServer:
+    """The process that forks the reward processes, started on demand."""
 
-    _asked: socket.socket | None = None
-    _running: subprocess.Popen[bytes] | None = None
+    _control: socket.socket | None = None
+    _process: subprocess.Popen[bytes] | None = None
     _lock: Lock = field(default_factory=Lock)
 
-    def send(self, place: WorldLocation, line: int) -> None:
+    def fork(self, location: WorldLocation, descriptor: int) -> None:
         """Fork a process that answers on this socket."""
-        names = ",".join([place.env.name, *(m.world or name for name, m in place.env.mixture.items())])
+        env = location.env
+        names = ",".join([env.name, *(member.world or name for name, member in env.mixture.items())])
         with self._lock:
-            for last in (False, True):
-                asked = self._asked or self._start()
-                try:
-                    socket.send_fds(asked, [names.encode()], [line])
-                    return
-                except OSError:
-                    asked.close()
-                    self._asked = None
-                    if last:
-                        raise
+            try:
+                self._send(names, descriptor)
+            except OSError:  # the server has exited
+                self._control = None
+                self._send(names, descriptor)
+
+    def _send(self, names: str, descriptor: int) -> None:
+        control = self._control = self._control or self._start()
+        try:
+            socket.send_fds(control, [names.encode()], [descriptor])
+        except OSError:
+            control.close()
+            raise
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = python_command("ludus.rollout.reward_process:fork_on_demand", str(theirs.fileno()))
-            self._running = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        self._asked = ours
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         return ours

@@ -110,23 +110,23 @@ def fork_on_demand(control: str) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with socket.socket(fileno=int(control)) as asked:
+    with socket.socket(fileno=int(control)) as requests:
         while True:
-            names, [*lines], _, _ = socket.recv_fds(asked, 10_000, 1)
-            if not lines:
+            names, descriptors, _, _ = socket.recv_fds(requests, 10_000, 1)
+            if not descriptors:
                 return
             with suppress(ImportError):  # raised again by the process that builds the world
                 for name in set(names.decode().split(",")) & set(WORLDS):
                     importlib.import_module(WORLDS[name].partition(":")[0])
             if os.fork() == 0:
-                asked.close()
-                _follow_the_parent()
-                answer(str(lines[0]))
+                requests.close()
+                _exit_with_parent()
+                answer(str(descriptors[0]))
                 os._exit(0)
-            os.close(lines[0])
+            os.close(descriptors[0])
 
 
-def _follow_the_parent() -> None:
+def _exit_with_parent() -> None:
     """End with the process that forked this one, even while scoring."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with suppress(AttributeError, OSError):  # not on Linux: it ends with its next response
@@ -139,10 +139,10 @@ def answer(descriptor: str) -> None:
         body = read_frame(stream)
         if body is None:
             return
-        place: WorldLocation = pickle.loads(body)
-        rewards = _begin(ours, place)
-        while rewards is not None and (body := read_frame(stream)) is not None:
-            _send(ours, _answer(rewards, place.rollout.reward_timeout_s, ours, body))
+        location: WorldLocation = pickle.loads(body)
+        verifiers = _start(ours, location)
+        while verifiers is not None and (body := read_frame(stream)) is not None:
+            _send(ours, _score(verifiers, location.rollout.reward_timeout_s, ours, body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +152,11 @@ class Verifiers:
     rewards: Sequence[Reward]
     turns: TurnVerifier | None = None
 
-    def judge(self, asked: ScoreRequest) -> ScoredEpisode:
+    def run(self, request: ScoreRequest) -> ScoredEpisode:
         """Score a trajectory. Raises WorldError with the message of an error in one of them."""
         begin = time.perf_counter()
-        found = scored(self.rewards, asked.task, asked.trajectory)
-        turns = () if self.turns is None else score_turns(self.turns, asked.task, asked.trajectory)
+        found = scored(self.rewards, request.task, request.trajectory)
+        turns = () if self.turns is None else score_turns(self.turns, request.task, request.trajectory)
         return ScoredEpisode(dict(found.rewards), found.reward, time.perf_counter() - begin, turns)
 
 
@@ -166,20 +166,13 @@ def added_verifiers(settings: RewardsConfig, world: World) -> Verifiers:
     return Verifiers(added_parts(settings), turns)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rewards:
-    """Rewards of the world, and those that the settings add."""
-
-    own: Verifiers
-    added: Verifiers
-
-
-def _begin(ours: socket.socket, place: WorldLocation) -> _Rewards | None:
+def _start(ours: socket.socket, location: WorldLocation) -> tuple[Verifiers, Verifiers] | None:
+    """Build the world; return the verifiers of its rewards and of those that the settings add."""
     try:
-        sys.path[:] = place.path
-        os.chdir(place.folder)
-        world = build_world(place.env, place.rollout, place.sandbox)
-        found = _Rewards(Verifiers(world.rewards), added_verifiers(place.rewards, world))
+        sys.path[:] = location.path
+        os.chdir(location.folder)
+        world = build_world(location.env, location.rollout, location.sandbox)
+        found = Verifiers(world.rewards), added_verifiers(location.rewards, world)
         _send(ours, RewardsReady(parts_of(world)))
     except Exception as error:  # boundary: errors of worlds are raised in the caller
         _send(ours, _failed(error))
@@ -187,15 +180,15 @@ def _begin(ours: socket.socket, place: WorldLocation) -> _Rewards | None:
     return found
 
 
-def _answer(rewards: _Rewards, timeout_s: float, ours: socket.socket, body: bytes) -> Reply:
+def _score(verifiers: tuple[Verifiers, Verifiers], timeout_s: float, ours: socket.socket, body: bytes) -> Reply:
     try:
-        asked = pickle.loads(body)
-        assert isinstance(asked, ScoreRequest)
+        request = pickle.loads(body)
+        assert isinstance(request, ScoreRequest)
     except Exception as error:  # boundary: user types may raise anything; the caller scores it
         return UnreadableRequest(f"{type(error).__name__}: {error}")
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=ours.fileno())
     try:
-        return (rewards.added if asked.added else rewards.own).judge(asked)
+        return verifiers[request.added].run(request)
     except Exception as error:  # boundary: errors of rewards are raised in the caller
         return _failed(error)
     finally:

@@ -15,7 +15,7 @@ A line is one object (`zcat step-000012.jsonl.gz | head -1 | jq .`), keys sorted
                 segments   kind, tokens, turn, parent, agent, logprobs, versions, finish_reason
 
 The task's truth and wall-clock times are not stored: `ToolOutcome.seconds` reads back as 0 and
-`Trajectory.timings` as empty. So equal rollouts give equal files, byte for byte. Numbers round-trip exactly;
+`Trajectory.timings` as empty. So equal rollouts produce equal files, byte for byte. Numbers round-trip exactly;
 NaN and infinities are rejected.
 """
 
@@ -26,15 +26,17 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Literal, cast, get_args, get_origin, get_type_hints
 
 from ludus.errors import StorageError, UserError
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
-from ludus.types import Failure, Leaf, Message, Segment, StopReason, ToolOutcome, ToolStatus, Trajectory
+from ludus.types import Message, Segment, Trajectory
 
 SCHEMA = 1
 _COMPRESSION = 6
@@ -44,9 +46,15 @@ _ROUNDING = 0.01
 """Largest log-probability accepted as rounding (nats)."""
 _CLOCKS = {"seconds", "timings"}
 """Fields with wall-clock times, which are not stored."""
-
-_Data = dict[str, Any]
-"""JSON object; fields are validated when they are read into a record."""
+_ADDED_LATER: Mapping[str, object] = {
+    "anchors": [],
+    "leaf_rewards": [],
+    "leaves": [],
+    "turn_progress": [],
+    "cost": 0.0,
+    "retried": False,
+}
+"""Fields that older files lack, with their values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,7 @@ def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write ASCII lines, gzip-compressed and atomically; creates the folder. Equal lines give equal bytes.
+    """Write ASCII lines, gzip-compressed and atomically; creates the folder. Equal lines produce equal bytes.
 
     Raises StorageError if writing fails.
     """
@@ -155,16 +163,7 @@ def _sync_folder(folder: Path) -> None:
 
 def rollout_line(record: RolloutRecord) -> str:
     """Serialize a record to a line without newline. Raises UserError for a non-finite number."""
-    data = {
-        "schema": SCHEMA,
-        "step": int(record.step),
-        "group": record.group,
-        "attempt": int(record.attempt),
-        "outcome": record.outcome.value,
-        "reason": record.reason,
-        "advantage": None if record.advantage is None else float(record.advantage),
-        "trajectory": _trajectory_data(record.trajectory),
-    }
+    data = {"schema": SCHEMA, **_codec(RolloutRecord).write(record)}
     try:
         return json.dumps(data, sort_keys=True, allow_nan=False, separators=(",", ":"))
     except ValueError as error:
@@ -187,61 +186,6 @@ def _first_non_finite(data: object, where: str = "") -> str:
     return next((found for place, value in parts if (found := _first_non_finite(value, place))), "")
 
 
-def _trajectory_data(trajectory: Trajectory) -> _Data:
-    failure = trajectory.failure
-    return {
-        "task_id": trajectory.task_id,
-        "sample": int(trajectory.sample),
-        "segments": [_segment_data(segment) for segment in trajectory.segments],
-        "messages": list(trajectory.messages),
-        "stop_reason": trajectory.stop_reason.value,
-        "outcomes": [_outcome_data(outcome) for outcome in trajectory.outcomes],
-        "rewards": {name: float(value) for name, value in trajectory.rewards.items()},
-        "reward": float(trajectory.reward),
-        "turn_rewards": [float(value) for value in trajectory.turn_rewards],
-        "leaf_rewards": [float(value) for value in trajectory.leaf_rewards],
-        "leaves": [_leaf_data(leaf) for leaf in trajectory.leaves],
-        "failure": failure and {"part": failure.part, "error": failure.error, "attempts": failure.attempts},
-        "anchors": list(trajectory.anchors),
-        "turn_progress": [float(value) for value in trajectory.turn_progress],
-        "tags": dict(trajectory.tags),
-    }
-
-
-def _leaf_data(leaf: Leaf) -> _Data:
-    return {
-        "messages": list(leaf.messages),
-        "stop_reason": leaf.stop_reason.value,
-        "outcomes": [_outcome_data(outcome) for outcome in leaf.outcomes],
-        "rewards": {name: float(value) for name, value in leaf.rewards.items()},
-    }
-
-
-def _segment_data(segment: Segment) -> _Data:
-    return {
-        "kind": segment.kind,
-        "tokens": [int(token) for token in segment.tokens],
-        "turn": int(segment.turn),
-        "parent": segment.parent,
-        "agent": segment.agent,
-        "logprobs": [float(value) for value in segment.logprobs],
-        "versions": [int(version) for version in segment.versions],
-        "finish_reason": segment.finish_reason,
-    }
-
-
-def _outcome_data(outcome: ToolOutcome) -> _Data:
-    return {
-        "call_id": outcome.call_id,
-        "tool": outcome.tool,
-        "status": outcome.status.value,
-        "output": outcome.output,
-        "truncated": outcome.truncated,
-        "cost": float(outcome.cost),
-        "retried": outcome.retried,
-    }
-
-
 def parse_rollout(value: object) -> RolloutRecord:
     """Parse the JSON value of a line and validate its trajectory.
 
@@ -251,17 +195,7 @@ def parse_rollout(value: object) -> RolloutRecord:
     schema = data.pop("schema", None)
     if schema != SCHEMA:
         raise ValueError(f"its schema is {schema!r}, this version reads {SCHEMA}")
-    _check_fields(data, RolloutRecord)
-    advantage = data["advantage"]
-    record = RolloutRecord(
-        step=_int(data["step"]),
-        group=_str(data["group"]),
-        outcome=RolloutOutcome(data["outcome"]),
-        reason=_str(data["reason"]),
-        trajectory=_trajectory(data["trajectory"]),
-        advantage=None if advantage is None else _float(advantage),
-        attempt=_int(data["attempt"]),
-    )
+    record: RolloutRecord = _codec(RolloutRecord).read(data)
     _check_trajectory(record.trajectory)
     return record
 
@@ -281,7 +215,7 @@ def _check_trajectory(trajectory: Trajectory) -> None:
 def _segment_fault(segment: Segment, number: int) -> str:
     """Return the fault of segment `number`, or an empty string. A parent of -1 is the root."""
     if odd := [token for token in segment.tokens if not 0 <= token < _NUM_TOKENS]:
-        return f"holds {odd[0]}, which is no token"
+        return f"holds {odd[0]}, which is not a token id"
     if segment.parent is not None and not -1 <= segment.parent < number:
         return f"continues segments[{segment.parent}], which does not come before it"
     if segment.turn < 0:
@@ -296,74 +230,69 @@ def _segment_fault(segment: Segment, number: int) -> str:
     return ""
 
 
-def _trajectory(stored: _Data) -> Trajectory:
-    lists = ("anchors", "leaf_rewards", "leaves", "turn_progress")
-    data: _Data = {name: [] for name in lists} | _object(stored)  # missing in older files
-    _check_fields(data, Trajectory)
-    return Trajectory(
-        task_id=_str(data["task_id"]),
-        sample=_int(data["sample"]),
-        segments=tuple(_segment(part) for part in data["segments"]),
-        messages=tuple(_message(part) for part in data["messages"]),
-        stop_reason=StopReason(data["stop_reason"]),
-        outcomes=tuple(_outcome(part) for part in data["outcomes"]),
-        rewards={name: _float(value) for name, value in _object(data["rewards"]).items()},
-        reward=_float(data["reward"]),
-        turn_rewards=tuple(_float(value) for value in data["turn_rewards"]),
-        leaf_rewards=tuple(_float(value) for value in data["leaf_rewards"]),
-        leaves=tuple(_leaf(part) for part in data["leaves"]),
-        failure=None if data["failure"] is None else _failure(data["failure"]),
-        tags={name: _str(value) for name, value in _object(data["tags"]).items()},
-        anchors=tuple(_str(value) for value in data["anchors"]),
-        turn_progress=tuple(_float(value) for value in data["turn_progress"]),
+_Conversion = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    """Conversion between values of a type and JSON data. `read` validates."""
+
+    read: _Conversion
+    write: _Conversion
+
+
+@cache
+def _codec(kind: object) -> _Codec:
+    """Return the codec of a type annotation: a record, an enumeration, a container, or a plain value."""
+    origin, args = get_origin(kind), get_args(kind)
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if isinstance(kind, type):
+        return _record_codec(kind) if is_dataclass(kind) else _Codec(kind, attrgetter("value"))
+    if origin is Literal:
+        return _Codec(partial(_choice, args), _unchanged)
+    if origin is Mapping:
+        value = _codec(args[1])
+        return _Codec(
+            lambda data: {name: value.read(one) for name, one in _object(data).items()},
+            lambda mapping: {name: value.write(one) for name, one in mapping.items()},
+        )
+    item = _codec(args[0])
+    if origin is tuple:
+        return _Codec(lambda data: tuple(map(item.read, data)), lambda items: list(map(item.write, items)))
+    return _Codec(
+        lambda data: None if data is None else item.read(data),
+        lambda value: None if value is None else item.write(value),
     )
 
 
-def _leaf(data: _Data) -> Leaf:
-    _check_fields(data, Leaf)
-    return Leaf(
-        messages=tuple(_message(part) for part in data["messages"]),
-        stop_reason=StopReason(data["stop_reason"]),
-        outcomes=tuple(_outcome(part) for part in data["outcomes"]),
-        rewards={name: _float(value) for name, value in _object(data["rewards"]).items()},
-    )
+def _record_codec(record: type) -> _Codec:
+    hints = get_type_hints(record)
+    codecs = {f.name: _codec(hints[f.name]) for f in fields(record) if f.name not in _CLOCKS}
+    values_of = attrgetter(*codecs)
+    later = {name: value for name, value in _ADDED_LATER.items() if name in codecs}
+
+    def read(data: object) -> object:
+        given: dict[str, object] = later | _object(data)
+        if odd := sorted(codecs.keys() ^ given.keys()):
+            raise ValueError(f"fields missing or unknown in {record.__name__}: {', '.join(odd)}")
+        return record(**{name: codec.read(given[name]) for name, codec in codecs.items()})
+
+    def write(value: object) -> dict[str, object]:
+        pairs = zip(codecs.items(), values_of(value), strict=True)
+        return {name: codec.write(one) for (name, codec), one in pairs}
+
+    return _Codec(read, write)
 
 
-def _segment(data: _Data) -> Segment:
-    _check_fields(data, Segment)
-    if data["kind"] not in ("prompt", "action", "observation"):
-        raise ValueError(f"a segment of unknown kind {data['kind']!r}")
-    if data["finish_reason"] not in ("stop", "length", "abort", None):
-        raise ValueError(f"a segment with unknown finish_reason {data['finish_reason']!r}")
-    return Segment(
-        kind=data["kind"],
-        tokens=tuple(_int(token) for token in data["tokens"]),
-        turn=_int(data["turn"]),
-        parent=None if data["parent"] is None else _int(data["parent"]),
-        agent=_str(data["agent"]),
-        logprobs=tuple(_float(value) for value in data["logprobs"]),
-        versions=tuple(_int(version) for version in data["versions"]),
-        finish_reason=data["finish_reason"],
-    )
+def _unchanged(value: object) -> object:
+    return value
 
 
-def _outcome(stored: _Data) -> ToolOutcome:
-    data: _Data = {"cost": 0.0, "retried": False} | _object(stored)  # missing in older files
-    _check_fields(data, ToolOutcome)
-    return ToolOutcome(
-        call_id=_str(data["call_id"]),
-        tool=_str(data["tool"]),
-        status=ToolStatus(data["status"]),
-        output=_str(data["output"]),
-        truncated=bool(data["truncated"]),
-        cost=_float(data["cost"]),
-        retried=bool(data["retried"]),
-    )
-
-
-def _failure(data: _Data) -> Failure:
-    _check_fields(data, Failure)
-    return Failure(part=_str(data["part"]), error=_str(data["error"]), attempts=_int(data["attempts"]))
+def _choice(choices: Sequence[object], value: object) -> object:
+    if value not in choices:
+        raise ValueError(f"{value!r} is not one of {', '.join(map(repr, choices))}")
+    return value
 
 
 def _message(data: object) -> Message:
@@ -372,19 +301,11 @@ def _message(data: object) -> Message:
     return cast(Message, data)
 
 
-def _check_fields(data: object, record: type) -> None:
-    """Raise ValueError unless `data` is an object with exactly the record's stored fields."""
-    known = {f.name for f in fields(record)} - _CLOCKS
-    odd = sorted(known ^ _object(data).keys())
-    if odd:
-        raise ValueError(f"fields missing or unknown in {record.__name__}: {', '.join(odd)}")
-
-
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a finite number")
 
 
-def _object(value: object) -> _Data:
+def _object(value: object) -> dict[str, object]:
     if not isinstance(value, dict):
         raise TypeError(f"a JSON object is expected, there is a {type(value).__name__}")
     return value
@@ -412,3 +333,12 @@ def _str(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is not text")
     return value
+
+
+_PLAIN: Mapping[object, _Codec] = {
+    int: _Codec(_int, int),
+    float: _Codec(_float, float),
+    str: _Codec(_str, _unchanged),
+    bool: _Codec(bool, _unchanged),
+    Message: _Codec(_message, _unchanged),
+}

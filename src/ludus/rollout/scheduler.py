@@ -33,7 +33,7 @@ from ludus.rollout.episode import (
 )
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.reward_executor import RewardExecutor, ThreadRewardExecutor, waited
-from ludus.rollout.trees import attempts, run_tree
+from ludus.rollout.trees import run_tree
 from ludus.types import Completion, Failure, SamplingParams, Segment, StopReason, Task, ToolStatus, Trajectory
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ class Scheduler:
     scores: bool = True
     scoring: RewardExecutor = field(default_factory=ThreadRewardExecutor)
     branch: BranchConfig | None = None
-    _places: asyncio.Semaphore | None = field(default=None, init=False)
+    _slots: asyncio.Semaphore | None = field(default=None, init=False)
 
     async def run(
         self, jobs: Sequence[RolloutRequest], on_done: Callable[[Episode], None] | None = None
@@ -296,10 +296,10 @@ class Scheduler:
         while True:
             self.ledger.start(job.key)
             try:
-                played = await self._play(job)
+                trajectory = await self._play(job)
                 if is_being_cancelled():  # and the world suppressed it
                     raise asyncio.CancelledError
-                return Episode(job.key, job.task, played, job.greedy)
+                return Episode(job.key, job.task, trajectory, job.greedy)
             except asyncio.CancelledError:
                 self.ledger.finish(job.key, RolloutOutcome.DROPPED, CANCELLED)
                 raise
@@ -317,18 +317,18 @@ class Scheduler:
 
     async def attempt(self, job: RolloutRequest) -> Trajectory:
         """Run one attempt in this process, in a fresh environment, without ledger."""
-        async with self._room():
+        async with self._slot():
             return await self._attempt(job)
 
-    def _room(self) -> AbstractAsyncContextManager[None]:
+    def _slot(self) -> AbstractAsyncContextManager[None]:
         """Return a slot among the episodes that may be open at once.
 
         `run` never exceeds the limit itself: in lockstep, an episode that waits here would block the round.
         """
         if self.world.episodes_at_once is None:
             return nullcontext()
-        self._places = self._places or asyncio.Semaphore(self.limits.concurrency)
-        return self._places
+        self._slots = self._slots or asyncio.Semaphore(self.limits.concurrency)
+        return self._slots
 
     async def _attempt(self, job: RolloutRequest) -> Trajectory:
         if self.branch is None or job.greedy:
@@ -337,24 +337,24 @@ class Scheduler:
 
     async def _path(self, job: RolloutRequest, recorded: tuple[Segment, ...], number: int) -> Trajectory:
         """Run a path of the episode's tree; 0 is the whole episode."""
-        conversation = self.make_chat(job)
+        session = self.make_chat(job)
         if number:
-            assert isinstance(conversation, EngineChatSession)
-            seed = seed_for(conversation.seed, "branch", number)
-            conversation = replace(conversation, recorded=recorded, seed=seed)
+            assert isinstance(session, EngineChatSession)
+            seed = seed_for(session.seed, "branch", number)
+            session = replace(session, recorded=recorded, seed=seed)
         environment = fresh_environment(self.world, job.task)
         limits = self.episode_limits if self.limits_of is None else self.limits_of(job.task)
-        played = await run_unscored(job.task, job.key.sample, environment, conversation, limits)
+        trajectory = await run_unscored(job.task, job.key.sample, environment, session, limits)
         if self.scores:
             begin = time.perf_counter()
-            found = await self.scoring.scored(self.world, environment, job.task, played)
+            found = await self.scoring.scored(self.world, environment, job.task, trajectory)
             return waited(found, time.perf_counter() - begin)
         check_scored_elsewhere(self.world.rewards, environment.rewards, environment)
-        return played
+        return trajectory
 
     async def _play(self, job: RolloutRequest) -> Trajectory:
         trajectory = await (self.remote or self.attempt)(job)
-        every = attempts(trajectory)
+        every = trajectory.attempts()
         late = any(outcome.status is ToolStatus.TIMED_OUT for one in every for outcome in one.outcomes)
         if late or any(one.stop_reason is StopReason.TIMEOUT for one in every):
             self.ledger.note_clock_limit(job.key.step)

@@ -17,7 +17,7 @@ Neither uses a clock, an engine or an event loop, so that simulations run the sa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 
@@ -82,7 +82,7 @@ class StalenessController:
     def admit(self, number: int) -> GroupTicket:
         """Admit a group. Raises ValueError if there is no room or the number is in use."""
         if number in self._tickets:
-            raise ValueError(f"group {number} is on its way already")
+            raise ValueError(f"group {number} was already admitted")
         if not self.room:
             raise ValueError(f"there is no room for group {number}")
         ticket = self._tickets[number] = GroupTicket(number, self.begins)
@@ -253,16 +253,21 @@ class PassTimes:
     seconds: float
 
 
+def _add_step(sums: Iterable[float], step: Iterable[float]) -> tuple[float, ...]:
+    """Return sums over steps, in which the weight of earlier steps decays."""
+    return tuple(FADE * old + new for old, new in zip(sums, step, strict=True))
+
+
 @dataclass
 class PassTimeModel:
     """Linear fit to the passes of recent steps, with decaying weights."""
 
-    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+    _sums: tuple[float, ...] = (0.0,) * 5
 
     def add(self, passes: PassTimes) -> None:
         """Add a step."""
         x, y = passes.running, passes.seconds
-        self._sums = [FADE * old + new for old, new in zip(self._sums, (1.0, x, y, x * x, x * y), strict=True)]
+        self._sums = _add_step(self._sums, (1.0, x, y, x * x, x * y))
 
     def gain(self, running: float) -> float:
         """Return the engine's speedup with `MORE` times as many sequences as `running`.
@@ -286,37 +291,26 @@ class IdleTime:
     Groups arrive in bursts, so a single step is too noisy.
     """
 
-    _seconds: float = 0.0
-    _learner_s: float = 0.0
-    _engine_s: float = 0.0
+    _sums: tuple[float, ...] = (0.0,) * 3
 
     def add(self, load: EngineLoad) -> EngineLoad:
         """Add a step; return its load with averaged fractions."""
-        self._seconds = FADE * self._seconds + load.seconds
-        self._learner_s = FADE * self._learner_s + load.seconds * load.learner_idle
-        self._engine_s = FADE * self._engine_s + load.seconds * load.engine_idle
-        whole = self._seconds or 1.0
-        return replace(load, learner_idle=self._learner_s / whole, engine_idle=self._engine_s / whole)
+        step = (load.seconds, load.seconds * load.learner_idle, load.seconds * load.engine_idle)
+        seconds, learner_s, engine_s = self._sums = _add_step(self._sums, step)
+        return replace(load, learner_idle=learner_s / (seconds or 1.0), engine_idle=engine_s / (seconds or 1.0))
 
 
 @dataclass
 class ThroughputAverage:
     """Stream throughput over recent steps, with decaying weights."""
 
-    _flown_s: float = 0.0
-    _batches: float = 0.0
-    _learner_s: float = 0.0
-    _steps: float = 0.0
+    _sums: tuple[float, ...] = (0.0,) * 4
 
     def add(self, flow: StreamThroughput, load: EngineLoad) -> float | None:
         """Add a step; return the concurrency that matches the learner's pace, if known."""
-        self._flown_s = FADE * self._flown_s + flow.flown_s
-        self._batches = FADE * self._batches + flow.batches
-        self._learner_s = FADE * self._learner_s + load.seconds * (1 - load.learner_idle)
-        self._steps = FADE * self._steps + 1
-        if not self._batches or not self._learner_s:
-            return None
-        return self._flown_s / self._batches / (self._learner_s / self._steps)
+        step = (flow.flown_s, flow.batches, load.seconds * (1 - load.learner_idle), 1.0)
+        flown_s, batches, learner_s, steps = self._sums = _add_step(self._sums, step)
+        return flown_s / batches / (learner_s / steps) if batches and learner_s else None
 
 
 @dataclass

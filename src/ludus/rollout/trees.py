@@ -1,7 +1,4 @@
-"""Trajectory trees: split a tree into its paths, merge paths into a tree, and sample branching episodes.
-
-`paths` splits a tree, `with_chains` merges the paths after each was changed, and `grafted` builds a tree from a
-chain and its forks. A chain is its own only path and stays unchanged.
+"""Trajectory trees: change the paths of a tree, and sample branching episodes.
 
 A branching episode samples alternative continuations as one tree. The trunk equals the episode without
 branches. Each branch shares the segments before its fork, with their log-probabilities and versions, and
@@ -14,74 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from ludus.config.sections.rollout import BranchConfig
 from ludus.errors import WorldError
 from ludus.rollout.episode import RestoreError
 from ludus.types import Leaf, Segment, Timings, Trajectory
-
-T = TypeVar("T", str, float)
-
-
-@dataclass(frozen=True, slots=True)
-class Path:
-    """Path from the root to a leaf, as a chain with the leaf's reward.
-
-    `places` are the indices of its action tokens among those of the whole trajectory, counted once in row order.
-    """
-
-    trajectory: Trajectory
-    places: tuple[int, ...]
-
-
-def leaf_rewards(trajectory: Trajectory) -> tuple[float, ...]:
-    """Return the reward of each path: the leaf's if known, otherwise the trajectory's."""
-    return trajectory.leaf_rewards or (trajectory.reward,) * len(trajectory.rows)
-
-
-def paths(trajectory: Trajectory) -> list[Path]:
-    """Return the paths of a trajectory, with the messages, outcomes and rewards of their leaves if known.
-
-    `turn_rewards`, `anchors` and `turn_progress`, one per action, are split accordingly.
-    """
-    if len(trajectory.rows) == 1:
-        return [Path(trajectory, tuple(range(trajectory.num_action_tokens)))]
-    places: dict[int, range] = {}
-    start = 0
-    for i in dict.fromkeys(i for path in trajectory.rows for i in path):
-        if trajectory.segments[i].kind == "action":
-            places[i] = range(start, start + len(trajectory.segments[i].tokens))
-            start = places[i].stop
-    found = []
-    for number, actions in enumerate(_actions_of_rows(trajectory)):
-        row = trajectory.rows[number]
-        chain = replace(
-            trajectory,
-            segments=tuple(replace(trajectory.segments[i], parent=None) for i in row),
-            reward=leaf_rewards(trajectory)[number],
-            leaf_rewards=(),
-            leaves=(),
-            turn_rewards=_at_actions(trajectory.turn_rewards, actions),
-            anchors=_at_actions(trajectory.anchors, actions),
-            turn_progress=_at_actions(trajectory.turn_progress, actions),
-        )
-        if trajectory.leaves:
-            leaf = trajectory.leaves[number]
-            chain = replace(
-                chain,
-                messages=leaf.messages,
-                stop_reason=leaf.stop_reason,
-                outcomes=leaf.outcomes,
-                rewards=leaf.rewards,
-            )
-        found.append(Path(chain, tuple(place for i in row if i in places for place in places[i])))
-    return found
-
-
-def attempts(trajectory: Trajectory) -> list[Trajectory]:
-    """Return the paths of a tree if its leaves are known separately, otherwise the trajectory itself."""
-    return [path.trajectory for path in paths(trajectory)] if trajectory.leaves else [trajectory]
 
 
 def with_chains(tree: Trajectory, chains: Sequence[Trajectory]) -> Trajectory:
@@ -109,7 +43,7 @@ async def map_paths(trajectory: Trajectory, change: Callable[[Trajectory], Await
     """Apply `change` to each of the trajectory's `attempts`."""
     if not trajectory.leaves:
         return await change(trajectory)
-    chains = [await change(replace(chain, timings=Timings())) for chain in attempts(trajectory)]
+    chains = [await change(replace(chain, timings=Timings())) for chain in trajectory.attempts()]
     timings = _sum_of([trajectory.timings, *(chain.timings for chain in chains)])
     return replace(with_chains(trajectory, chains), timings=timings)
 
@@ -150,23 +84,12 @@ def grafted(grafts: Sequence[TrajectoryBranch]) -> Trajectory:
     return with_chains(tree, chains)
 
 
-def _actions_of_rows(tree: Trajectory) -> list[list[int]]:
-    """Return the indices of each row's actions among all actions, in segment order."""
-    actions = [i for i, segment in enumerate(tree.segments) if segment.kind == "action"]
-    numbers = {i: number for number, i in enumerate(actions)}
-    return [[numbers[i] for i in row if i in numbers] for row in tree.rows]
-
-
-def _at_actions(values: tuple[T, ...], actions: list[int]) -> tuple[T, ...]:
-    return tuple(values[number] for number in actions if number < len(values))
-
-
 def _mean_over_turns(tree: Trajectory, chains: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     """Return one value per action of the tree, 0 where missing; empty if there are none."""
     if not any(chains):
         return ()
     found: list[list[float]] = [[] for segment in tree.segments if segment.kind == "action"]
-    for actions, chain in zip(_actions_of_rows(tree), chains, strict=True):
+    for actions, chain in zip(tree.row_actions, chains, strict=True):
         missing = (0.0,) * (len(actions) - len(chain))
         for number, value in zip(actions, (*chain, *missing), strict=False):
             found[number].append(value)

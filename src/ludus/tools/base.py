@@ -19,8 +19,8 @@ import asyncio
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from ludus.sandbox.local.pausable_timeout import CALL_TIMEOUTS, PausableTimeout
 from ludus.types import JSON
 
 
@@ -89,6 +90,20 @@ def shared_by(num_processes: int) -> Iterator[None]:
         yield
     finally:
         _sharers.reset(token)
+
+
+@asynccontextmanager
+async def call_timeout(limit_s: float) -> AsyncIterator[asyncio.Timeout]:
+    """Raise TimeoutError if the block, a call of a tool or environment, takes longer than `limit_s` seconds.
+
+    Waiting for a sandbox slot, also in tasks created within the block, does not count.
+    """
+    async with asyncio.timeout(limit_s) as timeout:
+        token = CALL_TIMEOUTS.set((*CALL_TIMEOUTS.get(), PausableTimeout(timeout)))
+        try:
+            yield timeout
+        finally:
+            CALL_TIMEOUTS.reset(token)
 
 
 class ArgumentError(ValueError):

@@ -35,7 +35,7 @@ from ludus.evaluation.evaluate import (
 )
 from ludus.rewards.base import success
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
-from ludus.rollout.reward_executor import places
+from ludus.rollout.reward_executor import scoring_concurrency
 from ludus.rollout.rollout_files import rollouts_path, write_rollouts
 from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan
 from ludus.training.batches.rows import row_of_trajectory
@@ -183,7 +183,7 @@ class RftTrainer:
         for tracker in self.trackers:
             tracker.log(number, metrics)
         played = [sample.episode.trajectory for sample in samples]
-        timings = clock.metrics(played, places(self.session.config))
+        timings = clock.metrics(played, scoring_concurrency(self.session.config))
         write_timings(self.folder.timings, number, timings)
         if not metrics["rft/kept"]:
             text = f"Round {number} has no successful attempts to train on: the weights are unchanged."

@@ -16,13 +16,12 @@ from ludus.config.schema import Config
 from ludus.config.sections.rewards import LengthConfig, RewardsConfig
 from ludus.config.sections.staleness import ReplayConfig
 from ludus.diagnostics.metrics import rollout_metrics
+from ludus.envs.base import TaskOrder
 from ludus.errors import LearnerError
 from ludus.rewards.base import Reward
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line
 from ludus.rollout.scheduler import Episode
-from ludus.rollout.trees import paths
-from ludus.tasks.order import TaskOrder
 from ludus.training.batches.rows import BREAK, microbatches, new_actions, num_distinct, row_of_trajectory
 from ludus.training.collection.filters import AlgorithmState, filter_low_variance, mask_over_age, record_greso_visits
 from ludus.training.collection.prompt_stream import PromptStream
@@ -97,12 +96,12 @@ def test_the_row_of_a_tree_has_each_action_once():
 
 
 def test_the_paths_carry_the_reward_of_their_leaf_and_their_own_turns():
-    own = paths(tree())
+    own = tree().paths()
     assert [path.trajectory.reward for path in own] == [1.0, 0.0, 0.5]
     assert [path.places for path in own] == [(0, 1, 2, 3, 4), (0, 1, 5, 6), (0, 1, 7, 8, 9)]
     assert [path.trajectory.turn_rewards for path in own] == [(0.1, 0.2), (0.1, 0.4), (0.1, 0.3, 0.5)]
     assert own[2].trajectory.token_ids == (*PROMPT, 4, 5, 6, 7, 11, 13, 14, 15)
-    assert paths(replace(tree(), leaf_rewards=()))[0].trajectory.reward == 0.5
+    assert replace(tree(), leaf_rewards=()).paths()[0].trajectory.reward == 0.5
 
 
 def test_a_token_has_the_mean_advantage_of_the_leaves_below_it():
@@ -168,13 +167,13 @@ def test_rewards_of_leaves_are_not_combined_from_parts():
     with pytest.raises(LearnerError, match="has leaf_rewards"):
         one.combine(1, [episodes(tree(), chain(1, 0.2))])
     ((plain, _),) = one.combine(1, [episodes(tree(leaves=()), chain(1, 0.2))])
-    assert [path.trajectory.reward for path in paths(plain.trajectory)] == [plain.trajectory.reward] * 3
+    assert [path.trajectory.reward for path in plain.trajectory.paths()] == [plain.trajectory.reward] * 3
 
 
 def each_path(model, trajectory):
     """The log-probability of each action token, counted once, by the plain model on each path alone."""
     found = {}
-    for path in paths(trajectory):
+    for path in trajectory.paths():
         one = path.trajectory
         ids = torch.tensor([one.token_ids])
         table = torch.log_softmax(model(input_ids=ids).logits[0], -1)

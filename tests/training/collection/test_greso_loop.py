@@ -12,10 +12,10 @@ from ludus.algorithms.filters import GresoState
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.cli.main import main
 from ludus.config.schema import Config
+from ludus.envs.base import TaskOrder
 from ludus.recipes import recipe_folder
 from ludus.rollout.group_queue import StreamedGroup
 from ludus.rollout.ledger import Ledger
-from ludus.tasks.order import TaskOrder
 from ludus.training.collection.filters import SETTINGS, AlgorithmState, GresoDraw, choose_tasks, record_greso_visits
 from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.rollout_collector import RolloutCollector

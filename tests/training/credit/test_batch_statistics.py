@@ -12,7 +12,6 @@ from ludus.algorithms import advantages
 from ludus.algorithms.kl import penalised_advantages
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
-from ludus.rollout.trees import paths
 from ludus.training.collection.filters import mask_over_age
 from ludus.training.credit.advantages import Estimates, assign_credit, training_rows, with_estimates
 from ludus.training.rl.train_step import filter_and_estimate
@@ -102,7 +101,7 @@ def test_old_tokens_of_a_tree_are_in_no_mean():
     began = replace(old.segments[1], versions=(-9, -9))
     old = replace(old, segments=(old.segments[0], began, *old.segments[2:]))
     credits = mask_over_age(assign_credit([branching(old, new)], BASELINE), 1, bound=2)
-    ways = [path for credit in credits for path in paths(credit.episode.trajectory)]
+    ways = [path for credit in credits for path in credit.episode.trajectory.paths()]
     lengths = torch.tensor([len(path.places) for path in ways])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     trains = mask.clone()

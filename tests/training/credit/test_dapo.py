@@ -21,8 +21,8 @@ from ludus.algorithms.objective import Normalizer, objective
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.tensors import TokenBatch
 from ludus.config.load import load_config
+from ludus.envs.base import TaskOrder
 from ludus.rollout.ledger import Ledger
-from ludus.tasks.order import TaskOrder
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import training_rows
 from ludus.types import Task

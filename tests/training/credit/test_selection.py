@@ -17,8 +17,8 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.load import load_config
 from ludus.config.sections.algorithm import AlgorithmConfig
+from ludus.envs.base import TaskOrder
 from ludus.rollout.ledger import Ledger, RolloutOutcome
-from ludus.tasks.order import TaskOrder
 from ludus.training.collection.filters import EmptyBatchGuard, filter_batch, filter_low_variance
 from ludus.training.collection.rollout_collector import RolloutCollector, num_training_groups
 from ludus.training.credit.advantages import assign_credit, record_outcomes, training_rows

@@ -14,7 +14,7 @@ from ludus.config.load import load_config
 from ludus.envs.registry import build_world
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord, rollouts_path, write_rollouts
-from ludus.rollout.trees import attempts, with_chains
+from ludus.rollout.trees import with_chains
 from ludus.training.credit.advantages import BASELINE, assign_credit
 from ludus.training.credit.turn_rewards import align, calibration_algorithm, measure, with_turn_rewards
 from ludus.types import Leaf, StopReason, ToolStatus
@@ -82,8 +82,8 @@ def test_recorded_attempts_lose_the_runs_own_rewards_and_gain_their_progress(tmp
 
 def test_the_progress_of_a_tree_goes_with_its_paths_and_comes_back():
     whole = replace(tree(), leaves=tuple(Leaf((), StopReason.ANSWERED) for _ in range(3)))
-    chains = [replace(one, turn_progress=(0.5, 0.1 * i)) for i, one in enumerate(attempts(whole))]
+    chains = [replace(one, turn_progress=(0.5, 0.1 * i)) for i, one in enumerate(whole.attempts())]
     joined = with_chains(whole, chains)
     assert joined.turn_progress == pytest.approx((0.5, 0.0, 0.2, 0.1, 0.0))
-    apart = [one.turn_progress for one in attempts(joined)]
+    apart = [one.turn_progress for one in joined.attempts()]
     assert apart == [pytest.approx(row) for row in ((0.5, 0.0), (0.5, 0.1), (0.5, 0.2, 0.0))]

@@ -11,7 +11,6 @@ from ludus.chat.render import Tokenizer
 from ludus.cli.ui.terminal import print_line
 from ludus.engines.base import common_prefix
 from ludus.rollout.rollout_files import RolloutRecord
-from ludus.rollout.trees import attempts
 from ludus.types import Message, Segment, ToolOutcome, ToolStatus, Trajectory
 
 STYLES = {"prompt": "dim", "action": "bold cyan", "observation": "yellow"}
@@ -33,7 +32,7 @@ def print_record(console: Console, record: RolloutRecord, tokenizer: Tokenizer |
     if tags:
         print_line(console, tags, "dim")
     shown: list[list[tuple[str, str]]] = []
-    for path in attempts(trajectory):
+    for path in trajectory.attempts():
         if tokenizer is None or not path.segments:  # an endpoint returns no tokens
             parts = list(marked_messages(path))
         else:

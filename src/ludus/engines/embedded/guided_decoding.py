@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ludus.chat.parse_hermes import JSON_STYLE
+from ludus.chat.parse_json import JSON_STYLE
 from ludus.engines.base import Request
 from ludus.errors import EngineError, RequestRefused, UserError
 from ludus.types import Guide

@@ -24,9 +24,8 @@ from ludus.config.sections.rewards import RewardModelConfig
 from ludus.config.sections.stages import PreferenceConfig
 from ludus.engines.base import common_prefix
 from ludus.errors import LearnerError
-from ludus.rollout.trees import Path
 from ludus.training.batches.prefix_packing import LEAST_SHARED
-from ludus.types import Segment, Trajectory
+from ludus.types import Path, Segment, Trajectory
 
 BREAK: Final = -1
 """Separator between two paths of a row. It is never passed to a model."""

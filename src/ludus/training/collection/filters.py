@@ -21,9 +21,9 @@ from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.filters import GresoSettings, GresoState, Visit, variance_top, variance_top_p
 from ludus.config.sections.staleness import StalenessConfig
 from ludus.diagnostics.metrics import MEAN_AGE
+from ludus.envs.base import TaskSequence
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.scheduler import Episode
-from ludus.tasks.order import TaskSequence
 from ludus.training.batches.rows import new_actions
 from ludus.training.credit.advantages import (
     Estimates,

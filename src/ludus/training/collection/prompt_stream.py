@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from ludus.envs.base import TaskSequence
 from ludus.errors import StorageError
 from ludus.rollout.group_queue import StartedEpisode, StreamedGroup
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line
 from ludus.rollout.scheduler import Episode, RolloutRequest
-from ludus.tasks.order import TaskSequence
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import varies
 from ludus.types import StopReason, Task, Trajectory

@@ -18,7 +18,6 @@ from ludus.config.sections.staleness import ReplayConfig
 from ludus.errors import StorageError
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.scheduler import Episode
-from ludus.rollout.trees import leaf_rewards
 from ludus.training.collection.prompt_stream import episode_line, read_episode
 from ludus.training.credit.advantages import TrainingSample, assign_credit
 from ludus.types import Task
@@ -44,7 +43,7 @@ class _StoredGroup:
     @property
     def spread(self) -> float:
         members = [episode.trajectory for episode in self.episodes if not episode.greedy]
-        return statistics.pstdev(reward for one in members for reward in leaf_rewards(one))
+        return statistics.pstdev(reward for one in members for reward in one.row_rewards)
 
 
 @dataclass

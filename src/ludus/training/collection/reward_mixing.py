@@ -38,7 +38,7 @@ from ludus.rewards.registry import (
 )
 from ludus.rollout.reward_executor import ProcessRewardExecutor, waited
 from ludus.rollout.scheduler import Episode
-from ludus.rollout.trees import attempts, map_paths, with_chains
+from ludus.rollout.trees import map_paths, with_chains
 from ludus.training.credit.turn_rewards import LENGTH_PART, shaping_ranges, with_length, with_turn_rewards
 from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.reward_model import (
@@ -285,7 +285,7 @@ class RewardMixer:
         Paths of a tree are combined as separate episodes. Raises LearnerError for a tree whose leaves have
         rewards but no parts.
         """
-        split = [[attempts(one.trajectory) for one in group] for group in groups]
+        split = [[one.trajectory.attempts() for one in group] for group in groups]
         apart = [
             [replace(one, trajectory=path) for one, own in zip(group, members, strict=True) for path in own]
             for group, members in zip(groups, split, strict=True)
@@ -349,7 +349,7 @@ class RewardMixer:
 
     def tells_apart(self, trajectories: Sequence[Trajectory]) -> bool:
         """Return whether equal rewards may differ once combined: by parts, lengths, or reward model."""
-        trajectories = [path for one in trajectories for path in attempts(one)]
+        trajectories = [path for one in trajectories for path in one.attempts()]
         parts = {tuple(sorted(one.rewards.items())) for one in trajectories}
         texts = {tuple(segment.tokens for segment in one.segments) for one in trajectories}
         if len(parts) > 1 or (self.model is not None and len(texts) > 1):
@@ -370,7 +370,7 @@ class RewardMixer:
         earn more.
         """
         every = [(g, t) for g, group in enumerate(groups) for t in group.trajectories if t.failure is None]
-        rows = [(g, path) for g, one in every for path in attempts(one)]
+        rows = [(g, path) for g, one in every for path in one.attempts()]
         trajectories = [trajectory for _, trajectory in rows]
         weights = {
             f"reward/weight/{part.name}": part.weight.at(step - 1)

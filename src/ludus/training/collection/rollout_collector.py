@@ -16,7 +16,7 @@ from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import Engine
-from ludus.envs.base import World
+from ludus.envs.base import TaskSequence, World
 from ludus.errors import WorldError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
 from ludus.rollout.group_queue import StreamedGroup
@@ -24,7 +24,6 @@ from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.partial import PartialRollouts, StepBudget
 from ludus.rollout.reward_executor import RewardFault
 from ludus.rollout.scheduler import CANCELLED, Attempt, Episode, FailureBudget, RolloutRequest, SamplingPlan, Scheduler
-from ludus.tasks.order import TaskSequence
 from ludus.training.collection.demonstrations import Demonstrations
 from ludus.training.collection.filters import (
     AlgorithmState,

@@ -25,7 +25,6 @@ from ludus.rewards.base import Reward
 from ludus.rollout.ledger import Ledger, RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord
 from ludus.rollout.scheduler import Episode
-from ludus.rollout.trees import Path, attempts, leaf_rewards, paths
 from ludus.training.batches.rows import (
     Row,
     check_estimates,
@@ -37,7 +36,7 @@ from ludus.training.batches.rows import (
     where_any,
     without_masked,
 )
-from ludus.types import StopReason, Task, Trajectory
+from ludus.types import Path, StopReason, Task, Trajectory
 
 
 class Estimates(NamedTuple):
@@ -234,7 +233,7 @@ def varies(group: Sequence[Episode], algorithm: Algorithm) -> bool:
 def _check_binary(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> None:
     """Raise LearnerError for a reward that is neither 0 nor 1."""
     for one in trajectories:
-        for reward in leaf_rewards(one):
+        for reward in one.row_rewards:
             if reward not in (0.0, 1.0):
                 raise LearnerError(
                     f"The reward of {one.name} is {reward:g}, but the advantage {algorithm.advantage} needs 0 or 1.",
@@ -301,12 +300,12 @@ def _compare(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length
     kept = varied_groups(samples, algorithm)
     found = []
     for sample in samples:
-        ends = [one.stop_reason in CUT_OFF for one in attempts(sample.episode.trajectory)]
+        ends = [one.stop_reason in CUT_OFF for one in sample.episode.trajectory.attempts()]
         whole = overlong_mask(truncated=ends)
         outcome, reason = _training_status(sample.episode, kept[sample.group], bool(whole.any()), algorithm)
         found.append(replace(sample, outcome=outcome, reason=reason))
         if algorithm.overlong_mask and whole.any() and not whole.all():
-            trains = where_any(paths(sample.episode.trajectory), whole.tolist())
+            trains = where_any(sample.episode.trajectory.paths(), whole.tolist())
             found[-1] = replace(found[-1], trains=trains)
     advantages = _advantages(found, algorithm, max_length)
     return [replace(sample, advantages=a) for sample, a in zip(found, advantages, strict=True)]
@@ -318,7 +317,7 @@ def compared_rewards(samples: Sequence[TrainingSample], algorithm: Algorithm) ->
     Column 0 is the reward; other columns are turn rewards, if the advantage uses them. Length punishment is
     excluded, since DAPO's dynamic sampling is based on correctness.
     """
-    chains = [(path.trajectory, sample.group) for sample in samples for path in paths(sample.episode.trajectory)]
+    chains = [(path.trajectory, sample.group) for sample in samples for path in sample.episode.trajectory.paths()]
     reads_turns = algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS)
     turns = [list(t.turn_rewards[: t.num_turns]) if reads_turns else [] for t, _ in chains]
     most = max(map(len, turns), default=0)
@@ -368,7 +367,7 @@ def _advantages(
 
     Paths of a tree are compared as separate attempts; a token gets the mean over its paths.
     """
-    split = [paths(sample.episode.trajectory) for sample in samples]
+    split = [sample.episode.trajectory.paths() for sample in samples]
     if all(len(own) == 1 for own in split):
         return _chain_advantages(samples, algorithm, max_length, estimates, split)
     chains = [_path_sample(sample, path) for sample, own in zip(samples, split, strict=True) for path in own]

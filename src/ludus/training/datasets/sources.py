@@ -14,10 +14,9 @@ from ludus.chat.render import Renderer, render_dialogue
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import EnvConfig
 from ludus.config.sections.stages import SftSource
-from ludus.envs.base import Demonstration, World, class_of
+from ludus.envs.base import Demonstration, World, class_of, permutation
 from ludus.envs.registry import build_world
 from ludus.errors import UserError
-from ludus.tasks.order import permutation
 from ludus.training.datasets.files import DATA_CLASSES, read_dialogues
 from ludus.types import DataClass, Message, Segment
 

@@ -13,10 +13,9 @@ from itertools import islice
 from ludus.chat.render import Renderer
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.models.loading import num_positions
-from ludus.envs.base import Demonstration, World
+from ludus.envs.base import Demonstration, World, permutation
 from ludus.errors import UserError
 from ludus.rollout.scheduler import rollout_for
-from ludus.tasks.order import permutation
 from ludus.tools.base import Tool
 from ludus.training.datasets.sources import dialogue_segments, first_dialogues, source_name, sources_of
 from ludus.training.run.session import TrainingSession

@@ -18,7 +18,6 @@ import torch
 from ludus.chat.render import Renderer, render_dialogue
 from ludus.errors import UserError
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
-from ludus.rollout.trees import paths
 from ludus.training.batches.rows import Row, microbatches
 from ludus.training.datasets.files import FileLabelled, FilePair, load_records, read_pairs, read_preferences
 from ludus.training.learner.logprobs import LogprobScorer
@@ -139,7 +138,7 @@ def _steps(records: Sequence[RolloutRecord], max_tokens: int) -> Steps:
     for record in records:
         if record.trajectory.failure is not None:
             continue
-        for path in paths(record.trajectory):
+        for path in record.trajectory.paths():
             history: tuple[int, ...] = ()
             for segment in path.trajectory.segments:
                 if segment.kind == "action" and segment.tokens:

@@ -18,7 +18,6 @@ from ludus.errors import UserError
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord
 from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan
-from ludus.rollout.trees import paths
 from ludus.training.collection.rollout_collector import EpisodeReporter
 from ludus.training.credit.advantages import TrainingSample
 from ludus.training.preference.pairs import (
@@ -149,7 +148,7 @@ def _is_in_pair(record: RolloutRecord, arms: Collection[tuple[int, ...]]) -> boo
     """Return whether a record is an arm of a pair, or continues one."""
     if record.trajectory.failure is not None:
         return False
-    whole = [path.trajectory.token_ids for path in paths(record.trajectory)]
+    whole = [path.trajectory.token_ids for path in record.trajectory.paths()]
     return any(tokens[: len(arm)] == arm for tokens in whole for arm in arms)
 
 

@@ -19,14 +19,13 @@ from ludus.diagnostics.metrics import AlarmLimits, alarms, rollout_metrics, step
 from ludus.diagnostics.timings import StepTimings, scoring_hint, write_timings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine, Sleepable, drain_stats
-from ludus.envs.base import World
+from ludus.envs.base import TaskSequence, World
 from ludus.errors import ConfigError, LearnerError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, name_in_run, plan_during, save_evaluation
 from ludus.rollout.ledger import RolloutOutcome
-from ludus.rollout.reward_executor import places
+from ludus.rollout.reward_executor import scoring_concurrency
 from ludus.rollout.rollout_files import rollouts_path, write_rollouts
 from ludus.rollout.scheduler import Episode
-from ludus.tasks.order import TaskSequence
 from ludus.training.collection.filters import EmptyBatchGuard, EssGuard, greso_metrics
 from ludus.training.collection.prompt_stream import waiting_texts
 from ludus.training.collection.rollout_collector import CollectorState, EpisodeReporter, RolloutCollector
@@ -138,7 +137,7 @@ class SyncTrainer:
         with clock.phase("evaluate"):
             metrics |= await self.evaluate_during(step)
         played = [sample.episode.trajectory for sample in samples]
-        timings = clock.metrics(played, places(self.session.config))
+        timings = clock.metrics(played, scoring_concurrency(self.session.config))
         await work(lambda: self.write(step, samples, metrics, timings))
         limits = AlarmLimits()
         self.history = [*self.history, metrics][-limits.reach :]

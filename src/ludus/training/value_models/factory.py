@@ -13,7 +13,6 @@ from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.rollout.ledger import RolloutOutcome
-from ludus.rollout.trees import paths
 from ludus.training.batches.rows import Row, last_actions, row_of_trajectory, row_segments, without_masked
 from ludus.training.credit.advantages import CUT_OFF, Estimates, TrainingSample
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives
@@ -114,7 +113,7 @@ def bootstraps(value_model: Critic, samples: Sequence[TrainingSample], rows: Seq
     found = [torch.zeros(len(sample.episode.trajectory.rows), dtype=torch.float64) for sample in samples]
     places: dict[int, dict[int, int]] = {}
     for i, trajectory in enumerate(sample.episode.trajectory for sample in samples):
-        ended = [path.trajectory.stop_reason for path in paths(trajectory)]
+        ended = [path.trajectory.stop_reason for path in trajectory.paths()]
         cut = {n: place for n, place in last_actions(trajectory).items() if ended[n] in CUT_OFF}
         if cut:
             places[i] = cut

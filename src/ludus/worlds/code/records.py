@@ -17,7 +17,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Final, Literal
 
-from ludus.tasks.files import Record, RecordError, load_tasks, split_by_hash, text_field
+from ludus.envs.task_files import Record, RecordError, load_tasks, split_by_hash, text_field
 from ludus.types import JSON, Message, Task
 from ludus.untrusted.pickles import load_pickle
 from ludus.worlds.code.grader import CodeTruth, TestCase

@@ -11,9 +11,9 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ludus.envs.task_files import SPLITS, Record, RecordError, load_tasks, split_by_hash, text_field
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.truth_records import TYPES, question_text, read_truth
-from ludus.tasks.files import SPLITS, Record, RecordError, load_tasks, split_by_hash, text_field
 from ludus.types import Task
 from ludus.worlds.math.grader import Dataset, GymTruth, opening
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ludus.envs import task_files
 from ludus.envs.base import World
 from ludus.envs.difficulty_report import shipped_report
 from ludus.envs.settings import read_settings
@@ -18,7 +19,6 @@ from ludus.envs.tool_world import Dialogue, check_split
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 from ludus.sandbox import Limits, Sandbox, open_sandbox
-from ludus.tasks import files
 from ludus.tools.base import Tool
 from ludus.tools.calculator import exact_calculator_tool
 from ludus.tools.python import python_tool
@@ -74,7 +74,7 @@ class MathWorld(World):
     @property
     def splits(self) -> Sequence[str]:
         """Names of the splits; only generated problems have `composition`."""
-        return SPLITS if self._generated else files.SPLITS
+        return SPLITS if self._generated else task_files.SPLITS
 
     @property
     def rewards(self) -> tuple[Reward, ...]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, islice
 
+from ludus.envs.base import permutation
 from ludus.errors import ConfigError
-from ludus.tasks.order import permutation
 from ludus.types import Task
 
 _SLACK = 1e-9

@@ -1,0 +1,473 @@
+"""Tool calls written as JSON, by Hermes and Llama 3, and the parts that all parsers share."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn, Protocol, cast
+
+from ludus.tools.base import ToolSchema
+from ludus.types import JSON, Action, CallError, Guide, Message, MessageToolCall, ToolCall
+
+MAX_DEPTH = 64
+"""Maximum nesting of lists and objects in the arguments of a call."""
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+GUIDES_EXIST = "They support templates with the call format of Hermes, Qwen2.5 and Qwen3."
+"""Hint of every refusal."""
+JSON_STYLE: dict[str, dict[str, JSON]] = {
+    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+}
+"""Whitespace as in `json.dumps`: if the model could choose it, it might never end."""
+
+_FENCE = re.compile(r"```(?:[\w-]*(?=[\s{\[]))?(.*)```", re.DOTALL)
+_SNIPPET_CHARS = 20
+_BLANKS = re.compile(r"[ \t\n\r]*")
+_PYTHON_WORD = re.compile(r"(None|True|False)\b")
+_TRAILING_COMMA = re.compile(r",\s*[}\]]")
+_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+
+
+class Malformed(ValueError):
+    """A malformed call. `reason` is a sentence that the model can act on. Never leaves a parser."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass
+class ParsedDraft:
+    """An action under construction. Calls and errors are numbered in the order of addition."""
+
+    turn: int
+    calls: list[ToolCall] = field(default_factory=list)
+    errors: list[CallError] = field(default_factory=list)
+    prose: list[str] = field(default_factory=list)
+
+    def add_text(self, text: str) -> None:
+        """Add ordinary text to the content."""
+        if text.strip():
+            self.prose.append(text.strip())
+
+    def add_call(self, name: str, arguments: dict[str, JSON]) -> None:
+        """Add a well-formed call."""
+        self.calls.append(ToolCall(self._next_id(), name, arguments))
+
+    def add_error(self, text: str, reason: str, content: str | None = None) -> None:
+        """Add a malformed call; its text, or `content` instead, stays in the content."""
+        self.errors.append(CallError(self._next_id(), text, reason))
+        self.add_text(text if content is None else content)
+
+    def action(self, reasoning: str | None = None) -> Action:
+        """Return the finished action."""
+        message: Message = {"role": "assistant", "content": "\n".join(self.prose)}
+        if reasoning is not None:
+            message["reasoning_content"] = reasoning
+        if self.calls:
+            message["tool_calls"] = [
+                tool_call(call.id, call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in self.calls
+            ]
+        return Action(message, tuple(self.calls), tuple(self.errors))
+
+    def _next_id(self) -> str:
+        return f"call_{self.turn}_{len(self.calls) + len(self.errors)}"
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> MessageToolCall:
+    """Return a tool call in OpenAI's format; `arguments` is JSON text."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def split_thinking(text: str, inside_call: Callable[[int], bool]) -> tuple[str | None, str]:
+    """Return the thinking (None if there is none) and the text after it.
+
+    `<think>...</think>` at the start is thinking, and so is an adjacent second block; without `</think>`
+    everything is. If the generation prompt has opened `<think>`, the text starts inside: a `</think>` without
+    a preceding `<think>` ends thinking that began with the text, unless `inside_call` returns that its offset
+    belongs to a call's arguments. A `<think>` after other text is ordinary text.
+    """
+    thoughts: list[str] = []
+    rest = text
+    close = text.find(THINK_CLOSE)
+    if close >= 0 and THINK_OPEN not in text[:close] and not inside_call(close):
+        thoughts.append(text[:close].strip())
+        rest = text[close + len(THINK_CLOSE) :]
+    while rest.lstrip().startswith(THINK_OPEN):
+        thought, _, rest = rest.lstrip().removeprefix(THINK_OPEN).partition(THINK_CLOSE)
+        thoughts.append(thought.strip())
+    return ("\n".join(filter(None, thoughts)) if thoughts else None), rest
+
+
+def parse_whole(text: str, turn: int, fill: Callable[[ParsedDraft, str], None]) -> Action:
+    """Parse a format in which calls make up the whole text after the thinking.
+
+    A text that consists of calls contains no thinking, so arguments may contain `</think>`.
+    """
+    whole = ParsedDraft(turn)
+    fill(whole, text)
+    if whole.calls and not whole.errors and not whole.prose:
+        return whole.action()
+    reasoning, rest = split_thinking(text, inside_call=lambda _: False)
+    if reasoning is None:
+        return whole.action()
+    draft = ParsedDraft(turn)
+    fill(draft, rest)
+    return draft.action(reasoning)
+
+
+def unfence(text: str) -> str:
+    """Return the inside of a Markdown fence around the whole text, or the stripped text."""
+    stripped = text.strip()
+    fenced = _FENCE.fullmatch(stripped)
+    return fenced[1].strip() if fenced else stripped
+
+
+def deeper_than(value: object, limit: int) -> bool:
+    """Return whether lists and dicts in `value` nest in more than `limit` levels."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [child for node in level for child in _children(node)]
+        if not level:
+            return False
+    return True
+
+
+def _children(node: object) -> list[object]:
+    if isinstance(node, dict):
+        return list(node.values())
+    return node if isinstance(node, list) else []
+
+
+def check_plain(arguments: dict[str, JSON]) -> dict[str, JSON]:
+    """Return `arguments` if they can be encoded as JSON and UTF-8. Raises Malformed."""
+    if deeper_than(arguments, MAX_DEPTH):
+        raise Malformed(f"The arguments nest deeper than {MAX_DEPTH} levels. Make them flatter.")
+    try:
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise Malformed("The call holds half of a surrogate pair. Write the character itself.") from None
+    except ValueError:
+        raise Malformed("The arguments hold a number that is not finite or far too long.") from None
+    return arguments
+
+
+def skip_blanks(text: str, start: int) -> int:
+    """Return the offset of the first character at or after `start` that is not blank in JSON."""
+    blanks = _BLANKS.match(text, start)
+    return blanks.end() if blanks else start
+
+
+def decode_prefix(text: str, start: int = 0) -> tuple[object, int]:
+    """Decode the JSON value at `start`, skipping blanks; return it and the offset after it.
+
+    The last value of a repeated key wins. Raises Malformed for broken JSON, NaN and infinities, numbers
+    beyond a float, and too many digits or levels.
+    """
+    begin = skip_blanks(text, start)
+    try:
+        return _DECODER.raw_decode(text, begin)
+    except json.JSONDecodeError as error:
+        raise Malformed(_reason(error, begin)) from None
+    except Malformed:
+        raise
+    except ValueError:
+        raise Malformed("The JSON holds a number with far too many digits.") from None
+    except RecursionError:
+        raise Malformed("The JSON nests too deeply. Make the arguments flatter.") from None
+
+
+def decode(text: str) -> object:
+    """Decode a text that is exactly one JSON value. Raises Malformed as `decode_prefix`."""
+    value, end = decode_prefix(text)
+    after = text[end:].strip()
+    if after:
+        raise Malformed(f"The JSON ends before {_snippet(after)}. Write one JSON object and nothing after it.")
+    return value
+
+
+def call_of(value: object, key: str) -> tuple[str, dict[str, JSON]]:
+    """Parse a decoded value as a call; return name and arguments. Raises Malformed.
+
+    The arguments are an object, or JSON text of one, under `arguments` or else `parameters`; missing
+    arguments are empty. `key` is the name used in error messages.
+    """
+    if not isinstance(value, dict):
+        raise Malformed(f'A call is a JSON object with "name" and "{key}", not {_kind(value)}.')
+    if "name" not in value:
+        raise Malformed(f'The call has no "name". Write {{"name": ..., "{key}": {{...}}}}.')
+    name = value["name"]
+    if not isinstance(name, str):
+        raise Malformed(f'The "name" of a call is a string, not {_kind(name)}.')
+    if not name.strip():
+        raise Malformed('The "name" of the call is empty. Write the name of a tool.')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = decode(arguments)
+        except Malformed as error:
+            raise Malformed(f"The arguments are a string that holds no JSON object. {error.reason}") from None
+    if not isinstance(arguments, dict):
+        raise Malformed(f"The arguments of a call are a JSON object, not {_kind(arguments)}.")
+    check_plain({name: None})
+    return name, check_plain(cast("dict[str, JSON]", arguments))
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise Malformed(f"{word} is not JSON. Write a finite number, a string or null.")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if number in (float("inf"), float("-inf")):
+        raise Malformed("The JSON holds a number that is too large.")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+
+
+def _reason(error: json.JSONDecodeError, begin: int) -> str:
+    """Describe the JSON error and its position, independently of Python's version."""
+    rest = error.doc[error.pos :]
+    if not rest.strip():
+        return "The JSON ends too early. Close every quote, bracket and brace."
+    if rest.startswith("'") or _PYTHON_WORD.match(rest):
+        return f"This is Python, not JSON, at {_snippet(rest)}. Use double quotes, null, true and false."
+    last = error.doc[begin : error.pos].rstrip()[-1:]
+    if _TRAILING_COMMA.match(last + rest if last == "," else rest):
+        return "The JSON has a comma after the last item. Remove it."
+    if error.msg.startswith("Invalid control character"):
+        return "A string in the JSON holds a raw line break or control character. Write it as \\n or \\t."
+    if error.msg.startswith("Unterminated string"):
+        return f"A string in the JSON is not closed: {_snippet(rest)}."
+    if error.msg.startswith("Invalid \\"):
+        return f"A backslash in the JSON is not escaped, at {_snippet(rest)}. Write it twice."
+    message = error.msg[:1].lower() + error.msg[1:]
+    return f"The JSON is broken at character {error.pos - begin}, {_snippet(rest)}: {message}."
+
+
+def _snippet(text: str) -> str:
+    return repr(text[:_SNIPPET_CHARS])
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else _KINDS.get(type(value), "that")
+
+
+_TAG = re.compile(f"{CALL_OPEN}|{CALL_CLOSE}")
+_NESTED = f"A {CALL_OPEN} starts before the one before it ends. Write {CALL_CLOSE} after each call."
+_STRAY = f"There is a {CALL_CLOSE} without {CALL_OPEN}. Write each call between {CALL_OPEN} and {CALL_CLOSE}."
+_UNCLOSED = f"The {CALL_OPEN} is not closed. Write {CALL_CLOSE} after the call."
+_UNTAGGED = f"The call has no tags. Write it between {CALL_OPEN} and {CALL_CLOSE}."
+
+
+@dataclass(frozen=True, slots=True)
+class HermesParser:
+    """Parses any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+    Also accepts `parameters` for `arguments`, arguments as JSON text, no arguments, a Markdown fence around
+    the JSON, and an unclosed tag with complete JSON at the end of the text (the stop token often comes
+    first). Tags inside JSON strings belong to the string. Text around the calls is content.
+
+    Errors: broken JSON, JSON that is not a call, nested tags (one error, up to the tag that closes the outer
+    one or the end), a lone closing tag (its text reaches back to the previous call), and a text that is a
+    call without tags.
+    """
+
+    name: str = "hermes"
+
+    def parse(self, text: str, *, turn: int) -> Action:
+        """Return the message, the calls and the errors of turn `turn`. Never raises."""
+        reasoning, rest = split_thinking(text, lambda at: _inside_call(text, at))
+        draft = ParsedDraft(turn)
+        if _is_untagged_call(rest):
+            draft.add_error(rest.strip(), _UNTAGGED)
+        else:
+            _parse_hermes(draft, rest)
+        return draft.action(reasoning)
+
+
+def _inside_call(text: str, at: int) -> bool:
+    start = text.rfind(CALL_OPEN, 0, at)
+    return start >= 0 and _json_end(text, start + len(CALL_OPEN)) > at
+
+
+def _json_end(text: str, start: int) -> int:
+    try:
+        return decode_prefix(text, start)[1]
+    except Malformed:
+        return -1
+
+
+def _is_untagged_call(text: str) -> bool:
+    if _TAG.search(text) or '"name"' not in text:
+        return False
+    try:
+        value = decode(unfence(text))
+    except Malformed:
+        return False
+    return isinstance(value, dict) and "name" in value and ("arguments" in value or "parameters" in value)
+
+
+def _parse_hermes(draft: ParsedDraft, text: str) -> None:
+    position = 0
+    while tag := _TAG.search(text, position):
+        if tag.group() == CALL_CLOSE:
+            draft.add_error(text[position : tag.end()].strip(), _STRAY)
+            position = tag.end()
+        else:
+            draft.add_text(text[position : tag.start()])
+            position = _read_block(draft, text, tag.start())
+    draft.add_text(text[position:])
+
+
+def _read_block(draft: ParsedDraft, text: str, start: int) -> int:
+    """Read the block whose opening tag is at `start`; return the offset after it."""
+    begin = start + len(CALL_OPEN)
+    end = _json_end(text, begin)
+    after = skip_blanks(text, end) if end >= 0 else -1
+    if after == len(text) or (after >= 0 and text.startswith(CALL_CLOSE, after)):
+        body, block_end = text[begin:after], min(after + len(CALL_CLOSE), len(text))
+    else:
+        tag = _TAG.search(text, begin)
+        if tag and tag.group() == CALL_OPEN:
+            block_end = _end_of_nested(text, begin)
+            draft.add_error(text[start:block_end].strip(), _NESTED)
+            return block_end
+        body = text[begin : tag.start() if tag else len(text)]
+        block_end = tag.end() if tag else len(text)
+    block = text[start:block_end].strip()
+    try:
+        draft.add_call(*call_of(decode(unfence(body)), "arguments"))
+    except Malformed as error:
+        closed = block.endswith(CALL_CLOSE) or after == len(text)
+        draft.add_error(block, error.reason if closed else f"{_UNCLOSED} {error.reason}")
+    return block_end
+
+
+def _end_of_nested(text: str, begin: int) -> int:
+    """Return the offset after the tag that closes the block whose content starts at `begin`, or the end."""
+    depth = 1
+    for tag in _TAG.finditer(text, begin):
+        depth += 1 if tag.group() == CALL_OPEN else -1
+        if depth == 0:
+            return tag.end()
+    return len(text)
+
+
+_TEXT = r"TEXT: /(.|\n)+/ & ~/(.|\n)*(<tool_call>|<\/tool_call>)(.|\n)*/"
+
+
+class AddedVocabulary(Protocol):
+    """The part of a tokenizer that lists its added tokens."""
+
+    def get_added_vocab(self) -> dict[str, int]: ...
+
+
+def hermes_guide(tools: Sequence[ToolSchema], tokenizer: AddedVocabulary) -> Guide:
+    """Return a grammar of free text with any number of Hermes calls of the given tools.
+
+    Arguments must match the tool's schema. For guided sampling only: it changes the sampled distribution, so
+    do not use it in training.
+    """
+    opening, closing = (_terminal(tag, tokenizer) for tag in (CALL_OPEN, CALL_CLOSE))
+    calls = " | ".join(f"call_{i}" for i in range(len(tools)))
+    thinking = "".join(
+        f" | {_terminal(tag, tokenizer)}" for tag in (THINK_OPEN, THINK_CLOSE) if tag in tokenizer.get_added_vocab()
+    )
+    rules = [
+        f"start: (text {opening} ({calls}) {closing})* text" if tools else "start: text",
+        f"text: (TEXT{thinking})*",
+        _TEXT,
+    ]
+    for i, tool in enumerate(tools):
+        function = tool["function"]
+        head = json.dumps(f'\n{{"name": {json.dumps(function["name"])}, "arguments": ')
+        schema = json.dumps({**function["parameters"], "additionalProperties": False, **JSON_STYLE})
+        rules.append(f'call_{i}: {head} %json {schema} "}}\\n"')
+    return Guide("lark", "\n".join(rules) + "\n")
+
+
+def _terminal(tag: str, tokenizer: AddedVocabulary) -> str:
+    """Return a tag in a grammar: its id if it is an added token, otherwise text."""
+    number = tokenizer.get_added_vocab().get(tag)
+    return json.dumps(tag) if number is None else f"<[{number}]>"
+
+
+_CALL_START = re.compile(r"\[?\s*\{\s*[\"']?(name|type|function|parameters|arguments)[\"']?\s*:")
+_CALL_INSIDE = re.compile(r"\{\s*\"name\"\s*:\s*\"[^\"]*\"\s*,\s*\"parameters\"\s*:")
+_NOT_ALONE = "The call stands inside other text. Write the JSON object alone."
+_AFTER = "Other text follows a call. Separate calls with ; and write nothing else."
+_NOTHING = f"Nothing follows {PYTHON_TAG}. Write a JSON object with name and parameters."
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Parser:
+    """Parses `{"name": ..., "parameters": {...}}` as the whole text, or several separated by `;`.
+
+    `<|python_tag|>` may come first, also after other text; calls must follow it. Also accepts `arguments` for
+    `parameters`, a `type` key, no parameters, and a Markdown fence around the whole.
+
+    Without the tag, JSON without parameters or arguments is content, unless it has only a name and possibly a
+    type. Text that follows a call without `;` is one error, to the end; so is a call after other text.
+    """
+
+    name: str = "llama3"
+
+    def parse(self, text: str, *, turn: int) -> Action:
+        """Return the message, the calls and the errors of turn `turn`. Never raises."""
+        return parse_whole(text, turn, _parse_llama3)
+
+
+def _parse_llama3(draft: ParsedDraft, text: str) -> None:
+    body = unfence(text)
+    if _CALL_START.match(body):
+        _read_calls(draft, body, tagged=False)
+        return
+    prose, tag, after = text.partition(PYTHON_TAG)
+    if not tag and _CALL_INSIDE.search(text):
+        draft.add_error(text.strip(), _NOT_ALONE)
+        return
+    draft.add_text(prose)
+    if tag and unfence(after):
+        _read_calls(draft, unfence(after), tagged=True)
+    elif tag:
+        draft.add_error(tag + after, _NOTHING)
+
+
+def _read_calls(draft: ParsedDraft, body: str, *, tagged: bool) -> None:
+    position = 0
+    while position < len(body):
+        try:
+            value, end = decode_prefix(body, position)
+        except Malformed as error:
+            draft.add_error(body[position:], error.reason)
+            return
+        if not (tagged or draft.calls or draft.errors or _is_call(value)):
+            draft.add_text(body)
+            return
+        try:
+            draft.add_call(*call_of(value, "parameters"))
+        except Malformed as error:
+            draft.add_error(body[position:end], error.reason)
+        position = skip_blanks(body, end)
+        if position < len(body) and body[position] != ";":
+            draft.add_error(body[position:], _AFTER)
+            return
+        position = skip_blanks(body, position + 1)
+
+
+def _is_call(value: object) -> bool:
+    if isinstance(value, list):
+        return any(isinstance(item, dict) and "name" in item and _has_arguments(item) for item in value)
+    if not isinstance(value, dict):
+        return False
+    return _has_arguments(value) or ("name" in value and value.keys() <= {"name", "type"})
+
+
+def _has_arguments(value: dict[object, object]) -> bool:
+    return "parameters" in value or "arguments" in value

@@ -1,1 +1,0 @@
-"""Tasks: order and mixture."""
