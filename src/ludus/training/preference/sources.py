@@ -122,7 +122,7 @@ def gather_pairs(session: TrainingSession, watch: EpisodeReporter | None = None)
         where = "No task has two attempts of the model with different rewards that make a pair."
     if not pairs:
         raise UserError(where, "See docs/use/stages.md, or lower preference.min_reward_gap.")
-    check_vocabulary(max(max(arm.tokens) for pair in pairs for arm in pair.arms), session)
+    check_vocabulary(max(max(side.tokens) for pair in pairs for side in pair.all_sides), session)
     return GatheredPairs(with_others(pairs, limit) if PREFERENCES[settings.loss].mismatched else pairs, sampled)
 
 
@@ -134,9 +134,9 @@ def _sample_pairs(
     episodes = sample_attempts(session, SampledAttempts(settings.tasks, settings.samples), watch)
     records = [TrainingSample(episode, *_initial_status(episode)).record for episode in episodes]
     pairs = _pair_maker(session)("step-000000", records, settings.min_reward_gap, limit)
-    arms = {arm.tokens for pair in pairs for arm in pair.arms}
+    sides = {side.tokens for pair in pairs for side in pair.all_sides}
     return pairs, [
-        replace(record, outcome=RolloutOutcome.TRAINED, reason="trained") if _is_in_pair(record, arms) else record
+        replace(record, outcome=RolloutOutcome.TRAINED, reason="trained") if _is_in_pair(record, sides) else record
         for record in records
     ]
 
@@ -145,12 +145,12 @@ def _pair_maker(session: TrainingSession) -> PairMaker:
     return pairs_of_branches if session.config.preference.pairs == "steps" else pairs_of_attempts
 
 
-def _is_in_pair(record: RolloutRecord, arms: Collection[tuple[int, ...]]) -> bool:
-    """Return whether a record is an arm of a pair, or continues one."""
+def _is_in_pair(record: RolloutRecord, sides: Collection[tuple[int, ...]]) -> bool:
+    """Return whether a record is an side of a pair, or continues one."""
     if record.trajectory.failure is not None:
         return False
     whole = [path.trajectory.token_ids for path in paths(record.trajectory)]
-    return any(tokens[: len(arm)] == arm for tokens in whole for arm in arms)
+    return any(tokens[: len(side)] == side for tokens in whole for side in sides)
 
 
 def _initial_status(episode: Episode) -> tuple[RolloutOutcome, str]:

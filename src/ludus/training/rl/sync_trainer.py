@@ -249,7 +249,7 @@ class SyncTrainer:
             step=step,
             optimiser_steps=learning.learner.optimiser.num_steps,
             ledger=self.sampler.ledger.state(),
-            judge_steps=0 if learning.value_model is None else learning.value_model.optimiser.num_steps,
+            judge_steps=0 if learning.value_model is None else learning.value_model.optimizer.num_steps,
             memory=replace(self.sampled.memory, initial_entropy=learning.initial_entropy).to_json(),
             reward_moments=self.sampled.moments,
             kl=learning.kl.state,

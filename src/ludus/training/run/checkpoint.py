@@ -24,12 +24,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
+from pydantic import ConfigDict, TypeAdapter
 from safetensors import SafetensorError
 
 from ludus.algorithms.kl import KlState
 from ludus.engines.models.loading import save_model
 from ludus.errors import StorageError, UserError
-from ludus.rollout.ledger import AccountingError, LedgerCounts, LedgerState, RolloutKey
+from ludus.rollout.ledger import AccountingError, LedgerState
 from ludus.training.distributed.collectives import gathered, is_sharded
 from ludus.training.distributed.launcher import SaveShards
 from ludus.training.learner.optimizer import Optimizer
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.checkpoint.metadata import Metadata
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ludus.training.learner.optimizer import Optimizer
 
 
 MANIFEST = "manifest.json"
@@ -58,18 +57,13 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path) -> None:
-    """Raise StorageError, with file and remedy, if a checkpoint differs from its manifest.
-
-    A missing manifest is accepted for checkpoints of earlier versions only.
-    """
+    """Raise StorageError, with file and remedy, if a checkpoint differs from its manifest."""
     path = folder / "trainer" / MANIFEST
     try:
         files = json.loads(path.read_text("utf-8"))["files"]
         due = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in files.items()}
     except FileNotFoundError:
-        if _had_manifest(folder):
-            raise broken(folder, f"trainer/{MANIFEST} is missing") from None
-        return
+        raise broken(folder, f"trainer/{MANIFEST} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise broken(folder, f"trainer/{MANIFEST} cannot be read ({type(error).__name__})") from error
     for name, (size, digest) in due.items():
@@ -89,15 +83,6 @@ def broken(folder: Path, what: str) -> StorageError:
     return StorageError(
         f"The checkpoint {folder} is damaged: {what}.", f"Remove that folder, and --resume will {then}."
     )
-
-
-def _had_manifest(folder: Path) -> bool:
-    """Return whether the trainer state is from a version that writes manifests."""
-    try:
-        state = json.loads((folder / "trainer" / "state.json").read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return True
-    return not isinstance(state, dict) or "mode" in state or "step" not in state
 
 
 def _digest(path: Path) -> str:
@@ -229,10 +214,11 @@ class TrainerState:
 
     All randomness is a function of seed and step, so no generator state is needed. `judge_steps` are the
     optimizer steps of the value model, `memory` is the serialized algorithm state. `origins` are digests of
-    models outside the checkpoint (`training.checks.reference_digests`). `warmup` is the number of critic-only
-    steps; None in checkpoints older than this field. `mode` is `training.mode`, empty for other kinds of
-    training.
+    models outside the checkpoint. `warmup` is the number of critic-only steps. `mode` is `training.mode`, empty for
+    other kinds of training.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     step: int
     optimiser_steps: int
@@ -330,39 +316,13 @@ def load_trainer(folder: Path, optimiser: Optimizer) -> TrainerState:
 def read_state(folder: Path) -> TrainerState:
     """Return the trainer state of a checkpoint. Raises StorageError if it is damaged or incomplete."""
     try:
-        state = _state_of((folder / "trainer" / "state.json").read_text("utf-8"))
-    except _NO_STATE as error:
-        said = error if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
-        raise broken(folder, f"trainer/state.json holds no state to resume from ({said})") from error
+        state = TypeAdapter(TrainerState).validate_json((folder / "trainer" / "state.json").read_text("utf-8"))
+    except (OSError, ValueError, AccountingError) as error:
+        cause = " ".join(str(error).split("\n")[:2])
+        raise broken(folder, f"trainer/state.json holds no state to resume from ({cause})") from error
     if checkpoint_path(folder.parent, state.step).name != folder.name:
         raise broken(folder, f"trainer/state.json is of step {state.step}")
     return state
-
-
-_NO_STATE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, AccountingError)
-
-
-def _state_of(text: str) -> TrainerState:
-    """Parse the trainer state from JSON. Raises `_NO_STATE`."""
-    data = json.loads(text)
-    ledger = data["ledger"]
-    closed = LedgerState(
-        LedgerCounts(**ledger["total"]),
-        ledger["last_closed"],
-        tuple(RolloutKey(**key) for key in ledger.get("ahead", ())),
-    )
-    return TrainerState(
-        step=int(data["step"]),
-        optimiser_steps=int(data["optimiser_steps"]),
-        ledger=closed,
-        judge_steps=data.get("judge_steps", data.get("critic_steps", 0)),  # name in earlier versions
-        memory=data.get("memory", ""),
-        reward_moments=data.get("reward_moments", ""),
-        kl=KlState(**data.get("kl", {})),
-        origins=data.get("origins", {}),
-        warmup=data.get("warmup"),
-        mode=data.get("mode", ""),
-    )
 
 
 def load_part(

@@ -23,7 +23,7 @@ from ludus.training.learner.learner import Learner
 from ludus.training.learner.logprobs import own_types
 from ludus.training.learner.optimizer import OptimizerSettings
 from ludus.training.value_models.base import StateSettings
-from ludus.training.value_models.critic import Critic, CriticSettings, OutcomeCritic, OutcomeCriticSettings
+from ludus.training.value_models.critic import Critic, CriticSettings, OutcomeCritic
 from ludus.training.value_models.prime import ProcessReward, ProcessRewardSettings
 from ludus.types import Trajectory
 
@@ -53,18 +53,18 @@ def make_value_model(
             ProcessRewardSettings(size, prime.epochs, beta, config.rollout.temperature or 1.0, success, again),
             ranks,
         )
-    optimiser = OptimizerSettings(
+    optimizer = OptimizerSettings(
         learning_rate=critic.learning_rate or CRITIC_RATE * training.learning_rate,
         total_steps=training.steps * critic.epochs * critic.minibatches,
     )
     states = StateSettings(size, again, on_policy=critic.model == "head")
     if algorithm.advantage_spec.has(Need.OUTCOME_CRITIC):
-        outcome = OutcomeCriticSettings(critic.epochs, critic.minibatches, success, states)
-        return OutcomeCritic(model, optimiser, outcome, ranks)
+        outcome = CriticSettings(critic.epochs, critic.minibatches, success=success, states=states)
+        return OutcomeCritic(model, optimizer, outcome, ranks)
     if algorithm.advantage_spec.has(Need.CRITIC):
         turns = algorithm.advantage_spec.has(Need.TURN_VALUES)
         settings = CriticSettings(critic.epochs, critic.minibatches, critic.clip or None, states, turns)
-        return Critic(model, optimiser, settings, ranks)
+        return Critic(model, optimizer, settings, ranks)
     return None
 
 
@@ -98,7 +98,7 @@ def estimate_values(
     Raises LearnerError if a reference is needed and missing.
     """
     solved = [] if isinstance(value_model, Critic) else _is_solved(samples, value_model.settings.success)
-    with value_model.optimiser.ranks.together(EvaluateValues(rows, solved)):
+    with value_model.optimizer.ranks.together(EvaluateValues(rows, solved)):
         said = at_actions(score_values(value_model, rows, solved), rows)
     match value_model:
         case Critic():
@@ -120,7 +120,7 @@ def bootstraps(value_model: Critic, samples: Sequence[TrainingSample], rows: Seq
         if cut:
             places[i] = cut
     ends = [replace(rows[i], trains=_mask_of_positions(len(rows[i].tokens), own.values())) for i, own in places.items()]
-    with value_model.optimiser.ranks.together(EvaluateValues(ends, [], True)):
+    with value_model.optimizer.ranks.together(EvaluateValues(ends, [], True)):
         said = score_values(value_model, ends, [], True) if ends else []
     for i, values in zip(places, said, strict=True):
         for path, place in places[i].items():
@@ -171,7 +171,7 @@ def train_value_model(value_model: ValueModel, samples: Sequence[TrainingSample]
     elif isinstance(value_model, ProcessReward):
         given = [[sample.reference for sample in trained]]
     tables = tuple([_scatter_to_row(v, row) for v, row in zip(values, rows, strict=True)] for values in given)
-    with value_model.optimiser.ranks.together(TrainValues(rows, tables, solved)):
+    with value_model.optimizer.ranks.together(TrainValues(rows, tables, solved)):
         return train_on_tables(value_model, rows, tables, solved)
 
 
