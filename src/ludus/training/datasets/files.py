@@ -233,12 +233,13 @@ def _kind(record: Record) -> DataKind:
 
 
 def _records(path: Path) -> Iterator[tuple[int, Record | FileProblem]]:
+    """Yield the numbered records of a file, FileProblem for invalid ones."""
     for line, data in _lines(path):
-        if isinstance(data, FileProblem):
-            yield line, data
-            continue
+        if data == b"[":  # otherwise each further line would be reported
+            yield line, FileProblem(line, "a list over several lines begins, and a record has one line")
+            return
         try:
-            yield line, parse_record(data)
+            yield line, parse_record(parsed(data, "it") if isinstance(data, bytes) else data)
         except (ValueError, TypeError, KeyError) as error:
             yield line, FileProblem(line, str(error))
 
@@ -352,7 +353,7 @@ def _parse_side(data: object, name: str, prompt: tuple[Message, ...], tools: tup
 
 
 def _lines(path: Path) -> Iterator[tuple[int, object]]:
-    """Yield the numbered JSON values of a file, FileProblem for invalid lines. Blank lines are skipped."""
+    """Yield the numbered lines of a file, without blank ones, or the rows of a dataset."""
     if path.is_dir():
         yield from enumerate(read_rows(path), start=1)
         return
@@ -360,11 +361,8 @@ def _lines(path: Path) -> Iterator[tuple[int, object]]:
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if line.strip() == b"[":  # otherwise each further line would be reported
-                    yield (number, FileProblem(number, "a list over several lines begins, and a record has one line"))
-                    return
                 if line.strip():
-                    yield number, _value(line, number)
+                    yield number, line.strip()
     except FileNotFoundError:
         raise UserError(f"There is no file {path}.", "Check the path.") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -373,15 +371,3 @@ def _lines(path: Path) -> Iterator[tuple[int, object]]:
         ) from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.", "Check the path.") from error
-
-
-def _value(line: bytes, number: int) -> object:
-    try:
-        value: object = json.loads(line)
-    except UnicodeDecodeError:
-        return FileProblem(number, "it is not UTF-8 text")
-    except ValueError as error:
-        return FileProblem(number, f"it is not valid JSON: {error}")
-    except RecursionError:
-        return FileProblem(number, "it is nested too deeply")
-    return value

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from ludus.tools.base import FunctionSchema, Tool, ToolSchema, described_tool
 from ludus.types import FunctionCall, Message, MessageToolCall
 
-_ROLES: Mapping[str, Literal["system", "user", "assistant", "tool"]] = {
-    "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
+Role = Literal["system", "user", "assistant", "tool"]
 _KEY_ROLES = {"reasoning_content": "assistant", "tool_calls": "assistant", "train": "assistant"}
 """Keys of messages of a single role."""
 _KEYS = {"role", "content", "tool_call_id", "name", *_KEY_ROLES}
@@ -43,10 +38,12 @@ def as_text(data: object, where: str) -> str:
     return data
 
 
-def parsed(text: str, where: str) -> object:
+def parsed(text: str | bytes, where: str) -> object:
     """Parse JSON text. Raises ValueError if it is invalid."""
     try:
         value: object = json.loads(text)
+    except UnicodeDecodeError:
+        raise ValueError(f"{where} is not UTF-8 text") from None
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply") from None
     except ValueError as error:
@@ -86,46 +83,42 @@ def check_turns(messages: Sequence[Message], tools: Sequence[Tool], where: str) 
     """Raise ValueError for a message in an invalid position."""
     known = {tool.name for tool in tools}
     for i, message in enumerate(messages):
-        before = messages[i - 1]["role"] if i else None
-        if fault := _position_fault(message["role"], before):
+        if fault := _position_fault(messages, i):
             raise ValueError(f"{where}[{i}] {fault}")
-        if message["role"] == "tool":
-            _check_answer(messages, i, where)
         called = [call["function"]["name"] for call in message.get("tool_calls", [])]
         if tools and (unknown := [name for name in called if name not in known]):
             raise ValueError(f"{where}[{i}] calls {unknown[0]!r}, which is not among its tools")
 
 
-def _position_fault(role: str, before: str | None) -> str:
-    """Return why a role cannot follow another, or an empty string."""
+def _position_fault(messages: Sequence[Message], at: int) -> str:
+    """Return why a message cannot follow those before it; empty if it can."""
+    role, before = messages[at]["role"], messages[at - 1]["role"] if at else None
     if role == "system" and before is not None:
         return "is a system message, and only the first message can be one"
     if role == "assistant" and before is None:
-        return "is the assistant's, and something has to come before it"
+        return "is the assistant's, and a message must precede it"
     if role == "assistant" and before == "assistant":
-        return "is the assistant's, as is the one before it: make them one"
-    if role == "tool" and before not in ("assistant", "tool"):
-        return "is a tool's, and no call comes before it"
-    return ""
-
-
-def _check_answer(messages: Sequence[Message], at: int, where: str) -> None:
-    asking = next(m for m in reversed(messages[:at]) if m["role"] != "tool")
-    calls = [call["id"] for call in asking.get("tool_calls", [])]
+        return "is the assistant's, as is the one before it: merge them"
+    if role != "tool":
+        return ""
+    caller = next((m for m in reversed(messages[:at]) if m["role"] != "tool"), None)
+    calls = [call["id"] for call in caller.get("tool_calls", [])] if caller else []
     if not calls:
-        raise ValueError(f"{where}[{at}] is a tool's, and no call comes before it")
+        return "is a tool's, and no call precedes it"
     answered = messages[at].get("tool_call_id")
     if answered is not None and answered not in calls:
-        raise ValueError(f"{where}[{at}] answers the call {answered!r}, and the calls are {', '.join(calls)}")
+        return f"answers the call {answered!r}, and the calls are {', '.join(calls)}"
+    return ""
 
 
 def _message(data: object, where: str) -> Message:
     found = given(data, where)
     if unknown := sorted(found.keys() - _KEYS):
         raise ValueError(f"{where} has the unknown key {unknown[0]!r}")
-    role = _ROLES.get(str(found.get("role")))
+    roles: tuple[Role, ...] = get_args(Role)
+    role = next((role for role in roles if role == found.get("role")), None)
     if role is None:
-        raise ValueError(f"{where}.role is {as_words(found.get('role'))}, and must be one of {_join_names(_ROLES)}")
+        raise ValueError(f"{where}.role is {as_words(found.get('role'))}, and must be one of {', '.join(roles)}")
     for key, owner in _KEY_ROLES.items():
         if key in found and role != owner and found[key] not in ([], False):
             raise ValueError(f"{where}.{key} belongs to {owner} messages, and this one is of the {role}")
@@ -135,12 +128,11 @@ def _message(data: object, where: str) -> Message:
     message = Message(role=role, content=as_text(found.get("content", ""), f"{where}.content"))
     if calls:
         message["tool_calls"] = [_call(call, i, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    if "reasoning_content" in found and role == "assistant":
-        message["reasoning_content"] = as_text(found["reasoning_content"], f"{where}.reasoning_content")
-    if "tool_call_id" in found:
-        message["tool_call_id"] = as_text(found["tool_call_id"], f"{where}.tool_call_id")
-    if "name" in found:
-        message["name"] = as_text(found["name"], f"{where}.name")
+    texts: tuple[Literal["reasoning_content", "tool_call_id", "name"], ...]
+    texts = ("reasoning_content", "tool_call_id", "name")
+    for key in texts:
+        if key in found and (key != "reasoning_content" or role == "assistant"):
+            message[key] = as_text(found[key], f"{where}.{key}")
     return message
 
 
@@ -191,10 +183,6 @@ def _check_value(data: object, where: str, depth: int = 0) -> None:
     elif isinstance(data, dict | list):
         for part in (*data.keys(), *data.values()) if isinstance(data, dict) else data:
             _check_value(part, where, depth + 1)
-
-
-def _join_names(names: Mapping[str, object]) -> str:
-    return ", ".join(names)
 
 
 def as_words(data: object) -> str:

@@ -98,11 +98,8 @@ def pairs_of_attempts(
     """
     pairs = []
     for source, group in _groups(name, (r for r in records if is_usable(r, max_tokens))):
-        best = max(group, key=lambda r: r.trajectory.reward)
-        worst = min(group, key=lambda r: r.trajectory.reward)
-        gap = best.trajectory.reward - worst.trajectory.reward
-        if gap > 0 and gap >= min_gap:
-            pairs.append(PreferencePair(source, gap, _sampled(best), _sampled(worst)))
+        sides = [PairSide(r.trajectory.token_ids, r.trajectory.action_mask) for r in group]
+        pairs += _best_against_worst(source, sides, [r.trajectory.reward for r in group], min_gap)
     return pairs
 
 
@@ -118,13 +115,20 @@ def pairs_of_branches(
     pairs = []
     for source, group in _groups(name, records):
         for history, branches in _steps(group, max_tokens).items():
-            worth = {action: math.fsum(rewards) / len(rewards) for action, rewards in branches.items()}
-            best, worst = max(worth, key=lambda a: worth[a]), min(worth, key=lambda a: worth[a])
-            gap = worth[best] - worth[worst]
-            if gap > 0 and gap >= min_gap:
-                where = f"{source}/step of {len(history)} tokens"
-                pairs.append(PreferencePair(where, gap, _step(history, best), _step(history, worst)))
+            before = (False,) * len(history)
+            sides = [PairSide(history + action, before + (True,) * len(action)) for action in branches]
+            values = [math.fsum(rewards) / len(rewards) for rewards in branches.values()]
+            pairs += _best_against_worst(f"{source}/step of {len(history)} tokens", sides, values, min_gap)
     return pairs
+
+
+def _best_against_worst(
+    source: str, sides: Sequence[PairSide], values: Sequence[float], min_gap: float
+) -> list[PreferencePair]:
+    """Return the pair of the first best and the first worst side; none if their values are equal or too close."""
+    best, worst = values.index(max(values)), values.index(min(values))
+    gap = values[best] - values[worst]
+    return [PreferencePair(source, gap, sides[best], sides[worst])] if gap > 0 and gap >= min_gap else []
 
 
 def pairs_of_rollouts(
@@ -155,10 +159,6 @@ def _steps(records: Sequence[RolloutRecord], max_tokens: int) -> Steps:
                     rewards.append(path.trajectory.reward)
                 history += segment.tokens
     return steps
-
-
-def _step(history: tuple[int, ...], action: tuple[int, ...]) -> PairSide:
-    return PairSide(history + action, (False,) * len(history) + (True,) * len(action))
 
 
 def _groups(name: str, records: Iterable[RolloutRecord]) -> Iterator[tuple[str, list[RolloutRecord]]]:
@@ -243,10 +243,6 @@ def is_usable(record: RolloutRecord, max_tokens: int) -> bool:
         and len(trajectory.rows) == 1
         and len(trajectory.token_ids) <= max_tokens
     )
-
-
-def _sampled(record: RolloutRecord) -> PairSide:
-    return PairSide(record.trajectory.token_ids, record.trajectory.action_mask)
 
 
 def _render_continuation(renderer: Renderer, pair: FilePair, side: Sequence[Message]) -> PairSide:

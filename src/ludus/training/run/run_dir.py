@@ -269,14 +269,14 @@ def _version(package: str) -> str | None:
 
 def _git_state() -> dict[str, object] | None:
     """Return the commit of the source tree and whether it has changes; None outside a repository."""
-    here = Path(__file__).parent
     try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True, timeout=10
-        )
-        changes = subprocess.run(
-            ["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True, timeout=10
-        )
+        return {"commit": _git("rev-parse", "HEAD"), "changed": bool(_git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
         return None
-    return {"commit": commit.stdout.strip(), "changed": bool(changes.stdout.strip())}
+
+
+def _git(*words: str) -> str:
+    here = Path(__file__).parent
+    return subprocess.run(
+        ["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=10
+    ).stdout.strip()
