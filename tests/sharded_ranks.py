@@ -169,7 +169,7 @@ def parts_of_run(kind, ranks, resumed=None):
     optimiser = Optimizer(model, how, ranks=ranks)
     if resumed is not None:
         state = load_trainer(resumed, optimiser)
-        critic.load_state(load_part(resumed, "critic", critic.blank_state()), state.judge_steps)
+        critic.load_state(load_part(resumed, "critic", critic.blank_state()), state.value_model_steps)
     scorers = {"reference": LogprobScorer(reference)}
     settings = LearnerSettings(microbatch_tokens=60)
     return Learner(LogprobScorer(model), optimiser, WITH_ALL_TERMS, settings, scorers, ranks), critic

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ludus.config.settings import Setting, find, is_section, suggestion
+from ludus.config.settings import Setting, find, is_inside, is_section, suggestion
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def _apply(data: dict[str, object], override: Override) -> str:
             return f"{key} needs a value{expected}: write --{key} VALUE."
         _write(data, key, True)
         return ""
-    _write(data, key, _value(override.text, setting, free=setting is not None and setting.holds(key)))
+    _write(data, key, _value(override.text, setting, free=setting is not None and is_inside(key, setting)))
     return ""
 
 

@@ -84,8 +84,8 @@ def check_resume(folder: RunFolder, config: Config, kind: Kind) -> None:
     Model, world, seed, folder and an existing cold start must not change, and the number of steps must not be
     below those done. Raises StorageError if the newest checkpoint or the metrics are damaged.
     """
-    for shelf in (folder.checkpoints, folder.path / "cold_start" / "checkpoints"):
-        for _, path in list_checkpoints(shelf)[-1:]:
+    for checkpoints in (folder.checkpoints, folder.path / "cold_start" / "checkpoints"):
+        for _, path in list_checkpoints(checkpoints)[-1:]:
             check_manifest(path)
     check_metrics(folder, steps_done(folder))
     fixed = _FIXED

@@ -124,7 +124,7 @@ class SftBatch:
 def batches(session: TrainingSession, settings: SftConfig) -> Iterator[SftBatch]:
     """Yield the rows of each step endlessly, in an order that depends on the seed alone.
 
-    A file is shuffled anew for each epoch. Dialogues longer than `rollout.max_seq_len` are skipped. Raises
+    A file is reshuffled in each epoch. Dialogues longer than `rollout.max_seq_len` are skipped. Raises
     UserError if too many are skipped in a row.
     """
     rows: list[Row] = []

@@ -119,7 +119,7 @@ def test_the_losses_are_those_of_the_formulas():
         for p in [1 / (1 + math.exp(-score))]
     ]
     assert losses(model, [TURNS, ALONE]).tolist() == pytest.approx(wanted, rel=1e-4)
-    judged = model.judge([*TURNS.sequences, *ALONE.sequences], 3)
+    judged = model.predict([*TURNS.sequences, *ALONE.sequences], 3)
     assert [p for sequence in judged for p in sequence] == pytest.approx(
         [1 / (1 + math.exp(-score)) for score in scores], rel=1e-4
     )
@@ -216,7 +216,7 @@ def test_a_reward_model_loads_with_its_head(trained):
     assert model.kind == "process"
     assert float(model.states.head.weight.detach().abs().sum()) > 0
     sequences = [example.sequences[0] for example in load_examples(trained / "examples.jsonl.gz")][:3]
-    judged = model.judge(sequences, 400)
+    judged = model.predict(sequences, 400)
     assert [len(values) for values in judged] == [len(sequence.at) for sequence in sequences]
     for sequence, values in zip(sequences, judged, strict=True):
         plain = [1 / (1 + math.exp(-score)) for score in by_hand(model, sequence)]
@@ -278,7 +278,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(source, tmp_path, trai
     write_rollouts(one, wrong)
     data = ("--reward_model.data", one, "--reward_model.kind")
     assert "it is a rollout" in refused(*base, *data, "pairwise")
-    assert "failed: there is nothing to tell apart" in refused(*base, *data, "pointwise")
+    assert "failed, and a reward model needs both outcomes" in refused(*base, *data, "pointwise")
     assert "ludus sft" in refused("reward-model", recipe, "--run", source, "--model.from_scratch", "true")
     assert not folder.exists()
     assert "reward_model.kind" in refused("reward-model", "--resume", trained, "--reward_model.kind", "pairwise")

@@ -21,11 +21,11 @@ from ludus.errors import StorageError, UserError
 from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line, write_lines
 from ludus.tools.base import Tool
 from ludus.training.datasets.messages import (
+    as_object,
     as_text,
     as_words,
     check_turns,
-    given,
-    parsed,
+    parse_json,
     read_messages,
     read_tools,
     read_train_flags,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def read_rows(path: Path) -> Iterator[object]:
-    """Yield the rows of a folder written by `Dataset.save_to_disk`; of several splits, those of train.
+    """Yield the rows of a folder written by `Dataset.save_to_disk`; with several splits, those of `train`.
 
     Raises UserError for another folder, and if the package is not installed.
     """
@@ -46,7 +46,7 @@ def read_rows(path: Path) -> Iterator[object]:
     except ImportError as error:
         raise UserError(
             f"{path} is a folder, and reading a dataset needs the package datasets.",
-            "Install it: pip install 'ludus[datasets]', or give a file of JSON lines.",
+            "Install it: pip install 'ludus[datasets]', or use a file of JSON lines.",
         ) from error
     try:
         found = load_from_disk(str(path))
@@ -85,7 +85,7 @@ T = TypeVar("T")
 
 
 def write_records(path: Path, records: Iterable[DataclassInstance]) -> None:
-    """Write records atomically; equal records give equal bytes. Raises StorageError."""
+    """Write records atomically; equal records produce equal files. Raises StorageError."""
     write_lines(path, (json.dumps(asdict(r), allow_nan=False, separators=(",", ":")) for r in records))
 
 
@@ -103,7 +103,7 @@ def load_records(path: Path, kind: type[T]) -> list[T]:
 DataKind = Literal["dialogue", "labelled dialogue", "pair", "rollout"]
 
 DATA_CLASSES: tuple[DataClass, ...] = get_args(DataClass)
-_HOW = "docs/use/data.md has the formats; `ludus data check {path}` lists what is wrong."
+_HOW = "docs/use/data.md has the formats; `ludus data check {path}` lists all problems."
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,20 +239,20 @@ def _records(path: Path) -> Iterator[tuple[int, Record | FileProblem]]:
             yield line, FileProblem(line, "a list over several lines begins, and a record has one line")
             return
         try:
-            yield line, parse_record(parsed(data, "it") if isinstance(data, bytes) else data)
+            yield line, parse_record(parse_json(data, "it") if isinstance(data, bytes) else data)
         except (ValueError, TypeError, KeyError) as error:
             yield line, FileProblem(line, str(error))
 
 
 def parse_record(data: object) -> Record:
     """Parse a record of any kind. Raises ValueError, TypeError or KeyError with the fault."""
-    found = given(data, "it")
+    found = as_object(data, "it")
     if "messages" in found:
         return _parse_dialogue(found)
     if "trajectory" in found:
         trajectory = found["trajectory"]
         if isinstance(trajectory, str):  # a table row, without an advantage that is None
-            data = {"advantage": None, **found, "trajectory": parsed(trajectory, "trajectory")}
+            data = {"advantage": None, **found, "trajectory": parse_json(trajectory, "trajectory")}
         return parse_rollout(data)
     if found.keys() & {"prompt", "completion", "chosen", "rejected"}:
         return _parse_pair(found) if "completion" not in found else _parse_completion(found)
@@ -301,15 +301,15 @@ def _parse_dialogue(data: dict[str, object]) -> FileDialogue:
 
 def _parse_completion(data: dict[str, object]) -> FileDialogue:
     """Parse TRL's unpaired format; text instead of messages is the user's or the assistant's."""
-    if odd := sorted(data.keys() & {"chosen", "rejected"}):
-        raise ValueError(f"it has {odd[0]} and completion, and is a pair or a labelled dialogue")
+    if extra := sorted(data.keys() & {"chosen", "rejected"}):
+        raise ValueError(f"it has {extra[0]} and completion, and is a pair or a labelled dialogue")
     label, answer, asked = data.get("label"), data["completion"], data.get("prompt")
     if not isinstance(label, bool):
         raise ValueError(f"label is {as_words(label)}, and must be true or false")
     tools = read_tools(data.get("tools"))
     prompt = _prompt([{"role": "user", "content": asked}] if isinstance(asked, str) else asked)
-    said = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
-    completion = _parse_side(said, "completion", prompt, tools)
+    message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+    completion = _parse_side(message, "completion", prompt, tools)
     trains = [False] * len(prompt) + [message["role"] == "assistant" for message in completion]
     return FileDialogue((*prompt, *completion), tools, tuple(trains), label=label)
 
@@ -341,9 +341,9 @@ def _parse_pair(data: dict[str, object]) -> FilePair:
 
 def _parse_side(data: object, name: str, prompt: tuple[Message, ...], tools: tuple[Tool, ...]) -> tuple[Message, ...]:
     """Parse one continuation: a message or a list of messages."""
-    given_messages = [data] if isinstance(data, dict) else data
-    messages = read_messages(given_messages, name)
-    for i, trains in enumerate(read_train_flags(given_messages, name)):
+    items = [data] if isinstance(data, dict) else data
+    messages = read_messages(items, name)
+    for i, trains in enumerate(read_train_flags(items, name)):
         if messages[i]["role"] == "assistant" and not trains:
             raise ValueError(f"{name}[{i}].train is false, and what does not train belongs into the prompt")
     if not messages or messages[0]["role"] != "assistant":

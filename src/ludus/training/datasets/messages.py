@@ -20,7 +20,7 @@ _MAX_DEPTH = 100
 """Maximum nesting; templates render values recursively."""
 
 
-def given(data: object, where: str) -> dict[str, object]:
+def as_object(data: object, where: str) -> dict[str, object]:
     """Return the object without keys whose value is None."""
     if not isinstance(data, dict):
         raise ValueError(f"{where} is {as_words(data)}, and must be an object")
@@ -38,7 +38,7 @@ def as_text(data: object, where: str) -> str:
     return data
 
 
-def parsed(text: str | bytes, where: str) -> object:
+def parse_json(text: str | bytes, where: str) -> object:
     """Parse JSON text. Raises ValueError if it is invalid."""
     try:
         value: object = json.loads(text)
@@ -60,7 +60,7 @@ def read_train_flags(data: object, where: str) -> tuple[bool, ...]:
     """Return whether each message trains: assistant messages do unless their `train` is false."""
     flags = []
     for i, item in enumerate(_list(data, where)):
-        message = given(item, f"{where}[{i}]")
+        message = as_object(item, f"{where}[{i}]")
         train = message.get("train", message.get("role") == "assistant")
         if not isinstance(train, bool):
             raise ValueError(f"{where}[{i}].train is {as_words(train)}, and must be true or false")
@@ -71,7 +71,7 @@ def read_train_flags(data: object, where: str) -> tuple[bool, ...]:
 def read_tools(data: object) -> tuple[Tool, ...]:
     """Return the tools of a list of OpenAI schemas, or of its JSON text; none for None."""
     if isinstance(data, str):
-        data = parsed(data, "tools")
+        data = parse_json(data, "tools")
     tools = [_tool(item, f"tools[{i}]") for i, item in enumerate(_list(data, "tools"))] if data else []
     names = [tool.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -112,7 +112,7 @@ def _position_fault(messages: Sequence[Message], at: int) -> str:
 
 
 def _message(data: object, where: str) -> Message:
-    found = given(data, where)
+    found = as_object(data, where)
     if unknown := sorted(found.keys() - _KEYS):
         raise ValueError(f"{where} has the unknown key {unknown[0]!r}")
     roles: tuple[Role, ...] = get_args(Role)
@@ -138,12 +138,12 @@ def _message(data: object, where: str) -> Message:
 
 def _call(data: object, place: int, where: str) -> MessageToolCall:
     """A call; its arguments may stand as an object or as JSON text of one."""
-    call = given(data, where)
-    function = given(call.get("function"), f"{where}.function")
+    call = as_object(data, where)
+    function = as_object(call.get("function"), f"{where}.function")
     name = as_text(function.get("name"), f"{where}.function.name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = parsed(arguments, f"{where}.function.arguments")
+        arguments = parse_json(arguments, f"{where}.function.arguments")
     if not isinstance(arguments, dict):
         raise ValueError(f"{where}.function.arguments is {as_words(arguments)}, and must be an object")
     _check_value(arguments, f"{where}.function.arguments")
@@ -153,13 +153,12 @@ def _call(data: object, place: int, where: str) -> MessageToolCall:
 
 
 def _tool(data: object, where: str) -> Tool:
-    function = given(given(data, where).get("function"), f"{where}.function")
+    function = as_object(as_object(data, where).get("function"), f"{where}.function")
     name = as_text(function.get("name"), f"{where}.function.name")
     about = as_text(function.get("description", ""), f"{where}.function.description")
-    given_parameters = given(function.get("parameters", {}), f"{where}.function.parameters")
-    _check_value(given_parameters, f"{where}.function.parameters")
-    parameters = _without_none(given_parameters)
-    schema = FunctionSchema(name=name, description=about, parameters=parameters)
+    parameters = as_object(function.get("parameters", {}), f"{where}.function.parameters")
+    _check_value(parameters, f"{where}.function.parameters")
+    schema = FunctionSchema(name=name, description=about, parameters=_without_none(parameters))
     return described_tool(ToolSchema(type="function", function=schema))
 
 

@@ -56,7 +56,7 @@ class PreferenceTraining(SupervisedTraining):
     def restore(self, checkpoint: Path, state: TrainerState) -> None:
         """Restore the weights and the running mean."""
         super().restore(checkpoint, state)
-        self.running = RunningMean.from_json(state.memory)
+        self.running = RunningMean.from_json(state.algorithm_state)
 
     def algorithm_state(self) -> str:
         """Return the serialized running mean."""
@@ -99,7 +99,10 @@ def preference_step(
     """
     baseline = _baseline(scorer, pairs, settings, running)
     totals: dict[str, float] = {}
-    shares = _shares(pairs)
+    num_sides = {
+        "preference/chosen_logprob": sum(bool(pair.chosen.tokens) for pair in pairs),
+        "preference/rejected_logprob": sum(bool(pair.rejected.tokens) for pair in pairs),
+    }
     for part in split_by_tokens(pairs, settings.microbatch_tokens):
         inputs = _score_pairs(scorer, part)
         level = baseline.to(inputs["chosen_logprobs"])
@@ -108,7 +111,7 @@ def preference_step(
             raise LearnerError(f"The loss is {float(loss.detach())}.", "Lower preference.learning_rate.")
         torch.autograd.backward(loss)
         for name, value in _sums(inputs, level, settings).items():
-            if num := shares.get(name, len(pairs)):
+            if num := num_sides.get(name, len(pairs)):
                 totals[name] = totals.get(name, 0.0) + value / num
         totals["loss/total"] = totals.get("loss/total", 0.0) + float(loss.detach())
     taken = step_metrics(optimizer)
@@ -243,15 +246,15 @@ def _score(scorer: LogprobScorer, sides: Sequence[PairSide], max_tokens: int) ->
 
 
 def _score_pairs(scorer: LogprobScorer, pairs: Sequence[PreferencePair]) -> PairInputs:
-    """Score the pairs in one pass, with gradient; all `[N, L]`, padded to one length."""
-    sides = list(sides_of(pairs))
-    device, dtype = next(scorer.model.parameters()).device, torch.float32
-    (part,) = microbatches([s.row for s in sides], sys.maxsize, device, dtype, shared=scorer.shares_prefixes)
-    back = torch.tensor(part.index, device=device).argsort()
-    logprobs = scorer.score(part.tokens, part.trains).logprobs[back]
+    """Score the pairs in one pass, with gradient; all `[N, L]`, padded to one length. Missing sides are zero."""
+    num, sides = len(pairs), [*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)]
+    existing = [i for i, side in enumerate(sides) if side.tokens]
+    rows, device = [sides[i].row for i in existing], next(scorer.model.parameters()).device
+    (part,) = microbatches(rows, sys.maxsize, device, torch.float32, shared=scorer.shares_prefixes)
+    scored = scorer.score(part.tokens, part.trains).logprobs
+    places = torch.tensor([existing[i] for i in part.index], device=device)
+    logprobs = scored.new_zeros(2 * num, scored.shape[1]).index_copy(0, places, scored)
     reference, mask = _reference(sides, logprobs)
-    num, places = len(pairs), _side_indices(pairs, device)
-    logprobs, reference, mask = (_scatter(places, rows, 2 * num) for rows in (logprobs, reference, mask))
     return {
         "chosen_logprobs": logprobs[:num],
         "rejected_logprobs": logprobs[num:],
@@ -260,24 +263,6 @@ def _score_pairs(scorer: LogprobScorer, pairs: Sequence[PreferencePair]) -> Pair
         "chosen_mask": mask[:num],
         "rejected_mask": mask[num:],
     }
-
-
-def _side_indices(pairs: Sequence[PreferencePair], device: torch.device) -> Tensor:
-    """Return the indices of the sides of `sides_of` among all `chosen` and `rejected`, missing ones included."""
-    sides = [*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)]
-    return torch.tensor([i for i, side in enumerate(sides) if side.tokens], device=device)
-
-
-def _scatter(places: Tensor, rows: Tensor, num: int) -> Tensor:
-    """Scatter the rows to their places among `num`; other rows are zero."""
-    return rows.new_zeros(num, rows.shape[1]).index_copy(0, places, rows)
-
-
-def _shares(pairs: Sequence[PreferencePair]) -> dict[str, int]:
-    """Return the number of pairs over which one-sided metrics are averaged."""
-    chosen = sum(bool(pair.chosen.tokens) for pair in pairs)
-    rejected = sum(bool(pair.rejected.tokens) for pair in pairs)
-    return {"preference/chosen_logprob": chosen, "preference/rejected_logprob": rejected}
 
 
 def _reference(sides: Sequence[PairSide], like: Tensor) -> tuple[Tensor, Tensor]:

@@ -54,13 +54,13 @@ def sample_continuations(
         )
     history = {key: value for _, record in records for key, value in _histories(record.trajectory).items()}
     tasks = {task.id: task for task in session.world.tasks("train")}
-    jobs, histories = [], {}
+    requests, histories = [], {}
     for number, ((task_id, _), segments) in enumerate(history.items(), start=1):
         for sample in range(num):
             key = RolloutKey(number, task_id, sample)
-            jobs.append(RolloutRequest(key, _task(tasks, task_id)))
+            requests.append(RolloutRequest(key, _task(tasks, task_id)))
             histories[number] = segments
-    episodes = asyncio.run(_run_rollouts(session, jobs, histories))
+    episodes = asyncio.run(_run_rollouts(session, requests, histories))
     return [e.trajectory for e in episodes if e.trajectory.failure is None]
 
 
@@ -83,22 +83,22 @@ def _task(tasks: dict[str, Task], task_id: str) -> Task:
 
 
 async def _run_rollouts(
-    session: TrainingSession, jobs: Sequence[RolloutRequest], histories: dict[int, History]
+    session: TrainingSession, requests: Sequence[RolloutRequest], histories: dict[int, History]
 ) -> list[Episode]:
     config, engine = session.config, make_engine(session)
     plan = SamplingPlan("play on", config.rollout.temperature, config.run.seed)
     scheduler = session_scheduler(session, engine, plan, Ledger())
     make_chat = scheduler.make_chat
 
-    def resume_from_history(job: RolloutRequest) -> ChatSession:
-        conversation = make_chat(job)
+    def resume_from_history(request: RolloutRequest) -> ChatSession:
+        conversation = make_chat(request)
         assert isinstance(conversation, EngineChatSession)
-        return replace(conversation, recorded=histories[job.key.step])
+        return replace(conversation, recorded=histories[request.key.step])
 
     scheduler.make_chat = resume_from_history
     try:
         async with closing(session.world):
-            return await scheduler.run(jobs)
+            return await scheduler.run(requests)
     finally:
         await engine.close()
 
@@ -215,7 +215,7 @@ def _check(examples: Sequence[RewardExample], session: TrainingSession) -> None:
     if len(targets) == 1:
         how = "succeeded" if targets == {1.0} else "failed"
         raise UserError(
-            f"All {len(examples)} attempts of {where} {how}: there is nothing to tell apart.",
+            f"All {len(examples)} attempts of {where} {how}, and a reward model needs both outcomes.",
             "Use a run with successes and failures, and its world.",
         )
     check_vocabulary(max(max(sequence.tokens) for example in examples for sequence in example.sequences), session)

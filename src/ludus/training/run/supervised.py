@@ -88,10 +88,10 @@ class SupervisedTraining(ABC):
         return self.last
 
     def _save(self, step: int) -> None:
-        shelf, session = self.folder.checkpoints, self.session
-        state = TrainerState(step, self.optimizer.num_steps, Ledger().state(), memory=self.algorithm_state())
-        self.last = save_checkpoint(shelf, session.model, session.tokenizer, self.optimizer, state, self.extra())
-        prune(shelf, self._keep)
+        checkpoints, session = self.folder.checkpoints, self.session
+        state = TrainerState(step, self.optimizer.num_steps, Ledger().state(), algorithm_state=self.algorithm_state())
+        self.last = save_checkpoint(checkpoints, session.model, session.tokenizer, self.optimizer, state, self.extra())
+        prune(checkpoints, self._keep)
 
 
 def step_metrics(optimizer: Optimizer) -> dict[str, float]:

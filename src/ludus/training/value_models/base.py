@@ -182,9 +182,9 @@ class StateModel(TrainedModel):
         ranks: Collectives = ONE_PROCESS,
     ) -> None:
         """Raise UserError if the model's hidden states are unavailable."""
-        hint, again = "Use an algorithm without a critic.", settings.recompute
+        hint = "Use an algorithm without a critic."
         body = policy if settings.on_policy else copy.deepcopy(policy)
-        self._states = HeadModel(body.eval(), "critic", hint, outputs, recompute=again)
+        self._states = HeadModel(body.eval(), "critic", hint, outputs, recompute=settings.recompute)
         self.head = self._states.head
         self.model = self._states.model
         if settings.on_policy:

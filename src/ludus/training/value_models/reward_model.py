@@ -43,7 +43,7 @@ class RewardModel:
         return list(torch.split(found, [len(sequence.at) for sequence in sequences]))
 
     @torch.no_grad()
-    def judge(self, sequences: Sequence[ScoredSequence], max_tokens: int) -> list[tuple[float, ...]]:
+    def predict(self, sequences: Sequence[ScoredSequence], max_tokens: int) -> list[tuple[float, ...]]:
         """Return `sigmoid(score)` at each position, in batches of at most `max_tokens` tokens or one attempt."""
         found: list[tuple[float, ...]] = []
         for part in split_by_tokens(sequences, max_tokens):
@@ -52,7 +52,7 @@ class RewardModel:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class RewardPrediction:
     """Ensemble result for one attempt: a value in [0, 1] per position, and the mean standard deviation."""
 
     values: tuple[float, ...]
@@ -75,28 +75,28 @@ class RewardEnsemble:
         """The kind of the members."""
         return self.members[0].kind
 
-    def judge(self, sequences: Sequence[ScoredSequence], max_tokens: int) -> list[Judgement]:
-        """Return each attempt's judgement, in batches of at most `max_tokens` tokens (or one attempt)."""
-        judged = [member.judge(sequences, max_tokens) for member in self.members]
-        return [self._pooled(torch.tensor(each, dtype=torch.float64)) for each in zip(*judged, strict=True)]
+    def predict(self, sequences: Sequence[ScoredSequence], max_tokens: int) -> list[RewardPrediction]:
+        """Return each attempt's prediction, in batches of at most `max_tokens` tokens (or one attempt)."""
+        predictions = [member.predict(sequences, max_tokens) for member in self.members]
+        return [self._pooled(torch.tensor(each, dtype=torch.float64)) for each in zip(*predictions, strict=True)]
 
-    def _pooled(self, values: Tensor) -> Judgement:
+    def _pooled(self, values: Tensor) -> RewardPrediction:
         """Combine values `[members, positions]`."""
         std = values.std(0, correction=0)
         pooled = (values.mean(0) - self.std_coef * std).clamp(min=0.0)
-        return Judgement(tuple(pooled.tolist()), float(std.mean()))
+        return RewardPrediction(tuple(pooled.tolist()), float(std.mean()))
 
 
 def head_name(kind: Kind) -> str:
-    """Return the checkpoint part of the head; the name includes what it was trained for."""
+    """Return the checkpoint part of the head; the name includes the kind."""
     return f"reward_{kind}"
 
 
 def make_reward_model(session: TrainingSession) -> RewardModel:
     """Add a zero head to the session's model. Raises UserError if the model is unsupported."""
-    again = session.config.model.activation_checkpointing
+    recompute = session.config.model.activation_checkpointing
     hint = "Use another model, for example with --model."
-    states = HeadModel(session.model, "reward model", hint, recompute=again)
+    states = HeadModel(session.model, "reward model", hint, recompute=recompute)
     return RewardModel(states, session.config.reward_model.kind)
 
 
