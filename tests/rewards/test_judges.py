@@ -21,7 +21,7 @@ from ludus.training.learner.optimizer import OptimizerSettings
 from ludus.training.rl.build import train
 from ludus.training.rl.train_step import filter_and_estimate
 from ludus.training.run.run_dir import RunFolder, locked, new_run
-from ludus.training.run.session import open_session, with_adapters
+from ludus.training.run.session import add_lora, open_session
 from ludus.training.value_models.base import StateSettings
 from ludus.training.value_models.critic import CriticSettings, OutcomeCritic
 from ludus.training.value_models.factory import score_values, train_on_tables, train_value_model
@@ -134,7 +134,7 @@ def test_its_state_comes_back_bit_for_bit(make):
 
 
 def test_with_adapters_it_is_they_that_learn_rewards():
-    model = with_adapters(tiny_model(), LoraConfig(rank=2, target_modules=["q_proj", "v_proj"]))
+    model = add_lora(tiny_model(), LoraConfig(rank=2, target_modules=["q_proj", "v_proj"]))
     rows, one = random_rows(6), process_reward(model, beta=1.0)
     frozen = [p.clone() for p in one.model.parameters() if not p.requires_grad]
     reports = [learn(one, rows) for _ in range(15)]

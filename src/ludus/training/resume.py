@@ -51,7 +51,7 @@ def steps_done(folder: RunFolder) -> int:
     return found[-1][0] if found else 0
 
 
-def place_of(folder: RunFolder, config: Config, kind: Kind) -> str:
+def describe_resume(folder: RunFolder, config: Config, kind: Kind) -> str:
     """Describe where an incomplete run resumes."""
     unit = "round" if kind == "rft" else "step"
     found = list_checkpoints(folder.checkpoints)

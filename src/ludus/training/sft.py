@@ -19,7 +19,13 @@ from ludus.envs.base import Demonstration, World
 from ludus.envs.registry import build_world
 from ludus.errors import LearnerError, UserError
 from ludus.training.batches.rows import Row, microbatches, row_of_segments
-from ludus.training.datasets.sources import MOST_LEFT_OUT, check_sources, demonstrating, dialogue_segments, dialogues
+from ludus.training.datasets.sources import (
+    MAX_SKIPPED,
+    check_sources,
+    dialogue_segments,
+    dialogues,
+    require_demonstrations,
+)
 from ludus.training.datasets.token_limits import check_dialogues
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer
@@ -37,7 +43,7 @@ def make_session(config: Config) -> TrainingSession:
         return _checked(open_session(config))
     set_up_compute(config)
     world = build_world(config.env, config.rollout, config.sandbox)
-    tokenizer = train_tokenizer(demonstrating(world).texts(), config.model.init.vocab_size)
+    tokenizer = train_tokenizer(require_demonstrations(world).texts(), config.model.init.vocab_size)
     model = build_tiny(config.model.init, tokenizer, config.run.seed)
     return _checked(TrainingSession(config, world, model, tokenizer, make_renderer(config.env, tokenizer)))
 
@@ -45,7 +51,7 @@ def make_session(config: Config) -> TrainingSession:
 def check_sft(config: Config, world: World) -> None:
     """Raise UserError for a world without demonstrations, and for an invalid source of dialogues."""
     if config.model.from_scratch:
-        demonstrating(world)
+        require_demonstrations(world)
     check_sources(config, world)
 
 
@@ -134,7 +140,7 @@ def batches(session: TrainingSession, settings: SftConfig) -> Iterator[SftBatch]
         row = replace(dialogue_row(session.renderer, dialogue), data_class=data_class)
         if len(row.tokens) > budget:
             left_out, streak = left_out + 1, streak + 1
-            if streak == MOST_LEFT_OUT:
+            if streak == MAX_SKIPPED:
                 raise UserError(
                     f"{streak:,} dialogues in a row are longer than rollout.max_seq_len ({budget}).",
                     f"Raise it: the last one takes {len(row.tokens)} tokens.",

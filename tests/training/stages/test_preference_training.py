@@ -30,7 +30,7 @@ from ludus.training.preference.pairs import (
     load_pairs,
     pairs_of_branches,
     pairs_of_rollouts,
-    with_others,
+    with_mismatched,
     with_reference,
 )
 from ludus.training.preference.train import LOSSES, RunningMean, preference_step
@@ -147,10 +147,10 @@ def test_others_are_the_prompt_with_the_answers_to_another_prompt():
     other = PreferencePair(
         "3", 1, PairSide((7, 8, 9), (False, False, True)), PairSide((7, 8, 5, 5), (False, False, True, True))
     )
-    found = with_others([one, same, other], max_tokens=3)
-    assert found[0].others == (PairSide((1, 9), (False, True)), PairSide((1, 5, 5), (False, True, True)))
-    assert found[2].others == (PairSide((7, 8, 4), (False, False, True)),)
-    assert with_others([one, same], max_tokens=9)[0].others == ()
+    found = with_mismatched([one, same, other], max_tokens=3)
+    assert found[0].mismatched == (PairSide((1, 9), (False, True)), PairSide((1, 5, 5), (False, True, True)))
+    assert found[2].mismatched == (PairSide((7, 8, 4), (False, False, True)),)
+    assert with_mismatched([one, same], max_tokens=9)[0].mismatched == ()
 
 
 def test_every_pair_comes_once_a_lap_in_an_order_of_the_seed():
@@ -186,7 +186,7 @@ def step_of(model, pairs, settings, running=None):
 @pytest.mark.parametrize("loss", ["dpo", "simpo", "ipo", "kto"])
 def test_the_step_takes_the_loss_of_the_algorithm_whatever_the_microbatches(session, source, loss):
     pairs = pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)
-    pairs = with_reference(with_others(pairs, 320), LogprobScorer(session.model), 4096)
+    pairs = with_reference(with_mismatched(pairs, 320), LogprobScorer(session.model), 4096)
     beta = 0.3
     whole, cut = (
         step_of(moved(session), pairs, PreferenceConfig(loss=loss, beta=beta, microbatch_tokens=tokens))
@@ -201,8 +201,8 @@ def test_the_step_takes_the_loss_of_the_algorithm_whatever_the_microbatches(sess
 def test_kto_takes_the_mean_over_labelled_dialogues(session, source):
     pairs = pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)[:3]
     sides = [replace(pairs[0], rejected=NO_SIDE), replace(pairs[1], chosen=NO_SIDE), pairs[2]]
-    given = with_reference(with_others(sides, 320), LogprobScorer(session.model), 4096)
-    assert [len(pair.others) for pair in given] == [1, 2, 1]
+    given = with_reference(with_mismatched(sides, 320), LogprobScorer(session.model), 4096)
+    assert [len(pair.mismatched) for pair in given] == [1, 2, 1]
     whole, cut = (
         step_of(moved(session), given, PreferenceConfig(loss="kto", beta=0.3, microbatch_tokens=tokens))
         for tokens in (10**6, 1)
@@ -214,7 +214,7 @@ def test_kto_takes_the_mean_over_labelled_dialogues(session, source):
     def gain(side: PairSide) -> float:
         return sums(model, side)[0] - sums(reference, side)[0]
 
-    others = [gain(side) for pair in given for side in pair.others]
+    others = [gain(side) for pair in given for side in pair.mismatched]
     z = max(0.0, sum(others) / len(others))
     good = [1 - 1 / (1 + math.exp(-0.3 * (gain(given[i].chosen) - z))) for i in (0, 2)]
     bad = [1 - 1 / (1 + math.exp(-0.3 * (z - gain(given[i].rejected)))) for i in (1, 2)]
@@ -244,7 +244,7 @@ def test_kto_trains_on_a_file_without_pairs(source, tmp_path):
         (True, False), (False, True), (False, True)
     ]  # fmt: skip
     assert all(len(side.reference) == sum(side.trains) for pair in pairs for side in pair.all_sides)
-    assert all(len(pair.others) == 1 for pair in pairs)
+    assert all(len(pair.mismatched) == 1 for pair in pairs)
     said = ludus("preference", *words, "--preference.loss", "bco", "--run.dir", tmp_path / "bco")
     assert said.code == 0, said
     rows = read_metrics(tmp_path / "bco" / "metrics.jsonl")
@@ -328,8 +328,8 @@ def by_hand(loss: str, model, reference, pairs: list[PreferencePair], beta: floa
         return torch.tensor([[value]])
 
     total = 0.0
-    baseline = sum(sums(model, a)[0] - sums(reference, a)[0] for p in pairs for a in p.others)
-    baseline = max(0.0, baseline / sum(len(p.others) for p in pairs))
+    baseline = sum(sums(model, a)[0] - sums(reference, a)[0] for p in pairs for a in p.mismatched)
+    baseline = max(0.0, baseline / sum(len(p.mismatched) for p in pairs))
     for pair in pairs:
         (c, n_c), (r, n_r) = sums(model, pair.chosen), sums(model, pair.rejected)
         (ref_c, _), (ref_r, _) = sums(reference, pair.chosen), sums(reference, pair.rejected)

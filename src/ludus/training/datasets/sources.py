@@ -22,7 +22,7 @@ from ludus.tasks.order import permutation
 from ludus.training.datasets.files import DATA_CLASSES, read_dialogues
 from ludus.types import DataClass, Segment
 
-MOST_LEFT_OUT = 2000
+MAX_SKIPPED = 2000
 """Consecutive dialogues of excluded classes after which a source is rejected."""
 
 Labelled = tuple[Demonstration, DataClass]
@@ -67,10 +67,10 @@ class DialogueSource:
             data_class = class_of(dialogue) if dialogue.data_class or not default else default
             share = classes.get(data_class, 1.0) / most
             left_out = 0 if share else left_out + 1
-            if left_out == MOST_LEFT_OUT:
+            if left_out == MAX_SKIPPED:
                 excluded = ", ".join(one for one, weight in classes.items() if not weight)
                 raise UserError(
-                    f"{self.title} has {MOST_LEFT_OUT:,} dialogues in a row of classes that "
+                    f"{self.title} has {MAX_SKIPPED:,} dialogues in a row of classes that "
                     f"sft.classes leaves out ({excluded}).",
                     "Raise a weight in sft.classes, or remove the source.",
                 )
@@ -84,7 +84,7 @@ class DialogueSource:
             found = read_dialogues(Path(self.settings.data))
             for epoch in itertools.count():
                 yield from (found[i] for i in permutation(len(found), f"sft:{seed}", epoch))
-        world = demonstrating(self.world)
+        world = require_demonstrations(self.world)
         first = random.Random(seed).randrange(2**31) if self.name else self.config.run.seed + 1
         for epoch in itertools.count():
             empty = True
@@ -125,7 +125,7 @@ def dialogue_segments(renderer: Renderer, dialogue: Demonstration) -> tuple[Segm
     return render_dialogue(renderer, plain, dialogue.tools)
 
 
-def demonstrating(world: World) -> World:
+def require_demonstrations(world: World) -> World:
     """Return the world. Raises UserError if it has no demonstrations."""
     if not world.implements("demonstrations"):
         raise UserError(

@@ -64,7 +64,7 @@ def check_dialogues(session: TrainingSession) -> None:
                 f"No dialogue of {source.title} fits into rollout.max_seq_len ({budget}): under this model's chat "
                 f"template {len(lengths)} of them take {min(totals)} to {max(totals)} tokens, the prompt {prompt} or "
                 "more.",
-                f"Set --rollout.max_seq_len {rounded(max(totals))}.",
+                f"Set --rollout.max_seq_len {round_up(max(totals))}.",
             )
 
 
@@ -87,14 +87,14 @@ def dialogue_warnings(lengths: Sequence[DialogueLength], rollout: RolloutConfig,
         found.append(
             f"{len(long)} of {len(lengths)} demonstrations{shown} are longer than rollout.max_seq_len "
             f"({rollout.max_seq_len}) under this model's chat template: {effect}. "
-            f"--rollout.max_seq_len {rounded(max(one.total for one in long))} fits all of them."
+            f"--rollout.max_seq_len {round_up(max(one.total for one in long))} fits all of them."
         )
     wordy = [one for one in lengths if one.longest_action > rollout.max_tokens_per_turn]
     if wordy:
         found.append(
             f"{len(wordy)} of {len(lengths)} demonstrations have an action that is longer than "
             f"rollout.max_tokens_per_turn ({rollout.max_tokens_per_turn}), which a rollout would cut off: "
-            f"--rollout.max_tokens_per_turn {rounded(max(one.longest_action for one in wordy))} fits all."
+            f"--rollout.max_tokens_per_turn {round_up(max(one.longest_action for one in wordy))} fits all."
         )
     return found
 
@@ -124,7 +124,7 @@ def check_prompts(session: TrainingSession) -> list[str]:
             f"No prompt of the world {world.name!r} leaves room for an answer: under this model's chat "
             f"template prompts with tools take {min(prompts)} to {max(prompts)} tokens, rollout.max_seq_len "
             f"allows {rollout.max_seq_len}{f' and the model {context}' if context else ''}.",
-            f"Set --rollout.max_seq_len {rounded(longest)}.",
+            f"Set --rollout.max_seq_len {round_up(longest)}.",
         )
     if not crowded:
         return []
@@ -166,6 +166,6 @@ def _demonstrations(session: TrainingSession) -> list[Demonstration]:
         return []
 
 
-def rounded(tokens: int) -> int:
+def round_up(tokens: int) -> int:
     """Round up to a multiple of 64."""
     return -(-tokens // _STEP) * _STEP

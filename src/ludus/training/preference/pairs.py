@@ -58,7 +58,7 @@ NO_SIDE = PairSide((), ())
 class PreferencePair:
     """Two trajectories with one prompt. `source` names its origin, `gap` is the reward difference.
 
-    A labelled dialogue has one side; the other one is `NO_SIDE`. `others` are this prompt with the answers to
+    A labelled dialogue has one side; the other one is `NO_SIDE`. `mismatched` are this prompt with the answers to
     another one, on which KTO estimates its baseline.
     """
 
@@ -66,7 +66,7 @@ class PreferencePair:
     gap: float
     chosen: PairSide
     rejected: PairSide
-    others: tuple[PairSide, ...] = ()
+    mismatched: tuple[PairSide, ...] = ()
 
     @property
     def sides(self) -> tuple[PairSide, ...]:
@@ -76,7 +76,7 @@ class PreferencePair:
     @property
     def all_sides(self) -> tuple[PairSide, ...]:
         """All trajectories, `chosen` first."""
-        return (*self.sides, *self.others)
+        return (*self.sides, *self.mismatched)
 
     @property
     def num_tokens(self) -> int:
@@ -188,7 +188,7 @@ def pairs_of_file(path: Path, renderer: Renderer, max_tokens: int, labelled: boo
     return pairs
 
 
-def with_others(pairs: Sequence[PreferencePair], max_tokens: int) -> list[PreferencePair]:
+def with_mismatched(pairs: Sequence[PreferencePair], max_tokens: int) -> list[PreferencePair]:
     """Add to each pair its prompt with the answers of the next pair with another prompt, if they fit."""
     prompts = [pair.sides[0].tokens[: pair.sides[0].prompt_length] for pair in pairs]
     found = []
@@ -196,7 +196,7 @@ def with_others(pairs: Sequence[PreferencePair], max_tokens: int) -> list[Prefer
         later = (j % len(pairs) for j in range(i + 1, i + len(pairs)))
         other = next((pairs[j] for j in later if prompts[j] != prompts[i]), None)
         sides = () if other is None else tuple(_with_prompt(prompts[i], side) for side in other.sides)
-        found.append(replace(pair, others=tuple(side for side in sides if len(side.tokens) <= max_tokens)))
+        found.append(replace(pair, mismatched=tuple(side for side in sides if len(side.tokens) <= max_tokens)))
     return found
 
 
@@ -270,7 +270,7 @@ def _with_prompt(prompt: tuple[int, ...], side: PairSide) -> PairSide:
 def _with_sides(pair: PreferencePair, sides: Sequence[PairSide]) -> PreferencePair:
     following = iter(sides)
     chosen, rejected = (next(following) if side.tokens else side for side in (pair.chosen, pair.rejected))
-    return replace(pair, chosen=chosen, rejected=rejected, others=tuple(following))
+    return replace(pair, chosen=chosen, rejected=rejected, mismatched=tuple(following))
 
 
 def sides_of(pairs: Sequence[PreferencePair]) -> Iterator[PairSide]:

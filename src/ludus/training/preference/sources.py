@@ -29,7 +29,7 @@ from ludus.training.preference.pairs import (
     pairs_of_file,
     pairs_of_rollouts,
     rollout_files,
-    with_others,
+    with_mismatched,
 )
 from ludus.training.rl.build import probe_tokens
 from ludus.training.rl.validate import check_rollouts
@@ -99,7 +99,7 @@ def gather_pairs(session: TrainingSession, reporter: EpisodeReporter | None = No
     if not pairs:
         raise UserError(where, "See docs/use/stages.md, or lower preference.min_reward_gap.")
     check_vocabulary(max(max(side.tokens) for pair in pairs for side in pair.all_sides), session)
-    return GatheredPairs(with_others(pairs, limit) if PREFERENCES[settings.loss].mismatched else pairs, sampled)
+    return GatheredPairs(with_mismatched(pairs, limit) if PREFERENCES[settings.loss].mismatched else pairs, sampled)
 
 
 def _sample_pairs(

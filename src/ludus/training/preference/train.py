@@ -228,10 +228,10 @@ def _baseline(
         running.add(losses.implicit_rewards(logprobs=logprobs, ref_logprobs=reference, mask=mask, beta=_beta(settings)))
         return torch.tensor(running.mean, dtype=torch.float64)
     # Only KTO uses mismatched answers, and it may have none.
-    others = [side for pair in pairs for side in pair.others]
-    if not others:
+    mismatched = [side for pair in pairs for side in pair.mismatched]
+    if not mismatched:
         return torch.zeros(())
-    logprobs, reference, mask = _score(scorer, others, settings.microbatch_tokens)
+    logprobs, reference, mask = _score(scorer, mismatched, settings.microbatch_tokens)
     return losses.kto_baseline(logprobs=logprobs, ref_logprobs=reference, mask=mask)
 
 

@@ -33,7 +33,7 @@ from ludus.training.run.session import (
     session_scheduler,
 )
 from ludus.training.value_models.reward_model import RewardExample, ScoredSequence, action_ends
-from ludus.types import Segment, Task, Trajectory
+from ludus.types import Segment, Trajectory
 
 History = tuple[Segment, ...]
 """Segments of an attempt up to and including an action."""
@@ -52,34 +52,25 @@ def sample_continuations(
             "reward_model.rollouts are sampled by the model that becomes the reward model, in this process.",
             "Unset engine.url.",
         )
-    history = {key: value for _, record in records for key, value in _histories(record.trajectory).items()}
     tasks = {task.id: task for task in session.world.tasks("train")}
-    requests, histories = [], {}
-    for number, ((task_id, _), segments) in enumerate(history.items(), start=1):
-        for sample in range(num):
-            key = RolloutKey(number, task_id, sample)
-            requests.append(RolloutRequest(key, _task(tasks, task_id)))
-            histories[number] = segments
-    episodes = asyncio.run(_run_rollouts(session, requests, histories))
-    return [e.trajectory for e in episodes if e.trajectory.failure is None]
-
-
-def _histories(trajectory: Trajectory) -> dict[tuple[str, tuple[int, ...]], History]:
-    """Return the attempt up to each action except the last, by task and tokens."""
-    actions = [i for i, segment in enumerate(trajectory.chain) if segment.kind == "action"]
-    found = {}
-    for i in actions[:-1]:
-        history = trajectory.chain[: i + 1]
-        found[trajectory.task_id, tuple(t for segment in history for t in segment.tokens)] = history
-    return found
-
-
-def _task(tasks: dict[str, Task], task_id: str) -> Task:
-    if task_id not in tasks:
+    histories: dict[tuple[str, tuple[int, ...]], History] = {}
+    for _, record in records:
+        chain = record.trajectory.chain
+        for i in [i for i, segment in enumerate(chain) if segment.kind == "action"][:-1]:
+            tokens = tuple(token for segment in chain[: i + 1] for token in segment.tokens)
+            histories[record.trajectory.task_id, tokens] = chain[: i + 1]
+    if missing := [task_id for task_id, _ in histories if task_id not in tasks]:
         raise UserError(
-            f"The world has no task {task_id} to continue.", "Take the recipe and the settings of that run."
+            f"The world has no task {missing[0]} to continue.", "Take the recipe and the settings of that run."
         )
-    return tasks[task_id]
+    requests = [
+        RolloutRequest(RolloutKey(number, task_id, sample), tasks[task_id])
+        for number, (task_id, _) in enumerate(histories, start=1)
+        for sample in range(num)
+    ]
+    by_number = dict(enumerate(histories.values(), start=1))
+    episodes = asyncio.run(_run_rollouts(session, requests, by_number))
+    return [e.trajectory for e in episodes if e.trajectory.failure is None]
 
 
 async def _run_rollouts(

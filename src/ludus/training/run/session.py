@@ -113,7 +113,7 @@ def open_session(config: Config, weights: Path | None = None, world: World | Non
     tokenizer = load_tokenizer(path, needs_template=config.env.rendering == "chat")
     model = load_model(path, config.model.dtype, config.model.device)
     if config.model.lora is not None:
-        model = with_adapters(model, config.model.lora)
+        model = add_lora(model, config.model.lora)
     return TrainingSession(config, world, model, tokenizer, make_renderer(config.env, tokenizer), path)
 
 
@@ -223,7 +223,7 @@ def keeps_adapter_versions(config: Config) -> bool:
     return stays and config.model.lora is not None and not config.cluster.enabled
 
 
-def with_adapters(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
+def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
     """Return the model with trainable LoRA adapters and frozen base weights. Needs the `lora` extra."""
     try:
         from peft import LoraConfig as PeftConfig

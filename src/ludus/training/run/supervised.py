@@ -51,8 +51,8 @@ class SupervisedTraining(ABC):
         """Restore the newest checkpoint in `folder`, if any. `trained` None: the session's model."""
         self.session, self.folder, self.num_steps = session, folder, num_steps
         self._every, self._keep = settings.checkpoint_every, settings.keep_checkpoints
-        masters = session.config.model.master_weights
-        self.optimizer = Optimizer(trained or session.model, OptimizerSettings.of(settings, num_steps), masters=masters)
+        model, masters = trained or session.model, session.config.model.master_weights
+        self.optimizer = Optimizer(model, OptimizerSettings.of(settings, num_steps), masters=masters)
         self.done, self.last = 0, folder.checkpoints
         if found := list_checkpoints(folder.checkpoints):
             self.done, self.last = found[-1]
