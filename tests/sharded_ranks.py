@@ -114,7 +114,7 @@ def critic_results(dtype):
     old = score_values(critic, rows, [])
     found |= {f"first/{n}": torch.tensor(v) for n, v in train_on_tables(critic, rows, (targets, old), []).items()}
     found |= {f"old/{i}": values for i, values in enumerate(old)}
-    found |= {f"gradient/{n}": g for n, g in first_gradient(critic.optimiser).items()}
+    found |= {f"gradient/{n}": g for n, g in first_gradient(critic.optimizer).items()}
     how = replace(unclipped, max_grad_norm=0.05)
     critic = Critic(tiny_model(dtype), how, CriticSettings(minibatches=2, states=StateSettings(60)), ranks)
     found |= {f"metrics/{n}": torch.tensor(v) for n, v in train_on_tables(critic, rows, (targets, old), []).items()}
@@ -169,7 +169,7 @@ def parts_of_run(kind, ranks, resumed=None):
     optimiser = Optimizer(model, how, ranks=ranks)
     if resumed is not None:
         state = load_trainer(resumed, optimiser)
-        critic.load_state(load_part(resumed, "critic", critic.blank_state()), state.judge_steps)
+        critic.load_state(load_part(resumed, "critic", critic.blank_state()), state.value_model_steps)
     scorers = {"reference": LogprobScorer(reference)}
     settings = LearnerSettings(microbatch_tokens=60)
     return Learner(LogprobScorer(model), optimiser, WITH_ALL_TERMS, settings, scorers, ranks), critic
@@ -199,7 +199,7 @@ def saves(kind, shelf):
         take_step(one, critic, seed)
     model, parts = one.scorer.model, {"critic": critic.state()}
     if ranks.rank == 0:
-        state = TrainerState(2, one.optimiser.num_steps, Ledger().state(), critic.optimiser.num_steps)
+        state = TrainerState(2, one.optimiser.num_steps, Ledger().state(), critic.optimizer.num_steps)
         save_checkpoint(shelf, model, load_tokenizer(str(COLD_START)), one.optimiser, state, Extra(parts))
     elif is_sharded(model):
         save_shards(shelf / ".step-000002.tmp" / "trainer" / SHARDS, model, one.optimiser, parts)

@@ -21,9 +21,9 @@ from ludus.training.learner.optimizer import OptimizerSettings
 from ludus.training.rl.build import train
 from ludus.training.rl.train_step import filter_and_estimate
 from ludus.training.run.run_dir import RunFolder, locked, new_run
-from ludus.training.run.session import open_session, with_adapters
+from ludus.training.run.session import add_lora, open_session
 from ludus.training.value_models.base import StateSettings
-from ludus.training.value_models.critic import OutcomeCritic, OutcomeCriticSettings
+from ludus.training.value_models.critic import CriticSettings, OutcomeCritic
 from ludus.training.value_models.factory import score_values, train_on_tables, train_value_model
 from ludus.training.value_models.prime import ProcessReward, ProcessRewardSettings
 from small_runs import SMALLEST, Cut, Cutting, config, lasting_files
@@ -39,7 +39,7 @@ def process_reward(model=None, **settings):
 
 
 def outcome_critic(model=None, **settings):
-    return OutcomeCritic(model or tiny_model(), RATE, OutcomeCriticSettings(success="right", **settings))
+    return OutcomeCritic(model or tiny_model(), RATE, CriticSettings(success="right", **settings))
 
 
 def labels(rows):
@@ -124,7 +124,7 @@ def test_its_state_comes_back_bit_for_bit(make):
     one, other = make(), make(tiny_model(seed=1))
     for _ in range(2):
         learn(one, rows)
-    other.load_state(one.state(), one.optimiser.num_steps)
+    other.load_state(one.state(), one.optimizer.num_steps)
     for each in (one, other):
         learn(each, rows)
     for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
@@ -134,7 +134,7 @@ def test_its_state_comes_back_bit_for_bit(make):
 
 
 def test_with_adapters_it_is_they_that_learn_rewards():
-    model = with_adapters(tiny_model(), LoraConfig(rank=2, target_modules=["q_proj", "v_proj"]))
+    model = add_lora(tiny_model(), LoraConfig(rank=2, target_modules=["q_proj", "v_proj"]))
     rows, one = random_rows(6), process_reward(model, beta=1.0)
     frozen = [p.clone() for p in one.model.parameters() if not p.requires_grad]
     reports = [learn(one, rows) for _ in range(15)]
@@ -143,7 +143,7 @@ def test_with_adapters_it_is_they_that_learn_rewards():
     still = [p for p in one.model.parameters() if not p.requires_grad]
     assert all(torch.equal(a, b) for a, b in zip(frozen, still, strict=True))
     other = process_reward(model, beta=1.0)
-    other.load_state(one.state(), one.optimiser.num_steps)
+    other.load_state(one.state(), one.optimizer.num_steps)
     for a, b in zip(one.logprobs(rows), other.logprobs(rows), strict=True):
         assert torch.equal(a, b)
 

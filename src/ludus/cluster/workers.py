@@ -50,7 +50,7 @@ from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.scheduler import SamplingPlan, Scheduler, engine_name, engine_scheduler
 from ludus.sandbox import open_sandbox
 from ludus.tools.base import shared_by
-from ludus.training.run.session import engine_settings, make_renderer, server_settings, set_up_compute, with_adapters
+from ludus.training.run.session import add_lora, engine_settings, make_renderer, server_settings, set_up_compute
 
 if TYPE_CHECKING:
     import uvicorn
@@ -158,7 +158,7 @@ class EngineWorker:
         tokenizer = load_tokenizer(source)
         model = load_model(source, config.model.dtype, config.model.device)
         if config.model.lora is not None:
-            model = with_adapters(model, config.model.lora)
+            model = add_lora(model, config.model.lora)
         settings = engine_settings(config, model)
         engine = LocalEngine(model, tokenizer, settings, version=UNSENT, copy=False)
         renderer = TemplateRenderer(tokenizer, config.env.tool_parser) if tokenizer.chat_template else None

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from ludus.config.settings import Setting, find, is_section, suggestion
-
-
-@dataclass(frozen=True, slots=True)
-class Override:
-    """One setting of the command line. `text` is None for a bare `--key`."""
-
-    key: str
-    text: str | None
+from ludus.config.settings import Setting, find, is_inside, is_section, suggestion
 
 
 def apply_overrides(data: dict[str, object], words: Sequence[str]) -> list[str]:
@@ -26,7 +17,7 @@ def apply_overrides(data: dict[str, object], words: Sequence[str]) -> list[str]:
     """
     problems: list[str] = []
     for item in _pairs(words):
-        problem = item if isinstance(item, str) else _apply(data, item)
+        problem = item if isinstance(item, str) else _apply(data, *item)
         if problem:
             problems.append(problem)
     return problems
@@ -37,8 +28,8 @@ def unknown_key(key: str, shown: str) -> str:
     return f"{key} (= {shown}) is not a setting; {suggestion(key)}."
 
 
-def _pairs(words: Sequence[str]) -> Iterator[Override | str]:
-    """Pair keys with values; yield an error message for any other word."""
+def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None] | str]:
+    """Yield pairs of key and value, which is None for a bare `--key`, or an error message for any other word."""
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -46,25 +37,26 @@ def _pairs(words: Sequence[str]) -> Iterator[Override | str]:
         if not word.startswith("--") or not key:
             yield f'"{word}" does not name a setting; write --section.key value.'
         elif equals:
-            yield Override(key, text)
+            yield key, text
         elif rest and not rest[0].startswith("--"):
-            yield Override(key, rest.pop(0))
+            yield key, rest.pop(0)
         else:
-            yield Override(key, None)
+            yield key, None
 
 
-def _apply(data: dict[str, object], override: Override) -> str:
-    """Write one override into `data`. Return an error message, or "" on success."""
-    key, setting = override.key, find(override.key)
+def _apply(data: dict[str, object], key: str, text: str | None) -> str:
+    """Write one setting into `data`. Return an error message, or "" on success."""
+    setting = find(key)
     if setting is None and not is_section(key):
-        return unknown_key(key, override.text if override.text is not None else "true")
-    if override.text is None:
+        return unknown_key(key, text if text is not None else "true")
+    if text is None:
         if setting is None or bool not in setting.accepts:
             expected = f" ({setting.type_text})" if setting is not None else ""
             return f"{key} needs a value{expected}: write --{key} VALUE."
-        _write(data, key, True)
+        _write(data, key.split("."), True)
         return ""
-    _write(data, key, _value(override.text, setting, free=setting is not None and setting.holds(key)))
+    value = _value(text, setting, free=setting is not None and is_inside(key, setting))
+    _write(data, key.split("."), value)
     return ""
 
 
@@ -100,27 +92,17 @@ def _number(text: str) -> float | str:
         return text
 
 
-def _write(data: dict[str, object], key: str, value: object) -> None:
-    *path, leaf = key.split(".")
-    table = data
-    for name in path:
-        inner = table.setdefault(name, {})
-        if not isinstance(inner, dict):
-            return
-        table = inner
-    old = table.get(leaf)
-    if value is None:
-        table.pop(leaf, None)
+def _write(table: dict[str, object], path: Sequence[str], value: object) -> None:
+    """Set a value; a table is merged into the existing one, None removes the key."""
+    name, *rest = path
+    old = table.setdefault(name, {}) if rest else table.get(name)
+    if rest:
+        if isinstance(old, dict):
+            _write(old, rest, value)
+    elif value is None:
+        table.pop(name, None)
     elif isinstance(value, dict) and isinstance(old, dict):
-        _merge(old, value)
+        for key, inner in value.items():
+            _write(old, [key], inner)
     else:
-        table[leaf] = value
-
-
-def _merge(old: dict[str, object], new: dict[str, object]) -> None:
-    for key, value in new.items():
-        inner = old.get(key)
-        if isinstance(inner, dict) and isinstance(value, dict):
-            _merge(inner, value)
-        else:
-            old[key] = value
+        table[name] = value

@@ -1,8 +1,8 @@
 """All settings of a run, with their defaults, units and bounds.
 
 Unknown keys are errors that name the nearest setting, and invalid combinations are rejected before anything is loaded.
-`None` means what the docstring of the field states. A field with its docstring is all that a new setting needs: the
-command line, `ludus config --keys` and the saved configuration read the schema.
+The docstring of a field states the meaning of None. A new setting needs only a field with a docstring: the command
+line, `ludus config --keys` and the saved configuration read the schema.
 """
 
 from __future__ import annotations

@@ -87,16 +87,6 @@ class Setting:
         """Whether it is a table of arbitrary keys, which others validate."""
         return dict in self.accepts
 
-    def is_named(self, key: str) -> bool:
-        """Return whether `key` is this setting's name."""
-        return _fits(key, self.key)
-
-    def holds(self, key: str) -> bool:
-        """Return whether `key` is an arbitrary key inside this table."""
-        depth = self.key.count(".") + 1
-        parts = key.split(".")
-        return self.is_open and len(parts) > depth and _fits(".".join(parts[:depth]), self.key)
-
 
 @cache
 def list_settings() -> tuple[Setting, ...]:
@@ -114,10 +104,14 @@ def describe(key: str) -> Setting:
 
 def find(key: str) -> Setting | None:
     """Return the setting of a dotted name, or the open table that contains it; None for other names."""
-    for setting in list_settings():
-        if setting.is_named(key) or setting.holds(key):
-            return setting
-    return None
+    known, parts = _by_key(), _pattern(key).split(".")
+    tables = (known.get(".".join(parts[:depth])) for depth in range(1, len(parts)))
+    return known.get(".".join(parts)) or next((table for table in tables if table and table.is_open), None)
+
+
+def is_inside(key: str, setting: Setting) -> bool:
+    """Return whether `key`, found in `setting`, is an arbitrary key inside this table."""
+    return key.count(".") > setting.key.count(".")
 
 
 def is_section(key: str) -> bool:
@@ -127,12 +121,7 @@ def is_section(key: str) -> bool:
 
 def first_under(key: str) -> Setting | None:
     """Return the first setting under this dotted name."""
-    depth = key.count(".") + 1
-    for setting in list_settings():
-        parts = setting.key.split(".")
-        if len(parts) > depth and _fits(key, ".".join(parts[:depth])):
-            return setting
-    return None
+    return next((setting for setting in list_settings() if setting.key.startswith(f"{_pattern(key)}.")), None)
 
 
 def suggestion(key: str) -> str:
@@ -181,16 +170,24 @@ def _contents(section: str) -> str:
     return f"{section} has {', '.join(own)}{free}"
 
 
-def _fits(key: str, pattern: str) -> bool:
-    """Return whether a dotted name matches a pattern in which `NAME` matches any part."""
-    if key == pattern:
-        return True
-    parts, wanted = key.split("."), pattern.split(".")
-    return (
-        NAME in wanted
-        and len(parts) == len(wanted)
-        and all(part == other or (other == NAME and part) for part, other in zip(parts, wanted, strict=True))
-    )
+@cache
+def _by_key() -> dict[str, Setting]:
+    return {setting.key: setting for setting in list_settings()}
+
+
+@cache
+def _named_tables() -> frozenset[str]:
+    """Return the dotted names of the tables whose keys are user-defined names of sections."""
+    return frozenset(s.key.partition(f".{NAME}.")[0] for s in list_settings() if f".{NAME}." in s.key)
+
+
+def _pattern(key: str) -> str:
+    """Return a dotted name with `NAME` in place of the user-defined part, if it has one."""
+    parts = key.split(".")
+    for depth in range(1, len(parts)):
+        if ".".join(parts[:depth]) in _named_tables() and parts[depth]:
+            parts[depth] = NAME
+    return ".".join(parts)
 
 
 def _with_names(pattern: str, key: str) -> str:

@@ -31,12 +31,7 @@ def to_toml(config: Config) -> str:
 
 def num_settings(text: str) -> int:
     """Return the number of values in TOML text. Raises ValueError for other text."""
-    tables, count = [tomllib.loads(text)], 0
-    for table in tables:
-        inner = [one for one in table.values() if isinstance(one, dict)]
-        count += len(table) - len(inner)
-        tables += inner
-    return count
+    return len(flat_settings(text)) // 2
 
 
 def flat_settings(text: str) -> list[str]:

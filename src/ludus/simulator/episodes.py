@@ -136,7 +136,7 @@ class SimWorld(World):
         return ()
 
     def environment(self, task: Task) -> SimEnvironment:
-        """Return that of the group's next member; the scheduler starts them in order."""
+        """Return the environment of the group's next member; the scheduler starts them in order."""
         group, member = int(task.id), self._started[task.id]
         self._started[task.id] += 1
         if self._started[task.id] == self.members:

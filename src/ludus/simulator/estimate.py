@@ -80,7 +80,7 @@ def slowest_episode(sizes: Sequence[int], costs: Costs, running: float) -> list[
 
 
 def estimate(costs: Costs, layout: RunLayout) -> StepEstimate:
-    """Return the bounds of a run with this layout, and what follows from them.
+    """Return the bounds of a run with this layout, and the step time, idle shares and token age derived from them.
 
     Synchronous: the larger of the slowest episode and the engines, plus the learner. Asynchronous: the largest of
     `episodes * M(n) / n` for the engines, the learner's seconds, and the slowest member of a group divided by
@@ -99,16 +99,16 @@ def estimate(costs: Costs, layout: RunLayout) -> StepEstimate:
     learn_s = costs.learner.seconds(episodes * shape.tokens, layout.learners)
     group_s, all_s = slowest_episode((layout.members, episodes), costs, running)
     extra_s = min(engine_s, learn_s) * (1 / costs.overlap - 1)
-    beside_s = costs.transfer_s if layout.mode == "async" else 0.0
-    waits_s = costs.sync_s + costs.transfer_s - beside_s
+    overlapped_s = costs.transfer_s if layout.mode == "async" else 0.0
+    waits_s = costs.sync_s + costs.transfer_s - overlapped_s
     if layout.mode == "sync":
         rollout_s = max(engine_s, all_s)
         step_s = rollout_s + learn_s + waits_s
         bounds = (engine_s, learn_s + waits_s, all_s)
         return StepEstimate(step_s, *bounds, 1 - learn_s / step_s, 1 - engine_s / step_s, 0.0)
     straggler_s = all_s if layout.mode == "one_step" else group_s / (layout.max_staleness + 1)
-    still_s = beside_s or waits_s
-    bounds = (engine_s + still_s, max(learn_s, beside_s) + waits_s, straggler_s)
+    still_s = overlapped_s or waits_s
+    bounds = (engine_s + still_s, max(learn_s, overlapped_s) + waits_s, straggler_s)
     step_s = max(max(bounds), max(bounds[:2]) + extra_s)
     wall_s = learn_s + (extra_s if learn_s < engine_s else 0.0)
     busy_s = engine_s + (extra_s if engine_s <= learn_s else 0.0)

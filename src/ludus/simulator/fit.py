@@ -147,14 +147,14 @@ def fit(folders: Sequence[RunFolder]) -> FittedCosts:
             "Use a synchronous run of ten steps or more, or two runs with different numbers of episodes per step.",
         )
     learner, learner_error = _least_squares([(1.0, s.tokens) for s in steps], [s.learn_s for s in steps])
-    beside = [step.transfer_s for step in steps if step.transfer_s is not None]
+    transfers = [step.transfer_s for step in steps if step.transfer_s is not None]
     costs = Costs(
         engine=EngineCost(engine[0], engine[1], engine[2], config.rollout.concurrency),
         learner=LearnerCost(learner[0], learner[1]),
         tool=tool_cost([calls for step in steps for calls in step.calls]),
         episode=_shape(steps, config),
         sync_s=float(np.median([step.sync_s for step in steps])),
-        transfer_s=float(np.median(beside)) if beside else 0.0,
+        transfer_s=float(np.median(transfers)) if transfers else 0.0,
     )
     return FittedCosts(costs, engine_error, learner_error, len(steps))
 

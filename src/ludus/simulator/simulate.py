@@ -109,14 +109,14 @@ class SimRun:
 
 
 def simulate(costs: Costs, layout: RunLayout) -> SimRun:
-    """Simulate a whole run. The same arguments give the same run."""
+    """Simulate a whole run, deterministically."""
 
-    async def play() -> list[SimStep]:
+    async def run_steps() -> list[SimStep]:
         run = _Simulation(costs, layout)
         modes = {"sync": run.sync, "one_step": run.one_step, "async": run.asynchronous}
         return await modes[layout.mode]()
 
-    steps, _ = run_virtual(play())
+    steps, _ = run_virtual(run_steps())
     return SimRun(layout, tuple(steps))
 
 
@@ -196,7 +196,7 @@ class _Simulation:
         queue = GroupQueue(
             admission=StalenessController(StalenessSchedule(layout.groups, layout.max_staleness, layout.steps)),
             source=self.source,
-            run_request=lambda job: self.scheduler.run_one(job, budget),
+            run_request=lambda request: self.scheduler.run_one(request, budget),
             in_flight=layout.in_flight or limit.now,
         )
         queue.start()
@@ -249,7 +249,7 @@ class _Simulation:
 
     async def _sample(self, step: int) -> list[Episode]:
         numbers = range((step - 1) * self.layout.groups, step * self.layout.groups)
-        return await self.scheduler.run([job for number in numbers for job in self.source.jobs(number)])
+        return await self.scheduler.run([request for number in numbers for request in self.source.jobs(number)])
 
     async def _train(self, episodes: Sequence[Episode]) -> None:
         tokens = sum(num_sampled(episode.trajectory) for episode in episodes)

@@ -15,30 +15,12 @@ from ludus.training.reward_model.train import planned_steps
 from ludus.training.run.checkpoint import check_manifest, list_checkpoints
 from ludus.training.run.run_dir import Kind, RunFolder, kind_of, resume_command
 
-_KEPT = ("model.", "env.", "run.seed", "run.dir")
-_KEPT_BY_KIND: Mapping[Kind, tuple[str, ...]] = {
-    "preference": (
-        "preference.loss",
-        "preference.run",
-        "preference.pairs",
-        "preference.data",
-        "preference.min_reward_gap",
-        "preference.tasks",
-        "preference.samples",
-        "rollout.",
-    ),
-    "reward-model": (
-        "reward_model.kind",
-        "reward_model.run",
-        "reward_model.data",
-        "reward_model.min_reward_gap",
-        "reward_model.discount",
-        "reward_model.rollouts",
-        "reward_model.held_out",
-        "rollout.",
-    ),
+_FIXED: tuple[str, ...] = ("model.", "env.", "run.seed", "run.dir")
+_FIXED_BY_KIND: Mapping[Kind, str] = {
+    "preference": "loss run pairs data min_reward_gap tasks samples",
+    "reward-model": "kind run data min_reward_gap discount rollouts held_out",
 }
-"""Settings fixed by artifacts of a kind of run: pairs, reference log-probabilities, examples."""
+"""Settings of a section on which artifacts of the run depend: pairs, reference log-probabilities, examples."""
 _FREE = ("model.device",)
 _NAMES: Mapping[Kind, str] = {
     "rl": "a run of reinforcement learning",
@@ -69,7 +51,7 @@ def steps_done(folder: RunFolder) -> int:
     return found[-1][0] if found else 0
 
 
-def place_of(folder: RunFolder, config: Config, kind: Kind) -> str:
+def describe_resume(folder: RunFolder, config: Config, kind: Kind) -> str:
     """Describe where an incomplete run resumes."""
     unit = "round" if kind == "rft" else "step"
     found = list_checkpoints(folder.checkpoints)
@@ -102,14 +84,16 @@ def check_resume(folder: RunFolder, config: Config, kind: Kind) -> None:
     Model, world, seed, folder and an existing cold start must not change, and the number of steps must not be
     below those done. Raises StorageError if the newest checkpoint or the metrics are damaged.
     """
-    for shelf in (folder.checkpoints, folder.path / "cold_start" / "checkpoints"):
-        for _, path in list_checkpoints(shelf)[-1:]:
+    for checkpoints in (folder.checkpoints, folder.path / "cold_start" / "checkpoints"):
+        for _, path in list_checkpoints(checkpoints)[-1:]:
             check_manifest(path)
     check_metrics(folder, steps_done(folder))
-    kept = (*_KEPT, *_KEPT_BY_KIND.get(kind, ()))
+    fixed = _FIXED
+    if own := _FIXED_BY_KIND.get(kind):
+        fixed = (*fixed, "rollout.", *(f"{kind.replace('-', '_')}.{name}" for name in own.split()))
     if kind == "rl" and list_checkpoints(folder.path / "cold_start" / "checkpoints"):
-        kept = (*kept, "sft.")
-    found = [c for c in changes(folder.load_config(), config) if c.key.startswith(kept) and c.key not in _FREE]
+        fixed = (*fixed, "sft.")
+    found = [c for c in changes(folder.load_config(), config) if c.key.startswith(fixed) and c.key not in _FREE]
     if found:
         has = ", ".join(f"{c.key} = {value_text(c.old)} (not {value_text(c.new)})" for c in found)
         raise UserError(

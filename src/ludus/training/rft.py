@@ -2,7 +2,7 @@
 
 Each round samples tasks as RL does, keeps successful attempts (each action sequence once,
 `algorithms.filters.rft`), fine-tunes on the sampled ids, sends the weights to the engine, evaluates and
-saves. Every attempt is in the ledger. An interrupted round is repeated and gives the same bytes.
+saves. Every attempt is in the ledger. An interrupted round is repeated, with identical results.
 """
 
 from __future__ import annotations
@@ -107,21 +107,21 @@ class RftTrainer:
         with clock.phase("rollout"):
             groups = await self.sample(number)
         clock.engine = (await drain_stats(self.engine)).metrics()
-        samples = judge(groups, self.session)
+        samples = select_samples(groups, self.session)
         record_outcomes(self.ledger, samples)
         self.reporter.phase(f"round {number}: training", None)
         with clock.phase("train"):
-            optimiser, learned = self.learn(number, samples)
+            optimizer, learned = self.learn(number, samples)
         with clock.phase("sync"):
             proof = await self.sync.publish(number)
         counts = self.ledger.close(number, trained=sum(c.outcome is RolloutOutcome.TRAINED for c in samples))
-        played = [Group(group[0].task, tuple(e.trajectory for e in group)) for group in groups]
-        metrics = rollout_metrics(played, self.session.world.rewards[0].name)
+        trajectories = [Group(group[0].task, tuple(e.trajectory for e in group)) for group in groups]
+        metrics = rollout_metrics(trajectories, self.session.world.rewards[0].name)
         metrics |= learned | counts.metrics() | {"sync/probe_gap": proof.probe_gap}
         with clock.phase("evaluate"):
             metrics |= (await self.evaluate(plan_during(self.session.config, number))).metrics()
         self.record(number, samples, metrics, clock)
-        self.save(number, optimiser)
+        self.save(number, optimizer)
         return metrics
 
     async def sample(self, number: int) -> list[list[Episode]]:
@@ -130,33 +130,33 @@ class RftTrainer:
         world, settings = self.session.world, config.rft
         order = world.order(config.run.seed, settings.tasks_per_round, settings.rounds)
         tasks = order.take((number - 1) * settings.tasks_per_round, settings.tasks_per_round)
-        play = SamplingPlan("rft", config.rollout.temperature, config.run.seed)
-        scheduler = session_scheduler(self.session, self.engine, play, self.ledger)
+        sampling = SamplingPlan("rft", config.rollout.temperature, config.run.seed)
+        scheduler = session_scheduler(self.session, self.engine, sampling, self.ledger)
         size = settings.samples
-        jobs = [RolloutRequest(RolloutKey(number, task.id, i), task) for task in tasks for i in range(size)]
-        self.reporter.phase(f"round {number}: episodes", len(jobs), self.engine)
-        episodes = await scheduler.run(jobs, self.reporter.episode)
+        requests = [RolloutRequest(RolloutKey(number, task.id, i), task) for task in tasks for i in range(size)]
+        self.reporter.phase(f"round {number}: episodes", len(requests), self.engine)
+        episodes = await scheduler.run(requests, self.reporter.episode)
         return [episodes[i : i + size] for i in range(0, len(episodes), size)]
 
     def learn(self, number: int, samples: Sequence[TrainingSample]) -> tuple[Optimizer, dict[str, float]]:
-        """Fine-tune on the kept attempts with a fresh optimizer; return it and mean metrics."""
+        """Fine-tune on the selected attempts with a fresh optimizer; return it and mean metrics."""
         settings = self.session.config.rft
-        kept = [c.episode.trajectory for c in samples if c.outcome is RolloutOutcome.TRAINED]
-        rows = [row_of_trajectory(trajectory, 1.0) for trajectory in kept]
+        selected = [c.episode.trajectory for c in samples if c.outcome is RolloutOutcome.TRAINED]
+        rows = [row_of_trajectory(trajectory, 1.0) for trajectory in selected]
         orders = [_order(len(rows), self.session.config.run.seed, number, e) for e in range(settings.epochs)]
         size = settings.batch_size
         batches = [order[i : i + size] for order in orders for i in range(0, len(order), size)]
         model = self.session.config.model
         wanted = OptimizerSettings.of(settings, len(batches))
-        optimiser = Optimizer(self.session.model, wanted, masters=model.master_weights)
+        optimizer = Optimizer(self.session.model, wanted, masters=model.master_weights)
         scorer = LogprobScorer(self.session.model, recompute=model.activation_checkpointing)
         total: Counter[str] = Counter()
         for batch in batches:
-            found = sft_step(scorer, optimiser, [rows[i] for i in batch], settings.microbatch_tokens)
+            found = sft_step(scorer, optimizer, [rows[i] for i in batch], settings.microbatch_tokens)
             total.update({name: value / len(batches) for name, value in found.items()})
-        tasks = {trajectory.task_id for trajectory in kept}
-        counts = {"rft/kept": len(kept), "rft/tasks_kept": len(tasks), "rft/updates": len(batches)}
-        return optimiser, dict(total) | {name: float(count) for name, count in counts.items()}
+        tasks = {trajectory.task_id for trajectory in selected}
+        counts = {"rft/kept": len(selected), "rft/tasks_kept": len(tasks), "rft/updates": len(batches)}
+        return optimizer, dict(total) | {name: float(count) for name, count in counts.items()}
 
     async def evaluate_once(self, plan: EvaluationPlan) -> Evaluation:
         """Run an evaluation plan unless an evaluation of that name exists."""
@@ -165,8 +165,8 @@ class RftTrainer:
     async def evaluate(self, plan: EvaluationPlan) -> Evaluation:
         """Evaluate the engine's current weights, and store result and rollouts."""
         session = self.session
-        play = SamplingPlan("evaluate", plan.temperature, plan.seed)
-        scheduler = session_scheduler(session, self.engine, play, Ledger())
+        sampling = SamplingPlan("evaluate", plan.temperature, plan.seed)
+        scheduler = session_scheduler(session, self.engine, sampling, Ledger())
         name = f"round {plan.step}: evaluation episodes, {plan.split}"
         tasks = session.world.tasks(plan.split)
         self.reporter.phase(name, plan.episodes_of(tasks), self.engine)
@@ -182,8 +182,8 @@ class RftTrainer:
             write_rollouts(rollouts_path(self.folder.path, number), [sample.record for sample in samples])
         for tracker in self.trackers:
             tracker.log(number, metrics)
-        played = [sample.episode.trajectory for sample in samples]
-        timings = clock.metrics(played, scoring_concurrency(self.session.config))
+        trajectories = [sample.episode.trajectory for sample in samples]
+        timings = clock.metrics(trajectories, scoring_concurrency(self.session.config))
         write_timings(self.folder.timings, number, timings)
         if not metrics["rft/kept"]:
             text = f"Round {number} has no successful attempts to train on: the weights are unchanged."
@@ -191,28 +191,28 @@ class RftTrainer:
             self.reporter.alarm(text)
         self.reporter.step(number, metrics, timings)
 
-    def save(self, number: int, optimiser: Optimizer) -> None:
+    def save(self, number: int, optimizer: Optimizer) -> None:
         """Write the round's checkpoint and remove the oldest ones."""
-        state = TrainerState(number, optimiser.num_steps, self.ledger.state())
-        shelf = self.folder.checkpoints
-        save_checkpoint(shelf, self.session.model, self.session.tokenizer, optimiser, state)
-        prune(shelf, self.session.config.rft.keep_checkpoints)
+        state = TrainerState(number, optimizer.num_steps, self.ledger.state())
+        checkpoints = self.folder.checkpoints
+        save_checkpoint(checkpoints, self.session.model, self.session.tokenizer, optimizer, state)
+        prune(checkpoints, self.session.config.rft.keep_checkpoints)
 
 
-def judge(groups: Sequence[Sequence[Episode]], session: TrainingSession) -> list[TrainingSample]:
+def select_samples(groups: Sequence[Sequence[Episode]], session: TrainingSession) -> list[TrainingSample]:
     """Return the samples in order; distinct successful attempts train."""
     episodes = [episode for group in groups for episode in group]
     solved = [success(session.world.rewards, e.trajectory) and _can_train(e) for e in episodes]
     keys = [(e.task.id, _actions(e)) for e in episodes]
     fresh = keep_solved(rewards=[float(s) for s in solved], keys=keys).tolist()
     limit = session.config.rft.max_per_task
-    kept: Counter[str] = Counter()
+    num_selected: Counter[str] = Counter()
     samples = []
     for episode, is_solved, is_fresh in zip(episodes, solved, fresh, strict=True):
         sample = TrainingSample(episode, *_training_status(episode, is_solved, is_fresh))
         if sample.outcome is RolloutOutcome.TRAINED:
-            kept[episode.task.id] += 1
-            if limit is not None and kept[episode.task.id] > limit:
+            num_selected[episode.task.id] += 1
+            if limit is not None and num_selected[episode.task.id] > limit:
                 sample = replace(sample, outcome=RolloutOutcome.DROPPED, reason="max_per_task")
         samples.append(sample)
     return samples
@@ -252,8 +252,8 @@ def run_rft(session: TrainingSession, folder: RunFolder, reporter: Reporter) -> 
     done, ledger = 0, Ledger()
     if found := list_checkpoints(folder.checkpoints):
         done, path = found[-1]
-        optimiser = Optimizer(session.model, OptimizerSettings.of(config.rft, 1), masters=config.model.master_weights)
-        ledger = Ledger.restore(load_trainer(path, optimiser).ledger)
+        optimizer = Optimizer(session.model, OptimizerSettings.of(config.rft, 1), masters=config.model.master_weights)
+        ledger = Ledger.restore(load_trainer(path, optimizer).ledger)
         load_weights(path, session.model)
         log.info("resumed from %s", path)
     engine = make_engine(session)

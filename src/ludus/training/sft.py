@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,31 +14,24 @@ from ludus.chat.render import Renderer
 from ludus.chat.tokenizer import train_tokenizer
 from ludus.config.schema import Config
 from ludus.config.sections.stages import SftConfig
-from ludus.diagnostics.trackers import Tracker
 from ludus.engines.models.loading import build_tiny
 from ludus.envs.base import Demonstration, World
 from ludus.envs.registry import build_world
 from ludus.errors import LearnerError, UserError
-from ludus.rollout.ledger import Ledger
 from ludus.training.batches.rows import Row, microbatches, row_of_segments
-from ludus.training.datasets.sources import MOST_LEFT_OUT, check_sources, demonstrating, dialogue_segments, dialogues
+from ludus.training.datasets.sources import (
+    MAX_SKIPPED,
+    check_sources,
+    dialogue_segments,
+    dialogues,
+    require_demonstrations,
+)
 from ludus.training.datasets.token_limits import check_dialogues
 from ludus.training.learner.logprobs import LogprobScorer
-from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.run.checkpoint import (
-    TrainerState,
-    list_checkpoints,
-    load_trainer,
-    load_weights,
-    prune,
-    save_checkpoint,
-)
+from ludus.training.learner.optimizer import Optimizer
 from ludus.training.run.run_dir import RunFolder
 from ludus.training.run.session import TrainingSession, make_renderer, open_session, set_up_compute
-
-log = logging.getLogger("ludus.sft")
-
-OnStep = Callable[[int, dict[str, float]], None]
+from ludus.training.run.supervised import SupervisedTraining, step_metrics
 
 
 def make_session(config: Config) -> TrainingSession:
@@ -53,7 +43,7 @@ def make_session(config: Config) -> TrainingSession:
         return _checked(open_session(config))
     set_up_compute(config)
     world = build_world(config.env, config.rollout, config.sandbox)
-    tokenizer = train_tokenizer(demonstrating(world).texts(), config.model.init.vocab_size)
+    tokenizer = train_tokenizer(require_demonstrations(world).texts(), config.model.init.vocab_size)
     model = build_tiny(config.model.init, tokenizer, config.run.seed)
     return _checked(TrainingSession(config, world, model, tokenizer, make_renderer(config.env, tokenizer)))
 
@@ -61,54 +51,29 @@ def make_session(config: Config) -> TrainingSession:
 def check_sft(config: Config, world: World) -> None:
     """Raise UserError for a world without demonstrations, and for an invalid source of dialogues."""
     if config.model.from_scratch:
-        demonstrating(world)
+        require_demonstrations(world)
     check_sources(config, world)
 
 
-@dataclass(frozen=True)
-class SftTraining:
-    """Session to fine-tune from step `done`; `last` is the checkpoint of that step."""
+class SftTraining(SupervisedTraining):
+    """Fine-tuning on the configured dialogues."""
 
-    session: TrainingSession
-    folder: RunFolder
-    optimiser: Optimizer
-    done: int
-    last: Path
+    def __init__(self, session: TrainingSession, folder: RunFolder) -> None:
+        """Restore the newest checkpoint in `folder`, if any; writes nothing."""
+        self.settings = session.config.sft
+        super().__init__(session, folder, self.settings, self.settings.steps)
+        session.model.train()
+        self._batches = islice(batches(session, self.settings), self.done, None)
+        self._scorer = LogprobScorer(session.model, recompute=session.config.model.activation_checkpointing)
 
-
-def open_fine_tuning(session: TrainingSession, folder: RunFolder) -> SftTraining:
-    """Restore the newest checkpoint in `folder`, if any; writes nothing."""
-    settings = session.config.sft
-    optimiser = Optimizer(
-        session.model, OptimizerSettings.of(settings, settings.steps), masters=session.config.model.master_weights
-    )
-    done, last = _restore(session, optimiser, folder)
-    return SftTraining(session, folder, optimiser, done, last)
+    def train_step(self, step: int) -> dict[str, float]:
+        """Take one optimizer step on the next batch of dialogues."""
+        batch = next(self._batches)
+        metrics = sft_step(self._scorer, self.optimizer, batch.rows, self.settings.microbatch_tokens)
+        return metrics | {"batch/left_out": float(batch.left_out)}
 
 
-def run_sft(tuning: SftTraining, trackers: list[Tracker], on_step: OnStep) -> Path:
-    """Fine-tune to the last step; return its checkpoint."""
-    session, folder, optimiser, last = tuning.session, tuning.folder, tuning.optimiser, tuning.last
-    settings = session.config.sft
-    session.model.train()
-    steps = islice(batches(session, settings), tuning.done, None)
-    scorer = LogprobScorer(session.model, recompute=session.config.model.activation_checkpointing)
-    for step in range(tuning.done + 1, settings.steps + 1):
-        clock = time.perf_counter()
-        batch = next(steps)
-        metrics = sft_step(scorer, optimiser, batch.rows, settings.microbatch_tokens)
-        metrics["batch/left_out"] = float(batch.left_out)
-        for tracker in trackers:
-            tracker.log(step, metrics)
-        on_step(step, metrics | {"time/step_s": time.perf_counter() - clock})
-        if step % settings.checkpoint_every == 0 or step == settings.steps:
-            state = TrainerState(step, optimiser.num_steps, Ledger().state())
-            last = save_checkpoint(folder.checkpoints, session.model, session.tokenizer, optimiser, state)
-            prune(folder.checkpoints, settings.keep_checkpoints)
-    return last
-
-
-def sft_step(scorer: LogprobScorer, optimiser: Optimizer, rows: list[Row], max_tokens: int) -> dict[str, float]:
+def sft_step(scorer: LogprobScorer, optimizer: Optimizer, rows: list[Row], max_tokens: int) -> dict[str, float]:
     """Take one optimizer step on `-sum m lp / M`. Raises LearnerError if the loss is not finite."""
     parameter = next(scorer.model.parameters())
     tokens = sum(sum(row.trains[1:]) for row in rows)
@@ -123,12 +88,9 @@ def sft_step(scorer: LogprobScorer, optimiser: Optimizer, rows: list[Row], max_t
         total += float(loss.detach())
     if total != total:
         raise LearnerError("The loss is not a number.", "Lower sft.learning_rate.")
-    rate = optimiser.settings.rate(optimiser.num_steps)
-    norm = optimiser.step()
     return {
         "loss/total": total,
-        "optim/grad_norm": norm,
-        "optim/learning_rate": rate,
+        **step_metrics(optimizer),
         "batch/trained_tokens": float(tokens),
         "batch/total_tokens": float(sum(len(row.tokens) for row in rows)),
         **by_class.metrics(),
@@ -157,18 +119,6 @@ class ClassLosses:
         return dict(sorted((shares | losses).items()))
 
 
-def _restore(session: TrainingSession, optimiser: Optimizer, folder: RunFolder) -> tuple[int, Path]:
-    """Return the step to resume from and its checkpoint; 0 and the checkpoints folder if there is none."""
-    found = list_checkpoints(folder.checkpoints)
-    if not found:
-        return 0, folder.checkpoints
-    step, path = found[-1]
-    load_weights(path, session.model)
-    load_trainer(path, optimiser)
-    log.info("resumed from %s", path)
-    return step, path
-
-
 @dataclass(frozen=True, slots=True)
 class SftBatch:
     """Rows of a step, and the number of dialogues skipped for length before them."""
@@ -180,7 +130,7 @@ class SftBatch:
 def batches(session: TrainingSession, settings: SftConfig) -> Iterator[SftBatch]:
     """Yield the rows of each step endlessly, in an order that depends on the seed alone.
 
-    A file is shuffled anew for each epoch. Dialogues longer than `rollout.max_seq_len` are skipped. Raises
+    A file is reshuffled in each epoch. Dialogues longer than `rollout.max_seq_len` are skipped. Raises
     UserError if too many are skipped in a row.
     """
     rows: list[Row] = []
@@ -190,7 +140,7 @@ def batches(session: TrainingSession, settings: SftConfig) -> Iterator[SftBatch]
         row = replace(dialogue_row(session.renderer, dialogue), data_class=data_class)
         if len(row.tokens) > budget:
             left_out, streak = left_out + 1, streak + 1
-            if streak == MOST_LEFT_OUT:
+            if streak == MAX_SKIPPED:
                 raise UserError(
                     f"{streak:,} dialogues in a row are longer than rollout.max_seq_len ({budget}).",
                     f"Raise it: the last one takes {len(row.tokens)} tokens.",
@@ -209,8 +159,8 @@ def dialogue_row(renderer: Renderer, dialogue: Demonstration) -> Row:
     Raises UserError if there are none.
     """
     segments = dialogue_segments(renderer, dialogue)
-    said = zip(dialogue.messages, dialogue.trains, strict=True)
-    trains = [kept for message, kept in said if message["role"] == "assistant"]
+    marked = zip(dialogue.messages, dialogue.trains, strict=True)
+    trains = [trained for message, trained in marked if message["role"] == "assistant"]
     if not any(trains):
         raise UserError(
             f"A demonstration has no trained message; the last: {dialogue.messages[-1]['content'][:80]!r}.",

@@ -124,4 +124,4 @@ def test_a_run_skips_what_taught_nothing_and_resumes_with_its_streaks(tmp_path):
     first, second = lasting_files(whole), lasting_files(cut)
     assert [name for name in first if first[name] != second.get(name)] == []
     state = json.loads((checkpoint_path(whole / "checkpoints", 3) / "trainer" / "state.json").read_text())
-    assert json.loads(state["memory"])["position"] > 15
+    assert json.loads(state["algorithm_state"])["position"] > 15

@@ -234,20 +234,20 @@ class Says:
     values: tuple[tuple[float, ...], ...]
     kind: str = "process"
 
-    def judge(self, arms, max_tokens):
-        return list(self.values[: len(arms)])
+    def predict(self, sequences, max_tokens):
+        return list(self.values[: len(sequences)])
 
 
 def test_an_ensemble_takes_its_disagreement_off_the_mean():
     members = (Says(((0.9, 0.5), (0.1,))), Says(((0.5, 0.5), (0.5,))), Says(((0.1, 0.5), (0.0,))))
-    first, second = RewardEnsemble(members, 0.5).judge([None, None], 100)
+    first, second = RewardEnsemble(members, 0.5).predict([None, None], 100)
     std = ((0.4**2 + 0 + 0.4**2) / 3) ** 0.5
     assert first.values == pytest.approx((0.5 - 0.5 * std, 0.5), abs=1e-15)
     assert first.std == pytest.approx(std / 2, abs=1e-15)
     far = statistics.pstdev((0.1, 0.5, 0.0))
     assert second.values == pytest.approx((0.2 - 0.5 * far,), abs=1e-15)
-    assert RewardEnsemble(members, 5.0).judge([None, None], 100)[1].values == (0.0,)
-    (alone, _) = RewardEnsemble(members[:1]).judge([None, None], 100)
+    assert RewardEnsemble(members, 5.0).predict([None, None], 100)[1].values == (0.0,)
+    (alone, _) = RewardEnsemble(members[:1]).predict([None, None], 100)
     assert (alone.values, alone.std) == (members[0].values[0], 0.0)
 
 

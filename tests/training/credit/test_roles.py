@@ -100,7 +100,7 @@ def test_a_run_of_rae_that_is_cut_and_resumed_equals_the_uninterrupted_one(tmp_p
         assert record.advantage == pytest.approx(record.trajectory.reward - average, abs=1e-12)
         average = 0.95 * average + 0.05 * record.trajectory.reward
     state = json.loads((checkpoint_path(whole / "checkpoints", 2) / "trainer" / "state.json").read_text())
-    means = RoleBaselines.from_json(json.loads(state["memory"])["averages"]).means
+    means = RoleBaselines.from_json(json.loads(state["algorithm_state"])["averages"]).means
     assert list(means) == [("search", "policy")]
     assert means["search", "policy"] == pytest.approx(average)
 

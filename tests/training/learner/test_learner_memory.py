@@ -24,7 +24,7 @@ from ludus.training.rl import memory_check as dry_runs
 from ludus.training.rl.build import train
 from ludus.training.rl.memory_check import dry_run, dry_run_of, longest_rows
 from ludus.training.run.run_dir import locked, new_run
-from ludus.training.run.session import open_session, with_adapters
+from ludus.training.run.session import add_lora, open_session
 from small_runs import SMALLEST, Silent, config, lasting_files
 from tests.training.batches.test_forest import families, in_double
 from tests.training.learner.test_learner import gradients, largest_difference, learner, random_rows, tiny_model
@@ -224,7 +224,7 @@ def kept_bytes(scorer, rows):
 
 def models():
     found = {name: model for name, model in families().items() if name in ("qwen3", "experts", "gemma2")}
-    lora = with_adapters(copy.deepcopy(found["qwen3"]), LoraConfig(rank=4))
+    lora = add_lora(copy.deepcopy(found["qwen3"]), LoraConfig(rank=4))
     with torch.no_grad():
         for name, parameter in lora.named_parameters():
             if "lora_B" in name:

@@ -89,7 +89,7 @@ def test_a_line_of_metrics_that_is_gone_is_noticed(run):
         {"step": 1},
         {"kl": 5},
         {"kl": {"unknown": 1}},
-        {"optimiser_steps": None},
+        {"optimizer_steps": None},
     ],
 )
 def test_a_state_that_is_incomplete_is_refused(newest, tmp_path, change):
@@ -102,16 +102,11 @@ def test_a_state_that_is_incomplete_is_refused(newest, tmp_path, change):
         read_state(folder)
 
 
-def test_a_checkpoint_of_an_earlier_version_has_no_manifest(newest, tmp_path):
+def test_a_checkpoint_without_a_manifest_is_damaged(newest, tmp_path):
     folder = Path(shutil.copytree(newest, tmp_path / newest.name))
     (folder / "trainer" / MANIFEST).unlink()
     with pytest.raises(StorageError, match=r"manifest\.json is missing"):
         check_manifest(folder)
-    path = folder / "trainer" / "state.json"
-    state = json.loads(path.read_text())
-    del state["mode"]
-    path.write_text(json.dumps(state))
-    check_manifest(folder)
 
 
 def test_without_its_stream_an_asynchronous_checkpoint_is_no_synchronous_one(run, newest, tmp_path):
@@ -168,7 +163,7 @@ def test_a_run_that_leaves_asynchronous_training_trains_each_group_once(run, new
     path = folder / "trainer" / "state.json"
     state = json.loads(path.read_text())
     state["ledger"]["ahead"] = [{"step": step, "task_id": due[0], "sample": 0, "attempt": 0}]
-    state["memory"] = json.dumps(json.loads(state["memory"] or "{}") | {"owed": [due[0], owed]})
+    state["algorithm_state"] = json.dumps(json.loads(state["algorithm_state"] or "{}") | {"owed": [due[0], owed]})
     path.write_text(json.dumps(state))
     write_manifest_again(folder)
     assert ludus("train", "--resume", cut, "--training.steps", str(step)).code == 0
@@ -176,4 +171,4 @@ def test_a_run_that_leaves_asynchronous_training_trains_each_group_once(run, new
     assert played == {*due[1:], owed}
     after = read_state(checkpoint_path(cut / "checkpoints", step))
     assert after.ledger.ahead == ()
-    assert json.loads(after.memory)["owed"] == [due[0]]
+    assert json.loads(after.algorithm_state)["owed"] == [due[0]]

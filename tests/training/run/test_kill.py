@@ -174,7 +174,13 @@ REMEMBERED = {
     "greso": "--algorithm.greso true",
     "adapters and reference": "--model.lora.rank 2 --algorithm.kl_coef 0.1 --algorithm.filter_zero_variance false",
 }
-KEPT = {"kl controller": "kl", "kl pid": "kl", "reward moments": "reward_moments", "roles": "memory", "greso": "memory"}
+KEPT = {
+    "kl controller": "kl",
+    "kl pid": "kl",
+    "reward moments": "reward_moments",
+    "roles": "algorithm_state",
+    "greso": "algorithm_state",
+}
 """What of `trainer/state.json` tells that there was something to remember."""
 
 

@@ -15,7 +15,7 @@ from ludus.config.toml import to_toml
 from ludus.errors import EngineError, UserError
 from ludus.evaluation.evaluate import load_evaluation
 from ludus.training.collection import rollout_collector
-from ludus.training.resume import check_resume, place_of
+from ludus.training.resume import check_resume, describe_resume
 from ludus.training.rl.build import check_origins, origins_of
 from ludus.training.run.run_dir import RunFolder
 from ludus.training.run.session import open_session
@@ -93,7 +93,7 @@ def test_where_a_run_goes_on_without_a_checkpoint_or_after_its_last(tiny_run, tm
     for path in folder.checkpoints.iterdir():
         if int(path.name.partition("-")[2]) not in steps:
             shutil.rmtree(path)
-    assert place_of(folder, folder.load_config(), "rl") == said.format(folder.checkpoints / "step-000002")
+    assert describe_resume(folder, folder.load_config(), "rl") == said.format(folder.checkpoints / "step-000002")
 
 
 async def interrupted(*arguments, **options):

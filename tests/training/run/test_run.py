@@ -213,7 +213,7 @@ def test_a_run_that_is_extended_does_not_stop_its_policy_for_the_critic_once_mor
     settings = config(folder, **changes | {"training__steps": "20"})
     with locked(RunFolder(folder)), pytest.raises(Cut):
         train(open_session(settings), RunFolder(folder), Cutting(3))
-    assert json.loads((folder / "checkpoints/step-000001/trainer/state.json").read_text())["warmup"] == 1
+    assert json.loads((folder / "checkpoints/step-000001/trainer/state.json").read_text())["warmup_steps"] == 1
     assert "optim/learning_rate" in read_metrics(folder / "metrics.jsonl")[1].metrics
 
 

@@ -64,7 +64,7 @@ def test_warnings_count_what_is_too_long_and_propose_what_fits():
 
 
 def test_a_limit_that_no_dialogue_fits_is_refused_before_the_first_step(lengths, monkeypatch):
-    monkeypatch.setattr(sft, "MOST_LEFT_OUT", 40)
+    monkeypatch.setattr(sft, "MAX_SKIPPED", 40)
     longest = max(length.total for length in lengths[0])
     tight = session(max_seq_len=18, max_tokens_per_turn=8)
     with pytest.raises(UserError, match=r"No dialogue of The world 'search' fits .*\(18\).*chat template"):

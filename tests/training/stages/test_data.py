@@ -125,9 +125,9 @@ WRONG = {
     "messages[0].content is 3, and must be text": messages({"role": "user", "content": 3}, SAY),
     "unknown key 'contnt'": messages({**ASK, "contnt": ""}, SAY),
     "only the first message can be one": messages(ASK, {"role": "system", "content": "x"}, SAY),
-    "something has to come before it": messages(SAY),
-    "make them one": messages(ASK, SAY, SAY),
-    "no call comes before it": messages(ASK, FOUND, SAY),
+    "a message must precede it": messages(SAY),
+    "merge them": messages(ASK, SAY, SAY),
+    "no call precedes it": messages(ASK, FOUND, SAY),
     "answers the call 'd'": messages(ASK, LOOK, {**FOUND, "tool_call_id": "d"}, SAY),
     "calls 'look', which is not among its tools": messages(
         ASK, LOOK, tools=[{**TOOL, "function": {**TOOL["function"], "name": "see"}}]

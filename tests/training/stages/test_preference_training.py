@@ -24,16 +24,16 @@ from ludus.training.batches.rows import batch_of_step, num_steps
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.preference.pairs import (
-    NO_ARM,
+    NO_SIDE,
     PairSide,
     PreferencePair,
     load_pairs,
     pairs_of_branches,
     pairs_of_rollouts,
-    with_others,
+    with_mismatched,
     with_reference,
 )
-from ludus.training.preference.train import LOSSES, PairTensors, RunningMean, preference_step
+from ludus.training.preference.train import LOSSES, RunningMean, preference_step
 from ludus.training.run.session import open_session
 from ludus.types import Failure, Segment, StopReason, Trajectory
 from small_runs import lasting_files
@@ -147,10 +147,10 @@ def test_others_are_the_prompt_with_the_answers_to_another_prompt():
     other = PreferencePair(
         "3", 1, PairSide((7, 8, 9), (False, False, True)), PairSide((7, 8, 5, 5), (False, False, True, True))
     )
-    found = with_others([one, same, other], max_tokens=3)
-    assert found[0].others == (PairSide((1, 9), (False, True)), PairSide((1, 5, 5), (False, True, True)))
-    assert found[2].others == (PairSide((7, 8, 4), (False, False, True)),)
-    assert with_others([one, same], max_tokens=9)[0].others == ()
+    found = with_mismatched([one, same, other], max_tokens=3)
+    assert found[0].mismatched == (PairSide((1, 9), (False, True)), PairSide((1, 5, 5), (False, True, True)))
+    assert found[2].mismatched == (PairSide((7, 8, 4), (False, False, True)),)
+    assert with_mismatched([one, same], max_tokens=9)[0].mismatched == ()
 
 
 def test_every_pair_comes_once_a_lap_in_an_order_of_the_seed():
@@ -186,7 +186,7 @@ def step_of(model, pairs, settings, running=None):
 @pytest.mark.parametrize("loss", ["dpo", "simpo", "ipo", "kto"])
 def test_the_step_takes_the_loss_of_the_algorithm_whatever_the_microbatches(session, source, loss):
     pairs = pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)
-    pairs = with_reference(with_others(pairs, 320), LogprobScorer(session.model), 4096)
+    pairs = with_reference(with_mismatched(pairs, 320), LogprobScorer(session.model), 4096)
     beta = 0.3
     whole, cut = (
         step_of(moved(session), pairs, PreferenceConfig(loss=loss, beta=beta, microbatch_tokens=tokens))
@@ -200,9 +200,9 @@ def test_the_step_takes_the_loss_of_the_algorithm_whatever_the_microbatches(sess
 
 def test_kto_takes_the_mean_over_labelled_dialogues(session, source):
     pairs = pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)[:3]
-    sides = [replace(pairs[0], rejected=NO_ARM), replace(pairs[1], chosen=NO_ARM), pairs[2]]
-    given = with_reference(with_others(sides, 320), LogprobScorer(session.model), 4096)
-    assert [len(pair.others) for pair in given] == [1, 2, 1]
+    sides = [replace(pairs[0], rejected=NO_SIDE), replace(pairs[1], chosen=NO_SIDE), pairs[2]]
+    given = with_reference(with_mismatched(sides, 320), LogprobScorer(session.model), 4096)
+    assert [len(pair.mismatched) for pair in given] == [1, 2, 1]
     whole, cut = (
         step_of(moved(session), given, PreferenceConfig(loss="kto", beta=0.3, microbatch_tokens=tokens))
         for tokens in (10**6, 1)
@@ -211,10 +211,10 @@ def test_kto_takes_the_mean_over_labelled_dialogues(session, source):
         assert value == pytest.approx(cut[name], abs=2e-4, rel=2e-3), name
     model, reference = moved(session), session.model
 
-    def gain(arm: PairSide) -> float:
-        return sums(model, arm)[0] - sums(reference, arm)[0]
+    def gain(side: PairSide) -> float:
+        return sums(model, side)[0] - sums(reference, side)[0]
 
-    others = [gain(arm) for pair in given for arm in pair.others]
+    others = [gain(side) for pair in given for side in pair.mismatched]
     z = max(0.0, sum(others) / len(others))
     good = [1 - 1 / (1 + math.exp(-0.3 * (gain(given[i].chosen) - z))) for i in (0, 2)]
     bad = [1 - 1 / (1 + math.exp(-0.3 * (z - gain(given[i].rejected)))) for i in (1, 2)]
@@ -243,8 +243,8 @@ def test_kto_trains_on_a_file_without_pairs(source, tmp_path):
     assert [(bool(p.chosen.tokens), bool(p.rejected.tokens)) for p in pairs] == [
         (True, False), (False, True), (False, True)
     ]  # fmt: skip
-    assert all(len(arm.reference) == sum(arm.trains) for pair in pairs for arm in pair.arms)
-    assert all(len(pair.others) == 1 for pair in pairs)
+    assert all(len(side.reference) == sum(side.trains) for pair in pairs for side in pair.all_sides)
+    assert all(len(pair.mismatched) == 1 for pair in pairs)
     said = ludus("preference", *words, "--preference.loss", "bco", "--run.dir", tmp_path / "bco")
     assert said.code == 0, said
     rows = read_metrics(tmp_path / "bco" / "metrics.jsonl")
@@ -253,13 +253,13 @@ def test_kto_trains_on_a_file_without_pairs(source, tmp_path):
 
 def test_bco_takes_the_mean_over_labelled_dialogues(session, source):
     pairs = pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)[:3]
-    sides = [replace(pairs[0], rejected=NO_ARM), replace(pairs[1], chosen=NO_ARM), pairs[2]]
+    sides = [replace(pairs[0], rejected=NO_SIDE), replace(pairs[1], chosen=NO_SIDE), pairs[2]]
     given = with_reference(sides, LogprobScorer(session.model), 4096)
     found = step_of(moved(session), given, PreferenceConfig(loss="bco", beta=0.3))
     model = moved(session)
     signed = [[(1, pairs[0].chosen)], [(-1, pairs[1].rejected)], [(1, pairs[2].chosen), (-1, pairs[2].rejected)]]
     rewards = [
-        [(sign, 0.3 * (sums(model, arm)[0] - sums(session.model, arm)[0])) for sign, arm in own] for own in signed
+        [(sign, 0.3 * (sums(model, side)[0] - sums(session.model, side)[0])) for sign, side in own] for own in signed
     ]
     flat = [q for own in rewards for _, q in own]
     delta = sum(flat) / len(flat)
@@ -273,18 +273,18 @@ def test_every_name_of_the_settings_has_its_loss_and_reads_the_settings():
     assert set(LOSSES) == set(get_args(PreferenceLoss))
     one = torch.ones(1, 1, dtype=torch.bool)
     given = [torch.tensor([[value]], dtype=torch.float64) for value in (-1.0, -2.0, -2.0, -1.5)]
-    tensors = PairTensors(*given, one, one, torch.tensor(0.2))
+    inputs = (dict(zip(losses.PairInputs.__annotations__, (*given, one, one), strict=True)), torch.tensor(0.2))
     for loss in get_args(PreferenceLoss):
         smoothing = {"label_smoothing": 0.1} if loss in SMOOTHED else {}
         found = [
-            float(LOSSES[loss](tensors, PreferenceConfig(loss=loss, beta=beta, **smoothing))) for beta in (0.3, 0.6)
+            float(LOSSES[loss](*inputs, PreferenceConfig(loss=loss, beta=beta, **smoothing))) for beta in (0.3, 0.6)
         ]
         assert found[0] != found[1], loss
         if smoothing:
             more = PreferenceConfig(loss=loss, beta=0.3, label_smoothing=0.2)
-            assert float(LOSSES[loss](tensors, more)) != found[0], loss
+            assert float(LOSSES[loss](*inputs, more)) != found[0], loss
     taus = [PreferenceConfig(loss="discopop", tau=tau) for tau in (None, 0.05, 1.0)]
-    default, same, other = (float(LOSSES["discopop"](tensors, settings)) for settings in taus)
+    default, same, other = (float(LOSSES["discopop"](*inputs, settings)) for settings in taus)
     assert default == same != other
 
 
@@ -300,7 +300,7 @@ def test_bco_compares_with_the_mean_of_all_rewards_so_far(session, source, loss)
         found = step_of(moved(session), part, settings, running)
     model = moved(session)
     rewards = [
-        tuple(beta * (sums(model, arm)[0] - sums(session.model, arm)[0]) for arm in (p.chosen, p.rejected))
+        tuple(beta * (sums(model, side)[0] - sums(session.model, side)[0]) for side in (p.chosen, p.rejected))
         for p in pairs
     ]
     delta = sum(map(sum, rewards)) / (2 * len(rewards))
@@ -311,25 +311,25 @@ def test_bco_compares_with_the_mean_of_all_rewards_so_far(session, source, loss)
     assert RunningMean.from_json(running.to_json()) == running
 
 
-def sums(model, arm: PairSide) -> tuple[float, int]:
+def sums(model, side: PairSide) -> tuple[float, int]:
     """Log-probability of what trains, by a plain forward pass of one row; and the number of tokens."""
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([arm.tokens])).logits[0]
-    scores = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(arm.tokens[1:])[:, None])[:, 0]
-    kept = torch.tensor(arm.trains[1:])
+        logits = model(input_ids=torch.tensor([side.tokens])).logits[0]
+    scores = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(side.tokens[1:])[:, None])[:, 0]
+    kept = torch.tensor(side.trains[1:])
     return float(scores[kept].sum()), int(kept.sum())
 
 
 def by_hand(loss: str, model, reference, pairs: list[PreferencePair], beta: float) -> float:
-    """The loss with one token for each arm that carries its sum."""
+    """The loss with one token for each side that carries its sum."""
     one = torch.ones(1, 1, dtype=torch.bool)
 
     def tensor(value: float) -> torch.Tensor:
         return torch.tensor([[value]])
 
     total = 0.0
-    baseline = sum(sums(model, a)[0] - sums(reference, a)[0] for p in pairs for a in p.others)
-    baseline = max(0.0, baseline / sum(len(p.others) for p in pairs))
+    baseline = sum(sums(model, a)[0] - sums(reference, a)[0] for p in pairs for a in p.mismatched)
+    baseline = max(0.0, baseline / sum(len(p.mismatched) for p in pairs))
     for pair in pairs:
         (c, n_c), (r, n_r) = sums(model, pair.chosen), sums(model, pair.rejected)
         (ref_c, _), (ref_r, _) = sums(reference, pair.chosen), sums(reference, pair.rejected)
@@ -361,7 +361,8 @@ def test_the_rejected_side_of_kto_counts_as_it_is_set():
     one = torch.ones(1, 1, dtype=torch.bool)
     given = [torch.tensor([[value]]) for value in (-1.0, -2.0, -2.0, -1.5)]
     settings = PreferenceConfig(loss="kto", beta=0.5, undesirable_weight=3.0)
-    found = LOSSES["kto"](PairTensors(*given, one, one, torch.tensor(0.2)), settings)
+    pairs = dict(zip(losses.PairInputs.__annotations__, (*given, one, one), strict=True))
+    found = LOSSES["kto"](pairs, torch.tensor(0.2), settings)
     chosen, rejected = (1 - 1 / (1 + math.exp(-x)) for x in (0.4, 0.35))
     assert found.item() == pytest.approx((chosen + 3 * rejected) / 2, rel=1e-5)
 
@@ -387,9 +388,9 @@ def test_a_setting_that_nothing_reads_is_refused(said, words):
 def test_the_pairs_of_a_run_are_kept_with_what_the_reference_thinks(trained, source, session):
     pairs = load_pairs(trained / "pairs.jsonl.gz")
     assert len(pairs) == len(pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)) >= 4
-    for arm in pairs[0].arms:
-        assert len(arm.reference) == sum(arm.trains)
-        assert sum(arm.reference) == pytest.approx(sums(session.model, arm)[0], abs=1e-3)
+    for side in pairs[0].all_sides:
+        assert len(side.reference) == sum(side.trains)
+        assert sum(side.reference) == pytest.approx(sums(session.model, side)[0], abs=1e-3)
 
 
 def test_training_prefers_the_chosen_and_its_checkpoint_is_a_model(trained, source):
@@ -421,7 +422,9 @@ def test_a_run_that_is_cut_and_resumed_equals_the_uninterrupted_one(trained, sou
 def test_simpo_needs_no_reference_and_kto_logs_its_baseline(source, tmp_path):
     for loss in ("simpo", "kto"):
         assert train(source, tmp_path / loss, "--preference.loss", loss, "--preference.steps", "1").code == 0
-    assert not any(arm.reference for pair in load_pairs(tmp_path / "simpo" / "pairs.jsonl.gz") for arm in pair.arms)
+    assert not any(
+        side.reference for pair in load_pairs(tmp_path / "simpo" / "pairs.jsonl.gz") for side in pair.all_sides
+    )
     (row,) = read_metrics(tmp_path / "kto" / "metrics.jsonl")
     assert row.metrics["preference/kto_baseline"] >= 0
 

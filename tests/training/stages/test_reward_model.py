@@ -23,14 +23,9 @@ from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.reward_model.data import examples_of_rollouts, hold_out, load_examples, sample_continuations
 from ludus.training.reward_model.train import auc, losses, measure, reward_step
 from ludus.training.run.session import make_engine, open_session
+from ludus.training.run.supervised import split_by_tokens
 from ludus.training.value_models.base import HeadModel
-from ludus.training.value_models.reward_model import (
-    RewardExample,
-    RewardModel,
-    ScoredSequence,
-    load_reward_model,
-    parts,
-)
+from ludus.training.value_models.reward_model import RewardExample, RewardModel, ScoredSequence, load_reward_model
 from ludus.types import Segment, StopReason, Trajectory
 from small_runs import lasting_files, words
 from tests.training.learner.test_learner import tiny_model
@@ -55,22 +50,22 @@ def rollout(first: int, second: int, right: bool, task: str = "a") -> tuple[str,
 
 def test_the_last_action_token_is_judged_by_the_success():
     (one,) = examples_of_rollouts([rollout(4, 5, True)], REWARDS, None)
-    assert (one.prompt_length, one.arms) == (2, (ScoredSequence((1, 2, 3, 4, 9, 5), (5,), (1.0,)),))
+    assert (one.prompt_length, one.sequences) == (2, (ScoredSequence((1, 2, 3, 4, 9, 5), (5,), (1.0,)),))
 
 
 def test_a_turn_is_worth_the_mean_return_of_the_rollouts_that_share_it():
     records = [rollout(4, 5, True), rollout(4, 6, False), rollout(7, 5, True)]
-    found = [example.arms[0] for example in examples_of_rollouts(records, REWARDS, 0.5)]
-    assert [arm.at for arm in found] == [(3, 5)] * 3
+    found = [example.sequences[0] for example in examples_of_rollouts(records, REWARDS, 0.5)]
+    assert [sequence.at for sequence in found] == [(3, 5)] * 3
     # Two pass through the first action [3, 4]: (0.5 * 1 + 0.5 * 0) / 2; the others are alone with their own.
-    assert [arm.targets for arm in found] == [(0.25, 1.0), (0.25, 0.0), (0.5, 1.0)]
+    assert [sequence.targets for sequence in found] == [(0.25, 1.0), (0.25, 0.0), (0.5, 1.0)]
 
 
 def test_further_rollouts_count_in_the_means_and_are_no_examples():
     records = [rollout(4, 5, True), rollout(7, 5, True)]
     further = [rollout(4, last, right)[1].trajectory for last, right in ((6, False), (8, False), (5, True))]
     found = examples_of_rollouts(records, REWARDS, 0.5, further)
-    assert [example.arms[0].targets for example in found] == [(0.5 * 2 / 4, 1.0), (0.5, 1.0)]
+    assert [example.sequences[0].targets for example in found] == [(0.5 * 2 / 4, 1.0), (0.5, 1.0)]
 
 
 def test_whole_prompts_are_held_out():
@@ -98,12 +93,12 @@ def model_of(kind, seed: int = 0) -> RewardModel:
     return RewardModel(states, kind)
 
 
-def by_hand(model: RewardModel, arm: ScoredSequence) -> list[float]:
+def by_hand(model: RewardModel, sequence: ScoredSequence) -> list[float]:
     """Scores by a plain forward pass of one row with all hidden states."""
     body = model.states.model["body"]
     with torch.no_grad():
-        states = body(input_ids=torch.tensor([arm.tokens]), use_cache=False).last_hidden_state[0]
-        return [float(model.states.head(states[place])) for place in arm.at]
+        states = body(input_ids=torch.tensor([sequence.tokens]), use_cache=False).last_hidden_state[0]
+        return [float(model.states.head(states[place])) for place in sequence.at]
 
 
 PAIR = RewardExample("", 2, (ScoredSequence((1, 2, 3, 4), (3,), (1.0,)), ScoredSequence((1, 2, 5), (2,), (0.0,))))
@@ -113,19 +108,19 @@ ALONE = RewardExample("", 1, (ScoredSequence((2, 6, 3), (2,), (0.0,)),))
 
 def test_the_losses_are_those_of_the_formulas():
     model = model_of("pairwise")
-    (chosen,), (rejected,) = (by_hand(model, arm) for arm in PAIR.arms)
+    (chosen,), (rejected,) = (by_hand(model, sequence) for sequence in PAIR.sequences)
     expected = -math.log(1 / (1 + math.exp(rejected - chosen)))
     assert losses(model, [PAIR]).item() == pytest.approx(expected, rel=1e-4)
     model = model_of("process")
-    scores = [*by_hand(model, TURNS.arms[0]), *by_hand(model, ALONE.arms[0])]
+    scores = [*by_hand(model, TURNS.sequences[0]), *by_hand(model, ALONE.sequences[0])]
     wanted = [
         -(target * math.log(p) + (1 - target) * math.log(1 - p))
         for score, target in zip(scores, (0.25, 1.0, 0.0), strict=True)
         for p in [1 / (1 + math.exp(-score))]
     ]
     assert losses(model, [TURNS, ALONE]).tolist() == pytest.approx(wanted, rel=1e-4)
-    judged = model.judge([*TURNS.arms, *ALONE.arms], 3)
-    assert [p for arm in judged for p in arm] == pytest.approx(
+    judged = model.predict([*TURNS.sequences, *ALONE.sequences], 3)
+    assert [p for sequence in judged for p in sequence] == pytest.approx(
         [1 / (1 + math.exp(-score)) for score in scores], rel=1e-4
     )
 
@@ -138,7 +133,7 @@ def test_a_step_does_not_depend_on_its_parts(kind, batch):
         optimiser = Optimizer(model.states.model, OptimizerSettings(learning_rate=1e-3, total_steps=1))
         found.append(reward_step(model, optimiser, batch, tokens) | measure(model, batch, tokens))
     assert found[0] == pytest.approx(found[1], rel=2e-3, abs=1e-5)
-    assert len(parts(batch, 1)) == 3
+    assert len(split_by_tokens(batch, 1)) == 3
     assert found[0]["optim/grad_norm"] > 0
 
 
@@ -197,8 +192,8 @@ def test_a_run_measures_what_it_keeps_aside_and_can_be_read(trained):
     assert rows[0]["loss/total"] == pytest.approx(math.log(2), abs=1e-3)
     assert ["held_out/loss" in row for row in rows] == [False, True, False, True]
     examples = load_examples(trained / "examples.jsonl.gz")
-    aside = {e.arms[0].tokens[: e.prompt_length] for e in examples if e.held_out}
-    learned = {e.arms[0].tokens[: e.prompt_length] for e in examples if not e.held_out}
+    aside = {e.sequences[0].tokens[: e.prompt_length] for e in examples if e.held_out}
+    learned = {e.sequences[0].tokens[: e.prompt_length] for e in examples if not e.held_out}
     assert aside
     assert learned
     assert not aside & learned
@@ -220,11 +215,11 @@ def test_a_reward_model_loads_with_its_head(trained):
     model = load_reward_model(trained, config)
     assert model.kind == "process"
     assert float(model.states.head.weight.detach().abs().sum()) > 0
-    arms = [example.arms[0] for example in load_examples(trained / "examples.jsonl.gz")][:3]
-    judged = model.judge(arms, 400)
-    assert [len(values) for values in judged] == [len(arm.at) for arm in arms]
-    for arm, values in zip(arms, judged, strict=True):
-        plain = [1 / (1 + math.exp(-score)) for score in by_hand(model, arm)]
+    sequences = [example.sequences[0] for example in load_examples(trained / "examples.jsonl.gz")][:3]
+    judged = model.predict(sequences, 400)
+    assert [len(values) for values in judged] == [len(sequence.at) for sequence in sequences]
+    for sequence, values in zip(sequences, judged, strict=True):
+        plain = [1 / (1 + math.exp(-score)) for score in by_hand(model, sequence)]
         assert values == pytest.approx(plain, abs=1e-4)
     with pytest.raises(UserError, match="There is no reward model"):
         load_reward_model(trained / "checkpoints", Config())
@@ -283,7 +278,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(source, tmp_path, trai
     write_rollouts(one, wrong)
     data = ("--reward_model.data", one, "--reward_model.kind")
     assert "it is a rollout" in refused(*base, *data, "pairwise")
-    assert "failed: there is nothing to tell apart" in refused(*base, *data, "pointwise")
+    assert "failed, and a reward model needs both outcomes" in refused(*base, *data, "pointwise")
     assert "ludus sft" in refused("reward-model", recipe, "--run", source, "--model.from_scratch", "true")
     assert not folder.exists()
     assert "reward_model.kind" in refused("reward-model", "--resume", trained, "--reward_model.kind", "pairwise")

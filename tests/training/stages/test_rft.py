@@ -15,7 +15,7 @@ from ludus.evaluation.evaluate import load_evaluation
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode
-from ludus.training.rft import judge
+from ludus.training.rft import select_samples
 from ludus.training.run.session import open_session
 from ludus.types import Failure, Message, Segment, StopReason, Task, Trajectory
 from small_runs import lasting_files
@@ -126,7 +126,7 @@ def test_judging_keeps_each_way_to_solve_a_task_once_and_no_more_than_asked(sess
     broken = episode("b", 2, ())
     failure = Failure("engine", "gone", 3)
     lost = replace(broken.trajectory, segments=(), failure=failure, stop_reason=StopReason.FAILED)
-    fates = judge([group, [wrong, other, replace(broken, trajectory=lost)]], session)
+    fates = select_samples([group, [wrong, other, replace(broken, trajectory=lost)]], session)
     assert [(credit.outcome, credit.reason) for credit in fates] == [
         (RolloutOutcome.TRAINED, "trained"),
         (RolloutOutcome.DROPPED, "duplicate"),

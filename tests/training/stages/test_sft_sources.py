@@ -13,7 +13,7 @@ from ludus.envs.base import class_of
 from ludus.envs.tool_world import Dialogue, ToolWorld
 from ludus.errors import ConfigError, UserError
 from ludus.training.datasets.files import parse_record, read_dialogues, row_of
-from ludus.training.datasets.sources import MOST_LEFT_OUT, dialogues
+from ludus.training.datasets.sources import MAX_SKIPPED, dialogues
 from ludus.training.run.session import model_path
 from ludus.training.sft import dialogue_row
 from ludus.types import FunctionCall, Message, MessageToolCall
@@ -170,7 +170,7 @@ def test_settings_that_contradict_each_other_are_refused(recipe, words, said):
 
 def test_a_source_of_which_no_class_is_taken_is_refused(recipe):
     config = load_config(recipe, ("--sft.classes.reasoning", "0"))
-    with pytest.raises(UserError, match=rf"plain.jsonl has {MOST_LEFT_OUT:,} dialogues in a row of classes"):
+    with pytest.raises(UserError, match=rf"plain.jsonl has {MAX_SKIPPED:,} dialogues in a row of classes"):
         list(islice(dialogues(config, functions()), 40))
 
 

@@ -16,7 +16,7 @@ from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import Estimates, assign_credit, with_estimates
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.rl.train_step import filter_and_estimate
-from ludus.training.value_models.factory import at_openings, make_value_model, train_value_model
+from ludus.training.value_models.factory import at_turn_starts, make_value_model, train_value_model
 from ludus.types import Segment, StopReason, Trajectory
 from tests.training.credit.test_credit import group, inputs, real_group
 from tests.training.learner.test_learner import tiny_model
@@ -174,5 +174,5 @@ def test_each_turn_of_a_tree_opens_once():
         Segment("action", (8, 9), 1, logprobs=(-1.0,) * 2, versions=(0,) * 2, parent=2),
     )
     tree = Trajectory("t", 0, segments, (), StopReason.ANSWERED)
-    row = at_openings(row_of_trajectory(tree, 0.0), tree)
+    row = at_turn_starts(row_of_trajectory(tree, 0.0), tree)
     assert [token for token, opens in zip(row.tokens, row.trains, strict=True) if opens] == [3, 6, 8]

@@ -24,19 +24,19 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     """Load the model and, for a new run, gather the pairs. Raises UserError for pairs that cannot be used."""
     from ludus.cli.ui.progress import EpisodeBar
     from ludus.training.preference.sources import gather_pairs
-    from ludus.training.preference.train import open_training
+    from ludus.training.preference.train import PreferenceTraining
     from ludus.training.rl.validate import check_trackers
     from ludus.training.run.session import open_session
 
     if not new:
         session = open_session(config)
-        return lambda folder: train(open_training(session, folder, None))
+        return lambda folder: train(PreferenceTraining(session, folder))
     refuse_from_scratch(config, "Preference training needs a model that can already act")
     check_trackers(config)
     session = open_session(config)
     with bars(make_console()) as progress:
         gathered = gather_pairs(session, EpisodeBar(progress))
-    return lambda folder: train(open_training(session, folder, gathered))
+    return lambda folder: train(PreferenceTraining(session, folder, gathered))
 
 
 def print_done(folder: RunFolder, config: Config) -> None:
@@ -50,17 +50,16 @@ def print_done(folder: RunFolder, config: Config) -> None:
 def train(training: PreferenceTraining) -> None:
     """Train with a progress bar, then print the checkpoint."""
     from ludus.cli.ui.progress import print_checkpoint, step_bar
-    from ludus.training.preference.train import run_preference
 
     folder, config, console = training.folder, training.session.config, make_console()
-    print_line(console, f"Run folder: {folder.path}\n{len(training.pairs)} pairs, {training.steps} steps")
+    print_line(console, f"Run folder: {folder.path}\n{len(training.pairs)} pairs, {training.num_steps} steps")
     save_config(folder, config)
-    with step_bar(console, "preferences", folder, config, (training.done, training.steps)) as (show, trackers):
+    with step_bar(console, "preferences", folder, config, (training.done, training.num_steps)) as (show, trackers):
 
         def on_step(step: int, metrics: Mapping[str, float]) -> None:
             show(step, f"loss {metrics['loss/total']:.3f}  accuracy {metrics['preference/accuracy']:.0%}")
 
-        checkpoint = run_preference(training, trackers, on_step)
+        checkpoint = training.run(trackers, on_step)
     print_checkpoint(console, folder, config, checkpoint)
 
 

@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     """Load the model and, for a new run, gather the examples. Raises UserError for examples that cannot be used."""
     from ludus.training.reward_model.data import gather_examples
-    from ludus.training.reward_model.train import open_training
+    from ludus.training.reward_model.train import RewardTraining
     from ludus.training.rl.validate import check_trackers
     from ludus.training.run.session import open_session
     from ludus.training.value_models.reward_model import make_reward_model
 
     if not new:
         session = open_session(config)
-        return lambda folder: train(open_training(session, folder, None))
+        return lambda folder: train(RewardTraining(session, folder))
     refuse_from_scratch(config, "A reward model starts from a trained model")
     check_trackers(config)
     session = open_session(config)
     examples = gather_examples(session)
     make_reward_model(session)
-    return lambda folder: train(open_training(session, folder, examples))
+    return lambda folder: train(RewardTraining(session, folder, examples))
 
 
 def print_done(folder: RunFolder, config: Config) -> None:
@@ -57,15 +57,15 @@ def print_use(checkpoint: Path) -> None:
 def train(training: RewardTraining) -> None:
     """Train with a progress bar, then print the path of the reward model."""
     from ludus.cli.ui.progress import step_bar
-    from ludus.training.reward_model.train import num_training, run_reward_model
+    from ludus.training.reward_model.train import num_training
 
     folder, config, console = training.folder, training.session.config, make_console()
     num = num_training(training.examples)
-    counts = f"{num} training examples, {len(training.examples) - num} held out, {training.steps} steps"
+    counts = f"{num} training examples, {len(training.examples) - num} held out, {training.num_steps} steps"
     print_line(console, f"Run folder: {folder.path}\n{counts}")
     save_config(folder, config)
     latest: dict[str, float] = {}
-    with step_bar(console, "reward model", folder, config, (training.done, training.steps)) as (show, trackers):
+    with step_bar(console, "reward model", folder, config, (training.done, training.num_steps)) as (show, trackers):
 
         def on_step(step: int, metrics: Mapping[str, float]) -> None:
             latest.update(metrics)
@@ -73,7 +73,7 @@ def train(training: RewardTraining) -> None:
             held_out = [f"held-out {name} {value:.2f}" for name, value in named if value is not None]
             show(step, "  ".join([f"loss {metrics['loss/total']:.3f}", *held_out]))
 
-        checkpoint = run_reward_model(training, trackers, on_step)
+        checkpoint = training.run(trackers, on_step)
     print_use(checkpoint)
 
 

@@ -78,7 +78,7 @@ class TrainingStage:
     def resume(self, folder: RunFolder, overrides: Sequence[str]) -> int:
         """Resume a run, unless it is complete."""
         from ludus.training.learner.learner import explain_out_of_memory
-        from ludus.training.resume import check_kind, check_resume, is_complete, place_of
+        from ludus.training.resume import check_kind, check_resume, describe_resume, is_complete
 
         silence_libraries()
         check_kind(folder, self.kind)
@@ -89,7 +89,7 @@ class TrainingStage:
                 self.print_done(folder, config)
                 return 0
             train = self.prepare(config, False)
-            print_line(make_console(), place_of(folder, config, self.kind))
+            print_line(make_console(), describe_resume(folder, config, self.kind))
             with ResumeHint(folder), explain_out_of_memory():
                 train(folder)
         return 0

@@ -33,7 +33,7 @@ from ludus.training.rl.build import train as train_run
 from ludus.training.run.checkpoint import list_checkpoints
 from ludus.training.run.run_dir import RunFolder, kind_of, recipe_of, resume_command, save_config
 from ludus.training.run.session import TrainingSession, busy_warning, open_session
-from ludus.training.sft import SftTraining, make_session, open_fine_tuning, run_sft
+from ludus.training.sft import SftTraining, make_session
 from ludus.types import Timings
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def sft(session: TrainingSession, folder: RunFolder) -> None:
     """Fine-tune with a progress bar, then print the checkpoint."""
     config, console = session.config, make_console()
     print_line(console, f"Run folder: {folder.path}")
-    tuning = open_fine_tuning(session, folder)
+    tuning = SftTraining(session, folder)
     save_config(folder, config)
     print_checkpoint(console, folder, config, fine_tune(tuning, console))
 
@@ -210,7 +210,7 @@ def cold_start(config: Config, folder: RunFolder, console: Console) -> Path:
     found = list_checkpoints(nested.checkpoints)
     if found and found[-1][0] >= config.sft.steps:
         return found[-1][1]
-    return fine_tune(open_fine_tuning(make_session(plain_trackers(config)), nested), console)
+    return fine_tune(SftTraining(make_session(plain_trackers(config)), nested), console)
 
 
 def fine_tune(tuning: SftTraining, console: Console) -> Path:
@@ -227,7 +227,7 @@ def fine_tune(tuning: SftTraining, console: Console) -> Path:
             speed = metrics["batch/total_tokens"] / max(1e-9, metrics["time/step_s"])
             show(step, f"loss {metrics['loss/total']:.3f}  {speed:,.0f} tokens/s")
 
-        checkpoint = run_sft(tuning, trackers, on_step)
+        checkpoint = tuning.run(trackers, on_step)
     if skipped:
         used = (config.sft.steps - tuning.done) * config.sft.batch_size
         print_line(console, f"{skipped} of {skipped + used} dialogues were skipped: too long.", "yellow")

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from ludus.config.sections.section import OptimizerSection, Section
+from ludus.config.sections.section import EpochsSection, Section, check_choice
 from ludus.errors import nearest_names
 
 PARTS = (
@@ -55,11 +55,9 @@ class LengthConfig(Section):
 
     @model_validator(mode="after")
     def _fits_the_kind(self) -> Self:
-        kinds = {"target": "linear or sigmoid", "lam": "linear", "cap": "linear", "tau": "sigmoid", "floor": "sigmoid"}
-        for name, given in self.model_dump().items():
-            own = type(self).model_fields[name].default
-            if name in kinds and self.kind not in kinds[name] and given != own:
-                raise ValueError(f"rewards.length.{name} is for the kind {kinds[name]}, not for {self.kind}")
+        linear, sigmoid = ("linear",), ("sigmoid",)
+        needed = {"target": linear + sigmoid, "lam": linear, "cap": linear, "tau": sigmoid, "floor": sigmoid}
+        check_choice(self, "rewards.length", "kind", needed)
         return self
 
 
@@ -181,7 +179,7 @@ class RewardsConfig(Section):
         return self == RewardsConfig()
 
 
-class RewardModelConfig(OptimizerSection):
+class RewardModelConfig(EpochsSection):
     """Training of a reward model: the policy's body with a scalar head."""
 
     kind: Literal["pairwise", "pointwise", "process"] = "pairwise"
@@ -201,33 +199,15 @@ class RewardModelConfig(OptimizerSection):
     """
     held_out: float = Field(0.1, ge=0, lt=1)
     """Fraction of tasks held out for evaluation; 0 disables it."""
-    learning_rate: float = Field(1e-4, gt=0)
-    """Learning rate of AdamW after the warm-up."""
-    epochs: int = Field(1, ge=1)
-    """Passes over all examples, unless `steps` is set."""
-    steps: int | None = Field(None, ge=1)
-    """Optimizer steps; none follows from `epochs`."""
-    batch_size: int = Field(16, ge=1)
-    """Examples (pairs or attempts) per optimizer step."""
-    microbatch_tokens: int = Field(16384, ge=1)
-    """Tokens per forward pass, at least one example; the gradient does not depend on it."""
     evaluate_every: int = Field(10, ge=1)
     """Steps between evaluations on held-out tasks; the last step always has one."""
-    checkpoint_every: int = Field(50, ge=1)
-    """Steps between checkpoints."""
-    keep_checkpoints: int = Field(1, ge=1)
-    """Number of checkpoints to keep."""
 
     @model_validator(mode="after")
     def _fits_the_kind(self) -> Self:
         if self.run is not None and self.data is not None:
             raise ValueError(f'reward_model.run ("{self.run}") and reward_model.data are mutually exclusive')
-        if self.discount != 1 and self.kind != "process":
-            raise ValueError(f'reward_model.discount is for the kind process, not for "{self.kind}"')
-        if self.rollouts and self.kind != "process":
-            raise ValueError(f'reward_model.rollouts is for the kind process, not for "{self.kind}"')
-        if self.min_reward_gap > 0 and self.kind != "pairwise":
-            raise ValueError(f'reward_model.min_reward_gap is for pairwise, not for "{self.kind}"')
+        needed = {"discount": ("process",), "rollouts": ("process",), "min_reward_gap": ("pairwise",)}
+        check_choice(self, "reward_model", "kind", needed)
         if self.min_reward_gap > 0 and self.data is not None:
             raise ValueError("reward_model.min_reward_gap applies to rollouts, but reward_model.data is set")
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +28,17 @@ def changed(section: Section) -> dict[str, object]:
     return {name: value for name, value in section.model_dump().items() if value != plain[name]}
 
 
+def check_choice(section: Section, path: str, choice: str, allowed: Mapping[str, Sequence[str]]) -> None:
+    """Raise ValueError for a changed setting that has no effect with the current value of the setting `choice`.
+
+    `allowed` are the values of `choice` that a setting needs, `path` the dotted name of the section.
+    """
+    values, fields = section.model_dump(), type(section).model_fields
+    for name, needed in allowed.items():
+        if values[name] != fields[name].default and values[choice] not in needed:
+            raise ValueError(f"{path}.{name} is for the {choice} {' or '.join(needed)}, not for {values[choice]}")
+
+
 class OptimizerSection(Section):
     """The settings of every section that trains a model with AdamW. Sections may set other defaults."""
 
@@ -44,3 +56,27 @@ class OptimizerSection(Section):
     """AdamW: decay of the mean of squared gradients."""
     max_grad_norm: float = Field(1.0, gt=0)
     """The gradient is clipped to this norm."""
+
+
+class SupervisedSection(OptimizerSection):
+    """The settings of SFT, preference and reward-model training."""
+
+    batch_size: int = Field(16, ge=1)
+    """Dialogues, pairs or attempts per optimizer step."""
+    microbatch_tokens: int = Field(16384, ge=1)
+    """Tokens per forward pass, at least one example; the gradient does not depend on it."""
+    checkpoint_every: int = Field(50, ge=1)
+    """Steps between checkpoints."""
+    keep_checkpoints: int = Field(1, ge=1)
+    """Number of checkpoints to keep."""
+
+
+class EpochsSection(SupervisedSection):
+    """The settings of training for a number of epochs or steps."""
+
+    learning_rate: float = Field(1e-4, gt=0)
+    """Learning rate of AdamW after the warm-up."""
+    epochs: int = Field(1, ge=1)
+    """Passes over all examples, unless `steps` is set."""
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps; none follows from `epochs`."""

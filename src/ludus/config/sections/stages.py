@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from ludus.config.sections.section import OptimizerSection, Section
+from ludus.config.sections.section import EpochsSection, OptimizerSection, Section, SupervisedSection, check_choice
 from ludus.types import DataClass
 
 
@@ -34,15 +34,13 @@ class SftSource(Section):
         return self
 
 
-class SftConfig(OptimizerSection):
+class SftConfig(SupervisedSection):
     """Supervised fine-tuning on demonstrations."""
 
     steps: int = Field(2000, ge=1)
     """Optimizer steps of the fine-tuning or cold start."""
     batch_size: int = Field(48, ge=1)
-    """Dialogues per optimizer step."""
-    microbatch_tokens: int = Field(16384, ge=1)
-    """Padded tokens per forward pass; the gradient does not depend on it."""
+    """Dialogues, pairs or attempts per optimizer step."""
     learning_rate: float = Field(2e-3, gt=0)
     """Learning rate of AdamW after the warm-up."""
     warmup_steps: int = Field(50, ge=0)
@@ -55,8 +53,6 @@ class SftConfig(OptimizerSection):
     """AdamW: decay of the mean of squared gradients."""
     checkpoint_every: int = Field(250, ge=1)
     """Steps between checkpoints."""
-    keep_checkpoints: int = Field(1, ge=1)
-    """Number of checkpoints to keep."""
     data: str | None = None
     """A JSON-lines file of dialogues (`{"messages": [...]}`); None uses the world's demonstrations."""
     sources: dict[str, SftSource] = Field({})
@@ -96,7 +92,7 @@ SMOOTHED: tuple[PreferenceLoss, ...] = ("dpo", "robust", "simpo", "exo")
 """Losses that use label_smoothing."""
 
 
-class PreferenceConfig(OptimizerSection):
+class PreferenceConfig(EpochsSection):
     """Training on pairs of a better and a worse trajectory."""
 
     loss: PreferenceLoss = "dpo"
@@ -113,16 +109,6 @@ class PreferenceConfig(OptimizerSection):
     """discopop: the margin at which its two terms are blended; none is 0.05."""
     undesirable_weight: float = Field(1.0, gt=0)
     """kto: weight of rejected trajectories and dialogues labelled false, relative to 1 for the others."""
-    learning_rate: float = Field(1e-4, gt=0)
-    """Learning rate of AdamW after the warm-up."""
-    epochs: int = Field(1, ge=1)
-    """Passes over all pairs, unless `steps` is set."""
-    steps: int | None = Field(None, ge=1)
-    """Optimizer steps; none follows from `epochs`."""
-    batch_size: int = Field(16, ge=1)
-    """Pairs per optimizer step."""
-    microbatch_tokens: int = Field(16384, ge=1)
-    """Tokens per forward pass, at least one pair; the gradient does not depend on it."""
     min_reward_gap: float = Field(0.0, ge=0)
     """Smallest difference between the best and worst reward of a group that makes a pair; equal rewards never do."""
     run: str | None = None
@@ -136,10 +122,6 @@ class PreferenceConfig(OptimizerSection):
     """Without `run` and `data`: training tasks that the model attempts, or all if there are fewer."""
     samples: int = Field(8, ge=2)
     """Attempts per task, at rollout.temperature."""
-    checkpoint_every: int = Field(50, ge=1)
-    """Steps between checkpoints."""
-    keep_checkpoints: int = Field(1, ge=1)
-    """Number of checkpoints to keep."""
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
@@ -154,19 +136,13 @@ class PreferenceConfig(OptimizerSection):
 
     @model_validator(mode="after")
     def _has_what_the_loss_reads(self) -> Self:
-        if self.gamma is not None and self.loss != "simpo":
-            raise ValueError(f'preference.gamma is for the loss simpo, not for "{self.loss}"')
-        if self.tau is not None and self.loss != "discopop":
-            raise ValueError(f'preference.tau is for the loss discopop, not for "{self.loss}"')
+        needed = {"gamma": ("simpo",), "tau": ("discopop",), "undesirable_weight": ("kto",)}
+        check_choice(self, "preference", "loss", {**needed, "label_smoothing": SMOOTHED})
         if self.loss == "robust" and self.label_smoothing == 0:
             raise ValueError(
                 "preference.loss robust corrects for mislabelled pairs: set preference.label_smoothing above 0, "
                 'or use the loss "dpo"'
             )
-        if self.label_smoothing > 0 and self.loss not in SMOOTHED:
-            raise ValueError(f'preference.label_smoothing has no effect with the loss "{self.loss}"')
-        if self.undesirable_weight != 1 and self.loss != "kto":
-            raise ValueError(f'preference.undesirable_weight is for the loss kto, not for "{self.loss}"')
         return self
 
 
@@ -184,7 +160,7 @@ class RftConfig(OptimizerSection):
     epochs: int = Field(1, ge=1)
     """Passes over the successes of a round."""
     batch_size: int = Field(16, ge=1)
-    """Trajectories per optimizer step."""
+    """Dialogues, pairs or attempts per optimizer step."""
     microbatch_tokens: int = Field(16384, ge=1)
     """Padded tokens per forward pass; the gradient does not depend on it."""
     learning_rate: float = Field(3e-4, gt=0)
@@ -194,4 +170,4 @@ class RftConfig(OptimizerSection):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate schedule after the warm-up, to the end of the round."""
     keep_checkpoints: int = Field(2, ge=1)
-    """Number of checkpoints to keep; each round ends with one."""
+    """Number of checkpoints to keep."""

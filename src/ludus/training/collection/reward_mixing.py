@@ -42,8 +42,8 @@ from ludus.rollout.trees import map_paths, with_chains
 from ludus.training.credit.turn_rewards import LENGTH_PART, shaping_ranges, with_length, with_turn_rewards
 from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.reward_model import (
-    Judgement,
     RewardEnsemble,
+    RewardPrediction,
     ScoredSequence,
     action_ends,
     check_ensemble,
@@ -400,11 +400,11 @@ class RewardMixer:
             ScoredSequence(trajectories[i].token_ids, places, (0.0,) * len(places))
             for i, places in zip(known, ends, strict=True)
         ]
-        judged = dict(zip(known, model.judge(arms, self.microbatch_tokens), strict=True)) if arms else {}
-        unknown = Judgement((), 0.0)
+        judged = dict(zip(known, model.predict(arms, self.microbatch_tokens), strict=True)) if arms else {}
+        unknown = RewardPrediction((), 0.0)
         return [self._set_model_part(t, judged.get(i, unknown), step) for i, t in enumerate(trajectories)]
 
-    def _set_model_part(self, trajectory: Trajectory, judgement: Judgement, step: int) -> Trajectory:
+    def _set_model_part(self, trajectory: Trajectory, judgement: RewardPrediction, step: int) -> Trajectory:
         """Set the part to the mean value; turn rewards sum to the weight times that mean."""
         part, values = self.parts[-1], judgement.values
         rewards = {MODEL_PART: sum(values) / len(values) if values else 0.0}

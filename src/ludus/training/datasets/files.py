@@ -10,20 +10,22 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+
+from pydantic import TypeAdapter
 
 from ludus.errors import StorageError, UserError
 from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line, write_lines
 from ludus.tools.base import Tool
 from ludus.training.datasets.messages import (
+    as_object,
     as_text,
     as_words,
     check_turns,
-    given,
-    parsed,
+    parse_json,
     read_messages,
     read_tools,
     read_train_flags,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def read_rows(path: Path) -> Iterator[object]:
-    """Yield the rows of a folder written by `Dataset.save_to_disk`; of several splits, those of train.
+    """Yield the rows of a folder written by `Dataset.save_to_disk`; with several splits, those of `train`.
 
     Raises UserError for another folder, and if the package is not installed.
     """
@@ -44,7 +46,7 @@ def read_rows(path: Path) -> Iterator[object]:
     except ImportError as error:
         raise UserError(
             f"{path} is a folder, and reading a dataset needs the package datasets.",
-            "Install it: pip install 'ludus[datasets]', or give a file of JSON lines.",
+            "Install it: pip install 'ludus[datasets]', or use a file of JSON lines.",
         ) from error
     try:
         found = load_from_disk(str(path))
@@ -83,30 +85,33 @@ T = TypeVar("T")
 
 
 def write_records(path: Path, records: Iterable[DataclassInstance]) -> None:
-    """Write records atomically; equal records give equal bytes. Raises StorageError."""
+    """Write records atomically; equal records produce equal files. Raises StorageError."""
     write_lines(path, (json.dumps(asdict(r), allow_nan=False, separators=(",", ":")) for r in records))
 
 
-def load_records(path: Path, parse: Callable[[bytes], T]) -> list[T]:
-    """Read the output of `write_records`; `parse` converts a line. Raises StorageError."""
+def load_records(path: Path, kind: type[T]) -> list[T]:
+    """Read records of the dataclass `kind` as written by `write_records`. Raises StorageError."""
+    parser = TypeAdapter(kind)
     try:
         with gzip.open(path, "rb") as lines:
-            return [parse(line) for line in lines]
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"{path} cannot be read: {error}.", "Start a new run.") from error
+            return [parser.validate_json(line) for line in lines]
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        cause = " ".join(str(error).split("\n")[:2])
+        raise StorageError(f"{path} cannot be read: {cause}.", "Start a new run.") from error
 
 
 DataKind = Literal["dialogue", "labelled dialogue", "pair", "rollout"]
 
 DATA_CLASSES: tuple[DataClass, ...] = get_args(DataClass)
-_HOW = "docs/use/data.md has the formats; `ludus data check {path}` lists what is wrong."
+_HOW = "docs/use/data.md has the formats; `ludus data check {path}` lists all problems."
 
 
 @dataclass(frozen=True, slots=True)
 class FileDialogue:
     """Dialogue with the tools of its prompt; `trains` marks the messages in the loss.
 
-    `task` is the id of the task that it solves (empty: none), `data_class` its category if the file has one.
+    `task` is the id of the task that it solves (empty: none), `data_class` its category if the file has one. A
+    labelled dialogue has a `label`: whether its marked messages are desirable.
     """
 
     messages: tuple[Message, ...]
@@ -114,6 +119,7 @@ class FileDialogue:
     trains: tuple[bool, ...] = ()
     task: str = ""
     data_class: DataClass | None = None
+    label: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +132,7 @@ class FilePair:
     tools: tuple[Tool, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class FileLabelled:
-    """Dialogue and whether it is desirable; `trains` marks the labelled messages."""
-
-    messages: tuple[Message, ...]
-    trains: tuple[bool, ...]
-    label: bool
-    tools: tuple[Tool, ...] = ()
-
-
-Record = FileDialogue | FileLabelled | FilePair | RolloutRecord
+Record = FileDialogue | FilePair | RolloutRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,15 +183,13 @@ def read_pairs(path: Path) -> list[FilePair]:
     return [found for found in _read_kind(path, "pair") if isinstance(found, FilePair)]
 
 
-def read_preferences(path: Path) -> list[FilePair] | list[FileLabelled]:
+def read_preferences(path: Path) -> list[FilePair | FileDialogue]:
     """Return the pairs of a file, or its labelled dialogues if the first record is one.
 
     Raises UserError, with the line, for a record of another kind.
     """
-    first = next((found for _, found in _records(path) if not isinstance(found, FileProblem)), None)
-    if not isinstance(first, FileLabelled):
-        return read_pairs(path)
-    return [found for found in _read_kind(path, "labelled dialogue") if isinstance(found, FileLabelled)]
+    kind: DataKind = "labelled dialogue" if _first_kind(path) == "labelled dialogue" else "pair"
+    return [found for found in _read_kind(path, kind) if not isinstance(found, RolloutRecord)]
 
 
 def read_rollout_file(path: Path) -> list[RolloutRecord]:
@@ -205,8 +199,12 @@ def read_rollout_file(path: Path) -> list[RolloutRecord]:
 
 def read_records(path: Path) -> list[Record]:
     """Return the records of a file, all of the first record's kind. Raises UserError, with the line."""
-    first = next((found for _, found in _records(path) if not isinstance(found, FileProblem)), None)
-    return list(_read_kind(path, "dialogue" if first is None else _kind(first)))
+    return list(_read_kind(path, _first_kind(path)))
+
+
+def _first_kind(path: Path) -> DataKind:
+    """Return the kind of the first valid record."""
+    return next((_kind(found) for _, found in _records(path) if not isinstance(found, FileProblem)), "dialogue")
 
 
 def _read_kind(path: Path, kind: DataKind) -> Iterator[Record]:
@@ -215,7 +213,7 @@ def _read_kind(path: Path, kind: DataKind) -> Iterator[Record]:
         fault = found.text if isinstance(found, FileProblem) else ""
         if not isinstance(found, FileProblem) and _kind(found) != kind:
             fault = f"it is a {_kind(found)}"
-            if isinstance(found, FileLabelled) and kind == "pair":
+            if _kind(found) == "labelled dialogue" and kind == "pair":
                 fault += ", which preference.loss = kto or bco takes"
         if fault or isinstance(found, FileProblem):
             raise UserError(f"{path}, line {line}, is not a {kind}: {fault}.", _HOW.format(path=path))
@@ -228,34 +226,33 @@ def _read_kind(path: Path, kind: DataKind) -> Iterator[Record]:
 def _kind(record: Record) -> DataKind:
     match record:
         case FileDialogue():
-            return "dialogue"
-        case FileLabelled():
-            return "labelled dialogue"
+            return "dialogue" if record.label is None else "labelled dialogue"
         case FilePair():
             return "pair"
     return "rollout"
 
 
 def _records(path: Path) -> Iterator[tuple[int, Record | FileProblem]]:
+    """Yield the numbered records of a file, FileProblem for invalid ones."""
     for line, data in _lines(path):
-        if isinstance(data, FileProblem):
-            yield line, data
-            continue
+        if data == b"[":  # otherwise each further line would be reported
+            yield line, FileProblem(line, "a list over several lines begins, and a record has one line")
+            return
         try:
-            yield line, parse_record(data)
+            yield line, parse_record(parse_json(data, "it") if isinstance(data, bytes) else data)
         except (ValueError, TypeError, KeyError) as error:
             yield line, FileProblem(line, str(error))
 
 
 def parse_record(data: object) -> Record:
     """Parse a record of any kind. Raises ValueError, TypeError or KeyError with the fault."""
-    found = given(data, "it")
+    found = as_object(data, "it")
     if "messages" in found:
-        return _parse_labelled(found) if isinstance(found.get("label"), bool) else _parse_dialogue(found)
+        return _parse_dialogue(found)
     if "trajectory" in found:
         trajectory = found["trajectory"]
         if isinstance(trajectory, str):  # a table row, without an advantage that is None
-            data = {"advantage": None, **found, "trajectory": parsed(trajectory, "trajectory")}
+            data = {"advantage": None, **found, "trajectory": parse_json(trajectory, "trajectory")}
         return parse_rollout(data)
     if found.keys() & {"prompt", "completion", "chosen", "rejected"}:
         return _parse_pair(found) if "completion" not in found else _parse_completion(found)
@@ -274,16 +271,13 @@ def row_of(record: Record) -> dict[str, object]:
         case FileDialogue():
             marked = zip(record.messages, record.trains, strict=True)
             messages = [{**m, "train": trains} if m["role"] == "assistant" else m for m, trains in marked]
-            said: dict[str, object] = {"messages": messages, "tools": _tools_text(record.tools)}
-            return {**said, "task": record.task or None, "data_class": record.data_class}
-        case FileLabelled():
-            marked = zip(record.messages, record.trains, strict=True)
-            messages = [{**m, "train": trains} if m["role"] == "assistant" else m for m, trains in marked]
-            return {"messages": messages, "label": record.label, "tools": _tools_text(record.tools)}
+            row: dict[str, object] = {"messages": messages, "tools": _tools_text(record.tools)}
+            if record.label is not None:
+                return {**row, "label": record.label}
+            return {**row, "task": record.task or None, "data_class": record.data_class}
         case FilePair():
-            chosen, rejected = list(record.chosen), list(record.rejected)
-            row = {"prompt": list(record.prompt), "chosen": chosen, "rejected": rejected}
-            return {**row, "tools": _tools_text(record.tools)}
+            sides = {"chosen": list(record.chosen), "rejected": list(record.rejected)}
+            return {"prompt": list(record.prompt), **sides, "tools": _tools_text(record.tools)}
     line = json.loads(rollout_line(record))
     return {**line, "trajectory": json.dumps(line["trajectory"])}
 
@@ -298,30 +292,26 @@ def _parse_dialogue(data: dict[str, object]) -> FileDialogue:
     tools = read_tools(data.get("tools"))
     check_turns(messages, tools, "messages")
     if not any(trains):
-        said = any(message["role"] == "assistant" for message in messages)
-        raise ValueError("no assistant message trains" if said else "it has no assistant message")
-    task, named = as_text(data.get("task", ""), "task"), data.get("data_class")
-    return FileDialogue(messages, tools, trains, task, None if named is None else _data_class(named))
+        has_action = any(message["role"] == "assistant" for message in messages)
+        raise ValueError("no assistant message trains" if has_action else "it has no assistant message")
+    task, named, label = as_text(data.get("task", ""), "task"), data.get("data_class"), data.get("label")
+    data_class = None if named is None else _data_class(named)
+    return FileDialogue(messages, tools, trains, task, data_class, label if isinstance(label, bool) else None)
 
 
-def _parse_labelled(data: dict[str, object]) -> FileLabelled:
-    found = _parse_dialogue(data)
-    return FileLabelled(found.messages, found.trains, data["label"] is True, found.tools)
-
-
-def _parse_completion(data: dict[str, object]) -> FileLabelled:
+def _parse_completion(data: dict[str, object]) -> FileDialogue:
     """Parse TRL's unpaired format; text instead of messages is the user's or the assistant's."""
-    if odd := sorted(data.keys() & {"chosen", "rejected"}):
-        raise ValueError(f"it has {odd[0]} and completion, and is a pair or a labelled dialogue")
+    if extra := sorted(data.keys() & {"chosen", "rejected"}):
+        raise ValueError(f"it has {extra[0]} and completion, and is a pair or a labelled dialogue")
     label, answer, asked = data.get("label"), data["completion"], data.get("prompt")
     if not isinstance(label, bool):
         raise ValueError(f"label is {as_words(label)}, and must be true or false")
     tools = read_tools(data.get("tools"))
     prompt = _prompt([{"role": "user", "content": asked}] if isinstance(asked, str) else asked)
-    said = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
-    completion = _parse_side(said, "completion", prompt, tools)
+    message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+    completion = _parse_side(message, "completion", prompt, tools)
     trains = [False] * len(prompt) + [message["role"] == "assistant" for message in completion]
-    return FileLabelled((*prompt, *completion), tuple(trains), label, tools)
+    return FileDialogue((*prompt, *completion), tools, tuple(trains), label=label)
 
 
 def _prompt(data: object) -> tuple[Message, ...]:
@@ -343,17 +333,17 @@ def _parse_pair(data: dict[str, object]) -> FilePair:
     tools = read_tools(data.get("tools"))
     if prompt[-1]["role"] == "assistant":
         raise ValueError("prompt ends with the assistant's message, which belongs into chosen and rejected")
-    arms = [_parse_side(data.get(name), name, prompt, tools) for name in ("chosen", "rejected")]
-    if arms[0] == arms[1]:
+    chosen, rejected = (_parse_side(data.get(name), name, prompt, tools) for name in ("chosen", "rejected"))
+    if chosen == rejected:
         raise ValueError("chosen and rejected are the same")
-    return FilePair(prompt, arms[0], arms[1], tools)
+    return FilePair(prompt, chosen, rejected, tools)
 
 
 def _parse_side(data: object, name: str, prompt: tuple[Message, ...], tools: tuple[Tool, ...]) -> tuple[Message, ...]:
     """Parse one continuation: a message or a list of messages."""
-    given_messages = [data] if isinstance(data, dict) else data
-    messages = read_messages(given_messages, name)
-    for i, trains in enumerate(read_train_flags(given_messages, name)):
+    items = [data] if isinstance(data, dict) else data
+    messages = read_messages(items, name)
+    for i, trains in enumerate(read_train_flags(items, name)):
         if messages[i]["role"] == "assistant" and not trains:
             raise ValueError(f"{name}[{i}].train is false, and what does not train belongs into the prompt")
     if not messages or messages[0]["role"] != "assistant":
@@ -363,7 +353,7 @@ def _parse_side(data: object, name: str, prompt: tuple[Message, ...], tools: tup
 
 
 def _lines(path: Path) -> Iterator[tuple[int, object]]:
-    """Yield the numbered JSON values of a file, FileProblem for invalid lines. Blank lines are skipped."""
+    """Yield the numbered lines of a file, without blank ones, or the rows of a dataset."""
     if path.is_dir():
         yield from enumerate(read_rows(path), start=1)
         return
@@ -371,11 +361,8 @@ def _lines(path: Path) -> Iterator[tuple[int, object]]:
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if line.strip() == b"[":  # otherwise each further line would be reported
-                    yield (number, FileProblem(number, "a list over several lines begins, and a record has one line"))
-                    return
                 if line.strip():
-                    yield number, _value(line, number)
+                    yield number, line.strip()
     except FileNotFoundError:
         raise UserError(f"There is no file {path}.", "Check the path.") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -384,15 +371,3 @@ def _lines(path: Path) -> Iterator[tuple[int, object]]:
         ) from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.", "Check the path.") from error
-
-
-def _value(line: bytes, number: int) -> object:
-    try:
-        value: object = json.loads(line)
-    except UnicodeDecodeError:
-        return FileProblem(number, "it is not UTF-8 text")
-    except ValueError as error:
-        return FileProblem(number, f"it is not valid JSON: {error}")
-    except RecursionError:
-        return FileProblem(number, "it is nested too deeply")
-    return value

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from ludus.tools.base import FunctionSchema, Tool, ToolSchema, described_tool
 from ludus.types import FunctionCall, Message, MessageToolCall
 
-_ROLES: Mapping[str, Literal["system", "user", "assistant", "tool"]] = {
-    "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
+Role = Literal["system", "user", "assistant", "tool"]
 _KEY_ROLES = {"reasoning_content": "assistant", "tool_calls": "assistant", "train": "assistant"}
 """Keys of messages of a single role."""
 _KEYS = {"role", "content", "tool_call_id", "name", *_KEY_ROLES}
@@ -25,7 +20,7 @@ _MAX_DEPTH = 100
 """Maximum nesting; templates render values recursively."""
 
 
-def given(data: object, where: str) -> dict[str, object]:
+def as_object(data: object, where: str) -> dict[str, object]:
     """Return the object without keys whose value is None."""
     if not isinstance(data, dict):
         raise ValueError(f"{where} is {as_words(data)}, and must be an object")
@@ -43,10 +38,12 @@ def as_text(data: object, where: str) -> str:
     return data
 
 
-def parsed(text: str, where: str) -> object:
+def parse_json(text: str | bytes, where: str) -> object:
     """Parse JSON text. Raises ValueError if it is invalid."""
     try:
         value: object = json.loads(text)
+    except UnicodeDecodeError:
+        raise ValueError(f"{where} is not UTF-8 text") from None
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply") from None
     except ValueError as error:
@@ -63,7 +60,7 @@ def read_train_flags(data: object, where: str) -> tuple[bool, ...]:
     """Return whether each message trains: assistant messages do unless their `train` is false."""
     flags = []
     for i, item in enumerate(_list(data, where)):
-        message = given(item, f"{where}[{i}]")
+        message = as_object(item, f"{where}[{i}]")
         train = message.get("train", message.get("role") == "assistant")
         if not isinstance(train, bool):
             raise ValueError(f"{where}[{i}].train is {as_words(train)}, and must be true or false")
@@ -74,7 +71,7 @@ def read_train_flags(data: object, where: str) -> tuple[bool, ...]:
 def read_tools(data: object) -> tuple[Tool, ...]:
     """Return the tools of a list of OpenAI schemas, or of its JSON text; none for None."""
     if isinstance(data, str):
-        data = parsed(data, "tools")
+        data = parse_json(data, "tools")
     tools = [_tool(item, f"tools[{i}]") for i, item in enumerate(_list(data, "tools"))] if data else []
     names = [tool.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -86,46 +83,42 @@ def check_turns(messages: Sequence[Message], tools: Sequence[Tool], where: str) 
     """Raise ValueError for a message in an invalid position."""
     known = {tool.name for tool in tools}
     for i, message in enumerate(messages):
-        before = messages[i - 1]["role"] if i else None
-        if fault := _position_fault(message["role"], before):
+        if fault := _position_fault(messages, i):
             raise ValueError(f"{where}[{i}] {fault}")
-        if message["role"] == "tool":
-            _check_answer(messages, i, where)
         called = [call["function"]["name"] for call in message.get("tool_calls", [])]
         if tools and (unknown := [name for name in called if name not in known]):
             raise ValueError(f"{where}[{i}] calls {unknown[0]!r}, which is not among its tools")
 
 
-def _position_fault(role: str, before: str | None) -> str:
-    """Return why a role cannot follow another, or an empty string."""
+def _position_fault(messages: Sequence[Message], at: int) -> str:
+    """Return why a message cannot follow those before it; empty if it can."""
+    role, before = messages[at]["role"], messages[at - 1]["role"] if at else None
     if role == "system" and before is not None:
         return "is a system message, and only the first message can be one"
     if role == "assistant" and before is None:
-        return "is the assistant's, and something has to come before it"
+        return "is the assistant's, and a message must precede it"
     if role == "assistant" and before == "assistant":
-        return "is the assistant's, as is the one before it: make them one"
-    if role == "tool" and before not in ("assistant", "tool"):
-        return "is a tool's, and no call comes before it"
+        return "is the assistant's, as is the one before it: merge them"
+    if role != "tool":
+        return ""
+    caller = next((m for m in reversed(messages[:at]) if m["role"] != "tool"), None)
+    calls = [call["id"] for call in caller.get("tool_calls", [])] if caller else []
+    if not calls:
+        return "is a tool's, and no call precedes it"
+    answered = messages[at].get("tool_call_id")
+    if answered is not None and answered not in calls:
+        return f"answers the call {answered!r}, and the calls are {', '.join(calls)}"
     return ""
 
 
-def _check_answer(messages: Sequence[Message], at: int, where: str) -> None:
-    asking = next(m for m in reversed(messages[:at]) if m["role"] != "tool")
-    calls = [call["id"] for call in asking.get("tool_calls", [])]
-    if not calls:
-        raise ValueError(f"{where}[{at}] is a tool's, and no call comes before it")
-    answered = messages[at].get("tool_call_id")
-    if answered is not None and answered not in calls:
-        raise ValueError(f"{where}[{at}] answers the call {answered!r}, and the calls are {', '.join(calls)}")
-
-
 def _message(data: object, where: str) -> Message:
-    found = given(data, where)
+    found = as_object(data, where)
     if unknown := sorted(found.keys() - _KEYS):
         raise ValueError(f"{where} has the unknown key {unknown[0]!r}")
-    role = _ROLES.get(str(found.get("role")))
+    roles: tuple[Role, ...] = get_args(Role)
+    role = next((role for role in roles if role == found.get("role")), None)
     if role is None:
-        raise ValueError(f"{where}.role is {as_words(found.get('role'))}, and must be one of {_join_names(_ROLES)}")
+        raise ValueError(f"{where}.role is {as_words(found.get('role'))}, and must be one of {', '.join(roles)}")
     for key, owner in _KEY_ROLES.items():
         if key in found and role != owner and found[key] not in ([], False):
             raise ValueError(f"{where}.{key} belongs to {owner} messages, and this one is of the {role}")
@@ -135,23 +128,22 @@ def _message(data: object, where: str) -> Message:
     message = Message(role=role, content=as_text(found.get("content", ""), f"{where}.content"))
     if calls:
         message["tool_calls"] = [_call(call, i, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    if "reasoning_content" in found and role == "assistant":
-        message["reasoning_content"] = as_text(found["reasoning_content"], f"{where}.reasoning_content")
-    if "tool_call_id" in found:
-        message["tool_call_id"] = as_text(found["tool_call_id"], f"{where}.tool_call_id")
-    if "name" in found:
-        message["name"] = as_text(found["name"], f"{where}.name")
+    texts: tuple[Literal["reasoning_content", "tool_call_id", "name"], ...]
+    texts = ("reasoning_content", "tool_call_id", "name")
+    for key in texts:
+        if key in found and (key != "reasoning_content" or role == "assistant"):
+            message[key] = as_text(found[key], f"{where}.{key}")
     return message
 
 
 def _call(data: object, place: int, where: str) -> MessageToolCall:
     """A call; its arguments may stand as an object or as JSON text of one."""
-    call = given(data, where)
-    function = given(call.get("function"), f"{where}.function")
+    call = as_object(data, where)
+    function = as_object(call.get("function"), f"{where}.function")
     name = as_text(function.get("name"), f"{where}.function.name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = parsed(arguments, f"{where}.function.arguments")
+        arguments = parse_json(arguments, f"{where}.function.arguments")
     if not isinstance(arguments, dict):
         raise ValueError(f"{where}.function.arguments is {as_words(arguments)}, and must be an object")
     _check_value(arguments, f"{where}.function.arguments")
@@ -161,13 +153,12 @@ def _call(data: object, place: int, where: str) -> MessageToolCall:
 
 
 def _tool(data: object, where: str) -> Tool:
-    function = given(given(data, where).get("function"), f"{where}.function")
+    function = as_object(as_object(data, where).get("function"), f"{where}.function")
     name = as_text(function.get("name"), f"{where}.function.name")
     about = as_text(function.get("description", ""), f"{where}.function.description")
-    given_parameters = given(function.get("parameters", {}), f"{where}.function.parameters")
-    _check_value(given_parameters, f"{where}.function.parameters")
-    parameters = _without_none(given_parameters)
-    schema = FunctionSchema(name=name, description=about, parameters=parameters)
+    parameters = as_object(function.get("parameters", {}), f"{where}.function.parameters")
+    _check_value(parameters, f"{where}.function.parameters")
+    schema = FunctionSchema(name=name, description=about, parameters=_without_none(parameters))
     return described_tool(ToolSchema(type="function", function=schema))
 
 
@@ -191,10 +182,6 @@ def _check_value(data: object, where: str, depth: int = 0) -> None:
     elif isinstance(data, dict | list):
         for part in (*data.keys(), *data.values()) if isinstance(data, dict) else data:
             _check_value(part, where, depth + 1)
-
-
-def _join_names(names: Mapping[str, object]) -> str:
-    return ", ".join(names)
 
 
 def as_words(data: object) -> str:

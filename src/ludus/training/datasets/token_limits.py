@@ -17,7 +17,7 @@ from ludus.envs.base import Demonstration, World, permutation
 from ludus.errors import UserError
 from ludus.rollout.scheduler import rollout_for
 from ludus.tools.base import Tool
-from ludus.training.datasets.sources import dialogue_segments, first_dialogues, source_name, sources_of
+from ludus.training.datasets.sources import dialogue_segments, sources_of
 from ludus.training.run.session import TrainingSession
 from ludus.types import Task
 
@@ -50,32 +50,28 @@ def check_dialogues(session: TrainingSession) -> None:
 
     Files are searched completely; of a world, the first dialogues.
     """
-    config, budget = session.config, session.config.rollout.max_seq_len
-    for name in sources_of(config):
+    budget = session.config.rollout.max_seq_len
+    for source in sources_of(session.config, session.world):
         lengths: list[DialogueLength] = []
-        for dialogue in first_dialogues(config, session.world, name, NUM_DIALOGUES):
+        for dialogue in source.first(NUM_DIALOGUES):
             lengths.append(dialogue_length(session.renderer, dialogue))
             if lengths[-1].total <= budget:
                 break
         else:
-            raise _none_fits(lengths, budget, source_name(config, session.world, name))
-
-
-def _none_fits(lengths: Sequence[DialogueLength], budget: int, source: str) -> UserError:
-    totals, prompt = [one.total for one in lengths], min(one.prompt for one in lengths)
-    return UserError(
-        f"No dialogue of {source} fits into rollout.max_seq_len ({budget}): under this model's chat template "
-        f"{len(lengths)} of them take {min(totals)} to {max(totals)} tokens, the prompt {prompt} or more.",
-        f"Set --rollout.max_seq_len {rounded(max(totals))}.",
-    )
+            totals, prompt = [one.total for one in lengths], min(one.prompt for one in lengths)
+            raise UserError(
+                f"No dialogue of {source.title} fits into rollout.max_seq_len ({budget}): under this model's chat "
+                f"template {len(lengths)} of them take {min(totals)} to {max(totals)} tokens, the prompt {prompt} or "
+                "more.",
+                f"Set --rollout.max_seq_len {round_up(max(totals))}.",
+            )
 
 
 def sft_warnings(session: TrainingSession) -> list[str]:
     """Return warnings about the first fine-tuning dialogues that exceed the limits of a rollout."""
     found = []
-    for name in sources_of(session.config):
-        shown = islice(first_dialogues(session.config, session.world, name, NUM_DIALOGUES), NUM_DIALOGUES)
-        lengths = [dialogue_length(session.renderer, dialogue) for dialogue in shown]
+    for source in sources_of(session.config, session.world):
+        lengths = [dialogue_length(session.renderer, d) for d in islice(source.first(NUM_DIALOGUES), NUM_DIALOGUES)]
         found += dialogue_warnings(lengths, session.config.rollout, "they are left out")
     return found
 
@@ -90,14 +86,14 @@ def dialogue_warnings(lengths: Sequence[DialogueLength], rollout: RolloutConfig,
         found.append(
             f"{len(long)} of {len(lengths)} demonstrations{shown} are longer than rollout.max_seq_len "
             f"({rollout.max_seq_len}) under this model's chat template: {effect}. "
-            f"--rollout.max_seq_len {rounded(max(one.total for one in long))} fits all of them."
+            f"--rollout.max_seq_len {round_up(max(one.total for one in long))} fits all of them."
         )
     wordy = [one for one in lengths if one.longest_action > rollout.max_tokens_per_turn]
     if wordy:
         found.append(
             f"{len(wordy)} of {len(lengths)} demonstrations have an action that is longer than "
             f"rollout.max_tokens_per_turn ({rollout.max_tokens_per_turn}), which a rollout would cut off: "
-            f"--rollout.max_tokens_per_turn {rounded(max(one.longest_action for one in wordy))} fits all."
+            f"--rollout.max_tokens_per_turn {round_up(max(one.longest_action for one in wordy))} fits all."
         )
     return found
 
@@ -127,7 +123,7 @@ def check_prompts(session: TrainingSession) -> list[str]:
             f"No prompt of the world {world.name!r} leaves room for an answer: under this model's chat "
             f"template prompts with tools take {min(prompts)} to {max(prompts)} tokens, rollout.max_seq_len "
             f"allows {rollout.max_seq_len}{f' and the model {context}' if context else ''}.",
-            f"Set --rollout.max_seq_len {rounded(longest)}.",
+            f"Set --rollout.max_seq_len {round_up(longest)}.",
         )
     if not crowded:
         return []
@@ -169,6 +165,6 @@ def _demonstrations(session: TrainingSession) -> list[Demonstration]:
         return []
 
 
-def rounded(tokens: int) -> int:
+def round_up(tokens: int) -> int:
     """Round up to a multiple of 64."""
     return -(-tokens // _STEP) * _STEP

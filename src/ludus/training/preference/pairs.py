@@ -7,7 +7,6 @@ resumed run trains on the same ones.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +17,9 @@ import torch
 from ludus.chat.render import Renderer, render_dialogue
 from ludus.errors import UserError
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
+from ludus.tools.base import Tool
 from ludus.training.batches.rows import Row, microbatches
-from ludus.training.datasets.files import FileLabelled, FilePair, load_records, read_pairs, read_preferences
+from ludus.training.datasets.files import FileDialogue, FilePair, load_records, read_pairs, read_preferences
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.types import Message
 
@@ -49,7 +49,7 @@ class PairSide:
         return self.trains.index(True)
 
 
-NO_ARM = PairSide((), ())
+NO_SIDE = PairSide((), ())
 """Missing side of a labelled dialogue."""
 
 
@@ -57,7 +57,7 @@ NO_ARM = PairSide((), ())
 class PreferencePair:
     """Two trajectories with one prompt. `source` names its origin, `gap` is the reward difference.
 
-    A labelled dialogue has one side; the other one is `NO_ARM`. `others` are this prompt with the answers to
+    A labelled dialogue has one side; the other one is `NO_SIDE`. `mismatched` are this prompt with the answers to
     another one, on which KTO estimates its baseline.
     """
 
@@ -65,17 +65,22 @@ class PreferencePair:
     gap: float
     chosen: PairSide
     rejected: PairSide
-    others: tuple[PairSide, ...] = ()
+    mismatched: tuple[PairSide, ...] = ()
 
     @property
     def sides(self) -> tuple[PairSide, ...]:
         """The existing ones of `chosen` and `rejected`."""
-        return tuple(arm for arm in (self.chosen, self.rejected) if arm.tokens)
+        return tuple(side for side in (self.chosen, self.rejected) if side.tokens)
 
     @property
-    def arms(self) -> tuple[PairSide, ...]:
+    def all_sides(self) -> tuple[PairSide, ...]:
         """All trajectories, `chosen` first."""
-        return (*self.sides, *self.others)
+        return (*self.sides, *self.mismatched)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of the existing sides; their prompt counts once."""
+        return sum(len(side.tokens) for side in self.sides) - (len(self.sides) - 1) * self.sides[0].prompt_length
 
 
 PairMaker = Callable[[str, Iterable[RolloutRecord], float, int], list["PreferencePair"]]
@@ -92,11 +97,8 @@ def pairs_of_attempts(
     """
     pairs = []
     for source, group in _groups(name, (r for r in records if is_usable(r, max_tokens))):
-        best = max(group, key=lambda r: r.trajectory.reward)
-        worst = min(group, key=lambda r: r.trajectory.reward)
-        gap = best.trajectory.reward - worst.trajectory.reward
-        if gap > 0 and gap >= min_gap:
-            pairs.append(PreferencePair(source, gap, _sampled(best), _sampled(worst)))
+        sides = [PairSide(r.trajectory.token_ids, r.trajectory.action_mask) for r in group]
+        pairs += _best_against_worst(source, sides, [r.trajectory.reward for r in group], min_gap)
     return pairs
 
 
@@ -112,20 +114,28 @@ def pairs_of_branches(
     pairs = []
     for source, group in _groups(name, records):
         for history, branches in _steps(group, max_tokens).items():
-            worth = {action: math.fsum(rewards) / len(rewards) for action, rewards in branches.items()}
-            best, worst = max(worth, key=lambda a: worth[a]), min(worth, key=lambda a: worth[a])
-            gap = worth[best] - worth[worst]
-            if gap > 0 and gap >= min_gap:
-                where = f"{source}/step of {len(history)} tokens"
-                pairs.append(PreferencePair(where, gap, _step(history, best), _step(history, worst)))
+            before = (False,) * len(history)
+            sides = [PairSide(history + action, before + (True,) * len(action)) for action in branches]
+            values = [math.fsum(rewards) / len(rewards) for rewards in branches.values()]
+            pairs += _best_against_worst(f"{source}/step of {len(history)} tokens", sides, values, min_gap)
     return pairs
+
+
+def _best_against_worst(
+    source: str, sides: Sequence[PairSide], values: Sequence[float], min_gap: float
+) -> list[PreferencePair]:
+    """Return the pair of the first best and the first worst side; none if their values are equal or too close."""
+    best, worst = values.index(max(values)), values.index(min(values))
+    gap = values[best] - values[worst]
+    return [PreferencePair(source, gap, sides[best], sides[worst])] if gap > 0 and gap >= min_gap else []
 
 
 def pairs_of_rollouts(
     files: Sequence[Path], min_gap: float, max_tokens: int, made: PairMaker = pairs_of_attempts
 ) -> list[PreferencePair]:
     """Return the pairs that `made` builds from each file, in file order."""
-    return [pair for file in files for pair in made(_name(file), read_rollouts(file), min_gap, max_tokens)]
+    named = [(file.name.removesuffix(".jsonl.gz"), read_rollouts(file)) for file in files]
+    return [pair for name, records in named for pair in made(name, records, min_gap, max_tokens)]
 
 
 Steps = dict[tuple[int, ...], dict[tuple[int, ...], list[float]]]
@@ -150,10 +160,6 @@ def _steps(records: Sequence[RolloutRecord], max_tokens: int) -> Steps:
     return steps
 
 
-def _step(history: tuple[int, ...], action: tuple[int, ...]) -> PairSide:
-    return PairSide(history + action, (False,) * len(history) + (True,) * len(action))
-
-
 def _groups(name: str, records: Iterable[RolloutRecord]) -> Iterator[tuple[str, list[RolloutRecord]]]:
     """Yield the groups of a file with their names."""
     groups: dict[str, list[RolloutRecord]] = {}
@@ -163,61 +169,55 @@ def _groups(name: str, records: Iterable[RolloutRecord]) -> Iterator[tuple[str, 
         yield f"{name}/{task}", group
 
 
-def _name(file: Path) -> str:
-    return file.name.removesuffix(".jsonl.gz")
-
-
 def pairs_of_file(path: Path, renderer: Renderer, max_tokens: int, labelled: bool = False) -> list[PreferencePair]:
     """Return the pairs of a file, rendered as in a rollout; those longer than `max_tokens` are skipped.
 
     `labelled`: the file may contain labelled dialogues instead.
     """
     pairs = []
-    records: Sequence[FilePair | FileLabelled] = read_preferences(path) if labelled else read_pairs(path)
-    for number, given in enumerate(records, start=1):
-        if isinstance(given, FileLabelled):
-            arm = _render_labelled(renderer, given)
-            sides = (arm, NO_ARM) if given.label else (NO_ARM, arm)
-            found = PreferencePair(f"dialogue {number}", 0.0, *sides)
+    for number, record in enumerate(read_preferences(path) if labelled else read_pairs(path), start=1):
+        if isinstance(record, FileDialogue):
+            side = _render_side(renderer, record.messages, record.trains, record.tools)
+            found = PreferencePair(f"dialogue {number}", 0.0, *((side, NO_SIDE) if record.label else (NO_SIDE, side)))
         else:
-            chosen, rejected = (_render_side(renderer, given, arm) for arm in (given.chosen, given.rejected))
+            chosen, rejected = (_render_continuation(renderer, record, s) for s in (record.chosen, record.rejected))
             found = PreferencePair(f"pair {number}", 0.0, chosen, rejected)
-        if max(len(arm.tokens) for arm in found.sides) <= max_tokens:
+        if max(len(side.tokens) for side in found.sides) <= max_tokens:
             pairs.append(found)
     return pairs
 
 
-def with_others(pairs: Sequence[PreferencePair], max_tokens: int) -> list[PreferencePair]:
+def with_mismatched(pairs: Sequence[PreferencePair], max_tokens: int) -> list[PreferencePair]:
     """Add to each pair its prompt with the answers of the next pair with another prompt, if they fit."""
     prompts = [pair.sides[0].tokens[: pair.sides[0].prompt_length] for pair in pairs]
     found = []
     for i, pair in enumerate(pairs):
         later = (j % len(pairs) for j in range(i + 1, i + len(pairs)))
         other = next((pairs[j] for j in later if prompts[j] != prompts[i]), None)
-        arms = () if other is None else tuple(_with_prompt(prompts[i], arm) for arm in other.sides)
-        found.append(replace(pair, others=tuple(arm for arm in arms if len(arm.tokens) <= max_tokens)))
+        sides = () if other is None else tuple(_with_prompt(prompts[i], side) for side in other.sides)
+        found.append(replace(pair, mismatched=tuple(side for side in sides if len(side.tokens) <= max_tokens)))
     return found
 
 
 @torch.no_grad()
 def with_reference(pairs: Sequence[PreferencePair], scorer: LogprobScorer, max_tokens: int) -> list[PreferencePair]:
     """Return the pairs with the reference's log-probabilities; `max_tokens` limits a forward pass."""
-    arms = [arm for pair in pairs for arm in pair.arms]
+    sides = [side for pair in pairs for side in pair.all_sides]
     device = next(scorer.model.parameters()).device
     scored: dict[int, PairSide] = {}
-    rows = [arm.row for arm in arms]
+    rows = [side.row for side in sides]
     for part in microbatches(rows, max_tokens, device, torch.float32, shared=scorer.shares_prefixes):
         logprobs = scorer.score(part.tokens, part.trains).logprobs.cpu()
         trains = part.trains.cpu()
         for place, i in enumerate(part.index):
-            scored[i] = replace(arms[i], reference=tuple(logprobs[place][trains[place]].tolist()))
-    in_order = iter([scored[i] for i in range(len(arms))])
-    return [_with_arms(pair, [next(in_order) for _ in pair.arms]) for pair in pairs]
+            scored[i] = replace(sides[i], reference=tuple(logprobs[place][trains[place]].tolist()))
+    in_order = iter([scored[i] for i in range(len(sides))])
+    return [_with_sides(pair, [next(in_order) for _ in pair.all_sides]) for pair in pairs]
 
 
 def load_pairs(path: Path) -> list[PreferencePair]:
     """Load the pairs of a run folder. Raises StorageError if the file is invalid."""
-    return load_records(path, _pair)
+    return load_records(path, PreferencePair)
 
 
 def rollout_files(run: Path) -> list[Path]:
@@ -244,49 +244,35 @@ def is_usable(record: RolloutRecord, max_tokens: int) -> bool:
     )
 
 
-def _sampled(record: RolloutRecord) -> PairSide:
-    return PairSide(record.trajectory.token_ids, record.trajectory.action_mask)
+def _render_continuation(renderer: Renderer, pair: FilePair, side: Sequence[Message]) -> PairSide:
+    """Render the prompt and one side; the messages of the prompt do not train."""
+    trains = [False] * len(pair.prompt) + [True] * len(side)
+    return _render_side(renderer, (*pair.prompt, *side), trains, pair.tools)
 
 
-def _render_side(renderer: Renderer, pair: FilePair, arm: Sequence[Message]) -> PairSide:
-    """Render the prompt and one side; assistant messages in the prompt do not train."""
-    told = sum(message["role"] == "assistant" for message in pair.prompt)
-    segments = render_dialogue(renderer, (*pair.prompt, *arm), pair.tools)
+def _render_side(
+    renderer: Renderer, messages: Sequence[Message], trains: Sequence[bool], tools: Sequence[Tool]
+) -> PairSide:
+    """Render a dialogue; the assistant messages marked in `trains` train."""
+    segments = render_dialogue(renderer, messages, tools)
+    turns = [trained for message, trained in zip(messages, trains, strict=True) if message["role"] == "assistant"]
     tokens = tuple(token for segment in segments for token in segment.tokens)
-    return PairSide(tokens, tuple(s.kind == "action" and s.turn >= told for s in segments for _ in s.tokens))
+    return PairSide(tokens, tuple(s.kind == "action" and turns[s.turn] for s in segments for _ in s.tokens))
 
 
-def _render_labelled(renderer: Renderer, dialogue: FileLabelled) -> PairSide:
-    segments = render_dialogue(renderer, dialogue.messages, dialogue.tools)
-    said = zip(dialogue.messages, dialogue.trains, strict=True)
-    trains = [trained for message, trained in said if message["role"] == "assistant"]
-    tokens = tuple(token for segment in segments for token in segment.tokens)
-    return PairSide(tokens, tuple(s.kind == "action" and trains[s.turn] for s in segments for _ in s.tokens))
-
-
-def _with_prompt(prompt: tuple[int, ...], arm: PairSide) -> PairSide:
+def _with_prompt(prompt: tuple[int, ...], side: PairSide) -> PairSide:
     """Return the part of a side after its own prompt, appended to another prompt."""
-    start = arm.prompt_length
-    return PairSide(prompt + arm.tokens[start:], (False,) * len(prompt) + arm.trains[start:])
+    start = side.prompt_length
+    return PairSide(prompt + side.tokens[start:], (False,) * len(prompt) + side.trains[start:])
 
 
-def _with_arms(pair: PreferencePair, arms: Sequence[PairSide]) -> PreferencePair:
-    following = iter(arms)
-    chosen, rejected = (next(following) if arm.tokens else arm for arm in (pair.chosen, pair.rejected))
-    return replace(pair, chosen=chosen, rejected=rejected, others=tuple(following))
+def _with_sides(pair: PreferencePair, sides: Sequence[PairSide]) -> PreferencePair:
+    following = iter(sides)
+    chosen, rejected = (next(following) if side.tokens else side for side in (pair.chosen, pair.rejected))
+    return replace(pair, chosen=chosen, rejected=rejected, mismatched=tuple(following))
 
 
-def _pair(line: bytes) -> PreferencePair:
-    data = json.loads(line)
-    others = tuple(_arm(other) for other in data["others"])
-    return PreferencePair(data["source"], data["gap"], _arm(data["chosen"]), _arm(data["rejected"]), others)
-
-
-def _arm(data: dict[str, list[float]]) -> PairSide:
-    return PairSide(tuple(map(int, data["tokens"])), tuple(map(bool, data["trains"])), tuple(data["reference"]))
-
-
-def arms_of(pairs: Sequence[PreferencePair]) -> Iterator[PairSide]:
+def sides_of(pairs: Sequence[PreferencePair]) -> Iterator[PairSide]:
     """Yield every `chosen`, then every `rejected`."""
     yield from (pair.chosen for pair in pairs if pair.chosen.tokens)
     yield from (pair.rejected for pair in pairs if pair.rejected.tokens)

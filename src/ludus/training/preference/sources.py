@@ -28,7 +28,7 @@ from ludus.training.preference.pairs import (
     pairs_of_file,
     pairs_of_rollouts,
     rollout_files,
-    with_others,
+    with_mismatched,
 )
 from ludus.training.rl.build import probe_tokens
 from ludus.training.rl.validate import check_rollouts
@@ -43,14 +43,6 @@ from ludus.training.run.session import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SampledAttempts:
-    """Sampling plan: `samples` attempts at each of `tasks` tasks, or of all if there are fewer."""
-
-    tasks: int
-    samples: int
-
-
 class SilentReporter:
     """Reporter that ignores everything."""
 
@@ -61,35 +53,18 @@ class SilentReporter:
         """Do nothing."""
 
 
-def sample_attempts(
-    session: TrainingSession, wanted: SampledAttempts, watch: EpisodeReporter | None = None
-) -> list[Episode]:
-    """Sample attempts with the session's current weights; attempts at a task are consecutive.
-
-    Raises ConfigError if the world rewards cheating, EngineError and WorldError as the scheduler.
-    """
-    check_rollouts(session.config, session.world)
-    engine = make_engine(session)
-    try:
-        return asyncio.run(_sample(session, wanted, engine, watch or SilentReporter()))
-    finally:
-        asyncio.run(engine.close())
-
-
-async def _sample(
-    session: TrainingSession, wanted: SampledAttempts, engine: Engine, watch: EpisodeReporter
-) -> list[Episode]:
-    config, world = session.config, session.world
-    num = min(wanted.tasks, len(world.tasks("train")))
+async def _sample_attempts(session: TrainingSession, engine: Engine, reporter: EpisodeReporter) -> list[Episode]:
+    """Sample `samples` attempts at `tasks` tasks, or all if there are fewer; attempts at a task are consecutive."""
+    config, world, settings = session.config, session.world, session.config.preference
+    num = min(settings.tasks, len(world.tasks("train")))
     tasks = world.order(config.run.seed, num, 1).take(0, num)
-    jobs = [RolloutRequest(RolloutKey(0, task.id, i), task) for task in tasks for i in range(wanted.samples)]
-    play = SamplingPlan("attempts", config.rollout.temperature, config.run.seed)
+    requests = [RolloutRequest(RolloutKey(0, task.id, i), task) for task in tasks for i in range(settings.samples)]
+    plan = SamplingPlan("attempts", config.rollout.temperature, config.run.seed)
     async with closing(world):
-        sync = WeightSync.of(config, session.model, engine, probe_tokens(session))
-        await sync.publish(0)
-        scheduler = session_scheduler(session, engine, play, Ledger())
-        watch.phase("attempts", len(jobs), engine)
-        return await scheduler.run(jobs, watch.episode)
+        await WeightSync.of(config, session.model, engine, probe_tokens(session)).publish(0)
+        scheduler = session_scheduler(session, engine, plan, Ledger())
+        reporter.phase("attempts", len(requests), engine)
+        return await scheduler.run(requests, reporter.episode)
 
 
 @dataclass(frozen=True)
@@ -100,10 +75,11 @@ class GatheredPairs:
     sampled: Sequence[RolloutRecord] = ()
 
 
-def gather_pairs(session: TrainingSession, watch: EpisodeReporter | None = None) -> GatheredPairs:
+def gather_pairs(session: TrainingSession, reporter: EpisodeReporter | None = None) -> GatheredPairs:
     """Gather the configured pairs, before anything is written. Raises UserError if there are none.
 
-    If no file or run is configured, the session's model samples attempts, reported to `watch`.
+    If no file or run is configured, the session's model samples attempts, reported to `reporter`. Raises ConfigError
+    if the world rewards cheating, EngineError and WorldError as the scheduler.
     """
     settings, limit = session.config.preference, session.config.rollout.max_seq_len
     sampled: Sequence[RolloutRecord] = ()
@@ -117,25 +93,30 @@ def gather_pairs(session: TrainingSession, watch: EpisodeReporter | None = None)
         pairs = pairs_of_rollouts(files, settings.min_reward_gap, limit, _pair_maker(session))
         where = f"No group of {settings.run} has two attempts with different rewards that make a pair."
     else:
-        pairs, sampled = _sample_pairs(session, watch)
+        pairs, sampled = _sample_pairs(session, reporter or SilentReporter())
         where = "No task has two attempts of the model with different rewards that make a pair."
     if not pairs:
         raise UserError(where, "See docs/use/stages.md, or lower preference.min_reward_gap.")
-    check_vocabulary(max(max(arm.tokens) for pair in pairs for arm in pair.arms), session)
-    return GatheredPairs(with_others(pairs, limit) if PREFERENCES[settings.loss].mismatched else pairs, sampled)
+    check_vocabulary(max(max(side.tokens) for pair in pairs for side in pair.all_sides), session)
+    return GatheredPairs(with_mismatched(pairs, limit) if PREFERENCES[settings.loss].mismatched else pairs, sampled)
 
 
 def _sample_pairs(
-    session: TrainingSession, watch: EpisodeReporter | None
+    session: TrainingSession, reporter: EpisodeReporter
 ) -> tuple[list[PreferencePair], Sequence[RolloutRecord]]:
     """Return pairs of attempts by the session's model, and the records of all attempts."""
     settings, limit = session.config.preference, session.config.rollout.max_seq_len
-    episodes = sample_attempts(session, SampledAttempts(settings.tasks, settings.samples), watch)
+    check_rollouts(session.config, session.world)
+    engine = make_engine(session)
+    try:
+        episodes = asyncio.run(_sample_attempts(session, engine, reporter))
+    finally:
+        asyncio.run(engine.close())
     records = [TrainingSample(episode, *_initial_status(episode)).record for episode in episodes]
     pairs = _pair_maker(session)("step-000000", records, settings.min_reward_gap, limit)
-    arms = {arm.tokens for pair in pairs for arm in pair.arms}
+    sides = {side.tokens for pair in pairs for side in pair.all_sides}
     return pairs, [
-        replace(record, outcome=RolloutOutcome.TRAINED, reason="trained") if _is_in_pair(record, arms) else record
+        replace(record, outcome=RolloutOutcome.TRAINED, reason="trained") if _is_in_pair(record, sides) else record
         for record in records
     ]
 
@@ -144,12 +125,12 @@ def _pair_maker(session: TrainingSession) -> PairMaker:
     return pairs_of_branches if session.config.preference.pairs == "steps" else pairs_of_attempts
 
 
-def _is_in_pair(record: RolloutRecord, arms: Collection[tuple[int, ...]]) -> bool:
-    """Return whether a record is an arm of a pair, or continues one."""
+def _is_in_pair(record: RolloutRecord, sides: Collection[tuple[int, ...]]) -> bool:
+    """Return whether a record is a side of a pair, or continues one."""
     if record.trajectory.failure is not None:
         return False
     whole = [path.trajectory.token_ids for path in record.trajectory.paths()]
-    return any(tokens[: len(arm)] == arm for tokens in whole for arm in arms)
+    return any(tokens[: len(side)] == side for tokens in whole for side in sides)
 
 
 def _initial_status(episode: Episode) -> tuple[RolloutOutcome, str]:

@@ -9,7 +9,6 @@ replayed in a fresh environment, which must respond equally to equal actions.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
 from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan
 from ludus.training.datasets.files import load_records, read_rollout_file
-from ludus.training.preference.pairs import PairSide, is_usable, pairs_of_file, pairs_of_rollouts, rollout_files
+from ludus.training.preference.pairs import PreferencePair, is_usable, pairs_of_file, pairs_of_rollouts, rollout_files
 from ludus.training.run.run_dir import RunFolder
 from ludus.training.run.session import (
     TrainingSession,
@@ -34,7 +33,7 @@ from ludus.training.run.session import (
     session_scheduler,
 )
 from ludus.training.value_models.reward_model import RewardExample, ScoredSequence, action_ends
-from ludus.types import Segment, Task, Trajectory
+from ludus.types import Segment, Trajectory
 
 History = tuple[Segment, ...]
 """Segments of an attempt up to and including an action."""
@@ -53,53 +52,44 @@ def sample_continuations(
             "reward_model.rollouts are sampled by the model that becomes the reward model, in this process.",
             "Unset engine.url.",
         )
-    history = {key: value for _, record in records for key, value in _histories(record.trajectory).items()}
     tasks = {task.id: task for task in session.world.tasks("train")}
-    jobs, histories = [], {}
-    for number, ((task_id, _), segments) in enumerate(history.items(), start=1):
-        for sample in range(num):
-            key = RolloutKey(number, task_id, sample)
-            jobs.append(RolloutRequest(key, _task(tasks, task_id)))
-            histories[number] = segments
-    episodes = asyncio.run(_run_rollouts(session, jobs, histories))
+    histories: dict[tuple[str, tuple[int, ...]], History] = {}
+    for _, record in records:
+        chain = record.trajectory.chain
+        for i in [i for i, segment in enumerate(chain) if segment.kind == "action"][:-1]:
+            tokens = tuple(token for segment in chain[: i + 1] for token in segment.tokens)
+            histories[record.trajectory.task_id, tokens] = chain[: i + 1]
+    if missing := [task_id for task_id, _ in histories if task_id not in tasks]:
+        raise UserError(
+            f"The world has no task {missing[0]} to continue.", "Take the recipe and the settings of that run."
+        )
+    requests = [
+        RolloutRequest(RolloutKey(number, task_id, sample), tasks[task_id])
+        for number, (task_id, _) in enumerate(histories, start=1)
+        for sample in range(num)
+    ]
+    by_number = dict(enumerate(histories.values(), start=1))
+    episodes = asyncio.run(_run_rollouts(session, requests, by_number))
     return [e.trajectory for e in episodes if e.trajectory.failure is None]
 
 
-def _histories(trajectory: Trajectory) -> dict[tuple[str, tuple[int, ...]], History]:
-    """Return the attempt up to each action except the last, by task and tokens."""
-    actions = [i for i, segment in enumerate(trajectory.chain) if segment.kind == "action"]
-    found = {}
-    for i in actions[:-1]:
-        history = trajectory.chain[: i + 1]
-        found[trajectory.task_id, tuple(t for segment in history for t in segment.tokens)] = history
-    return found
-
-
-def _task(tasks: dict[str, Task], task_id: str) -> Task:
-    if task_id not in tasks:
-        raise UserError(
-            f"The world has no task {task_id} to continue.", "Take the recipe and the settings of that run."
-        )
-    return tasks[task_id]
-
-
 async def _run_rollouts(
-    session: TrainingSession, jobs: Sequence[RolloutRequest], histories: dict[int, History]
+    session: TrainingSession, requests: Sequence[RolloutRequest], histories: dict[int, History]
 ) -> list[Episode]:
     config, engine = session.config, make_engine(session)
     plan = SamplingPlan("play on", config.rollout.temperature, config.run.seed)
     scheduler = session_scheduler(session, engine, plan, Ledger())
     make_chat = scheduler.make_chat
 
-    def resume_from_history(job: RolloutRequest) -> ChatSession:
-        conversation = make_chat(job)
+    def resume_from_history(request: RolloutRequest) -> ChatSession:
+        conversation = make_chat(request)
         assert isinstance(conversation, EngineChatSession)
-        return replace(conversation, recorded=histories[job.key.step])
+        return replace(conversation, recorded=histories[request.key.step])
 
     scheduler.make_chat = resume_from_history
     try:
         async with closing(session.world):
-            return await scheduler.run(jobs)
+            return await scheduler.run(requests)
     finally:
         await engine.close()
 
@@ -124,7 +114,7 @@ def gather_examples(session: TrainingSession) -> list[RewardExample]:
             if settings.data is None
             else pairs_of_file(Path(settings.data), session.renderer, limit)
         )
-        found = [_pair_example(pair.source, pair.chosen, pair.rejected) for pair in pairs]
+        found = [_pair_example(pair) for pair in pairs]
     else:
         rows = _read_usable(files, settings.data, limit)
         discount = settings.discount if settings.kind == "process" else None
@@ -170,7 +160,7 @@ def examples_of_rollouts(
 
 def hold_out(examples: Sequence[RewardExample], share: float, seed: int) -> list[RewardExample]:
     """Mark the examples of a share of the prompts as held out: at least one prompt, never all of them."""
-    prompts = [example.arms[0].tokens[: example.prompt_length] for example in examples]
+    prompts = [example.sequences[0].tokens[: example.prompt_length] for example in examples]
     different = sorted(set(prompts))
     random.Random(f"held out:{seed}").shuffle(different)
     num = min(len(different) - 1, math.ceil(share * len(different)))
@@ -180,7 +170,7 @@ def hold_out(examples: Sequence[RewardExample], share: float, seed: int) -> list
 
 def load_examples(path: Path) -> list[RewardExample]:
     """Load the examples of a run folder. Raises StorageError if the file is invalid."""
-    return load_records(path, _example)
+    return load_records(path, RewardExample)
 
 
 def _read_usable(files: Sequence[Path], data: str | None, limit: int) -> list[tuple[str, RolloutRecord]]:
@@ -195,18 +185,12 @@ def _read_usable(files: Sequence[Path], data: str | None, limit: int) -> list[tu
     return [(name, record) for name, record in named if is_usable(record, limit)]
 
 
-def _example(line: bytes) -> RewardExample:
-    data = json.loads(line)
-    arms = (ScoredSequence(tuple(arm["tokens"]), tuple(arm["at"]), tuple(arm["targets"])) for arm in data["arms"])
-    return RewardExample(data["source"], data["prompt_length"], tuple(arms), data["held_out"])
-
-
-def _pair_example(source: str, chosen: PairSide, rejected: PairSide) -> RewardExample:
-    arms = [
-        ScoredSequence(arm.tokens, (max(i for i, trains in enumerate(arm.trains) if trains),), (target,))
-        for arm, target in ((chosen, 1.0), (rejected, 0.0))
+def _pair_example(pair: PreferencePair) -> RewardExample:
+    sequences = [
+        ScoredSequence(side.tokens, (max(i for i, trains in enumerate(side.trains) if trains),), (target,))
+        for side, target in ((pair.chosen, 1.0), (pair.rejected, 0.0))
     ]
-    return RewardExample(source, chosen.prompt_length, tuple(arms))
+    return RewardExample(pair.source, pair.chosen.prompt_length, tuple(sequences))
 
 
 def _check(examples: Sequence[RewardExample], session: TrainingSession) -> None:
@@ -218,14 +202,14 @@ def _check(examples: Sequence[RewardExample], session: TrainingSession) -> None:
             f"{where} has no {what} of at most {session.config.rollout.max_seq_len} tokens.",
             "See docs/use/reward_models.md, or raise rollout.max_seq_len.",
         )
-    targets = {target for example in examples for arm in example.arms for target in arm.targets}
+    targets = {target for example in examples for sequence in example.sequences for target in sequence.targets}
     if len(targets) == 1:
         how = "succeeded" if targets == {1.0} else "failed"
         raise UserError(
-            f"All {len(examples)} attempts of {where} {how}: there is nothing to tell apart.",
+            f"All {len(examples)} attempts of {where} {how}, and a reward model needs both outcomes.",
             "Use a run with successes and failures, and its world.",
         )
-    check_vocabulary(max(max(arm.tokens) for example in examples for arm in example.arms), session)
+    check_vocabulary(max(max(sequence.tokens) for example in examples for sequence in example.sequences), session)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -181,9 +181,9 @@ def build_loop(
     stored = parts.stored
     if stored is not None:
         done, path = found[-1]
-        check_origins(stored.origins, parts.origins, session)
+        check_origins(stored.reference_digests, parts.origins, session)
         ledger = Ledger.restore(stored.ledger, spanning=spanning)
-        memory = AlgorithmState.start(algorithm, stored.memory)
+        memory = AlgorithmState.start(algorithm, stored.algorithm_state)
         control = control.restored(stored.kl)
         if combiner is not None:
             combiner.restore(stored.reward_moments)
@@ -192,7 +192,7 @@ def build_loop(
     probe = probe_tokens(session)
     save_config(folder, config)
     remove_after(folder, done)
-    warmup = warmup_steps(parts.value_model, config, None if stored is None else stored.warmup)
+    warmup = warmup_steps(parts.value_model, config, None if stored is None else stored.warmup_steps)
     if warmup > done:
         log.info("only the critic is trained until step %d (critic.warmup_steps)", warmup)
     bound, entropy = over_age_bound(config), memory.initial_entropy
@@ -254,7 +254,7 @@ def make_parts(
         stored = load_trainer(resumed, optimiser)
         if value_model is not None:
             part = load_part(resumed, part_name(value_model), value_model.blank_state())
-            value_model.load_state(part, stored.judge_steps)
+            value_model.load_state(part, stored.value_model_steps)
     return LearnerParts(make_learner(session, algorithm, optimiser, scorers), value_model, stored, origins)
 
 

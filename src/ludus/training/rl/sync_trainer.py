@@ -246,14 +246,14 @@ class SyncTrainer:
         learning = self.learning
         return TrainerState(
             step=step,
-            optimiser_steps=learning.learner.optimiser.num_steps,
+            optimizer_steps=learning.learner.optimiser.num_steps,
             ledger=self.sampler.ledger.state(),
-            judge_steps=0 if learning.value_model is None else learning.value_model.optimiser.num_steps,
-            memory=replace(self.sampled.memory, initial_entropy=learning.initial_entropy).to_json(),
+            value_model_steps=0 if learning.value_model is None else learning.value_model.optimizer.num_steps,
+            algorithm_state=replace(self.sampled.memory, initial_entropy=learning.initial_entropy).to_json(),
             reward_moments=self.sampled.moments,
             kl=learning.kl.state,
-            origins=dict(self.origins),
-            warmup=learning.warmup,
+            reference_digests=dict(self.origins),
+            warmup_steps=learning.warmup,
             mode=self.session.config.training.mode,
         )
 

@@ -15,7 +15,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -24,12 +25,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
+from pydantic import ConfigDict, TypeAdapter
 from safetensors import SafetensorError
 
 from ludus.algorithms.kl import KlState
 from ludus.engines.models.loading import save_model
 from ludus.errors import StorageError, UserError
-from ludus.rollout.ledger import AccountingError, LedgerCounts, LedgerState, RolloutKey
+from ludus.rollout.ledger import AccountingError, LedgerState
 from ludus.training.distributed.collectives import gathered, is_sharded
 from ludus.training.distributed.launcher import SaveShards
 from ludus.training.learner.optimizer import Optimizer
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.checkpoint.metadata import Metadata
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ludus.training.learner.optimizer import Optimizer
 
 
 MANIFEST = "manifest.json"
@@ -58,18 +58,13 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path) -> None:
-    """Raise StorageError, with file and remedy, if a checkpoint differs from its manifest.
-
-    A missing manifest is accepted for checkpoints of earlier versions only.
-    """
+    """Raise StorageError, with file and remedy, if a checkpoint differs from its manifest."""
     path = folder / "trainer" / MANIFEST
     try:
         files = json.loads(path.read_text("utf-8"))["files"]
         due = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in files.items()}
     except FileNotFoundError:
-        if _had_manifest(folder):
-            raise broken(folder, f"trainer/{MANIFEST} is missing") from None
-        return
+        raise broken(folder, f"trainer/{MANIFEST} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise broken(folder, f"trainer/{MANIFEST} cannot be read ({type(error).__name__})") from error
     for name, (size, digest) in due.items():
@@ -91,15 +86,6 @@ def broken(folder: Path, what: str) -> StorageError:
     )
 
 
-def _had_manifest(folder: Path) -> bool:
-    """Return whether the trainer state is from a version that writes manifests."""
-    try:
-        state = json.loads((folder / "trainer" / "state.json").read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return True
-    return not isinstance(state, dict) or "mode" in state or "step" not in state
-
-
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -110,7 +96,7 @@ SHARDS = "shards"
 
 
 def save_shards(
-    folder: Path, model: nn.Module, optimiser: Optimizer, parts: Mapping[str, Mapping[str, torch.Tensor]]
+    folder: Path, model: nn.Module, optimizer: Optimizer, parts: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     """Write moments, weights and `parts`, one shard per rank; return the trained weights unsharded.
 
@@ -122,13 +108,13 @@ def save_shards(
     from torch.distributed.checkpoint.state_dict_saver import save
 
     class Writer(FileSystemWriter):
-        """Writer without paths or random ids, so that equal tensors give equal files."""
+        """Writer without paths or random ids, so that equal tensors produce equal files."""
 
         def storage_meta(self) -> StorageMeta:
             return StorageMeta()
 
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    every = {"model": weights, "optimiser": optimiser.state(), **parts}
+    every = {"model": weights, "optimizer": optimizer.state(), **parts}
     tensors = {f"{part}/{name}": t for part, named in every.items() for name, t in named.items()}
     try:
         with _quiet():
@@ -212,12 +198,12 @@ def _read_metadata(folder: Path) -> Metadata:
     return found
 
 
-class _quiet(warnings.catch_warnings):
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Suppress the warning about a missing process group."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
+        yield
 
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -227,22 +213,22 @@ _NAME = re.compile(r"step-(\d{6,})")
 class TrainerState:
     """State of a resumed run besides weights and moments.
 
-    All randomness is a function of seed and step, so no generator state is needed. `judge_steps` are the
-    optimizer steps of the value model, `memory` is the serialized algorithm state. `origins` are digests of
-    models outside the checkpoint (`training.checks.reference_digests`). `warmup` is the number of critic-only
-    steps; None in checkpoints older than this field. `mode` is `training.mode`, empty for other kinds of
-    training.
+    All randomness is a function of seed and step, so no generator state is needed. `algorithm_state` and
+    `reward_moments` are serialized. `reference_digests` are those of models outside the checkpoint. `warmup_steps`
+    counts critic-only steps. `mode` is `training.mode`, empty for other kinds of training.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     step: int
-    optimiser_steps: int
+    optimizer_steps: int
     ledger: LedgerState
-    judge_steps: int = 0
-    memory: str = ""
+    value_model_steps: int = 0
+    algorithm_state: str = ""
     reward_moments: str = ""
     kl: KlState = field(default_factory=KlState)
-    origins: Mapping[str, str] = field(default_factory=dict)
-    warmup: int | None = None
+    reference_digests: Mapping[str, str] = field(default_factory=dict)
+    warmup_steps: int | None = None
     mode: str = ""
 
 
@@ -254,24 +240,24 @@ class Extra:
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
-def checkpoint_path(shelf: Path, step: int) -> Path:
+def checkpoint_path(checkpoints: Path, step: int) -> Path:
     """Return the checkpoint folder of a step."""
-    return shelf / f"step-{step:06d}"
+    return checkpoints / f"step-{step:06d}"
 
 
-def list_checkpoints(shelf: Path) -> list[tuple[int, Path]]:
+def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
     """Return complete checkpoints with their steps, oldest first."""
-    if not shelf.is_dir():
+    if not checkpoints.is_dir():
         return []
-    found = ((_NAME.fullmatch(path.name), path) for path in shelf.iterdir())
+    found = ((_NAME.fullmatch(path.name), path) for path in checkpoints.iterdir())
     return sorted((int(match.group(1)), path) for match, path in found if match)
 
 
 def save_checkpoint(
-    shelf: Path,
+    checkpoints: Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    optimiser: Optimizer,
+    optimizer: Optimizer,
     state: TrainerState,
     extra: Extra = Extra(),
 ) -> Path:
@@ -279,30 +265,31 @@ def save_checkpoint(
 
     Raises StorageError on failure; earlier checkpoints are unchanged.
     """
-    final = checkpoint_path(shelf, state.step)
+    final = checkpoint_path(checkpoints, state.step)
     unfinished = final.with_name(f".{final.name}.tmp")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         (unfinished / "trainer").mkdir(parents=True)
         trainer = unfinished / "trainer"
         if is_sharded(model):
-            with optimiser.ranks.together(SaveShards(trainer / SHARDS)):
-                weights = save_shards(trainer / SHARDS, model, optimiser, extra.parts)
+            with optimizer.ranks.together(SaveShards(trainer / SHARDS)):
+                weights = save_shards(trainer / SHARDS, model, optimizer, extra.parts)
             save_model(model, tokenizer, unfinished, weights)
         else:
             save_model(model, tokenizer, unfinished)
-            _save_tensors(trainer / "optimiser.safetensors", optimiser.state())
+            _save_tensors(trainer / "optimizer.safetensors", optimizer.state())
             for name, tensors in extra.parts.items():
                 _save_tensors(trainer / f"{name}.safetensors", tensors)
         for name, text in extra.texts.items():
             (trainer / name).write_text(text, "utf-8")
         (trainer / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", "utf-8")
         write_manifest(unfinished)
-        _sync(unfinished)
+        for file in filter(Path.is_file, unfinished.rglob("*")):
+            _fsync(file)
         if final.exists():
             shutil.rmtree(final)
         unfinished.rename(final)
-        _sync_folder(shelf)
+        _fsync(checkpoints)
     except (OSError, SafetensorError) as error:
         raise StorageError(
             f"Cannot write the checkpoint {final}: {error}.",
@@ -313,56 +300,30 @@ def save_checkpoint(
     return final
 
 
-def load_trainer(folder: Path, optimiser: Optimizer) -> TrainerState:
-    """Restore the moments into `optimiser`; return the trainer state.
+def load_trainer(folder: Path, optimizer: Optimizer) -> TrainerState:
+    """Restore the moments into `optimizer`; return the trainer state.
 
     Raises UserError if they do not match, StorageError if the checkpoint is damaged.
     """
     state = read_state(folder)
     try:
-        moments = _read_part(folder, "optimiser", optimiser.blank_state())
+        moments = _read_part(folder, "optimizer", optimizer.blank_state())
     except OSError as error:
         raise broken(folder, f"the optimizer's moments cannot be read ({error})") from error
-    optimiser.load_state(moments, state.optimiser_steps)
+    optimizer.load_state(moments, state.optimizer_steps)
     return state
 
 
 def read_state(folder: Path) -> TrainerState:
     """Return the trainer state of a checkpoint. Raises StorageError if it is damaged or incomplete."""
     try:
-        state = _state_of((folder / "trainer" / "state.json").read_text("utf-8"))
-    except _NO_STATE as error:
-        said = error if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
-        raise broken(folder, f"trainer/state.json holds no state to resume from ({said})") from error
+        state = TypeAdapter(TrainerState).validate_json((folder / "trainer" / "state.json").read_text("utf-8"))
+    except (OSError, ValueError, AccountingError) as error:
+        cause = " ".join(str(error).split("\n")[:2])
+        raise broken(folder, f"trainer/state.json holds no state to resume from ({cause})") from error
     if checkpoint_path(folder.parent, state.step).name != folder.name:
         raise broken(folder, f"trainer/state.json is of step {state.step}")
     return state
-
-
-_NO_STATE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, AccountingError)
-
-
-def _state_of(text: str) -> TrainerState:
-    """Parse the trainer state from JSON. Raises `_NO_STATE`."""
-    data = json.loads(text)
-    ledger = data["ledger"]
-    closed = LedgerState(
-        LedgerCounts(**ledger["total"]),
-        ledger["last_closed"],
-        tuple(RolloutKey(**key) for key in ledger.get("ahead", ())),
-    )
-    return TrainerState(
-        step=int(data["step"]),
-        optimiser_steps=int(data["optimiser_steps"]),
-        ledger=closed,
-        judge_steps=data.get("judge_steps", data.get("critic_steps", 0)),  # name in earlier versions
-        memory=data.get("memory", ""),
-        reward_moments=data.get("reward_moments", ""),
-        kl=KlState(**data.get("kl", {})),
-        origins=data.get("origins", {}),
-        warmup=data.get("warmup"),
-        mode=data.get("mode", ""),
-    )
 
 
 def load_part(
@@ -438,23 +399,23 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 def _check_fits(folder: Path, model: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor]) -> None:
     own = {name: p.shape for name, p in model.items()}
     theirs = {name: tensor.shape for name, tensor in stored.items()}
-    odd = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
-    if odd:
+    differing = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+    if differing:
         raise UserError(
-            f"The checkpoint {folder} has a different architecture: {odd[0]} is "
-            f"{tuple(theirs[odd[0]]) if odd[0] in theirs else 'missing'} there and "
-            f"{tuple(own[odd[0]]) if odd[0] in own else 'not'} in the model.",
+            f"The checkpoint {folder} has a different architecture: {differing[0]} is "
+            f"{tuple(theirs[differing[0]]) if differing[0] in theirs else 'missing'} there and "
+            f"{tuple(own[differing[0]]) if differing[0] in own else 'not'} in the model.",
             "Resume with the model the run was started with.",
         )
 
 
-def prune(shelf: Path, keep: int) -> None:
+def prune(checkpoints: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints, and remains of interrupted saves."""
-    for _, path in list_checkpoints(shelf)[:-keep]:
+    for _, path in list_checkpoints(checkpoints)[:-keep]:
         doomed = path.with_name(f".{path.name}.old")
         path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
-    for leftover in [*shelf.glob(".step-*.tmp"), *shelf.glob(".step-*.old")]:
+    for leftover in [*checkpoints.glob(".step-*.tmp"), *checkpoints.glob(".step-*.old")]:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -464,15 +425,8 @@ def _save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
-def _sync(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -1,15 +1,15 @@
-"""The run folder: what a run is, and everything it writes.
+"""The run folder: all files of a run.
 
 config.toml            the resolved configuration
 run.json               kind (as in `Kind`), recipe, versions, git state, seed, command
 log.txt                one merged log of all parts
-metrics.jsonl          one line per step; a repeated run gives the same bytes
-timings.jsonl          seconds and rates; never the same twice
-rollouts/              step-000001.jsonl.gz, one trajectory a line
+metrics.jsonl          one line per step; identical in a repeated run
+timings.jsonl          seconds and rates; they differ between runs
+rollouts/              step-000001.jsonl.gz, one trajectory per line
 evaluations/           step-000010-test-greedy.json and its rollouts
-pairs.jsonl.gz         of preference training: the pairs, with the log-probabilities of the reference
-examples.jsonl.gz      of a reward model: what it learns from, and what is held out
-checkpoints/           step-000010/, in Hugging Face layout, with the trainer's state beside it
+pairs.jsonl.gz         preference training: pairs with reference log-probabilities
+examples.jsonl.gz      reward models: training and held-out examples
+checkpoints/           step-000010/, in Hugging Face layout, with trainer state
 lock                   held while a process writes here
 """
 
@@ -162,7 +162,7 @@ def kind_of(folder: RunFolder) -> Kind:
     """Return the kind of a run. Raises StorageError if the manifest does not have it."""
     kind = _read_json(folder.path / "run.json").get("kind")
     if kind not in get_args(Kind):
-        raise StorageError(f"{folder.path / 'run.json'} does not say what kind of run it is.")
+        raise StorageError(f"{folder.path / 'run.json'} has no valid kind of run.")
     return cast(Kind, kind)
 
 
@@ -223,19 +223,19 @@ def locked(folder: RunFolder) -> Iterator[None]:
             handler.close()
 
 
-def log_into(folder: RunFolder, who: str = "") -> logging.Handler:
-    """Append this process's log records to the run log, with `who` as their source."""
+def log_into(folder: RunFolder, source: str = "") -> logging.Handler:
+    """Append this process's log records to the run log, with their `source`."""
     handler = _RunLog(folder.path / "log.txt", encoding="utf-8")
-    name = f"{who}: " if who else ""
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s %(name)s: {name}%(message)s"))
+    prefix = f"{source}: " if source else ""
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s %(name)s: {prefix}%(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     return handler
 
 
-def _next_free(shelf: Path, name: str) -> Path:
-    taken = {path.name for path in shelf.glob(f"{name}-*")} if shelf.is_dir() else set()
-    return next(shelf / f"{name}-{n}" for n in range(1, len(taken) + 2) if f"{name}-{n}" not in taken)
+def _next_free(runs: Path, name: str) -> Path:
+    taken = {path.name for path in runs.glob(f"{name}-*")} if runs.is_dir() else set()
+    return next(runs / f"{name}-{n}" for n in range(1, len(taken) + 2) if f"{name}-{n}" not in taken)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -269,14 +269,14 @@ def _version(package: str) -> str | None:
 
 def _git_state() -> dict[str, object] | None:
     """Return the commit of the source tree and whether it has changes; None outside a repository."""
-    here = Path(__file__).parent
     try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True, timeout=10
-        )
-        changes = subprocess.run(
-            ["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True, timeout=10
-        )
+        return {"commit": _git("rev-parse", "HEAD"), "changed": bool(_git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
         return None
-    return {"commit": commit.stdout.strip(), "changed": bool(changes.stdout.strip())}
+
+
+def _git(*words: str) -> str:
+    here = Path(__file__).parent
+    return subprocess.run(
+        ["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=10
+    ).stdout.strip()

@@ -113,7 +113,7 @@ def open_session(config: Config, weights: Path | None = None, world: World | Non
     tokenizer = load_tokenizer(path, needs_template=config.env.rendering == "chat")
     model = load_model(path, config.model.dtype, config.model.device)
     if config.model.lora is not None:
-        model = with_adapters(model, config.model.lora)
+        model = add_lora(model, config.model.lora)
     return TrainingSession(config, world, model, tokenizer, make_renderer(config.env, tokenizer), path)
 
 
@@ -152,23 +152,19 @@ def make_renderer(env: EnvConfig, tokenizer: Any) -> Renderer:  # noqa: ANN401 (
 
 
 def make_engine(session: TrainingSession) -> Engine:
-    """Return the configured server, or an engine in this process.
+    """Return the configured plugin or servers, otherwise an embedded engine.
 
-    Raises EngineError if a server does not respond.
+    Raises EngineError if a server does not respond, ConfigError if there is no such plugin.
     """
     if session.config.engine.plugin:
-        return engine_plugin(session.config.engine.plugin)(session)
+        plugin = find_plugin("engines", session.config.engine.plugin, "engine.plugin", ())
+        return cast(Callable[[TrainingSession], Engine], plugin)(session)
     if not session.config.engine.is_external:
         return local_engine(session)
     try:
         return server_engine(session.config)
     except NoServerAvailable as error:
         raise EngineError(error.message, f"Start it first: {serve_command(error.url, session.source)}") from error
-
-
-def engine_plugin(name: str) -> Callable[[TrainingSession], Engine]:
-    """Return an engine of the user's own. Raises ConfigError if there is none."""
-    return cast(Callable[[TrainingSession], Engine], find_plugin("engines", name, "engine.plugin", ()))
 
 
 def server_engine(config: Config) -> ServerEngine:
@@ -227,7 +223,7 @@ def keeps_adapter_versions(config: Config) -> bool:
     return stays and config.model.lora is not None and not config.cluster.enabled
 
 
-def with_adapters(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
+def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
     """Return the model with trainable LoRA adapters and frozen base weights. Needs the `lora` extra."""
     try:
         from peft import LoraConfig as PeftConfig

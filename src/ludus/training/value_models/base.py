@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ludus.errors import LearnerError, UserError
 from ludus.training.batches.rows import Microbatch, Row, balanced, blank_microbatch, microbatches
-from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, is_sharded, put, within
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, is_sharded, merged, put, within
 from ludus.training.learner.logprobs import LogprobScorer, score_dtype
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 
@@ -85,36 +85,6 @@ class HeadModel:
                 parameter.copy_(found)
 
 
-@dataclass(frozen=True)
-class DataParallelSplitter:
-    """Split rows over the `ranks` that train `model`. Every rank calls it with all rows.
-
-    A microbatch's `index` refers to all rows. If weights are sharded, all ranks get equally many
-    microbatches; some may be empty.
-    """
-
-    ranks: Collectives
-    model: nn.Module
-    max_tokens: int
-    shared: bool = True
-
-    def parts(self, rows: Sequence[Row]) -> list[Microbatch]:
-        """Return this rank's microbatches."""
-        device, dtype = next(self.model.parameters()).device, score_dtype(self.model)
-        mine: Sequence[int] = range(len(rows))
-        if self.ranks.count > 1:
-            mine = balanced(rows, self.ranks.count, shared=self.shared)[self.ranks.rank]
-        own = [rows[i] for i in mine]
-        found = [
-            replace(part, index=tuple(mine[i] for i in part.index))
-            for part in microbatches(own, self.max_tokens, device, dtype, shared=self.shared)
-        ]
-        if is_sharded(self.model):
-            most = max(self.ranks.gather(len(found)))
-            found += [blank_microbatch(device, dtype)] * (most - len(found))
-        return found
-
-
 @dataclass(frozen=True, slots=True)
 class StateSettings:
     """Settings of a value model: `microbatch_tokens` per pass; `recompute` is activation checkpointing.
@@ -127,39 +97,105 @@ class StateSettings:
     on_policy: bool = False
 
 
-class StateModel:
+class TrainedModel:
+    """Model that trains next to the policy, on all of `ranks`; `name` is used in messages."""
+
+    name: str
+    model: nn.Module
+    optimizer: Optimizer
+    ranks: Collectives
+    microbatch_tokens: int
+    shares_prefixes: bool = True
+
+    def parts(self, rows: Sequence[Row]) -> list[Microbatch]:
+        """Return this rank's microbatches; `index` refers to all rows. Every rank calls it with all rows.
+
+        If weights are sharded, all ranks get equally many microbatches; some may be empty.
+        """
+        device, dtype, shared = next(self.model.parameters()).device, score_dtype(self.model), self.shares_prefixes
+        mine: Sequence[int] = range(len(rows))
+        if self.ranks.count > 1:
+            mine = balanced(rows, self.ranks.count, shared=shared)[self.ranks.rank]
+        found = [
+            replace(part, index=tuple(mine[i] for i in part.index))
+            for part in microbatches([rows[i] for i in mine], self.microbatch_tokens, device, dtype, shared=shared)
+        ]
+        if is_sharded(self.model):
+            most = max(self.ranks.gather(len(found)))
+            found += [blank_microbatch(device, dtype)] * (most - len(found))
+        return found
+
+    @torch.no_grad()
+    def score_rows(self, rows: Sequence[Row], score: Callable[[Microbatch], Tensor]) -> list[Tensor]:
+        """Return the numbers of all rows, `[T]` each; `score` computes `[B, L]` of a microbatch."""
+        found: dict[int, Tensor] = {}
+        for part in self.parts(rows):
+            numbers = score(part)
+            found |= {i: numbers[place, : len(rows[i].tokens)] for place, i in enumerate(part.index)}
+        found = merged(found, self.ranks)
+        return [found[i] for i in range(len(rows))]
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the trained weights and their moments for a checkpoint."""
+        return self._state({name: p.detach() for name, p in self._trained()}, self.optimizer.state())
+
+    def blank_state(self) -> dict[str, Tensor]:
+        """Return zeros in the shapes, types and sharding of `state` after a step."""
+        return self._state({name: torch.zeros_like(p) for name, p in self._trained()}, self.optimizer.blank_state())
+
+    def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
+        """Restore `state`. Raises LearnerError if the model differs."""
+        with torch.no_grad():
+            for key, parameter in self._trained():
+                stored = state.get(f"model/{key}")
+                if stored is None or stored.shape != parameter.shape:
+                    raise LearnerError(f"The checkpoint's {self.name} does not match: {key}.")
+                put(parameter, stored)
+        prefix = "optimizer/"
+        moments = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+        self.optimizer.load_state(moments, num_steps)
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    @staticmethod
+    def _state(weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {f"model/{name}": t for name, t in weights.items()} | {
+            f"optimizer/{name}": t for name, t in moments.items()
+        }
+
+
+class StateModel(TrainedModel):
     """Body, zero-initialized head with `outputs` values, and optimizer.
 
     The body is a trained copy of the policy's, or the policy's own, left unchanged.
     """
 
+    name = "critic"
+
     def __init__(
         self,
         policy: PreTrainedModel,
         outputs: int,
-        optimiser: OptimizerSettings,
+        optimizer: OptimizerSettings,
         settings: StateSettings = StateSettings(),
         ranks: Collectives = ONE_PROCESS,
     ) -> None:
         """Raise UserError if the model's hidden states are unavailable."""
-        hint, again = "Use an algorithm without a critic.", settings.recompute
+        hint = "Use an algorithm without a critic."
         body = policy if settings.on_policy else copy.deepcopy(policy)
-        self._states = HeadModel(body.eval(), "critic", hint, outputs, recompute=again)
+        self._states = HeadModel(body.eval(), "critic", hint, outputs, recompute=settings.recompute)
         self.head = self._states.head
-        self.model: nn.Module = self._states.model
+        self.model = self._states.model
         if settings.on_policy:
             self.model = nn.ModuleDict({"head": self.head})
         else:
             self.model.requires_grad_(True)
             ranks.split(self.model)
         self.ranks = ranks
-        self.optimiser = Optimizer(self.model, optimiser, ranks=ranks)
+        self.optimizer = Optimizer(self.model, optimizer, ranks=ranks)
+        self.microbatch_tokens = settings.microbatch_tokens
         self._on_policy = settings.on_policy
-        self._dealer = DataParallelSplitter(ranks, self.model, settings.microbatch_tokens)
-
-    def parts(self, rows: Sequence[Row]) -> list[Microbatch]:
-        """Return this rank's microbatches; `index` refers to all rows."""
-        return self._dealer.parts(rows)
 
     def read(self, part: Microbatch, *, after: bool = False) -> Tensor:
         """Return values `[B, L, outputs]` of states before (or after) the training tokens, 0 elsewhere.
@@ -186,40 +222,3 @@ def batches(num_rows: int, epochs: int, minibatches: int, seed: int) -> Iterator
             shuffled.shuffle(order)
         for part in range(min(minibatches, num_rows)):
             yield order[part::minibatches]
-
-
-class TrainedModel:
-    """Model that trains next to the policy; `name` is used in messages."""
-
-    name: str
-    model: nn.Module
-    optimiser: Optimizer
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the trained weights and their moments for a checkpoint."""
-        return self._state({name: p.detach() for name, p in self._trained()}, self.optimiser.state())
-
-    def blank_state(self) -> dict[str, Tensor]:
-        """Return zeros in the shapes, types and sharding of `state` after a step."""
-        return self._state({name: torch.zeros_like(p) for name, p in self._trained()}, self.optimiser.blank_state())
-
-    def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
-        """Restore `state`. Raises LearnerError if the model differs."""
-        with torch.no_grad():
-            for key, parameter in self._trained():
-                stored = state.get(f"model/{key}")
-                if stored is None or stored.shape != parameter.shape:
-                    raise LearnerError(f"The checkpoint's {self.name} does not match: {key}.")
-                put(parameter, stored)
-        prefix = "optimiser/"
-        moments = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
-        self.optimiser.load_state(moments, num_steps)
-
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-
-    @staticmethod
-    def _state(weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {f"model/{name}": t for name, t in weights.items()} | {
-            f"optimiser/{name}": t for name, t in moments.items()
-        }

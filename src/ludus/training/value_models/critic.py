@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ludus.algorithms.losses.likelihood import value_loss
-from ludus.training.batches.rows import Row, scored_mask
-from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, merged, put
+from ludus.training.batches.rows import Microbatch, Row, scored_mask
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, put
 from ludus.training.learner.logprobs import pad_rows
 from ludus.training.learner.optimizer import OptimizerSettings
-from ludus.training.value_models.base import StateModel, StateSettings, TrainedModel, batches
+from ludus.training.value_models.base import StateModel, StateSettings, batches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 class CriticSettings:
     """Critic training: `epochs` passes over a step's rows, each in `minibatches` gradient steps.
 
-    `clip` bounds the change of a value in one training step (None: unbounded). With `turns` only the first
-    action token of each turn is trained and has a value.
+    Of a `Critic`: `clip` bounds the change of a value in one training step (None: unbounded). With `turns` only the
+    first action token of each turn is trained and has a value. Of an `OutcomeCritic`: `success` is the reward part
+    that defines task success (value 1).
     """
 
     epochs: int = 1
@@ -43,34 +44,26 @@ class CriticSettings:
     clip: float | None = 0.2
     states: StateSettings = field(default_factory=StateSettings)
     turns: bool = False
+    success: str = ""
 
 
-class Critic(TrainedModel):
+class Critic(StateModel):
     """Value model of states, with its training."""
-
-    name = "critic"
 
     def __init__(
         self,
         policy: PreTrainedModel,
-        optimiser: OptimizerSettings,
+        optimizer: OptimizerSettings,
         settings: CriticSettings = CriticSettings(),
         ranks: Collectives = ONE_PROCESS,
     ) -> None:
         """Raise UserError if the model's hidden states are unavailable."""
+        super().__init__(policy, 1, optimizer, settings.states, ranks)
         self.settings = settings
-        self.states = StateModel(policy, 1, optimiser, settings.states, ranks)
-        self.model, self.optimiser = self.states.model, self.states.optimiser
 
-    @torch.no_grad()
     def values(self, rows: Sequence[Row], *, after: bool = False) -> list[Tensor]:
         """Return V before (or after) each training token, `[T]` a row, 0 elsewhere."""
-        found: dict[int, Tensor] = {}
-        for part in self.states.parts(rows):
-            values = self.states.read(part, after=after)[:, :, 0]
-            found |= {i: values[place, : len(rows[i].tokens)] for place, i in enumerate(part.index)}
-        found = merged(found, self.states.ranks)
-        return [found[i] for i in range(len(rows))]
+        return self.score_rows(rows, lambda part: self.read(part, after=after)[:, :, 0])
 
     def train(self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> dict[str, float]:
         """Train on `targets` `[T]` a row; `old` are the previous values.
@@ -78,10 +71,10 @@ class Critic(TrainedModel):
         Return the loss and the explained variance of the old values. Raises LearnerError if the loss is not
         finite.
         """
-        settings, taken = self.settings, self.optimiser.num_steps
+        settings, taken = self.settings, self.optimizer.num_steps
         start = _mean(_trained(targets, rows)) if taken == 0 else 0.0
         if taken == 0:
-            put(self.states.head.bias, torch.tensor([start], dtype=torch.float64))
+            put(self.head.bias, torch.tensor([start], dtype=torch.float64))
         before = [values + start for values in old]
         for index in batches(len(rows), settings.epochs, settings.minibatches, taken):
             chosen = [rows[i] for i in index]
@@ -96,8 +89,8 @@ class Critic(TrainedModel):
 
     def _step(self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> None:
         tokens, fault = sum(sum(row.trains[1:]) for row in rows), ""
-        for part in self.states.parts(rows):
-            values = self.states.read(part)[:, :, 0]
+        for part in self.parts(rows):
+            values = self.read(part)[:, :, 0]
             loss = value_loss(
                 values=values,
                 old_values=pad_rows(old, part, values),
@@ -109,7 +102,7 @@ class Critic(TrainedModel):
             if not torch.isfinite(scaled):
                 fault = "The critic's loss is not a number."
             torch.autograd.backward(scaled)
-        self.optimiser.step_together(fault, "Lower critic.learning_rate.")
+        self.optimizer.step_together(fault, "Lower critic.learning_rate.")
 
 
 def _explained(rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> float:
@@ -134,47 +127,29 @@ CLASSES = 2
 """Not solved, solved."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutcomeCriticSettings:
-    """Critic training: `epochs` passes over a step's rows, each in `minibatches` gradient steps.
-
-    `success` is the reward part that defines task success (value 1).
-    """
-
-    epochs: int = 1
-    minibatches: int = 1
-    success: str = ""
-    states: StateSettings = field(default_factory=StateSettings)
-
-
-class OutcomeCritic(TrainedModel):
+class OutcomeCritic(StateModel):
     """Outcome classifier at the states after action tokens, with its training."""
-
-    name = "critic"
 
     def __init__(
         self,
         policy: PreTrainedModel,
-        optimiser: OptimizerSettings,
-        settings: OutcomeCriticSettings = OutcomeCriticSettings(),
+        optimizer: OptimizerSettings,
+        settings: CriticSettings = CriticSettings(),
         ranks: Collectives = ONE_PROCESS,
     ) -> None:
         """Raise UserError if the model's hidden states are unavailable."""
+        super().__init__(policy, CLASSES, optimizer, settings.states, ranks)
         self.settings = settings
-        self.states = StateModel(policy, CLASSES, optimiser, settings.states, ranks)
-        self.model, self.optimiser = self.states.model, self.states.optimiser
 
-    @torch.no_grad()
     def probabilities(self, rows: Sequence[Row], solved: Sequence[bool]) -> list[Tensor]:
         """Return the probability of each row's outcome at each training token, `[T]`, 0 elsewhere."""
-        found: dict[int, Tensor] = {}
-        for part in self.states.parts(rows):
-            chances = torch.softmax(self.states.read(part, after=True), -1)
-            for place, i in enumerate(part.index):
-                own = torch.where(scored_mask(part.trains)[place], chances[place, :, int(solved[i])], 0.0)
-                found[i] = own[: len(rows[i].tokens)]
-        found = merged(found, self.states.ranks)
-        return [found[i] for i in range(len(rows))]
+
+        def score(part: Microbatch) -> Tensor:
+            chances = torch.softmax(self.read(part, after=True), -1)
+            own = [chances[place, :, int(solved[i])] for place, i in enumerate(part.index)]
+            return torch.where(scored_mask(part.trains), torch.stack(own), 0.0) if own else chances[:, :, 0]
+
+        return self.score_rows(rows, score)
 
     def train(self, rows: Sequence[Row], solved: Sequence[bool]) -> dict[str, float]:
         """Train with cross-entropy, averaged over tokens.
@@ -188,7 +163,7 @@ class OutcomeCritic(TrainedModel):
             return {}
         steps = [
             self._step([rows[i] for i in index], [solved[i] for i in index])
-            for index in batches(len(rows), settings.epochs, settings.minibatches, self.optimiser.num_steps)
+            for index in batches(len(rows), settings.epochs, settings.minibatches, self.optimizer.num_steps)
             if any(any(rows[i].trains[1:]) for i in index)
         ]
         first = steps[: len(steps) // settings.epochs]
@@ -199,9 +174,9 @@ class OutcomeCritic(TrainedModel):
         """Take one gradient step; return the sum of losses before it and the number of correct tokens."""
         tokens = sum(sum(row.trains[1:]) for row in rows)
         total, right, fault = 0.0, 0, ""
-        for part in self.states.parts(rows):
+        for part in self.parts(rows):
             mask = scored_mask(part.trains)
-            table = self.states.read(part, after=True)
+            table = self.read(part, after=True)
             logits = table[mask]
             classes = torch.tensor([int(solved[i]) for i in part.index], device=logits.device)
             labels = classes[:, None].expand(mask.shape)[mask]
@@ -211,6 +186,5 @@ class OutcomeCritic(TrainedModel):
             torch.autograd.backward(loss if part.index else 0.0 * table.sum())
             total += tokens * float(loss.detach())
             right += int((logits.argmax(1) == labels).sum())
-        self.optimiser.step_together(fault, "Lower critic.learning_rate.")
-        ranks = self.states.ranks
-        return sum(ranks.gather(total)), sum(ranks.gather(right))
+        self.optimizer.step_together(fault, "Lower critic.learning_rate.")
+        return sum(self.ranks.gather(total)), sum(self.ranks.gather(right))

@@ -21,7 +21,7 @@ from ludus.training.learner.learner import Learner
 from ludus.training.learner.logprobs import own_types
 from ludus.training.learner.optimizer import OptimizerSettings
 from ludus.training.value_models.base import StateSettings
-from ludus.training.value_models.critic import Critic, CriticSettings, OutcomeCritic, OutcomeCriticSettings
+from ludus.training.value_models.critic import Critic, CriticSettings, OutcomeCritic
 from ludus.training.value_models.prime import ProcessReward, ProcessRewardSettings
 from ludus.types import Trajectory
 
@@ -42,27 +42,27 @@ def make_value_model(
     `success` is the reward part that defines task success.
     """
     training, critic, prime = config.training, config.critic, config.critic.prime
-    size, again = training.microbatch_tokens, config.model.activation_checkpointing
+    size, recompute = training.microbatch_tokens, config.model.activation_checkpointing
     if algorithm.advantage_spec.has(Need.PROCESS_REWARD_MODEL):
         beta = algorithm.number("advantage", "beta")
         return ProcessReward(
             model,
             OptimizerSettings(learning_rate=prime.learning_rate, total_steps=training.steps * prime.epochs),
-            ProcessRewardSettings(size, prime.epochs, beta, config.rollout.temperature or 1.0, success, again),
+            ProcessRewardSettings(size, prime.epochs, beta, config.rollout.temperature or 1.0, success, recompute),
             ranks,
         )
-    optimiser = OptimizerSettings(
+    optimizer = OptimizerSettings(
         learning_rate=critic.learning_rate or CRITIC_RATE * training.learning_rate,
         total_steps=training.steps * critic.epochs * critic.minibatches,
     )
-    states = StateSettings(size, again, on_policy=critic.model == "head")
+    states = StateSettings(size, recompute, on_policy=critic.model == "head")
     if algorithm.advantage_spec.has(Need.OUTCOME_CRITIC):
-        outcome = OutcomeCriticSettings(critic.epochs, critic.minibatches, success, states)
-        return OutcomeCritic(model, optimiser, outcome, ranks)
+        outcome = CriticSettings(critic.epochs, critic.minibatches, success=success, states=states)
+        return OutcomeCritic(model, optimizer, outcome, ranks)
     if algorithm.advantage_spec.has(Need.CRITIC):
         turns = algorithm.advantage_spec.has(Need.TURN_VALUES)
         settings = CriticSettings(critic.epochs, critic.minibatches, critic.clip or None, states, turns)
-        return Critic(model, optimiser, settings, ranks)
+        return Critic(model, optimizer, settings, ranks)
     return None
 
 
@@ -96,19 +96,20 @@ def estimate_values(
     Raises LearnerError if a reference is needed and missing.
     """
     solved = [] if isinstance(value_model, Critic) else _is_solved(samples, value_model.settings.success)
-    with value_model.optimiser.ranks.together(EvaluateValues(rows, solved)):
-        said = at_actions(score_values(value_model, rows, solved), rows)
+    with value_model.optimizer.ranks.together(EvaluateValues(rows, solved)):
+        scores = at_actions(score_values(value_model, rows, solved), rows)
     match value_model:
         case Critic():
-            asked = learner.algorithm.number("advantage", "bootstrap") != 0
-            return Estimates(values=said, bootstrap=bootstraps(value_model, samples, rows) if asked else None)
+            has_bootstrap = learner.algorithm.number("advantage", "bootstrap") != 0
+            bootstrap = bootstrap_values(value_model, samples, rows) if has_bootstrap else None
+            return Estimates(values=scores, bootstrap=bootstrap)
         case OutcomeCritic():
-            return Estimates(outcome_probs=said)
+            return Estimates(outcome_probs=scores)
         case ProcessReward():
-            return Estimates(prm_logprobs=said, ref_logprobs=at_actions(learner.reference(rows), rows))
+            return Estimates(prm_logprobs=scores, ref_logprobs=at_actions(learner.reference(rows), rows))
 
 
-def bootstraps(value_model: Critic, samples: Sequence[TrainingSample], rows: Sequence[Row]) -> list[Tensor]:
+def bootstrap_values(value_model: Critic, samples: Sequence[TrainingSample], rows: Sequence[Row]) -> list[Tensor]:
     """Return V after the last action token of each path, 0 unless a token limit truncated the episode."""
     found = [torch.zeros(len(sample.episode.trajectory.rows), dtype=torch.float64) for sample in samples]
     places: dict[int, dict[int, int]] = {}
@@ -118,9 +119,9 @@ def bootstraps(value_model: Critic, samples: Sequence[TrainingSample], rows: Seq
         if cut:
             places[i] = cut
     ends = [replace(rows[i], trains=_mask_of_positions(len(rows[i].tokens), own.values())) for i, own in places.items()]
-    with value_model.optimiser.ranks.together(EvaluateValues(ends, [], True)):
-        said = score_values(value_model, ends, [], True) if ends else []
-    for i, values in zip(places, said, strict=True):
+    with value_model.optimizer.ranks.together(EvaluateValues(ends, [], True)):
+        scores = score_values(value_model, ends, [], True) if ends else []
+    for i, values in zip(places, scores, strict=True):
         for path, place in places[i].items():
             found[i][path] = values[place]
     return found
@@ -160,16 +161,16 @@ def train_value_model(value_model: ValueModel, samples: Sequence[TrainingSample]
     if isinstance(value_model, Critic):
         if value_model.settings.turns:
             trajectories = [sample.episode.trajectory for sample in trained]
-            rows = [at_openings(row, one) for row, one in zip(rows, trajectories, strict=True)]
+            rows = [at_turn_starts(row, one) for row, one in zip(rows, trajectories, strict=True)]
         rows = [without_masked(row, sample.trains) for row, sample in zip(rows, trained, strict=True)]
     solved = [] if isinstance(value_model, Critic) else _is_solved(trained, value_model.settings.success)
-    given: list[list[tuple[float, ...] | None]] = []
+    inputs: list[list[tuple[float, ...] | None]] = []
     if isinstance(value_model, Critic):
-        given = [[sample.targets for sample in trained], [sample.values for sample in trained]]
+        inputs = [[sample.targets for sample in trained], [sample.values for sample in trained]]
     elif isinstance(value_model, ProcessReward):
-        given = [[sample.reference for sample in trained]]
-    tables = tuple([_scatter_to_row(v, row) for v, row in zip(values, rows, strict=True)] for values in given)
-    with value_model.optimiser.ranks.together(TrainValues(rows, tables, solved)):
+        inputs = [[sample.reference for sample in trained]]
+    tables = tuple([_scatter_to_row(v, row) for v, row in zip(values, rows, strict=True)] for values in inputs)
+    with value_model.optimizer.ranks.together(TrainValues(rows, tables, solved)):
         return train_on_tables(value_model, rows, tables, solved)
 
 
@@ -192,7 +193,7 @@ def at_actions(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:
     return [each[torch.tensor(row.trains, device=each.device)] for each, row in zip(values, rows, strict=True)]
 
 
-def at_openings(row: Row, trajectory: Trajectory) -> Row:
+def at_turn_starts(row: Row, trajectory: Trajectory) -> Row:
     """Return the row with only the first action token of each turn trained."""
     opens: list[bool] = []
     turn: int | None = None

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ludus.training.batches.rows import Row, scored_mask
-from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, merged
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives
 from ludus.training.learner.logprobs import LogprobScorer, pad_rows
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.value_models.base import DataParallelSplitter, TrainedModel
+from ludus.training.value_models.base import TrainedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,7 +48,7 @@ class ProcessReward(TrainedModel):
     def __init__(
         self,
         policy: PreTrainedModel,
-        optimiser: OptimizerSettings,
+        optimizer: OptimizerSettings,
         settings: ProcessRewardSettings = ProcessRewardSettings(),
         ranks: Collectives = ONE_PROCESS,
     ) -> None:
@@ -57,18 +57,12 @@ class ProcessReward(TrainedModel):
         self._scorer = LogprobScorer(self.model, settings.temperature, recompute=settings.recompute)
         ranks.split(self.model)
         self.ranks = ranks
-        self.optimiser = Optimizer(self.model, optimiser, ranks=ranks)
-        self._dealer = DataParallelSplitter(ranks, self.model, settings.microbatch_tokens, self._scorer.shares_prefixes)
+        self.optimizer = Optimizer(self.model, optimizer, ranks=ranks)
+        self.microbatch_tokens, self.shares_prefixes = settings.microbatch_tokens, self._scorer.shares_prefixes
 
-    @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
         """Return its log-probability of each training token, `[T]` a row, 0 elsewhere."""
-        found: dict[int, Tensor] = {}
-        for part in self._dealer.parts(rows):
-            scores = self._scorer.score(part.tokens, part.trains).logprobs
-            found |= {i: scores[place, : len(rows[i].tokens)] for place, i in enumerate(part.index)}
-        found = merged(found, self.ranks)
-        return [found[i] for i in range(len(rows))]
+        return self.score_rows(rows, lambda part: self._scorer.score(part.tokens, part.trains).logprobs)
 
     def train(self, rows: Sequence[Row], references: Sequence[Tensor], solved: Sequence[bool]) -> dict[str, float]:
         """Take `epochs` steps; `references` are the reference's log-probabilities, `[T]` a row.
@@ -85,7 +79,7 @@ class ProcessReward(TrainedModel):
 
     def _step(self, rows: Sequence[Row], references: Sequence[Tensor], solved: Sequence[bool]) -> tuple[float, int]:
         total, right, fault = 0.0, 0, ""
-        for part in self._dealer.parts(rows):
+        for part in self.parts(rows):
             scores = self._scorer.score(part.tokens, part.trains).logprobs
             if not part.index:
                 torch.autograd.backward(0.0 * scores.sum())
@@ -99,5 +93,5 @@ class ProcessReward(TrainedModel):
             torch.autograd.backward(loss)
             total += float(loss.detach())
             right += int(((logits > 0) == (labels > 0.5)).sum())
-        self.optimiser.step_together(fault, "Lower critic.prime.learning_rate.")
+        self.optimizer.step_together(fault, "Lower critic.prime.learning_rate.")
         return sum(self.ranks.gather(total)), sum(self.ranks.gather(right))

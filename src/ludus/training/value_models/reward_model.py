@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,13 +15,11 @@ from ludus.engines.models.loading import load_model
 from ludus.errors import UserError
 from ludus.training.run.checkpoint import list_checkpoints, load_part
 from ludus.training.run.session import TrainingSession
+from ludus.training.run.supervised import split_by_tokens
 from ludus.training.value_models.base import HeadModel
 from ludus.types import Trajectory
 
 Kind = Literal["pairwise", "pointwise", "process"]
-
-
-KINDS: tuple[Kind, ...] = ("pairwise", "pointwise", "process")
 
 
 @dataclass(frozen=True)
@@ -31,32 +29,30 @@ class RewardModel:
     states: HeadModel
     kind: Kind
 
-    def scores(self, arms: Sequence[ScoredSequence]) -> list[Tensor]:
+    def scores(self, sequences: Sequence[ScoredSequence]) -> list[Tensor]:
         """Return the score at each position of each attempt, `[K]` each, with gradient."""
         states = self.states
-        width = max(len(arm.tokens) for arm in arms)
-        tokens = torch.zeros(len(arms), width, dtype=torch.int64)
-        for i, arm in enumerate(arms):
-            tokens[i, : len(arm.tokens)] = torch.tensor(arm.tokens)
-        rows = torch.tensor([i for i, arm in enumerate(arms) for _ in arm.at])
-        columns = torch.tensor([place for arm in arms for place in arm.at])
+        width = max(len(sequence.tokens) for sequence in sequences)
+        tokens = torch.zeros(len(sequences), width, dtype=torch.int64)
+        for i, sequence in enumerate(sequences):
+            tokens[i, : len(sequence.tokens)] = torch.tensor(sequence.tokens)
+        rows = torch.tensor([i for i, sequence in enumerate(sequences) for _ in sequence.at])
+        columns = torch.tensor([place for sequence in sequences for place in sequence.at])
         device = states.device
         found = states.read(tokens.to(device), (rows.to(device), columns.to(device)))[:, 0]
-        return list(torch.split(found, [len(arm.at) for arm in arms]))
+        return list(torch.split(found, [len(sequence.at) for sequence in sequences]))
 
     @torch.no_grad()
-    def judge(self, arms: Sequence[ScoredSequence], max_tokens: int) -> list[tuple[float, ...]]:
-        """Return `sigmoid(score)` at each position, in batches of at most `max_tokens` tokens (or one
-        attempt)."""
+    def predict(self, sequences: Sequence[ScoredSequence], max_tokens: int) -> list[tuple[float, ...]]:
+        """Return `sigmoid(score)` at each position, in batches of at most `max_tokens` tokens or one attempt."""
         found: list[tuple[float, ...]] = []
-        for part in parts([RewardExample("", 0, (arm,)) for arm in arms], max_tokens):
-            scored = self.scores([arm for example in part for arm in example.arms])
-            found += [tuple(torch.sigmoid(score.double()).tolist()) for score in scored]
+        for part in split_by_tokens(sequences, max_tokens):
+            found += [tuple(torch.sigmoid(score.double()).tolist()) for score in self.scores(part)]
         return found
 
 
 @dataclass(frozen=True)
-class Judgement:
+class RewardPrediction:
     """Ensemble result for one attempt: a value in [0, 1] per position, and the mean standard deviation."""
 
     values: tuple[float, ...]
@@ -79,28 +75,28 @@ class RewardEnsemble:
         """The kind of the members."""
         return self.members[0].kind
 
-    def judge(self, arms: Sequence[ScoredSequence], max_tokens: int) -> list[Judgement]:
-        """Return each attempt's judgement, in batches of at most `max_tokens` tokens (or one attempt)."""
-        said = [member.judge(arms, max_tokens) for member in self.members]
-        return [self._pooled(torch.tensor(each, dtype=torch.float64)) for each in zip(*said, strict=True)]
+    def predict(self, sequences: Sequence[ScoredSequence], max_tokens: int) -> list[RewardPrediction]:
+        """Return each attempt's prediction, in batches of at most `max_tokens` tokens (or one attempt)."""
+        predictions = [member.predict(sequences, max_tokens) for member in self.members]
+        return [self._pooled(torch.tensor(each, dtype=torch.float64)) for each in zip(*predictions, strict=True)]
 
-    def _pooled(self, values: Tensor) -> Judgement:
+    def _pooled(self, values: Tensor) -> RewardPrediction:
         """Combine values `[members, positions]`."""
         std = values.std(0, correction=0)
         pooled = (values.mean(0) - self.std_coef * std).clamp(min=0.0)
-        return Judgement(tuple(pooled.tolist()), float(std.mean()))
+        return RewardPrediction(tuple(pooled.tolist()), float(std.mean()))
 
 
 def head_name(kind: Kind) -> str:
-    """Return the checkpoint part of the head; the name includes what it was trained for."""
+    """Return the checkpoint part of the head; the name includes the kind."""
     return f"reward_{kind}"
 
 
 def make_reward_model(session: TrainingSession) -> RewardModel:
     """Add a zero head to the session's model. Raises UserError if the model is unsupported."""
-    again = session.config.model.activation_checkpointing
+    recompute = session.config.model.activation_checkpointing
     hint = "Use another model, for example with --model."
-    states = HeadModel(session.model, "reward model", hint, recompute=again)
+    states = HeadModel(session.model, "reward model", hint, recompute=recompute)
     return RewardModel(states, session.config.reward_model.kind)
 
 
@@ -111,7 +107,7 @@ def find_reward_model(path: Path) -> tuple[Path, Kind]:
     """
     found = list_checkpoints(path / "checkpoints")
     folder = found[-1][1] if found else path
-    kind = next((k for k in KINDS if (folder / "trainer" / f"{head_name(k)}.safetensors").is_file()), None)
+    kind = next((k for k in get_args(Kind) if (folder / "trainer" / f"{head_name(k)}.safetensors").is_file()), None)
     if kind is None:
         raise UserError(
             f"There is no reward model at {path}.", "Train one with `ludus reward-model` and use its folder."
@@ -135,28 +131,14 @@ def check_ensemble(paths: Sequence[str]) -> None:
     """Raise UserError for a path without a reward model, or models of different kinds."""
     kinds = {path: find_reward_model(Path(path))[1] for path in paths}
     if len(set(kinds.values())) > 1:
-        told = ", ".join(f"{path} is {kind}" for path, kind in kinds.items())
-        raise UserError(f"The reward models of an ensemble differ in kind: {told}.", "Use models of one kind.")
+        kinds_by_path = ", ".join(f"{path} is {kind}" for path, kind in kinds.items())
+        raise UserError(f"The reward models of an ensemble differ in kind: {kinds_by_path}.", "Use models of one kind.")
 
 
 def load_ensemble(paths: Sequence[str], std_coef: float, config: Config) -> RewardEnsemble:
     """Load the reward models at `paths`. Raises UserError as `check_ensemble`."""
     check_ensemble(paths)
     return RewardEnsemble(tuple(load_reward_model(Path(path), config) for path in paths), std_coef)
-
-
-def parts(examples: Sequence[RewardExample], max_tokens: int) -> list[list[RewardExample]]:
-    """Split the examples in order into batches of at most `max_tokens` tokens or one example."""
-    found: list[list[RewardExample]] = []
-    size = 0
-    for example in examples:
-        if found and size + example.num_tokens <= max_tokens:
-            found[-1].append(example)
-        else:
-            found.append([example])
-            size = 0
-        size += example.num_tokens
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +153,11 @@ class ScoredSequence:
     at: tuple[int, ...]
     targets: tuple[float, ...]
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens."""
+        return len(self.tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class RewardExample:
@@ -181,13 +168,13 @@ class RewardExample:
 
     source: str
     prompt_length: int
-    arms: tuple[ScoredSequence, ...]
+    sequences: tuple[ScoredSequence, ...]
     held_out: bool = False
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens of all attempts; a shared prompt counts once."""
-        return sum(len(arm.tokens) for arm in self.arms) - (len(self.arms) - 1) * self.prompt_length
+        return sum(len(sequence.tokens) for sequence in self.sequences) - (len(self.sequences) - 1) * self.prompt_length
 
 
 def action_ends(trajectory: Trajectory) -> tuple[int, ...]:
