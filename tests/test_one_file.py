@@ -104,7 +104,7 @@ def as_episodes(trajectories, advantages):
 
 
 def learner(model, **settings):
-    optimiser = Optimizer(model, OptimizerSettings.of(TrainingConfig(), 10))
+    optimiser = Optimizer(model, OptimizerSettings.from_config(TrainingConfig(), 10))
     return Learner(LogprobScorer(model), optimiser, PRESETS["grpo"], LearnerSettings(microbatch_tokens=64, **settings))
 
 

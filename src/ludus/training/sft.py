@@ -80,7 +80,9 @@ def open_fine_tuning(session: TrainingSession, folder: RunFolder) -> SftTraining
     """Restore the newest checkpoint in `folder`, if any; writes nothing."""
     settings = session.config.sft
     optimiser = Optimizer(
-        session.model, OptimizerSettings.of(settings, settings.steps), masters=session.config.model.master_weights
+        session.model,
+        OptimizerSettings.from_config(settings, settings.steps),
+        masters=session.config.model.master_weights,
     )
     done, last = _restore(session, optimiser, folder)
     return SftTraining(session, folder, optimiser, done, last)

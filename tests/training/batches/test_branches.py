@@ -156,7 +156,7 @@ def test_the_groups_whose_leaves_deviate_most_are_replayed_first():
 
 
 def test_a_group_whose_leaves_alone_differ_fills_a_place_of_the_batch():
-    sampler = SimpleNamespace(algorithm=PRESETS["dapo"], combiner=None)
+    sampler = SimpleNamespace(algorithm=PRESETS["dapo"], reward_mixer=None)
     stream = PromptStream(sampler, TaskOrder([Task("a", (), None)], 0), 1)
     assert stream.counts(of_two("split", (1.0, 0.0, 0.5), (1.0, 0.0, 0.5)))
     assert not stream.counts(of_two("flat", (0.5,) * 3, (0.5,) * 3))

@@ -22,7 +22,7 @@ from ludus.training.learner.logprobs import LogprobScorer, own_types
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.rl import memory_check as dry_runs
 from ludus.training.rl.build import train
-from ludus.training.rl.memory_check import dry_run, dry_run_of, longest_rows
+from ludus.training.rl.memory_check import check_memory, dry_run, longest_rows
 from ludus.training.run.run_dir import locked, new_run
 from ludus.training.run.session import open_session, with_adapters
 from small_runs import SMALLEST, Silent, config, lasting_files
@@ -177,9 +177,9 @@ def test_too_little_memory_is_refused_with_the_numbers(monkeypatch):
 
 def test_on_the_cpu_there_is_one_only_where_it_is_asked_for(tmp_path):
     one = learner(tiny_model(), settings=LearnerSettings(microbatch_tokens=64))
-    assert dry_run_of(config(tmp_path), one) is None
+    assert check_memory(config(tmp_path), one) is None
     asked = config(tmp_path, training__learner__dry_run="always", rollout__max_seq_len="70")
-    assert dry_run_of(asked, one).tokens == 70
+    assert check_memory(asked, one).tokens == 70
 
 
 @pytest.mark.fault

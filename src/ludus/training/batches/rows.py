@@ -89,9 +89,16 @@ def turn_nodes(split: Sequence[Sequence[Path]]) -> Tensor:
             starts = [0, *accumulate(actions)][: len(actions)]
             rows.append([first + path.places[start] for start in starts])
         first += 1 + max((place for path in own for place in path.places), default=0)
-    table = torch.full((len(rows), max(map(len, rows), default=0)), -1)
+    return pad_table(rows, torch.int64, fill=-1)
+
+
+def pad_table(
+    rows: Sequence[Sequence[float] | Tensor], dtype: torch.dtype, width: int | None = None, fill: float = 0
+) -> Tensor:
+    """Right-pad the rows to `[N, width]` on the CPU; the default width is that of the longest row."""
+    table = torch.full((len(rows), max(map(len, rows), default=0) if width is None else width), fill, dtype=dtype)
     for i, row in enumerate(rows):
-        table[i, : len(row)] = torch.tensor(row)
+        table[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
     return table
 
 
@@ -349,10 +356,7 @@ def _pad(rows: Sequence[Row], index: tuple[int, ...], device: torch.device, dtyp
     length = max(len(row.tokens) for row in rows)
 
     def padded(values: list[Sequence[float]], kind: torch.dtype) -> Tensor:
-        tensor = torch.zeros(len(rows), length, dtype=kind)
-        for i, value in enumerate(values):
-            tensor[i, : len(value)] = torch.tensor(value, dtype=kind)
-        return tensor.to(device)
+        return pad_table(values, kind, length).to(device)
 
     return Microbatch(
         index=index,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from ludus.training.batches.rows import (
     check_estimates,
     check_trajectories,
     new_actions,
+    pad_table,
     row_of_trajectory,
     transitions_of,
     turn_nodes,
@@ -188,7 +190,7 @@ def assign_credit(
     compared: list[TrainingSample] = []
     for place, group in enumerate(groups, start=first_group):
         if any(episode.trajectory.failure for episode in group):
-            samples += [_drop_partial_group(episode, place) for episode in group]
+            samples += [_dropped_sample(episode, place) for episode in group]
         else:
             check_trajectories([episode.trajectory for episode in group])
             if algorithm.advantage_spec.has(Need.BINARY_REWARDS):
@@ -235,16 +237,15 @@ def varies(group: Sequence[Episode], algorithm: Algorithm) -> bool:
 def _check_binary(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> None:
     """Raise LearnerError for a reward that is neither 0 nor 1."""
     for one in trajectories:
-        for reward in leaf_rewards(one):
-            if reward not in (0.0, 1.0):
-                raise LearnerError(
-                    f"The reward of {one.name} is {reward:g}, but the advantage {algorithm.advantage} needs 0 or 1.",
-                    "Use another advantage or a binary outcome.",
-                )
+        if odd := [reward for reward in leaf_rewards(one) if reward not in (0.0, 1.0)]:
+            raise LearnerError(
+                f"The reward of {one.name} is {odd[0]:g}, but the advantage {algorithm.advantage} needs 0 or 1.",
+                "Use another advantage or a binary outcome.",
+            )
 
 
 def with_estimates(
-    samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int, estimates: Estimates
+    samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int, estimates: Estimates = UNKNOWN
 ) -> list[TrainingSample]:
     """Return the samples with advantages that include the KL, as placed by `algorithm`, and the critic.
 
@@ -252,6 +253,8 @@ def with_estimates(
     `reference`. Raises LearnerError if an estimate is not finite.
     """
     compared = [sample for sample in samples if sample.advantages is not None]
+    if not compared:
+        return list(samples)
     check_estimates(
         dict(zip(ESTIMATE_NAMES, estimates, strict=True)), [sample.episode.trajectory.name for sample in compared]
     )
@@ -290,7 +293,7 @@ def _critic_algorithm(algorithm: Algorithm) -> Algorithm:
     return replace(algorithm.without_token_weights(), options=replace(algorithm.options, advantage=own))
 
 
-def _drop_partial_group(episode: Episode, place: int) -> TrainingSample:
+def _dropped_sample(episode: Episode, place: int) -> TrainingSample:
     if (failure := episode.trajectory.failure) is not None:
         return TrainingSample(episode, RolloutOutcome.FAILED, failure.part, place)
     return TrainingSample(episode, RolloutOutcome.DROPPED, "partial_group", place)
@@ -448,20 +451,14 @@ def _make_outcomes(samples: Sequence[TrainingSample], estimates: Estimates) -> O
     turns = [turns_of_actions(t) for t in trajectories]
     most = max((max(row, default=0) + 1 for row in turns), default=1)
     proposer, proposals = role_tables([sample.episode.task for sample in samples])
-    turn = torch.zeros(len(turns), width, dtype=torch.int64)
-    turn_rewards = torch.zeros(len(turns), most, dtype=torch.float64)
-    for i, row in enumerate(turns):
-        turn[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
-        given = trajectories[i].turn_rewards[:most]
-        turn_rewards[i, : len(given)] = torch.tensor(given, dtype=torch.float64)
     mask = torch.arange(width)[None, :] < lengths[:, None]
     return Outcomes(
         rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
         group=torch.tensor([sample.group for sample in samples]),
         mask=mask,
         trains=_training_tokens(samples, mask),
-        turn=turn,
-        turn_rewards=turn_rewards,
+        turn=pad_table(turns, torch.int64, width),
+        turn_rewards=pad_table([t.turn_rewards[:most] for t in trajectories], torch.float64, most),
         kl=_table(estimates.kl, width),
         values=_table(estimates.values, width),
         bootstrap_values=None if estimates.bootstrap is None else torch.cat(list(estimates.bootstrap)),
@@ -520,17 +517,12 @@ def _baselines(samples: Sequence[TrainingSample]) -> Tensor | None:
 
 def _table(values: Sequence[Tensor] | None, width: int) -> Tensor | None:
     """Pad to `[N, width]` float64 on the CPU."""
-    if values is None:
-        return None
-    table = torch.zeros(len(values), width, dtype=torch.float64)
-    for i, row in enumerate(values):
-        table[i, : len(row)] = row.double().cpu()
-    return table
+    return None if values is None else pad_table(values, torch.float64, width)
 
 
 def turns_of_actions(trajectory: Trajectory) -> list[int]:
     """Return the turn of each action token, counted from 0 without gaps."""
-    of_actions = [t for t, action in zip(trajectory.turn_index, trajectory.action_mask, strict=True) if action]
+    of_actions = list(compress(trajectory.turn_index, trajectory.action_mask))
     numbers = {turn: number for number, turn in enumerate(dict.fromkeys(of_actions))}
     return [numbers[turn] for turn in of_actions]
 
@@ -539,13 +531,10 @@ def _conflict_token_weights(
     samples: Sequence[TrainingSample], outcomes: Outcomes, advantages: Tensor, algorithm: Algorithm
 ) -> Tensor:
     """Return GTPO's weights of conflict tokens."""
-    ids = torch.zeros(outcomes.mask.shape, dtype=torch.int64)
-    for i, sample in enumerate(samples):
-        trajectory = sample.episode.trajectory
-        actions = [token for token, action in zip(trajectory.token_ids, trajectory.action_mask, strict=True) if action]
-        ids[i, : len(actions)] = torch.tensor(actions, dtype=torch.int64)
+    trajectories = [sample.episode.trajectory for sample in samples]
+    ids = [list(compress(trajectory.token_ids, trajectory.action_mask)) for trajectory in trajectories]
     return conflict_weights(
-        token_ids=ids,
+        token_ids=pad_table(ids, torch.int64, outcomes.mask.shape[1]),
         group=outcomes.group,
         advantages=advantages,
         mask=outcomes.mask,

@@ -206,6 +206,15 @@ class LogprobScorer:
             return HiddenStates(head.weight.new_zeros(0, head.weight.shape[1]), head)
         return HiddenStates(self.states(tokens, (rows, columns)), head)
 
+    @torch.no_grad()
+    def sum_pi_squared(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
+        """Return the sum of squared probabilities at each scored token, instead of log-probabilities."""
+        states = self.distributions(tokens, scored)
+        rows, columns = torch.nonzero(scored[:, 1:], as_tuple=True)
+        parts = torch.split(states.hidden, max(1, CHUNK_LOGITS // states.head.weight.shape[0]))
+        sums = [torch.softmax(states.head.logits(part), -1).square().sum(-1) for part in parts]
+        return ScoredTokens(_scatter(torch.cat(sums), (rows, columns + 1), tokens), None)
+
     def _scores_and_divergences(
         self, tokens: Tensor, at: Positions, entropy: Entropy, against: Mapping[str, DivergenceTarget]
     ) -> tuple[TokenScores, dict[str, Tensor]]:
@@ -223,6 +232,11 @@ class LogprobScorer:
                 "cannot be read, or its weights are sharded.",
                 "Use algorithm.kl = k3, the loss distill, or training.learner.shard = false.",
             )
+        return self._lm_head
+
+    @property
+    def _lm_head(self) -> LmHead:
+        assert self._head is not None
         return LmHead(self._head.weight, self._head.bias, self.temperature)
 
     def _check_routing(self, tokens: Tensor) -> None:
@@ -251,9 +265,7 @@ class LogprobScorer:
             (states, targets), back = torch.unique(pairs, dim=1, return_inverse=True)
 
         def score_hidden() -> TokenScores:
-            assert self._head is not None
-            head = LmHead(self._head.weight, self._head.bias, self.temperature)
-            found = head.score(self._hidden(forest)[states], targets, entropy)
+            found = self._lm_head.score(self._hidden(forest)[states], targets, entropy)
             return TokenScores(found.logprobs.clone(), found.entropy)  # hooks may not return a view
 
         scores = within(self.model, score_hidden)
@@ -383,7 +395,9 @@ def _linear_head(model: PreTrainedModel) -> nn.Linear | None:
 
 
 FROZEN_SCORERS = ("reference", "teacher")
-"""Frozen scorers."""
+
+ScoreFunction = Callable[[Tensor, Tensor, Entropy], ScoredTokens]
+"""Score tokens as `LogprobScorer.score`."""
 
 
 class TokenScorer(Protocol):
@@ -451,21 +465,12 @@ class AuxScorers:
         return AuxLogprobs(found.get("reference"), found.get("teacher"), self.against(part.tokens, scored))
 
 
-@dataclass(frozen=True, slots=True)
-class FullKl:
-    """Scorer that returns the full KL to the reference instead of log-probabilities."""
-
-    policy: LogprobScorer
-    aux: AuxScorers
-
-    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
-        """Return the divergence at each scored token."""
-        found, divergences = self.policy.compare(tokens, scored, entropy, self.aux.against(tokens, scored))
-        return ScoredTokens(divergences["reference"], found.entropy)
-
-    def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
-        """Return the policy's distributions."""
-        return self.policy.distributions(tokens, scored)
+def full_kl(
+    policy: LogprobScorer, aux: AuxScorers, tokens: Tensor, scored: Tensor, entropy: Entropy = "none"
+) -> ScoredTokens:
+    """Return the full KL to the reference at each scored token, instead of log-probabilities."""
+    found, divergences = policy.compare(tokens, scored, entropy, aux.against(tokens, scored))
+    return ScoredTokens(divergences["reference"], found.entropy)
 
 
 def pad_rows(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor:
@@ -474,26 +479,3 @@ def pad_rows(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor
     for place, i in enumerate(part.index):
         table[place, : len(values[i])] = values[i].to(table)
     return table.detach()
-
-
-@dataclass(frozen=True, slots=True)
-class SumPiSquared:
-    """Scorer that returns the sum of squared probabilities instead of log-probabilities."""
-
-    policy: LogprobScorer
-
-    @torch.no_grad()
-    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
-        """Return the sum at each scored token."""
-        states = self.policy.distributions(tokens, scored)
-        rows, columns = torch.nonzero(scored[:, 1:], as_tuple=True)
-        size = max(1, CHUNK_LOGITS // states.head.weight.shape[0])
-        parts = torch.split(states.hidden, size)
-        sums = [torch.softmax(states.head.logits(part), -1).square().sum(-1) for part in parts]
-        found = torch.zeros(tokens.shape, dtype=sums[0].dtype, device=tokens.device)
-        found[rows, columns + 1] = torch.cat(sums)
-        return ScoredTokens(found, None)
-
-    def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
-        """Return the policy's distributions."""
-        return self.policy.distributions(tokens, scored)

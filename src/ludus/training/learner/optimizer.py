@@ -11,9 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ludus.config.sections.rewards import RewardModelConfig
-from ludus.config.sections.stages import PreferenceConfig, RftConfig, SftConfig
-from ludus.config.sections.training import TrainingConfig
+from ludus.config.sections.section import OptimizerSection
 from ludus.errors import LearnerError
 from ludus.training.distributed.collectives import (
     Collectives,
@@ -26,9 +24,6 @@ from ludus.training.distributed.collectives import (
 )
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-SectionOfOptimiser = TrainingConfig | SftConfig | PreferenceConfig | RftConfig | RewardModelConfig
-"""Config sections with optimizer settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +40,9 @@ class OptimizerSettings:
     max_grad_norm: float = 1.0
 
     @classmethod
-    def of(cls, config: SectionOfOptimiser, total_steps: int) -> OptimizerSettings:
+    def from_config(cls, config: OptimizerSection, total_steps: int) -> OptimizerSettings:
         """Build from a configuration section."""
-        return cls(
-            learning_rate=config.learning_rate,
-            total_steps=total_steps,
-            warmup_steps=config.warmup_steps,
-            schedule=config.schedule,
-            weight_decay=config.weight_decay,
-            beta1=config.beta1,
-            beta2=config.beta2,
-            max_grad_norm=config.max_grad_norm,
-        )
+        return cls(total_steps=total_steps, **config.model_dump(include=set(OptimizerSection.model_fields)))
 
     def rate(self, step: int) -> float:
         """Return the learning rate of optimizer step `step`, counted from 0."""

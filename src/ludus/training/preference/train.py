@@ -102,7 +102,7 @@ def open_training(session: TrainingSession, folder: RunFolder, gathered: Gathere
         log.info("%d pairs written to %s", len(pairs), file)
     steps = num_steps(settings, len(pairs))
     optimiser = Optimizer(
-        session.model, OptimizerSettings.of(settings, steps), masters=session.config.model.master_weights
+        session.model, OptimizerSettings.from_config(settings, steps), masters=session.config.model.master_weights
     )
     done, last, running = 0, folder.checkpoints, RunningMean()
     if found := list_checkpoints(folder.checkpoints):

@@ -79,7 +79,7 @@ def open_training(
         log.info("%d examples written to %s", len(examples), file)
     model = make_reward_model(session)
     steps = num_steps(settings, num_training(examples))
-    optimiser = Optimizer(model.states.model, OptimizerSettings.of(settings, steps))
+    optimiser = Optimizer(model.states.model, OptimizerSettings.from_config(settings, steps))
     done, last = 0, folder.checkpoints
     if found := list_checkpoints(folder.checkpoints):
         done, last = found[-1]

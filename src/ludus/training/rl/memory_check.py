@@ -61,7 +61,7 @@ class MemoryEstimate:
         )
 
 
-def dry_run_of(config: Config, learner: Learner) -> MemoryEstimate | None:
+def check_memory(config: Config, learner: Learner) -> MemoryEstimate | None:
     """Run the memory check if configured.
 
     `auto` runs it on a GPU only: on the CPU it may take as long as a step.

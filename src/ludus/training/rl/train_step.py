@@ -26,8 +26,8 @@ from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.errors import SyncError
 from ludus.rollout.ledger import Ledger, RolloutOutcome
-from ludus.training.batches.rows import Row, row_of_trajectory
-from ludus.training.collection.filters import age_metrics, mask_over_age, on_policy
+from ludus.training.batches.rows import Row, pad_table, row_of_trajectory, scored_mask
+from ludus.training.collection.filters import age_metrics, mask_over_age
 from ludus.training.collection.rollout_collector import overlong_limit
 from ludus.training.credit.advantages import Estimates, TrainingSample, record_outcomes, training_rows, with_estimates
 from ludus.training.learner.learner import SUM_PI_SQUARED, Learner
@@ -113,9 +113,7 @@ async def cancel_and_wait(task: asyncio.Task[list[TrainingSample]] | asyncio.Tas
     """Cancel a task and wait for it, ignoring its errors."""
     if task is not None:
         task.cancel()
-        await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @dataclass
@@ -137,7 +135,7 @@ class TrainStep:
     initial_entropy: float | None = None
     _checked: bool = field(default=False, init=False)
 
-    async def learn(
+    async def run(
         self, step: int, samples: Sequence[TrainingSample], work: ComputeDispatch = run_inline
     ) -> tuple[list[TrainingSample], dict[str, float]]:
         """Record outcomes and train; return the final samples and the metrics."""
@@ -168,10 +166,10 @@ class TrainStep:
             self._set_entropy_filter(samples)
         if self.bound is not None:
             samples = mask_over_age(samples, step, self.bound)
+        if not self._checked:
+            self._checked = check_samples(samples, self.learner, step - 1) is not None
         limit = overlong_limit(self.session.config, self.learner.algorithm)
-        check = not self._checked and bool(on_policy(samples, step))
-        self._checked = self._checked or check
-        return filter_and_estimate(samples, self.learner, limit, self.value_model, check=check, version=step - 1)
+        return filter_and_estimate(samples, self.learner, limit, self.value_model)
 
     def _set_entropy_filter(self, samples: Sequence[TrainingSample]) -> None:
         """Measure the initial entropy on the first batch; switch GTPO's entropy filter off if it is high."""
@@ -193,36 +191,44 @@ class TrainStep:
 
 
 def filter_and_estimate(
-    samples: Sequence[TrainingSample],
-    learner: Learner,
-    max_length: int,
-    value_model: ValueModel | None = None,
-    *,
-    check: bool = False,
-    version: int | None = None,
+    samples: Sequence[TrainingSample], learner: Learner, max_length: int, value_model: ValueModel | None = None
 ) -> list[TrainingSample]:
-    """Return the samples with filters and model estimates applied.
-
-    If `check` is set, engine and learner are compared first, on samples generated entirely by `version`
-    (None: on all). Raises SyncError if they disagree.
-    """
-    found = list(samples)
-    if check:
-        trained = [c for c in found if c.outcome is RolloutOutcome.TRAINED and not c.expert]
-        check_parity([_sample_row(sample) for sample in trained if _sampled_by(sample, version)], learner)
-    algorithm, entropies = learner.algorithm, None
+    """Return the samples with filters and model estimates applied."""
+    found, entropies = list(samples), None
+    algorithm = learner.algorithm
     if algorithm.correction_spec.has(Need.REJECTION):
         found = _reject_samples(found, learner)
     if algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
         entropies = compared_entropies(found, learner)
         found = _filter_uncertain(found, entropies, algorithm)
     # Last, so that batch means cover only the remaining samples.
-    penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
-    whitened = algorithm.advantage_spec.has(Need.BATCH_STATISTICS)
-    compares_probabilities = algorithm.advantage_spec.has(Need.DISTRIBUTIONS)
-    if value_model is not None or penalised or whitened or compares_probabilities or entropies is not None:
+    needs = (Need.BATCH_STATISTICS, Need.DISTRIBUTIONS)
+    estimated = value_model is not None or entropies is not None or _penalises_kl(algorithm)
+    if estimated or any(map(algorithm.advantage_spec.has, needs)):
         found = _add_estimates(found, learner, value_model, max_length, Estimates(entropies=entropies))
     return found
+
+
+def _penalises_kl(algorithm: Algorithm) -> bool:
+    """Return whether the KL to the reference is part of the reward or of the advantage."""
+    return algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
+
+
+def check_samples(
+    samples: Sequence[TrainingSample], learner: Learner, version: int | None = None
+) -> MismatchByLength | None:
+    """Run `check_parity` on the trained samples that `version` generated entirely (None: on all)."""
+    rows = [
+        _sample_row(sample)
+        for sample in _trained_samples(samples)
+        if version is None or {v for s in sample.episode.trajectory.segments for v in s.versions} <= {version}
+    ]
+    return check_parity(rows, learner)
+
+
+def _trained_samples(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """Return the samples that train, without those of experts."""
+    return [sample for sample in samples if sample.outcome is RolloutOutcome.TRAINED and not sample.expert]
 
 
 def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | None:
@@ -264,11 +270,6 @@ def effective_share(trajectories: Sequence[Trajectory], learner: Learner) -> flo
     return mismatch(old_logprobs=old, behavior_logprobs=behavior, mask=mask).effective_share
 
 
-def _sampled_by(sample: TrainingSample, version: int | None) -> bool:
-    segments = sample.episode.trajectory.segments
-    return version is None or all(v == version for segment in segments for v in segment.versions)
-
-
 def _sample_row(sample: TrainingSample) -> Row:
     return row_of_trajectory(sample.episode.trajectory, 0.0)
 
@@ -284,7 +285,7 @@ def _add_estimates(
     algorithm, estimates = learner.algorithm, known
     if value_model is not None:
         estimates = estimate_values(value_model, compared, rows, learner)._replace(entropies=known.entropies)
-    penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
+    penalised = _penalises_kl(algorithm)
     weighs_tokens = algorithm.advantage_spec.has(Need.DISTRIBUTIONS)
     compared_to_engine = algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO) or weighs_tokens
     sampled_alone = penalised and algorithm.kl not in FULL_KL_NAMES
@@ -300,7 +301,7 @@ def _add_estimates(
 
 
 def _reject_samples(samples: list[TrainingSample], learner: Learner) -> list[TrainingSample]:
-    trained = [c for c in samples if c.outcome is RolloutOutcome.TRAINED and not c.expert]
+    trained = _trained_samples(samples)
     if not trained:
         return samples
     rows = [_sample_row(sample) for sample in trained]
@@ -334,7 +335,7 @@ def rejected_share(samples: Sequence[TrainingSample]) -> float:
 
     Tokens masked by another filter (`training.collection.staleness`) count as rejected.
     """
-    trained = [c for c in samples if c.outcome is RolloutOutcome.TRAINED and not c.expert]
+    trained = _trained_samples(samples)
     rejected = [c for c in samples if c.reason == REJECTED]
     everything = sum(c.episode.trajectory.num_action_tokens for c in (*trained, *rejected))
     kept = sum(c.episode.trajectory.num_action_tokens if c.trains is None else sum(c.trains) for c in trained)
@@ -372,22 +373,18 @@ def _filter_uncertain(
 
 
 def _mask_samples(
-    samples: list[TrainingSample], estimate_values: list[TrainingSample], keep: Tensor, reason: str
+    samples: list[TrainingSample], judged: list[TrainingSample], keep: Tensor, reason: str
 ) -> list[TrainingSample]:
-    fate = dict(zip(map(id, estimate_values), keep.tolist(), strict=True))
+    """Mask the `judged` samples that `keep` [N] excludes."""
+    kept = dict(zip(map(id, judged), keep.tolist(), strict=True))
     return [
-        sample if fate.get(id(sample), True) else replace(sample, outcome=RolloutOutcome.MASKED, reason=reason)
+        sample if kept.get(id(sample), True) else replace(sample, outcome=RolloutOutcome.MASKED, reason=reason)
         for sample in samples
     ]
 
 
 def _pad_scores(rows: Sequence[Row], values: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Pad `values`, the engine's log-probabilities and the action mask to `[N, L]` on the CPU."""
-    width = max(len(row.tokens) for row in rows)
-    table, behavior = torch.zeros(2, len(rows), width, dtype=torch.float64)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        table[i, : len(row.tokens)] = values[i].double().cpu()
-        behavior[i, : len(row.tokens)] = torch.tensor(row.behavior, dtype=torch.float64)
-        mask[i, 1 : len(row.tokens)] = torch.tensor(row.sampled)[1:]
-    return table, behavior, mask
+    behavior = pad_table([row.behavior for row in rows], torch.float64)
+    mask = scored_mask(pad_table([row.sampled for row in rows], torch.bool))
+    return pad_table(values, torch.float64), behavior, mask

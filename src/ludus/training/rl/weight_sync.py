@@ -42,6 +42,11 @@ class SyncProof:
     fingerprint: str | None
     probe_gap: float
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the check."""
+        return {"sync/probe_gap": self.probe_gap}
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
