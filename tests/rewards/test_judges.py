@@ -124,7 +124,7 @@ def test_its_state_comes_back_bit_for_bit(make):
     one, other = make(), make(tiny_model(seed=1))
     for _ in range(2):
         learn(one, rows)
-    other.load_state(one.state(), one.optimiser.num_steps)
+    other.load_state(one.state(), one.optimizer.num_steps)
     for each in (one, other):
         learn(each, rows)
     for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
@@ -143,7 +143,7 @@ def test_with_adapters_it_is_they_that_learn_rewards():
     still = [p for p in one.model.parameters() if not p.requires_grad]
     assert all(torch.equal(a, b) for a, b in zip(frozen, still, strict=True))
     other = process_reward(model, beta=1.0)
-    other.load_state(one.state(), one.optimiser.num_steps)
+    other.load_state(one.state(), one.optimizer.num_steps)
     for a, b in zip(one.logprobs(rows), other.logprobs(rows), strict=True):
         assert torch.equal(a, b)
 

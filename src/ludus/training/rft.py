@@ -111,7 +111,7 @@ class RftTrainer:
         record_outcomes(self.ledger, samples)
         self.reporter.phase(f"round {number}: training", None)
         with clock.phase("train"):
-            optimiser, learned = self.learn(number, samples)
+            optimizer, learned = self.learn(number, samples)
         with clock.phase("sync"):
             proof = await self.sync.publish(number)
         counts = self.ledger.close(number, trained=sum(c.outcome is RolloutOutcome.TRAINED for c in samples))
@@ -121,7 +121,7 @@ class RftTrainer:
         with clock.phase("evaluate"):
             metrics |= (await self.evaluate(plan_during(self.session.config, number))).metrics()
         self.record(number, samples, metrics, clock)
-        self.save(number, optimiser)
+        self.save(number, optimizer)
         return metrics
 
     async def sample(self, number: int) -> list[list[Episode]]:
@@ -148,15 +148,15 @@ class RftTrainer:
         batches = [order[i : i + size] for order in orders for i in range(0, len(order), size)]
         model = self.session.config.model
         wanted = OptimizerSettings.from_config(settings, len(batches))
-        optimiser = Optimizer(self.session.model, wanted, masters=model.master_weights)
+        optimizer = Optimizer(self.session.model, wanted, master_weights=model.master_weights)
         scorer = LogprobScorer(self.session.model, recompute=model.activation_checkpointing)
         total: Counter[str] = Counter()
         for batch in batches:
-            found = sft_step(scorer, optimiser, [rows[i] for i in batch], settings.microbatch_tokens)
+            found = sft_step(scorer, optimizer, [rows[i] for i in batch], settings.microbatch_tokens)
             total.update({name: value / len(batches) for name, value in found.items()})
         tasks = {trajectory.task_id for trajectory in kept}
         counts = {"rft/kept": len(kept), "rft/tasks_kept": len(tasks), "rft/updates": len(batches)}
-        return optimiser, dict(total) | {name: float(count) for name, count in counts.items()}
+        return optimizer, dict(total) | {name: float(count) for name, count in counts.items()}
 
     async def evaluate_once(self, plan: EvaluationPlan) -> Evaluation:
         """Run an evaluation plan unless an evaluation of that name exists."""
@@ -191,11 +191,11 @@ class RftTrainer:
             self.reporter.alarm(text)
         self.reporter.step(number, metrics, timings)
 
-    def save(self, number: int, optimiser: Optimizer) -> None:
+    def save(self, number: int, optimizer: Optimizer) -> None:
         """Write the round's checkpoint and remove the oldest ones."""
-        state = TrainerState(number, optimiser.num_steps, self.ledger.state())
+        state = TrainerState(number, optimizer.num_steps, self.ledger.state())
         shelf = self.folder.checkpoints
-        save_checkpoint(shelf, self.session.model, self.session.tokenizer, optimiser, state)
+        save_checkpoint(shelf, self.session.model, self.session.tokenizer, optimizer, state)
         prune(shelf, self.session.config.rft.keep_checkpoints)
 
 
@@ -252,10 +252,10 @@ def run_rft(session: TrainingSession, folder: RunFolder, reporter: Reporter) -> 
     done, ledger = 0, Ledger()
     if found := list_checkpoints(folder.checkpoints):
         done, path = found[-1]
-        optimiser = Optimizer(
-            session.model, OptimizerSettings.from_config(config.rft, 1), masters=config.model.master_weights
+        optimizer = Optimizer(
+            session.model, OptimizerSettings.from_config(config.rft, 1), master_weights=config.model.master_weights
         )
-        ledger = Ledger.restore(load_trainer(path, optimiser).ledger)
+        ledger = Ledger.restore(load_trainer(path, optimizer).ledger)
         load_weights(path, session.model)
         log.info("resumed from %s", path)
     engine = make_engine(session)

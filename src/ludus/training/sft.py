@@ -71,7 +71,7 @@ class SftTraining:
 
     session: TrainingSession
     folder: RunFolder
-    optimiser: Optimizer
+    optimizer: Optimizer
     done: int
     last: Path
 
@@ -79,18 +79,18 @@ class SftTraining:
 def open_fine_tuning(session: TrainingSession, folder: RunFolder) -> SftTraining:
     """Restore the newest checkpoint in `folder`, if any; writes nothing."""
     settings = session.config.sft
-    optimiser = Optimizer(
+    optimizer = Optimizer(
         session.model,
         OptimizerSettings.from_config(settings, settings.steps),
-        masters=session.config.model.master_weights,
+        master_weights=session.config.model.master_weights,
     )
-    done, last = _restore(session, optimiser, folder)
-    return SftTraining(session, folder, optimiser, done, last)
+    done, last = _restore(session, optimizer, folder)
+    return SftTraining(session, folder, optimizer, done, last)
 
 
 def run_sft(tuning: SftTraining, trackers: list[Tracker], on_step: OnStep) -> Path:
     """Fine-tune to the last step; return its checkpoint."""
-    session, folder, optimiser, last = tuning.session, tuning.folder, tuning.optimiser, tuning.last
+    session, folder, optimizer, last = tuning.session, tuning.folder, tuning.optimizer, tuning.last
     settings = session.config.sft
     session.model.train()
     steps = islice(batches(session, settings), tuning.done, None)
@@ -98,19 +98,19 @@ def run_sft(tuning: SftTraining, trackers: list[Tracker], on_step: OnStep) -> Pa
     for step in range(tuning.done + 1, settings.steps + 1):
         clock = time.perf_counter()
         batch = next(steps)
-        metrics = sft_step(scorer, optimiser, batch.rows, settings.microbatch_tokens)
+        metrics = sft_step(scorer, optimizer, batch.rows, settings.microbatch_tokens)
         metrics["batch/left_out"] = float(batch.left_out)
         for tracker in trackers:
             tracker.log(step, metrics)
         on_step(step, metrics | {"time/step_s": time.perf_counter() - clock})
         if step % settings.checkpoint_every == 0 or step == settings.steps:
-            state = TrainerState(step, optimiser.num_steps, Ledger().state())
-            last = save_checkpoint(folder.checkpoints, session.model, session.tokenizer, optimiser, state)
+            state = TrainerState(step, optimizer.num_steps, Ledger().state())
+            last = save_checkpoint(folder.checkpoints, session.model, session.tokenizer, optimizer, state)
             prune(folder.checkpoints, settings.keep_checkpoints)
     return last
 
 
-def sft_step(scorer: LogprobScorer, optimiser: Optimizer, rows: list[Row], max_tokens: int) -> dict[str, float]:
+def sft_step(scorer: LogprobScorer, optimizer: Optimizer, rows: list[Row], max_tokens: int) -> dict[str, float]:
     """Take one optimizer step on `-sum m lp / M`. Raises LearnerError if the loss is not finite."""
     parameter = next(scorer.model.parameters())
     tokens = sum(sum(row.trains[1:]) for row in rows)
@@ -125,8 +125,8 @@ def sft_step(scorer: LogprobScorer, optimiser: Optimizer, rows: list[Row], max_t
         total += float(loss.detach())
     if total != total:
         raise LearnerError("The loss is not a number.", "Lower sft.learning_rate.")
-    rate = optimiser.settings.rate(optimiser.num_steps)
-    norm = optimiser.step()
+    rate = optimizer.settings.learning_rate_at(optimizer.num_steps)
+    norm = optimizer.step()
     return {
         "loss/total": total,
         "optim/grad_norm": norm,
@@ -159,14 +159,14 @@ class ClassLosses:
         return dict(sorted((shares | losses).items()))
 
 
-def _restore(session: TrainingSession, optimiser: Optimizer, folder: RunFolder) -> tuple[int, Path]:
+def _restore(session: TrainingSession, optimizer: Optimizer, folder: RunFolder) -> tuple[int, Path]:
     """Return the step to resume from and its checkpoint; 0 and the checkpoints folder if there is none."""
     found = list_checkpoints(folder.checkpoints)
     if not found:
         return 0, folder.checkpoints
     step, path = found[-1]
     load_weights(path, session.model)
-    load_trainer(path, optimiser)
+    load_trainer(path, optimizer)
     log.info("resumed from %s", path)
     return step, path
 

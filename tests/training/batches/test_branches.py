@@ -23,7 +23,7 @@ from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_li
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import paths
 from ludus.tasks.order import TaskOrder
-from ludus.training.batches.rows import BREAK, microbatches, new_actions, num_distinct, row_of_trajectory
+from ludus.training.batches.rows import BREAK, microbatches, new_actions, num_unique_tokens, row_of_trajectory
 from ludus.training.collection.filters import AlgorithmState, filter_low_variance, mask_over_age, record_greso_visits
 from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.replay_buffer import ReplayBuffer
@@ -92,7 +92,7 @@ def test_the_row_of_a_tree_has_each_action_once():
     assert [token for token, _ in trained] == [4, 5, 8, 9, 10, 8, 12, 11, 14, 15]
     assert [a for _, a in trained] == list(range(1, 11))
     assert [s.tokens for s in new_actions(tree())] == [(4, 5), (8, 9, 10), (8, 12), (11,), (14, 15)]
-    assert num_distinct(row.tokens) == len(PROMPT) + 4 + 3 + 1 + 4  # the paths share an 8
+    assert num_unique_tokens(row.tokens) == len(PROMPT) + 4 + 3 + 1 + 4  # the paths share an 8
     assert sum(row.observed) == 3
 
 
@@ -214,7 +214,7 @@ def test_the_gradient_is_that_of_a_loop_over_paths(aggregation, planted):
 
 def test_a_shared_prefix_counts_once_in_the_budget():
     rows = [row_of_trajectory(tree(i), 1.0) for i in range(3)]
-    assert sum(num_distinct(row.tokens) for row in rows) < 70 < 2 * len(rows[0].tokens)
+    assert sum(num_unique_tokens(row.tokens) for row in rows) < 70 < 2 * len(rows[0].tokens)
     assert len(microbatches(rows, 70, torch.device("cpu"), torch.float64)) == 1
 
 

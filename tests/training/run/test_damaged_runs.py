@@ -89,7 +89,7 @@ def test_a_line_of_metrics_that_is_gone_is_noticed(run):
         {"step": 1},
         {"kl": 5},
         {"kl": {"unknown": 1}},
-        {"optimiser_steps": None},
+        {"optimizer_steps": None},
     ],
 )
 def test_a_state_that_is_incomplete_is_refused(newest, tmp_path, change):

@@ -127,10 +127,10 @@ def test_each_pass_takes_a_gradient_step_per_minibatch(make):
             one.train(rows, targets_of(rows), one.values(rows))
         else:
             one.train(rows, solved)
-        assert one.optimiser.num_steps == taken
+        assert one.optimizer.num_steps == taken
     few = make(minibatches=8)
     few.train(rows[:3], *((solved[:3],) if make is outcome_critic else (targets_of(rows[:3]),) * 2))
-    assert few.optimiser.num_steps == 3
+    assert few.optimizer.num_steps == 3
 
 
 def test_minibatches_are_a_partition_per_pass_and_repeat_by_seed():
@@ -167,7 +167,7 @@ def test_its_state_comes_back_bit_for_bit():
     one, other = critic(), critic(tiny_model(seed=1))
     for _ in range(3):
         one.train(rows, targets_of(rows), one.values(rows))
-    other.load_state(one.state(), one.optimiser.num_steps)
+    other.load_state(one.state(), one.optimizer.num_steps)
     for each in (one, other):
         each.train(rows, targets_of(rows), each.values(rows))
     for a, b in zip(one.values(rows), other.values(rows), strict=True):
@@ -259,7 +259,7 @@ def test_a_critic_has_a_learning_rate_of_its_own_and_a_default_that_follows_the_
             "critic": critic_settings,
         }
         config = Config.model_validate(one)
-        return make_value_model(config, algorithm_of(config), tiny_model(), "success").optimiser.settings
+        return make_value_model(config, algorithm_of(config), tiny_model(), "success").optimizer.settings
 
     assert made().learning_rate == pytest.approx(4e-4)
     assert made(learning_rate=3e-5).learning_rate == 3e-5

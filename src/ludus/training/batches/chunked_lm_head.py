@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx
 from ludus.algorithms.kl import full_forward, full_reverse
 from ludus.engines.embedded.onednn_linear import apply, linear, outer_sum, product
 
-KEPT_LOGITS = 16_777_216
+MAX_UNCHUNKED_LOGITS = 16_777_216
 """Largest number of logits that is kept as a whole (64 MiB in float32)."""
 CHUNK_LOGITS = 16_777_216
 """Logits of one chunk."""
@@ -61,13 +61,13 @@ class LmHead:
         `rows` is the chunk size; None chooses it, and keeps the logits if the table is small.
         """
         if rows is None:
-            if hidden.shape[0] * self.weight.shape[0] <= KEPT_LOGITS:
-                return self._score_kept(hidden, targets, entropy)
+            if hidden.shape[0] * self.weight.shape[0] <= MAX_UNCHUNKED_LOGITS:
+                return self._score_unchunked(hidden, targets, entropy)
             rows = max(1, CHUNK_LOGITS // self.weight.shape[0])
         how = _HeadArgs(self.temperature, rows, entropy)
         return self._apply(_ChunkedTable, hidden, targets, how)
 
-    def _score_kept(self, hidden: Tensor, targets: Tensor, entropy: Entropy) -> TokenScores:
+    def _score_unchunked(self, hidden: Tensor, targets: Tensor, entropy: Entropy) -> TokenScores:
         """Score without chunks; the probabilities are kept for the backward pass."""
         if entropy == "gradient":
             return logits_to_scores(self.logits(hidden), targets, entropy)

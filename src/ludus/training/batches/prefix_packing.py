@@ -1,6 +1,6 @@
 """Pack sequences into one row of tokens in which shared prefixes occur once.
 
-`plant` sorts sequences and splits them where they diverge into a forest whose nodes are runs of tokens. Each
+`pack_sequences` sorts sequences and splits them where they diverge into a forest whose nodes are runs of tokens. Each
 node's tokens attend to those of its ancestors and causally to their own, so every token is computed once,
 forward and backward, and sequences are isolated. This is exact, since under a causal mask a token's state
 depends only on its prefix.
@@ -26,7 +26,7 @@ from ludus.engines.embedded.attention import MaskShape, added_mask
 NAME = "ludus_forest"
 """Name of the attention implementation in transformers. Without a forest it is `sdpa`."""
 
-LEAST_SHARED = 8
+MIN_SHARED_TOKENS = 8
 """Shortest shared prefix that gets its own node."""
 
 
@@ -65,11 +65,11 @@ class PrefixForest:
         return any(node.above for node in self.nodes)
 
 
-def plant(sequences: Sequence[Sequence[int]], device: torch.device) -> PrefixForest:
+def pack_sequences(sequences: Sequence[Sequence[int]], device: torch.device) -> PrefixForest:
     """Build the forest of `sequences`; empty ones are allowed."""
     order = sorted((i for i, s in enumerate(sequences) if len(s)), key=lambda i: tuple(sequences[i]))
     common = [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(order)]
-    grower = _Grower([sequences[i] for i in order], common)
+    grower = _ForestBuilder([sequences[i] for i in order], common)
     grower.grow()
     places: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=device)] * len(sequences)
     for i, runs in zip(order, grower.runs, strict=True):
@@ -83,7 +83,7 @@ def plant(sequences: Sequence[Sequence[int]], device: torch.device) -> PrefixFor
     )
 
 
-class _Grower:
+class _ForestBuilder:
     """Split sorted sequences into nodes; sequences i and i + 1 share `common[i]` tokens."""
 
     def __init__(self, sequences: Sequence[Sequence[int]], common: Sequence[int]) -> None:
@@ -102,7 +102,7 @@ class _Grower:
         while pending:
             first, last, depth, above = pending.pop()
             length = min(self._common[first : last - 1], default=len(self._sequences[first]))
-            if last - first > 1 and length - depth < LEAST_SHARED:
+            if last - first > 1 and length - depth < MIN_SHARED_TOKENS:
                 length = depth
             else:
                 above = self._add(first, depth, length, above)
@@ -114,7 +114,7 @@ class _Grower:
 
     def _children(self, first: int, last: int, length: int) -> list[tuple[int, int]]:
         """Return ranges of sequences that share enough tokens beyond `length` to stay together."""
-        parted = (i + 1 for i in range(first, last - 1) if self._common[i] - length < LEAST_SHARED)
+        parted = (i + 1 for i in range(first, last - 1) if self._common[i] - length < MIN_SHARED_TOKENS)
         starts = [first, *parted]
         return list(zip(starts, [*starts[1:], last], strict=True))
 

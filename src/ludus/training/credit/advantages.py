@@ -30,6 +30,7 @@ from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import Path, attempts, leaf_rewards, paths
 from ludus.training.batches.rows import (
     Row,
+    apply_mask,
     check_estimates,
     check_trajectories,
     new_actions,
@@ -38,7 +39,6 @@ from ludus.training.batches.rows import (
     transitions_of,
     turn_nodes,
     where_any,
-    without_masked,
 )
 from ludus.types import StopReason, Task, Trajectory
 
@@ -578,7 +578,7 @@ def training_rows(
         if sample.outcome is RolloutOutcome.TRAINED:
             one = sample.episode.trajectory
             row = row_of_trajectory(one, sample.advantages or (), mask_observations=mask_observations)
-            row = without_masked(row, sample.trains)
+            row = apply_mask(row, sample.trains)
             parts = [one.rewards.get(reward.name, 0.0) for reward in rewards if reward.outcome]
             sampled = (False,) * len(row.tokens) if sample.expert else row.sampled
             positive = max(parts, default=one.reward) > 0

@@ -34,7 +34,7 @@ from ludus.training.batches.rows import (
     FiniteChecks,
     Microbatch,
     Row,
-    balanced,
+    balance_rows,
     blank_microbatch,
     find_row_fault,
     microbatches,
@@ -59,7 +59,7 @@ from ludus.training.learner.logprobs import (
     ScoreFunction,
     TokenScorer,
     full_kl,
-    own_types,
+    model_precision,
     pad_rows,
     score_dtype,
 )
@@ -227,7 +227,7 @@ class Learner:
     """Take optimizer steps on `scorer.model` with one algorithm."""
 
     scorer: LogprobScorer
-    optimiser: Optimizer
+    optimizer: Optimizer
     algorithm: Algorithm
     settings: LearnerSettings = field(default_factory=LearnerSettings)
     scorers: Mapping[str, TokenScorer] = field(default_factory=dict)
@@ -393,15 +393,15 @@ class Learner:
         def undo() -> None:
             found.clear()
             self._finite.clear()
-            self.optimiser.clear()
+            self.optimizer.zero_grad()
 
         self._finite.clear()
         self._check_finite(find_row_fault(rows))
-        with own_types(self.scorer.model):
+        with model_precision(self.scorer.model):
             self.budget.each(lambda limit: self._split(rows, limit), backward, undo, self.ranks)
         self._check_finite(self._finite.fault)
         self._finite.clear()
-        sum_gradients(self.optimiser.parameters, self.ranks)
+        sum_gradients(self.optimizer.parameters, self.ranks)
         everything = [statistics for part in self.ranks.gather(found) for statistics in part]
         if not everything:
             raise ValueError("a batch needs at least one row")
@@ -411,7 +411,7 @@ class Learner:
         """Return the indices of this rank's rows."""
         if not self.ranks.whole or self.ranks.count == 1:
             return range(len(rows))
-        return balanced(rows, self.ranks.count, shared=self.scorer.shares_prefixes)[self.ranks.rank]
+        return balance_rows(rows, self.ranks.count, shared=self.scorer.shares_prefixes)[self.ranks.rank]
 
     def _split(self, rows: Sequence[Row], limit: int) -> list[Microbatch]:
         """Split into microbatches; equally many on every rank if weights are sharded."""
@@ -427,13 +427,13 @@ class Learner:
         try:
             raise_together(fault, "Look for extreme rewards or log-probabilities in this step.", self.ranks)
         except LearnerError:
-            self.optimiser.clear()
+            self.optimizer.zero_grad()
             raise
 
     def _update(self, batch: Sequence[Row], known: CachedLogprobs) -> tuple[Statistics, dict[str, float]]:
         statistics, tokens = self.gradient(batch, known)
-        rate = self.optimiser.settings.rate(self.optimiser.num_steps)
-        norm = self.optimiser.step()
+        rate = self.optimizer.settings.learning_rate_at(self.optimizer.num_steps)
+        norm = self.optimizer.step()
         return statistics, {
             "optim/grad_norm": norm,
             "optim/learning_rate": rate,
@@ -508,7 +508,7 @@ class Learner:
             if part.index and routing is not None and routing.records:
                 experts.update(zip((mine[i] for i in part.index), routing.taken(), strict=True))
 
-        with own_types(self.scorer.model):
+        with model_precision(self.scorer.model):
             self.budget.each(lambda limit: self._split(own, limit), score, found.clear, self.ranks)
         found, experts = merged(found, self.ranks), merged(experts, self.ranks)
         return [found[i] for i in range(len(rows))], [experts[i] for i in range(len(rows))] if experts else None

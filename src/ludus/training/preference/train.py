@@ -73,7 +73,7 @@ class PreferenceTraining:
 
     session: TrainingSession
     folder: RunFolder
-    optimiser: Optimizer
+    optimizer: Optimizer
     pairs: Sequence[PreferencePair]
     steps: int
     done: int
@@ -101,16 +101,18 @@ def open_training(session: TrainingSession, folder: RunFolder, gathered: Gathere
         write_records(file, pairs)
         log.info("%d pairs written to %s", len(pairs), file)
     steps = num_steps(settings, len(pairs))
-    optimiser = Optimizer(
-        session.model, OptimizerSettings.from_config(settings, steps), masters=session.config.model.master_weights
+    optimizer = Optimizer(
+        session.model,
+        OptimizerSettings.from_config(settings, steps),
+        master_weights=session.config.model.master_weights,
     )
     done, last, running = 0, folder.checkpoints, RunningMean()
     if found := list_checkpoints(folder.checkpoints):
         done, last = found[-1]
         load_weights(last, session.model)
-        running = RunningMean.from_json(load_trainer(last, optimiser).memory)
+        running = RunningMean.from_json(load_trainer(last, optimizer).memory)
         log.info("resumed from %s", last)
-    return PreferenceTraining(session, folder, optimiser, pairs, steps, done, last, running)
+    return PreferenceTraining(session, folder, optimizer, pairs, steps, done, last, running)
 
 
 def planned_steps(folder: RunFolder, settings: PreferenceConfig) -> int | None:
@@ -121,26 +123,26 @@ def planned_steps(folder: RunFolder, settings: PreferenceConfig) -> int | None:
 
 def run_preference(training: PreferenceTraining, trackers: Sequence[Tracker], on_step: OnStep) -> Path:
     """Train to the last step; return its checkpoint."""
-    session, folder, optimiser, last = training.session, training.folder, training.optimiser, training.last
+    session, folder, optimizer, last = training.session, training.folder, training.optimizer, training.last
     settings, pairs = session.config.preference, training.pairs
     scorer = LogprobScorer(session.model, recompute=session.config.model.activation_checkpointing)
     for step in range(training.done + 1, training.steps + 1):
         clock = time.perf_counter()
         places = batch_of_step(step, len(pairs), settings.batch_size, session.config.run.seed)
-        metrics = preference_step(scorer, optimiser, [pairs[i] for i in places], settings, training.running)
+        metrics = preference_step(scorer, optimizer, [pairs[i] for i in places], settings, training.running)
         for tracker in trackers:
             tracker.log(step, metrics)
         on_step(step, metrics | {"time/step_s": time.perf_counter() - clock})
         if step % settings.checkpoint_every == 0 or step == training.steps:
-            state = TrainerState(step, optimiser.num_steps, Ledger().state(), memory=training.running.to_json())
-            last = save_checkpoint(folder.checkpoints, session.model, session.tokenizer, optimiser, state)
+            state = TrainerState(step, optimizer.num_steps, Ledger().state(), memory=training.running.to_json())
+            last = save_checkpoint(folder.checkpoints, session.model, session.tokenizer, optimizer, state)
             prune(folder.checkpoints, settings.keep_checkpoints)
     return last
 
 
 def preference_step(
     scorer: LogprobScorer,
-    optimiser: Optimizer,
+    optimizer: Optimizer,
     pairs: Sequence[PreferencePair],
     settings: PreferenceConfig,
     running: RunningMean,
@@ -162,8 +164,8 @@ def preference_step(
             if num := shares.get(name, len(pairs)):
                 totals[name] = totals.get(name, 0.0) + value / num
         totals["loss/total"] = totals.get("loss/total", 0.0) + float(loss.detach())
-    rate = optimiser.settings.rate(optimiser.num_steps)
-    norm = optimiser.step()
+    rate = optimizer.settings.learning_rate_at(optimizer.num_steps)
+    norm = optimizer.step()
     if name := PREFERENCES[settings.loss].baseline_metric:
         totals[name] = float(baseline)
     return totals | {

@@ -55,7 +55,7 @@ class RewardTraining:
     session: TrainingSession
     folder: RunFolder
     model: RewardModel
-    optimiser: Optimizer
+    optimizer: Optimizer
     examples: Sequence[RewardExample]
     steps: int
     done: int
@@ -79,15 +79,15 @@ def open_training(
         log.info("%d examples written to %s", len(examples), file)
     model = make_reward_model(session)
     steps = num_steps(settings, num_training(examples))
-    optimiser = Optimizer(model.states.model, OptimizerSettings.from_config(settings, steps))
+    optimizer = Optimizer(model.states.model, OptimizerSettings.from_config(settings, steps))
     done, last = 0, folder.checkpoints
     if found := list_checkpoints(folder.checkpoints):
         done, last = found[-1]
         load_weights(last, session.model)
         model.states.load_head(load_part(last, head_name(model.kind)))
-        load_trainer(last, optimiser)
+        load_trainer(last, optimizer)
         log.info("resumed from %s", last)
-    return RewardTraining(session, folder, model, optimiser, examples, steps, done, last)
+    return RewardTraining(session, folder, model, optimizer, examples, steps, done, last)
 
 
 def num_training(examples: Sequence[RewardExample]) -> int:
@@ -111,7 +111,7 @@ def run_reward_model(training: RewardTraining, trackers: Sequence[Tracker], on_s
         clock = time.perf_counter()
         places = batch_of_step(step, len(learned), settings.batch_size, session.config.run.seed)
         batch = [learned[i] for i in places]
-        metrics = reward_step(training.model, training.optimiser, batch, settings.microbatch_tokens)
+        metrics = reward_step(training.model, training.optimizer, batch, settings.microbatch_tokens)
         if aside and (step % settings.evaluate_every == 0 or step == training.steps):
             measured = measure(training.model, aside, settings.microbatch_tokens)
             metrics |= {f"held_out/{name}": value for name, value in measured.items()}
@@ -126,20 +126,20 @@ def run_reward_model(training: RewardTraining, trackers: Sequence[Tracker], on_s
 
 def _save(training: RewardTraining, step: int) -> Path:
     session, model = training.session, training.model
-    state = TrainerState(step, training.optimiser.num_steps, Ledger().state())
+    state = TrainerState(step, training.optimizer.num_steps, Ledger().state())
     head = {name: p.detach() for name, p in model.states.head.named_parameters()}
     return save_checkpoint(
         training.folder.checkpoints,
         session.model,
         session.tokenizer,
-        training.optimiser,
+        training.optimizer,
         state,
         Extra({head_name(model.kind): head}),
     )
 
 
 def reward_step(
-    model: RewardModel, optimiser: Optimizer, batch: Sequence[RewardExample], max_tokens: int
+    model: RewardModel, optimizer: Optimizer, batch: Sequence[RewardExample], max_tokens: int
 ) -> dict[str, float]:
     """Take one optimizer step on the mean loss. Raises LearnerError if the loss is not finite."""
     total = 0.0
@@ -149,8 +149,8 @@ def reward_step(
             raise LearnerError(f"The loss is {float(loss.detach())}.", "Lower reward_model.learning_rate.")
         torch.autograd.backward(loss)
         total += float(loss.detach())
-    rate = optimiser.settings.rate(optimiser.num_steps)
-    norm = optimiser.step()
+    rate = optimizer.settings.learning_rate_at(optimizer.num_steps)
+    norm = optimizer.step()
     return {
         "loss/total": total,
         "optim/grad_norm": norm,

@@ -29,7 +29,7 @@ from ludus.training.collection.prompt_stream import STREAM_FILE, PromptStream, S
 from ludus.training.collection.replay_buffer import REPLAY_FILE, ReplayBuffer
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import TrainingSample
-from ludus.training.rl.sync_trainer import SyncTrainer, Texts, task_order
+from ludus.training.rl.sync_trainer import CheckpointFiles, SyncTrainer, task_order
 from ludus.training.rl.train_step import LearnerThread, cancel_and_wait, effective_share
 from ludus.training.rl.weight_sync import SyncProof
 from ludus.training.run.checkpoint import checkpoint_path, load_text
@@ -174,7 +174,7 @@ class AsyncTrainer:
         self._adjust_concurrency(clock, ready)
         metrics = await trainer.report(step, samples, learned, clock, self.thread)
         trainer.collector_state = trainer.collector.state
-        await trainer.end_step(step, metrics, self.thread, self.texts())
+        await trainer.end_step(step, metrics, self.thread, self.checkpoint_files())
 
     def _throttled(self) -> AbstractContextManager[None]:
         """Throttle an engine in this process while the learner trains and batches are waiting.
@@ -188,7 +188,7 @@ class AsyncTrainer:
             else nullcontext()
         )
 
-    def texts(self) -> Texts:
+    def checkpoint_files(self) -> CheckpointFiles:
         """Return the serializers of the stream and the replay buffer in their present state."""
         stream = StreamState(self.stream.next_number, tuple(self.stream.in_progress()))
         return lambda: {STREAM_FILE: stream.to_text(), REPLAY_FILE: self.replay.to_text()}

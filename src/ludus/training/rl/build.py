@@ -242,18 +242,18 @@ def make_parts(
             ranks.split(scorer.model)
     updates = config.training.steps * updates_of(config)
     how = OptimizerSettings.from_config(config.training, updates)
-    optimiser = Optimizer(model, how, masters=config.model.master_weights, ranks=ranks)
+    optimizer = Optimizer(model, how, master_weights=config.model.master_weights, ranks=ranks)
     stored = None
     if resumed is not None:
-        stored = load_trainer(resumed, optimiser)
+        stored = load_trainer(resumed, optimizer)
         if value_model is not None:
             part = load_part(resumed, part_name(value_model), value_model.blank_state())
             value_model.load_state(part, stored.judge_steps)
-    return LearnerParts(make_learner(session, algorithm, optimiser, scorers), value_model, stored, digests)
+    return LearnerParts(make_learner(session, algorithm, optimizer, scorers), value_model, stored, digests)
 
 
 def make_learner(
-    session: TrainingSession, algorithm: Algorithm, optimiser: Optimizer, scorers: Mapping[str, TokenScorer]
+    session: TrainingSession, algorithm: Algorithm, optimizer: Optimizer, scorers: Mapping[str, TokenScorer]
 ) -> Learner:
     """Build the learner of the session's model from the configuration."""
     config, training = session.config, session.config.training
@@ -271,7 +271,7 @@ def make_learner(
         config.model.activation_checkpointing,
         RoutingReplay.of(session.model) if training.learner.replay_routing else None,
     )
-    return Learner(scorer, optimiser, algorithm, settings, scorers, optimiser.ranks)
+    return Learner(scorer, optimizer, algorithm, settings, scorers, optimizer.ranks)
 
 
 def make_trackers(config: Config, folder: RunFolder, done: int) -> list[Tracker]:

@@ -82,7 +82,7 @@ def dry_run(learner: Learner, longest: int) -> MemoryEstimate:
     All tokens but the first train, and no prefix is shared. All ranks have equally many rows. Raises
     LearnerError on all ranks if the pass or the following step runs out of memory.
     """
-    parameters, model, ranks = list(learner.optimiser.parameters), learner.scorer.model, learner.ranks
+    parameters, model, ranks = list(learner.optimizer.parameters), learner.scorer.model, learner.ranks
     device = parameters[0].device
     vocabulary = model.get_input_embeddings().weight.shape[0]
     num = max(1, learner.budget.tokens // longest)
@@ -96,14 +96,14 @@ def dry_run(learner: Learner, longest: int) -> MemoryEstimate:
             gradients = sum(_size(p.grad) for p in parameters if p.grad is not None)
             peak = _peak(device)
         finally:
-            learner.optimiser.clear()
+            learner.optimizer.zero_grad()
     estimate = MemoryEstimate(
         tokens=min(num * longest, max(learner.budget.tokens, longest)),
         weights=weights,
         others=max(0, before - weights),
         gradients=gradients,
         activations=max(0, peak - before - gradients),
-        moments=learner.optimiser.bytes_to_come,
+        moments=learner.optimizer.unallocated_bytes,
         available=_available(device),
     )
     log.info("dry run: %s", estimate)

@@ -52,7 +52,7 @@ log = logging.getLogger("ludus.rl")
 
 KL_REMEDY = "a larger algorithm.kl_coef, a lower training.learning_rate or another kl_control.guard_factor"
 
-Texts = Callable[[], Mapping[str, str]]
+CheckpointFiles = Callable[[], Mapping[str, str]]
 """Build a trainer's own checkpoint files by name; runs on the learner's thread."""
 
 
@@ -160,7 +160,7 @@ class SyncTrainer:
         samples: list[TrainingSample],
         learned: Mapping[str, float],
         clock: StepTimings,
-        work: ComputeDispatch = run_inline,
+        dispatch: ComputeDispatch = run_inline,
     ) -> dict[str, float]:
         """Close the step's ledger, evaluate every `evaluation.every` steps, and write the results."""
         metrics = self.account(step, samples, learned)
@@ -168,7 +168,7 @@ class SyncTrainer:
             metrics |= await self.evaluate_during(step)
         played = [sample.episode.trajectory for sample in samples]
         timings = clock.metrics(played, places(self.session.config))
-        await work(lambda: self.write(step, samples, metrics, timings))
+        await dispatch(lambda: self.write(step, samples, metrics, timings))
         self.history = [*self.history, metrics][-ALARM_STEPS:]
         for text in alarms(self.history):
             self.alarm(step, text)
@@ -205,9 +205,13 @@ class SyncTrainer:
         return metrics | dict(self.collector_state.partial)
 
     async def end_step(
-        self, step: int, metrics: Mapping[str, float], work: ComputeDispatch = run_inline, texts: Texts = dict
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        dispatch: ComputeDispatch = run_inline,
+        files: CheckpointFiles = dict,
     ) -> None:
-        """Write a checkpoint if due, with the trainer's own `texts`.
+        """Write a checkpoint if due, with the trainer's own `files`.
 
         Raises LearnerError if a guard on the KL or the effective sample share pauses the run.
         """
@@ -216,7 +220,7 @@ class SyncTrainer:
         if pause is not None or step % training.checkpoint_every == 0 or step == training.steps:
             state = self.trainer_state(step)
             waiting = waiting_texts(self.collector_state.waiting)
-            await work(lambda: self.save(state, waiting | dict(texts())))
+            await dispatch(lambda: self.save(state, waiting | dict(files())))
         if pause is not None:
             raise LearnerError(
                 f"{pause[0]} Run paused after step {step}.", f"Resume with {pause[1]}: {resume_command(self.folder)}"
@@ -269,27 +273,27 @@ class SyncTrainer:
 
     def trainer_state(self, step: int) -> TrainerState:
         """Return the trainer state of a checkpoint, without weights and optimizer moments."""
-        learning = self.train_step
+        train_step = self.train_step
         return TrainerState(
             step=step,
-            optimiser_steps=learning.learner.optimiser.num_steps,
+            optimizer_steps=train_step.learner.optimizer.num_steps,
             ledger=self.collector.ledger.state(),
-            judge_steps=0 if learning.value_model is None else learning.value_model.optimiser.num_steps,
-            memory=replace(self.collector_state.algorithm_state, initial_entropy=learning.initial_entropy).to_json(),
+            judge_steps=0 if train_step.value_model is None else train_step.value_model.optimizer.num_steps,
+            memory=replace(self.collector_state.algorithm_state, initial_entropy=train_step.initial_entropy).to_json(),
             reward_moments=self.collector_state.moments,
-            kl=learning.kl.state,
+            kl=train_step.kl_control.state,
             origins=dict(self.reference_digests),
-            warmup=learning.warmup,
+            warmup=train_step.warmup_steps,
             mode=self.session.config.training.mode,
         )
 
-    def save(self, state: TrainerState, texts: Mapping[str, str]) -> None:
+    def save(self, state: TrainerState, files: Mapping[str, str]) -> None:
         """Write a checkpoint and remove the oldest ones."""
-        session, value_model, optimiser = self.session, self.train_step.value_model, self.train_step.learner.optimiser
+        session, value_model, optimizer = self.session, self.train_step.value_model, self.train_step.learner.optimizer
         shelf = self.folder.checkpoints
         parts = {} if value_model is None else {part_name(value_model): value_model.state()}
-        extra = Extra(parts, texts)
-        save_checkpoint(shelf, session.model, session.tokenizer, optimiser, state, extra)
+        extra = Extra(parts, files)
+        save_checkpoint(shelf, session.model, session.tokenizer, optimizer, state, extra)
         prune(shelf, session.config.training.keep_checkpoints)
         log.info("saved checkpoint of step %d", state.step)
 

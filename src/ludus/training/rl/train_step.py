@@ -120,26 +120,26 @@ async def cancel_and_wait(task: asyncio.Task[list[TrainingSample]] | asyncio.Tas
 class TrainStep:
     """Update the weights from training samples; holds the learner, the value model and the KL controller.
 
-    Tokens older than `bound` versions are masked (None: no bound). During the first `warmup` steps only the
-    judge is trained. `initial_entropy` is the policy's mean entropy on the first batch (None before it) and
-    decides whether GTPO's entropy filter applies.
+    Tokens older than `max_token_age` versions are masked (None: no bound). During the first `warmup_steps` steps
+    only the value model is trained. `initial_entropy` is the policy's mean entropy on the first batch (None before
+    it) and decides whether GTPO's entropy filter applies.
     """
 
     session: TrainingSession
     learner: Learner
-    kl: KlControl
+    kl_control: KlControl
     ledger: Ledger
     value_model: ValueModel | None = None
-    bound: int | None = None
-    warmup: int = 0
+    max_token_age: int | None = None
+    warmup_steps: int = 0
     initial_entropy: float | None = None
     _checked: bool = field(default=False, init=False)
 
     async def run(
-        self, step: int, samples: Sequence[TrainingSample], work: ComputeDispatch = run_inline
+        self, step: int, samples: Sequence[TrainingSample], dispatch: ComputeDispatch = run_inline
     ) -> tuple[list[TrainingSample], dict[str, float]]:
         """Record outcomes and train; return the final samples and the metrics."""
-        found = await work(lambda: self._prepare(step, samples))
+        found = await dispatch(lambda: self._prepare(step, samples))
         record_outcomes(self.ledger, found)
         rows = training_rows(
             found,
@@ -147,25 +147,25 @@ class TrainStep:
             rewards=self.session.world.rewards,
             transitions=self.session.config.training.transitions,
         )
-        return found, await work(lambda: self._train(step, found, rows))
+        return found, await dispatch(lambda: self._train(step, found, rows))
 
     def control_kl(self, metrics: Mapping[str, float]) -> str:
         """Update the KL controller with a step's KL; return the reason to pause, or an empty string."""
         kl = metrics.get("policy/kl_reference")
         if kl is None:
             return ""
-        verdict = self.kl.verdict(kl)
-        self.kl = self.kl.update(kl, round(metrics["ledger/trained"]))
+        verdict = self.kl_control.verdict(kl)
+        self.kl_control = self.kl_control.update(kl, round(metrics["ledger/trained"]))
         return verdict
 
     def _prepare(self, step: int, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the samples after masking and refinement."""
-        if self.kl.acts:
-            self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl.coef(step))
+        if self.kl_control.acts:
+            self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl_control.coef(step))
         if self.learner.algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
             self._set_entropy_filter(samples)
-        if self.bound is not None:
-            samples = mask_over_age(samples, step, self.bound)
+        if self.max_token_age is not None:
+            samples = mask_over_age(samples, step, self.max_token_age)
         if not self._checked:
             self._checked = check_samples(samples, self.learner, step - 1) is not None
         limit = overlong_limit(self.session.config, self.learner.algorithm)
@@ -182,12 +182,12 @@ class TrainStep:
 
     def _train(self, step: int, samples: Sequence[TrainingSample], rows: Sequence[Row]) -> dict[str, float]:
         metrics = {} if self.value_model is None else train_value_model(self.value_model, samples)
-        if step > self.warmup:
+        if step > self.warmup_steps:
             metrics |= self.learner.train(rows, seed=step)
         if self.learner.algorithm.correction_spec.has(Need.REJECTION):
             metrics["is/mask_frac"] = rejected_share(samples)
         metrics |= age_metrics(samples, step)
-        return metrics | ({"kl/coef": self.kl.coef(step)} if self.kl.acts else {})
+        return metrics | ({"kl/coef": self.kl_control.coef(step)} if self.kl_control.acts else {})
 
 
 def filter_and_estimate(

@@ -110,7 +110,7 @@ SHARDS = "shards"
 
 
 def save_shards(
-    folder: Path, model: nn.Module, optimiser: Optimizer, parts: Mapping[str, Mapping[str, torch.Tensor]]
+    folder: Path, model: nn.Module, optimizer: Optimizer, parts: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     """Write moments, weights and `parts`, one shard per rank; return the trained weights unsharded.
 
@@ -128,7 +128,7 @@ def save_shards(
             return StorageMeta()
 
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    every = {"model": weights, "optimiser": optimiser.state(), **parts}
+    every = {"model": weights, "optimizer": optimizer.state_dict(), **parts}
     tensors = {f"{part}/{name}": t for part, named in every.items() for name, t in named.items()}
     try:
         with _quiet():
@@ -235,7 +235,7 @@ class TrainerState:
     """
 
     step: int
-    optimiser_steps: int
+    optimizer_steps: int
     ledger: LedgerState
     judge_steps: int = 0
     memory: str = ""
@@ -271,7 +271,7 @@ def save_checkpoint(
     shelf: Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    optimiser: Optimizer,
+    optimizer: Optimizer,
     state: TrainerState,
     extra: Extra = Extra(),
 ) -> Path:
@@ -286,12 +286,12 @@ def save_checkpoint(
         (unfinished / "trainer").mkdir(parents=True)
         trainer = unfinished / "trainer"
         if is_sharded(model):
-            with optimiser.ranks.together(SaveShards(trainer / SHARDS)):
-                weights = save_shards(trainer / SHARDS, model, optimiser, extra.parts)
+            with optimizer.ranks.together(SaveShards(trainer / SHARDS)):
+                weights = save_shards(trainer / SHARDS, model, optimizer, extra.parts)
             save_model(model, tokenizer, unfinished, weights)
         else:
             save_model(model, tokenizer, unfinished)
-            _save_tensors(trainer / "optimiser.safetensors", optimiser.state())
+            _save_tensors(trainer / "optimizer.safetensors", optimizer.state_dict())
             for name, tensors in extra.parts.items():
                 _save_tensors(trainer / f"{name}.safetensors", tensors)
         for name, text in extra.texts.items():
@@ -313,17 +313,17 @@ def save_checkpoint(
     return final
 
 
-def load_trainer(folder: Path, optimiser: Optimizer) -> TrainerState:
-    """Restore the moments into `optimiser`; return the trainer state.
+def load_trainer(folder: Path, optimizer: Optimizer) -> TrainerState:
+    """Restore the moments into `optimizer`; return the trainer state.
 
     Raises UserError if they do not match, StorageError if the checkpoint is damaged.
     """
     state = read_state(folder)
     try:
-        moments = _read_part(folder, "optimiser", optimiser.blank_state())
+        moments = _read_part(folder, "optimizer", optimizer.zero_state_dict())
     except OSError as error:
         raise broken(folder, f"the optimizer's moments cannot be read ({error})") from error
-    optimiser.load_state(moments, state.optimiser_steps)
+    optimizer.load_state_dict(moments, state.optimizer_steps)
     return state
 
 
@@ -353,7 +353,7 @@ def _state_of(text: str) -> TrainerState:
     )
     return TrainerState(
         step=int(data["step"]),
-        optimiser_steps=int(data["optimiser_steps"]),
+        optimizer_steps=int(data["optimizer_steps"]),
         ledger=closed,
         judge_steps=data.get("judge_steps", data.get("critic_steps", 0)),  # name in earlier versions
         memory=data.get("memory", ""),

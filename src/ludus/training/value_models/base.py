@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ludus.errors import LearnerError, UserError
-from ludus.training.batches.rows import Microbatch, Row, balanced, blank_microbatch, microbatches
+from ludus.training.batches.rows import Microbatch, Row, balance_rows, blank_microbatch, microbatches
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, is_sharded, put, within
 from ludus.training.learner.logprobs import LogprobScorer, score_dtype
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
@@ -103,7 +103,7 @@ class DataParallelSplitter:
         device, dtype = next(self.model.parameters()).device, score_dtype(self.model)
         mine: Sequence[int] = range(len(rows))
         if self.ranks.count > 1:
-            mine = balanced(rows, self.ranks.count, shared=self.shared)[self.ranks.rank]
+            mine = balance_rows(rows, self.ranks.count, shared=self.shared)[self.ranks.rank]
         own = [rows[i] for i in mine]
         found = [
             replace(part, index=tuple(mine[i] for i in part.index))
@@ -137,7 +137,7 @@ class StateModel:
         self,
         policy: PreTrainedModel,
         outputs: int,
-        optimiser: OptimizerSettings,
+        optimizer: OptimizerSettings,
         settings: StateSettings = StateSettings(),
         ranks: Collectives = ONE_PROCESS,
     ) -> None:
@@ -153,7 +153,7 @@ class StateModel:
             self.model.requires_grad_(True)
             ranks.split(self.model)
         self.ranks = ranks
-        self.optimiser = Optimizer(self.model, optimiser, ranks=ranks)
+        self.optimizer = Optimizer(self.model, optimizer, ranks=ranks)
         self._on_policy = settings.on_policy
         self._dealer = DataParallelSplitter(ranks, self.model, settings.microbatch_tokens)
 
@@ -193,15 +193,15 @@ class TrainedModel:
 
     name: str
     model: nn.Module
-    optimiser: Optimizer
+    optimizer: Optimizer
 
     def state(self) -> dict[str, Tensor]:
         """Return the trained weights and their moments for a checkpoint."""
-        return self._state({name: p.detach() for name, p in self._trained()}, self.optimiser.state())
+        return self._state({name: p.detach() for name, p in self._trained()}, self.optimizer.state_dict())
 
     def blank_state(self) -> dict[str, Tensor]:
         """Return zeros in the shapes, types and sharding of `state` after a step."""
-        return self._state({name: torch.zeros_like(p) for name, p in self._trained()}, self.optimiser.blank_state())
+        return self._state({name: torch.zeros_like(p) for name, p in self._trained()}, self.optimizer.zero_state_dict())
 
     def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
         """Restore `state`. Raises LearnerError if the model differs."""
@@ -211,9 +211,9 @@ class TrainedModel:
                 if stored is None or stored.shape != parameter.shape:
                     raise LearnerError(f"The checkpoint's {self.name} does not match: {key}.")
                 put(parameter, stored)
-        prefix = "optimiser/"
+        prefix = "optimizer/"
         moments = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
-        self.optimiser.load_state(moments, num_steps)
+        self.optimizer.load_state_dict(moments, num_steps)
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -221,5 +221,5 @@ class TrainedModel:
     @staticmethod
     def _state(weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {f"model/{name}": t for name, t in weights.items()} | {
-            f"optimiser/{name}": t for name, t in moments.items()
+            f"optimizer/{name}": t for name, t in moments.items()
         }

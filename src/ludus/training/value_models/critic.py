@@ -53,14 +53,14 @@ class Critic(TrainedModel):
     def __init__(
         self,
         policy: PreTrainedModel,
-        optimiser: OptimizerSettings,
+        optimizer: OptimizerSettings,
         settings: CriticSettings = CriticSettings(),
         ranks: Collectives = ONE_PROCESS,
     ) -> None:
         """Raise UserError if the model's hidden states are unavailable."""
         self.settings = settings
-        self.states = StateModel(policy, 1, optimiser, settings.states, ranks)
-        self.model, self.optimiser = self.states.model, self.states.optimiser
+        self.states = StateModel(policy, 1, optimizer, settings.states, ranks)
+        self.model, self.optimizer = self.states.model, self.states.optimizer
 
     @torch.no_grad()
     def values(self, rows: Sequence[Row], *, after: bool = False) -> list[Tensor]:
@@ -78,7 +78,7 @@ class Critic(TrainedModel):
         Return the loss and the explained variance of the old values. Raises LearnerError if the loss is not
         finite.
         """
-        settings, taken = self.settings, self.optimiser.num_steps
+        settings, taken = self.settings, self.optimizer.num_steps
         start = _mean(_trained(targets, rows)) if taken == 0 else 0.0
         if taken == 0:
             put(self.states.head.bias, torch.tensor([start], dtype=torch.float64))
@@ -109,7 +109,7 @@ class Critic(TrainedModel):
             if not torch.isfinite(scaled):
                 fault = "The critic's loss is not a number."
             torch.autograd.backward(scaled)
-        self.optimiser.step_together(fault, "Lower critic.learning_rate.")
+        self.optimizer.step_together(fault, "Lower critic.learning_rate.")
 
 
 def _explained(rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> float:
@@ -155,14 +155,14 @@ class OutcomeCritic(TrainedModel):
     def __init__(
         self,
         policy: PreTrainedModel,
-        optimiser: OptimizerSettings,
+        optimizer: OptimizerSettings,
         settings: OutcomeCriticSettings = OutcomeCriticSettings(),
         ranks: Collectives = ONE_PROCESS,
     ) -> None:
         """Raise UserError if the model's hidden states are unavailable."""
         self.settings = settings
-        self.states = StateModel(policy, CLASSES, optimiser, settings.states, ranks)
-        self.model, self.optimiser = self.states.model, self.states.optimiser
+        self.states = StateModel(policy, CLASSES, optimizer, settings.states, ranks)
+        self.model, self.optimizer = self.states.model, self.states.optimizer
 
     @torch.no_grad()
     def probabilities(self, rows: Sequence[Row], solved: Sequence[bool]) -> list[Tensor]:
@@ -188,7 +188,7 @@ class OutcomeCritic(TrainedModel):
             return {}
         steps = [
             self._step([rows[i] for i in index], [solved[i] for i in index])
-            for index in batches(len(rows), settings.epochs, settings.minibatches, self.optimiser.num_steps)
+            for index in batches(len(rows), settings.epochs, settings.minibatches, self.optimizer.num_steps)
             if any(any(rows[i].trains[1:]) for i in index)
         ]
         first = steps[: len(steps) // settings.epochs]
@@ -211,6 +211,6 @@ class OutcomeCritic(TrainedModel):
             torch.autograd.backward(loss if part.index else 0.0 * table.sum())
             total += tokens * float(loss.detach())
             right += int((logits.argmax(1) == labels).sum())
-        self.optimiser.step_together(fault, "Lower critic.learning_rate.")
+        self.optimizer.step_together(fault, "Lower critic.learning_rate.")
         ranks = self.states.ranks
         return sum(ranks.gather(total)), sum(ranks.gather(right))

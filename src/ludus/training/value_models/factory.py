@@ -15,12 +15,12 @@ from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.trees import paths
-from ludus.training.batches.rows import Row, last_actions, row_of_trajectory, row_segments, without_masked
+from ludus.training.batches.rows import Row, apply_mask, last_actions, row_of_trajectory, row_segments
 from ludus.training.credit.advantages import CUT_OFF, Estimates, TrainingSample
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives
 from ludus.training.distributed.launcher import EvaluateValues, TrainValues
 from ludus.training.learner.learner import Learner
-from ludus.training.learner.logprobs import own_types
+from ludus.training.learner.logprobs import model_precision
 from ludus.training.learner.optimizer import OptimizerSettings
 from ludus.training.value_models.base import StateSettings
 from ludus.training.value_models.critic import Critic, CriticSettings, OutcomeCritic, OutcomeCriticSettings
@@ -53,18 +53,18 @@ def make_value_model(
             ProcessRewardSettings(size, prime.epochs, beta, config.rollout.temperature or 1.0, success, again),
             ranks,
         )
-    optimiser = OptimizerSettings(
+    optimizer = OptimizerSettings(
         learning_rate=critic.learning_rate or CRITIC_RATE * training.learning_rate,
         total_steps=training.steps * critic.epochs * critic.minibatches,
     )
     states = StateSettings(size, again, on_policy=critic.model == "head")
     if algorithm.advantage_spec.has(Need.OUTCOME_CRITIC):
         outcome = OutcomeCriticSettings(critic.epochs, critic.minibatches, success, states)
-        return OutcomeCritic(model, optimiser, outcome, ranks)
+        return OutcomeCritic(model, optimizer, outcome, ranks)
     if algorithm.advantage_spec.has(Need.CRITIC):
         turns = algorithm.advantage_spec.has(Need.TURN_VALUES)
         settings = CriticSettings(critic.epochs, critic.minibatches, critic.clip or None, states, turns)
-        return Critic(model, optimiser, settings, ranks)
+        return Critic(model, optimizer, settings, ranks)
     return None
 
 
@@ -98,7 +98,7 @@ def estimate_values(
     Raises LearnerError if a reference is needed and missing.
     """
     solved = [] if isinstance(value_model, Critic) else _is_solved(samples, value_model.settings.success)
-    with value_model.optimiser.ranks.together(EvaluateValues(rows, solved)):
+    with value_model.optimizer.ranks.together(EvaluateValues(rows, solved)):
         said = at_actions(score_values(value_model, rows, solved), rows)
     match value_model:
         case Critic():
@@ -120,7 +120,7 @@ def bootstraps(value_model: Critic, samples: Sequence[TrainingSample], rows: Seq
         if cut:
             places[i] = cut
     ends = [replace(rows[i], trains=_mask_of_positions(len(rows[i].tokens), own.values())) for i, own in places.items()]
-    with value_model.optimiser.ranks.together(EvaluateValues(ends, [], True)):
+    with value_model.optimizer.ranks.together(EvaluateValues(ends, [], True)):
         said = score_values(value_model, ends, [], True) if ends else []
     for i, values in zip(places, said, strict=True):
         for path, place in places[i].items():
@@ -140,7 +140,7 @@ def score_values(
 
     A critic scores the states before the tokens, or `after` them.
     """
-    with own_types(value_model.model):
+    with model_precision(value_model.model):
         match value_model:
             case Critic():
                 return value_model.values(rows, after=after)
@@ -163,7 +163,7 @@ def train_value_model(value_model: ValueModel, samples: Sequence[TrainingSample]
         if value_model.settings.turns:
             trajectories = [sample.episode.trajectory for sample in trained]
             rows = [at_openings(row, one) for row, one in zip(rows, trajectories, strict=True)]
-        rows = [without_masked(row, sample.trains) for row, sample in zip(rows, trained, strict=True)]
+        rows = [apply_mask(row, sample.trains) for row, sample in zip(rows, trained, strict=True)]
     solved = [] if isinstance(value_model, Critic) else _is_solved(trained, value_model.settings.success)
     given: list[list[tuple[float, ...] | None]] = []
     if isinstance(value_model, Critic):
@@ -171,7 +171,7 @@ def train_value_model(value_model: ValueModel, samples: Sequence[TrainingSample]
     elif isinstance(value_model, ProcessReward):
         given = [[sample.reference for sample in trained]]
     tables = tuple([_scatter_to_row(v, row) for v, row in zip(values, rows, strict=True)] for values in given)
-    with value_model.optimiser.ranks.together(TrainValues(rows, tables, solved)):
+    with value_model.optimizer.ranks.together(TrainValues(rows, tables, solved)):
         return train_on_tables(value_model, rows, tables, solved)
 
 
@@ -179,7 +179,7 @@ def train_on_tables(
     value_model: ValueModel, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
 ) -> dict[str, float]:
     """Train on `tables` of numbers `[T]` a row, as taken by its `train`, or on the outcomes."""
-    with own_types(value_model.model):
+    with model_precision(value_model.model):
         match value_model:
             case Critic():
                 return value_model.train(rows, tables[0], tables[1])

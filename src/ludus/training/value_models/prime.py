@@ -48,7 +48,7 @@ class ProcessReward(TrainedModel):
     def __init__(
         self,
         policy: PreTrainedModel,
-        optimiser: OptimizerSettings,
+        optimizer: OptimizerSettings,
         settings: ProcessRewardSettings = ProcessRewardSettings(),
         ranks: Collectives = ONE_PROCESS,
     ) -> None:
@@ -57,7 +57,7 @@ class ProcessReward(TrainedModel):
         self._scorer = LogprobScorer(self.model, settings.temperature, recompute=settings.recompute)
         ranks.split(self.model)
         self.ranks = ranks
-        self.optimiser = Optimizer(self.model, optimiser, ranks=ranks)
+        self.optimizer = Optimizer(self.model, optimizer, ranks=ranks)
         self._dealer = DataParallelSplitter(ranks, self.model, settings.microbatch_tokens, self._scorer.shares_prefixes)
 
     @torch.no_grad()
@@ -99,5 +99,5 @@ class ProcessReward(TrainedModel):
             torch.autograd.backward(loss)
             total += float(loss.detach())
             right += int(((logits > 0) == (labels > 0.5)).sum())
-        self.optimiser.step_together(fault, "Lower critic.prime.learning_rate.")
+        self.optimizer.step_together(fault, "Lower critic.prime.learning_rate.")
         return sum(self.ranks.gather(total)), sum(self.ranks.gather(right))
