@@ -282,11 +282,11 @@ def _why_zero(last: Sequence[Mapping[str, float]]) -> str:
         return (
             "most episodes are cut off by a token limit before they answer. "
             "Raise rollout.max_tokens_per_turn or "
-            f"rollout.max_seq_len; if the model does not know the format of an answer, {cold}"
+            f"rollout.max_seq_len; if the model has not learned the answer format, {cold}"
         )
     return (
         "the model never earns anything, or the reward never fires; read some rollouts and score one right "
-        f"answer by hand. If the model does not know the task, {cold}"
+        f"answer by hand. If the model cannot do the task yet, {cold}"
     )
 
 
@@ -352,7 +352,7 @@ def _tool_error_stops(now: Mapping[str, float]) -> str:
     share = now.get(f"episode/stop/{StopReason.TOOL_ERRORS}", 0.0)
     if not share > MAX_SHARE:
         return ""
-    return f"{share:.0%} of the episodes end in a streak of tool errors: the model does not know how to call"
+    return f"{share:.0%} of the episodes end in a streak of tool errors: the model calls tools wrongly"
 
 
 def _cut_share(now: Mapping[str, float]) -> float:

@@ -140,7 +140,7 @@ def test_two_processes_try_the_longest_microbatch_together():
         assert estimate.gradients == estimate.weights
         assert clean
         assert "Not enough memory: the longest microbatch" in said
-        assert "with the 1 beside it" in said  # each alone would fit
+        assert "all 2 ranks here need" in said  # each alone would fit
     assert [estimate.weights for estimate, _, _ in found["whole"]] == [weights, weights]
     assert sum(estimate.weights for estimate, _, _ in found["split"]) == weights
 

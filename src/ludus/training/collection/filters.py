@@ -211,14 +211,11 @@ def _mask_old_tokens(sample: TrainingSample, oldest: int) -> TrainingSample:
     """Mask tokens of versions before `oldest`; expert tokens have no version."""
     actions = new_actions(sample.episode.trajectory)
     versions = (v for action in actions for v in (action.versions or (oldest,) * len(action.tokens)))
-    young = tuple(version >= oldest for version in versions)
-    if sample.trains is not None:
-        young = tuple(a and b for a, b in zip(young, sample.trains, strict=True))
-    if all(young):
+    masked = sample.masked([version >= oldest for version in versions])
+    trains = masked.trains or ()
+    if all(trains):
         return sample
-    if not any(young):
-        return replace(sample, outcome=RolloutOutcome.MASKED, reason=OVER_AGE)
-    return replace(sample, trains=young)
+    return masked if any(trains) else replace(sample, outcome=RolloutOutcome.MASKED, reason=OVER_AGE)
 
 
 def staleness_metrics(

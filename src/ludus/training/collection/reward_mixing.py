@@ -2,7 +2,7 @@
 
 Takes a step's scored episodes, including the extra parts of the settings (`add_extra_parts`), and returns them
 with a new `reward` (and `turn_rewards` if there is a process model). Parts stay recorded under their names.
-There is no reward_mixer if the settings are the defaults. Evaluations are not affected.
+With default settings there is no mixer. Evaluations are not affected.
 """
 
 from __future__ import annotations
@@ -479,8 +479,8 @@ def _check_caps(settings: RewardsConfig) -> None:
     if MODEL_PART in settings.weights:
         raise ConfigError(f"rewards.weights names {MODEL_PART!r}.", "Its weight is rewards.model_weight.")
     if odd := [name for name, cap in settings.caps.items() if not 0 <= cap <= 1]:
-        said = f"rewards.caps.{odd[0]} is {settings.caps[odd[0]]:g}."
-        raise ConfigError(said, "Use a number from 0 to 1; no part exceeds 1.")
+        message = f"rewards.caps.{odd[0]} is {settings.caps[odd[0]]:g}."
+        raise ConfigError(message, "Use a number from 0 to 1; no part exceeds 1.")
 
 
 def _check_terms(settings: RewardsConfig, names: Sequence[str]) -> None:

@@ -145,6 +145,11 @@ class TrainingSample:
         """Whether an expert produced it; experts are excluded from ledger and episode metrics."""
         return is_expert(self.episode)
 
+    def masked(self, keep: Sequence[bool]) -> TrainingSample:
+        """Return the sample with the action tokens masked where `keep` is false."""
+        before = self.trains or (True,) * len(keep)
+        return replace(self, trains=tuple(a and b for a, b in zip(before, keep, strict=True)))
+
     @property
     def advantage(self) -> float | None:
         """The mean advantage over action tokens."""
@@ -258,23 +263,17 @@ def with_estimates(
     check_estimates(
         dict(zip(ESTIMATE_NAMES, estimates, strict=True)), [sample.episode.trajectory.name for sample in compared]
     )
-    advantages = _advantages(compared, algorithm, max_length, estimates)
-    found = [replace(sample, advantages=a) for sample, a in zip(compared, advantages, strict=True)]
+    columns = {"advantages": _advantages(compared, algorithm, max_length, estimates)}
     if estimates.ref_logprobs is not None:
-        found = [
-            replace(sample, reference=tuple(row.tolist()))
-            for sample, row in zip(found, estimates.ref_logprobs, strict=True)
-        ]
+        columns["reference"] = [tuple(row.tolist()) for row in estimates.ref_logprobs]
     if estimates.values is not None:
         raw = _advantages(compared, _critic_algorithm(algorithm), max_length, estimates)
         values = [v.double().cpu() for v in estimates.values]
+        columns["values"] = [tuple(v.tolist()) for v in values]
         targets = [torch.tensor(a, dtype=v.dtype) + v for a, v in zip(raw, values, strict=True)]
-        found = [
-            replace(sample, values=tuple(v.tolist()), targets=tuple(t.tolist()))
-            for sample, v, t in zip(found, values, targets, strict=True)
-        ]
-    following = iter(found)
-    return [sample if sample.advantages is None else next(following) for sample in samples]
+        columns["targets"] = [tuple(t.tolist()) for t in targets]
+    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    return [sample if sample.advantages is None else replace(sample, **next(rows)) for sample in samples]
 
 
 def _critic_algorithm(algorithm: Algorithm) -> Algorithm:

@@ -140,7 +140,6 @@ class TokenBudget:
 
 _MAX_CACHED = 8
 """Maximum number of cached entries; a step needs fewer."""
-_RowKeys = tuple[str, list[tuple[tuple[int, ...], tuple[bool, ...]]]]
 
 
 @dataclass
@@ -150,24 +149,23 @@ class LogprobCache:
     Rounding depends on how rows are batched, so values are only returned for the same list of rows.
     """
 
-    _found: deque[tuple[_RowKeys, list[Tensor]]] = field(default_factory=lambda: deque(maxlen=_MAX_CACHED))
+    _found: deque[tuple[str, Sequence[Row], list[Tensor]]] = field(default_factory=lambda: deque(maxlen=_MAX_CACHED))
 
     def add(self, name: str, rows: Sequence[Row], logprobs: Sequence[Tensor]) -> None:
         """Cache a scorer's values of the rows."""
-        self._found.append((_row_keys(name, rows), list(logprobs)))
+        self._found.append((name, rows, list(logprobs)))
 
     def get(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
-        """Return the values of exactly these rows in this order, or None."""
-        key = _row_keys(name, rows)
-        return next((logprobs for known, logprobs in self._found if known == key), None)
+        """Return the values of rows with exactly these tokens and masks in this order, or None."""
+        wanted = [(row.tokens, row.trains) for row in rows]
+        for known, known_rows, logprobs in self._found:
+            if known == name and [(row.tokens, row.trains) for row in known_rows] == wanted:
+                return logprobs
+        return None
 
     def clear(self) -> None:
         """Drop all entries because the weights have changed."""
         self._found.clear()
-
-
-def _row_keys(name: str, rows: Sequence[Row]) -> _RowKeys:
-    return name, [(row.tokens, row.trains) for row in rows]
 
 
 OldLogprobs = Literal["recomputed", "engine"]
@@ -268,7 +266,7 @@ class Learner:
         if name == SUM_PI_SQUARED:
             return self.scorer.sum_pi_squared
         if name in ("reference", FULL_KL) and "reference" not in self.scorers:
-            raise LearnerError("There is no reference model.")
+            raise LearnerError("The run has no reference model.")
         if name == FULL_KL:
             return functools.partial(full_kl, self.scorer, self._aux)
         return self.scorers[name].score if name else self.scorer.score
@@ -330,7 +328,7 @@ class Learner:
         return metrics | {OLD_FROM_ENGINE: float(settings.old_logprobs == "engine")}
 
     def _start(self, rows: Sequence[Row], seed: int) -> CachedLogprobs:
-        """Compute what the updates need from the weights at the start of the step."""
+        """Return the log-probabilities of the step's initial weights, as far as the updates need them."""
         settings, experts, others = self.settings, None, self._aux_logprobs(rows)
         if settings.old_logprobs == "engine":
             proximal = [torch.tensor(row.behavior, dtype=torch.float64) for row in rows]

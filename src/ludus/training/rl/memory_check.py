@@ -32,11 +32,11 @@ _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Memory in bytes for the longest microbatch of `tokens` tokens, and what is `available`.
+    """Memory in bytes for the longest microbatch of `tokens` tokens, and the `available` memory.
 
-    `others` is all prior memory besides the policy's weights: engine, reference, libraries. `activations` is
-    the memory of the pass without gradients. `moments` is what the first optimizer step will allocate. On the
-    CPU the numbers use the process's high-water mark, so an earlier peak can hide `activations`.
+    `others` is all prior memory besides the policy's weights: engine, reference, libraries. `activations`
+    excludes gradients. The first optimizer step allocates `moments`. On the CPU the numbers use the process's
+    high-water mark, so an earlier peak can hide `activations`.
     """
 
     tokens: int
@@ -118,8 +118,8 @@ def _check_fits(estimate: MemoryEstimate, ranks: Collectives, device: torch.devi
     here = [total for where, total in found if where == place]
     fault = ""
     if sum(here) > estimate.available:
-        beside = f"; with the {len(here) - 1} beside it {_gib(sum(here))} GiB" if len(here) > 1 else ""
-        fault = f"Not enough memory: {estimate}{beside}."
+        together = f"; all {len(here)} ranks here need {_gib(sum(here))} GiB" if len(here) > 1 else ""
+        fault = f"Not enough memory: {estimate}{together}."
     raise_together(fault, f"Lower training.microbatch_tokens. {REMEDY}", ranks)
 
 
@@ -156,7 +156,7 @@ def _peak(device: torch.device) -> int:
     """Return the peak in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if own := peak_memory("self"):  # what getrusage says may be that of the process that started this one
+    if own := peak_memory("self"):  # getrusage may report the peak of the parent process
         return own
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

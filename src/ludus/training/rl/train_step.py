@@ -308,7 +308,7 @@ def _reject_samples(samples: list[TrainingSample], learner: Learner) -> list[Tra
     old, behavior, mask = _pad_scores(rows, learner.score(rows, keep=True))
     keep = _accepted_tokens(old, behavior, mask, learner.algorithm)
     thinned = {
-        id(sample): replace(sample, trains=_intersect_mask(sample, row[inside]))
+        id(sample): sample.masked(row[inside].tolist())
         for sample, row, inside in zip(trained, keep, mask, strict=True)
         if row.any() and not row[inside].all()
     }
@@ -323,17 +323,10 @@ def _accepted_tokens(old: Tensor, behavior: Tensor, mask: Tensor, algorithm: Alg
     return algorithm.call(algorithm.correction_spec.function, "correction", inputs).bool()
 
 
-def _intersect_mask(sample: TrainingSample, keep: Tensor) -> tuple[bool, ...]:
-    """Return the training mask of a sample's action tokens, intersected with `keep` [n_i]."""
-    kept: list[bool] = keep.tolist()
-    before = sample.trains or (True,) * len(kept)
-    return tuple(a and b for a, b in zip(before, kept, strict=True))
-
-
 def rejected_share(samples: Sequence[TrainingSample]) -> float:
     """Return the fraction of trainable action tokens that were rejected; 0 if there are none.
 
-    Tokens masked by another filter (`training.collection.staleness`) count as rejected.
+    Tokens masked by another filter (`mask_over_age`) count as rejected.
     """
     trained = _trained_samples(samples)
     rejected = [c for c in samples if c.reason == REJECTED]

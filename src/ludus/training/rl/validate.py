@@ -14,7 +14,7 @@ from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
 from ludus.algorithms.spec.resolve import algorithm_of, check_observations, minibatches_of, resolve
 from ludus.config.schema import Config
-from ludus.config.sections.algorithm import CriticConfig, DemonstrationsConfig, PrimeConfig
+from ludus.config.sections.algorithm import CriticConfig, PrimeConfig
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.config.sections.section import changed
 from ludus.diagnostics.metrics import step_metrics
@@ -177,13 +177,12 @@ def check_teacher(config: Config, algorithm: Algorithm) -> None:
 def check_critic(config: Config, algorithm: Algorithm) -> None:
     """Raise ConfigError for unused critic settings, and for a critic head on sharded weights."""
     read, reason = _critic_settings(algorithm)
-    given, plain = config.critic.model_dump(), CriticConfig().model_dump()
-    idle = [key for key, value in given.items() if value != plain[key] and key not in read]
-    if idle:
-        raise ConfigError(
-            f"critic.{idle[0]} = {given[idle[0]]} would have no effect: {reason}.",
-            "Unset it, or use an algorithm that reads it (ludus algorithms).",
-        )
+    for key, value in changed(config.critic).items():
+        if key not in read:
+            raise ConfigError(
+                f"critic.{key} = {value} would have no effect: {reason}.",
+                "Unset it, or use an algorithm that reads it (ludus algorithms).",
+            )
     if config.critic.model == "head" and config.training.learner.shard:
         raise ConfigError(
             "critic.model = head reads the policy's states, and training.learner.shard shards its weights.",
@@ -209,15 +208,9 @@ def _critic_settings(algorithm: Algorithm) -> tuple[set[str], str]:
 def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
     """Raise ConfigError if the loss needs experts and has none, or configured experts are unused."""
     path, reads = config.experts.path, algorithm.loss_spec.has(Need.DEMONSTRATIONS)
-    if path is not None and not reads:
+    for key, value in () if reads else changed(config.experts).items():
         raise ConfigError(
-            f"experts.path = {path} would have no effect: the loss {algorithm.loss} uses no experts.",
-            "Unset it, or set algorithm.preset = 'mixed_policy'.",
-        )
-    if config.experts.per_group != DemonstrationsConfig().per_group and not reads:
-        raise ConfigError(
-            f"experts.per_group = {config.experts.per_group} would have no effect: the loss {algorithm.loss} "
-            "uses no experts.",
+            f"experts.{key} = {value} would have no effect: the loss {algorithm.loss} uses no experts.",
             "Unset it, or set algorithm.preset = 'mixed_policy'.",
         )
     if reads and path is None and not world.implements("expert"):
@@ -264,15 +257,16 @@ def check_old_logprobs(config: Config, algorithm: Algorithm) -> None:
 def check_replay(config: Config, algorithm: Algorithm) -> None:
     """Raise ConfigError if tokens beyond the staleness bound would train without a correction."""
     bound, replays = config.staleness.max_staleness, config.staleness.replay
-    corrects = algorithm.correction != "none" or algorithm.loss_spec.off_policy
+    if not replays.share or algorithm.correction != "none" or algorithm.loss_spec.off_policy:
+        return
     mode = config.training.mode
     why = f" (with training.mode = {mode!r}, none is the default)" if not config.training.off_policy else ""
-    if replays.share and replays.sources and not corrects:
+    if replays.sources:
         raise ConfigError(
             f"staleness.replay.sources are off-policy rollouts, and algorithm.correction is 'none'{why}.",
             "Set algorithm.correction (tis).",
         )
-    if replays.share and replays.max_age > bound and not corrects:
+    if replays.max_age > bound:
         raise ConfigError(
             f"staleness.replay.max_age ({replays.max_age}) replays tokens beyond staleness.max_staleness "
             f"({bound}), and algorithm.correction is 'none'{why}.",
