@@ -263,7 +263,7 @@ def test_the_optimizer_goes_on_exactly_where_it_was():
 )
 def test_schedules(schedule, rates):
     settings = OptimizerSettings(1.0, total_steps=4, warmup_steps=2, schedule=schedule)
-    assert [settings.rate(step) for step in range(4)] == pytest.approx(rates)
+    assert [settings.learning_rate_at(step) for step in range(4)] == pytest.approx(rates)
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])

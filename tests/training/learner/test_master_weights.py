@@ -15,11 +15,11 @@ from tests.training.learner.test_learner import learner, random_rows, tiny_model
 TINY = OptimizerSettings(learning_rate=1e-5, total_steps=400, max_grad_norm=1e9)
 
 
-def pushed(steps, *, masters, dtype=torch.bfloat16):
+def pushed(steps, *, master_weights, dtype=torch.bfloat16):
     """A weight of 1 after steps that each take away 1e-5, and its optimizer."""
     layer = torch.nn.Linear(2, 2, bias=False, dtype=dtype)
     torch.nn.init.ones_(layer.weight)
-    optimizer = Optimizer(layer, TINY, master_weights=masters)
+    optimizer = Optimizer(layer, TINY, master_weights=master_weights)
     for _ in range(steps):
         layer.weight.grad = torch.ones_like(layer.weight)
         optimizer.step()

@@ -79,7 +79,7 @@ def replaying(model, settings=None, *, recompute=False):
 
 def known_of(one, rows):
     with one.scorer.routing.recording():
-        found, experts = one._score_all(rows, one.scorer)
+        found, experts = one._score_all(rows, one.scorer.score)
     return CachedLogprobs([scores.logprobs for scores in found], experts=experts)
 
 

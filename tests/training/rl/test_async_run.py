@@ -232,7 +232,7 @@ def test_the_engine_rests_while_batches_wait_unless_its_episodes_are_to_end(
     interruptible, rests, tiny_run, tmp_path, monkeypatch
 ):
     """With a learner that takes until then."""
-    plain, learn, told = build.make_engine, TrainStep.learn, []
+    plain, learn, told = build.make_engine, TrainStep.run, []
 
     def made(session):
         engine = plain(session)
@@ -245,7 +245,7 @@ def test_the_engine_rests_while_batches_wait_unless_its_episodes_are_to_end(
         return await learn(*given)
 
     monkeypatch.setattr(build, "make_engine", made)
-    monkeypatch.setattr(TrainStep, "learn", slowly)
+    monkeypatch.setattr(TrainStep, "run", slowly)
     run(tiny_run, tmp_path, "async", staleness__in_flight_weight_updates=interruptible)
     assert any(told) == rests
     assert not told or told[-1] == 0
